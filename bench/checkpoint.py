@@ -41,11 +41,11 @@ from elastic.core.policy.saving import SavingPlan
 from elastic.core.world import JobId
 from elastic.runtime.clock import SystemClock
 from elastic.storage.run_directory import RunDirectory
-from elastic.worker.local import NoCoordinator
-from elastic.worker.reading import read_checkpoint
-from elastic.worker.saving import Saver
-from elastic.worker.state import TrainState
-from elastic.worker.writing import Writer
+from elastic.worker.checkpoint.checkpoint_reader import read_checkpoint
+from elastic.worker.checkpoint.checkpoint_writer import CheckpointWriter
+from elastic.worker.checkpoint.snapshotter import Snapshotter
+from elastic.worker.process.local import NoCoordinator
+from elastic.worker.state.train_state import TrainState
 
 SYSTEMS = ("elastic", "torch.save", "async_save", "async_save shm")
 WIDTH = 1024
@@ -107,8 +107,8 @@ def ours(trained: Trained, folder: Path) -> tuple[Saving, Callable[[], None]]:
     objects.models.append(trained.model)
     objects.optimizers.append(trained.optimizer)
     run = RunDirectory(str(folder))
-    writer = Writer(run, JobId("bench"), line=NoCoordinator(), clock=SystemClock())
-    saver = Saver((), writer)
+    writer = CheckpointWriter(run, JobId("bench"), line=NoCoordinator(), clock=SystemClock())
+    saver = Snapshotter((), writer)
     saver.plan = SavingPlan(every_n_steps=1)
     steps = 0
 
@@ -241,7 +241,9 @@ def throughput(num_bytes: float, rounds: int, seconds: float, parent: str) -> fl
     objects.models.append(trained.model)
     objects.optimizers.append(trained.optimizer)
     run = RunDirectory(str(folder))
-    saver = Saver((), Writer(run, JobId("pace"), line=NoCoordinator(), clock=SystemClock()))
+    saver = Snapshotter(
+        (), CheckpointWriter(run, JobId("pace"), line=NoCoordinator(), clock=SystemClock())
+    )
     saver.plan = SavingPlan(every_n_steps=1)
     taken = 0
 

@@ -17,7 +17,7 @@ from rich.table import Table
 
 from elastic.core.policy.exchange_plan import (
     MESSAGE_BYTES,
-    Plan,
+    ExchangePlan,
     bucket_bytes_for,
     partners,
     shape_of,
@@ -52,7 +52,7 @@ class World:
         left = tuple(node for node in self.nodes if node != slot)
         return World(left, self.num_slots, self.num_micro_batches)
 
-    def plans(self, size: int) -> list[Plan]:
+    def plans(self, size: int) -> list[ExchangePlan]:
         """Return the plan of each rank for a bucket of so many elements."""
         shape, grain = shape_of(self.nodes, self.num_slots), MESSAGE_BYTES // ELEMENT_BYTES
         return [
@@ -60,7 +60,7 @@ class World:
             for rank in range(len(self.nodes))
         ]
 
-    def edges(self, plans: list[Plan]) -> list[set[tuple[int, int]]]:
+    def edges(self, plans: list[ExchangePlan]) -> list[set[tuple[int, int]]]:
         """Return whom each rank talks to, by slot of the node and place on it."""
         names = [(node, rank - self.nodes.index(node)) for rank, node in enumerate(self.nodes)]
         return [{names[other] for other in partners(plan)} for plan in plans]

@@ -24,7 +24,7 @@ from frames import GrpcStream
 
 from elastic.core.config import AgentConfig, ns
 from elastic.core.messages import Hello, WorkerUpdate
-from elastic.core.policy.spreading import answer_after_ns
+from elastic.core.policy.pacing import answer_after_ns
 from elastic.core.world import (
     ExitCause,
     ExitKind,
@@ -124,12 +124,12 @@ class Tally:
         self.over: dict[int, tuple[int, int]] = {}
         self.last_ns = self.bytes_in = 0
 
-    def hears_end(self, generation: int) -> None:
+    def receives_end(self, generation: int) -> None:
         """Count one that hears that a generation is over."""
         known, _ = self.over.get(generation, (0, 0))
         self.over[generation] = known + 1, time.monotonic_ns()
 
-    def hears(self, generation: int, size: int) -> None:
+    def receives(self, generation: int, size: int) -> None:
         """Count one that hears of a generation."""
         self.told[generation] = self.told.get(generation, 0) + 1
         self.last_ns, self.bytes_in = time.monotonic_ns(), size
@@ -205,14 +205,14 @@ class PlayedAgent:
         if not order.follows:
             self._tell(replace(self.report, phase=WorkerPhase.READY))
         elif order.generation == self.generation:
-            self._tally.hears_end(self.generation)
+            self._tally.receives_end(self.generation)
 
     def _join(self, place: Any, size: int) -> None:
         """Count it, and say that the worker trains when it is its turn, as real agents do."""
         assert self.report is not None
         if self.generation != place.generation:
             self.generation = place.generation
-            self._tally.hears(self.generation, size)
+            self._tally.receives(self.generation, size)
         report = self.report = replace(
             self.report, phase=WorkerPhase.TRAINING, generation=self.generation, in_place=True
         )

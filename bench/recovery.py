@@ -35,7 +35,7 @@ from elastic.core.view import JobView, WorkerView
 from elastic.core.world import ENDED, Entry, JobPhase
 from elastic.errors import Unavailable
 from elastic.testing.chaos_jobs import ChaosJob, chaos_job
-from elastic.testing.local_cluster import PATIENCE_S, LocalCluster
+from elastic.testing.local_cluster import TIMEOUT_S, LocalCluster
 
 OURS = "ours"
 WORLD = 3
@@ -158,9 +158,9 @@ class Bench:
         return self._rng.choice(sorted(members, key=lambda w: w.rank)), generation
 
     def _wait(self, after: int, world: int = 0) -> int:
-        life = self.marks.wait(after, world=world, timeout_s=PATIENCE_S)
+        life = self.marks.wait(after, world=world, timeout_s=TIMEOUT_S)
         if life is None:
-            raise Unavailable(f"no group after generation {after} trained in {PATIENCE_S:g} s")
+            raise Unavailable(f"no group after generation {after} trained in {TIMEOUT_S:g} s")
         return life
 
     def _note(self, event: str, seconds: float, before: int) -> None:

@@ -61,7 +61,7 @@ CONNECTING_AT_ONCE = 400
 """In all processes together, unless told otherwise: each connects as soon as it can, and here they
 share two cores with the pings of those that are connected, which must be answered in time."""
 WAIT_S = 300.0
-LOOK_S = 0.05
+POLL_S = 0.05
 SETTLE_S = 3.0
 REST_S = 10.0
 NICE = 10
@@ -119,7 +119,7 @@ class Crowd:
             states = self.ask(f"welcome {since_ns}")
             if sum(count for count, _ in states) >= agents:
                 return int(max(last_ns for _, last_ns in states))
-            time.sleep(LOOK_S)
+            time.sleep(POLL_S)
         raise click.ClickException("agents did not connect")
 
     def wait_generation(self, workers: int, above: int = 0) -> tuple[int, int]:
@@ -131,10 +131,10 @@ class Crowd:
             knowing = sum(one["told"][1] for one in states if one["told"][0] == newest)
             if newest > above and knowing >= workers:
                 return int(max(one["last_ns"] for one in states)), int(newest)
-            time.sleep(LOOK_S)
+            time.sleep(POLL_S)
         raise click.ClickException(f"{workers} workers did not come into one group above {above}")
 
-    def end_told_ns(self, workers: int, otherwise_ns: int) -> int:
+    def end_reported_ns(self, workers: int, otherwise_ns: int) -> int:
         """Return when the last knew that the group before the newest is over; see `Tally.over`."""
         counts, moments = zip(*(one["over"] for one in self.ask("state")), strict=True)
         return int(max(moments)) if sum(counts) >= workers else otherwise_ns
@@ -183,7 +183,7 @@ class Coordinator:
         while not ready.exists():
             if self.process.poll() is not None or time.monotonic() > until:
                 raise click.ClickException("the coordinator did not start")
-            time.sleep(LOOK_S)
+            time.sleep(POLL_S)
         words = dict(word.partition("=")[::2] for word in ready.read_text().split())
         self.address = words["address"]
         self.usage = psutil.Process(self.process.pid)
@@ -212,12 +212,12 @@ class Phase:
         self._both = (coordinator, crowd)
         self._before = [one.cpu_s() for one in self._both]
         self.cpu_s: list[float] = []
-        self.seconds, self.told_s, self.commits = 0.0, 0.0, 0
+        self.seconds, self.reported_s, self.commits = 0.0, 0.0, 0
 
-    def ends(self, began_ns: int, last_ns: int, told_ns: int = 0) -> None:
+    def ends(self, began_ns: int, last_ns: int, reported_ns: int = 0) -> None:
         """All know the next group, and knew earlier, maybe, that the one before is over."""
         self.seconds = (last_ns - began_ns) / 1e9
-        self.told_s = (told_ns - began_ns) / 1e9
+        self.reported_s = (reported_ns - began_ns) / 1e9
         self.cpu_s = [one.cpu_s() - s for one, s in zip(self._both, self._before, strict=True)]
 
     def __str__(self) -> str:
@@ -266,15 +266,15 @@ def _deaths(
         with phase(coordinator, crowd) as death:
             (began_ns,) = crowd.ask(f"lose {3 + number}", 0)
             last_ns, generation = crowd.wait_generation(agents - 1, generation)
-            death.ends(began_ns, last_ns, crowd.end_told_ns(agents - 1, last_ns))
+            death.ends(began_ns, last_ns, crowd.end_reported_ns(agents - 1, last_ns))
             # The one that was lost is started again, and comes in.
             _, generation = crowd.wait_generation(agents, generation - 1)
         found.append(death)
     found.sort(key=lambda one: one.seconds)
-    told_s = sorted(one.told_s for one in found)
-    told = f"{told_s[len(told_s) // 2]:.2f} s"
+    reported_s = sorted(one.reported_s for one in found)
+    told = f"{reported_s[len(reported_s) // 2]:.2f} s"
     if deaths > 1:
-        told += f" ({told_s[0]:.2f} to {told_s[-1]:.2f})"
+        told += f" ({reported_s[0]:.2f} to {reported_s[-1]:.2f})"
     return [told, f"{found[len(found) // 2]}"], generation
 
 

@@ -35,16 +35,16 @@ from torch.utils.data.distributed import DistributedSampler
 
 from elastic import train
 from elastic.train.torch import prepare_data_loader, prepare_model, prepare_optimizer
-from elastic.worker import context as worker_context
-from elastic.worker.buckets import BUCKET_BYTES
-from elastic.worker.c10d import default_group
-from elastic.worker.group import GroupSpec, ProcessGroups
-from elastic.worker.links import connect, links_of
-from elastic.worker.local import LocalRun, local_context
-from elastic.worker.mesh import Reach
-from elastic.worker.shared_memory import OwnMemory
-from elastic.worker.store_server import StoreServer
-from elastic.worker.tree_exchange import Deal, make_exchange
+from elastic.worker.engine import context as worker_context
+from elastic.worker.group.c10d import default_group
+from elastic.worker.group.group import GroupSpec, ProcessGroups
+from elastic.worker.group.member_links import connect, links_of
+from elastic.worker.group.peer_sockets import PeerAddress
+from elastic.worker.group.shared_memory import OwnMemory
+from elastic.worker.group.store_server import StoreServer
+from elastic.worker.process.local import LocalRun, local_context
+from elastic.worker.reduce.buckets import BUCKET_BYTES
+from elastic.worker.reduce.tree_exchange import MicroBatchPartition, make_exchange
 
 VARIANTS = ("ddp", "bitwise", "samples")
 SIZES = {"tiny": (64, 16), "10 M": (1580, 32), "100 M": (5000, 32)}
@@ -152,7 +152,7 @@ def exchange_rank_main(
         GroupSpec(1, rank, world, leader, "gloo", HOST, timeout_s=600.0, job_id="bench", key=KEY)
     )
     group = default_group()
-    connect(group, Reach(HOST, 600.0, str(rank) if apart else ""))
+    connect(group, PeerAddress(HOST, 600.0, str(rank) if apart else ""))
     for numel in sizes:
         gradient = torch.randn(numel)
         exchange = exchange_of(group, gradient)
@@ -178,7 +178,7 @@ def _medians(times: list[tuple[float, float]]) -> tuple[float, float]:
 
 def exchange_of(group: Any, gradient: torch.Tensor) -> Callable[[], None]:
     """Return what exchanges the buckets that a gradient is cut into."""
-    deal = Deal(group.rank(), group.size(), group.size())
+    deal = MicroBatchPartition(group.rank(), group.size(), group.size())
     memory = OwnMemory() if links_of(group).memory else None
     running = []
     for part in gradient.split(BUCKET_BYTES // gradient.itemsize):

@@ -84,7 +84,7 @@ def is_text(node: ast.expr) -> bool:
 
 
 class Environment(SphinxDirective):
-    """A table of the variables that `elastic/worker/environment.py` sets."""
+    """A table of the variables that `elastic/worker/process/environment.py` sets."""
 
     def run(self) -> list[nodes.Node]:
         """Return the table: the name, and the expression that gives its value."""

@@ -72,7 +72,7 @@ def is_binary(path: Path) -> bool:
 
 
 @functools.cache
-def knows(option: str) -> bool:
+def has(option: str) -> bool:
     """Whether this etcd has a command line option."""
     done = subprocess.run([str(find_etcd()), "--help"], capture_output=True, text=True, check=False)
     return option in done.stdout + done.stderr
@@ -149,7 +149,7 @@ class Member:
             command += ["--client-cert-auth", "--trusted-ca-file", str(self.certificates.ca)]
             command += ["--cert-file", str(self.certificates.certificate)]
             command += ["--key-file", str(self.certificates.key)]
-        if knows("--unsafe-no-fsync"):
+        if has("--unsafe-no-fsync"):
             # What a killed process has written is in the kernel's cache: fsync guards against
             # power cuts, and none is tested here.
             command.append("--unsafe-no-fsync")

@@ -15,7 +15,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from elastic.agent.notices.metadata import Endpoint
+from elastic.agent.notices.metadata import MetadataEndpoint
 
 TOKEN = "AQAEALx-token=="
 HELD_S = 30.0
@@ -190,7 +190,7 @@ def etag(value: str) -> str:
 
 
 @contextlib.contextmanager
-def serving(cloud: Cloud) -> Iterator[Endpoint]:
+def serving(cloud: Cloud) -> Iterator[MetadataEndpoint]:
     """Serve on a free port until the end of the block."""
     handler = type("BoundHandler", (Handler,), {"cloud": cloud})
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
@@ -198,7 +198,7 @@ def serving(cloud: Cloud) -> Iterator[Endpoint]:
         thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
         thread.start()
         try:
-            yield Endpoint("127.0.0.1", server.server_address[1])
+            yield MetadataEndpoint("127.0.0.1", server.server_address[1])
         finally:
             with cloud.changed:
                 cloud.is_over = True
@@ -207,8 +207,8 @@ def serving(cloud: Cloud) -> Iterator[Endpoint]:
             thread.join()
 
 
-def nobody() -> Endpoint:
+def nobody() -> MetadataEndpoint:
     """Return an address at which nobody listens."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        return Endpoint("127.0.0.1", probe.getsockname()[1])
+        return MetadataEndpoint("127.0.0.1", probe.getsockname()[1])

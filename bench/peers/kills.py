@@ -19,7 +19,7 @@ from pathlib import Path
 
 from bench.marks import Marks, Row
 
-PATIENCE_S = 60.0
+TIMEOUT_S = 60.0
 STARTS_MAX = 20
 """So often a system is started anew that did not come back."""
 
@@ -77,10 +77,10 @@ class Peer:
         began_ns = time.time_ns()
         os.kill(victim, signal.SIGKILL)
         for row, size in zip(rows, (0, world), strict=True):
-            after = marks.wait(before, world=size, timeout_s=PATIENCE_S)
+            after = marks.wait(before, world=size, timeout_s=TIMEOUT_S)
             if after is None:
                 row.seconds.append(math.inf)
-                print(f"{self.name}: not back after {PATIENCE_S:g} s", file=sys.stderr)
+                print(f"{self.name}: not back after {TIMEOUT_S:g} s", file=sys.stderr)
                 return False
             row.seconds.append((marks.lives[after].began_ns - began_ns) / 1e9)
             row.again.append(marks.steps_again(before))

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from bench.marks import Marks
-from bench.peers.kills import PATIENCE_S, Peer
+from bench.peers.kills import TIMEOUT_S, Peer
 from bench.peers.torchrun import EVERY
 from elastic.testing.local_cluster import descendants
 
@@ -53,9 +53,9 @@ def running(directory: Path, world: int, step_s: float) -> Iterator[Marks]:
         )
     marks = Marks(directory / "marks")
     try:
-        if marks.wait(-1, world=world, timeout_s=2 * PATIENCE_S) is None:
+        if marks.wait(-1, world=world, timeout_s=2 * TIMEOUT_S) is None:
             text = (directory / "log").read_text(errors="replace")
-            raise RuntimeError(f"Ray does not train after {2 * PATIENCE_S:g} s: {text[-2000:]}")
+            raise RuntimeError(f"Ray does not train after {2 * TIMEOUT_S:g} s: {text[-2000:]}")
         yield marks
     finally:
         for pid in [driver.pid, *descendants(driver.pid)]:

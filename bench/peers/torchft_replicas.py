@@ -15,11 +15,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from bench.marks import Marks
-from bench.peers.kills import PATIENCE_S, Peer
+from bench.peers.kills import TIMEOUT_S, Peer
 
 JOB = Path(__file__).with_name("torchft_job.py")
 ROOT = Path(__file__).parents[2]
-LOOK_S = 0.05
+POLL_S = 0.05
 LIGHTHOUSE = """
 import time
 from torchft._torchft import LighthouseServer
@@ -62,7 +62,7 @@ class Replicas:
             )
 
     def _watch(self) -> None:
-        while not self._over.wait(LOOK_S):
+        while not self._over.wait(POLL_S):
             for number, process in enumerate(self._processes):
                 if process.poll() is not None:
                     self._processes[number] = self._start(number)
@@ -93,9 +93,9 @@ def running(directory: Path, world: int, step_s: float) -> Iterator[Marks]:
     replicas = Replicas(command, log, world)
     marks = Marks(directory / "marks")
     try:
-        if marks.wait(-1, world=world, timeout_s=PATIENCE_S) is None:
+        if marks.wait(-1, world=world, timeout_s=TIMEOUT_S) is None:
             text = log.read_text(errors="replace")
-            raise RuntimeError(f"torchft does not train after {PATIENCE_S:g} s: {text[-2000:]}")
+            raise RuntimeError(f"torchft does not train after {TIMEOUT_S:g} s: {text[-2000:]}")
         yield marks
     finally:
         replicas.close()

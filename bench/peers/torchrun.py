@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from bench.marks import Marks
-from bench.peers.kills import PATIENCE_S, Peer
+from bench.peers.kills import TIMEOUT_S, Peer
 from elastic.testing.local_cluster import descendants
 
 JOB = Path(__file__).with_name("torchrun_job.py")
@@ -49,9 +49,9 @@ def running(directory: Path, world: int, step_s: float) -> Iterator[Marks]:
         )
     marks = Marks(directory / "marks")
     try:
-        if marks.wait(-1, world=world, timeout_s=PATIENCE_S) is None:
+        if marks.wait(-1, world=world, timeout_s=TIMEOUT_S) is None:
             text = (directory / "log").read_text(errors="replace")
-            raise RuntimeError(f"torchrun does not train after {PATIENCE_S:g} s: {text[-2000:]}")
+            raise RuntimeError(f"torchrun does not train after {TIMEOUT_S:g} s: {text[-2000:]}")
         yield marks
     finally:
         for pid in [agent.pid, *descendants(agent.pid)]:

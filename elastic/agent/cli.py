@@ -45,11 +45,11 @@ from elastic.agent.figures import FiguresServer
 from elastic.agent.health import HealthWatch, watch_health
 from elastic.agent.node_lock import hold_node
 from elastic.agent.notices.choosing import choose_sources
-from elastic.agent.notices.source import Notice, Source, time_left_s
+from elastic.agent.notices.source import Notice, NoticeSource, time_left_s
 from elastic.agent.notices.watching import watch_all
-from elastic.agent.processes import ZYGOTE_COMMAND, Launch
+from elastic.agent.processes import ZYGOTE_COMMAND, SpareCommand
 from elastic.core.config import AgentConfig, check_name
-from elastic.core.events.agent import ExitAgent, HealthFound
+from elastic.core.events.agent import ExitAgent, HealthChanged
 from elastic.core.world import Node, NodeId
 from elastic.errors import CoordinatorUnreachable, ElasticError, Refused, UsageError, is_for_now
 from elastic.runtime.access import find_access
@@ -392,14 +392,14 @@ def read_settings(flags: Flags, env: Mapping[str, str]) -> AgentSettings:
         node=node,
         devices=devices.entries,
         config=AgentConfig(num_spares=flags.spares, drain_timeout_s=flags.drain_timeout),
-        launch=Launch(env=worker_env(env, devices, num_slots), zygote=ZYGOTE_COMMAND),
+        launch=SpareCommand(env=worker_env(env, devices, num_slots), zygote=ZYGOTE_COMMAND),
         log_dir=log_dir,
         run_dir=choose_run_dir(flags),
         event_log=event_log,
     )
 
 
-def read_sources(flags: Flags, env: Mapping[str, str]) -> tuple[Source, ...]:
+def read_sources(flags: Flags, env: Mapping[str, str]) -> tuple[NoticeSource, ...]:
     """Return who may say that this machine is to be taken.
 
     Raises:
@@ -415,11 +415,11 @@ async def live(
     settings: AgentSettings,
     clock: Clock,
     tether_fd: int,
-    sources: tuple[Source, ...] = (),
+    sources: tuple[NoticeSource, ...] = (),
     figures: FiguresServer | None = None,
 ) -> ExitAgent:
     """Run the driver under the signals and notices that drain it; `figures` tells of it."""
-    stopping = Stopping(settings.config.drain_timeout_s)
+    stopping = ShutdownTrigger(settings.config.drain_timeout_s)
     failure: ElasticError | None = None
     loop = asyncio.get_running_loop()
     if tether_fd >= 0:
@@ -446,7 +446,7 @@ async def live(
 
 
 async def drive(
-    settings: AgentSettings, clock: Clock, stopping: Stopping, *, notices: list[str]
+    settings: AgentSettings, clock: Clock, stopping: ShutdownTrigger, *, notices: list[str]
 ) -> ExitAgent:
     """Run the driver to its end, once this host's address is known."""
     learned = settings.book.learned if settings.book else ()
@@ -465,7 +465,7 @@ async def drive(
     return await driver.run()
 
 
-class Stopping:
+class ShutdownTrigger:
     """What asks the agent to leave: a notice in its own time, a signal within the drain timeout.
 
     A second signal ends it at once. A notice is none: a cloud sends its signal after it, and that
@@ -490,7 +490,7 @@ class Stopping:
         if self._asked is not None:
             driver.drain(*self._asked)
         if self._problems:
-            driver.post(HealthFound(self._problems))
+            driver.post(HealthChanged(self._problems))
 
     def on_cut(self, tether_fd: int) -> None:
         """End at once, because the process that this agent was started for is gone."""
@@ -507,7 +507,7 @@ class Stopping:
         """Take what is wrong with this machine; runs on the event loop."""
         self._problems = problems
         if self._driver is not None:
-            self._driver.post(HealthFound(problems))
+            self._driver.post(HealthChanged(problems))
 
     def on_signal(self, name: str) -> None:
         """Take a signal; runs on the event loop."""
@@ -522,7 +522,7 @@ class Stopping:
             self._asked = (reason, timeout_s)
 
 
-async def find_host(endpoints: tuple[str, ...], stopping: Stopping) -> str:
+async def find_host(endpoints: tuple[str, ...], stopping: ShutdownTrigger) -> str:
     """Return this host's address towards the coordinator, waiting for a route; "" if stopped."""
     said = ""
     while not stopping.came.is_set():

@@ -15,7 +15,7 @@ import time
 from collections import Counter
 
 from elastic.agent.copy_store import CopyStore
-from elastic.agent.own_rows import OwnRows
+from elastic.agent.local_snapshots import LocalSnapshots
 from elastic.errors import ElasticError, Refused
 from elastic.runtime.copy_wire import (
     ASK,
@@ -23,13 +23,13 @@ from elastic.runtime.copy_wire import (
     LIST,
     PUSH,
     TEXT,
-    Answer,
-    Line,
-    Request,
+    CopyAnswer,
+    CopyConnection,
+    CopyRequest,
     securing,
     yield_to_training,
 )
-from elastic.runtime.own_tls import Lock
+from elastic.runtime.own_tls import ConnectionTls
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ STRANGERS_MAX = 64
 """Of those who have not, yet. Who has something to show does so within some round trips."""
 CROWD_PAUSE_S = 0.005
 """Between two strangers when there are so many: what they cost the node has a limit, too."""
-STRANGERS_SAID_S = 60.0
+STRANGERS_REPORTED_S = 60.0
 HOSTS_REMEMBERED = 1024
 BACKLOG = 64
 
@@ -57,8 +57,8 @@ class CopyServer:
         self,
         host: str,
         store: CopyStore,
-        tls: Lock | None = None,
-        own: OwnRows | None = None,
+        tls: ConnectionTls | None = None,
+        own: LocalSnapshots | None = None,
         *,
         later: bool = False,
     ) -> None:
@@ -78,7 +78,7 @@ class CopyServer:
         self._open: set[socket.socket] = set()
         # With their hosts, oldest first.
         self._strangers: dict[socket.socket, str] = {}
-        self._said: dict[str, float] = {}
+        self._reported: dict[str, float] = {}
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._socket: socket.socket | None = None
@@ -160,7 +160,7 @@ class CopyServer:
 
         try:
             with securing(sock, self._tls, is_client=False, begun=begun) as sock:
-                line = Line(sock, is_client=False)
+                line = CopyConnection(sock, is_client=False)
                 request, key = line.listen(self._store.key_of)
                 is_known = True
                 self._converse(line, request, key, sock)
@@ -180,14 +180,16 @@ class CopyServer:
         """Return whether a stranger's failure is said: one of each host in a while."""
         now = time.monotonic()
         with self._lock:
-            if now - self._said.get(host, -STRANGERS_SAID_S) < STRANGERS_SAID_S:
+            if now - self._reported.get(host, -STRANGERS_REPORTED_S) < STRANGERS_REPORTED_S:
                 return False
-            if len(self._said) >= HOSTS_REMEMBERED:
-                self._said.clear()
-            self._said[host] = now
+            if len(self._reported) >= HOSTS_REMEMBERED:
+                self._reported.clear()
+            self._reported[host] = now
         return True
 
-    def _converse(self, line: Line, request: Request, key: str, sock: socket.socket) -> None:
+    def _converse(
+        self, line: CopyConnection, request: CopyRequest, key: str, sock: socket.socket
+    ) -> None:
         """Do what somebody asks who has the job's secret."""
         with self._lock:
             self._strangers.pop(sock, None)
@@ -196,10 +198,10 @@ class CopyServer:
             return
         try:
             if request.verb == ASK:
-                line.answer(key, Answer(self._store.mark_of(request.job_id)))
+                line.answer(key, CopyAnswer(self._store.mark_of(request.job_id)))
             elif request.verb == LIST:
                 own = self._own.list(request.job_id) if self._own is not None else ()
-                line.answer(key, Answer(copies=(*self._store.list(request.job_id), *own)))
+                line.answer(key, CopyAnswer(copies=(*self._store.list(request.job_id), *own)))
             elif request.verb in (FETCH, TEXT):
                 self._give(line, request, key)
             elif request.verb == PUSH:
@@ -211,11 +213,11 @@ class CopyServer:
         finally:
             self._room.release()
 
-    def _give(self, line: Line, request: Request, key: str) -> None:
+    def _give(self, line: CopyConnection, request: CopyRequest, key: str) -> None:
         mark, own = request.mark, self._own
         if own is not None and mark is not None and request.source == own.node_id:
             with own.reading(request.job_id, mark) as (body, is_whole):
-                line.answer(key, Answer(mark))
+                line.answer(key, CopyAnswer(mark))
                 if request.verb == TEXT:
                     line.send_body(body[mark.data_bytes :], is_whole)
                     return
@@ -223,19 +225,21 @@ class CopyServer:
             self._tell("own_rows_given", request)
             return
         with self._store.reading(request.job_id, mark, request.source) as (body, crc):
-            line.answer(key, Answer(mark))
+            line.answer(key, CopyAnswer(mark))
             if mark is not None and request.verb == TEXT:
                 line.send_body(body[mark.data_bytes :], lambda: True, mark.skeleton_crc)
                 return
             line.send_body(body, lambda: True, crc)
         self._tell("copy_given", request)
 
-    def _take(self, line: Line, request: Request, key: str, sock: socket.socket) -> None:
+    def _take(
+        self, line: CopyConnection, request: CopyRequest, key: str, sock: socket.socket
+    ) -> None:
         mark, job_id, source = request.mark, request.job_id, request.source
         if mark is None:
             raise Refused("a push without a mark")
         if self._store.has(job_id, source, mark):
-            line.answer(key, Answer(mark))
+            line.answer(key, CopyAnswer(mark))
             return
         taking = self._store.writing(job_id, mark, lambda: end(sock), source)
         with contextlib.ExitStack() as stack:
@@ -248,7 +252,7 @@ class CopyServer:
         line.answer(key)
         self._tell("copy_taken", request)
 
-    def _tell(self, event: str, request: Request) -> None:
+    def _tell(self, event: str, request: CopyRequest) -> None:
         mark, of = request.mark, f" source={request.source!r}" if request.source else ""
         if mark is not None:
             log.info(

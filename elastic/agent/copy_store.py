@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from elastic.core.copy_messages import DropCopy
 from elastic.core.world import HeldCopy, JobId, NodeId
 from elastic.errors import Refused
-from elastic.runtime.snapshot_memory import Mark, check_room
+from elastic.runtime.snapshot_memory import SnapshotMark, check_room
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ SLOTS = 2
 
 
 @dataclass
-class Slot:
+class CopySlot:
     """Memory for one copy.
 
     Attributes:
@@ -45,11 +45,11 @@ class Slot:
     """
 
     memory: mmap.mmap | None = None
-    mark: Mark | None = None
+    mark: SnapshotMark | None = None
     crc: int = 0
     users: int = 0
 
-    def view(self, mark: Mark) -> memoryview:
+    def view(self, mark: SnapshotMark) -> memoryview:
         """Return the place for a copy's bytes; OSError if there is not that much memory."""
         size = max(1, mark.num_bytes)
         if self.memory is None or len(self.memory) < size:
@@ -59,7 +59,7 @@ class Slot:
 
 
 @dataclass
-class Holding:
+class SourceCopies:
     """What is held of one source.
 
     Attributes:
@@ -67,11 +67,13 @@ class Holding:
         coming: generation of that push.
     """
 
-    slots: tuple[Slot, ...] = field(default_factory=lambda: tuple(Slot() for _ in range(SLOTS)))
+    slots: tuple[CopySlot, ...] = field(
+        default_factory=lambda: tuple(CopySlot() for _ in range(SLOTS))
+    )
     stop: Callable[[], None] | None = None
     coming: int = 0
 
-    def mark(self) -> Mark | None:
+    def mark(self) -> SnapshotMark | None:
         """Return the mark of the newest copy."""
         newest = self.newest()
         return self.slots[newest].mark if newest is not None else None
@@ -88,7 +90,7 @@ class Holding:
 
 
 @dataclass
-class Granted:
+class JobCopies:
     """What is held for one job.
 
     Attributes:
@@ -97,7 +99,7 @@ class Granted:
     """
 
     key: str
-    by_source: dict[str, Holding] = field(default_factory=dict)
+    by_source: dict[str, SourceCopies] = field(default_factory=dict)
 
 
 class CopyStore:
@@ -106,7 +108,7 @@ class CopyStore:
     def __init__(self, on_change: Callable[[], None]) -> None:
         """Hold none; `on_change` is called, by any thread, when that changes."""
         self._on_change = on_change
-        self._jobs: dict[JobId, Granted] = {}
+        self._jobs: dict[JobId, JobCopies] = {}
         self._lock = threading.Lock()
 
     def grant(self, job_id: JobId, key: str) -> None:
@@ -122,7 +124,7 @@ class CopyStore:
                 for name in idle[:1]:
                     del self._jobs[name]
             if len(self._jobs) < JOBS_MAX:
-                self._jobs[job_id] = Granted(key)
+                self._jobs[job_id] = JobCopies(key)
             else:
                 log.warning("copy_refused job=%s: copies of %d jobs are held", job_id, JOBS_MAX)
 
@@ -175,7 +177,7 @@ class CopyStore:
             if mark is not None
         )
 
-    def mark_of(self, job_id: str) -> Mark:
+    def mark_of(self, job_id: str) -> SnapshotMark:
         """Return the mark of the newest copy of what a job's members have alike.
 
         Raises:
@@ -187,7 +189,7 @@ class CopyStore:
             raise Refused("no copy of this job has come here yet")
         return mark
 
-    def list(self, job_id: str) -> tuple[tuple[str, Mark], ...]:
+    def list(self, job_id: str) -> tuple[tuple[str, SnapshotMark], ...]:
         """Return source and mark of every copy of a job that is whole."""
         with self._lock:
             job = self._jobs.get(JobId(job_id))
@@ -195,13 +197,13 @@ class CopyStore:
             slots = [(source, slot.mark) for source, one in sources for slot in one.slots]
         return tuple((source, mark) for source, mark in slots if mark is not None)
 
-    def has(self, job_id: str, source: str, mark: Mark) -> bool:
+    def has(self, job_id: str, source: str, mark: SnapshotMark) -> bool:
         """Return whether this copy is here already."""
         return (source, mark) in self.list(job_id)
 
     @contextmanager
     def reading(
-        self, job_id: str, mark: Mark | None, source: str = ""
+        self, job_id: str, mark: SnapshotMark | None, source: str = ""
     ) -> Iterator[tuple[memoryview, int]]:
         """Give a copy's bytes and their CRC-32, which stay what they are within the block.
 
@@ -222,7 +224,7 @@ class CopyStore:
 
     @contextmanager
     def writing(
-        self, job_id: str, mark: Mark, stop: Callable[[], None], source: str = ""
+        self, job_id: str, mark: SnapshotMark, stop: Callable[[], None], source: str = ""
     ) -> Iterator[tuple[memoryview, Callable[[int], None]]]:
         """Give room for a copy, and what makes it count, to be called with its CRC-32.
 
@@ -267,7 +269,7 @@ class CopyStore:
                 slot.users -= 1
                 holding.stop = None
 
-    def _holding(self, job_id: str, source: str, *, is_new: bool = False) -> Holding:
+    def _holding(self, job_id: str, source: str, *, is_new: bool = False) -> SourceCopies:
         job = self._jobs.get(JobId(job_id))
         if job is None:
             raise Refused("nothing is held here for this job")
@@ -277,7 +279,7 @@ class CopyStore:
                 raise Refused("no copy of this job has come here yet")
             if len(job.by_source) >= SOURCES_MAX:
                 raise Refused(f"the rows of {SOURCES_MAX} nodes are held here for this job already")
-            holding = job.by_source[source] = Holding()
+            holding = job.by_source[source] = SourceCopies()
         return holding
 
 

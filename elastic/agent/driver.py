@@ -19,15 +19,15 @@ import anyio
 
 from elastic.agent.address_book import AddressBook
 from elastic.agent.arenas import Arenas
-from elastic.agent.copy_desk import CopyDesk
+from elastic.agent.copy_host import CopyHost
+from elastic.agent.copy_pusher import CopyPusher
 from elastic.agent.figures import Figures
-from elastic.agent.follow import Followers
 from elastic.agent.link import Link, LinkCallbacks
+from elastic.agent.link_prober import LinkProber
+from elastic.agent.local_snapshots import LocalSnapshots
+from elastic.agent.log_follow import LogFollowers
 from elastic.agent.logs import Logs
-from elastic.agent.own_rows import OwnRows
-from elastic.agent.processes import ChildProcesses, Launch
-from elastic.agent.pushing import Pushing
-from elastic.agent.reaching import Reaching
+from elastic.agent.processes import ChildProcesses, SpareCommand
 from elastic.core.config import NS_PER_S, AgentConfig
 from elastic.core.copy_messages import Replicate
 from elastic.core.events.agent import (
@@ -40,8 +40,8 @@ from elastic.core.events.agent import (
     HandleCopy,
     Kill,
     OpenLog,
+    ProbeLinks,
     ProcessExited,
-    ReachOut,
     SendCoordinator,
     SendProcess,
     ShowStacks,
@@ -89,7 +89,7 @@ class AgentSettings:
     node: Node
     devices: tuple[str, ...]
     config: AgentConfig
-    launch: Launch
+    launch: SpareCommand
     log_dir: Path
     event_log: Path | None
     run_dir: Path | None = None
@@ -124,8 +124,8 @@ class AgentDriver:
         self.figures = Figures()
         self._tls = PeerTls.of(settings.access.tls)
         self._arenas = Arenas()
-        own = OwnRows(node.node_id, self._arenas)
-        self._copies = CopyDesk(node.host, self.post, self._tls, own=own)
+        own = LocalSnapshots(node.node_id, self._arenas)
+        self._copies = CopyHost(node.host, self.post, self._tls, own=own)
         self._machine = AgentMachine(
             node, settings.config, settings.devices, doors=self._copies.doors
         )
@@ -134,8 +134,8 @@ class AgentDriver:
         self._exit: ExitAgent | None = None
         self._logs = Logs(settings.log_dir, node.node_id)
         self._processes = ChildProcesses(settings.launch, self._logs, self.post)
-        self._pushing = Pushing(self._arenas, self.post, self._tls)
-        self._reaching = Reaching(self.post)
+        self._pushing = CopyPusher(self._arenas, self.post, self._tls)
+        self._reaching = LinkProber(self.post)
         callbacks = LinkCallbacks(
             post=self.post,
             on_follow=lambda request: self._followers.handle(request),
@@ -150,7 +150,7 @@ class AgentDriver:
             callbacks=callbacks,
             clock=clock,
         )
-        self._followers = Followers(self._logs, self._link.send_lines)
+        self._followers = LogFollowers(self._logs, self._link.send_lines)
         self._event_log: EventLog | None = None
         if settings.event_log is not None:
             process = f"agent:{node.node_id}"
@@ -234,7 +234,7 @@ class AgentDriver:
                     self._pushing.order(order)
                 else:
                     self._copies.order(order)
-            case ReachOut(order):
+            case ProbeLinks(order):
                 self._reaching.order(order)
             case ExitAgent():
                 self._exit = effect

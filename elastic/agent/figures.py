@@ -17,7 +17,7 @@ from elastic.core.events.agent import (
     AgentEffect,
     AgentEvent,
     ProcessExited,
-    ProcessSaid,
+    ProcessMessageReceived,
     SendProcess,
 )
 from elastic.core.messages import Announce, Assign, Progress, Warm, WorkerUpdate
@@ -65,10 +65,10 @@ class Figures:
             )
             if worker is not None and not is_in_order:
                 self._restarts[worker.job, cause.kind.value] += 1
-        elif isinstance(event, ProcessSaid):
-            self._said(event)
+        elif isinstance(event, ProcessMessageReceived):
+            self._reported(event)
 
-    def _said(self, event: ProcessSaid) -> None:
+    def _reported(self, event: ProcessMessageReceived) -> None:
         message, worker = event.message, self._workers.get(event.process_id)
         if isinstance(message, Warm):
             self._warm.add(event.process_id)

@@ -19,7 +19,7 @@ from elastic.runtime import cgroup
 
 log = logging.getLogger(__name__)
 
-LOOK_S = 15.0
+POLL_S = 15.0
 MIB = 1024 * 1024
 DISK_BYTES_MIN = 256 * MIB
 MEMORY_BYTES_MIN = 256 * MIB
@@ -99,7 +99,7 @@ async def watch_health(watch: HealthWatch, tell: Callable[[tuple[str, ...]], Non
         if found != before:
             before = found
             tell(found)
-        await anyio.sleep(LOOK_S)
+        await anyio.sleep(POLL_S)
 
 
 def memory_available(meminfo: Path, cgroups: Path = cgroup.ROOT) -> int | None:

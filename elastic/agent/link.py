@@ -14,11 +14,16 @@ from dataclasses import dataclass
 
 import anyio
 
-from elastic.agent.doors import HOPELESS, find_leader
+from elastic.agent.leader_discovery import HOPELESS, find_leader
 from elastic.agent.outbox import Outbox
 from elastic.core.cluster_messages import Coordinators
 from elastic.core.config import NS_PER_S, ns
-from elastic.core.events.agent import AgentEvent, Connected, ConnectionLost, CoordinatorSaid
+from elastic.core.events.agent import (
+    AgentEvent,
+    Connected,
+    ConnectionLost,
+    CoordinatorMessageReceived,
+)
 from elastic.core.messages import AgentMessage, FollowLogs, LogLines, Refusal, Welcome
 from elastic.core.world import SessionId
 from elastic.errors import (
@@ -97,7 +102,7 @@ class Link:
         self._task: asyncio.Task[None] | None = None
         self._ever_welcomed = False
         self._silence_s = SILENCE_S
-        self._complaint = Complaint(clock)
+        self._complaint = WaitLogger(clock)
 
     def connect(self, session: SessionId) -> None:
         """Open a stream under this id; an earlier one is dropped."""
@@ -158,7 +163,9 @@ class Link:
             reason = str(error)
             if not self._ever_welcomed:
                 # Whoever worked here once may do so again, when its token file is put right.
-                self._callbacks.post(CoordinatorSaid(session, Refusal(reason, final=True)))
+                self._callbacks.post(
+                    CoordinatorMessageReceived(session, Refusal(reason, final=True))
+                )
                 return
         except ElasticError as error:
             reason = str(error)
@@ -257,7 +264,7 @@ class Link:
                 self._learn(plain_addresses(",".join(message.addresses)))
             else:
                 self._note_answer(message)
-                self._callbacks.post(CoordinatorSaid(session, message))
+                self._callbacks.post(CoordinatorMessageReceived(session, message))
             data = await stream.read()
         return f"the coordinator at {stream.endpoint} ended the stream"
 
@@ -274,7 +281,7 @@ class Link:
         self._endpoints = (*self._endpoints[1:], self._endpoints[0])
 
 
-class Complaint:
+class WaitLogger:
     """Says what the agent waits for: when that changes, and every half minute.
 
     The first reason is not said here, because the machine notes it.
@@ -285,7 +292,7 @@ class Complaint:
         self._clock = clock
         self._reason = ""
         self._since_ns = 0
-        self._said_ns = 0
+        self._reported_ns = 0
 
     def say_at_once(self, reason: str) -> None:
         """Log a reason that the machine does not hear of, the first one too."""
@@ -298,11 +305,11 @@ class Complaint:
         """Log the reason, unless it was said a moment ago."""
         now_ns = self._clock.monotonic_ns()
         if not self._reason:
-            self._since_ns = self._said_ns = now_ns
-        elif reason != self._reason or now_ns - self._said_ns >= ns(REMIND_S):
+            self._since_ns = self._reported_ns = now_ns
+        elif reason != self._reason or now_ns - self._reported_ns >= ns(REMIND_S):
             waited = (now_ns - self._since_ns) // NS_PER_S
             log.warning("waiting_for_coordinator for_s=%d reason=%s", waited, quoted(reason))
-            self._said_ns = now_ns
+            self._reported_ns = now_ns
         self._reason = reason
 
     def clear(self) -> None:

@@ -32,12 +32,12 @@ from elastic.agent.kernel import (
     status_of_zombie,
 )
 from elastic.agent.logs import Logs, OutputCopy, output_pipe
-from elastic.agent.zygote import Wish, Zygote, reap_adopted
+from elastic.agent.zygote import SpareRequest, Zygote, reap_adopted
 from elastic.core.config import STACKS_SIGNAL
 from elastic.core.events.agent import (
     AgentEvent,
     ProcessExited,
-    ProcessSaid,
+    ProcessMessageReceived,
     ProcessStarted,
     ProcessStopped,
     SpawnFailed,
@@ -49,9 +49,9 @@ from elastic.wire.async_pipe import AsyncPipe
 
 log = logging.getLogger(__name__)
 
-WORKER_COMMAND = (sys.executable, "-m", "elastic.worker.main", "--protocol", PROTOCOL)
-ZYGOTE_COMMAND = (sys.executable, "-m", "elastic.worker.zygote", "--protocol", PROTOCOL)
-LOOK_INTERVAL_S = 0.2
+WORKER_COMMAND = (sys.executable, "-m", "elastic.worker.process.main", "--protocol", PROTOCOL)
+ZYGOTE_COMMAND = (sys.executable, "-m", "elastic.worker.process.zygote", "--protocol", PROTOCOL)
+POLL_INTERVAL_S = 0.2
 """How often the kernel is asked which processes are stopped."""
 END_PAUSE_S = 0.01
 SWEEPS_MAX = 5
@@ -93,7 +93,7 @@ def _take_place(child: Child, report: WorkerReport) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Launch:
+class SpareCommand:
     """How a spare is started.
 
     Attributes:
@@ -109,7 +109,7 @@ class Launch:
 
 
 @dataclass
-class Ends:
+class ParentEnds:
     """Our ends of a process's pipe and output, while it is born.
 
     Attributes:
@@ -129,7 +129,9 @@ class Ends:
 class ChildProcesses:
     """All processes of this agent; performs the machine's effects, and posts what happens."""
 
-    def __init__(self, launch: Launch, logs: Logs, post: Callable[[AgentEvent], None]) -> None:
+    def __init__(
+        self, launch: SpareCommand, logs: Logs, post: Callable[[AgentEvent], None]
+    ) -> None:
         """Start nothing yet; must be called on the event loop, in the main thread.
 
         Args:
@@ -148,10 +150,10 @@ class ChildProcesses:
         self._loop = asyncio.get_running_loop()
         self._memory_kills = MemoryKills()
         self._children: dict[int, Child] = {}
-        self._births: dict[int, Ends] = {}
+        self._births: dict[int, ParentEnds] = {}
         self._zygote: Zygote | None = None
         self._has_zygote = bool(launch.zygote)
-        self._look_timer: asyncio.TimerHandle | None = None
+        self._check_timer: asyncio.TimerHandle | None = None
         self._burials: list[asyncio.Task[None]] = []
         self._all_gone = asyncio.Event()
         self._all_gone.set()
@@ -164,7 +166,7 @@ class ChildProcesses:
             job_id: of the job that it is for, "" for any.
             script: whose first imports it is to have made, if that can be.
         """
-        if self._has_zygote and self._fork(Wish.of(process_id, job_id, script)):
+        if self._has_zygote and self._fork(SpareRequest.of(process_id, job_id, script)):
             return
         try:
             pid, ends = self._start(process_id)
@@ -174,7 +176,7 @@ class ChildProcesses:
             return
         self._begin(process_id, pid, ends)
 
-    def _begin(self, process_id: int, pid: int, ends: Ends) -> None:
+    def _begin(self, process_id: int, pid: int, ends: ParentEnds) -> None:
         """A spare runs: hear it, and watch it."""
         pipe = AsyncPipe(ends.pipe, f"process {process_id} (pid {pid})")
         child = Child(process_id, pid, ends.pipe, pipe, self._logs.copy_spare(ends.output))
@@ -182,8 +184,8 @@ class ChildProcesses:
         self._all_gone.clear()
         child.listener = asyncio.ensure_future(self._listen(child))
         self._watch(child)
-        if self._look_timer is None:
-            self._look_timer = self._loop.call_later(LOOK_INTERVAL_S, self._look)
+        if self._check_timer is None:
+            self._check_timer = self._loop.call_later(POLL_INTERVAL_S, self._check)
         self._post(ProcessStarted(process_id, child.pid))
 
     def send(self, process_id: int, message: PipeToWorker) -> None:
@@ -250,8 +252,8 @@ class ChildProcesses:
         except asyncio.TimeoutError:
             left = ",".join(str(child.pid) for child in self._children.values())
             log.error("processes_left pids=%s after_s=%g", left, timeout_s)
-        if self._look_timer is not None:
-            self._look_timer.cancel()
+        if self._check_timer is not None:
+            self._check_timer.cancel()
         deadline = self._loop.time() + timeout_s
         while self._zygote and not self._zygote.is_gone():
             if self._loop.time() >= deadline:
@@ -260,7 +262,7 @@ class ChildProcesses:
 
     # ------------------------------------------------------------------------ start and end
 
-    def _fork(self, wish: Wish) -> bool:
+    def _fork(self, wish: SpareRequest) -> bool:
         """Ask the zygote for a spare, and start one in the first place; return whether it heard."""
         try:
             zygote = self._zygote = self._zygote or self._start_zygote()
@@ -308,7 +310,7 @@ class ChildProcesses:
                 self.kill(process_id, ends.killed)
 
     @contextlib.contextmanager
-    def _ends(self) -> Iterator[tuple[Ends, socket.socket, int]]:
+    def _ends(self) -> Iterator[tuple[ParentEnds, socket.socket, int]]:
         """Make a pipe and an output; yields our ends of both, and the process's two.
 
         Its own are closed afterwards, ours too if the block raises OSError.
@@ -320,7 +322,7 @@ class ChildProcesses:
             mine.close()
             theirs.close()
             raise
-        ends = Ends(mine, reading)
+        ends = ParentEnds(mine, reading)
         try:
             yield ends, theirs, writing
         except OSError:
@@ -330,7 +332,7 @@ class ChildProcesses:
             theirs.close()
             os.close(writing)
 
-    def _start(self, process_id: int) -> tuple[int, Ends]:
+    def _start(self, process_id: int) -> tuple[int, ParentEnds]:
         with self._ends() as (ends, theirs, output):
             popen = subprocess.Popen(
                 [*self._launch.command, "--pipe-fd", str(theirs.fileno())],
@@ -368,11 +370,11 @@ class ChildProcesses:
         self._loop.call_soon_threadsafe(self._died, child)
 
     def _died(self, child: Child) -> None:
-        task = asyncio.ensure_future(self._bury(child))
+        task = asyncio.ensure_future(self._reap(child))
         self._burials.append(task)
         task.add_done_callback(self._burials.remove)
 
-    async def _bury(self, child: Child) -> None:
+    async def _reap(self, child: Child) -> None:
         """Hear the last words of a zombie, tell its exit, sweep what it left behind, reap it."""
         status = status_of_zombie(child.pid)
         signal_group(child.pid)
@@ -409,7 +411,7 @@ class ChildProcesses:
             async for message in child.pipe:
                 if isinstance(message, WorkerUpdate):
                     _take_place(child, message.report)
-                self._post(ProcessSaid(child.process_id, message))
+                self._post(ProcessMessageReceived(child.process_id, message))
         except PeerError as error:
             # Death in the middle of a message is no nonsense: its exit is on its way here.
             if process_state(child.pid) not in DEAD:
@@ -418,9 +420,9 @@ class ChildProcesses:
                 )
                 self.kill(child.process_id, str(error))
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         """See in one pass who is stopped, and post who is so newly, or no longer."""
-        self._look_timer = None
+        self._check_timer = None
         for child in self._children.values():
             if child.exited:
                 continue
@@ -433,4 +435,4 @@ class ChildProcesses:
             known = {self._zygote.pid, *(child.pid for child in self._children.values())}
             reap_adopted(known.__contains__)
         if self._children:
-            self._look_timer = self._loop.call_later(LOOK_INTERVAL_S, self._look)
+            self._check_timer = self._loop.call_later(POLL_INTERVAL_S, self._check)

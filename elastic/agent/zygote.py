@@ -37,7 +37,7 @@ SCRIPT_BYTES_MAX = 32_000
 
 
 @dataclass(frozen=True)
-class Wish:
+class SpareRequest:
     """A spare that is asked for.
 
     Attributes:
@@ -51,7 +51,7 @@ class Wish:
     script: str = ""
 
     @classmethod
-    def of(cls, number: int, job_id: str, entry: Entry | None) -> Wish:
+    def of(cls, number: int, job_id: str, entry: Entry | None) -> SpareRequest:
         """Return what is to be told of a spare; what is too much for a message is left out."""
         if entry is None:
             return cls(number)
@@ -126,7 +126,7 @@ class Zygote:
         self._born, self._gone = born, gone
         self._loop = asyncio.get_running_loop()
         self._waiting: dict[int, asyncio.TimerHandle] = {}
-        self._patience_s = FIRST_BIRTH_S_MAX
+        self._timeout_s = FIRST_BIRTH_S_MAX
         mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             self._popen = subprocess.Popen(
@@ -145,7 +145,7 @@ class Zygote:
             theirs.close()
         mine.setblocking(False)
         self._sock = mine
-        self._loop.add_reader(mine, self._hear)
+        self._loop.add_reader(mine, self._receive)
 
     @property
     def pid(self) -> int:
@@ -156,7 +156,7 @@ class Zygote:
         """Return whether it has ended, and let go of its pid."""
         return self._popen.poll() is not None
 
-    def ask(self, wish: Wish, pipe: socket.socket, output: int) -> None:
+    def ask(self, wish: SpareRequest, pipe: socket.socket, output: int) -> None:
         """Have a spare forked that owns this end of a pipe, and prints here.
 
         Raises:
@@ -164,7 +164,7 @@ class Zygote:
         """
         socket.send_fds(self._sock, [wish.text()], [pipe.fileno(), output])
         # It gives up imports that take too long, and forks without them.
-        patience_s = self._patience_s + (IMPORTS_S_MAX if wish.script else 0.0)
+        patience_s = self._timeout_s + (IMPORTS_S_MAX if wish.script else 0.0)
         timer = self._loop.call_later(patience_s, self._is_stuck, wish.number)
         self._waiting[wish.number] = timer
 
@@ -180,7 +180,7 @@ class Zygote:
         self._popen.kill()
         self._popen.poll()
 
-    def _hear(self) -> None:
+    def _receive(self) -> None:
         try:
             answer = self._sock.recv(BORN.size)
         except BlockingIOError:
@@ -190,7 +190,7 @@ class Zygote:
         if len(answer) != BORN.size:
             self._end("it ended")
             return
-        self._patience_s = BIRTH_S_MAX
+        self._timeout_s = BIRTH_S_MAX
         number, pid = BORN.unpack(answer)
         timer = self._waiting.pop(number, None)
         if timer is not None:
@@ -198,7 +198,7 @@ class Zygote:
         self._born(number, pid)
 
     def _is_stuck(self, number: int) -> None:
-        self._end(f"it has not forked process {number} within {self._patience_s:g} s")
+        self._end(f"it has not forked process {number} within {self._timeout_s:g} s")
 
     def _end(self, why: str) -> None:
         log.warning("zygote_lost pid=%d reason=%r: spares take longer to start", self.pid, why)

@@ -24,21 +24,21 @@ from elastic.core.world import ENDED, JobPhase
 from elastic.errors import ConfigError, NameTaken, StorageError
 from elastic.runtime.clock import SystemClock
 from elastic.storage.files import Files
+from elastic.storage.integrity import newest_valid, place_of
 from elastic.storage.run_directory import RunDirectory
 from elastic.storage.run_record import (
-    Owner,
+    RunOwner,
     RunPhase,
     RunRecord,
     create_run,
     read_run,
     write_run,
 )
-from elastic.storage.soundness import newest_sound, place_of
 
 log = logging.getLogger(__name__)
 
 TRAINER_FILE = "trainer.pkl"
-LOCK_S, LOCK_LOOK_S = 5.0, 0.05
+LOCK_S, LOCK_POLL_S = 5.0, 0.05
 LEFT_BY_A_KILL = re.compile(rf"{re.escape(TRAINER_FILE)}(\.partial)?|run\.json(\.\w+)?\.partial")
 """What is in a directory whose run was killed before it had begun."""
 
@@ -47,7 +47,7 @@ JobOf = Callable[[str], JobRecord | None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class RunPlan:
     """A run that is to begin, or to go on.
 
     Attributes:
@@ -65,14 +65,14 @@ class Plan:
     name: str
     job_id: str
     resume_from: str = ""
-    owner: Owner | None = None
+    owner: RunOwner | None = None
     trainer: bytes = b""
     may_resume: bool = True
     may_repeat: bool = False
 
 
 @dataclass(frozen=True)
-class Attempt:
+class RunAttempt:
     """An attempt that may begin.
 
     Attributes:
@@ -87,7 +87,7 @@ class Attempt:
 
 
 @contextlib.contextmanager
-def attempt(plan: Plan, *, job_of: JobOf = lambda job_id: None) -> Iterator[Attempt]:
+def attempt(plan: RunPlan, *, job_of: JobOf = lambda job_id: None) -> Iterator[RunAttempt]:
     """Take a run directory for the submission in the `with` block; as it was if that fails.
 
     Args:
@@ -110,7 +110,7 @@ def attempt(plan: Plan, *, job_of: JobOf = lambda job_id: None) -> Iterator[Atte
         before = _check_over(files, before, job, may_repeat=plan.may_repeat)
         begun = _resumed(plan, before, job)
     else:
-        begun = Attempt(plan.resume_from, bool(plan.resume_from))
+        begun = RunAttempt(plan.resume_from, bool(plan.resume_from))
     replaced: bytes | None = None
     try:
         _claim(files, plan, before)
@@ -126,7 +126,7 @@ def attempt(plan: Plan, *, job_of: JobOf = lambda job_id: None) -> Iterator[Atte
         raise
 
 
-def _claim(files: Files, plan: Plan, before: RunRecord | None) -> None:
+def _claim(files: Files, plan: RunPlan, before: RunRecord | None) -> None:
     """Write down that this attempt has the run, unless another one has taken it meanwhile.
 
     Raises:
@@ -181,10 +181,10 @@ def _lock(fd: int) -> None:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return
         except BlockingIOError:
-            time.sleep(LOCK_LOOK_S)
+            time.sleep(LOCK_POLL_S)
 
 
-def _record(plan: Plan, before: RunRecord | None) -> RunRecord:
+def _record(plan: RunPlan, before: RunRecord | None) -> RunRecord:
     now_ns = SystemClock().unix_ns()
     record = before or RunRecord(
         name=plan.name, started_unix_ns=now_ns, resume_from=plan.resume_from
@@ -199,7 +199,9 @@ def _record(plan: Plan, before: RunRecord | None) -> RunRecord:
     )
 
 
-def _take_back(files: Files, plan: Plan, before: RunRecord | None, replaced: bytes | None) -> None:
+def _take_back(
+    files: Files, plan: RunPlan, before: RunRecord | None, replaced: bytes | None
+) -> None:
     """Put record and trainer back.
 
     Args:
@@ -283,11 +285,11 @@ def _check_over(
     return record
 
 
-def _resumed(plan: Plan, record: RunRecord, job: JobRecord | None) -> Attempt:
+def _resumed(plan: RunPlan, record: RunRecord, job: JobRecord | None) -> RunAttempt:
     """Find what the next attempt of a run begins with, and say it."""
     run = RunDirectory(plan.run_path)
     lines: list[str] = []
-    found = newest_sound(run, lines.append, job)
+    found = newest_valid(run, lines.append, job)
     another = "use another name to begin anew"
     if found is not None:
         name, marker = found
@@ -295,7 +297,7 @@ def _resumed(plan: Plan, record: RunRecord, job: JobRecord | None) -> Attempt:
         if record.phase is RunPhase.SUCCEEDED:
             run_name += ", which has succeeded,"
         lines.append(f"resumes run {run_name} from {name} ({place_of(marker)}); {another}")
-        return Attempt(run.checkpoint_path(name), True, tuple(lines))
+        return RunAttempt(run.checkpoint_path(name), True, tuple(lines))
     automatic = [name for name, _ in run.automatic()]
     begins = record.resume_from or plan.resume_from
     if automatic:
@@ -308,7 +310,7 @@ def _resumed(plan: Plan, record: RunRecord, job: JobRecord | None) -> Attempt:
         lines.append(
             f"resumes run {record.name} at its beginning: it has no checkpoint yet; {another}"
         )
-    return Attempt(begins, bool(automatic or begins), tuple(lines))
+    return RunAttempt(begins, bool(automatic or begins), tuple(lines))
 
 
 def note_end(run_path: str, job_id: str, phase: JobPhase, reason: str = "") -> None:

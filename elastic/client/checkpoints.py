@@ -18,13 +18,13 @@ from elastic.client.jobs import Client
 from elastic.client.show import coloured, new_table
 from elastic.client.terminal import (
     EXIT_FAILED,
-    Target,
+    ClusterTarget,
     output_option,
     print_json,
     reporting_errors,
     stdout_console,
 )
-from elastic.client.wording import (
+from elastic.client.text_format import (
     duration,
     ending_line,
     has_ended,
@@ -38,8 +38,8 @@ from elastic.core.world import CheckpointRecord, CheckpointStatus
 from elastic.errors import Refused, StorageError, Unavailable
 from elastic.runtime.clock import SystemClock
 from elastic.storage.files import Files
-from elastic.storage.marker import MARKER, Marker
-from elastic.storage.verify import Verdict, checkpoints_at
+from elastic.storage.marker import MARKER, CheckpointMarker
+from elastic.storage.verify import VerifyResult, checkpoints_at
 from elastic.storage.verify import verify as verify_one
 
 POLL_S = 0.1
@@ -58,7 +58,7 @@ PLACE = ("epoch", "step")
 @output_option
 @click.pass_obj
 @reporting_errors
-def checkpoints(target: Target, job: str, output: str) -> None:
+def checkpoints(target: ClusterTarget, job: str, output: str) -> None:
     """List the recorded checkpoints of JOB (id or name), oldest first.
 
     Age and size are read from the checkpoint itself, where this machine can reach it. Whether its
@@ -105,7 +105,7 @@ def verify(path: str, output: str) -> None:
 @output_option
 @click.pass_obj
 @reporting_errors
-def checkpoint(target: Target, job: str, timeout_s: float, output: str) -> None:
+def checkpoint(target: ClusterTarget, job: str, timeout_s: float, output: str) -> None:
     """Have JOB (id or name) take a checkpoint now, and print its path once it counts.
 
     It is taken at the end of a step, beside training. The job must have a run directory and train
@@ -212,10 +212,10 @@ def _row(record: CheckpointRecord) -> dict[str, Any]:
     }
 
 
-def _marker_of(path: str) -> Marker | None:
+def _marker_of(path: str) -> CheckpointMarker | None:
     """Return a checkpoint's marker, None if it cannot be read from here."""
     try:
-        return Marker.from_json(Files(path, patience_s=0).read(MARKER).decode())
+        return CheckpointMarker.from_json(Files(path, patience_s=0).read(MARKER).decode())
     except (StorageError, ValueError):
         return None
 
@@ -240,7 +240,7 @@ def _print_checkpoints(rows: Sequence[dict[str, Any]], console: Console) -> None
     console.print(shown)
 
 
-def _verdict_as_dict(verdict: Verdict) -> dict[str, Any]:
+def _verdict_as_dict(verdict: VerifyResult) -> dict[str, Any]:
     marker = verdict.marker
     return {
         "path": verdict.path,
@@ -252,7 +252,7 @@ def _verdict_as_dict(verdict: Verdict) -> dict[str, Any]:
     }
 
 
-def _print_verdicts(verdicts: Sequence[Verdict], console: Console) -> None:
+def _print_verdicts(verdicts: Sequence[VerifyResult], console: Console) -> None:
     shown = new_table("checkpoint", "state", "files", "size", "damage")
     for verdict in verdicts:
         marker = verdict.marker

@@ -12,21 +12,21 @@ from click.core import ParameterSource
 
 from elastic import __version__
 from elastic.client import (
-    asking,
-    changing,
     checkpoints,
     daemons,
     events,
     profiling,
     run,
     stacks,
-    steering,
     top,
     tracking,
     tuning,
 )
-from elastic.client.started import find_started
-from elastic.client.terminal import Target, with_timeout
+from elastic.client import job_commands as changing
+from elastic.client import node_commands as steering
+from elastic.client import query_commands as asking
+from elastic.client.local_daemons import find_started
+from elastic.client.terminal import ClusterTarget, with_timeout
 
 DEFAULT_ADDRESS = "127.0.0.1:7070"
 
@@ -77,7 +77,7 @@ def main(context: click.Context, coord: str, token_file: str, **tls: str) -> Non
             coord, token_file = started.address, started.token_file
     named = {"tls_dir": "folder", "tls_cert": "cert", "tls_key": "key", "tls_ca": "ca"}
     paths = {named[name]: value for name, value in tls.items()}
-    context.obj = Target(coord, token_file, tuple(flags), paths)
+    context.obj = ClusterTarget(coord, token_file, tuple(flags), paths)
 
 
 for command in (

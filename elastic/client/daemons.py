@@ -10,8 +10,8 @@ import os
 
 import click
 
-from elastic.client.started import (
-    Started,
+from elastic.client.local_daemons import (
+    StartedCluster,
     find_started,
     join,
     node_flags,
@@ -19,7 +19,7 @@ from elastic.client.started import (
     start_head,
     stop_started,
 )
-from elastic.client.terminal import Target, reporting_errors
+from elastic.client.terminal import ClusterTarget, reporting_errors
 from elastic.client.values import parse_amounts
 
 DEFAULT_PORT = 7070
@@ -58,7 +58,7 @@ DEFAULT_PORT = 7070
 @click.pass_obj
 @reporting_errors
 def start(
-    target: Target,
+    target: ClusterTarget,
     *,
     head: bool,
     address: str,
@@ -92,7 +92,7 @@ def start(
     _say(started)
 
 
-def _say(started: Started) -> None:
+def _say(started: StartedCluster) -> None:
     if not started.is_head:
         click.echo(f"this machine is a node of {started.address}; it leaves with: elastic stop")
         return

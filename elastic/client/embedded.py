@@ -46,7 +46,7 @@ NOT_FOR_US = frozenset({
 
 
 @dataclass
-class Cluster:
+class ClusterConnection:
     """What a driver, or `elastic run`, is connected to.
 
     Attributes:
@@ -92,7 +92,7 @@ class Cluster:
 
 def start_cluster(
     num_workers: int | None, *, resources: Mapping[str, float] | None = None
-) -> Cluster:
+) -> ClusterConnection:
     """Start a coordinator, then an agent, tied to this process by a pipe.
 
     Args:
@@ -108,7 +108,7 @@ def start_cluster(
     token = secrets.token_urlsafe(24)
     token_file.write_text(token)
     theirs, ours = _pipe()
-    cluster = Cluster("", Access(token), directory=directory, tether_fd=ours)
+    cluster = ClusterConnection("", Access(token), directory=directory, tether_fd=ours)
     cluster.num_workers = num_workers or 0
     ready = directory / "coordinator.ready"
     try:
@@ -152,7 +152,7 @@ def child_environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in NOT_FOR_US}
 
 
-def _spawn(cluster: Cluster, tether_fd: int, name: str, module: str, *args: str) -> None:
+def _spawn(cluster: ClusterConnection, tether_fd: int, name: str, module: str, *args: str) -> None:
     directory = cluster.directory or Path()
     with (directory / f"{name}.log").open("wb") as log:
         process = subprocess.Popen(
@@ -167,7 +167,7 @@ def _spawn(cluster: Cluster, tether_fd: int, name: str, module: str, *args: str)
     cluster.processes.append(process)
 
 
-def _wait_ready(cluster: Cluster, ready: Path) -> str:
+def _wait_ready(cluster: ClusterConnection, ready: Path) -> str:
     """Return the coordinator's address once it listens."""
     deadline = time.monotonic() + START_TIMEOUT_S
     coordinator = cluster.processes[0]
@@ -180,7 +180,7 @@ def _wait_ready(cluster: Cluster, ready: Path) -> str:
     raise Unavailable(_story(cluster, "coordinator", coordinator))
 
 
-def _wait_node(cluster: Cluster) -> None:
+def _wait_node(cluster: ClusterConnection) -> None:
     """Wait until the agent has registered: before that a job would seem to lack nodes."""
     from elastic.client.jobs import Client
 
@@ -194,7 +194,7 @@ def _wait_node(cluster: Cluster) -> None:
     raise Unavailable(_story(cluster, "agent", agent))
 
 
-def _story(cluster: Cluster, name: str, process: subprocess.Popen[bytes]) -> str:
+def _story(cluster: ClusterConnection, name: str, process: subprocess.Popen[bytes]) -> str:
     """Return why a part of the embedded cluster did not come up."""
     is_slow = process.poll() is None
     how = f"within {START_TIMEOUT_S:g} s" if is_slow else f"and {_how(process)}"
@@ -210,13 +210,13 @@ def _how(process: subprocess.Popen[bytes]) -> str:
     return f"was killed by {names.get(-code, f'signal {-code}')}"
 
 
-def _last_words(cluster: Cluster, name: str) -> str:
+def _last_words(cluster: ClusterConnection, name: str) -> str:
     log = (cluster.directory or Path()) / f"{name}.log"
     said = log.read_text(errors="replace")[-LAST_WORDS_MAX:] if log.exists() else ""
     return f"it said:\n{said}"
 
 
-def stop_cluster(cluster: Cluster) -> None:
+def stop_cluster(cluster: ClusterConnection) -> None:
     """End what was started: agent first, so that it takes its workers with it.
 
     Whoever is too impatient for that (Ctrl-C again) has all of it killed, and nothing left behind.

@@ -37,7 +37,7 @@ from elastic.runtime.rpc import (
     plain_addresses,
 )
 
-PATIENCE_S = 10.0
+TIMEOUT_S = 10.0
 """A coordinator that answers "not yet" (it starts, or a standby is taking over) is asked again
 for so long."""
 PAUSE_S_MIN = 0.1
@@ -84,7 +84,7 @@ def with_reason(error: Unavailable, failures: Mapping[str, Unavailable]) -> Unav
 
 
 @dataclass
-class _Line:
+class _CountedChannel:
     """A channel and how many calls are on it; a retired one is closed by the last of them."""
 
     endpoint: str
@@ -117,7 +117,7 @@ class Endpoints:
         self._clock = clock
         self._leader = ""
         self._lock = threading.Lock()
-        self._lines: dict[str, _Line] = {}
+        self._lines: dict[str, _CountedChannel] = {}
 
     @property
     def address(self) -> str:
@@ -194,7 +194,7 @@ class Endpoints:
                 with contextlib.suppress(Unavailable):
                     return self._ask_standby(tuple(asked), start, request, timeout_s)
             untrusted = any(isinstance(error, CoordinatorUntrusted) for error in said)
-            patience_s = max(PATIENCE_S if not_yet else 0.0, 0.0 if untrusted else self.patience_s)
+            patience_s = max(TIMEOUT_S if not_yet else 0.0, 0.0 if untrusted else self.patience_s)
             if self._clock.monotonic_ns() >= asked_ns + round(patience_s * 1e9):
                 raise with_reason(not_yet[-1], failures) if not_yet else self.unreachable(said[-1])
             if self.closed.wait(jittered(min(pause_s, TAKEOVER_PAUSE_S_MAX))):
@@ -250,14 +250,14 @@ class Endpoints:
                 raise ours from error
 
     @contextmanager
-    def _line(self, endpoint: str) -> Iterator[_Line]:
+    def _line(self, endpoint: str) -> Iterator[_CountedChannel]:
         """Lend the channel to an address, opened if there is none."""
         with self._lock:
             if self.closed.is_set():
                 raise UsageError("this client was closed; make a new Client")
             line = self._lines.get(endpoint)
             if line is None:
-                line = self._lines[endpoint] = _Line(
+                line = self._lines[endpoint] = _CountedChannel(
                     endpoint, open_blocking_channel(endpoint, self.access)
                 )
             line.calls += 1
@@ -270,7 +270,7 @@ class Endpoints:
             if over:
                 line.channel.close()
 
-    def _retire(self, line: _Line) -> None:
+    def _retire(self, line: _CountedChannel) -> None:
         """Let later calls use a new channel; calls of other threads on this one go on."""
         with self._lock:
             line.retired = True

@@ -15,8 +15,8 @@ import click
 
 from elastic.client.jobs import Client
 from elastic.client.plain import plain
-from elastic.client.terminal import Target, output_option, reporting_errors
-from elastic.client.wording import workers
+from elastic.client.terminal import ClusterTarget, output_option, reporting_errors
+from elastic.client.text_format import workers
 from elastic.core.events.shared import Note
 from elastic.errors import StorageError
 from elastic.runtime.eventlog import event_record, fields_text
@@ -45,7 +45,7 @@ WORDS = {
 @output_option
 @click.pass_obj
 @reporting_errors
-def events(target: Target, job: str, follow: bool, output: str) -> None:
+def events(target: ClusterTarget, job: str, follow: bool, output: str) -> None:
     """Tell what happened to JOB (id or name): kills, new groups, drains, checkpoints, decisions.
 
     Each with its cause, its reason, and for how long training stood still. JSON is one object a
@@ -93,10 +93,10 @@ def from_dict(told: dict[str, Any]) -> TimedNote:
 def event_line(timed: TimedNote) -> str:
     """Return an event as people read it, with its moment in local time."""
     moment = datetime.fromtimestamp(timed.unix_ns / 1e9).astimezone()
-    return plain(f"{moment:%Y-%m-%d %H:%M:%S}.{moment.microsecond // 1000:03d}  {_said(timed)}")
+    return plain(f"{moment:%Y-%m-%d %H:%M:%S}.{moment.microsecond // 1000:03d}  {_reported(timed)}")
 
 
-def _said(timed: TimedNote) -> str:
+def _reported(timed: TimedNote) -> str:
     name, fields = timed.note.name, dict(timed.note.fields)
     if name == "first_step":
         size = workers(int(fields.get("world_size", "0")))

@@ -17,7 +17,7 @@ import grpc
 
 from elastic.client.endpoints import Endpoints
 from elastic.client.sources import EventSource, JobSource, LogSource
-from elastic.client.streams import OnOutage, Source, Stream
+from elastic.client.streams import OnOutage, ResumingStream, StreamSource
 from elastic.core.config import JobSpec
 from elastic.core.events.coordinator import JobRecord
 from elastic.core.view import JobView
@@ -77,7 +77,7 @@ class Client:
         self.call_timeout_s: float | None = None
         self._clock: Clock = SystemClock()
         self._endpoints = Endpoints(parse_endpoints(text), as_access(access), self._clock)
-        self._streams: weakref.WeakSet[Stream[Any]] = weakref.WeakSet()
+        self._streams: weakref.WeakSet[ResumingStream[Any]] = weakref.WeakSet()
         self._lock = threading.Lock()
 
     def wait_for_answers(self, patience_s: float) -> None:
@@ -239,7 +239,7 @@ class Client:
 
     def watch(
         self, job: str, *, on_outage: OnOutage | None = None, limit_s: float = OUTAGE_LIMIT_S
-    ) -> Stream[JobEvent]:
+    ) -> ResumingStream[JobEvent]:
         """Follow a job: a snapshot, then notes, and a snapshot after each change.
 
         Ends when the job has ended and its workers are gone. When the coordinator is away, goes
@@ -255,7 +255,7 @@ class Client:
         """
         return self._stream(JobSource(job), limit_s, on_outage)
 
-    def events(self, job: str, *, follow: bool = False) -> Stream[TimedNote]:
+    def events(self, job: str, *, follow: bool = False) -> ResumingStream[TimedNote]:
         """Read what happened to a job, oldest first, as far as the coordinator remembers.
 
         Args:
@@ -301,7 +301,7 @@ class Client:
 
     def logs(
         self, job: str, *, ranks: Sequence[int] = (), tail: int = -1, follow: bool = False
-    ) -> Stream[LogChunk]:
+    ) -> ResumingStream[LogChunk]:
         """Read the output of a job's workers.
 
         Args:
@@ -382,9 +382,9 @@ class Client:
         return self._endpoints.ask(start, request, timeout_s=timeout_s, stale_ok=stale_ok)
 
     def _stream(
-        self, source: Source[T], limit_s: float, on_outage: OnOutage | None = None
-    ) -> Stream[T]:
-        stream = Stream(
+        self, source: StreamSource[T], limit_s: float, on_outage: OnOutage | None = None
+    ) -> ResumingStream[T]:
+        stream = ResumingStream(
             self._endpoints, source, clock=self._clock, limit_s=limit_s, on_outage=on_outage
         )
         with self._lock:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from elastic.core.broken import tells_of_broken
+from elastic.core.broken import reports_of_broken
 from elastic.wire.codec_jobs import LogChunk
 
 TRACEBACK = "Traceback (most recent call last):"
@@ -22,7 +22,7 @@ LINE_CHARS_MAX = 16_384
 
 
 @dataclass
-class _Voice:
+class _WorkerOutput:
     """One worker's output that is not shown yet.
 
     Attributes:
@@ -37,7 +37,7 @@ class _Voice:
     held_since_ns: int = 0
 
 
-class Lines:
+class LineCutter:
     """Cuts the output of several workers into lines, in the order of their arrival.
 
     Attributes:
@@ -62,7 +62,7 @@ class Lines:
         self.shows_prefix = shows_prefix
         self._prefix = prefix or prefix_of
         self.holds_tracebacks = holds_tracebacks
-        self._voices: dict[str, _Voice] = {}
+        self._voices: dict[str, _WorkerOutput] = {}
 
     def take(self, chunk: LogChunk, now_ns: int) -> str:
         """Return what can be shown now: whole lines (unless one is very long).
@@ -71,7 +71,7 @@ class Lines:
         """
         if not (self.shows_prefix or self.holds_tracebacks):
             return chunk.text
-        voice = self._voices.setdefault(chunk.worker_id, _Voice(""))
+        voice = self._voices.setdefault(chunk.worker_id, _WorkerOutput(""))
         voice.prefix = self._prefix(chunk) if self.shows_prefix else ""
         text = voice.begun + chunk.text
         cut = text.rfind("\n") + 1
@@ -115,11 +115,11 @@ class Lines:
                 shown += self._shown(voice, text if text.endswith("\n") else text + "\n")
         return shown
 
-    def _released(self, voice: _Voice) -> str:
+    def _released(self, voice: _WorkerOutput) -> str:
         text, voice.held = without_noticed(voice.held, is_all=True), ""
         return self._shown(voice, text)
 
-    def _shown(self, voice: _Voice, text: str) -> str:
+    def _shown(self, voice: _WorkerOutput, text: str) -> str:
         if not voice.prefix or not text:
             return text
         # Not splitlines(): a bar that is drawn over itself with \r is one line.
@@ -141,7 +141,7 @@ def without_noticed(text: str, *, is_all: bool = False) -> str:
         end = _end_of_traceback(lines, at, is_all) if TRACEBACK in lines[at] else at
         block = lines[at : max(end, at + 1)]
         prefix = lines[at].partition(TRACEBACK)[0]
-        if end == at or not any(tells_of_broken(line.removeprefix(prefix)) for line in block):
+        if end == at or not any(reports_of_broken(line.removeprefix(prefix)) for line in block):
             kept += block
         at += len(block)
     return "".join(kept)

@@ -5,7 +5,7 @@ Rule: pure text, the same words in `status`, `top` and the line of a followed jo
 
 from __future__ import annotations
 
-from elastic.client.wording import (
+from elastic.client.text_format import (
     NS_PER_S,
     duration,
     metrics_line,
@@ -91,18 +91,18 @@ def straggler_line(told: Telemetry) -> str:
     return f"rank {told.straggler} is waited for{much}"
 
 
-def goodput_line(goodput: Goodput, untold_ns: int = 0) -> str:
+def goodput_line(goodput: Goodput, unreported_ns: int = 0) -> str:
     """Return "93.1 % of 12m 4s: productive 11m 14s, reform 3.1 s, ...", "" before any."""
     if not goodput.allocated_ns:
         return ""
     parts = sorted(goodput.seconds().items(), key=lambda pair: -pair[1])
     least = SHOWN_PART * goodput.allocated_ns / NS_PER_S
     shown = [f"{name} {duration(round(s * NS_PER_S))}" for name, s in parts if s > least]
-    more = f"; {duration(untold_ns)} not told yet" if untold_ns > NS_PER_S else ""
-    held = duration(goodput.allocated_ns + untold_ns)
+    more = f"; {duration(unreported_ns)} not told yet" if unreported_ns > NS_PER_S else ""
+    held = duration(goodput.allocated_ns + unreported_ns)
     return f"{goodput.ratio:.1%} of {held} of workers: {', '.join(shown)}{more}"
 
 
 def job_goodput(view: JobView) -> str:
     """Return the goodput of a job in a line."""
-    return goodput_line(view.record.goodput, view.untold_ns)
+    return goodput_line(view.record.goodput, view.unreported_ns)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from elastic.client.jobs import OUTAGE_LIMIT_S, Client
 from elastic.client.plain import PlainConsole
-from elastic.client.printer import REPEAT_S, Printer
+from elastic.client.printer import REPEAT_S, JobPrinter
 from elastic.core.config import NS_PER_S, CoordinatorConfig
 from elastic.errors import CoordinatorUntrusted, Unavailable
 
@@ -40,8 +40,8 @@ def wait_until(
         Unavailable: no coordinator has answered for five minutes.
         ElasticError: as `look` raises.
     """
-    printer = Printer(PlainConsole(stderr=True), ranks=None)
-    started = said_at = time.monotonic()
+    printer = JobPrinter(PlainConsole(stderr=True), ranks=None)
+    started = reported_at = time.monotonic()
     away_since: float | None = None
     said = text = ""
     while True:
@@ -67,8 +67,8 @@ def wait_until(
         if timeout_s is not None and waited_s > timeout_s:
             raise TimeoutError(f"{text} after {timeout_s:g} s; {goes_on}")
         is_news = text != said and waited_s > SAY_AFTER_S
-        if away_since is None and (is_news or time.monotonic() - said_at > REPEAT_S):
-            said, said_at = text, time.monotonic()
+        if away_since is None and (is_news or time.monotonic() - reported_at > REPEAT_S):
+            said, reported_at = text, time.monotonic()
             printer.say(f"waits since {waited_s:.1f} s: {text}")
         time.sleep(POLL_S)
 

@@ -16,12 +16,12 @@ from rich.live import Live
 from rich.spinner import Spinner
 from rich.text import Text
 
-from elastic.client.losses import SOON_S, Losses
-from elastic.client.output import Lines
+from elastic.client.loss_summary import SOON_S, LossSummary
+from elastic.client.output import LineCutter
+from elastic.client.output_router import OutputRouter
 from elastic.client.pace import logged_line, progress_line
 from elastic.client.plain import PlainConsole, plain, plain_output
-from elastic.client.voices import Voices
-from elastic.client.wording import (
+from elastic.client.text_format import (
     duration,
     ending_line,
     has_ended,
@@ -59,7 +59,7 @@ RULED = {
 }
 
 
-class Printer:
+class JobPrinter:
     """Turns what is told of a job into lines.
 
     Attributes:
@@ -73,7 +73,7 @@ class Printer:
         ranks: tuple[int, ...] | None = (0,),
         stdout: TextIO | None = None,
         clock: Clock | None = None,
-        voices: Voices | None = None,
+        voices: OutputRouter | None = None,
     ) -> None:
         """Write to stderr, and output of workers to stdout, unless told otherwise.
 
@@ -89,22 +89,22 @@ class Printer:
         self._stdout = stdout or sys.stdout
         self._clock = clock or SystemClock()
         self._voices = voices
-        self._lines = Lines(
+        self._lines = LineCutter(
             shows_prefix=ranks is not None and len(ranks) != 1,
             prefix=None if voices is None else voices.prefix,
         )
         self._view: JobView | None = None
-        self._said: tuple[object, ...] = ()
-        self._said_ns = 0
+        self._reported: tuple[object, ...] = ()
+        self._reported_ns = 0
         self._paced_ns = self._clock.monotonic_ns()
         self._generation = 0
-        self._losses = Losses()
+        self._losses = LossSummary()
         self._planned: tuple[str, int] = ("", 0)
         self._metrics: dict[str, Any] = {}
         self._metrics_ns = 0
         self._metrics_due = False
         self._outage_since_ns: int | None = None
-        self._outage_said_s = 0.0
+        self._outage_reported_s = 0.0
         self._spinner = Spinner("dots")
         self._live: Live | None = None
 
@@ -123,14 +123,14 @@ class Printer:
             )
             self._live.start()
 
-    def close(self, *, said_elsewhere: str = "") -> None:
+    def close(self, *, reported_elsewhere: str = "") -> None:
         """Show what is left and end the moving line.
 
         Args:
-            said_elsewhere: a traceback that the caller shows, and that is left out here.
+            reported_elsewhere: a traceback that the caller shows, and that is left out here.
         """
         self._say_loss(is_over=True)
-        self._write(self._lines.rest(said_elsewhere))
+        self._write(self._lines.rest(reported_elsewhere))
         if self._metrics_due:
             self._say_metrics()
         live, self._live = self._live, None
@@ -152,10 +152,10 @@ class Printer:
             self._generation = record.generation
             self._say_group(world_size(view), record.group.reason if record.group else "")
         state = (record.phase, missing(view))
-        if state != self._said:
-            self._said = state
+        if state != self._reported:
+            self._reported = state
             # As a rule over in a moment: said only if it is not.
-            self._said_ns = self._clock.monotonic_ns() - round((REPEAT_S - SOON_S) * 1e9)
+            self._reported_ns = self._clock.monotonic_ns() - round((REPEAT_S - SOON_S) * 1e9)
 
     def note(self, timed: TimedNote) -> None:
         """Take something that happened."""
@@ -195,14 +195,14 @@ class Printer:
         now_ns = self._clock.monotonic_ns()
         if seconds:
             self._outage_since_ns = now_ns - round(seconds * 1e9)
-            if seconds >= max(1.0, 2 * self._outage_said_s):
-                self._outage_said_s = seconds
+            if seconds >= max(1.0, 2 * self._outage_reported_s):
+                self._outage_reported_s = seconds
                 self.say(f"coordinator unreachable since {seconds:.0f} s, training goes on")
         elif self._outage_since_ns is not None:
-            if self._outage_said_s:
+            if self._outage_reported_s:
                 away = duration(now_ns - self._outage_since_ns)
                 self.say(f"coordinator answers again after {away}")
-            self._outage_since_ns, self._outage_said_s = None, 0.0
+            self._outage_since_ns, self._outage_reported_s = None, 0.0
 
     def tick(self) -> None:
         """Let time pass: show what was kept back, repeat a wait that lasts."""
@@ -214,7 +214,7 @@ class Printer:
             self.say(f"a change is planned: {reason}")
         if self._metrics_due and self._age_s(self._metrics_ns) >= METRICS_INTERVAL_S:
             self._say_metrics()
-        if self._live is None and self._age_s(self._said_ns) >= REPEAT_S:
+        if self._live is None and self._age_s(self._reported_ns) >= REPEAT_S:
             self._say_state()
         if self._live is None and self._age_s(self._paced_ns) >= REPEAT_S:
             self._say_pace()
@@ -252,7 +252,7 @@ class Printer:
 
     def _say_state(self) -> None:
         view, now_ns = self._view, self._clock.monotonic_ns()
-        self._said_ns = now_ns
+        self._reported_ns = now_ns
         if view is None or self._outage_since_ns is not None:
             return
         name, waiting = view.record.spec.name, waiting_line(view, now_ns)

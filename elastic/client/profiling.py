@@ -6,7 +6,7 @@ import time
 
 import click
 
-from elastic.client.terminal import Target, output_option, print_json, reporting_errors
+from elastic.client.terminal import ClusterTarget, output_option, print_json, reporting_errors
 from elastic.storage.files import Files
 
 PAUSE_S = 0.2
@@ -24,7 +24,7 @@ LATE_S = 15.0
 @output_option
 @click.pass_obj
 @reporting_errors
-def profile(target: Target, job: str, rank: int, seconds: float, output: str) -> None:
+def profile(target: ClusterTarget, job: str, rank: int, seconds: float, output: str) -> None:
     """Sample the stacks of a rank of JOB (id or name) while it trains.
 
     The file is in the run's directory; open it at https://www.speedscope.app or with any tool that

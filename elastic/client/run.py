@@ -21,11 +21,13 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from elastic.client.attempts import Plan, attempt, note_end
-from elastic.client.embedded import Cluster, start_cluster, stop_cluster
+from elastic.client.attempts import RunPlan, attempt, note_end
+from elastic.client.embedded import ClusterConnection, start_cluster, stop_cluster
+from elastic.client.job_follower import JobFollower, follow
 from elastic.client.job_options import AMONG_JOBS, take_job_options
 from elastic.client.jobs import Client, new_job_id
-from elastic.client.printer import Printer
+from elastic.client.output_router import LogOptions, OutputRouter, parse_streams
+from elastic.client.printer import JobPrinter
 from elastic.client.run_options import run_options
 from elastic.client.show import failure_text
 from elastic.client.stopping import stop_saved
@@ -33,15 +35,16 @@ from elastic.client.submission import plain_name
 from elastic.client.terminal import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
-    Target,
+    ClusterTarget,
     ending_code,
     reporting_errors,
 )
+from elastic.client.text_format import where_it_goes_on, workers
 from elastic.client.torchrun import (
     IGNORED,
     THREADS,
-    Launch,
-    Size,
+    JobSize,
+    RunCommandLine,
     check_alone,
     check_fits,
     default_threads,
@@ -49,13 +52,10 @@ from elastic.client.torchrun import (
     size_here,
     size_on,
 )
-from elastic.client.voices import LogWish, Voices, parse_streams
-from elastic.client.watching import Follower, follow
-from elastic.client.wording import where_it_goes_on, workers
 from elastic.core.config import JobSpec
 from elastic.core.world import JobPhase, Node, NodePhase
 from elastic.errors import ElasticError, Unavailable, UsageError
-from elastic.storage.run_record import Owner
+from elastic.storage.run_record import RunOwner
 
 STOP_WAIT_S = 15.0
 ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
@@ -76,7 +76,7 @@ GPU_DRIVER = "/dev/nvidiactl"
 @run_options
 @click.pass_obj
 @reporting_errors
-def run(target: Target, /, detach: bool, standalone: bool, **given: Any) -> None:
+def run(target: ClusterTarget, /, detach: bool, standalone: bool, **given: Any) -> None:
     """Run SCRIPT as torchrun does, with its flags; what stands behind SCRIPT goes to it.
 
     Nodes are the agents of a coordinator (--coord, ELASTIC_COORD). Without one this machine is
@@ -88,7 +88,7 @@ def run(target: Target, /, detach: bool, standalone: bool, **given: Any) -> None
     Ctrl-C ends it at once. Other signals, such as SIGUSR1, are not passed on: send them to workers.
     """
     context = click.get_current_context()
-    launch, wish = _launch(context, given), _log_wish(given)
+    launch, wish = _launch(context, given), _log_request(given)
     cluster = _named(context, target, standalone=standalone, coord=given["coord"])
     if detach and cluster is None:
         raise UsageError(
@@ -97,7 +97,7 @@ def run(target: Target, /, detach: bool, standalone: bool, **given: Any) -> None
         )
     if detach and (wish.redirects or wish.tee):
         raise UsageError("--detach, and --tee or --redirects: nobody is left to write output")
-    job_spec(launch, Size(1, 1), job_id="j-", stamp="")  # What is wrong with it is known now.
+    job_spec(launch, JobSize(1, 1), job_id="j-", stamp="")  # What is wrong with it is known now.
     if cluster is None:
         check_alone(launch)
     _say_ignored(context, standalone=standalone)
@@ -117,7 +117,7 @@ def run(target: Target, /, detach: bool, standalone: bool, **given: Any) -> None
 # ------------------------------------------------------------------------------ the command line
 
 
-def _launch(context: click.Context, given: dict[str, Any]) -> Launch:
+def _launch(context: click.Context, given: dict[str, Any]) -> RunCommandLine:
     """Return what was asked for; contradictions are refused."""
     bounds = (given["min_workers"], given["max_workers"])
     ours = [flag for flag, bound in zip(("--min", "--max"), bounds, strict=True) if bound]
@@ -145,13 +145,13 @@ def _launch(context: click.Context, given: dict[str, Any]) -> Launch:
     if given["args"][:1] == ("--",):  # It ends torchrun's own flags there, too.
         given = {**given, "args": given["args"][1:]}
     shared = take_job_options(dict(given))
-    names = {field.name for field in fields(Launch)} - {"nodes", "num_workers", "shared"}
+    names = {field.name for field in fields(RunCommandLine)} - {"nodes", "num_workers", "shared"}
     taken = {name: value for name, value in given.items() if name in names}
-    return Launch(**taken, nodes=given["nnodes"], num_workers=num_workers, shared=shared)
+    return RunCommandLine(**taken, nodes=given["nnodes"], num_workers=num_workers, shared=shared)
 
 
-def _log_wish(given: dict[str, Any]) -> LogWish:
-    return LogWish(
+def _log_request(given: dict[str, Any]) -> LogOptions:
+    return LogOptions(
         redirects=parse_streams("--redirects", given["redirects"]),
         tee=parse_streams("--tee", given["tee"]),
         local_ranks=given["local_ranks_filter"],
@@ -160,7 +160,7 @@ def _log_wish(given: dict[str, Any]) -> LogWish:
     )
 
 
-def _with_directory(wish: LogWish, given: dict[str, Any]) -> LogWish:
+def _with_directory(wish: LogOptions, given: dict[str, Any]) -> LogOptions:
     """Make the directory that output is written to, if it is to be written."""
     if not (wish.redirects or wish.tee):
         return wish
@@ -179,8 +179,8 @@ def _with_directory(wish: LogWish, given: dict[str, Any]) -> LogWish:
 
 
 def _named(
-    context: click.Context, target: Target, *, standalone: bool, coord: str
-) -> Target | None:
+    context: click.Context, target: ClusterTarget, *, standalone: bool, coord: str
+) -> ClusterTarget | None:
     """Return the cluster that is named, None if this command is to start its own."""
     source = context.find_root().get_parameter_source("coord")
     named_before = source is not None and source is not ParameterSource.DEFAULT
@@ -243,12 +243,12 @@ class _Job:
     """
 
     spec: JobSpec
-    logs: LogWish
+    logs: LogOptions
     is_named: bool
     came: list[int]
 
 
-def _run_here(launch: Launch, logs: LogWish, came: list[int]) -> None:
+def _run_here(launch: RunCommandLine, logs: LogOptions, came: list[int]) -> None:
     """Run on a cluster that is started for it."""
     cluster, node = _start(launch)
     try:
@@ -262,7 +262,7 @@ def _run_here(launch: Launch, logs: LogWish, came: list[int]) -> None:
         stop_cluster(cluster)
 
 
-def _start(launch: Launch) -> tuple[Cluster, Node]:
+def _start(launch: RunCommandLine) -> tuple[ClusterConnection, Node]:
     """Start a coordinator and an agent with as many slots as the job needs."""
     slots: int | None = None
     if launch.num_workers is not None:
@@ -286,7 +286,12 @@ def _start(launch: Launch) -> tuple[Cluster, Node]:
 
 
 def _run_there(
-    launch: Launch, logs: LogWish, target: Target, came: list[int], *, detach: bool
+    launch: RunCommandLine,
+    logs: LogOptions,
+    target: ClusterTarget,
+    came: list[int],
+    *,
+    detach: bool,
 ) -> None:
     """Run on a cluster that is there."""
     with target.connect() as client:
@@ -301,19 +306,21 @@ def _run_there(
         _follow(client, _Job(spec=spec, logs=logs, is_named=bool(launch.name), came=came))
 
 
-def _say_size(launch: Launch, size: Size) -> None:
+def _say_size(launch: RunCommandLine, size: JobSize) -> None:
     if default_threads(size) and not launch.threads and THREADS not in launch.shared.env:
         _say(f"{THREADS}=1 for each of {size.per_node} workers of a node; set it to choose")
 
 
-def _submit(client: Client, launch: Launch, size: Size, *, only: Node | None = None) -> JobSpec:
+def _submit(
+    client: Client, launch: RunCommandLine, size: JobSize, *, only: Node | None = None
+) -> JobSpec:
     """Submit the job; `only` is the node of a cluster that is this process's own."""
     stamp = f"{datetime.datetime.now():%Y%m%d-%H%M%S}"
     spec = job_spec(launch, size, job_id=new_job_id(), stamp=stamp)
     if only is not None:
         check_fits(spec, only)
-    owner = Owner.this_process() if only is not None else None
-    plan = Plan(run_path=spec.run_path, name=spec.name, job_id=spec.job_id, owner=owner)
+    owner = RunOwner.this_process() if only is not None else None
+    plan = RunPlan(run_path=spec.run_path, name=spec.name, job_id=spec.job_id, owner=owner)
     with attempt(plan, job_of=client.record_of) as begun:
         for line in begun.lines:
             click.echo(line, err=True)
@@ -345,7 +352,7 @@ def _follow(client: Client, job: _Job, *, check: Callable[[], None] | None = Non
         limit_s = spec.grace_s if job.came else None
         return stop_saved(client, spec, "interrupted", limit_s=limit_s)
 
-    printer = Printer(ranks=(), voices=Voices(job.logs))
+    printer = JobPrinter(ranks=(), voices=OutputRouter(job.logs))
     try:
         view = follow(client, spec.job_id, printer, on_interrupt=interrupted, check=check)
     except Unavailable:
@@ -371,7 +378,7 @@ def _stop(client: Client, spec: JobSpec) -> None:
     """Stop a job where it stands, and wait for its workers, within reason."""
     with contextlib.suppress(ElasticError, TimeoutError):
         client.stop(spec.job_id, "interrupted", now=True)
-        last = Follower(client, spec.job_id, Printer(ranks=None))
+        last = JobFollower(client, spec.job_id, JobPrinter(ranks=None))
         last.timeout_s = STOP_WAIT_S
         view = last.run()
         note_end(spec.run_path, spec.job_id, view.record.phase, view.record.reason)

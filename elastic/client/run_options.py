@@ -13,9 +13,9 @@ from typing import Any
 import click
 
 from elastic.client.job_options import job_options
+from elastic.client.output_router import PREFIX
 from elastic.client.torchrun import AS_MANY, IGNORED
 from elastic.client.values import parse_ranks
-from elastic.client.voices import PREFIX
 
 IGNORED_CHOICES = {
     "start-method": ("spawn", "fork", "forkserver"),

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from elastic.client.pace import job_goodput, pace_line, place_line, step_line
 from elastic.client.plain import plain
-from elastic.client.wording import (
+from elastic.client.text_format import (
     duration,
     ending_line,
     has_ended,
@@ -102,7 +102,7 @@ def job_as_dict(view: JobView, now_ns: int) -> dict[str, Any]:
         "run_path": spec.run_path,
         "entry": spec.entry.target,
         "metrics": parsed_metrics(record.metrics),
-        "goodput": record.goodput.as_dict() | {"untold_s": round(view.untold_ns / NS_PER_S, 6)},
+        "goodput": record.goodput.as_dict() | {"untold_s": round(view.unreported_ns / NS_PER_S, 6)},
         "telemetry": view.telemetry.as_dict(),
         "failed_worker": record.failed_worker,
         "failure": None

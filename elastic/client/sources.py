@@ -10,7 +10,7 @@ from typing import Any
 
 import grpc
 
-from elastic.client.streams import Again
+from elastic.client.streams import ReopenStream
 from elastic.core.view import JobView
 from elastic.core.world import ENDED, WorkerId
 from elastic.wire.codec_jobs import (
@@ -149,5 +149,5 @@ class LogSource:
         if self._agents_due_ns is None:
             self._agents_due_ns = now_ns + round(AGENTS_RETURN_S * 1e9)
         if now_ns < self._agents_due_ns:
-            raise Again(chunk.text.strip())
+            raise ReopenStream(chunk.text.strip())
         self._unseen.pop(chunk.worker_id, None)

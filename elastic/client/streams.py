@@ -29,11 +29,11 @@ STEADY_S = 5.0
 """A call that lasted so long had reached the coordinator, also if it brought nothing."""
 
 
-class Again(Exception):
+class ReopenStream(Exception):
     """A stream stands, but tells too little: open it anew after a pause."""
 
 
-class Source(Protocol[T_co]):
+class StreamSource(Protocol[T_co]):
     """Which call a stream makes, and what its messages mean.
 
     Attributes:
@@ -59,7 +59,7 @@ class Source(Protocol[T_co]):
         ...
 
 
-class Stream(Generic[T]):
+class ResumingStream(Generic[T]):
     """An iterator over what a server sends, over as many calls as it takes.
 
     Example:
@@ -71,7 +71,7 @@ class Stream(Generic[T]):
     def __init__(
         self,
         endpoints: Endpoints,
-        source: Source[T],
+        source: StreamSource[T],
         *,
         clock: Clock,
         limit_s: float,
@@ -102,7 +102,7 @@ class Stream(Generic[T]):
         self._out_since_ns: int | None = None
         self._pause_s = PAUSE_S_MIN
 
-    def __enter__(self) -> Stream[T]:
+    def __enter__(self) -> ResumingStream[T]:
         """Return the stream."""
         return self
 
@@ -174,7 +174,7 @@ class Stream(Generic[T]):
         """Turn a message into an item, None if there is nothing new in it."""
         try:
             item = self._source.decode(message, self._clock.monotonic_ns())
-        except Again as again:
+        except ReopenStream as again:
             self._drop()
             self._wait_out(Unavailable(str(again)), quietly=True)
             return None

@@ -15,7 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from elastic.client.show import coloured, new_table
-from elastic.client.wording import duration
+from elastic.client.text_format import duration
 from elastic.core.study import Study, Trial, TrialState, number_of
 
 ROWS_MAX = 30

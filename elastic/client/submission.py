@@ -21,7 +21,7 @@ NAME_CHARS_MAX = 60
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class SubmitOptions:
     """The command line of `elastic submit`; names are those of the flags.
 
     Attributes:
@@ -46,7 +46,7 @@ class Options:
     shared: JobOptions = field(default_factory=JobOptions)
 
 
-def job_spec(options: Options, *, now: datetime.datetime) -> JobSpec:
+def job_spec(options: SubmitOptions, *, now: datetime.datetime) -> JobSpec:
     """Return the job.
 
     Args:
@@ -79,7 +79,7 @@ def job_spec(options: Options, *, now: datetime.datetime) -> JobSpec:
     return options.shared.apply(spec, {"GPU": 1.0} if options.use_gpu else {})
 
 
-def _stem(options: Options) -> str:
+def _stem(options: SubmitOptions) -> str:
     return plain_name(
         options.script.rpartition(".")[2] if options.is_module else Path(options.script).stem
     )

@@ -73,7 +73,7 @@ def output_option(command: Command) -> Command:
 
 
 @dataclass(frozen=True)
-class Target:
+class ClusterTarget:
     """The cluster that a command speaks to.
 
     Attributes:

@@ -25,13 +25,13 @@ from elastic.client.show import (
     status_as_dict,
 )
 from elastic.client.terminal import (
-    Target,
+    ClusterTarget,
     output_option,
     print_json,
     reporting_errors,
     stdout_console,
 )
-from elastic.client.wording import duration, has_ended, world_size
+from elastic.client.text_format import duration, has_ended, world_size
 from elastic.core.view import JobView
 from elastic.wire.codec_jobs import ClusterStatus
 
@@ -47,7 +47,7 @@ WORKERS_MAX = 40
 @output_option
 @click.pass_obj
 @reporting_errors
-def top(target: Target, job: str, once: bool, include_ended: bool, output: str) -> None:
+def top(target: ClusterTarget, job: str, once: bool, include_ended: bool, output: str) -> None:
     """Show all jobs, or JOB (id or name), as they train; Ctrl-C ends it."""
     with target.connect() as client:
         if output == "json":

@@ -17,7 +17,7 @@ from elastic.core.policy.placement import explain_misfit
 from elastic.core.world import Entry, EntryKind, JobId, Node, sorted_pairs
 from elastic.errors import ConfigError, UsageError
 
-PROGRAM = "elastic.worker.program"
+PROGRAM = "elastic.worker.process.program"
 AS_MANY = ("auto", "cpu", "gpu")
 THREADS = "OMP_NUM_THREADS"
 
@@ -42,7 +42,7 @@ IGNORED: Mapping[str, str] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Launch:
+class RunCommandLine:
     """The command line of `elastic run`, as far as the job depends on it.
 
     Attributes:
@@ -80,7 +80,7 @@ class Launch:
 
 
 @dataclass(frozen=True)
-class Size:
+class JobSize:
     """How large the job is.
 
     Attributes:
@@ -95,7 +95,7 @@ class Size:
     gpus: float = 0.0
 
 
-def per_node(launch: Launch, nodes: Sequence[Node]) -> int:
+def per_node(launch: RunCommandLine, nodes: Sequence[Node]) -> int:
     """Return --nproc-per-node as a number; words are counted on the smallest of the nodes.
 
     Raises:
@@ -117,7 +117,7 @@ def per_node(launch: Launch, nodes: Sequence[Node]) -> int:
     return max(1, min(int(node.resources.amount("CPU")) for node in nodes))
 
 
-def size_on(launch: Launch, nodes: Sequence[Node]) -> Size:
+def size_on(launch: RunCommandLine, nodes: Sequence[Node]) -> JobSize:
     """Return how large the job is on a cluster with these nodes.
 
     Raises:
@@ -127,13 +127,13 @@ def size_on(launch: Launch, nodes: Sequence[Node]) -> Size:
     gpus = min((count for count in counts if count), default=0)
     if launch.num_workers is not None:
         low, high = launch.num_workers
-        return Size(low, high, gpus=min(1.0, gpus))
+        return JobSize(low, high, gpus=min(1.0, gpus))
     count = per_node(launch, nodes)
     low, high = (number * count for number in launch.nodes)
-    return Size(low, high, count, _share(count, gpus))
+    return JobSize(low, high, count, _share(count, gpus))
 
 
-def size_here(launch: Launch, node: Node) -> Size:
+def size_here(launch: RunCommandLine, node: Node) -> JobSize:
     """Return how large the job is where this machine is the only node: it cannot grow.
 
     Raises:
@@ -149,7 +149,7 @@ def _share(workers: int, gpus: int) -> float:
     return 1.0 / math.ceil(workers / gpus) if gpus else 0.0
 
 
-def check_alone(launch: Launch) -> None:
+def check_alone(launch: RunCommandLine) -> None:
     """Refuse what one machine cannot do.
 
     Raises:
@@ -178,7 +178,7 @@ def check_fits(spec: JobSpec, node: Node) -> None:
         )
 
 
-def job_spec(launch: Launch, size: Size, *, job_id: str, stamp: str) -> JobSpec:
+def job_spec(launch: RunCommandLine, size: JobSize, *, job_id: str, stamp: str) -> JobSpec:
     """Return the job.
 
     Args:
@@ -213,14 +213,14 @@ def job_spec(launch: Launch, size: Size, *, job_id: str, stamp: str) -> JobSpec:
     return launch.shared.apply(spec, {"GPU": size.gpus} if size.gpus else {})
 
 
-def _stem(launch: Launch) -> str:
+def _stem(launch: RunCommandLine) -> str:
     name = launch.script
     if launch.is_module:
         return plain_name(name.rpartition(".")[2])
     return plain_name(name.rpartition("/")[2].removesuffix(".py"))
 
 
-def _entry(launch: Launch, size: Size) -> Entry:
+def _entry(launch: RunCommandLine, size: JobSize) -> Entry:
     is_path = not (launch.is_module or launch.no_python)
     entry = entry_of(launch.script, is_module=not is_path, working_dir=launch.working_dir)
     args = launch.args
@@ -237,6 +237,6 @@ def _entry(launch: Launch, size: Size) -> Entry:
     return replace(entry, args=args, env=sorted_pairs(ours))
 
 
-def default_threads(size: Size) -> str:
+def default_threads(size: JobSize) -> str:
     """Return the threads of each worker where several share a node, "" to leave it open."""
     return "1" if size.per_node > 1 else ""

@@ -15,7 +15,7 @@ from elastic.client.study_show import config_line, headline, study_as_dict, stud
 from elastic.client.submission import run_path_of
 from elastic.client.terminal import (
     EXIT_FAILED,
-    Target,
+    ClusterTarget,
     fail,
     output_option,
     print_json,
@@ -23,7 +23,7 @@ from elastic.client.terminal import (
     stdout_console,
 )
 from elastic.errors import Refused, UsageError
-from elastic.storage.run_record import Owner
+from elastic.storage.run_record import RunOwner
 from elastic.storage.study_log import StudyLog
 
 DEFAULT_STORAGE = "~/elastic_results"
@@ -108,7 +108,7 @@ def best(study: str, output: str) -> None:
 @click.option("--reason", default="", help="Shown with the trials.")
 @click.pass_obj
 @reporting_errors
-def stop(target: Target, study: str, reason: str) -> None:
+def stop(target: ClusterTarget, study: str, reason: str) -> None:
     """Stop all trials of STUDY; its driver ends, and results stay."""
     log = _opened(study)
     if log.study.over:
@@ -116,7 +116,7 @@ def stop(target: Target, study: str, reason: str) -> None:
         return
     log.ask_to_stop(reason)
     owner = log.study.owner
-    if owner is not None and Owner(**owner).is_other_and_alive():
+    if owner is not None and RunOwner(**owner).is_other_and_alive():
         click.echo(f"study {study}: its driver (process {owner['pid']}) stops all trials", err=True)
         return
     live = [trial for trial in log.study.trials if trial.attempts and not trial.is_over]

@@ -59,9 +59,9 @@ class Audit:
         """Take down a refusal, unless its host was refused for the same kind of reason just now."""
         now_ns = self._clock.monotonic_ns()
         key = (host_of(peer), kind)
-        said_ns, unsaid = self._refusals.pop(key, (-REFUSALS_PAUSE_NS, 0))
-        if now_ns - said_ns < REFUSALS_PAUSE_NS:
-            self._refusals[key] = (said_ns, unsaid + 1)
+        reported_ns, unsaid = self._refusals.pop(key, (-REFUSALS_PAUSE_NS, 0))
+        if now_ns - reported_ns < REFUSALS_PAUSE_NS:
+            self._refusals[key] = (reported_ns, unsaid + 1)
             return
         self._refusals[key] = (now_ns, 0)
         if len(self._refusals) > HOSTS_REMEMBERED:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from elastic.coord.journal import Journal
-from elastic.coord.leadership import Holder, Leadership, term_of
+from elastic.coord.leadership import LeaderKey, Leadership, term_of
 from elastic.errors import ConfigError, StoreError, StoreUnavailable, UsageError
 from elastic.runtime.clock import SystemClock
 from elastic.store.etcd_wire import DEFAULT_ROOT, KeySpace
@@ -24,7 +24,7 @@ from elastic.store.interface import Compare, Delete
 from elastic.store.open import etcd_address, sqlite_path
 from elastic.store.sqlite import sqlite_store
 from elastic.store.sqlite_file import APPLICATION_ID, FileLock, own_errors
-from elastic.store.sqlite_mark import Mark, Salvaged, check_mark, read_mark, set_aside
+from elastic.store.sqlite_mark import SalvageReport, StoreMark, check_mark, read_mark, set_aside
 
 ETCD_ADVICE = (
     "etcd keeps copies on its members and has tools of its own: 'etcdctl snapshot save FILE' and "
@@ -34,7 +34,7 @@ ETCD_ADVICE = (
 
 
 @dataclass(frozen=True)
-class Copied:
+class BackupSummary:
     """What a copy holds.
 
     Attributes:
@@ -48,7 +48,7 @@ class Copied:
     jobs: int
 
 
-async def back_up(store: str, prefix: str, target: Path) -> Copied:
+async def back_up(store: str, prefix: str, target: Path) -> BackupSummary:
     """Copy a store into a file, also while a coordinator writes to it: as of one moment.
 
     Args:
@@ -70,7 +70,7 @@ async def back_up(store: str, prefix: str, target: Path) -> Copied:
     return copied
 
 
-async def restore(source: Path, store: str, prefix: str) -> Copied:
+async def restore(source: Path, store: str, prefix: str) -> BackupSummary:
     """Make a store from a copy of one.
 
     Args:
@@ -90,7 +90,7 @@ async def restore(source: Path, store: str, prefix: str) -> Copied:
         with _draft_for(target) as draft:
             _copy(source, draft)
             copied = await _checked(draft, prefix, begin_history=True)
-            mark = Mark(target)  # Of the store that was lost, maybe.
+            mark = StoreMark(target)  # Of the store that was lost, maybe.
             mark.write(copied.revision)
             mark.close()
             _put(draft, target)
@@ -99,7 +99,7 @@ async def restore(source: Path, store: str, prefix: str) -> Copied:
     return copied
 
 
-async def check(store: str, prefix: str) -> tuple[Copied, int]:
+async def check(store: str, prefix: str) -> tuple[BackupSummary, int]:
     """Read all of a store, also while a coordinator writes to it, and change nothing.
 
     Returns:
@@ -120,7 +120,7 @@ async def check(store: str, prefix: str) -> tuple[Copied, int]:
     return copied, acknowledged
 
 
-async def salvage(store: str, prefix: str) -> tuple[Copied, Salvaged]:
+async def salvage(store: str, prefix: str) -> tuple[BackupSummary, SalvageReport]:
     """Let a store be opened that lacks something, with what is left of it.
 
     Raises:
@@ -192,13 +192,13 @@ def _reader(path: Path) -> sqlite3.Connection:
     return sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)
 
 
-async def _checked(draft: Path, prefix: str, *, begin_history: bool = False) -> Copied:
+async def _checked(draft: Path, prefix: str, *, begin_history: bool = False) -> BackupSummary:
     """Read every entry and every record; what does not decode is refused by its key."""
     store = await sqlite_store(draft)
     try:
         everything = await store.read("")
         terms = [term_of(e) for e in everything.entries if e.key == f"{prefix}/term"]
-        nobody = Holder("nobody", "", 0, "")
+        nobody = LeaderKey("nobody", "", 0, "")
         leadership = Leadership(store, prefix, nobody, SystemClock(), shared=False)
         records = await Journal(store, prefix, leadership).load()
         for entry in everything.entries if begin_history else ():
@@ -206,7 +206,7 @@ async def _checked(draft: Path, prefix: str, *, begin_history: bool = False) -> 
                 await store.commit([Compare(entry.key, entry.mod_revision)], [Delete(entry.key)])
     finally:
         await store.close()
-    return Copied(everything.revision, max(terms, default=0), len(records))
+    return BackupSummary(everything.revision, max(terms, default=0), len(records))
 
 
 def _put(draft: Path, target: Path) -> None:

@@ -22,10 +22,10 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from elastic.coord.revoking import (
+from elastic.coord.revocation import (
     ISSUED,
     Authority,
-    Issued,
+    IssuedCertificate,
     alone,
     current_list,
     keep_issued,
@@ -52,7 +52,7 @@ KeyUsages = tuple[x509.ObjectIdentifier, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wanted:
+class CertificateRequest:
     """A certificate to be signed.
 
     Attributes:
@@ -86,7 +86,7 @@ def init_authority(
                 f"choose another folder, or renew the coordinator's certificate with "
                 f"'elastic-coord certs issue {folder} --name {COORDINATOR} --role admin --host ...'"
             )
-    wanted = Wanted(name=COORDINATOR, role=Role.ADMIN, hosts=hosts, days=days)
+    wanted = CertificateRequest(name=COORDINATOR, role=Role.ADMIN, hosts=hosts, days=days)
     sans = _sans(wanted)  # Refused before anything is written.
     _check_days(wanted, now, now + datetime.timedelta(days=CA_DAYS))
     key = ec.generate_private_key(ec.SECP256R1())
@@ -107,7 +107,7 @@ def init_authority(
     return _sign(folder, wanted, sans, now)
 
 
-def issue(folder: Path, wanted: Wanted, now: datetime.datetime) -> Path:
+def issue(folder: Path, wanted: CertificateRequest, now: datetime.datetime) -> Path:
     """Sign a certificate with a new key; returns its folder. An older one of the name is replaced.
 
     Raises:
@@ -118,7 +118,9 @@ def issue(folder: Path, wanted: Wanted, now: datetime.datetime) -> Path:
     return _sign(folder, wanted, _sans(wanted), now)
 
 
-def revoke_issued(folder: Path, wanted: str, now: datetime.datetime) -> tuple[Issued, ...]:
+def revoke_issued(
+    folder: Path, wanted: str, now: datetime.datetime
+) -> tuple[IssuedCertificate, ...]:
     """Take back the certificate of this serial number, or all of this name; returns them.
 
     Raises:
@@ -129,7 +131,7 @@ def revoke_issued(folder: Path, wanted: str, now: datetime.datetime) -> tuple[Is
 
 
 def _sign(
-    folder: Path, wanted: Wanted, sans: list[x509.GeneralName], now: datetime.datetime
+    folder: Path, wanted: CertificateRequest, sans: list[x509.GeneralName], now: datetime.datetime
 ) -> Path:
     ca, ca_key = _authority(folder)
     _check_days(wanted, now, ca.not_valid_after_utc)
@@ -167,7 +169,9 @@ def _sign(
     return target
 
 
-def _check_days(wanted: Wanted, now: datetime.datetime, until: datetime.datetime) -> None:
+def _check_days(
+    wanted: CertificateRequest, now: datetime.datetime, until: datetime.datetime
+) -> None:
     if not 0 < wanted.days <= DAYS_MAX:
         raise ConfigError(f"--days {wanted.days:g}: expected more than 0, at most {DAYS_MAX}")
     if now + datetime.timedelta(days=wanted.days) > until:
@@ -177,7 +181,7 @@ def _check_days(wanted: Wanted, now: datetime.datetime, until: datetime.datetime
         )
 
 
-def _check_role(target: Path, wanted: Wanted) -> None:
+def _check_role(target: Path, wanted: CertificateRequest) -> None:
     """Refuse to put another role in the place of what a process serves or attaches with."""
     try:
         cert = x509.load_pem_x509_certificate((target / CERT_FILE).read_bytes())
@@ -210,7 +214,7 @@ def _authority(folder: Path) -> Authority:
     return ca, key
 
 
-def _sans(wanted: Wanted) -> list[x509.GeneralName]:
+def _sans(wanted: CertificateRequest) -> list[x509.GeneralName]:
     check_name("certificate", wanted.name)
     if wanted.name == ISSUED:
         raise UsageError(f"--name {ISSUED} is the folder of all certificates; choose another one")

@@ -22,7 +22,7 @@ import click
 from elastic import __version__
 from elastic.client.show import print_cluster, status_as_dict
 from elastic.client.terminal import stdout_console
-from elastic.coord.backup import Copied, back_up, check, restore, salvage
+from elastic.coord.backup import BackupSummary, back_up, check, restore, salvage
 from elastic.coord.cli_locks import certs, tokens
 from elastic.coord.collector import stop_collector
 from elastic.coord.serve import PREFIX, ServeOptions, parse_http, parse_listen, serve
@@ -437,7 +437,7 @@ def salvage_store(store: str | None) -> None:
     )
 
 
-def _copied(copied: Copied) -> str:
+def _copied(copied: BackupSummary) -> str:
     return f"{copied.jobs} jobs, revision {copied.revision}, term {copied.term}"
 
 

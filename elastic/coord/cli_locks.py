@@ -96,11 +96,11 @@ def certs_issue(folder: Path, name: str, role: str, days: float, hosts: tuple[st
     from the next connection on, agents and clients when they connect anew. A node attaches as
     NAME and as no other. A coordinator's is for this machine, too: localhost, 127.0.0.1 and ::1.
     """
-    from elastic.coord.certs import Wanted, issue
+    from elastic.coord.certs import CertificateRequest, issue
 
     kind = Role(role)
     serves_at = _with_local(hosts) if kind is Role.ADMIN and hosts else hosts
-    wanted = Wanted(name=name, role=kind, hosts=serves_at, days=days)
+    wanted = CertificateRequest(name=name, role=kind, hosts=serves_at, days=days)
     try:
         made = issue(folder, wanted, _now())
     except ElasticError as error:
@@ -120,7 +120,7 @@ def _with_local(hosts: tuple[str, ...]) -> tuple[str, ...]:
 @folder_argument
 def certs_list(folder: Path) -> None:
     """List what the authority in FOLDER has signed: serial number, role, name, until when."""
-    from elastic.coord.revoking import list_issued
+    from elastic.coord.revocation import list_issued
 
     try:
         known = list_issued(folder)

@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 YOUNG, ALL = 1, 2
 """Python's generations."""
-LOOK_S = 1.0
+POLL_S = 1.0
 YOUNG_MAX = 50_000
 """New values that have not gone, which are looked at within a second."""
 YOUNG_S_MAX = 60.0
@@ -47,13 +47,13 @@ async def collect_for_ever() -> None:
     waits_since_s = 0.0
     while True:
         worked_s = time.thread_time()
-        await anyio.sleep(LOOK_S)
+        await anyio.sleep(POLL_S)
         now_s, worked_s = time.monotonic(), time.thread_time() - worked_s
         due = generation_due(now_s, young_s, all_s)
         if due is None:
             continue
         waits_since_s = waits_since_s or now_s
-        if worked_s >= BUSY * LOOK_S and now_s - waits_since_s < BUSY_S_MAX:
+        if worked_s >= BUSY * POLL_S and now_s - waits_since_s < BUSY_S_MAX:
             continue
         _collect(due)
         waits_since_s, young_s = 0.0, now_s

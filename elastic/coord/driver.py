@@ -17,32 +17,32 @@ from typing import Protocol
 
 import anyio
 
+from elastic.coord.chunks import PIECE_BYTES
 from elastic.coord.journal import Journal
-from elastic.coord.leadership import SLOW_S, patiently
-from elastic.coord.naps import watch_naps
-from elastic.coord.pieces import PIECE_BYTES
+from elastic.coord.leadership import SLOW_S, retry_until_available
+from elastic.coord.payload_upload import PayloadUploads
 from elastic.coord.run_history import RunHistory
 from elastic.coord.sessions import Session, Sessions
-from elastic.coord.staging import Staging
+from elastic.coord.suspend_detector import watch_suspends
 from elastic.coord.watchers import Watchers, jobs_of
 from elastic.core.cluster_messages import Coordinators
 from elastic.core.config import JobSpec
 from elastic.core.events.coordinator import (
     AgentConnected,
     AgentDisconnected,
-    AgentSaid,
+    AgentMessageReceived,
     CloseSession,
     CoordinatorEffect,
     CoordinatorEvent,
+    EventBatch,
     Forget,
     Persist,
     PersistNodes,
     Recovered,
     Reply,
     SendAgent,
-    Several,
     SubmitRequested,
-    Woke,
+    WokeFromSuspend,
 )
 from elastic.core.events.shared import Note, Tick
 from elastic.core.messages import AgentMessage, Hello, Welcome
@@ -115,7 +115,7 @@ class Driver:
         self._event_log = event_log
         self._queue: asyncio.Queue[tuple[CoordinatorEvent, bool]] = asyncio.Queue()
         self._room = asyncio.Semaphore(events_max)
-        self._staging = Staging(journal, clock, self._knows)
+        self._staging = PayloadUploads(journal, clock, self._knows)
         self._replies: dict[str, asyncio.Future[Reply]] = {}
         self._requests = 0
         self._view: ClusterView | None = None
@@ -126,7 +126,7 @@ class Driver:
         # By the machine, for its last step.
         self._took_s = 0.0
         # Its last step was about agents that came, and nothing else.
-        self._brought_agents = False
+        self._copied_agents = False
         self._recovered = anyio.Event()
         self._coordinators: Coordinators | None = None
 
@@ -139,7 +139,7 @@ class Driver:
             InvariantViolation: a bug; carries the story.
         """
         journal = self._journal
-        records = await patiently("the journal", journal.load, self._clock)
+        records = await retry_until_available("the journal", journal.load, self._clock)
         secret = secrets.token_bytes(SECRET_BYTES)
         unix_ns = self._clock.unix_ns()
         await self._step(
@@ -150,7 +150,7 @@ class Driver:
         staging = asyncio.ensure_future(self._staging.run())
         # What ended it is noticed at once, and not at the next event.
         staging.add_done_callback(lambda _: self._queue.put_nowait((Tick(), False)))
-        naps = asyncio.ensure_future(watch_naps(self._woke))
+        naps = asyncio.ensure_future(watch_suspends(self._woke))
         try:
             while True:
                 event = await self._next_event()
@@ -182,7 +182,7 @@ class Driver:
 
     async def hear(self, session: Session, message: AgentMessage) -> None:
         """An agent said something; waits while too much is queued."""
-        await self._post(AgentSaid(session.session_id, message))
+        await self._post(AgentMessageReceived(session.session_id, message))
 
     def disconnect(self, session: Session, reason: str) -> None:
         """A stream ended. Never waits; only the first call for a session counts."""
@@ -242,7 +242,7 @@ class Driver:
                 if not is_taken:
                     self._staging.drop(job_id)
 
-    def tell_coordinators(self, addresses: tuple[str, ...]) -> None:
+    def report_coordinators(self, addresses: tuple[str, ...]) -> None:
         """Tell every agent, those that come later too, where the coordinators answer."""
         self._coordinators = Coordinators(addresses)
         for session in self.sessions.registered():
@@ -282,7 +282,7 @@ class Driver:
     # ------------------------------------------------------------ the owner task
 
     def _woke(self, slept_ns: int) -> None:
-        self._queue.put_nowait((Woke(slept_ns), False))
+        self._queue.put_nowait((WokeFromSuspend(slept_ns), False))
 
     async def _post(self, event: CoordinatorEvent) -> None:
         await self._room.acquire()
@@ -322,7 +322,7 @@ class Driver:
         for _, is_counted in items:
             if is_counted:
                 self._room.release()
-        return Several(tuple(event for event, _ in items)) if len(items) > 1 else item[0]
+        return EventBatch(tuple(event for event, _ in items)) if len(items) > 1 else item[0]
 
     async def _gather(self) -> None:
         """After a step that took long, let as much time go by in which more can be said.
@@ -331,15 +331,15 @@ class Driver:
         is said meanwhile: a thousand agents that come back would have it looked at a thousand
         times.
         """
-        if self._took_s >= GATHER_S_MIN and self._brought_agents:
+        if self._took_s >= GATHER_S_MIN and self._copied_agents:
             await anyio.sleep(min(RETURN_GATHER * self._took_s, RETURN_GATHER_S_MAX))
         elif self._took_s >= GATHER_S_MIN or len(self.sessions) >= MANY_SESSIONS:
             await anyio.sleep(min(max(self._took_s, GATHER_S_MIN), GATHER_S_MAX))
 
     async def _step(self, event: CoordinatorEvent) -> None:
-        self._journal.check_office()
+        self._journal.check_leader_state()
         began_ns = self._clock.monotonic_ns()
-        self._brought_agents = _is_arrival(event)
+        self._copied_agents = _is_arrival(event)
         effects = self._machine.step(event, began_ns)
         self._took_s = (self._clock.monotonic_ns() - began_ns) / 1e9
         self._view = None
@@ -358,7 +358,9 @@ class Driver:
         elif isinstance(effect, PersistNodes):
             self._persisting_since_ns = self._clock.monotonic_ns()
             record = effect.record
-            await patiently("the nodes", lambda: self._journal.write_nodes(record), self._clock)
+            await retry_until_available(
+                "the nodes", lambda: self._journal.write_nodes(record), self._clock
+            )
             self._persisting_since_ns = 0
         elif isinstance(effect, Reply):
             future = self._replies.get(effect.request_id)
@@ -377,7 +379,7 @@ class Driver:
         session = self.sessions.find(effect.session)
         if session is None:
             return
-        self._journal.check_office()
+        self._journal.check_leader_state()
         session.send(effect.message)
         self._history.sent(effect)
         if isinstance(effect.message, Welcome):
@@ -395,12 +397,14 @@ class Driver:
     async def _persist(self, effect: Persist) -> None:
         """Return when the records are durable, however long that takes."""
         self._persisting_since_ns = self._clock.monotonic_ns()
-        await patiently("a record", lambda: self._journal.write(effect.records), self._clock)
+        await retry_until_available(
+            "a record", lambda: self._journal.write(effect.records), self._clock
+        )
         self.commits.add((self._clock.monotonic_ns() - self._persisting_since_ns) / 1e9)
         self._persisting_since_ns = 0
 
 
 def _is_arrival(event: CoordinatorEvent) -> bool:
     """Return whether all that happened is that agents came."""
-    events = event.events if isinstance(event, Several) else (event,)
+    events = event.events if isinstance(event, EventBatch) else (event,)
     return all(isinstance(one, AgentConnected) for one in events)

@@ -59,7 +59,7 @@ class Span:
         stood_ns: since when training stood still before it; when it was formed, if it did not.
         trains_ns: when training went on.
         lost: who was lost in it, and why.
-        told_pause_s: for how long training stood still, as its workers tell it.
+        reported_pause_s: for how long training stood still, as its workers tell it.
     """
 
     generation: int
@@ -71,13 +71,13 @@ class Span:
     trains_ns: int = 0
     ended_ns: int = 0
     lost: list[str] = field(default_factory=list)
-    told_pause_s: float | None = None
+    reported_pause_s: float | None = None
 
     @property
     def pause_s(self) -> float | None:
         """Return for how long training stood still before it, None while it does not train."""
-        if self.told_pause_s is not None:
-            return self.told_pause_s
+        if self.reported_pause_s is not None:
+            return self.reported_pause_s
         return max(0, self.trains_ns - self.stood_ns) / NS_PER_S if self.trains_ns else None
 
 
@@ -141,7 +141,7 @@ class JobHistory:
         elif name in ("group_training", "first_step"):
             self._trains(int(fields.get("generation", 0)), int(fields.get("unix_ns", now_ns)))
             if "pause_s" in fields and self.spans:
-                pause_s = self.spans[-1].told_pause_s = float(fields["pause_s"])
+                pause_s = self.spans[-1].reported_pause_s = float(fields["pause_s"])
                 self.pauses.add(pause_s)
         elif name in ("job_ended", "job_paused") and self.spans:
             self.spans[-1].ended_ns = self.spans[-1].ended_ns or now_ns

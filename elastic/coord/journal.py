@@ -23,8 +23,8 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
+from elastic.coord.chunks import ENTRY, POINTER, StoredJob, join, label_of, pointed, puts_of
 from elastic.coord.leadership import Leadership
-from elastic.coord.pieces import ENTRY, POINTER, Kept, join, label_of, pointed, puts_of
 from elastic.core.config import JobSpec
 from elastic.core.events.coordinator import JobRecord, NodesRecord
 from elastic.core.world import ENDED, JobId
@@ -72,7 +72,7 @@ class Journal:
         self._leadership = leadership
         self._compacts = compacts
         self._commits = self._bytes = 0
-        self._kept: dict[JobId, Kept] = {}
+        self._kept: dict[JobId, StoredJob] = {}
         self._unwanted: dict[JobId, None] = {}
         # Between what the owner task writes and a function that is written beside it.
         self._turn = asyncio.Lock()
@@ -87,7 +87,7 @@ class Journal:
         """Return the name of the store that the term counts in."""
         return self._leadership.history
 
-    def check_office(self) -> None:
+    def check_leader_state(self) -> None:
         """Return if this process may still act.
 
         Raises:
@@ -122,7 +122,7 @@ class Journal:
             parts = blobs.get((job_id, ENTRY), ()) if ENTRY in needed else ()
             payload = join(entry.key, ENTRY, parts, may_lack=True)
             records.append(replace(record, spec=_with_payload(record.spec, payload)))
-            kept = self._kept.setdefault(job_id, Kept())
+            kept = self._kept.setdefault(job_id, StoredJob())
             kept.revision, kept.unknown = entry.mod_revision, unknown_of(data)
             kept.keep(needed)
         # Left by a coordinator that died before it wrote the record, or while forgetting it.
@@ -166,7 +166,7 @@ class Journal:
         async with self._turn:
             if job_id in self._unwanted:
                 await self._forget_one(job_id)
-            kept = self._kept.setdefault(job_id, Kept())
+            kept = self._kept.setdefault(job_id, StoredJob())
             if kept.revision or ENTRY in kept.labels or kept.payload not in (b"", payload):
                 return
             kept.payload = payload
@@ -238,7 +238,7 @@ class Journal:
                 return
 
     async def _forget_one(self, job_id: JobId) -> None:
-        kept = self._kept.get(job_id, Kept())
+        kept = self._kept.get(job_id, StoredJob())
         await self._delete([self._jobs_prefix + job_id, *kept.keys()])
         self._kept.pop(job_id, None)
         del self._unwanted[job_id]
@@ -253,7 +253,7 @@ class Journal:
                 # An id that comes again, as when a client repeats itself to the next leader: what
                 # the store still has under it is not this job, and must not be taken for it.
                 await self._forget_one(job_id)
-            kept = self._kept.setdefault(job_id, Kept())
+            kept = self._kept.setdefault(job_id, StoredJob())
             if not kept.revision:
                 await self._write_payload(job_id, record.spec.entry.payload)
             data = encode_record(replace(record, spec=_with_payload(record.spec, b"")))
@@ -334,7 +334,7 @@ class Journal:
     def _folder(self, job_id: JobId, label: str) -> str:
         return f"{self._pieces_prefix}{job_id}/{label}"
 
-    async def _expect(self, kept: Kept, label: str, puts: Iterable[Put]) -> None:
+    async def _expect(self, kept: StoredJob, label: str, puts: Iterable[Put]) -> None:
         """Remember which keys will be there, and remove others of this label."""
         keys = tuple(put.key for put in puts)
         odd = tuple(key for key in kept.leftover.get(label, ()) if key not in keys)
@@ -370,7 +370,7 @@ class Journal:
                 raise CorruptRecord(f"key {entry.key} is no piece of a record; remove it")
             grouped.setdefault((JobId(parts[0]), parts[1]), []).append(entry)
         for (job_id, label), pieces in grouped.items():
-            kept = self._kept.setdefault(job_id, Kept())
+            kept = self._kept.setdefault(job_id, StoredJob())
             kept.labels[label] = tuple(piece.key for piece in pieces)
         return grouped
 

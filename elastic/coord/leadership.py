@@ -57,7 +57,7 @@ Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True)
-class Holder:
+class LeaderKey:
     """Who a leader key names.
 
     Attributes:
@@ -76,7 +76,7 @@ class Holder:
         return json.dumps(asdict(self), sort_keys=True).encode()
 
     @classmethod
-    def decode(cls, value: bytes) -> Holder:
+    def decode(cls, value: bytes) -> LeaderKey:
         """Return who a key names; what does not decode leads all the same, at no address."""
         try:
             fields = json.loads(value)
@@ -91,7 +91,7 @@ class Holder:
             return cls(f"somebody who left {len(value)} unreadable bytes", "", 0, "")
 
 
-def describe(holder: Holder) -> str:
+def describe(holder: LeaderKey) -> str:
     """Return who leads, in words."""
     where = f" at {holder.address} (pid {holder.pid})" if holder.address else ""
     return f"{holder.name}{where}"
@@ -112,7 +112,7 @@ def term_of(entry: Entry) -> int:
     return int(text)
 
 
-async def patiently(
+async def retry_until_available(
     what: str,
     attempt: Callable[[], Awaitable[Answer]],
     clock: Clock,
@@ -192,7 +192,7 @@ class Leadership:
         self,
         store: Store,
         prefix: str,
-        holder: Holder,
+        holder: LeaderKey,
         clock: Clock,
         *,
         shared: bool,
@@ -220,7 +220,7 @@ class Leadership:
         self._lease: Lease | None = None
         self._valid_until_ns = 0
         self._revision = 0
-        self._said = ""
+        self._reported = ""
         self._was_let_in = False
         self._why_over = "another one has led since"
         self.term = 0
@@ -247,7 +247,7 @@ class Leadership:
             return self._revision > 0
         return self._clock.monotonic_ns() < self._valid_until_ns
 
-    async def acquire(self, saw: Callable[[Holder | None], None]) -> None:
+    async def acquire(self, saw: Callable[[LeaderKey | None], None]) -> None:
         """Wait until this process leads.
 
         Args:
@@ -274,26 +274,26 @@ class Leadership:
         if failure is not None:
             raise failure
 
-    async def _take_over(self, saw: Callable[[Holder | None], None]) -> bool:
+    async def _take_over(self, saw: Callable[[LeaderKey | None], None]) -> bool:
         """Look who leads, and claim if nobody does; False if somebody else leads."""
         while True:
-            seen = await patiently(
+            seen = await retry_until_available(
                 "leadership",
                 partial(self._read, self._key),
                 self._clock,
                 was_let_in=self._was_let_in,
             )
             self._was_let_in = True
-            leader = Holder.decode(seen.value) if seen is not None else None
+            leader = LeaderKey.decode(seen.value) if seen is not None else None
             if self._shared:
                 saw(leader)
             if leader is not None and self._shared and leader.life != self._holder.life:
-                if describe(leader) != self._said:
-                    self._said = describe(leader)
-                    log.info("standby leader=%r term=%d", self._said, leader.term)
+                if describe(leader) != self._reported:
+                    self._reported = describe(leader)
+                    log.info("standby leader=%r term=%d", self._reported, leader.term)
                 return False
-            if await patiently("leadership", partial(self._claim, seen), self._clock):
-                self._said = ""
+            if await retry_until_available("leadership", partial(self._claim, seen), self._clock):
+                self._reported = ""
                 log.info("leader name=%s term=%d", self._holder.name, self.term)
                 return True
 
@@ -340,7 +340,7 @@ class Leadership:
         leader = next((e for e in current if e.key == self._key), None)
         if leader is None:
             return self.fenced("another one has led since")
-        return self.fenced(f"{describe(Holder.decode(leader.value))} leads now")
+        return self.fenced(f"{describe(LeaderKey.decode(leader.value))} leads now")
 
     async def resign(self) -> None:
         """Let a standby take over at once; a store that does not answer is left alone."""

@@ -53,7 +53,7 @@ def _shown(jobs: tuple[JobView, ...] | list[JobView]) -> str:
 
 
 @dataclass(frozen=True)
-class Origin:
+class WorkerOrigin:
     """A worker whose output may be shown, and where it is, or was."""
 
     worker_id: WorkerId
@@ -62,7 +62,7 @@ class Origin:
     generation: Generation
 
 
-def origins_of(job: JobView, ranks: frozenset[int]) -> tuple[Origin, ...]:
+def origins_of(job: JobView, ranks: frozenset[int]) -> tuple[WorkerOrigin, ...]:
     """Return the workers of a job by rank, those without a rank last.
 
     A worker that has no process yet has no output either, and is left out. One that is gone
@@ -74,24 +74,24 @@ def origins_of(job: JobView, ranks: frozenset[int]) -> tuple[Origin, ...]:
         ranks: only workers with these ranks in the newest group; all if empty.
     """
     record = job.record
-    found: dict[WorkerId, Origin] = {}
+    found: dict[WorkerId, WorkerOrigin] = {}
     for view in job.workers:
         report = view.report
         if report.phase is WorkerPhase.STARTING and not report.pid:
             continue
-        found[report.worker_id] = Origin(
+        found[report.worker_id] = WorkerOrigin(
             report.worker_id, view.node_id, view.rank, report.generation
         )
     for former in record.former:
         node_id = NodeId(former.worker_id.rpartition("/")[0])
-        origin = Origin(former.worker_id, node_id, former.rank, former.generation)
+        origin = WorkerOrigin(former.worker_id, node_id, former.rank, former.generation)
         found.setdefault(former.worker_id, origin)
     for member in record.group.members if record.group is not None else ():
-        origin = Origin(member.worker_id, member.node_id, member.rank, record.generation)
+        origin = WorkerOrigin(member.worker_id, member.node_id, member.rank, record.generation)
         found.setdefault(member.worker_id, origin)
     if record.failed_worker:
         worker_id = WorkerId(record.failed_worker.partition(" ")[0])
         node_id = NodeId(worker_id.rpartition("/")[0])
-        found.setdefault(worker_id, Origin(worker_id, node_id, -1, record.generation))
+        found.setdefault(worker_id, WorkerOrigin(worker_id, node_id, -1, record.generation))
     chosen = [origin for origin in found.values() if not ranks or origin.rank in ranks]
     return tuple(sorted(chosen, key=lambda o: (o.rank < 0, o.rank, o.worker_id)))

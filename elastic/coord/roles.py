@@ -13,7 +13,7 @@ from enum import Enum
 
 from elastic.core.config import NAME_PATTERN
 from elastic.errors import NotPermitted
-from elastic.runtime.certificates import Shown
+from elastic.runtime.certificates import CertificateSummary
 
 
 class Role(Enum):
@@ -97,7 +97,7 @@ class Caller:
     how: str = "open door"
     token_id: str = ""
     is_bound: bool = False
-    shown: Shown | None = None
+    shown: CertificateSummary | None = None
 
     def __str__(self) -> str:
         """Return "token n1 (node)"."""

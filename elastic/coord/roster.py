@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 import anyio
 
-from elastic.coord.leadership import Holder
+from elastic.coord.leadership import LeaderKey
 from elastic.errors import ElasticError
 from elastic.runtime.rpc import ADDRESSES_MAX, plain_addresses
 from elastic.store.interface import Compare, Entry, Lease, Put, Store
@@ -25,14 +25,14 @@ log = logging.getLogger(__name__)
 
 ENTRY_TTL_S = 15.0
 """Longer than a restart takes, so that nobody is told twice of each."""
-LOOK_S = 3.0
+POLL_S = 3.0
 
 
 class Roster:
     """One coordinator's entry, and what it reads of the others'."""
 
     def __init__(
-        self, store: Store, prefix: str, holder: Holder, tell: Callable[[tuple[str, ...]], None]
+        self, store: Store, prefix: str, holder: LeaderKey, tell: Callable[[tuple[str, ...]], None]
     ) -> None:
         """Enter nothing yet.
 
@@ -58,7 +58,7 @@ class Roster:
                 self._tell(addresses_of(entries, self._holder.address))
             except ElasticError as error:
                 log.debug("roster_not_read error=%r", str(error))
-            await anyio.sleep(LOOK_S)
+            await anyio.sleep(POLL_S)
 
     async def _enter(self) -> None:
         """Renew the entry's lease; make both anew if it has ended."""
@@ -81,7 +81,7 @@ def addresses_of(entries: tuple[Entry, ...], own: str) -> tuple[str, ...]:
         own: this coordinator's address, which comes before the others when they are too many.
     """
     known: dict[str, None] = {}
-    for address in (own, *sorted(Holder.decode(entry.value).address for entry in entries)):
+    for address in (own, *sorted(LeaderKey.decode(entry.value).address for entry in entries)):
         if good := plain_addresses(address):
             known[good[0]] = None
     return tuple(sorted(list(known)[:ADDRESSES_MAX]))

@@ -28,7 +28,7 @@ class _Teller:
 
     session: SessionId
     worker_id: WorkerId
-    told_ns: int = 0
+    reported_ns: int = 0
 
 
 class RunHistory:
@@ -57,9 +57,9 @@ class RunHistory:
         session = self._sessions.find(teller.session) if teller is not None else None
         if teller is None or session is None:
             return
-        notes = [one for one in self._watchers.history(job_id) if one.unix_ns > teller.told_ns]
+        notes = [one for one in self._watchers.history(job_id) if one.unix_ns > teller.reported_ns]
         if notes:
-            teller.told_ns = notes[-1].unix_ns
+            teller.reported_ns = notes[-1].unix_ns
             lines = (json.dumps(event_record(one.note, one.unix_ns, PROCESS)) for one in notes)
             session.send(RunEvents(teller.worker_id, tuple(lines)))
 

@@ -25,18 +25,18 @@ import anyio
 from elastic.coord.audit import Audit
 from elastic.coord.collector import collect_for_ever
 from elastic.coord.driver import Driver
-from elastic.coord.follower import Follower
-from elastic.coord.follows import Follows
 from elastic.coord.history import History
 from elastic.coord.journal import Journal
-from elastic.coord.leadership import Holder, Leadership
-from elastic.coord.office import Office, Tenure
+from elastic.coord.leader_state import LeaderState, Term
+from elastic.coord.leadership import LeaderKey, Leadership
+from elastic.coord.log_fanout import LogFanout
 from elastic.coord.roster import Roster
 from elastic.coord.server import Server
-from elastic.coord.server_desk import Desk
-from elastic.coord.server_guard import Guard, Locks
+from elastic.coord.server_context import ServiceContext
+from elastic.coord.server_guard import AccessRules, Guard
 from elastic.coord.server_limits import raise_file_limit
 from elastic.coord.server_tls import ServerTls
+from elastic.coord.standby_view import StandbyView
 from elastic.coord.store_access import StoreAccess, StoreFiles
 from elastic.coord.tokens import TokenList
 from elastic.coord.watchdog import Watchdog
@@ -59,7 +59,7 @@ if TYPE_CHECKING:  # It needs an extra.
 log = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 5.0
-LOOK_S = 1.0
+POLL_S = 1.0
 PREFIX = "coord"
 WILDCARDS = ("0.0.0.0", "::")
 
@@ -214,7 +214,7 @@ async def serve(options: ServeOptions, announce: Callable[[str], None]) -> None:
     """
     options.check_logs()
     clock = SystemClock()
-    audit, server, page = open_door(options, clock)
+    audit, server, page = open_endpoint(options, clock)
     access = StoreAccess(options.store_files) if options.store_files is not None else None
     store = await open_store(options.store, access=access.now if access is not None else None)
     event_log = None
@@ -223,7 +223,7 @@ async def serve(options: ServeOptions, announce: Callable[[str], None]) -> None:
         event_log = EventLog(options.event_log, process=process, clock=clock)
     try:
         follow = [access.keep] if access is not None else []
-        await _Life(options, server, store, event_log, page).run(announce, follow)
+        await _Components(options, server, store, event_log, page).run(announce, follow)
     finally:
         with anyio.move_on_after(CLOSE_TIMEOUT_S, shield=True):
             await store.close()
@@ -232,7 +232,7 @@ async def serve(options: ServeOptions, announce: Callable[[str], None]) -> None:
         audit.close()
 
 
-def open_door(options: ServeOptions, clock: Clock) -> tuple[Audit, Server, PageServer | None]:
+def open_endpoint(options: ServeOptions, clock: Clock) -> tuple[Audit, Server, PageServer | None]:
     """Bind the addresses behind the locks that were asked for.
 
     Raises:
@@ -242,7 +242,7 @@ def open_door(options: ServeOptions, clock: Clock) -> tuple[Audit, Server, PageS
     host = options.listen[0]
     tls = ServerTls(options.tls) if options.tls is not None else None
     ca = options.tls.ca if options.tls is not None else None
-    locks = Locks(
+    locks = AccessRules(
         token=options.token,
         tokens=TokenList(options.tokens, clock) if options.tokens is not None else None,
         asks_certificate=tls is not None and tls.asks_certificate,
@@ -258,7 +258,7 @@ def open_door(options: ServeOptions, clock: Clock) -> tuple[Audit, Server, PageS
     audit = Audit(options.audit_log, process=process, clock=clock)
     try:
         # Its name holds the port, which is known once that is bound.
-        office = Office("", clock)
+        office = LeaderState("", clock)
         guard = Guard(locks, audit, clock, office)
         server = Server(
             options.listen, guard, tls=tls, connections=connections, silence_s=options.silence_s
@@ -270,7 +270,7 @@ def open_door(options: ServeOptions, clock: Clock) -> tuple[Audit, Server, PageS
 
 
 def open_page(
-    options: ServeOptions, guard: Guard, locks: Locks, audit: Audit, clock: Clock
+    options: ServeOptions, guard: Guard, locks: AccessRules, audit: Audit, clock: Clock
 ) -> PageServer | None:
     """Bind the address of the page; None where none is wanted.
 
@@ -293,7 +293,7 @@ def open_page(
     )  # fmt: skip
 
 
-class _Life:
+class _Components:
     """The parts of a running coordinator and the order in which they begin and end."""
 
     def __init__(
@@ -313,19 +313,19 @@ class _Life:
         address = options.advertise or advertised(server.address)
         # In containers all listen at the same address, as the same process.
         self._name = f"{address}/{os.getpid()}"
-        self._office = server.office
-        self._office.name = self._name
-        self._follower = Follower(store, options.prefix, self._office, self._clock)
+        self._leader_state = server.office
+        self._leader_state.name = self._name
+        self._follower = StandbyView(store, options.prefix, self._leader_state, self._clock)
         self._shared = is_shared(options.store)
-        holder = Holder(self._name, address, os.getpid(), secrets.token_hex(8))
+        holder = LeaderKey(self._name, address, os.getpid(), secrets.token_hex(8))
         self._leadership = Leadership(
             store, options.prefix, holder, self._clock, shared=self._shared
         )
-        self._roster = Roster(store, options.prefix, holder, self._office.know)
+        self._roster = Roster(store, options.prefix, holder, self._leader_state.know)
 
     async def run(self, announce: Callable[[str], None], more: Sequence[Part] = ()) -> None:
         """Live until a signal, or until a part fails; with `more` parts."""
-        desk = Desk(self._office, self._follower, self._options.store, self._clock)
+        desk = ServiceContext(self._leader_state, self._follower, self._options.store, self._clock)
         parts: list[Part] = [
             self._end_on_signal,
             self._server.keep_health,
@@ -354,7 +354,7 @@ class _Life:
     async def _lead_for_ever(self, announce: Callable[[str], None]) -> None:
         """Lead whenever nobody else does; one term after the other."""
         while True:
-            await self._leadership.acquire(self._office.saw)
+            await self._leadership.acquire(self._leader_state.saw)
             try:
                 await self._lead(announce)
             except Fenced as error:
@@ -365,7 +365,7 @@ class _Life:
     async def _lead(self, announce: Callable[[str], None]) -> None:
         """One term, from the journal to its end."""
         options = self._options
-        self._office.claim(self._leadership.term)
+        self._leader_state.claim(self._leadership.term)
         machine = CoordinatorMachine(options.config, self._name)
         journal = Journal(self._store, options.prefix, self._leadership, compacts=not self._shared)
         driver = Driver(machine, journal, self._clock, event_log=self._event_log)
@@ -373,14 +373,14 @@ class _Life:
         parts: list[Part] = [self._leadership.keep, driver.run]
         if history is not None:
             driver.watchers.listen(history.take)
-            parts.append(lambda: look_for_ever(history, driver, self._clock))
+            parts.append(lambda: check_for_ever(history, driver, self._clock))
 
         async def answer() -> None:
             await driver.wait_recovered()
-            follows = Follows(driver.sessions)
-            tenure = Tenure(driver, follows, self._clock.monotonic_ns(), history)
-            self._office.enter(tenure, self._leadership.is_valid)
-            await self._server.tell_health()
+            follows = LogFanout(driver.sessions)
+            tenure = Term(driver, follows, self._clock.monotonic_ns(), history)
+            self._leader_state.enter(tenure, self._leadership.is_valid)
+            await self._server.report_health()
             self._say_ready(announce)
             await anyio.sleep_forever()
 
@@ -391,7 +391,7 @@ class _Life:
             is_over = False  # This process ends in order: what was sent still goes out.
             raise
         finally:
-            self._office.leave()
+            self._leader_state.leave()
             if driver.has_recovered():
                 self._follower.remember(driver.view())
             driver.end(f"the term of coordinator {self._name} is over", at_once=is_over)
@@ -450,12 +450,12 @@ async def run_until_one_ends(parts: Sequence[Part]) -> None:
         raise failures[0]
 
 
-async def look_for_ever(history: History, driver: Driver, clock: Clock) -> None:
+async def check_for_ever(history: History, driver: Driver, clock: Clock) -> None:
     """Let the history look at all jobs, once a second."""
     await driver.wait_recovered()
     while True:
         history.look(driver.view(), clock.unix_ns())
-        await anyio.sleep(LOOK_S)
+        await anyio.sleep(POLL_S)
 
 
 def advertised(address: str) -> str:

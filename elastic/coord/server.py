@@ -15,8 +15,8 @@ import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from elastic.coord.server_agents import AgentsDoor
-from elastic.coord.server_desk import Desk
+from elastic.coord.server_agents import AgentsService
+from elastic.coord.server_context import ServiceContext
 from elastic.coord.server_guard import Guard
 from elastic.coord.server_jobs import ClusterService, JobsService
 from elastic.coord.server_tls import ServerTls
@@ -38,10 +38,10 @@ STOP_GRACE_S = 1.0
 
 
 def add_services(
-    server: grpc.aio.Server, desk: Desk, probes: Any, silence_s: float = SILENCE_S
+    server: grpc.aio.Server, desk: ServiceContext, probes: Any, silence_s: float = SILENCE_S
 ) -> None:
     """Register everything that a coordinator serves; each method has a row in `roles.RULES`."""
-    server.add_generic_rpc_handlers((AgentsDoor(desk.office, silence_s).handler(),))
+    server.add_generic_rpc_handlers((AgentsService(desk.office, silence_s).handler(),))
     jobs_pb2_grpc.add_JobsServicer_to_server(JobsService(desk), server)
     jobs_pb2_grpc.add_ClusterServicer_to_server(ClusterService(desk), server)
     health_pb2_grpc.add_HealthServicer_to_server(probes, server)
@@ -80,7 +80,7 @@ class Server:
             Unavailable: the address cannot be bound.
         """
         host, port = listen
-        self._said: dict[str, bool] = {}
+        self._reported: dict[str, bool] = {}
         self._health = health.aio.HealthServicer()
         self._guard = guard
         self.office = guard.office
@@ -103,32 +103,32 @@ class Server:
             )
         self.address = format_endpoint(host, bound)
 
-    async def start(self, desk: Desk) -> None:
+    async def start(self, desk: ServiceContext) -> None:
         """Accept connections; what is asked is answered or refused by what `office` says."""
         add_services(self._server, desk, self._health, self._silence_s)
-        await self.tell_health()
+        await self.report_health()
         await self._server.start()
 
     async def keep_health(self) -> None:
         """Say by health what this coordinator is, for ever."""
         while True:
             await self.office.wait_change(HEALTH_INTERVAL_S)
-            await self.tell_health()
+            await self.report_health()
 
-    async def tell_health(self) -> None:
+    async def report_health(self) -> None:
         """Say by health what this coordinator is now."""
         leads = self.office.tenure is not None
         now = {**dict.fromkeys(("", *SERVICES), leads), STANDBY: self.office.is_standby()}
         for service, serves in now.items():
-            if self._said.get(service) is not serves:
+            if self._reported.get(service) is not serves:
                 status = health_pb2.HealthCheckResponse
                 await self._health.set(service, status.SERVING if serves else status.NOT_SERVING)
-        self._said = now
+        self._reported = now
 
     async def stop(self, why: str) -> None:
         """Refuse new calls, and end those that are under way."""
         self.office.end(why)
-        await self.tell_health()
+        await self.report_health()
         await self._server.stop(STOP_GRACE_S)
 
     async def watch_locks(self) -> None:

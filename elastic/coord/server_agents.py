@@ -17,7 +17,7 @@ import anyio
 import grpc
 import grpc.aio
 
-from elastic.coord.office import Office, Tenure
+from elastic.coord.leader_state import LeaderState, Term
 from elastic.coord.roles import CALLER
 from elastic.coord.sessions import Session
 from elastic.core.messages import AgentMessage, Hello, LogLines
@@ -39,17 +39,17 @@ Context = grpc.aio.ServicerContext[bytes, bytes]
 Writing = Coroutine[asyncio.Future[None], None, None]
 
 
-class AgentsDoor:
+class AgentsService:
     """Serves `Agents.Attach`."""
 
-    def __init__(self, office: Office, silence_s: float = SILENCE_S) -> None:
+    def __init__(self, office: LeaderState, silence_s: float = SILENCE_S) -> None:
         """Feed the driver of the term that holds; output of workers never comes near it.
 
         Args:
             office: whether we lead.
             silence_s: a peer whose host is silent so long is lost; agents are told.
         """
-        self._office = office
+        self._leader_state = office
         self._silence_ms = str(round(silence_s * 1000))
 
     def handler(self) -> grpc.GenericRpcHandler:
@@ -67,9 +67,9 @@ class AgentsDoor:
         now = str(time.time_ns())
         await context.send_initial_metadata(((TIME_KEY, now), (SILENCE_KEY, self._silence_ms)))
         driver = tenure.driver
-        if not self._office.leads(driver):
+        if not self._leader_state.leads(driver):
             # The term ended meanwhile: nobody would answer over this stream, nor end it.
-            raise self._office.refusal()
+            raise self._leader_state.refusal()
         session = driver.sessions.open(context.peer())
         context.add_done_callback(lambda *_: session.cut("the stream ended"))  # type: ignore[arg-type]
         refusal: ElasticError | None = None
@@ -80,7 +80,7 @@ class AgentsDoor:
         if refusal is not None:
             raise refusal  # The guard says so, to the agent and in the log.
 
-    async def _admit(self, context: Context) -> Tenure:
+    async def _admit(self, context: Context) -> Term:
         """Return the term to serve under; a standby lets agents wait that ask for news.
 
         Raises:
@@ -88,12 +88,10 @@ class AgentsDoor:
         """
         given = {str(key): value for key, value in context.invocation_metadata() or ()}
         if TERM_KEY in given:
-            await self._office.wait_news(term_of(str(given[TERM_KEY])), WAIT_AT_THE_DOOR_S)
-        return self._office.require()
+            await self._leader_state.wait_news(term_of(str(given[TERM_KEY])), WAIT_AT_THE_DOOR_S)
+        return self._leader_state.require()
 
-    async def _hold(
-        self, tenure: Tenure, session: Session, context: Context
-    ) -> ElasticError | None:
+    async def _hold(self, tenure: Term, session: Session, context: Context) -> ElasticError | None:
         """Read and write until one of the two ends; return what was wrong with the agent."""
         refusals: list[ElasticError] = []
 
@@ -107,14 +105,14 @@ class AgentsDoor:
                 # The agent will say no more; what is queued for it may still go out.
                 session.close("the agent ended the stream")
 
-        session.on_news(Pen(session, context).write_on)
+        session.on_news(StreamWriter(session, context).write_on)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(read)
             await session.wait_cut()
             tasks.cancel_scope.cancel()
         return refusals[0] if refusals else None
 
-    async def _read(self, tenure: Tenure, session: Session, context: Context) -> None:
+    async def _read(self, tenure: Term, session: Session, context: Context) -> None:
         passed_over: set[str] = set()
         with anyio.move_on_after(HELLO_TIMEOUT_S) as waiting:
             message = await _next(context, passed_over)
@@ -135,7 +133,7 @@ class AgentsDoor:
                 await tenure.driver.hear(session, message)
 
 
-class Pen:
+class StreamWriter:
     """Writes what a session has for its agent, a message as soon as the one before is out.
 
     Not a task that waits for both: what is said to an agent that listens is on its way when

@@ -27,9 +27,9 @@ import grpc.aio
 from google.protobuf.message import DecodeError
 
 from elastic.coord.audit import OK, Audit, host_of
-from elastic.coord.office import Office
+from elastic.coord.leader_state import LeaderState
 from elastic.coord.roles import ANYONE, CALLER, RULES, Caller, Role, Rule, caller_of_uri
-from elastic.coord.server_limits import Door, Limits
+from elastic.coord.server_limits import AdmissionLimiter, ServerLimits
 from elastic.coord.tokens import TokenList
 from elastic.core.config import NS_PER_S
 from elastic.core.messages import PROTOCOL
@@ -50,7 +50,7 @@ from elastic.runtime.rpc import (
 
 log = logging.getLogger(__name__)
 
-LOOK_S = 0.5
+POLL_S = 0.5
 """What was revoked, or is over, opens nothing, and holds nothing open, after this."""
 PEER_CERTIFICATE = "x509_pem_cert"
 ATTACH = "/elastic.v1.Agents/Attach"
@@ -74,7 +74,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Locks:
+class AccessRules:
     """What a caller must show. With none of them set, everybody is let in.
 
     Attributes:
@@ -180,12 +180,12 @@ class Guard(grpc.aio.ServerInterceptor):
 
     def __init__(
         self,
-        locks: Locks,
+        locks: AccessRules,
         audit: Audit,
         clock: Clock,
-        office: Office,
+        office: LeaderState,
         *,
-        limits: Limits | None = None,
+        limits: ServerLimits | None = None,
     ) -> None:
         """Refuse by what `office` says at each call.
 
@@ -199,9 +199,9 @@ class Guard(grpc.aio.ServerInterceptor):
         self.office = office
         self._locks = locks
         self._audit = audit
-        self._limits = limits or Limits()
+        self._limits = limits or ServerLimits()
         self._clock = clock
-        self._door = Door(self._limits, clock)
+        self._endpoint = AdmissionLimiter(self._limits, clock)
         self._calls: dict[_Call, None] = {}
         self.answered: dict[str, Histogram] = {}
 
@@ -221,7 +221,7 @@ class Guard(grpc.aio.ServerInterceptor):
                 if why := self._locks.why_over(call.caller, now_ns):
                     call.over = why
                     call.scope.cancel()
-            await anyio.sleep(LOOK_S)
+            await anyio.sleep(POLL_S)
 
     async def intercept_service(
         self,
@@ -313,16 +313,16 @@ class Guard(grpc.aio.ServerInterceptor):
         self, method: str, handler: Handler, caller: Caller, context: Context
     ) -> AbstractContextManager[None]:
         if method == ATTACH:
-            return self._door.agent(caller.name if caller.is_bound else "")
+            return self._endpoint.agent(caller.name if caller.is_bound else "")
         if RULES[method].roles is None:
             # Who shows nothing takes nothing from those who do.
-            return self._door.stranger(host_of(context.peer()))
+            return self._endpoint.stranger(host_of(context.peer()))
         who = caller.name or host_of(context.peer())
         streams = bool(handler.request_streaming or handler.response_streaming)
-        return self._door.user(who, streams=streams)
+        return self._endpoint.user(who, streams=streams)
 
     def _turn(self, method: str) -> AbstractAsyncContextManager[None]:
-        return self._door.submission() if method == SUBMIT else nullcontext()
+        return self._endpoint.submission() if method == SUBMIT else nullcontext()
 
     async def _perform(
         self, method: str, handler: Handler, messages: AsyncIterator[Any], context: Context

@@ -15,10 +15,10 @@ from typing import Protocol
 import anyio
 
 from elastic import __version__
-from elastic.coord.follows import Merged
-from elastic.coord.lookup import Origin, find_job, has_ended, origins_of
+from elastic.coord.log_fanout import MergedOutput
+from elastic.coord.lookup import WorkerOrigin, find_job, has_ended, origins_of
 from elastic.coord.roles import CALLER
-from elastic.coord.server_desk import Desk, answering, streaming
+from elastic.coord.server_context import ServiceContext, answering, streaming
 from elastic.coord.watchers import UNTOLD
 from elastic.core.config import DRAIN_TIMEOUT_S_MAX, NS_PER_S, check_name, check_text, ns
 from elastic.core.events.coordinator import (
@@ -48,7 +48,7 @@ from elastic.wire.generated.elastic.v1 import jobs_pb2
 
 SNAPSHOT_INTERVAL_S = 0.05
 """Watchers get at most one snapshot in this time; what happened in between is in it."""
-LOOK_INTERVAL_S = 1.0
+POLL_INTERVAL_S = 1.0
 """Telemetry (steps) changes a job without an event; those who watch see it within this."""
 NEW_WORKERS_INTERVAL_S = 0.25
 """Who follows output sees that of a new worker, all of it, within this."""
@@ -76,9 +76,9 @@ def new_job_id(view: ClusterView) -> JobId:
 class JobsService:
     """Serves `Jobs`; the methods' names are the protocol's."""
 
-    def __init__(self, desk: Desk) -> None:
+    def __init__(self, desk: ServiceContext) -> None:
         """Answer from `desk`."""
-        self._desk = desk
+        self._context = desk
 
     @answering
     async def Submit(self, request: jobs_pb2.SubmitRequest) -> jobs_pb2.SubmitResponse:
@@ -89,8 +89,8 @@ class JobsService:
         if spec.job_id:
             check_name("job id", spec.job_id)
         else:
-            spec = replace(spec, job_id=new_job_id(self._desk.driver.view()))
-        job_id = await self._desk.submit(spec, CALLER.get().name)
+            spec = replace(spec, job_id=new_job_id(self._context.driver.view()))
+        job_id = await self._context.submit(spec, CALLER.get().name)
         return jobs_pb2.SubmitResponse(job_id=job_id)
 
     @answering
@@ -99,28 +99,28 @@ class JobsService:
         job_id = self._own(request.job)
         reason = check_text("reason", request.reason) or "stopped by a user"
         now = request.now
-        await self._desk.ask(lambda request_id: StopRequested(request_id, job_id, reason, now))
+        await self._context.ask(lambda request_id: StopRequested(request_id, job_id, reason, now))
         return jobs_pb2.StopJobResponse()
 
     @answering
     async def Checkpoint(self, request: jobs_pb2.CheckpointRequest) -> jobs_pb2.CheckpointResponse:
         """Have a job take a checkpoint now."""
         job_id = self._own(request.job)
-        number = await self._desk.ask(lambda request_id: CheckpointRequested(request_id, job_id))
+        number = await self._context.ask(lambda request_id: CheckpointRequested(request_id, job_id))
         return jobs_pb2.CheckpointResponse(request=int(number))
 
     @answering
     async def Pause(self, request: jobs_pb2.PauseRequest) -> jobs_pb2.PauseResponse:
         """Have a job give its workers back."""
         job_id = self._own(request.job)
-        await self._desk.ask(lambda request_id: PauseRequested(request_id, job_id))
+        await self._context.ask(lambda request_id: PauseRequested(request_id, job_id))
         return jobs_pb2.PauseResponse()
 
     @answering
     async def Resume(self, request: jobs_pb2.ResumeRequest) -> jobs_pb2.ResumeResponse:
         """Let a paused job go on."""
         job_id = self._own(request.job)
-        await self._desk.ask(lambda request_id: ResumeRequested(request_id, job_id))
+        await self._context.ask(lambda request_id: ResumeRequested(request_id, job_id))
         return jobs_pb2.ResumeResponse()
 
     @answering
@@ -132,19 +132,19 @@ class JobsService:
                 f"scale {request.job}: min={low}, max={high}: expected numbers of workers, at "
                 f"least one of the two"
             )
-        await self._desk.ask(lambda request_id: ScaleRequested(request_id, job_id, low, high))
+        await self._context.ask(lambda request_id: ScaleRequested(request_id, job_id, low, high))
         return jobs_pb2.ScaleResponse()
 
     @answering
     async def Get(self, request: jobs_pb2.GetJobRequest) -> jobs_pb2.Job:
         """Show one job."""
-        view, _ = await self._desk.look()
+        view, _ = await self._context.look()
         return job_to_proto(find_job(view, request.job), view.now_ns)
 
     @answering
     async def List(self, request: jobs_pb2.ListJobsRequest) -> jobs_pb2.ListJobsResponse:
         """Show all jobs by order of submission."""
-        view, _ = await self._desk.look()
+        view, _ = await self._context.look()
         shown = [job for job in view.jobs if request.include_ended or not has_ended(job)]
         return jobs_pb2.ListJobsResponse(jobs=[job_to_proto(job, view.now_ns) for job in shown])
 
@@ -155,11 +155,11 @@ class JobsService:
         """Follow a job until it has ended and its workers are gone."""
         job_id = self._find(request.job)
         last: JobView | None = None
-        driver = self._desk.driver
+        driver = self._context.driver
         with driver.watchers.subscribe(job_id) as watcher:
             while True:
-                self._desk.stay_with(driver)
-                view = self._desk.view()
+                self._context.stay_with(driver)
+                view = self._context.view()
                 for note in watcher.take():
                     yield job_event_to_proto(note, view.now_ns)
                 job = job_of(view, job_id)
@@ -169,7 +169,7 @@ class JobsService:
                 if job is None or (has_ended(job) and not job.workers):
                     return
                 await anyio.sleep(SNAPSHOT_INTERVAL_S)
-                await watcher.wait(LOOK_INTERVAL_S)
+                await watcher.wait(POLL_INTERVAL_S)
 
     @streaming
     async def Events(
@@ -177,26 +177,26 @@ class JobsService:
     ) -> AsyncGenerator[jobs_pb2.TimedNote, None]:
         """Tell what happened to a job."""
         job_id = self._find(request.job)
-        driver = self._desk.driver
+        driver = self._context.driver
         with driver.watchers.subscribe(job_id) as watcher:
             for note in driver.watchers.history(job_id):
                 if note.unix_ns > request.after_unix_ns:
                     yield timed_note_to_proto(note)
             while request.follow:
-                self._desk.stay_with(driver)
-                job = job_of(self._desk.view(), job_id)
+                self._context.stay_with(driver)
+                job = job_of(self._context.view(), job_id)
                 for note in watcher.take():
                     if note.note.name not in UNTOLD:
                         yield timed_note_to_proto(note)
                 if job is None or (has_ended(job) and not job.workers):
                     return
-                await watcher.wait(LOOK_INTERVAL_S)
+                await watcher.wait(POLL_INTERVAL_S)
 
     @answering
     async def Stacks(self, request: jobs_pb2.StacksRequest) -> jobs_pb2.StacksResponse:
         """Have workers write their stacks to their output."""
         job_id, asked = self._own(request.job), []
-        job, sessions = job_of(self._desk.view(), job_id), self._desk.driver.sessions
+        job, sessions = job_of(self._context.view(), job_id), self._context.driver.sessions
         for worker in job.workers if job is not None else ():
             session = sessions.of_node(worker.node_id)
             if session is not None and (not request.ranks or worker.rank in request.ranks):
@@ -213,13 +213,13 @@ class JobsService:
                 f"profile {request.job}: {seconds:g} s: expected more than 0 and at most "
                 f"{PROFILE_S_MAX:g} seconds"
             )
-        job = job_of(self._desk.view(), self._own(request.job))
+        job = job_of(self._context.view(), self._own(request.job))
         if job is None or not job.record.spec.run_path:
             raise Refused(
                 f"profile {request.job}: it has no run directory that a profile could be written to"
             )
         for worker in job.workers:
-            session = self._desk.driver.sessions.of_node(worker.node_id)
+            session = self._context.driver.sessions.of_node(worker.node_id)
             if worker.rank == rank and session is not None:
                 name = f"profiles/gen{job.record.generation}-rank{rank}-{new_suffix()}.json"
                 session.send(Profile(worker.report.worker_id, seconds, name))
@@ -230,26 +230,26 @@ class JobsService:
     async def Logs(self, request: jobs_pb2.LogsRequest) -> AsyncGenerator[jobs_pb2.LogChunk, None]:
         """Show the output of a job's workers."""
         job_id = self._find(request.job)
-        driver = self._desk.driver
+        driver = self._context.driver
         with (
-            self._desk.follows.merged() as merged,
+            self._context.follows.merged() as merged,
             # A member may be gone again before the next look in turn, and nobody knows it then.
             driver.watchers.subscribe(job_id, on_note=merged.wake) as notes,
         ):
-            reader = LogReader(self._desk, job_id, request, merged)
+            reader = LogRequest(self._context, job_id, request, merged)
             going_on = True
             while going_on:
-                self._desk.stay_with(driver)
+                self._context.stay_with(driver)
                 notes.take()
                 going_on = reader.look()
                 for chunk in reader.chunks():
                     yield log_chunk_to_proto(chunk)
-                self._desk.follows.make_room(merged)
+                self._context.follows.make_room(merged)
                 if going_on:
                     await merged.wait(NEW_WORKERS_INTERVAL_S)
 
     def _find(self, wanted: str) -> JobId:
-        return find_job(self._desk.view(), wanted).record.spec.job_id
+        return find_job(self._context.view(), wanted).record.spec.job_id
 
     def _own(self, wanted: str) -> JobId:
         """Return the id of a job that the caller may change.
@@ -258,7 +258,7 @@ class JobsService:
             NotFound: there is none.
             NotPermitted: it is somebody else's.
         """
-        record = find_job(self._desk.view(), wanted).record
+        record = find_job(self._context.view(), wanted).record
         CALLER.get().check_may_change(record.spec.name, record.submitter)
         return record.spec.job_id
 
@@ -268,7 +268,7 @@ def job_of(view: ClusterView, job_id: JobId) -> JobView | None:
     return next((job for job in view.jobs if job.record.spec.job_id == job_id), None)
 
 
-class LogWish(Protocol):
+class LogFilter(Protocol):
     """Whose output is wanted; the fields are those of the request."""
 
     @property
@@ -287,31 +287,33 @@ class LogWish(Protocol):
         ...
 
 
-class LogReader:
+class LogRequest:
     """One request for output: which workers are asked, and what came back."""
 
-    def __init__(self, desk: Desk, job_id: JobId, request: LogWish, merged: Merged) -> None:
+    def __init__(
+        self, desk: ServiceContext, job_id: JobId, request: LogFilter, merged: MergedOutput
+    ) -> None:
         """Ask nobody yet."""
-        self._desk = desk
+        self._context = desk
         self._job_id = job_id
         self._follow = request.follow
         self._tail_lines = request.tail_lines
         self._ranks = frozenset(request.ranks)
         self._merged = merged
-        self._origins: dict[WorkerId, Origin] = {}
+        self._origins: dict[WorkerId, WorkerOrigin] = {}
         self._wanted: dict[WorkerId, int] = {}
         self._asked: set[WorkerId] = set()
-        self._first_look = True
+        self._first_check = True
 
     def look(self) -> bool:
         """Ask the agents of workers that were not asked yet; False when nothing more will come."""
-        job = job_of(self._desk.view(), self._job_id)
+        job = job_of(self._context.view(), self._job_id)
         ended = job is None or has_ended(job)
-        if job is not None and (self._first_look or self._follow):
+        if job is not None and (self._first_check or self._follow):
             # Whoever has this rank may have had another one before, and others this one.
             for origin in origins_of(job, self._ranks if self._follow else frozenset()):
                 self._ask(origin, ended=ended)
-        self._first_look = False
+        self._first_check = False
         return bool(self._merged.follows) or (self._follow and not ended)
 
     def chunks(self) -> Iterator[LogChunk]:
@@ -326,7 +328,7 @@ class LogReader:
                     lines.worker_id, rank, generation, origin.node_id, lines.text, lines.unix_ns
                 )
 
-    def _ask(self, origin: Origin, *, ended: bool) -> None:
+    def _ask(self, origin: WorkerOrigin, *, ended: bool) -> None:
         """Ask for a worker's output, anew if its agent went away meanwhile and came back."""
         worker_id = origin.worker_id
         known = worker_id in self._origins
@@ -336,9 +338,9 @@ class LogReader:
             return
         # All that a worker wrote which came after the first look is new; of one whose agent came
         # back, what was written meanwhile cannot be told from what was sent before.
-        wanted = self._wanted.setdefault(worker_id, self._tail_lines if self._first_look else -1)
+        wanted = self._wanted.setdefault(worker_id, self._tail_lines if self._first_check else -1)
         tail_lines = 0 if worker_id in self._asked else wanted
-        asked = self._desk.follows.start(
+        asked = self._context.follows.start(
             self._merged,
             worker_id,
             origin.node_id,
@@ -360,14 +362,14 @@ class LogReader:
 class ClusterService:
     """Serves `Cluster`; the methods' names are the protocol's."""
 
-    def __init__(self, desk: Desk) -> None:
+    def __init__(self, desk: ServiceContext) -> None:
         """Answer from `desk`."""
-        self._desk = desk
+        self._context = desk
 
     @answering
     async def Status(self, _: jobs_pb2.StatusRequest) -> jobs_pb2.ClusterStatus:
         """Show nodes and jobs."""
-        desk = self._desk
+        desk = self._context
         view, standby = await desk.look()
         return status_to_proto(
             ClusterStatus(
@@ -392,7 +394,7 @@ class ClusterService:
             )
         node_id = NodeId(request.node)
         reason = check_text("reason", request.reason) or "drained by an operator"
-        left_ns = await self._desk.ask(
+        left_ns = await self._context.ask(
             lambda request_id: NodeDrainRequested(request_id, node_id, ns(timeout_s), reason)
         )
         return jobs_pb2.DrainResponse(timeout_s=int(left_ns) / NS_PER_S)
@@ -402,7 +404,7 @@ class ClusterService:
         """Let no new workers start on a node, or let them again."""
         node_id = NodeId(request.node)
         reason = check_text("reason", request.reason) or "by an operator"
-        await self._desk.ask(
+        await self._context.ask(
             lambda request_id: NodeCordonRequested(request_id, node_id, request.cordoned, reason)
         )
         return jobs_pb2.CordonResponse()

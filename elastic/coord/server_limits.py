@@ -29,7 +29,7 @@ OWN_FILES = 512
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
+class ServerLimits:
     """How much is too much.
 
     Attributes:
@@ -66,10 +66,10 @@ class Limits:
     stall_s_max: float = 60.0
 
 
-class Door:
+class AdmissionLimiter:
     """Counts who is inside."""
 
-    def __init__(self, limits: Limits, clock: Clock) -> None:
+    def __init__(self, limits: ServerLimits, clock: Clock) -> None:
         """Begin empty."""
         self._limits = limits
         self._clock = clock

@@ -46,13 +46,13 @@ class Session:
         self.reason = ""
         self._limit = limit
         self._out: deque[CoordinatorMessage] = deque()
-        self._look: Callable[[], None] = _nothing
+        self._check: Callable[[], None] = _nothing
         self._closing = False
         self._cut = anyio.Event()
 
     def on_news(self, look: Callable[[], None]) -> None:
         """Call `look`, which never raises, for what waits now, for each message, and at the end."""
-        self._look = look
+        self._check = look
         look()
 
     def send(self, message: CoordinatorMessage) -> None:
@@ -63,7 +63,7 @@ class Session:
             self.cut(f"the agent does not read: {self._limit} messages wait for it")
             return
         self._out.append(message)
-        self._look()
+        self._check()
 
     def close(self, reason: str) -> None:
         """End after what was sent before; nothing is queued any more.
@@ -76,14 +76,14 @@ class Session:
         self._closing = True
         if not self._cut.is_set():
             asyncio.get_running_loop().call_later(LAST_WORDS_S, self._cut.set)
-        self._look()
+        self._check()
 
     def cut(self, reason: str) -> None:
         """End now; what waits is dropped. From any callback, any number of times."""
         self._cut.set()
         self._out.clear()
         self.close(reason)
-        self._look = _nothing  # No cycle is left for the collector.
+        self._check = _nothing  # No cycle is left for the collector.
 
     def next_message(self) -> CoordinatorMessage | None:
         """Take the next message to write, None if there is none now."""

@@ -19,7 +19,7 @@ from elastic.store.etcd_link import EtcdAccess
 
 log = logging.getLogger(__name__)
 
-LOOK_S = 2.0
+POLL_S = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +105,7 @@ class StoreAccess:
         """Follow the files; never returns."""
         while True:
             await anyio.to_thread.run_sync(self.look, abandon_on_cancel=True)
-            await anyio.sleep(LOOK_S)
+            await anyio.sleep(POLL_S)
 
 
 def _read_user(path: Path) -> tuple[str, str]:

@@ -13,11 +13,11 @@ from contextlib import contextmanager
 import anyio
 
 from elastic.core.events.coordinator import (
-    AgentSaid,
+    AgentMessageReceived,
     CoordinatorEffect,
     CoordinatorEvent,
+    EventBatch,
     Persist,
-    Several,
 )
 from elastic.core.events.shared import Note
 from elastic.core.messages import Reported, WorkerUpdate
@@ -148,8 +148,10 @@ class Watchers:
 
 def jobs_of(event: CoordinatorEvent, effects: Sequence[CoordinatorEffect]) -> Iterator[JobId]:
     """Return the jobs that may look different after a step; some may come twice."""
-    for one in event.events if isinstance(event, Several) else (event,):
-        if isinstance(one, AgentSaid) and isinstance(one.message, (WorkerUpdate, Reported)):
+    for one in event.events if isinstance(event, EventBatch) else (event,):
+        if isinstance(one, AgentMessageReceived) and isinstance(
+            one.message, (WorkerUpdate, Reported)
+        ):
             yield one.message.report.job_id
     for effect in effects:
         if isinstance(effect, Persist):

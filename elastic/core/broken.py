@@ -34,7 +34,7 @@ def broken_words_in(text: str) -> bool:
     return any(word in text for word in BROKEN_WORDS)
 
 
-def tells_of_broken(line: str) -> bool:
+def reports_of_broken(line: str) -> bool:
     """Return whether the last line of a traceback says that a collective broke."""
     if line.startswith("RuntimeError: "):
         return broken_words_in(line)

@@ -205,7 +205,7 @@ class CoordinatorConfig:
     """Times and limits of the coordinator's machine.
 
     Attributes:
-        start_patience_s: a first group waits this long for workers that are still starting,
+        start_timeout_s: a first group waits this long for workers that are still starting,
             once it has min; too small: an early second re-form; too large: a late start.
         node_grace_s: a node whose stream broke is lost after this, or at once when a member of
             its group says that the group broke.
@@ -235,8 +235,8 @@ class CoordinatorConfig:
         jobs_per_submitter_max: of these, the ones that were submitted with one name of token or
             certificate; users without a name have no limit of their own.
         ended_jobs_kept: ended jobs that are remembered.
-        tell_first_min: members of a group with so many are told that it is over before the next one
-            is worked out, and then of that; the others of both at once.
+        report_first_min: members of a group with so many are told that it is over before the next
+            one is worked out, and then of that; the others of both at once.
         projects: shares and limits of projects; others have weight 1 and no limit.
         preemption: what is taken from jobs that train for one of strictly higher priority:
             "shrink" for what is above their mins, "whole" for all, if that is not enough.
@@ -247,7 +247,7 @@ class CoordinatorConfig:
             within preemption_deadline_s, is passed over so long, or until it has one.
     """
 
-    start_patience_s: float = 10.0
+    start_timeout_s: float = 10.0
     node_grace_s: float = 0.5
     probe_timeout_s: float = 0.6
     adoption_grace_s: float = 10.0
@@ -266,7 +266,7 @@ class CoordinatorConfig:
     jobs_max: int = 1000
     jobs_per_submitter_max: int = 500
     ended_jobs_kept: int = 200
-    tell_first_min: int = 2000
+    report_first_min: int = 2000
     projects: tuple[ProjectShare, ...] = ()
     preemption: str = PREEMPT_WHOLE
     preemption_deadline_s: float = 60.0
@@ -277,7 +277,7 @@ class CoordinatorConfig:
         """Refuse what cannot work."""
         check_projects(self.projects)
         for name in (
-            "start_patience_s", "node_grace_s", "adoption_grace_s", "adoption_s_max",
+            "start_timeout_s", "node_grace_s", "adoption_grace_s", "adoption_s_max",
             "broken_grace_s", "form_timeout_s", "boundary_timeout_s", "boundary_save_s",
             "stop_grace_s", "restart_delay_s_max", "healthy_after_s", "fault_window_s",
             "quarantine_s", "preemption_deadline_s", "preemption_min_run_s",
@@ -297,7 +297,7 @@ class CoordinatorConfig:
                 )
         for name in (
             "crash_loop_limit", "node_faults_max", "jobs_max", "jobs_per_submitter_max",
-            "ended_jobs_kept", "tell_first_min",
+            "ended_jobs_kept", "report_first_min",
         ):  # fmt: skip
             if getattr(self, name) < 1:
                 raise ConfigError(f"coordinator: {name}={getattr(self, name)}: expected >= 1")

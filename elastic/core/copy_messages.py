@@ -14,7 +14,7 @@ OWN_TLS_SINCE_MINOR = 2
 """Agents of earlier versions know no certificate but those of the cluster."""
 
 
-class Doors(NamedTuple):
+class CopyEndpoints(NamedTuple):
     """Where a node's agent takes and gives copies, as others reach it.
 
     Attributes:
@@ -35,7 +35,7 @@ class Doors(NamedTuple):
         return self.at, ""
 
 
-NO_DOORS = Doors()
+NO_ENDPOINTS = CopyEndpoints()
 
 
 # ---------------------------------------------------------------- agent -> coordinator

@@ -13,8 +13,8 @@ from elastic.core.cluster_messages import Coordinators, Drain
 from elastic.core.config import JobSpec
 from elastic.core.copy_messages import (
     CopiesHeld,
+    CopyEndpoints,
     CopyFailed,
-    Doors,
     DropCopy,
     KeepCopy,
     Replicate,
@@ -24,8 +24,8 @@ from elastic.core.telemetry import Goodput, Telemetry
 from elastic.core.world import (
     NO_GENERATION,
     Assignment,
-    Begun,
     CheckpointStatus,
+    CollectiveCount,
     Generation,
     HeldCopy,
     JobId,
@@ -89,7 +89,8 @@ class Hello:
         reports_due: how many reports follow as soon as the agent is welcome, because they have
             not been acknowledged yet.
         copies: what this node holds for others.
-        copies_at, copies_tls_at, copies_fingerprint: where it takes and gives them; see `Doors`.
+        copies_at, copies_tls_at, copies_fingerprint: where it takes and gives them; see
+            `CopyEndpoints`.
         problems: what is wrong with the node, a phrase for each; see `NodeHealth`.
     """
 
@@ -108,9 +109,9 @@ class Hello:
     problems: tuple[str, ...] = ()
 
     @property
-    def doors(self) -> Doors:
+    def doors(self) -> CopyEndpoints:
         """Return where it takes and gives copies."""
-        return Doors(self.copies_at, self.copies_tls_at, self.copies_fingerprint)
+        return CopyEndpoints(self.copies_at, self.copies_tls_at, self.copies_fingerprint)
 
 
 @dataclass(frozen=True)
@@ -190,7 +191,7 @@ class Pulse:
     still_ns: int
     epoch: int = 0
     step: int = 0
-    begun: tuple[Begun, ...] = ()
+    begun: tuple[CollectiveCount, ...] = ()
     longest_ns: int = 0
     has_stepped: bool = True
     working_ns: int = 0

@@ -37,7 +37,7 @@ OVER = frozenset({TrialState.SUCCEEDED, TrialState.STOPPED, TrialState.FAILED})
 
 
 @dataclass(frozen=True)
-class Attempt:
+class TrialAttempt:
     """One job of a trial; a trial that took over another one's checkpoint has several.
 
     Attributes:
@@ -55,7 +55,7 @@ class Attempt:
 
 
 @dataclass(frozen=True)
-class Report:
+class TrialReport:
     """What rank 0 of a trial reported.
 
     Attributes:
@@ -97,8 +97,8 @@ class Trial:
     pickled: str = ""
     proposal: tuple[Any, str] = (None, "")
     state: TrialState = TrialState.PENDING
-    attempts: list[Attempt] = field(default_factory=list)
-    reports: list[Report] = field(default_factory=list)
+    attempts: list[TrialAttempt] = field(default_factory=list)
+    reports: list[TrialReport] = field(default_factory=list)
     rungs: dict[int, float] = field(default_factory=dict)
     verdict: str = ""
     reason: str = ""
@@ -116,7 +116,7 @@ class Trial:
         return self.state in OVER
 
     @property
-    def attempt(self) -> Attempt:
+    def attempt(self) -> TrialAttempt:
         """Return its present job; there must be one."""
         return self.attempts[-1]
 
@@ -185,7 +185,9 @@ class Study:
 
     def _started(self, trial: Trial, event: Event) -> None:
         begins = {str(name): int(n) for name, n in event.get("begins", {}).items()}
-        begun = Attempt(str(event["job"]), str(event["run"]), begins, str(event.get("from", "")))
+        begun = TrialAttempt(
+            str(event["job"]), str(event["run"]), begins, str(event.get("from", ""))
+        )
         if trial.attempts and trial.attempt.run == begun.run:
             trial.attempts.pop()  # The same run goes on as another job.
         trial.attempts.append(begun)
@@ -195,7 +197,7 @@ class Study:
     def _reported(self, trial: Trial, event: Event) -> None:
         place = (int(event["generation"]), int(event["index"]))
         trial.reports.append(
-            Report(
+            TrialReport(
                 int(event["n"]),
                 event["metrics"],
                 place,
@@ -214,7 +216,7 @@ class Study:
         elif what == "exploit":
             trial.config, trial.pickled = event.get("config"), str(event.get("pickled", ""))
             begins = {str(event["checkpoint"]): trial.iteration}
-            trial.attempts.append(Attempt("", str(event["run"]), begins, str(event["from"])))
+            trial.attempts.append(TrialAttempt("", str(event["run"]), begins, str(event["from"])))
             trial.state = TrialState.PENDING
         trial.reason = str(event.get("reason", ""))
 
@@ -228,7 +230,7 @@ class Study:
         trial.attempts[-1] = replace(trial.attempt, job_id="")
         if event.get("anew"):
             trial.reports, trial.rungs = [], {}
-            trial.attempts.append(Attempt("", f"{trial.name}-{len(trial.attempts) + 1}"))
+            trial.attempts.append(TrialAttempt("", f"{trial.name}-{len(trial.attempts) + 1}"))
 
     def _ended(self, trial: Trial, event: Event) -> None:
         trial.state, trial.reason = TrialState(event["phase"]), str(event.get("reason", ""))

@@ -9,7 +9,7 @@ from elastic.core.events.coordinator import Cordon, JobRecord
 from elastic.core.telemetry import Telemetry
 from elastic.core.world import Generation, Node, NodeId, NodePhase, WorkerReport
 
-NOTHING_TOLD = Telemetry()
+NOTHING_REPORTED = Telemetry()
 
 
 @dataclass(frozen=True)
@@ -73,8 +73,8 @@ class JobView:
 
     Attributes:
         copies: of its state, by node and source.
-        untold_ns: time of its workers that `record.goodput` does not have yet, because they have
-            not told how they spent it: about a second for each.
+        unreported_ns: time of its workers that `record.goodput` does not have yet, because they
+            have not told how they spent it: about a second for each.
     """
 
     record: JobRecord
@@ -82,7 +82,7 @@ class JobView:
     since_ns: int
     workers: tuple[WorkerView, ...]
     copies: tuple[CopyView, ...] = ()
-    untold_ns: int = 0
+    unreported_ns: int = 0
 
     @cached_property
     def telemetry(self) -> Telemetry:
@@ -90,9 +90,9 @@ class JobView:
         first: WorkerView | None = None
         for worker in self.workers:
             is_earlier = worker.rank >= 0 and (first is None or worker.rank < first.rank)
-            if is_earlier and worker.telemetry != NOTHING_TOLD:
+            if is_earlier and worker.telemetry != NOTHING_REPORTED:
                 first = worker
-        return first.telemetry if first is not None else NOTHING_TOLD
+        return first.telemetry if first is not None else NOTHING_REPORTED
 
 
 @dataclass(frozen=True)

@@ -476,7 +476,7 @@ ENDED = (JobPhase.SUCCEEDED, JobPhase.FAILED, JobPhase.STOPPED)
 
 
 @dataclass(frozen=True)
-class Begun:
+class CollectiveCount:
     """How many collectives a worker has begun in a group within its group.
 
     Of two that are in it, the one that has begun more waits for the other, or soon will.

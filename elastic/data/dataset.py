@@ -465,7 +465,7 @@ class Dataset:
         return found.item()
 
     def __repr__(self) -> str:
-        steps = " → ".join(_said(self._node))
+        steps = " → ".join(_reported(self._node))
         known = [f"{self._count:,} rows"] if self._count is not None else []
         if self._columns is not None:
             known.append(", ".join(f"{one.name}: {one.type}" for one in self._columns))
@@ -684,7 +684,7 @@ def _nodes(node: Node) -> Iterator[Node]:
     yield node
 
 
-def _said(node: Node) -> list[str]:
+def _reported(node: Node) -> list[str]:
     """Return the steps to a node, for people."""
     if isinstance(node, Read):
         where = ""
@@ -694,9 +694,9 @@ def _said(node: Node) -> list[str]:
             where = f"({sum(num_rows(one) for one in node.source.batches):,} rows)"
         return [f"{node.source.name}{where}"]
     if isinstance(node, (Union, Zip)):
-        inner = ", ".join(" → ".join(_said(parent)) for parent in node.parents)
+        inner = ", ".join(" → ".join(_reported(parent)) for parent in node.parents)
         return [f"{type(node).__name__.lower()}({inner})"]
-    steps = _said(node.parents[0])
+    steps = _reported(node.parents[0])
     if isinstance(node, Apply):
         return [*steps, repr(node.operation)]
     if isinstance(node, Slice):

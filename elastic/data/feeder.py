@@ -14,7 +14,7 @@ from elastic.data.feeders import receive, send
 from elastic.data.rows import seeded
 from elastic.data.table_reader import finish
 
-LOOK_S = 1.0
+POLL_S = 1.0
 
 
 def main() -> None:
@@ -41,7 +41,7 @@ def main() -> None:
 def _end_with(parent: int) -> None:
     """End with the process that began this one, also if others hold its end of a pipe."""
     while os.getppid() == parent:
-        time.sleep(LOOK_S)
+        time.sleep(POLL_S)
     os._exit(0)
 
 

@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 LENGTH = struct.Struct(">Q")
 WAIT_SLICE_S = 0.05
-PATIENCE_TIMES, PATIENCE_S = 3.0, 1.0
+TIMEOUT_TIMES, TIMEOUT_S = 3.0, 1.0
 """An answer is waited for as long as three usual ones take, at least a second; then the batch is
 computed here, so that a feeder that hangs holds nobody up."""
 STARTS_MAX = 5
@@ -145,7 +145,7 @@ class Feeders:
             ready = any(one.is_ready for one in self._feeders)
             return ready and len(self._since) + len(self._answers) < self._most
 
-    def knows(self, key: int) -> bool:
+    def has(self, key: int) -> bool:
         """Return whether a batch was asked for already."""
         with self._changed:
             return key in self._since or key in self._answers
@@ -180,7 +180,7 @@ class Feeders:
         """
         with self._changed:
             while key in self._since:
-                patience = max(PATIENCE_S, PATIENCE_TIMES * self._seconds)
+                patience = max(TIMEOUT_S, TIMEOUT_TIMES * self._seconds)
                 if time.monotonic() - self._since[key] > patience * (1 + len(self._since)):
                     log.warning("feeder_slow: a batch is computed here after %.1f s", patience)
                     self._forget(key)

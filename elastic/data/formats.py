@@ -186,7 +186,7 @@ class Binary(FileSource):
 
     with_paths: bool = False
 
-    def _look(self) -> Listing:
+    def _check(self) -> Listing:
         files = tuple(self.files())
         blocks = []
         for number, start in enumerate(range(0, len(files), FILES_IN_BLOCK)):

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from elastic.core.policy.cursor import Permutation, derive, shuffle_seed
 from elastic.errors import check
-from elastic.worker.loader import permuted
+from elastic.worker.data.loader import permuted
 
 LANE = 6
 """Purpose of the seeds of windows, beside those in core/policy/cursor.py."""

@@ -37,7 +37,7 @@ class Parquet(FileSource):
         """Leave the footers out, which no pickle can hold."""
         return {**super().__getstate__(), "_footers": {}}
 
-    def _look(self) -> Listing:
+    def _check(self) -> Listing:
         found, reader = self.files(), Reader(self.options)
         with ThreadPoolExecutor(READERS) as pool:
             footers = list(pool.map(lambda file: self._try_footer(reader, file), found))

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from elastic.core.policy.cursor import AUGMENT, Epochs, derive
+from elastic.core.policy.cursor import AUGMENT, DataPlan, derive
 from elastic.data.batches import Batch
 from elastic.data.lanes import Lanes
 from elastic.data.table import Table
 from elastic.data.table_reader import TableReader, finish
-from elastic.worker.seeding import seed_everything
+from elastic.worker.data.seeding import seed_everything
 
 if TYPE_CHECKING:
     from elastic.data.feeders import Feeders
@@ -51,7 +51,7 @@ class Rows:
             from elastic.data.feeders import Feeders
 
             self._feeders = Feeders(table.operations, num_feeders)
-        self._steps = Epochs(
+        self._steps = DataPlan(
             num_samples=table.rows,
             micro_batch=lanes.micro_batch,
             num_micro_batches=lanes.num_lanes,
@@ -88,7 +88,7 @@ class Rows:
         if feeders is None:
             return self.compute(epoch, places)
         for one, some in ahead:
-            if feeders.has_room and not feeders.knows(_seed(self.lanes.seed, one, some)):
+            if feeders.has_room and not feeders.has(_seed(self.lanes.seed, one, some)):
                 seed = _seed(self.lanes.seed, one, some)
                 feeders.ask(seed, self._the_reader().gather(one, some))
         batch = feeders.take(_seed(self.lanes.seed, epoch, places))

@@ -81,10 +81,10 @@ class Source:
             DataError: a file cannot be read, or has another schema than the first.
         """
         if self._listing is None:
-            self._listing = self._look()
+            self._listing = self._check()
         return self._listing
 
-    def _look(self) -> Listing:
+    def _check(self) -> Listing:
         return Listing()
 
     def read(self, reader: Reader, files: Sequence[File], block: Block) -> Batch:
@@ -143,7 +143,7 @@ class FileSource(Source):
         """Return the files that are there."""
         return find_files(self.paths, self.extensions, self.options)
 
-    def _look(self) -> Listing:
+    def _check(self) -> Listing:
         return Listing(tuple(self.files()))
 
     def stream(self) -> Iterator[Batch]:
@@ -191,7 +191,7 @@ class Memory(Source):
         """Cut large batches."""
         self.batches = [part for one in self.batches for part in batched([one], BLOCK_ROWS)]
 
-    def _look(self) -> Listing:
+    def _check(self) -> Listing:
         sizes = [num_rows(one) for one in self.batches]
         return Listing(
             (),
@@ -210,7 +210,7 @@ class Range(Source):
 
     count: int = 0
 
-    def _look(self) -> Listing:
+    def _check(self) -> Listing:
         return Listing((), _blocks_of(self.count, 8))
 
     def read(self, reader: Reader, files: Sequence[File], block: Block) -> Batch:

@@ -31,7 +31,7 @@ REMEMBERED = 20_000
 
 
 @dataclass(frozen=True)
-class Shown:
+class CertificateSummary:
     """A certificate, as far as it matters here.
 
     Attributes:
@@ -52,7 +52,7 @@ class Shown:
 
 
 @functools.lru_cache(maxsize=REMEMBERED)
-def read_shown(data: bytes) -> Shown:
+def read_shown(data: bytes) -> CertificateSummary:
     """Return what a certificate says, PEM or DER.
 
     Raises:
@@ -71,7 +71,7 @@ def read_shown(data: bytes) -> Shown:
         except x509.ExtensionNotFound:
             uris = ()
         until_ns = int(cert.not_valid_after_utc.timestamp()) * NS_PER_S
-        return Shown(cert.issuer.public_bytes(), cert.serial_number, until_ns, uris)
+        return CertificateSummary(cert.issuer.public_bytes(), cert.serial_number, until_ns, uris)
     except Exception as error:  # Whatever the parser makes of strange bytes.
         raise ConfigError(f"a certificate that cannot be read: {error}") from error
 
@@ -119,7 +119,7 @@ class RevokedList:
             )
         return [serial for issuer, serial in found if (issuer, serial) not in before]
 
-    def why_over(self, shown: Shown, now_ns: int) -> str:
+    def why_over(self, shown: CertificateSummary, now_ns: int) -> str:
         """Return why a certificate opens nothing any more, "" if it does."""
         if (shown.issuer, shown.serial) in self._revoked:
             return f"{shown} was revoked"

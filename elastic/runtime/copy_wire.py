@@ -36,14 +36,14 @@ from typing import Any
 
 from elastic.core.copy_messages import OWN_TLS_SINCE_MINOR
 from elastic.errors import NotAuthorized, PeerError, Refused
-from elastic.runtime.own_tls import Lock, Pinned
+from elastic.runtime.own_tls import ConnectionTls, PinnedCertificate
 from elastic.runtime.peer_tls import PeerTls, refused
 from elastic.runtime.rpc import is_loopback, parse_endpoint
-from elastic.runtime.snapshot_memory import Mark
+from elastic.runtime.snapshot_memory import SnapshotMark
 
 log = logging.getLogger(__name__)
 
-_said_in_the_clear = threading.Event()
+_reported_in_the_clear = threading.Event()
 
 GREETING = b"elastic copies 1"
 NONCE_BYTES = 32
@@ -64,7 +64,7 @@ ASK, LIST, FETCH, TEXT, PUSH = "ask", "list", "fetch", "text", "push"
 
 
 @dataclass(frozen=True)
-class Request:
+class CopyRequest:
     """What a client wants.
 
     Attributes:
@@ -77,12 +77,12 @@ class Request:
 
     verb: str
     job_id: str
-    mark: Mark | None = None
+    mark: SnapshotMark | None = None
     source: str = ""
 
 
 @dataclass(frozen=True)
-class Answer:
+class CopyAnswer:
     """What an agent that holds copies says yes with.
 
     Attributes:
@@ -90,14 +90,14 @@ class Answer:
         copies: source and mark of each, where all were asked for.
     """
 
-    mark: Mark | None = None
-    copies: tuple[tuple[str, Mark], ...] = ()
+    mark: SnapshotMark | None = None
+    copies: tuple[tuple[str, SnapshotMark], ...] = ()
 
 
-YES = Answer()
+YES = CopyAnswer()
 
 
-class Line:
+class CopyConnection:
     """One connection between two who know the job's secret; of one thread.
 
     Attributes:
@@ -108,12 +108,12 @@ class Line:
         """Talk over a connected socket, which stays the caller's."""
         self.is_client = is_client
         self._sock = sock
-        self._said = hashlib.blake2b(digest_size=32)
+        self._reported = hashlib.blake2b(digest_size=32)
         self._until = time.monotonic() + BODY_S
 
     # ------------------------------------------------------------------- client
 
-    def ask(self, request: Request, key: str) -> Answer:
+    def ask(self, request: CopyRequest, key: str) -> CopyAnswer:
         """Send the request, and return the answer.
 
         Raises:
@@ -132,7 +132,7 @@ class Line:
         self._prove(key)
         return self.read_answer(key)
 
-    def read_answer(self, key: str) -> Answer:
+    def read_answer(self, key: str) -> CopyAnswer:
         """Return what the other side says; raises as `ask`."""
         answer = self._read_json()
         reason = str(answer.get("refused", ""))[:500]
@@ -140,11 +140,11 @@ class Line:
             raise NotAuthorized(f"the other agent does not know this job: {reason or 'no reason'}")
         if reason:
             raise Refused(reason)
-        return Answer(_mark(answer.get("mark")), _copies(answer.get("copies", [])))
+        return CopyAnswer(_mark(answer.get("mark")), _copies(answer.get("copies", [])))
 
     # ------------------------------------------------------------------- server
 
-    def listen(self, key_of: Callable[[str], str]) -> tuple[Request, str]:
+    def listen(self, key_of: Callable[[str], str]) -> tuple[CopyRequest, str]:
         """Greet, and return the request with the secret that it was proven with.
 
         Args:
@@ -159,14 +159,14 @@ class Line:
         self._read(NONCE_BYTES)
         said = self._read_json()
         verb, job_id, source = (str(said.get(name, "")) for name in ("verb", "job", "source"))
-        request = Request(verb, job_id, _mark(said.get("mark")), source[:SOURCE_CHARS_MAX])
+        request = CopyRequest(verb, job_id, _mark(said.get("mark")), source[:SOURCE_CHARS_MAX])
         key = key_of(request.job_id)
         if not self._is_proven(key) or not key:
             self.answer(secrets.token_hex(), refused="nothing is held here under this key")
             raise NotAuthorized("a request without the job's key")
         return request, key
 
-    def answer(self, key: str, said: Answer = YES, *, refused: str = "") -> None:
+    def answer(self, key: str, said: CopyAnswer = YES, *, refused: str = "") -> None:
         """Say yes, with what was asked for, or no with the reason.
 
         Raises:
@@ -222,7 +222,7 @@ class Line:
                 raise ConnectionResetError(f"it ended after {at} of {len(body)} bytes")
             crc = zlib.crc32(body[at : at + count], crc)
             at += count
-        said, whole = TRAILER.unpack(self._read(TRAILER.size, is_said=False))
+        said, whole = TRAILER.unpack(self._read(TRAILER.size, is_reported=False))
         if not whole:
             raise ValueError("the snapshot has changed while it was sent")
         if said != crc:
@@ -252,7 +252,7 @@ class Line:
         who = b"client" if by_client else b"server"
         secret = hashlib.blake2b(key.encode()).digest()
         return hashlib.blake2b(
-            who + self._said.digest(), key=secret, digest_size=NONCE_BYTES
+            who + self._reported.digest(), key=secret, digest_size=NONCE_BYTES
         ).digest()
 
     def _send_json(self, values: dict[str, Any]) -> None:
@@ -272,11 +272,11 @@ class Line:
         return values
 
     def _send(self, data: bytes) -> None:
-        self._said.update(data)
+        self._reported.update(data)
         self._wait_s()
         self._sock.sendall(data)
 
-    def _read(self, count: int, *, is_said: bool = True) -> bytes:
+    def _read(self, count: int, *, is_reported: bool = True) -> bytes:
         data = bytearray()
         while len(data) < count:
             self._wait_s()
@@ -284,12 +284,12 @@ class Line:
             if not more:
                 raise ConnectionResetError("the other side has closed the connection")
             data += more
-        if is_said:
-            self._said.update(data)
+        if is_reported:
+            self._reported.update(data)
         return bytes(data)
 
 
-def lock_of(ours: PeerTls | None, address: str, fingerprint: str) -> Lock | None:
+def lock_of(ours: PeerTls | None, address: str, fingerprint: str) -> ConnectionTls | None:
     """Return how an agent is spoken to; None for in the clear, which is said in the log once.
 
     Args:
@@ -301,9 +301,9 @@ def lock_of(ours: PeerTls | None, address: str, fingerprint: str) -> Lock | None
     if ours is not None:
         return ours
     if fingerprint:
-        return Pinned(fingerprint)
-    if not is_loopback(parse_endpoint(address)[0]) and not _said_in_the_clear.is_set():
-        _said_in_the_clear.set()
+        return PinnedCertificate(fingerprint)
+    if not is_loopback(parse_endpoint(address)[0]) and not _reported_in_the_clear.is_set():
+        _reported_in_the_clear.set()
         log.warning(
             "copies_in_the_clear first=%s reason='the agent there, or the coordinator, is of a "
             "version before protocol 1.%d': not said again",
@@ -316,9 +316,9 @@ def lock_of(ours: PeerTls | None, address: str, fingerprint: str) -> Lock | None
 def calling(
     address: str,
     *,
-    tls: Lock | None = None,
+    tls: ConnectionTls | None = None,
     begun: Callable[[socket.socket], None] = lambda sock: None,
-) -> Iterator[Line]:
+) -> Iterator[CopyConnection]:
     """Connect to an agent that holds copies; the connection ends with the block.
 
     Args:
@@ -333,7 +333,7 @@ def calling(
     raw = socket.create_connection(parse_endpoint(address), CONNECT_S)
     with securing(raw, tls, is_client=True, begun=begun) as sock:
         try:
-            yield Line(sock, is_client=True)
+            yield CopyConnection(sock, is_client=True)
         except ssl.SSLError as error:
             if not isinstance(tls, PeerTls):
                 raise
@@ -343,7 +343,7 @@ def calling(
 @contextlib.contextmanager
 def securing(
     raw: socket.socket,
-    tls: Lock | None,
+    tls: ConnectionTls | None,
     *,
     is_client: bool,
     begun: Callable[[socket.socket], None],
@@ -378,7 +378,7 @@ def yield_to_training() -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
 
 
-def _mark(numbers: Any) -> Mark | None:
+def _mark(numbers: Any) -> SnapshotMark | None:
     """Return the mark that a peer names, None for none.
 
     Raises:
@@ -386,16 +386,16 @@ def _mark(numbers: Any) -> Mark | None:
     """
     if numbers is None:
         return None
-    is_list = isinstance(numbers, list) and len(numbers) == len(Mark._fields)
+    is_list = isinstance(numbers, list) and len(numbers) == len(SnapshotMark._fields)
     if not is_list or not all(type(n) is int and 0 <= n < 1 << 64 for n in numbers):
         raise PeerError(f"a mark of {str(numbers)[:100]}")
-    mark = Mark(*numbers)
+    mark = SnapshotMark(*numbers)
     if not mark.number or mark.num_bytes > BYTES_MAX:
         raise PeerError(f"a snapshot of {mark.num_bytes} bytes, number {mark.number}")
     return mark
 
 
-def _copies(values: Any) -> tuple[tuple[str, Mark], ...]:
+def _copies(values: Any) -> tuple[tuple[str, SnapshotMark], ...]:
     """Return sources and marks that a peer names.
 
     Raises:

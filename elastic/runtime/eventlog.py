@@ -72,7 +72,7 @@ class EventLog:
         self._rotates = True
         self._lock = threading.Lock()
         self._dropped = 0
-        self._dropped_unsaid = 0
+        self._dropped_unreported = 0
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="event-log", daemon=True)
         self._thread.start()
@@ -106,7 +106,7 @@ class EventLog:
     def _count_dropped(self, lines: int) -> None:
         with self._lock:
             self._dropped += lines
-            self._dropped_unsaid += lines
+            self._dropped_unreported += lines
 
     def _run(self) -> None:
         while True:
@@ -125,7 +125,7 @@ class EventLog:
     def _append(self, lines: list[str]) -> None:
         """Write a batch; a disk that refuses costs the batch, not the thread."""
         with self._lock:
-            unsaid = self._dropped_unsaid
+            unsaid = self._dropped_unreported
         if unsaid:
             lines = [*lines, self._line(Note("events_dropped", fields=(("lines", str(unsaid)),)))]
         if not lines:
@@ -140,7 +140,7 @@ class EventLog:
                 log.warning("event_log_unwritable path=%s error=%r", self._path, str(error))
             return
         with self._lock:
-            self._dropped_unsaid -= unsaid
+            self._dropped_unreported -= unsaid
 
     def _opened(self, more: int) -> IO[bytes]:
         """Return the file to append to, after rotation if `more` bytes no longer fit."""

@@ -21,7 +21,7 @@ LAST_WORDS_S = 1.0
 """At the end of the process lines that wait have so long to go out."""
 
 
-class Front(logging.handlers.QueueHandler):
+class LogQueue(logging.handlers.QueueHandler):
     """Takes lines for the thread that writes them, and never waits.
 
     Attributes:
@@ -58,7 +58,7 @@ class Front(logging.handlers.QueueHandler):
             return not self.lines.unfinished_tasks
 
 
-def set_up_logging(process: str, *, level: str = "info", stream: TextIO | None = None) -> Front:
+def set_up_logging(process: str, *, level: str = "info", stream: TextIO | None = None) -> LogQueue:
     """Send this process's log lines to `stream` (stderr by default), replacing what was set.
 
     Args:
@@ -68,7 +68,7 @@ def set_up_logging(process: str, *, level: str = "info", stream: TextIO | None =
     """
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(line_formatter(process))
-    front = Front(handler)
+    front = LogQueue(handler)
     root = logging.getLogger()
     root.handlers[:] = [front]
     root.setLevel(level.upper())

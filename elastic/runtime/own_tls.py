@@ -28,8 +28,8 @@ BEGAN = datetime.datetime(2020, 1, 1, tzinfo=datetime.timezone.utc)
 """Clocks of nodes differ; nobody looks at it."""
 
 
-class Lock(Protocol):
-    """How the two ends of a connection make it theirs: `PeerTls`, `OwnCertificate`, `Pinned`."""
+class ConnectionTls(Protocol):
+    """How a connection is secured: `PeerTls`, `OwnCertificate` or `PinnedCertificate`."""
 
     def wrap(self, sock: socket.socket, *, is_client: bool) -> ssl.SSLSocket:
         """Return the socket over which TLS is to be spoken; the one given is empty then."""
@@ -79,7 +79,7 @@ class OwnCertificate:
         _shake_hands(sock)
 
 
-class Pinned:
+class PinnedCertificate:
     """The calling side: takes one certificate, and no other."""
 
     def __init__(self, fingerprint: str) -> None:

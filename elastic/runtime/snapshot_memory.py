@@ -19,7 +19,7 @@ import struct
 from pathlib import Path
 from typing import NamedTuple
 
-from elastic.core.policy.replication import Bringing
+from elastic.core.policy.replication import CopyMode
 from elastic.runtime import cgroup
 
 HEADER = 16_384
@@ -30,12 +30,12 @@ SENT_AT = MARKS_MAX * MARK.size
 ARRIVED = struct.Struct("<QQ")
 ARRIVED_AT = SENT_AT + SENT.size
 BRINGING = struct.Struct("<Q")
-BRINGING_AT = ARRIVED_AT + ARRIVED.size
+COPYING_AT = ARRIVED_AT + ARRIVED.size
 MEMORY_SHARE = 0.8
 """Of the memory that is available: the rest is for whatever training allocates next."""
 
 
-class Mark(NamedTuple):
+class SnapshotMark(NamedTuple):
     """What a worker says of its part of a snapshot.
 
     Attributes:
@@ -58,7 +58,7 @@ class Mark(NamedTuple):
     skeleton_bytes: int
     skeleton_crc: int
 
-    def is_with(self, other: Mark | None) -> bool:
+    def is_with(self, other: SnapshotMark | None) -> bool:
         """Return whether both are of the same snapshot, of the same or of different parts."""
         return other is not None and self[:OF_ALL] == other[:OF_ALL]
 
@@ -72,7 +72,7 @@ OF_ALL = 6
 """Fields of a mark that are alike for all parts; text outside of tensors is one worker's word."""
 
 
-def whole(marks: bytes) -> Mark | None:
+def whole(marks: bytes) -> SnapshotMark | None:
     """Return the mark of a snapshot that all workers of the node have marked alike.
 
     Args:
@@ -80,11 +80,11 @@ def whole(marks: bytes) -> Mark | None:
     """
     if len(marks) < HEADER:
         return None
-    first = Mark(*MARK.unpack_from(marks, 0))
+    first = SnapshotMark(*MARK.unpack_from(marks, 0))
     if not first.number or not 1 <= first.parts <= MARKS_MAX:
         return None
     for part in range(1, first.parts):
-        if not Mark(*MARK.unpack_from(marks, part * MARK.size)).is_with(first):
+        if not SnapshotMark(*MARK.unpack_from(marks, part * MARK.size)).is_with(first):
             return None
     return first
 
@@ -94,7 +94,7 @@ def set_sent(descriptor: int, number: int) -> None:
     os.pwrite(descriptor, SENT.pack(number), SENT_AT)
 
 
-def set_arrived(descriptor: int, mark: Mark) -> None:
+def set_arrived(descriptor: int, mark: SnapshotMark) -> None:
     """Say that another node has this snapshot."""
     os.pwrite(descriptor, ARRIVED.pack(mark.number, mark.generation), ARRIVED_AT)
 
@@ -104,9 +104,9 @@ def forget_arrived(descriptor: int) -> None:
     os.pwrite(descriptor, ARRIVED.pack(0, 0), ARRIVED_AT)
 
 
-def set_bringing(descriptor: int, bringing: Bringing) -> None:
+def set_copying(descriptor: int, bringing: CopyMode) -> None:
     """Say whether snapshots are brought to another node."""
-    os.pwrite(descriptor, BRINGING.pack(bringing), BRINGING_AT)
+    os.pwrite(descriptor, BRINGING.pack(bringing), COPYING_AT)
 
 
 def available_memory() -> int | None:

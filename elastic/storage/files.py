@@ -26,8 +26,8 @@ from elastic.storage import outputs
 from elastic.storage.faults import is_about_credentials, reason_of
 from elastic.storage.marker import StoredFile
 from elastic.storage.names import check_inside
-from elastic.storage.outputs import CHUNK_BYTES, Output
-from elastic.storage.patience import PATIENCE_S, with_patience
+from elastic.storage.outputs import CHUNK_BYTES, OutputFile
+from elastic.storage.retry import TIMEOUT_S, with_timeout
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ class Files:
         path: str,
         filesystem: fsspec.AbstractFileSystem | None = None,
         *,
-        patience_s: float = PATIENCE_S,
+        patience_s: float = TIMEOUT_S,
     ) -> None:
         """Touch nothing yet.
 
@@ -262,7 +262,7 @@ class Files:
         """
         return self.put(name, lambda output: output.write(data))
 
-    def put(self, name: str, produce: Callable[[Output], object]) -> StoredFile:
+    def put(self, name: str, produce: Callable[[OutputFile], object]) -> StoredFile:
         """Write a file by a function, which is called anew when a passing fault broke the file.
 
         Args:
@@ -281,7 +281,7 @@ class Files:
         return self._do(f"cannot write {self.path}/{name}", write_all)
 
     @contextlib.contextmanager
-    def writing(self, name: str) -> Iterator[Output]:
+    def writing(self, name: str) -> Iterator[OutputFile]:
         """Give a file to write for the time of the `with` block; its name exists afterwards.
 
         The block cannot be run a second time, so a passing fault ends it: `put` outlives one.
@@ -378,7 +378,7 @@ class Files:
 
     # ---------------------------------------------------------------------------------- inside
 
-    def _open_output(self, name: str) -> contextlib.AbstractContextManager[Output]:
+    def _open_output(self, name: str) -> contextlib.AbstractContextManager[OutputFile]:
         final = self.at(name)
         if self.is_local:
             return outputs.local_output(final)
@@ -387,13 +387,13 @@ class Files:
         return outputs.renamed_output(self.fs, final)
 
     def _do(self, what: str, action: Callable[[], T]) -> T:
-        """Do what may be done twice; see `with_patience`.
+        """Do what may be done twice; see `with_timeout`.
 
         Raises:
             StorageError: it failed for good, or for too long.
         """
         try:
-            return with_patience(lambda: self._accepted(action), self.patience_s, what)
+            return with_timeout(lambda: self._accepted(action), self.patience_s, what)
         except Exception as error:
             raise self._failure(what, error) from error
 

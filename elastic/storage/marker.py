@@ -1,9 +1,9 @@
 """The marker of a checkpoint: written last, and what the rest is held against.
 
 Rule: a directory without a marker that can be read does not exist, unless the coordinator has it in
-its records: then what was prepared is its marker (see `elastic.worker.committing`). The marker
-names every file with its size and checksum, and carries a checksum of itself, so that no flipped
-bit of any file goes unseen.
+its records: then what was prepared is its marker (see `elastic.worker.checkpoint.committer`). The
+marker names every file with its size and checksum, and carries a checksum of itself, so that no
+flipped bit of any file goes unseen.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class StoredFile(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Marker:
+class CheckpointMarker:
     """What a marker says of its checkpoint.
 
     Attributes:
@@ -121,7 +121,7 @@ class Marker:
         return to_summed_json(fields, FORMAT)
 
     @classmethod
-    def from_json(cls, text: str) -> Marker:
+    def from_json(cls, text: str) -> CheckpointMarker:
         """Read the text of the file.
 
         Raises:

@@ -32,7 +32,7 @@ FLUSH_S = 2.0
 PART_BYTES_MAX = 1 << 20
 KEPT_BYTES_MAX = 16 << 20
 """Of lines that storage has not taken; beyond it the oldest are lost."""
-PATIENCE_S = 0.5
+TIMEOUT_S = 0.5
 """How long a report waits for storage that fails for a moment."""
 AGAIN_S = 2.0
 """Until storage is asked again that has failed."""
@@ -50,7 +50,7 @@ class MetricsLog:
             flush_s: on an object store, the shortest time between two writes, in seconds.
         """
         self._files = files
-        self._impatient = Files(files.path, patience_s=min(PATIENCE_S, files.patience_s))
+        self._impatient = Files(files.path, patience_s=min(TIMEOUT_S, files.patience_s))
         self._rank = rank
         self._flush_s = flush_s
         self._name = "" if files.is_object_store else log_name(rank)
@@ -80,7 +80,7 @@ class MetricsLog:
         self._num_bytes += len(line)
         self._forget_oldest()
         if time.monotonic() >= self._not_before:
-            self._write(PATIENCE_S)
+            self._write(TIMEOUT_S)
 
     def flush(self) -> None:
         """Let all lines be seen.
@@ -97,7 +97,7 @@ class MetricsLog:
         """
         try:
             if not self._is_failing or time.monotonic() >= self._not_before:
-                self._write(PATIENCE_S)
+                self._write(TIMEOUT_S)
         except StorageError as error:
             log.warning("metrics_kept rank=%d error=%r", self._rank, str(error))
         self._lines = self._lines[self._num_written :]
@@ -109,7 +109,7 @@ class MetricsLog:
     def _write(self, patience_s: float) -> None:
         if self._num_written == len(self._lines):
             return
-        files = self._files if patience_s > PATIENCE_S else self._impatient
+        files = self._files if patience_s > TIMEOUT_S else self._impatient
         data = b"".join(self._lines)
         # Counted from the attempt: a store that is away is not asked with every report.
         self._not_before, self._is_failing = time.monotonic() + AGAIN_S, True

@@ -21,7 +21,7 @@ CHUNK_BYTES = 4 << 20
 NO_LINKS = frozenset({errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
 
 
-class Output:
+class OutputFile:
     """A file that is being written; counts and sums up what goes through."""
 
     def __init__(self, file: Any) -> None:
@@ -42,25 +42,25 @@ class Output:
 
 
 @contextlib.contextmanager
-def local_output(final: str) -> Iterator[Output]:
+def local_output(final: str) -> Iterator[OutputFile]:
     """Give a local file that has its name, and is on the disk, after the `with` block."""
     folder = os.path.dirname(final)
     os.makedirs(folder, exist_ok=True)
     partial = final + PARTIAL
     with _removed_on_error(partial):
         with LocalFile(partial) as file:
-            yield Output(file)
+            yield OutputFile(file)
             file.finish()
         os.replace(partial, final)
     _sync_folder(folder)
 
 
 @contextlib.contextmanager
-def object_output(fs: Any, final: str) -> Iterator[Output]:
+def object_output(fs: Any, final: str) -> Iterator[OutputFile]:
     """Give an object that exists after the `with` block, and not at all if that raises."""
     file = fs.open(final, "wb")
     try:
-        yield Output(file)
+        yield OutputFile(file)
         file.close()
     except BaseException:
         # To close it would complete it: with what was written so far, under its name.
@@ -72,13 +72,13 @@ def object_output(fs: Any, final: str) -> Iterator[Output]:
 
 
 @contextlib.contextmanager
-def renamed_output(fs: Any, final: str) -> Iterator[Output]:
+def renamed_output(fs: Any, final: str) -> Iterator[OutputFile]:
     """Give a file of some other file system that has its name after the `with` block."""
     fs.makedirs(final.rpartition("/")[0], exist_ok=True)
     partial = final + PARTIAL
     try:
         with fs.open(partial, "wb") as file:
-            yield Output(file)
+            yield OutputFile(file)
         fs.mv(partial, final)
     except BaseException:
         with contextlib.suppress(Exception):

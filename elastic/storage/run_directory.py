@@ -35,13 +35,13 @@ from elastic.storage.marker import (
     METADATA,
     OURS,
     PREPARED,
-    Marker,
+    CheckpointMarker,
     StoredFile,
 )
 from elastic.storage.metrics import MetricsLog, read_metrics
 from elastic.storage.names import check_one
-from elastic.storage.outputs import CHUNK_BYTES, Output
-from elastic.storage.patience import PATIENCE_S
+from elastic.storage.outputs import CHUNK_BYTES, OutputFile
+from elastic.storage.retry import TIMEOUT_S
 from elastic.storage.run_record import read_run
 from elastic.storage.validation import completed
 
@@ -55,7 +55,7 @@ AUTOMATIC = "auto-"
 class RunDirectory:
     """One run's directory, on any file system that fsspec has."""
 
-    def __init__(self, path: str, *, patience_s: float = PATIENCE_S) -> None:
+    def __init__(self, path: str, *, patience_s: float = TIMEOUT_S) -> None:
         """Touch nothing yet.
 
         Args:
@@ -201,7 +201,7 @@ class RunDirectory:
         if self.is_committed(name):
             raise StorageError(f"{self.checkpoint_path(name)} exists already; use another name")
 
-    def prepare(self, name: str, marker: Marker) -> None:
+    def prepare(self, name: str, marker: CheckpointMarker) -> None:
         """Write down what the marker will say, beside the files of which it speaks.
 
         Raises:
@@ -226,7 +226,7 @@ class RunDirectory:
         if files.exists(DAMAGED) or not files.exists(PREPARED):
             return False
         try:
-            marker = Marker.from_json(files.read(PREPARED).decode())
+            marker = CheckpointMarker.from_json(files.read(PREPARED).decode())
         except ValueError as error:
             self.set_aside(name, f"what was prepared of it cannot be read: {error}")
             log.warning("checkpoint_damaged path=%s error=%r", files.path, str(error))
@@ -234,7 +234,7 @@ class RunDirectory:
         self.commit(name, marker)
         return True
 
-    def commit(self, name: str, marker: Marker) -> str:
+    def commit(self, name: str, marker: CheckpointMarker) -> str:
         """Write the marker, once all files are there; the same twice is no error.
 
         Returns:
@@ -300,7 +300,7 @@ class RunDirectory:
         found = self.files.list(f"{CHECKPOINTS}/{prefix}*")
         return [path.split("/")[1] for path in found]
 
-    def reported(self) -> list[tuple[str, Marker]]:
+    def reported(self) -> list[tuple[str, CheckpointMarker]]:
         """Return name and marker of what all attempts reported and committed, oldest first.
 
         Raises:
@@ -308,7 +308,7 @@ class RunDirectory:
         """
         return [(name, marker) for name, marker in self.committed() if not marker.automatic]
 
-    def committed(self, prefix: str = "") -> list[tuple[str, Marker]]:
+    def committed(self, prefix: str = "") -> list[tuple[str, CheckpointMarker]]:
         """Return name and marker of every checkpoint that counts, in the order of commits.
 
         Args:
@@ -323,7 +323,7 @@ class RunDirectory:
         for _, marker in found:
             began[marker.job_id] = min(marker.unix_ns, began.get(marker.job_id, marker.unix_ns))
 
-        def age(pair: tuple[str, Marker]) -> tuple[int, int, str, int, bool, int]:
+        def age(pair: tuple[str, CheckpointMarker]) -> tuple[int, int, str, int, bool, int]:
             # Inside an attempt no clock counts: those of two nodes differ, and may be set back.
             job_id, order = pair[1].job_id, (pair[1].generation, pair[1].automatic, pair[1].index)
             if job_id in jobs:
@@ -332,7 +332,7 @@ class RunDirectory:
 
         return sorted(found, key=age)
 
-    def automatic(self) -> list[tuple[str, Marker]]:
+    def automatic(self) -> list[tuple[str, CheckpointMarker]]:
         """Return name and marker of what was committed without a report, oldest first.
 
         Raises:
@@ -357,7 +357,7 @@ class RunDirectory:
         """
         return tuple(self.record(name, marker) for name, marker in self.committed())
 
-    def record(self, name: str, marker: Marker) -> CheckpointRecord:
+    def record(self, name: str, marker: CheckpointMarker) -> CheckpointRecord:
         """Return a checkpoint as the coordinator knows it."""
         return marker.record(self.checkpoint_path(name))
 
@@ -391,7 +391,7 @@ class RunDirectory:
             if files.exists(sign):
                 files.delete(sign)
 
-    def markers(self, prefix: str = "") -> list[tuple[str, Marker]]:
+    def markers(self, prefix: str = "") -> list[tuple[str, CheckpointMarker]]:
         """Return name and marker of every checkpoint whose marker can be read; see `marker`.
 
         Args:
@@ -407,7 +407,7 @@ class RunDirectory:
                 found.append((name, marker))
         return found
 
-    def marker(self, name: str) -> Marker | None:
+    def marker(self, name: str) -> CheckpointMarker | None:
         """Return a checkpoint's marker, None if it has none that can be read.
 
         With what its validation found out, as far as that is known.
@@ -417,7 +417,7 @@ class RunDirectory:
         """
         files = self.checkpoint(name)
         try:
-            return completed(files, Marker.from_json(files.read(MARKER).decode()))
+            return completed(files, CheckpointMarker.from_json(files.read(MARKER).decode()))
         except ValueError as error:
             if files.path not in self._unreadable:
                 self._unreadable.add(files.path)
@@ -459,7 +459,7 @@ def _files_below(folder: Path, above: tuple[os.stat_result, ...] = ()) -> Iterat
 
 
 def _copied(path: Path, target: Files, relative: str) -> StoredFile:
-    def copy(output: Output) -> None:
+    def copy(output: OutputFile) -> None:
         with open(path, "rb") as file:
             while chunk := file.read(CHUNK_BYTES):
                 output.write(chunk)
@@ -470,7 +470,7 @@ def _copied(path: Path, target: Files, relative: str) -> StoredFile:
 def _owner(data: bytes) -> str:
     """Return who wrote a marker, in words."""
     try:
-        marker = Marker.from_json(data.decode())
+        marker = CheckpointMarker.from_json(data.decode())
     except ValueError:
         return "somebody"
     return f"generation {marker.generation} of job {marker.job_id}"

@@ -32,7 +32,7 @@ class RunPhase(Enum):
 
 
 @dataclass(frozen=True)
-class Owner:
+class RunOwner:
     """The process that a run lives and dies with.
 
     Attributes:
@@ -46,12 +46,12 @@ class Owner:
     began: int
 
     @classmethod
-    def this_process(cls) -> Owner:
+    def this_process(cls) -> RunOwner:
         """Return the process that asks."""
         return cls.of(os.getpid())
 
     @classmethod
-    def of(cls, pid: int) -> Owner:
+    def of(cls, pid: int) -> RunOwner:
         """Return a process of this machine."""
         return cls(socket.gethostname(), pid, _began(pid))
 
@@ -84,7 +84,7 @@ class RunRecord:
     ended_unix_ns: int = 0
     reason: str = ""
     resume_from: str = ""
-    owner: Owner | None = None
+    owner: RunOwner | None = None
 
     def ended(self, phase: RunPhase, unix_ns: int, reason: str = "") -> RunRecord:
         """Return the record of a run that has ended."""
@@ -110,7 +110,7 @@ class RunRecord:
                     **known,
                     "jobs": tuple(known["jobs"]),
                     "phase": RunPhase(known["phase"]),
-                    "owner": Owner(**owner) if owner else None,
+                    "owner": RunOwner(**owner) if owner else None,
                 }
             )
         except (KeyError, TypeError) as error:

@@ -78,7 +78,7 @@ class Tracker(Protocol):
 
 
 @dataclass(frozen=True)
-class Wish:
+class TrackerSpec:
     """A tracker that a user chose, such as "tensorboard:/boards".
 
     Attributes:
@@ -96,13 +96,13 @@ class Wish:
         return f"{self.kind}-{digest}" if self.target else self.kind
 
 
-def parse_trackers(text: str) -> tuple[Wish, ...]:
+def parse_trackers(text: str) -> tuple[TrackerSpec, ...]:
     """Read "tensorboard,json:/x.jsonl"; () for "".
 
     Raises:
         ConfigError: there is no such tracker, or it lacks what it needs.
     """
-    wishes = []
+    requests = []
     for part in filter(None, (part.strip() for part in text.split(","))):
         kind, _, target = part.partition(":")
         if kind not in KINDS:
@@ -110,14 +110,14 @@ def parse_trackers(text: str) -> tuple[Wish, ...]:
         if kind in PACKAGES and not target:
             what = "the name of a project" if kind == "wandb" else "the address of its server"
             raise ConfigError(f"tracker {kind}: expected {kind}:NAME with {what}")
-        wishes.append(Wish(kind, target))
-    return tuple(wishes)
+        requests.append(TrackerSpec(kind, target))
+    return tuple(requests)
 
 
 class Tracking:
     """Brings one tracker up to date with a run, again and again."""
 
-    def __init__(self, run: str, wish: Wish) -> None:
+    def __init__(self, run: str, wish: TrackerSpec) -> None:
         """Read how far it is; nothing is shown yet.
 
         Args:
@@ -128,7 +128,7 @@ class Tracking:
             ConfigError: a package is missing, or files cannot be where they are wanted.
             StorageError: the run directory cannot be read.
         """
-        self._files, self._wish = Files(run), wish
+        self._files, self._request = Files(run), wish
         self._reader, self._numbering = MetricsReader(self._files, 0), Numbering()
         self._waiting: dict[int, Point] = {}
         self._state = self._remembered()
@@ -149,7 +149,7 @@ class Tracking:
             return 0
         told = self._tracker.show(list(self._waiting.values()))
         state = {**self._state, **told, "shown": max(self._waiting)}
-        self._files.write(f"{FOLDER}/{self._wish.name}.json", json.dumps(state).encode())
+        self._files.write(f"{FOLDER}/{self._request.name}.json", json.dumps(state).encode())
         self._tracker.taken_down(state)
         count, self._waiting, self._state = len(self._waiting), {}, state
         return count
@@ -160,7 +160,7 @@ class Tracking:
 
     def _remembered(self) -> dict[str, Any]:
         try:
-            state = json.loads(self._files.read(f"{FOLDER}/{self._wish.name}.json"))
+            state = json.loads(self._files.read(f"{FOLDER}/{self._request.name}.json"))
         except StorageError as error:
             if isinstance(error.__cause__, FileNotFoundError):
                 return {}
@@ -170,7 +170,7 @@ class Tracking:
         return state if isinstance(state, dict) else {}
 
 
-def _open(wish: Wish, run: Files, state: Mapping[str, Any]) -> Tracker:
+def _open(wish: TrackerSpec, run: Files, state: Mapping[str, Any]) -> Tracker:
     if wish.kind in ("tensorboard", "json"):
         default = "tensorboard" if wish.kind == "tensorboard" else "tracked.jsonl"
         if not wish.target and not run.is_local:

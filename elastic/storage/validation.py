@@ -16,14 +16,14 @@ from typing import Any
 from elastic.core.world import CheckpointStatus
 from elastic.errors import StorageError
 from elastic.storage.files import Files
-from elastic.storage.marker import VALIDATED, Marker
+from elastic.storage.marker import VALIDATED, CheckpointMarker
 from elastic.storage.summed import from_summed_json, to_summed_json
 
 FORMAT = 1
 
 
 @dataclass(frozen=True)
-class Wish:
+class ValidationRequest:
     """How one checkpoint is to be validated, as far as its report said so.
 
     Attributes:
@@ -39,14 +39,14 @@ class Wish:
         return json.dumps({"fn_kwargs": self.fn_kwargs, "timeout_s": self.timeout_s})
 
     @classmethod
-    def from_json(cls, text: str) -> Wish:
+    def from_json(cls, text: str) -> ValidationRequest:
         """Read the text in the marker; what a later version added is passed over."""
         body = json.loads(text)
         return cls(dict(body.get("fn_kwargs") or {}), body.get("timeout_s"))
 
 
 @dataclass(frozen=True)
-class Finding:
+class ValidationFinding:
     """What became of one validation.
 
     Attributes:
@@ -69,7 +69,7 @@ class Finding:
         return to_summed_json(body, FORMAT)
 
     @classmethod
-    def from_json(cls, text: str) -> Finding:
+    def from_json(cls, text: str) -> ValidationFinding:
         """Read the text of the file.
 
         Raises:
@@ -79,7 +79,7 @@ class Finding:
         return cls(CheckpointStatus(body["status"]), dict(body["metrics"]), body["reason"])
 
 
-def completed(checkpoint: Files, marker: Marker) -> Marker:
+def completed(checkpoint: Files, marker: CheckpointMarker) -> CheckpointMarker:
     """Return a marker with what is known of the validation that it wishes.
 
     Raises:
@@ -94,14 +94,14 @@ def completed(checkpoint: Files, marker: Marker) -> Marker:
     return replace(marker, status=found.status, metrics=json.dumps(metrics))
 
 
-def read_finding(checkpoint: Files) -> Finding | None:
+def read_finding(checkpoint: Files) -> ValidationFinding | None:
     """Return what a validation came to, None if that is not known.
 
     Raises:
         StorageError: storage cannot be read.
     """
     try:
-        return Finding.from_json(checkpoint.read(VALIDATED).decode())
+        return ValidationFinding.from_json(checkpoint.read(VALIDATED).decode())
     except ValueError:
         return None
     except StorageError as error:
@@ -110,7 +110,7 @@ def read_finding(checkpoint: Files) -> Finding | None:
         raise
 
 
-def write_finding(checkpoint: Files, finding: Finding) -> Finding:
+def write_finding(checkpoint: Files, finding: ValidationFinding) -> ValidationFinding:
     """Write what a validation came to, unless somebody has done so; returns what stands.
 
     Raises:

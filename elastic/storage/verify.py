@@ -13,15 +13,15 @@ from typing import NamedTuple
 from elastic.errors import NotFound, StorageError
 from elastic.storage.faults import reason_of
 from elastic.storage.files import Files
-from elastic.storage.marker import MARKER, METADATA, UNKNOWN, Marker, StoredFile
-from elastic.storage.patience import PATIENCE_S
+from elastic.storage.marker import MARKER, METADATA, UNKNOWN, CheckpointMarker, StoredFile
+from elastic.storage.retry import TIMEOUT_S
 from elastic.storage.run_directory import CHECKPOINTS
 from elastic.storage.run_record import RUN_FILE
 
 ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 
 
-class Damage(NamedTuple):
+class FileDamage(NamedTuple):
     """What is wrong with one file of a checkpoint.
 
     Attributes:
@@ -34,7 +34,7 @@ class Damage(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Verdict:
+class VerifyResult:
     """What became of one checkpoint.
 
     Attributes:
@@ -45,8 +45,8 @@ class Verdict:
     """
 
     path: str
-    marker: Marker | None
-    damages: tuple[Damage, ...]
+    marker: CheckpointMarker | None
+    damages: tuple[FileDamage, ...]
     unchecked: tuple[str, ...] = ()
 
     @property
@@ -62,7 +62,7 @@ class Verdict:
         )
 
 
-def verify(path: str, *, patience_s: float = PATIENCE_S) -> Verdict:
+def verify(path: str, *, patience_s: float = TIMEOUT_S) -> VerifyResult:
     """Read all of a checkpoint and hold it against its marker.
 
     Args:
@@ -77,11 +77,13 @@ def verify(path: str, *, patience_s: float = PATIENCE_S) -> Verdict:
     """
     files = Files(path, patience_s=patience_s)
     try:
-        marker = Marker.from_json(files.read(MARKER).decode())
+        marker = CheckpointMarker.from_json(files.read(MARKER).decode())
     except StorageError as error:
-        return Verdict(path, None, (Damage(MARKER, _unreadable(error, "never committed")),))
+        return VerifyResult(
+            path, None, (FileDamage(MARKER, _unreadable(error, "never committed")),)
+        )
     except ValueError as error:
-        return Verdict(path, None, (Damage(MARKER, f"torn or changed ({error})"),))
+        return VerifyResult(path, None, (FileDamage(MARKER, f"torn or changed ({error})"),))
     damages, unchecked = [], []
     for expected in marker.files:
         try:
@@ -89,13 +91,13 @@ def verify(path: str, *, patience_s: float = PATIENCE_S) -> Verdict:
         except StorageError as error:
             how = _unreadable(error, "missing")
         if how:
-            damages.append(Damage(expected.path, how))
+            damages.append(FileDamage(expected.path, how))
         elif expected.crc32 == UNKNOWN:
             unchecked.append(expected.path)
-    return Verdict(path, marker, tuple(damages), tuple(unchecked))
+    return VerifyResult(path, marker, tuple(damages), tuple(unchecked))
 
 
-def checkpoints_at(path: str, *, patience_s: float = PATIENCE_S) -> tuple[str, ...]:
+def checkpoints_at(path: str, *, patience_s: float = TIMEOUT_S) -> tuple[str, ...]:
     """Return the checkpoints that a path names: itself, or all of a run directory.
 
     Every folder where a run keeps its checkpoints counts, with or without a marker.

@@ -14,8 +14,8 @@ import grpc
 import grpc.aio
 
 from elastic.errors import ConfigError, StoreError, UsageError
-from elastic.store.etcd_commit import Committer, is_granted_already, new_lease_id
-from elastic.store.etcd_link import TOTAL_S, EtcdAccess, EtcdLink, Refusal, Unanswered
+from elastic.store.etcd_commit import EtcdCommitter, is_granted_already, new_lease_id
+from elastic.store.etcd_link import TOTAL_S, EtcdAccess, EtcdLink, EtcdRefusal, RequestUnanswered
 from elastic.store.etcd_read import read_range
 from elastic.store.etcd_watch import watch_prefix
 from elastic.store.etcd_wire import (
@@ -26,7 +26,7 @@ from elastic.store.etcd_wire import (
     REVOKE,
     KeySpace,
 )
-from elastic.store.interface import Change, CommitResult, Compare, Lease, Snapshot, Write
+from elastic.store.interface import Change, CommitResult, Compare, Lease, StoreSnapshot, Write
 from elastic.store.rules import (
     check_commit,
     check_from_revision,
@@ -76,18 +76,18 @@ class EtcdStore:
         current = (lambda: given) if isinstance(given, EtcdAccess) else given
         self._link = EtcdLink(endpoints, current, total_s=total_s)
         self._keys = KeySpace(root)
-        self._committer = Committer(self._link, self._keys)
+        self._committer = EtcdCommitter(self._link, self._keys)
 
-    async def read(self, prefix: str) -> Snapshot:
+    async def read(self, prefix: str) -> StoreSnapshot:
         """Return all entries whose key starts with `prefix`, as a majority knows them.
 
         However much that is: it comes in pages, each of which has its own time.
         """
         try:
             kvs, revision = await read_range(self._link, *self._keys.range(prefix))
-        except Refusal as refusal:
+        except EtcdRefusal as refusal:
             raise _unexpected("read", refusal) from None
-        return Snapshot(tuple(self._keys.entry(kv) for kv in kvs), revision)
+        return StoreSnapshot(tuple(self._keys.entry(kv) for kv in kvs), revision)
 
     async def commit(self, compares: Sequence[Compare], writes: Sequence[Write]) -> CommitResult:
         """Apply all writes if all comparisons hold; at most once."""
@@ -100,7 +100,7 @@ class EtcdStore:
         request = pb.LeaseGrantRequest(TTL=math.ceil(ttl_s), ID=new_lease_id())
         try:
             answer = await self._link.repeat(GRANT, request, "lease grant")
-        except Refusal as refusal:
+        except EtcdRefusal as refusal:
             if is_granted_already(refusal):
                 return Lease(request.ID, float(request.TTL))
             raise _unexpected("lease grant", refusal) from None
@@ -113,9 +113,9 @@ class EtcdStore:
         while True:
             try:
                 return await self._renew_once(lease_id, min(RENEW_TRY_S, patience.try_s()))
-            except Unanswered as error:
+            except RequestUnanswered as error:
                 await patience.pause(error)
-            except Refusal as refusal:
+            except EtcdRefusal as refusal:
                 raise _unexpected("lease renewal", refusal) from None
 
     async def revoke_lease(self, lease_id: int) -> None:
@@ -123,7 +123,7 @@ class EtcdStore:
         check_lease_id(lease_id)
         try:
             await self._link.repeat(REVOKE, pb.LeaseRevokeRequest(ID=lease_id), "lease revocation")
-        except Refusal as refusal:
+        except EtcdRefusal as refusal:
             if refusal.code is not grpc.StatusCode.NOT_FOUND:
                 raise _unexpected("lease revocation", refusal) from None
 
@@ -142,7 +142,7 @@ class EtcdStore:
         request = pb.CompactionRequest(revision=revision - 1)
         try:
             await self._link.repeat(COMPACT, request, "compaction")
-        except Refusal as refusal:
+        except EtcdRefusal as refusal:
             if refusal.code is not grpc.StatusCode.OUT_OF_RANGE:
                 raise _unexpected("compaction", refusal) from None
             if "future" in refusal.details:
@@ -172,5 +172,5 @@ class EtcdStore:
         return answer.TTL > 0
 
 
-def _unexpected(what: str, refusal: Refusal) -> StoreError:
+def _unexpected(what: str, refusal: EtcdRefusal) -> StoreError:
     return StoreError(f"etcd refuses a {what}: {refusal}; compare its version and its limits")

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 import grpc
 
 from elastic.errors import ElasticError, StoreError, StoreUnavailable
-from elastic.store.etcd_link import EtcdLink, Patience, Refusal, Unanswered
+from elastic.store.etcd_link import EtcdLink, EtcdRefusal, RequestUnanswered, RetryBudget
 from elastic.store.etcd_wire import GRANT, REVOKE, TXN, KeySpace, put, read, unchanged
 from elastic.store.interface import CommitResult, Compare, Put, Write
 from elastic.store.rules import lease_ended
@@ -38,7 +38,7 @@ MARKER_AGE_MAX_S = 1800.0
 
 
 @dataclass
-class Marker:
+class ClientMarker:
     """This client's key on the server.
 
     Attributes:
@@ -54,7 +54,7 @@ class Marker:
     mod_revision: int
 
 
-class Committer:
+class EtcdCommitter:
     """Does one commit after the other; further ones wait for their turn."""
 
     def __init__(self, link: EtcdLink, keys: KeySpace) -> None:
@@ -62,7 +62,7 @@ class Committer:
         self._link = link
         self._keys = keys
         self._turn = asyncio.Lock()
-        self._marker: Marker | None = None
+        self._marker: ClientMarker | None = None
         # Name of the try whose outcome is not known, of this commit or of one given up before.
         self._unsettled: bytes | None = None
         self._count = 0
@@ -80,10 +80,10 @@ class Committer:
                 request = self._request(marker, tried, compares, writes)
                 try:
                     answer = await self._link.once(TXN, request, patience.try_s())
-                except Unanswered as error:
+                except RequestUnanswered as error:
                     await patience.pause(error)
                     continue
-                except Refusal as refusal:
+                except EtcdRefusal as refusal:
                     self._unsettled = None
                     raise _explained(refusal, writes) from None
                 self._unsettled = None
@@ -104,12 +104,12 @@ class Committer:
             return
         try:
             await self._link.once(REVOKE, pb.LeaseRevokeRequest(ID=marker.lease), 1.0)
-        except (Unanswered, Refusal, ElasticError):
+        except (RequestUnanswered, EtcdRefusal, ElasticError):
             return
 
     async def _ready_marker(
-        self, patience: Patience, tried: bytes | None
-    ) -> tuple[Marker, int | None]:
+        self, patience: RetryBudget, tried: bytes | None
+    ) -> tuple[ClientMarker, int | None]:
         """Return a marker that no lost try compares any more.
 
         Also returns the revision at which the lost try took effect, if it is `tried`, this
@@ -131,7 +131,7 @@ class Committer:
             self._marker = await self._make_marker(patience)
         return self._marker, None
 
-    async def _settle(self, marker: Marker, lost: bytes, patience: Patience) -> int | None:
+    async def _settle(self, marker: ClientMarker, lost: bytes, patience: RetryBudget) -> int | None:
         """Find out what became of a lost try, and see that nothing comes of it later.
 
         Returns the revision at which it took effect; None if it never will, or if the marker
@@ -155,7 +155,7 @@ class Committer:
         marker.mod_revision = found.mod_revision
         return found.mod_revision if found.value == lost else None
 
-    async def _make_marker(self, patience: Patience) -> Marker:
+    async def _make_marker(self, patience: RetryBudget) -> ClientMarker:
         """Write a marker under a name that nobody has used; may be repeated."""
         self._unsettled = None
         born_s = time.monotonic()
@@ -165,9 +165,9 @@ class Committer:
             try:
                 await self._link.once(GRANT, grant, patience.try_s())
                 break
-            except Unanswered as error:
+            except RequestUnanswered as error:
                 await patience.pause(error)
-            except Refusal as refusal:
+            except EtcdRefusal as refusal:
                 if not is_granted_already(refusal):
                     raise _explained(refusal, ()) from None
                 break
@@ -180,20 +180,24 @@ class Committer:
         answer = await self._repeat_txn(request, patience)
         # An earlier try of this very request may have made it.
         at = answer.header.revision if answer.succeeded else _mod_revision(answer.responses[0])
-        return Marker(key, lease, born_s, at)
+        return ClientMarker(key, lease, born_s, at)
 
-    async def _repeat_txn(self, request: pb.TxnRequest, patience: Patience) -> pb.TxnResponse:
+    async def _repeat_txn(self, request: pb.TxnRequest, patience: RetryBudget) -> pb.TxnResponse:
         """Do a transaction on the marker alone, which may be done twice."""
         while True:
             try:
                 return await self._link.once(TXN, request, patience.try_s())
-            except Unanswered as error:
+            except RequestUnanswered as error:
                 await patience.pause(error)
-            except Refusal as refusal:
+            except EtcdRefusal as refusal:
                 raise _explained(refusal, ()) from None
 
     def _request(
-        self, marker: Marker, name: bytes, compares: Sequence[Compare], writes: Sequence[Write]
+        self,
+        marker: ClientMarker,
+        name: bytes,
+        compares: Sequence[Compare],
+        writes: Sequence[Write],
     ) -> pb.TxnRequest:
         mine = unchanged(marker.key, marker.mod_revision)
         return pb.TxnRequest(
@@ -212,7 +216,7 @@ def new_lease_id() -> int:
     return secrets.randbelow(2**63 - 1) + 1
 
 
-def is_granted_already(refusal: Refusal) -> bool:
+def is_granted_already(refusal: EtcdRefusal) -> bool:
     """Tell whether a grant was refused because an earlier try of it took effect."""
     return refusal.code is grpc.StatusCode.FAILED_PRECONDITION and "exists" in refusal.details
 
@@ -223,7 +227,7 @@ def _mod_revision(response: pb.ResponseOp) -> int:
     return int(kvs[0].mod_revision) if kvs else 0
 
 
-def _explained(refusal: Refusal, writes: Sequence[Write]) -> Exception:
+def _explained(refusal: EtcdRefusal, writes: Sequence[Write]) -> Exception:
     """Return what to raise when etcd refuses a transaction."""
     if refusal.code is grpc.StatusCode.NOT_FOUND and "lease" in refusal.details:
         return lease_ended([w.lease for w in writes if isinstance(w, Put) and w.lease])

@@ -90,11 +90,11 @@ class EtcdAccess:
     key: bytes = field(default=b"", repr=False)
 
 
-class Unanswered(Exception):
+class RequestUnanswered(Exception):
     """A try brought no answer: whether the request took effect is not known."""
 
 
-class Refusal(Exception):
+class EtcdRefusal(Exception):
     """etcd answered with an error that the caller may understand; nothing took effect."""
 
     def __init__(self, code: grpc.StatusCode, details: str) -> None:
@@ -104,7 +104,7 @@ class Refusal(Exception):
         super().__init__(f"{code.name}: {details}")
 
 
-class Patience:
+class RetryBudget:
     """How long one request may go on, and how long to pause before the next try."""
 
     def __init__(self, what: str, endpoints: int, total_s: float) -> None:
@@ -120,7 +120,7 @@ class Patience:
         self._total_s = total_s
         self._until = time.monotonic() + total_s
         self._tries = 0
-        self._said = "it waited for another one"
+        self._reported = "it waited for another one"
 
     def try_s(self) -> float:
         """Return the seconds that the next try may take.
@@ -132,15 +132,15 @@ class Patience:
         if left <= 0:
             raise StoreUnavailable(
                 f"etcd did not answer a {self._what} within {self._total_s:g} s and {self._tries} "
-                f"tries (last: {self._said}); whether it took effect is not known; see that a "
-                f"majority of its members runs and can be reached{_hint(self._said)}"
+                f"tries (last: {self._reported}); whether it took effect is not known; see that a "
+                f"majority of its members runs and can be reached{_hint(self._reported)}"
             )
         return min(TRY_S, left)
 
-    async def pause(self, error: Unanswered) -> None:
+    async def pause(self, error: RequestUnanswered) -> None:
         """Take note of a failed try, and wait once all endpoints have had theirs."""
         self._tries += 1
-        self._said = str(error)
+        self._reported = str(error)
         left = self._until - time.monotonic()
         await asyncio.sleep(max(0.0, min(pause_s(self._tries, self._endpoints), left)))
 
@@ -193,9 +193,9 @@ class EtcdLink:
         self._ended = asyncio.Event()
         self.closing = asyncio.Event()
 
-    def patience(self, what: str) -> Patience:
+    def patience(self, what: str) -> RetryBudget:
         """Return the time that a request may take from now."""
-        return Patience(what, len(self.endpoints), self._total_s)
+        return RetryBudget(what, len(self.endpoints), self._total_s)
 
     async def once(self, method: Method[Answer], request: Any, timeout_s: float) -> Answer:
         """Ask one endpoint, once.
@@ -229,7 +229,7 @@ class EtcdLink:
         while True:
             try:
                 return await self.once(method, request, patience.try_s())
-            except Unanswered as error:
+            except RequestUnanswered as error:
                 await patience.pause(error)
 
     @asynccontextmanager
@@ -261,18 +261,18 @@ class EtcdLink:
             return StoreUnavailable(FULL)
         if code in UNANSWERED:
             return self.unanswered(index, f"{code.name} {details}")
-        return self._denied(code, details) or Refusal(code, details)
+        return self._denied(code, details) or EtcdRefusal(code, details)
 
-    def login_again(self, details: str) -> Unanswered:
+    def login_again(self, details: str) -> RequestUnanswered:
         """Forget a token that is no good any more; the next try asks for another."""
         self._token = ""
-        return Unanswered(details)
+        return RequestUnanswered(details)
 
-    def unanswered(self, index: int, said: str) -> Unanswered:
+    def unanswered(self, index: int, said: str) -> RequestUnanswered:
         """Turn away from an endpoint; others may have turned away from it already."""
         if self._asked == index:
             self._asked = (index + 1) % len(self.endpoints)
-        return Unanswered(f"{self.endpoints[index]}: {said}")
+        return RequestUnanswered(f"{self.endpoints[index]}: {said}")
 
     async def close(self) -> None:
         """Close all channels once the calls under way have ended, which have their deadlines.

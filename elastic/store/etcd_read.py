@@ -12,7 +12,7 @@ import logging
 import grpc
 
 from elastic.errors import StoreUnavailable
-from elastic.store.etcd_link import EtcdLink, Refusal, Unanswered
+from elastic.store.etcd_link import EtcdLink, EtcdRefusal, RequestUnanswered
 from elastic.store.etcd_wire import RANGE
 from elastic.wire.generated.elastic.etcd.v1 import wire_pb2 as pb
 
@@ -57,7 +57,7 @@ async def _read_pages(link: EtcdLink, key: bytes, end: bytes) -> tuple[list[pb.K
         request = pb.RangeRequest(key=key, range_end=end, limit=limit, revision=revision)
         try:
             answer = await _page(link, request)
-        except Refusal as refusal:
+        except EtcdRefusal as refusal:
             if revision and refusal.code is grpc.StatusCode.OUT_OF_RANGE:
                 raise _History(refusal.details) from None
             raise
@@ -77,6 +77,6 @@ async def _page(link: EtcdLink, request: pb.RangeRequest) -> pb.RangeResponse:
     while True:
         try:
             return await link.once(RANGE, request, patience.try_s())
-        except Unanswered as error:
+        except RequestUnanswered as error:
             request.limit = max(1, min(request.limit, 2 * PAGE) // 2)
             await patience.pause(error)

@@ -23,8 +23,8 @@ from elastic.store.etcd_link import (
     STALE_LOGIN,
     TRY_S,
     EtcdLink,
-    Refusal,
-    Unanswered,
+    EtcdRefusal,
+    RequestUnanswered,
     pause_s,
 )
 from elastic.store.etcd_wire import WATCH, KeySpace
@@ -60,7 +60,7 @@ async def watch_prefix(
                     if response.events:
                         last = response.events[-1].kv.mod_revision
                         next_revision = max(next_revision, last + 1)
-        except Unanswered as error:
+        except RequestUnanswered as error:
             failures += 1
             if failures == 1:
                 log.warning(
@@ -74,7 +74,7 @@ async def watch_prefix(
             if denials >= DENIALS_MAX:
                 raise
             link.login_again(str(error))
-        except Refusal as refusal:
+        except EtcdRefusal as refusal:
             raise StoreError(f"etcd refuses a watch: {refusal}; compare its version") from None
         await _pause(link, pause_s(failures, len(link.endpoints)))
 
@@ -102,7 +102,7 @@ def _refuse_ended(response: pb.WatchResponse, next_revision: int) -> None:
             f"its prefix"
         )
     if "leader" in response.cancel_reason or not response.cancel_reason:
-        raise Unanswered(response.cancel_reason or "the server ended the watch")
+        raise RequestUnanswered(response.cancel_reason or "the server ended the watch")
     raise StoreError(f"etcd ended a watch: {response.cancel_reason}")
 
 

@@ -34,7 +34,7 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class StoreSnapshot:
     """What a read saw: entries sorted by key, and the store's revision at that moment."""
 
     entries: tuple[Entry, ...]
@@ -118,7 +118,7 @@ class Store(Protocol):
     deadline. A store belongs to one event loop.
     """
 
-    async def read(self, prefix: str) -> Snapshot:
+    async def read(self, prefix: str) -> StoreSnapshot:
         """Return all entries whose key starts with `prefix` (an exact key is its own prefix)."""
         ...
 

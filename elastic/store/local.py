@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, TypeVar
 
-from elastic.store.interface import Change, CommitResult, Compare, Lease, Snapshot, Write
+from elastic.store.interface import Change, CommitResult, Compare, Lease, StoreSnapshot, Write
 from elastic.store.rules import (
     check_commit,
     check_compaction,
@@ -33,14 +33,14 @@ Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True)
-class Page:
+class HistoryPage:
     """A part of the history: complete up to, and without, `next_revision`."""
 
     changes: tuple[Change, ...]
     next_revision: int
 
 
-class Engine(Protocol):
+class StorageEngine(Protocol):
     """What keeps the entries. All methods may block; requests were checked before.
 
     Attributes:
@@ -49,7 +49,7 @@ class Engine(Protocol):
 
     revision: int
 
-    def read(self, prefix: str) -> Snapshot:
+    def read(self, prefix: str) -> StoreSnapshot:
         """Return the entries under a prefix."""
         ...
 
@@ -57,7 +57,7 @@ class Engine(Protocol):
         """Compare and write."""
         ...
 
-    def history(self, prefix: str, from_revision: int) -> Page:
+    def history(self, prefix: str, from_revision: int) -> HistoryPage:
         """Return changes since a revision; raises Compacted."""
         ...
 
@@ -82,7 +82,7 @@ class Engine(Protocol):
         ...
 
 
-class Signal:
+class ChangeSignal:
     """Wakes those who wait for a revision, or for a change of the leases."""
 
     def __init__(self, revision: int) -> None:
@@ -114,7 +114,7 @@ class LocalStore:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: StorageEngine,
         *,
         executor: Executor | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -132,12 +132,12 @@ class LocalStore:
         self._clock = clock
         self._closed = False
         self._adopted = False
-        self._signal = Signal(engine.revision)
+        self._signal = ChangeSignal(engine.revision)
         # Until when each lease is on, if it is not renewed; and its time in seconds.
         self._deadlines: dict[int, float] = {}
         self._ttls: dict[int, float] = {}
 
-    async def read(self, prefix: str) -> Snapshot:
+    async def read(self, prefix: str) -> StoreSnapshot:
         """Return all entries whose key starts with `prefix`."""
         encode_prefix(prefix)
         await self.expire_leases()

@@ -17,10 +17,10 @@ from elastic.store.interface import (
     Compare,
     Entry,
     Lease,
-    Snapshot,
+    StoreSnapshot,
     Write,
 )
-from elastic.store.local import LocalStore, Page
+from elastic.store.local import HistoryPage, LocalStore
 from elastic.store.rules import deletion, plan_commit
 
 
@@ -46,10 +46,10 @@ class MemoryEngine:
         self._leases: dict[int, Lease] = {}
         self._last_lease = 0
 
-    def read(self, prefix: str) -> Snapshot:
+    def read(self, prefix: str) -> StoreSnapshot:
         """Return the entries under a prefix; looks at all keys, there are few."""
         found = (self._entries[key] for key in sorted(self._entries) if key.startswith(prefix))
-        return Snapshot(tuple(found), self.revision)
+        return StoreSnapshot(tuple(found), self.revision)
 
     def commit(self, compares: Sequence[Compare], writes: Sequence[Write]) -> CommitResult:
         """Compare and write."""
@@ -65,13 +65,13 @@ class MemoryEngine:
         self._apply(plan)
         return CommitResult(True, self.revision)
 
-    def history(self, prefix: str, from_revision: int) -> Page:
+    def history(self, prefix: str, from_revision: int) -> HistoryPage:
         """Return all changes since a revision."""
         if from_revision < self._oldest:
             raise Compacted(from_revision, self._oldest)
         start = bisect.bisect_left(self._history, from_revision, key=_revision)
         found = (change for change in self._history[start:] if change.entry.key.startswith(prefix))
-        return Page(tuple(found), max(from_revision, self.revision + 1))
+        return HistoryPage(tuple(found), max(from_revision, self.revision + 1))
 
     def compact(self, revision: int) -> None:
         """Forget changes older than a revision."""

@@ -24,13 +24,13 @@ from elastic.store.interface import (
     Compare,
     Entry,
     Lease,
-    Snapshot,
+    StoreSnapshot,
     Write,
 )
-from elastic.store.local import LocalStore, Page
+from elastic.store.local import HistoryPage, LocalStore
 from elastic.store.rules import deletion, encode_prefix, end_of_prefix, plan_commit
 from elastic.store.sqlite_file import ADVICE, FileLock, open_database, own_errors
-from elastic.store.sqlite_mark import Mark, check_mark
+from elastic.store.sqlite_mark import StoreMark, check_mark
 
 PAGE_CHANGES = 500
 """Changes that a watch takes from the history at once; a revision is never cut in two."""
@@ -75,20 +75,20 @@ class SqliteEngine:
             self._database = open_database(path)
             with self._errors_undone():
                 self.revision = self._number("revision")
-            self._mark = Mark(path)
+            self._mark = StoreMark(path)
             self._mark.write(self.revision)
         except BaseException:
             self._lock.release()
             raise
 
-    def read(self, prefix: str) -> Snapshot:
+    def read(self, prefix: str) -> StoreSnapshot:
         """Return the entries under a prefix."""
         with self._errors_undone():
             bounds, values = _range(prefix)
             rows = self._database.execute(
                 f"SELECT {ENTRY_COLUMNS} FROM entries WHERE {bounds} ORDER BY key", values
             ).fetchall()
-            return Snapshot(tuple(self._entry(row) for row in rows), self.revision)
+            return StoreSnapshot(tuple(self._entry(row) for row in rows), self.revision)
 
     def commit(self, compares: Sequence[Compare], writes: Sequence[Write]) -> CommitResult:
         """Compare and write; on the disk when it returns."""
@@ -105,7 +105,7 @@ class SqliteEngine:
             self._apply(plan)
             return CommitResult(True, self.revision)
 
-    def history(self, prefix: str, from_revision: int) -> Page:
+    def history(self, prefix: str, from_revision: int) -> HistoryPage:
         """Return the first changes since a revision."""
         with self._errors_undone():
             oldest = self._number("oldest")
@@ -127,7 +127,7 @@ class SqliteEngine:
                 rows = [row for row in rows if row[3] < last] + whole
                 next_revision = last + 1
             changes = (Change(ChangeKind(row[6]), self._entry(row[:6])) for row in rows)
-            return Page(tuple(changes), next_revision)
+            return HistoryPage(tuple(changes), next_revision)
 
     def compact(self, revision: int) -> None:
         """Forget changes older than a revision."""

@@ -23,7 +23,7 @@ MARK = struct.Struct(">8sQI")
 MAGIC = b"ELSTREV1"
 
 
-class Mark:
+class StoreMark:
     """The mark of a store that is open."""
 
     def __init__(self, path: Path) -> None:
@@ -133,7 +133,7 @@ def look(path: Path) -> tuple[int, str]:
 
 
 @dataclass(frozen=True)
-class Salvaged:
+class SalvageReport:
     """What was found of a store.
 
     Attributes:
@@ -147,7 +147,7 @@ class Salvaged:
     copies: tuple[Path, ...]
 
 
-def set_aside(path: Path) -> Salvaged:
+def set_aside(path: Path) -> SalvageReport:
     """Copy the files of a store as they are, and let it be opened with what is left.
 
     Raises:
@@ -172,10 +172,10 @@ def set_aside(path: Path) -> Salvaged:
             except OSError as error:
                 raise UsageError(f"{target} cannot be written: {error.strerror}") from error
             copies.append(target)
-    mark = Mark(path)
+    mark = StoreMark(path)
     mark.write(found)
     mark.close()
-    return Salvaged(acknowledged, found, tuple(copies))
+    return SalvageReport(acknowledged, found, tuple(copies))
 
 
 def _aside(path: Path, number: int) -> Path:

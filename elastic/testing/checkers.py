@@ -160,7 +160,7 @@ class Checkers:
 
     # ------------------------------------------------------------ leadership
 
-    def took_office(self, name: str, term: int) -> None:
+    def took_leader_state(self, name: str, term: int) -> None:
         """A coordinator holds the lease from here on."""
         self.require(
             term not in self.leaders,
@@ -264,7 +264,7 @@ class Checkers:
             f"job {job_id} generation {generation}: told {told}, has {metrics}",
         )
 
-    def told_of_preemption(self, worker_id: WorkerId, reason: str) -> None:
+    def reported_of_preemption(self, worker_id: WorkerId, reason: str) -> None:
         """A worker learned that nodes of its group leave."""
         self.require(bool(reason), "a notice says why", f"worker {worker_id}")
         self.notices += 1

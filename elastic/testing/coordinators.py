@@ -26,7 +26,7 @@ from elastic.testing.network import Network
 from elastic.testing.terms import Candidate
 from elastic.testing.world import MS, Alarm, S, Timeline
 
-NAP_NS = 1 * S
+SUSPEND_NS = 1 * S
 """The driver notices a nap of this length."""
 WRITES = (events.Persist, events.PersistNodes)
 OnStep = Callable[[int, Sequence[events.CoordinatorEffect], Callable[[], ClusterView], int], None]
@@ -162,16 +162,16 @@ class CoordinatorHost:
         if not frozen:
             self._inbox.extend(self._unread)
             self._unread.clear()
-            if slept_ns >= NAP_NS and self.machine is not None:
-                self._inbox.append(events.Woke(slept_ns))
+            if slept_ns >= SUSPEND_NS and self.machine is not None:
+                self._inbox.append(events.WokeFromSuspend(slept_ns))
             self._pump()
 
-    def hears(self, session: SessionId, message: AgentMessage) -> None:
+    def receives(self, session: SessionId, message: AgentMessage) -> None:
         """A message arrived over a stream."""
         if isinstance(message, Hello):
             self.post(events.AgentConnected(session, message))
         else:
-            self.post(events.AgentSaid(session, message))
+            self.post(events.AgentMessageReceived(session, message))
 
     def loses(self, session: SessionId, reason: str) -> None:
         """A stream ended."""
@@ -187,7 +187,7 @@ class CoordinatorHost:
                 # As the driver does: all that came meanwhile is one step.
                 waiting = tuple(self._inbox)
                 self._inbox.clear()
-                event = events.Several(waiting) if len(waiting) > 1 else waiting[0]
+                event = events.EventBatch(waiting) if len(waiting) > 1 else waiting[0]
                 self.stepped_ns = self.timeline.now_ns
                 effects = self.machine.step(event, self.stepped_ns)
                 look = partial(self.machine.view, self.stepped_ns)

@@ -9,16 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from elastic.core.copy_messages import CopyOrder, Doors, DropCopy, KeepCopy, Replicate
+from elastic.core.copy_messages import CopyEndpoints, CopyOrder, DropCopy, KeepCopy, Replicate
 from elastic.core.events.agent import AgentEvent, CopiesChanged, PushFailed
-from elastic.core.policy.replication import Bringing
+from elastic.core.policy.replication import CopyMode
 from elastic.core.world import ALL_ALIKE, Assignment, Generation, HeldCopy, JobId, NodeId
 from elastic.testing.checkers import Checkers
 from elastic.testing.shards import Shards, Snapshot
 from elastic.testing.world import MS, S, Timeline
 
-LOOK_NS = 200 * MS
-PATIENCE_NS = 3 * S
+POLL_NS = 200 * MS
+TIMEOUT_NS = 3 * S
 UNCOPIED_NS = 45 * S
 """A run whose state could lie on another node does so by then: a node that did not answer is
 asked again after 30 s."""
@@ -50,7 +50,7 @@ class Copying:
         """Begin without nodes; `trained` says how far a job is."""
         self.timeline, self.checkers = timeline, checkers
         self.trained = trained
-        self.desks: dict[str, CopyDesk] = {}
+        self.desks: dict[str, CopyHost] = {}
         self.shards = Shards(
             timeline, checkers, lambda: tuple(desk.node_id for desk in self.desks.values())
         )
@@ -60,7 +60,7 @@ class Copying:
         self.old: set[tuple[NodeId, int]] = set()
         self.is_wanted: Callable[[JobId], bool] = lambda job_id: True
 
-    def reach(self, caller: NodeId, address: str, fingerprint: str) -> CopyDesk | None:
+    def reach(self, caller: NodeId, address: str, fingerprint: str) -> CopyHost | None:
         """Return who answers there, None if that is not whose certificate is looked for."""
         host, _, port = address.rpartition(":")
         desk = self.desks[f"{host}:{CLEAR_PORT}"]
@@ -78,7 +78,7 @@ class Copying:
         is_open = fingerprint == desk.doors.fingerprint if fingerprint else desk.is_clear_open
         return desk if is_open else None
 
-    def reached(self, assignment: Assignment) -> list[CopyDesk]:
+    def reached(self, assignment: Assignment) -> list[CopyHost]:
         """Return whom a member finds at the addresses that it was told."""
         caller = NodeId(assignment.worker_id.rpartition("/")[0])
         prints = assignment.copies_fingerprints or ("",) * len(assignment.copies)
@@ -169,7 +169,7 @@ class Copying:
         return not set(up) - set(trained.nodes) or trained.age[0] in generations
 
 
-class CopyDesk:
+class CopyHost:
     """One agent's side of it.
 
     Attributes:
@@ -200,7 +200,7 @@ class CopyDesk:
         self.node_id, self.host, self.is_up = node_id, host, is_up
         self.life = 0
         self.held: dict[JobId, Age] = {}
-        self._is_told_to_open = False
+        self._is_reported_to_open = False
         self._keys: dict[JobId, str] = {}
         self._orders: dict[JobId, Replicate] = {}
         self._copying, self._post, self._has_memory = copying, post, has_memory
@@ -212,20 +212,20 @@ class CopyDesk:
         return f"{self.host}:{CLEAR_PORT}"
 
     @property
-    def doors(self) -> Doors:
+    def doors(self) -> CopyEndpoints:
         """Return what its agent tells in its hello: each life makes itself a certificate."""
         if (self.node_id, self.life) in self._copying.old:
-            return Doors(self.address)
-        return Doors(self.address, f"{self.host}:{TLS_PORT}", f"{self.node_id}-{self.life}")
+            return CopyEndpoints(self.address)
+        return CopyEndpoints(self.address, f"{self.host}:{TLS_PORT}", f"{self.node_id}-{self.life}")
 
     @property
     def is_clear_open(self) -> bool:
         """Return whether those are answered who know no certificates of an agent's own."""
-        return self._is_told_to_open or (self.node_id, self.life) in self._copying.old
+        return self._is_reported_to_open or (self.node_id, self.life) in self._copying.old
 
     def died(self) -> None:
         """The agent is gone, and its memory."""
-        self._is_told_to_open = False
+        self._is_reported_to_open = False
         self.held, self._keys, self._orders = {}, {}, {}
         self._copying.shards.died(self.node_id)
 
@@ -240,7 +240,7 @@ class CopyDesk:
         job_id = order.job_id
         if isinstance(order, KeepCopy):
             self._keys[job_id] = order.key
-            self._is_told_to_open |= not order.tls_only
+            self._is_reported_to_open |= not order.tls_only
         elif isinstance(order, DropCopy):
             known = [one for one in self._all() if order.source in (ALL_ALIKE, one.source)]
             if any(
@@ -258,14 +258,14 @@ class CopyDesk:
                 self._post(CopiesChanged(self._all()))
         elif not order.address:
             self._orders.pop(job_id, None)
-            self._show(job_id, Bringing.OFF)
+            self._show(job_id, CopyMode.OFF)
         else:
             self._orders[job_id] = order
             if run := self._copying.shards.runs.get(job_id):
                 run.arrived.pop(self.node_id, None)
-            self._show(job_id, Bringing.ON)
-            look = self._look_at_rows if order.source else self._look
-            self._copying.timeline.after(LOOK_NS, look, order, None, 0)
+            self._show(job_id, CopyMode.ON)
+            look = self._check_at_rows if order.source else self._check
+            self._copying.timeline.after(POLL_NS, look, order, None, 0)
 
     def take(self, job_id: JobId, key: str, age: Age, source: NodeId) -> bool:
         """A copy comes; returns whether it is taken."""
@@ -306,13 +306,13 @@ class CopyDesk:
         whole = tuple(HeldCopy(job_id, *age) for job_id, age in self.held.items())
         return (*whole, *self._copying.shards.held(self.node_id))
 
-    def _show(self, job_id: JobId, bringing: Bringing) -> None:
+    def _show(self, job_id: JobId, bringing: CopyMode) -> None:
         """Let the workers see whether their rows are brought to another node."""
         run = self._copying.shards.runs.get(job_id)
         if run is not None:
             run.bringing[self.node_id] = bringing
 
-    def _look_at_rows(self, order: Replicate, last: Snapshot | None, failing_ns: int) -> None:
+    def _check_at_rows(self, order: Replicate, last: Snapshot | None, failing_ns: int) -> None:
         """Push this node's newest rows, and look again; ends with its order."""
         job_id, now_ns = order.job_id, self._copying.timeline.now_ns
         if self._orders.get(job_id) is not order:
@@ -325,20 +325,20 @@ class CopyDesk:
             holder = self._holder(order)
             if holder is not None and holder.take_rows(job_id, order.key, one, self.node_id):
                 self._copying.shards.runs[job_id].arrived[self.node_id] = one
-                self._show(job_id, Bringing.ON)
+                self._show(job_id, CopyMode.ON)
                 last, failing_ns = one, 0
             elif not failing_ns:
                 failing_ns = now_ns
-            elif now_ns - failing_ns >= PATIENCE_NS:
+            elif now_ns - failing_ns >= TIMEOUT_NS:
                 failing_ns = now_ns
-                self._show(job_id, Bringing.OFF)
+                self._show(job_id, CopyMode.OFF)
                 self._post(PushFailed(job_id, order.node_id, "no answer"))
-        self._copying.timeline.after(LOOK_NS, self._look_at_rows, order, last, failing_ns)
+        self._copying.timeline.after(POLL_NS, self._check_at_rows, order, last, failing_ns)
 
-    def _holder(self, order: Replicate) -> CopyDesk | None:
+    def _holder(self, order: Replicate) -> CopyHost | None:
         return self._copying.reach(self.node_id, order.address, order.fingerprint)
 
-    def _look(self, order: Replicate, last: Age | None, failing_ns: int) -> None:
+    def _check(self, order: Replicate, last: Age | None, failing_ns: int) -> None:
         """Push what is newer than what was pushed, and look again; ends with its order."""
         if self._orders.get(order.job_id) is not order:
             return
@@ -360,10 +360,10 @@ class CopyDesk:
                 last, failing_ns = trained.age, 0
             elif not failing_ns:
                 failing_ns = now_ns
-            elif now_ns - failing_ns >= PATIENCE_NS:
+            elif now_ns - failing_ns >= TIMEOUT_NS:
                 failing_ns = now_ns
                 self._post(PushFailed(order.job_id, order.node_id, "no answer"))
-        self._copying.timeline.after(LOOK_NS, self._look, order, last, failing_ns)
+        self._copying.timeline.after(POLL_NS, self._check, order, last, failing_ns)
 
 
 def asked_by(assignment: Assignment, rank: int) -> Assignment:

@@ -149,13 +149,13 @@ class Crowd:
             patient, job_id=JobId("urgent"), name="urgent", min_workers=1, max_workers=1, priority=6
         )
         script = Script(steps=1200, report_every=300, step_ns=50 * MS)
-        look, wait_ns = self._look, WAIT_NS_MAX
+        look, wait_ns = self._check, WAIT_NS_MAX
         if self._seed % 16 == UNSAVED and slots > 1:
             self._plan_unsaved(replace(patient, min_workers=1, max_workers=1), script, enter)
             patient = replace(patient, min_workers=slots - 1, max_workers=slots - 1)
             if self._seed % 32 == TOGETHER:
                 urgent = replace(urgent, min_workers=slots, max_workers=slots)
-                look, wait_ns = self._look_in_vain, 2 * WAIT_NS_MAX
+                look, wait_ns = self._check_in_vain, 2 * WAIT_NS_MAX
         enter(patient, script, PATIENT_NS)
         enter(urgent, replace(script, steps=20), URGENT_NS)
         self._timeline.after(URGENT_NS + wait_ns, look, urgent.job_id)
@@ -180,10 +180,10 @@ class Crowd:
             self._timeline.after(moment, self._pause, unsaved.job_id)
             self._timeline.after(2 * URGENT_NS, self._resume, unsaved.job_id)
 
-    def _look(self, job_id: JobId) -> None:
+    def _check(self, job_id: JobId) -> None:
         self._fail(self._checks.waits(job_id), f"job {job_id}")
 
-    def _look_in_vain(self, job_id: JobId) -> None:
+    def _check_in_vain(self, job_id: JobId) -> None:
         self._fail(self._checks.in_vain(job_id), f"job {job_id}")
 
     def noted(self, name: str, job_id: str, said: Mapping[str, str]) -> str:

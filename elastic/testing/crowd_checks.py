@@ -50,8 +50,8 @@ class CrowdChecks:
         if goes_on and job_id not in self.resumes:
             return "a job that was paused goes on only when a user says so"
         low, high = record.bounds
-        wishes = [(record.spec.min_workers, record.spec.max_workers), *self.asked.get(job_id, [])]
-        if low not in [w[0] for w in wishes] or high not in [w[1] for w in wishes]:
+        requests = [(record.spec.min_workers, record.spec.max_workers), *self.asked.get(job_id, [])]
+        if low not in [w[0] for w in requests] or high not in [w[1] for w in requests]:
             return "a job has the bounds that somebody asked for"
         most = max(record.spec.max_workers, self.micro_batches.get(job_id, 0))
         if high > most and not record.spec.own_steps and not self._has_own_loop(record):

@@ -21,7 +21,7 @@ SPREADS_S = (0.0001, 0.0001, 0.01, 0.05)
 """For each member of a group, some of them as in groups of hundreds and thousands."""
 SHARED_SEED = 2
 """Of every five seeds this one has several coordinators."""
-TOLD_FIRST_EVERY = 7
+REPORTED_FIRST_EVERY = 7
 """Of so many seeds, members hear in one that their group is over before they hear of the next."""
 HANG_TIMEOUTS_S = (1.0, 3.0, 10.0)
 
@@ -30,7 +30,7 @@ def draw_config(seed: int, timeline: Timeline, conditions: Conditions) -> Coordi
     """Draw times and limits that let what matters happen within a run."""
     rng = timeline.rng
     return CoordinatorConfig(
-        start_patience_s=rng.choice([0.0, 1.0, 10.0]),
+        start_timeout_s=rng.choice([0.0, 1.0, 10.0]),
         node_grace_s=rng.choice([0.0, 0.5, 3.0]),
         form_timeout_s=rng.choice([5.0, 30.0]),
         boundary_timeout_s=rng.choice([2.0, 30.0]),
@@ -44,7 +44,9 @@ def draw_config(seed: int, timeline: Timeline, conditions: Conditions) -> Coordi
         preemption_deadline_s=5.0,
         preemption_min_run_s=2.0,
         preemption_retry_s=10.0,
-        tell_first_min=2 if seed % TOLD_FIRST_EVERY == 3 else CoordinatorConfig.tell_first_min,
+        report_first_min=2
+        if seed % REPORTED_FIRST_EVERY == 3
+        else CoordinatorConfig.report_first_min,
     )
 
 

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from elastic.core.events.agent import DrainSignalled, HealthFound, ProcessStopped
+from elastic.core.events.agent import DrainSignalled, HealthChanged, ProcessStopped
 from elastic.core.world import ExitCause, ExitKind, JobId, NodeId
 from elastic.testing.blame import Blame
 from elastic.testing.coordinators import CoordinatorHost
@@ -18,9 +18,9 @@ from elastic.testing.world import MS, S, Timeline
 
 NOTICE_NS_MIN = 30 * S
 """Longer than any script needs to its next boundary, with all that comes before and after."""
-HEARD_NS = 450 * MS
+RECEIVED_NS = 450 * MS
 """What a machine says is heard by then: what nobody heard of was not announced."""
-UNHEARD_NS = 1 * S
+UNRECEIVED_NS = 1 * S
 """That a group goes on again may be unknown for so long: workers tell twice a second."""
 
 
@@ -106,7 +106,7 @@ class Faults:
             agent.freeze(False)
             self.network.heal(agent.node_id)
             agent.start()
-            agent.post(HealthFound(()))
+            agent.post(HealthChanged(()))
         for agent, process in self._stopped:
             self._continue(agent, process)
         self.join_nodes()
@@ -389,15 +389,15 @@ class Faults:
         self._noticed.add(life)
         within_ns = self.timeline.between(NOTICE_NS_MIN, 60 * S)
         self.timeline.tell(agent.node_id, f"notice: gone within {within_ns / S:.1f} s")
-        is_heard = agent.machine.is_registered
+        is_received = agent.machine.is_registered
         agent.post(DrainSignalled("spot notice", within_ns))
         gone_ns = within_ns
         if self.timeline.chance(0.5):
             # Before the time that was promised; also before workers can have come to a boundary.
-            longest_ns = self.timeline.rng.choice([2 * HEARD_NS, within_ns])
-            early_ns = self.timeline.between(HEARD_NS, longest_ns)
+            longest_ns = self.timeline.rng.choice([2 * RECEIVED_NS, within_ns])
+            early_ns = self.timeline.between(RECEIVED_NS, longest_ns)
             # Nobody has heard of it from an agent that is still on its way in.
-            gone_ns = early_ns if is_heard else within_ns
+            gone_ns = early_ns if is_received else within_ns
         self.timeline.after(gone_ns, self._take, agent, agent.life)
 
     def _take(self, agent: AgentHost, life: int) -> None:
@@ -411,9 +411,9 @@ class Faults:
         if self.is_over:
             return
         agent = self._agent()
-        agent.post(HealthFound(("the disk is full",)))
+        agent.post(HealthChanged(("the disk is full",)))
         wait = self.timeline.between(100 * MS, 10 * S)
-        self.timeline.after(wait, agent.post, HealthFound(()))
+        self.timeline.after(wait, agent.post, HealthChanged(()))
 
     def part_workers(self) -> None:
         """Two members of a group hear nothing of each other any more; in the next they do.
@@ -459,7 +459,7 @@ class Faults:
         group = self.plane.groups[job_id, generation]
         members = group.members.values() or group.waiting.values()
         nodes = {process.node_id for process in members}
-        since_ns = decided_ns - UNHEARD_NS
+        since_ns = decided_ns - UNRECEIVED_NS
         return self.plane.is_held(group, members) or any(
             self.plane.links.were_cut(one, other, since_ns)
             for one, other in itertools.combinations(sorted(nodes), 2)

@@ -34,7 +34,7 @@ from fsspec.spec import AbstractFileSystem
 PROTOCOL = "faulty"
 CONTROL = ".faults.json"
 POLL_S = 0.01
-PATIENCE_S = 30.0
+TIMEOUT_S = 30.0
 HANG_S_MAX = 120.0
 """A hang ends by itself then, so that no forgotten one outlives its test run."""
 OPERATIONS = ("any", "read", "write", "list", "delete")
@@ -110,7 +110,7 @@ class Faults:
         Raises:
             TimeoutError: it was not, within half a minute.
         """
-        deadline = time.monotonic() + PATIENCE_S
+        deadline = time.monotonic() + TIMEOUT_S
         while (hits := self.hits(name)) < count:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"fault {name} was met {hits} times, waited for {count}")
@@ -129,7 +129,7 @@ class Faults:
         root = Path(__file__).resolve().parents[2]
         return os.pathsep.join([str(root), str(package.parent)])
 
-    def meet(self, operation: str, path: str) -> bool:
+    def synchronize(self, operation: str, path: str) -> bool:
         """Suffer the faults that stand in the way of an operation; return whether to tear it.
 
         Raises:
@@ -252,7 +252,7 @@ class FaultyFileSystem(AbstractFileSystem):  # type: ignore[misc]
     def _meet(self, operation: str, path: str) -> str:
         path = str(self._strip_protocol(path))
         if (faults := faults_of(path)) is not None:
-            faults.meet(operation, path)
+            faults.synchronize(operation, path)
         return path
 
 
@@ -283,7 +283,7 @@ class _FaultyOutput:
 
     def _meet(self) -> None:
         if self._faults is not None:
-            self._torn = self._faults.meet("write", self._path) or self._torn
+            self._torn = self._faults.synchronize("write", self._path) or self._torn
 
 
 fsspec.register_implementation(PROTOCOL, FaultyFileSystem, clobber=True)

@@ -51,16 +51,16 @@ class GoodputChecks:
                 self._check(job, now_ns)
 
     def _check(self, job: JobView, now_ns: int) -> None:
-        told_ns = job.record.goodput.allocated_ns + job.untold_ns
+        reported_ns = job.record.goodput.allocated_ns + job.unreported_ns
         held = self._held.get(job.record.spec.job_id)
         if held is not None:
             held.total_ns += held.count * (now_ns - held.since_ns)
             held.count, held.since_ns = len(job.workers), now_ns
-            if told_ns != held.total_ns:
+            if reported_ns != held.total_ns:
                 self._fail(
                     "the categories of goodput sum to what was allocated",
-                    f"job {job.record.spec.job_id}: {told_ns} ns, allocated {held.total_ns} ns",
+                    f"job {job.record.spec.job_id}: {reported_ns} ns, allocated {held.total_ns} ns",
                 )
         else:
             # What it held in the life before is in its record.
-            self._held[job.record.spec.job_id] = _Held(told_ns, len(job.workers), now_ns)
+            self._held[job.record.spec.job_id] = _Held(reported_ns, len(job.workers), now_ns)

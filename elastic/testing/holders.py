@@ -23,7 +23,7 @@ from elastic.testing.hosts import AgentHost
 from elastic.testing.network import Conditions
 from elastic.testing.world import MS, S, Timeline
 
-LOOK_NS = 500 * MS
+POLL_NS = 500 * MS
 CALM_NODE_NS = 36 * S
 """A node that could not be reached is not asked again for 30 s."""
 CALM_COORDINATOR_NS = 13 * S
@@ -71,7 +71,7 @@ class Holders:
         for moment in MOMENTS_S:
             action = self.timeline.rng.choice([self._restart, self._lose, self._drain])
             self.timeline.after(moment * S + self.timeline.between(0, 3 * S), action)
-        self.timeline.after(LOOK_NS, self._look)
+        self.timeline.after(POLL_NS, self._check)
 
     # ------------------------------------------------------------ what happens
 
@@ -117,7 +117,7 @@ class Holders:
         if machine is None or agent.is_frozen or machine.leave_by_ns is not None:
             return False
         return not self.cluster.conditions.was_troubled(
-            agent.node_id, self.timeline.now_ns - LOOK_NS
+            agent.node_id, self.timeline.now_ns - POLL_NS
         )
 
     def _calm(self, name: str, for_ns: int) -> bool:
@@ -130,7 +130,7 @@ class Holders:
                 return host
         return None
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         for agent in self.cluster.agents:
             self._note(agent.node_id, agent.life, self._is_well(agent))
         for host in self.cluster.coordinators:
@@ -140,12 +140,12 @@ class Holders:
         for job_id, record in self.cluster.disk.records.items():
             is_running = record.phase is JobPhase.RUNNING
             trained = self.cluster.copying.trained(job_id) if is_running else None
-            self._look_at(job_id, trained)
-        self.timeline.after(LOOK_NS, self._look)
+            self._check_at(job_id, trained)
+        self.timeline.after(POLL_NS, self._check)
 
     # ------------------------------------------------------------ what must hold
 
-    def _look_at(self, job_id: JobId, trained: Trained | None) -> None:
+    def _check_at(self, job_id: JobId, trained: Trained | None) -> None:
         if (
             trained is None
             or not self._may_copy(job_id, trained)
@@ -196,7 +196,7 @@ class Holders:
             node not in trained.nodes and age[0] == trained.age[0] for node, age in held.items()
         )
 
-    def _has_heard(
+    def _has_received(
         self, leader: CoordinatorHost, job_id: JobId, agent: AgentHost, before_ns: int
     ) -> bool:
         """Return whether a coordinator knew so long ago that a node has something of a run."""
@@ -219,7 +219,7 @@ class Holders:
             leader = self._leader()
             if trained is None or leader is None:
                 continue
-            if not self._has_heard(leader, job_id, agent, slack_ns):
+            if not self._has_received(leader, job_id, agent, slack_ns):
                 continue
             calm = all(self._calm(node_id, CALM_NODE_NS) for node_id in trained.nodes)
             self.checkers.require(

@@ -18,7 +18,7 @@ from elastic.core.messages import (
 )
 from elastic.core.world import ExitCause, ExitKind, Node, NodeId, SessionId
 from elastic.testing.coordinators import CoordinatorHost
-from elastic.testing.copying import CopyDesk
+from elastic.testing.copying import CopyHost
 from elastic.testing.network import Network, Stream
 from elastic.testing.process import PIDS_OF_A_LIFE, SimProcess
 from elastic.testing.training import DataPlane
@@ -55,7 +55,7 @@ class AgentHost:
         self._alarm = Alarm(timeline, lambda: self.post(Tick()))
         self._next_pid = 0
         self._pipe_free: dict[tuple[int, str], int] = {}
-        self.copies = CopyDesk(
+        self.copies = CopyHost(
             plane.copying,
             node.node_id,
             node.host,
@@ -135,9 +135,9 @@ class AgentHost:
         self.plane.checkers.started(self.node_id, busy, self.node.num_slots)
         self._arm()
 
-    def hears(self, stream: Stream, message: CoordinatorMessage) -> None:
+    def receives(self, stream: Stream, message: CoordinatorMessage) -> None:
         """A message arrived over a stream."""
-        self.post(agent_events.CoordinatorSaid(stream.session, message))
+        self.post(agent_events.CoordinatorMessageReceived(stream.session, message))
         if self.machine is not None and not self.is_frozen:
             self._obey(stream, message)
 
@@ -174,7 +174,7 @@ class AgentHost:
             self.timeline.tell(self.node_id, f"process {effect.process_id} shows its stacks")
         elif isinstance(effect, agent_events.HandleCopy):
             self.copies.perform(effect.order)
-        elif isinstance(effect, agent_events.ReachOut):
+        elif isinstance(effect, agent_events.ProbeLinks):
             self.plane.links.reach_out(self, effect.order)
         elif isinstance(effect, agent_events.ExitAgent):
             self._exit(effect.code, effect.reason)
@@ -226,7 +226,7 @@ class AgentHost:
 
         def say(message: PipeToAgent) -> None:
             if self.life == life:
-                event = agent_events.ProcessSaid(process_id, message)
+                event = agent_events.ProcessMessageReceived(process_id, message)
                 self._pipe(pid, "up", self._deliver, process_id, event)
 
         def exited(cause: ExitCause) -> None:

@@ -125,10 +125,10 @@ class Leavers:
         )
         enter(urgent, replace(script, steps=20), URGENT_NS)
         self._timeline.at(CHANGE_NS, self._users.pause, spec.job_id)
-        self._timeline.at(URGENT_NS + WAIT_NS_MAX, self._look, urgent.job_id)
+        self._timeline.at(URGENT_NS + WAIT_NS_MAX, self._check, urgent.job_id)
         self._timeline.at(2 * URGENT_NS, self._go_on, spec.job_id)
 
-    def _look(self, job_id: JobId) -> None:
+    def _check(self, job_id: JobId) -> None:
         self._fail(self._checks.waits(job_id), f"job {job_id}")
 
     def _go_on(self, job_id: JobId) -> None:
@@ -136,9 +136,9 @@ class Leavers:
         if record is None or record.phase.value in ("succeeded", "failed", "stopped"):
             return
         self._users.resume(job_id)
-        self._timeline.after(CALLED_OFF_NS_MAX, self._look_whether_it_waits, job_id)
+        self._timeline.after(CALLED_OFF_NS_MAX, self._check_whether_it_waits, job_id)
 
-    def _look_whether_it_waits(self, job_id: JobId) -> None:
+    def _check_whether_it_waits(self, job_id: JobId) -> None:
         prop = "a job that goes on after all waits for no storage"
         self._fail(prop if self.waits(job_id) else "", f"job {job_id}")
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from elastic.core.events.agent import LinksFound
+from elastic.core.events.agent import LinksProbed
 from elastic.core.link_messages import LinksTried, TryLinks
 from elastic.core.world import Generation, JobId, NodeId
 from elastic.testing.world import MS, S, Timeline
@@ -67,6 +67,6 @@ class Links:
 
         def answer() -> None:
             if host.life == life:
-                host.post(LinksFound(LinksTried(order.job_id, reached, lost)))
+                host.post(LinksProbed(LinksTried(order.job_id, reached, lost)))
 
         self._timeline.after(wait, answer)

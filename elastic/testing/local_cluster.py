@@ -33,8 +33,8 @@ from elastic.errors import ElasticError, Refused, Unavailable
 from elastic.runtime.access import find_access
 from elastic.wire.codec_jobs import TimedNote
 
-PATIENCE_S = 60.0
-PATIENCE_S_MAX = 600.0
+TIMEOUT_S = 60.0
+TIMEOUT_S_MAX = 600.0
 POLL_S = 0.01
 
 COORDINATOR = "coordinator"
@@ -204,7 +204,7 @@ class LocalCluster:
         for fd in tether or ():
             os.close(fd)
         for watcher in self._watchers:
-            watcher.join(PATIENCE_S)
+            watcher.join(TIMEOUT_S)
         if self._is_temporary and not keep:
             shutil.rmtree(self.directory, ignore_errors=True)
 
@@ -314,7 +314,7 @@ class LocalCluster:
             fields: what it must say, compared as text.
         """
         wanted = {key: str(value) for key, value in fields.items()}
-        deadline = time.monotonic() + PATIENCE_S
+        deadline = time.monotonic() + TIMEOUT_S
         with self._changed:
             while True:
                 for timed in self.notes[after:]:
@@ -362,7 +362,7 @@ class LocalCluster:
             now, seen = time.monotonic(), moved()
             if seen != last:
                 since, last = now, seen
-            if now - since > PATIENCE_S or now - began > PATIENCE_S_MAX:
+            if now - since > TIMEOUT_S or now - began > TIMEOUT_S_MAX:
                 raise Unavailable(f"waited {now - began:.0f} s for {what} {story()}".strip())
             time.sleep(POLL_S)
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from elastic.core.world import Begun
+from elastic.core.world import CollectiveCount
 
 PAIR = 2
 
@@ -24,7 +24,7 @@ class Spot:
         is_hidden: it waits, and seems to stand.
     """
 
-    begun: tuple[Begun, ...] = ()
+    begun: tuple[CollectiveCount, ...] = ()
     is_hidden: bool = False
 
 
@@ -59,7 +59,7 @@ def stall(members: Mapping[int, Rank], step: int) -> None:
         pairs = step if rank in late else step + 1
         columns = step if rank in late or is_held else step + 1
         begun = (
-            Begun("pair", tuple(sorted((rank, partner))), pairs),
-            Begun("column", tuple(range(rank % PAIR, size, PAIR)), columns),
+            CollectiveCount("pair", tuple(sorted((rank, partner))), pairs),
+            CollectiveCount("column", tuple(range(rank % PAIR, size, PAIR)), columns),
         )
         process.spot = Spot(begun, is_held)

@@ -25,11 +25,11 @@ import traceback
 from dataclasses import dataclass
 from pathlib import Path
 
+from elastic.storage.integrity import verify
 from elastic.storage.run_directory import RunDirectory
-from elastic.storage.soundness import verify
 from elastic.testing.chaos_jobs import ENDLESS, HASHES, ChaosFailed, undisturbed
 from elastic.testing.jobs import steps_job
-from elastic.worker.main import warm_up_here
+from elastic.worker.process.main import warm_up_here
 
 NAME = "cut"
 OPTIONS = ("--width", "64", "--samples", "1000")

@@ -11,25 +11,25 @@ from typing import TYPE_CHECKING
 from elastic.core.events.shared import Note
 from elastic.core.events.worker import (
     AbortGroup,
-    AgentTold,
+    ActivitySampled,
+    CloseGroup,
     EnterTrain,
     ExitWorker,
     FormGroup,
     GroupFailed,
     InterruptTrain,
-    LetGo,
-    Looked,
+    NotifyPreemption,
+    OrderReceived,
     PipeClosed,
+    RequestCheckpoint,
+    RequestLeave,
     ResolveReport,
     SendPipe,
     Setup,
     Started,
     StoreOpened,
-    TellPreemption,
     TrainLeft,
     TrainRaised,
-    WishBoundary,
-    WishSave,
     WorkerEffect,
     WorkerEvent,
 )
@@ -98,10 +98,10 @@ class SimProcess:
         self.waiting_since_ns = 0
         self.spot = parts.OPEN
         self.wish, self.rests = Generation(0), Generation(0)
-        self.save_wish: WishSave | None = None
+        self.save_request: RequestCheckpoint | None = None
         self.busy_with: FormGroup | EnterTrain | None = None
         self._pending: list[WorkerEvent] = []
-        timeline.after(timeline.between(20 * MS, 1500 * MS), self.tell_machine, Started(pid))
+        timeline.after(timeline.between(20 * MS, 1500 * MS), self.report_machine, Started(pid))
 
     @property
     def life(self) -> int:
@@ -149,29 +149,31 @@ class SimProcess:
         """Let the control thread do what is due."""
         due_ns = self.machine.next_deadline_ns()
         if self.can_run() and due_ns is not None and due_ns <= self.timeline.now_ns:
-            self._look()
+            self._check()
 
     def go_on(self) -> None:
         """Its group makes a step again."""
         self.beats += 1
         self.waiting_since_ns, self.spot, self.has_stepped = 0, parts.OPEN, True
-        self._look()
+        self._check()
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         since_ns = self.waiting_since_ns
         waiting_ns = self.timeline.now_ns - since_ns + 1 if since_ns else 0
-        seen = Looked(self.beats, waiting_ns, begun=self.spot.begun, has_stepped=self.has_stepped)
-        self.tell_machine(seen)
+        seen = ActivitySampled(
+            self.beats, waiting_ns, begun=self.spot.begun, has_stepped=self.has_stepped
+        )
+        self.report_machine(seen)
 
     def receive(self, message: PipeToWorker) -> None:
         """The agent wrote to the pipe."""
-        self.tell_machine(AgentTold(message))
+        self.report_machine(OrderReceived(message))
 
     def agent_died(self) -> None:
         """The kernel kills a worker whose agent dies."""
         self.die(ExitCause(ExitKind.SIGNAL, 9))
 
-    def tell_machine(self, event: WorkerEvent) -> None:
+    def report_machine(self, event: WorkerEvent) -> None:
         """An event reaches the control thread; a stopped process takes it later."""
         if not self.is_alive:
             return
@@ -189,7 +191,7 @@ class SimProcess:
         if not stopped:
             pending, self._pending = self._pending, []
             for event in pending:
-                self.tell_machine(event)
+                self.report_machine(event)
             for group in list(self.plane.groups.values()):
                 if self in group.waiting.values():
                     self.plane.try_form(group)
@@ -210,7 +212,7 @@ class SimProcess:
         if self.is_hung:
             return
         self.busy_with = None
-        self.tell_machine(event)
+        self.report_machine(event)
 
     def break_out(self, generation: Generation) -> None:
         """A collective of this generation fails in the main thread."""
@@ -231,7 +233,7 @@ class SimProcess:
             address = f"{effect.assign.host}:{self.pid}"
             self.timeline.after(
                 self.timeline.between(MS, 300 * MS),
-                self.tell_machine,
+                self.report_machine,
                 StoreOpened(address),
             )
         elif isinstance(effect, FormGroup):
@@ -244,20 +246,20 @@ class SimProcess:
             self.plane.enter(self, effect.assignment)
         elif isinstance(effect, AbortGroup):
             self._abort(effect.generation)
-        elif isinstance(effect, LetGo):
+        elif isinstance(effect, CloseGroup):
             self.plane.let_go(self, effect.generation)
         elif isinstance(effect, InterruptTrain):
             event = TrainLeft(effect.generation, at_boundary=False)
             self._later(self.answer_main, event)
-        elif isinstance(effect, WishBoundary):
+        elif isinstance(effect, RequestLeave):
             is_called_off = self.rests == effect.generation and not effect.saves
             self.wish, self.rests = effect.generation, effect.generation * effect.saves
             if is_called_off:
                 self.plane.loops.called_off(self.job_id, self)
-        elif isinstance(effect, WishSave):
-            self.save_wish = effect
-        elif isinstance(effect, TellPreemption):
-            self.plane.checkers.told_of_preemption(self.worker_id, effect.reason)
+        elif isinstance(effect, RequestCheckpoint):
+            self.save_request = effect
+        elif isinstance(effect, NotifyPreemption):
+            self.plane.checkers.reported_of_preemption(self.worker_id, effect.reason)
         elif isinstance(effect, ExitWorker):
             self.die(ExitCause(ExitKind.CODE, effect.code))
         else:
@@ -282,4 +284,4 @@ class SimProcess:
 
     def pipe_closed(self) -> None:
         """The agent closed the pipe without dying."""
-        self.tell_machine(PipeClosed())
+        self.report_machine(PipeClosed())

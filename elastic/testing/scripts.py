@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from elastic.core.events.worker import StateSaved, TrainLeft, WorkerEvent
+from elastic.core.events.worker import CheckpointWritten, TrainLeft, WorkerEvent
 from elastic.core.world import Generation, JobId
 from elastic.testing.world import MS, Timeline
 
@@ -84,7 +84,7 @@ class Holder(Protocol):
         """Return whether its main thread is in the train function in this generation."""
         ...
 
-    def tell_machine(self, event: WorkerEvent) -> None:
+    def report_machine(self, event: WorkerEvent) -> None:
         """Let its control thread hear of something."""
         ...
 
@@ -162,8 +162,8 @@ class Loops:
             return
         if self.save(leaving.job_id, leaving.step):
             index = BOUNDARY_SAVES + leaving.step
-            saved = StateSaved(leaving.generation, index, "{}", f"auto-{index}")
-            leader.tell_machine(saved)
+            saved = CheckpointWritten(leaving.generation, index, "{}", f"auto-{index}")
+            leader.report_machine(saved)
         self._go(leaving, 0)
 
     def _go(self, leaving: Leaving, rank: int) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from elastic.core.policy import replication
-from elastic.core.policy.replication import Bringing, Way
+from elastic.core.policy.replication import CopyMode, CopyProgress
 from elastic.core.world import ALL_ALIKE, SNAPSHOT_SLOTS, Generation, HeldCopy, JobId, NodeId
 from elastic.testing.checkers import Checkers
 from elastic.testing.world import S, Timeline
@@ -61,7 +61,7 @@ class Run:
     own: dict[NodeId, Slots] = field(default_factory=dict)
     copies: dict[tuple[NodeId, NodeId], Slots] = field(default_factory=dict)
     arrived: dict[NodeId, Snapshot] = field(default_factory=dict)
-    bringing: dict[NodeId, Bringing] = field(default_factory=dict)
+    bringing: dict[NodeId, CopyMode] = field(default_factory=dict)
     is_exposed: bool = False
 
 
@@ -123,7 +123,7 @@ class Shards:
             lying = {key[1] for key, slots in run.copies.items() if run.newest in slots.values()}
             left = [node for node in run.newest.sources if node not in lying]
             # Who brings nothing is not waited for; what is lost then is nobody's fault.
-            is_excused = any(run.bringing.get(node) is not Bringing.ON for node in left)
+            is_excused = any(run.bringing.get(node) is not CopyMode.ON for node in left)
             run.is_exposed = is_excused or (run.is_exposed and bool(left))
         run.newest = Snapshot(run.generation, step, run.newest.number + 1, sources)
         run.taken_ns = self._timeline.now_ns
@@ -136,9 +136,9 @@ class Shards:
         if run.newest.generation != run.generation:
             return False
         waited_s = (self._timeline.now_ns - run.taken_ns) / S
-        bringing = run.bringing.get(node, Bringing.UNKNOWN)
+        bringing = run.bringing.get(node, CopyMode.UNKNOWN)
         has_arrived = run.arrived.get(node) == run.newest
-        return replication.is_awaited(Way(bringing, True, has_arrived, waited_s)).value
+        return replication.is_awaited(CopyProgress(bringing, True, has_arrived, waited_s)).value
 
     # ------------------------------------------------------------ nodes
 

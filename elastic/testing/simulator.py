@@ -77,7 +77,7 @@ RARELY_SEED = 10
 """Of sixteen seeds, from this on, copies are made so rarely that one that is lost is missed."""
 PATIENT_SEED, PATIENCE = 3, 4
 """Of seven seeds, the one with a larger --silence."""
-TELLING_SEED = 5
+REPORTING_SEED = 5
 """Of nine seeds, the one whose scripts report what nobody stores, once, in the middle. Not among
 many jobs: without a checkpoint there is no boundary at which one gives way to another."""
 LEFT_SEED = 12
@@ -171,10 +171,10 @@ class Simulation:
         )
         self.crowd.leavers.waits = self.plane.loops.waits
         self._let_versions_differ()
-        self.holders = self._look_at_holders()
+        self.holders = self._check_at_holders()
         self.submissions: dict[str, JobSpec] = {}
         # Which life of which agent was told that an operator wants it to leave.
-        self.told_to_leave: dict[NodeId, int] = {}
+        self.is_leave_requested: dict[NodeId, int] = {}
         self.stops: set[JobId] = set()
 
     def _let_versions_differ(self) -> None:
@@ -187,7 +187,7 @@ class Simulation:
         self.plane.copying.old = self.old
         self.plane.strangers = self.old if self.seed % 32 == OLD_SEED else set()
 
-    def _look_at_holders(self) -> holders.Holders:
+    def _check_at_holders(self) -> holders.Holders:
         parts = (self.agents, self.coordinators, self.plane.copying)
         seen = holders.Cluster(*parts, self.network.conditions, self.disk)
         return holders.Holders(self.timeline, self.checkers, seen)
@@ -213,13 +213,13 @@ class Simulation:
             is_old = (stream.node_id, life) in self.old
             newest = PROTOCOL_MINOR if self.plane.strangers else SINCE_MINORS[-1] - 1
             message = replace(message, protocol_minor=0 if is_old else newest)
-        self.host_of(stream).hears(stream.session, message)
+        self.host_of(stream).receives(stream.session, message)
 
     def _to_agent(self, stream: Stream, message: CoordinatorMessage) -> None:
         agent = self.by_node[stream.node_id]
         # One that is frozen may have given the stream up by the time it reads this.
         if isinstance(message, Drain) and stream.agent_side and not agent.is_frozen:
-            self.told_to_leave[stream.node_id] = agent.life
+            self.is_leave_requested[stream.node_id] = agent.life
             if self.seed % 10 == REPLACED_SEED:
                 self.timeline.after(0, self._replace)
         if isinstance(message, Release) and stream.agent_side and not agent.is_frozen:
@@ -230,7 +230,7 @@ class Simulation:
             message = Announce(told)
         if isinstance(message, Replicate) and (stream.node_id, agent.life) in self.old:
             message = replace(message, fingerprint="")
-        agent.hears(stream, message)
+        agent.receives(stream, message)
 
     def _noted(self, note: Note) -> None:
         """Hold what the coordinator accuses somebody of against the truth."""
@@ -361,12 +361,12 @@ class Simulation:
         # Not in every seed: rare bugs are caught by what is rare, and each draw moves all others.
         if self.seed % 4 == 1 and self.timeline.chance(0.8):
             moment = self.timeline.between(5 * S, 50 * S)
-            self.timeline.after(moment, self._wish_checkpoint, job_id)
+            self.timeline.after(moment, self._request_checkpoint, job_id)
 
     def _enter(self, spec: JobSpec, script: Script, at_ns: int) -> None:
         """A job will be submitted at that moment."""
         script = replace(script, in_parts=self.seed % 3 == PARTS_SEED)
-        if self.seed % 9 == TELLING_SEED and not crowd.has_crowd(self.seed):
+        if self.seed % 9 == REPORTING_SEED and not crowd.has_crowd(self.seed):
             script = replace(script, tell_every=script.steps // 2 + 1, report_every=script.steps)
         if self.is_starting_slowly:
             longest_ns = round(spec.hang_timeout_s * S)
@@ -379,7 +379,7 @@ class Simulation:
         self.checkers.specs[spec.job_id] = spec
         self.timeline.after(at_ns, self._submit, spec)
 
-    def _wish_checkpoint(self, job_id: JobId) -> None:
+    def _request_checkpoint(self, job_id: JobId) -> None:
         """A user wants a checkpoint now; one who is refused does not ask again."""
         self.coordinator.post(CheckpointRequested(f"save {job_id}", job_id))
 
@@ -438,7 +438,10 @@ class Simulation:
                 record = self.disk.records.get(process.job_id)
                 if record is None or record.phase.value not in ("pending", "running", "paused"):
                     return f"worker {process.worker_id} of an ended job still runs"
-            if agent.machine is not None and self.told_to_leave.get(agent.node_id) == agent.life:
+            if (
+                agent.machine is not None
+                and self.is_leave_requested.get(agent.node_id) == agent.life
+            ):
                 return f"node {agent.node_id}, which an operator wants to leave, is still there"
             for job_id in sorted(agent.copies.jobs()):
                 if job_id in self.checkers.ended:

@@ -37,7 +37,7 @@ class LeaseStore:
         if self.holder not in ("", name) and now_ns < self.expires_ns:
             return False
         self.holder, self.term, self.expires_ns = name, self.term + 1, now_ns + TTL_NS
-        self.checkers.took_office(name, self.term)
+        self.checkers.took_leader_state(name, self.term)
         return True
 
     def renew(self, name: str, term: int, now_ns: int) -> bool:

@@ -11,12 +11,12 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from elastic.core.events.worker import (
-    CopiesWanted,
+    CheckpointWritten,
+    CopiesRequested,
     EnterTrain,
     GroupFormed,
-    LoopMoved,
-    StateSaved,
-    StepsCut,
+    LoopStateChanged,
+    MicroBatchesDeclared,
     TrainLeft,
     TrainRaised,
     TrainReturned,
@@ -159,11 +159,11 @@ class DataPlane:
         )
         process.has_begun = True
         if script.copies_every:
-            process.tell_machine(CopiesWanted(script.copies_every, script.is_sharded))
+            process.report_machine(CopiesRequested(script.copies_every, script.is_sharded))
         if script.micro_batches:
-            process.tell_machine(StepsCut(script.micro_batches))
+            process.report_machine(MicroBatchesDeclared(script.micro_batches))
         if script.in_place:
-            process.tell_machine(LoopMoved(inside=True))
+            process.report_machine(LoopStateChanged(inside=True))
         if script.starts_ns:
             process.start(script.starts_ns)
         if group.is_over:
@@ -209,7 +209,7 @@ class DataPlane:
                 step=group.step,
                 first=group.first_step,
             )
-        self._save_if_wished(group)
+        self._save_if_requested(group)
         if script.in_place:
             self.loops.stepped(group.members.values(), group.step)
         if group.step == script.leaves_at and self.left.get(group.job_id, 0) < script.leaves:
@@ -230,16 +230,16 @@ class DataPlane:
             else:
                 self._next_step(group)
 
-    def _save_if_wished(self, group: SimGroup) -> None:
+    def _save_if_requested(self, group: SimGroup) -> None:
         """A user wished for a checkpoint: the leader tells of one, with a number of its own."""
-        wishes = [p.save_wish for p in group.members.values() if p.save_wish is not None]
-        newest = max((w.request for w in wishes if w.generation == group.generation), default=0)
+        requests = [p.save_request for p in group.members.values() if p.save_request is not None]
+        newest = max((w.request for w in requests if w.generation == group.generation), default=0)
         if newest > self.saves_served.get(group.job_id, 0):
             self.saves_served[group.job_id] = newest
             if not self.loops.save(group.job_id, group.step):
                 return  # What cannot be written is given up; the next wish is tried again.
-            saved = StateSaved(group.generation, newest, "{}", f"auto-{newest}", newest)
-            group.members[0].tell_machine(saved)
+            saved = CheckpointWritten(group.generation, newest, "{}", f"auto-{newest}", newest)
+            group.members[0].report_machine(saved)
 
     def _raise(self, group: SimGroup) -> None:
         """User code raises in rank 0; the others find the group broken when it is gone."""
@@ -295,7 +295,7 @@ class DataPlane:
     def _return(self, group: SimGroup, rank: int) -> None:
         process = group.members[rank]
         if self.scripts[group.job_id].in_place:
-            process.tell_machine(LoopMoved(inside=False))
+            process.report_machine(LoopStateChanged(inside=False))
         if process.is_alive:
             self.checkers.train_returned(group.job_id, group.generation, rank)
         event = TrainReturned(group.generation, f'{{"steps": {group.step}}}')
@@ -317,7 +317,7 @@ class DataPlane:
         metrics = f'{{"step": {group.step}}}'
         self.checkers.told(group.job_id, group.generation, metrics)
         for rank, process in group.members.items():
-            process.tell_machine(
+            process.report_machine(
                 UserReported(group.generation, rank, metrics, path if rank == 0 else "")
             )
 

@@ -30,10 +30,10 @@ from elastic.errors import UsageError
 from elastic.train.loaders import PreparedLoader, prepare_data_loader
 from elastic.train.one_process import see_one_process, take_place
 from elastic.train.session import require_engine
-from elastic.worker import complaints
-from elastic.worker.prepared import is_training
-from elastic.worker.step import StepEngine
-from elastic.worker.stepping import Step
+from elastic.worker.engine import usage_errors as complaints
+from elastic.worker.engine.prepared_optimizers import is_training
+from elastic.worker.engine.step_engine import StepEngine
+from elastic.worker.engine.whole_step import WholeStep
 
 __all__ = ["prepare_accelerator"]
 
@@ -135,7 +135,7 @@ class _Loader:
             raise complaints.outside_epochs()
         return _known(iter(self._prepared))
 
-    def steps(self) -> Iterator[Step]:
+    def steps(self) -> Iterator[WholeStep]:
         """Begin a pass in steps; see `train.steps`."""
         return _known(self._prepared.steps())
 

@@ -12,18 +12,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from elastic.client.attempts import Attempt, JobOf, Plan, attempt, note_end
+from elastic.client.attempts import JobOf, RunAttempt, RunPlan, attempt, note_end
 from elastic.client.submission import run_path_of
 from elastic.core.world import JobPhase
 from elastic.errors import UsageError
 from elastic.storage.files import Files
+from elastic.storage.integrity import newest_valid, read_marker, verify
 from elastic.storage.run_directory import RunDirectory
 from elastic.storage.run_record import RunPhase, read_run, write_run
-from elastic.storage.soundness import newest_sound, read_marker, verify
 from elastic.train.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
-    from elastic.worker.local import LocalRun
+    from elastic.worker.process.local import LocalRun
 
 
 def say(line: str) -> None:
@@ -32,7 +32,7 @@ def say(line: str) -> None:
 
 
 @contextlib.contextmanager
-def announced(plan: Plan, *, job_of: JobOf) -> Iterator[Attempt]:
+def announced(plan: RunPlan, *, job_of: JobOf) -> Iterator[RunAttempt]:
     """Do as `attempt`, and tell the user if the run is resumed."""
     with attempt(plan, job_of=job_of) as begun:
         for line in begun.lines:
@@ -61,7 +61,7 @@ def path_to_begin_from(checkpoint: Checkpoint | None) -> str:
     return checkpoint.url
 
 
-def begin_here(plan: Plan) -> dict[str, str]:
+def begin_here(plan: RunPlan) -> dict[str, str]:
     """Take the directory of a run in this process; return the fields of `LocalRun` that it sets.
 
     Raises:
@@ -72,7 +72,7 @@ def begin_here(plan: Plan) -> dict[str, str]:
         return _fields(plan, plan.job_id, begun.resume_from)
 
 
-def begin_again(plan: Plan) -> dict[str, str]:
+def begin_again(plan: RunPlan) -> dict[str, str]:
     """Go on in the directory of a run whose processes torchrun has started again.
 
     Raises:
@@ -80,14 +80,14 @@ def begin_again(plan: Plan) -> dict[str, str]:
     """
     run = RunDirectory(plan.run_path)
     record = read_run(run.files)
-    found = newest_sound(run, say)
+    found = newest_valid(run, say)
     if record is not None:  # The attempt that failed may have said so.
         write_run(run.files, replace(record, phase=RunPhase.RUNNING, ended_unix_ns=0, reason=""))
     job_id = record.jobs[-1] if record is not None and record.jobs else plan.job_id
     return _fields(plan, job_id, run.checkpoint_path(found[0]) if found else plan.resume_from)
 
 
-def _fields(plan: Plan, job_id: str, resume_from: str) -> dict[str, str]:
+def _fields(plan: RunPlan, job_id: str, resume_from: str) -> dict[str, str]:
     return {
         "job_name": plan.name,
         "run_path": plan.run_path,
@@ -99,7 +99,7 @@ def _fields(plan: Plan, job_id: str, resume_from: str) -> dict[str, str]:
 @contextlib.contextmanager
 def end_noted(run: LocalRun) -> Iterator[None]:
     """Write down how a run in this process ends; under torchrun rank 0 does."""
-    from elastic.worker.local import torchrun_rank
+    from elastic.worker.process.local import torchrun_rank
 
     phase, reason = JobPhase.STOPPED, "interrupted"
     try:

@@ -75,7 +75,7 @@ class UserCallback:
 
 
 @dataclass
-class _Told:
+class _Progress:
     """How far the callbacks have heard."""
 
     rows: dict[int, dict[Any, dict[str, Any]]] = field(default_factory=lambda: defaultdict(dict))
@@ -85,7 +85,7 @@ class _Told:
     failures: int = 0
 
 
-class Telling:
+class CallbackRunner:
     """Tells the callbacks of one attempt; used by the driver's thread."""
 
     def __init__(self, callbacks: Sequence[UserCallback], run_context: TrainRunContext) -> None:
@@ -98,10 +98,10 @@ class Telling:
         self._callbacks, self._context = callbacks, run_context
         self._run = RunDirectory(run_context.path)
         self._readers: dict[int, MetricsReader] = {}
-        self._told = _Told()
+        self._told = _Progress()
 
     @property
-    def hears(self) -> bool:
+    def receives(self) -> bool:
         """Return whether there is anybody to tell."""
         return bool(self._callbacks)
 

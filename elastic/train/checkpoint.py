@@ -24,8 +24,8 @@ from fsspec.implementations.local import LocalFileSystem
 from elastic.core.world import CheckpointStatus
 from elastic.errors import StorageError, UsageError
 from elastic.storage.files import Files
-from elastic.storage.marker import METADATA, OURS, Marker
-from elastic.storage.soundness import read_marker, verify
+from elastic.storage.integrity import read_marker, verify
+from elastic.storage.marker import METADATA, OURS, CheckpointMarker
 from elastic.train.dict_checkpoint import read_dict, write_dict
 from elastic.train.filesystems import as_fsspec
 
@@ -271,7 +271,7 @@ class ReportedCheckpoint:
     status: ReportedCheckpointStatus = ReportedCheckpointStatus.COMMITTED
 
 
-def _marker_of(files: Files) -> Marker | None:
+def _marker_of(files: Files) -> CheckpointMarker | None:
     """Return what a checkpoint is held against, None if it was never committed.
 
     Said in the log where every checkpoint that counts has one: without it nothing is verified.

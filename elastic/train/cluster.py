@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from elastic.client.embedded import Cluster, start_cluster, stop_cluster
-from elastic.client.started import find_started
+from elastic.client.embedded import ClusterConnection, start_cluster, stop_cluster
+from elastic.client.local_daemons import find_started
 from elastic.core.config import JobSpec
 from elastic.core.policy.placement import explain_misfit
 from elastic.core.view import ClusterView
@@ -27,7 +27,7 @@ from elastic.runtime.access import Access, find_access
 from elastic.train.cluster_options import check_rest, offered, slots, worker_env
 from elastic.train.expecting import is_whole
 
-_cluster: Cluster | None = None
+_cluster: ClusterConnection | None = None
 
 
 def _forget_in_fork() -> None:
@@ -146,7 +146,7 @@ def init(
                 f"(address='local' starts one)"
             )
         _check_reachable(address, access)
-        _cluster = Cluster(address, access, env=env)
+        _cluster = ClusterConnection(address, access, env=env)
         return ClusterContext(address)
     if token_file is not None or tls_dir is not None:
         name, value = ("token_file", token_file) if token_file else ("tls_dir", tls_dir)
@@ -176,8 +176,10 @@ def _there(
         return named, _find_access(token_file, tls_dir)
     started = find_started()
     if started is not None:
-        is_said = token_file or os.environ.get("ELASTIC_TOKEN_FILE")
-        return started.address, _find_access(token_file if is_said else started.token_file, tls_dir)
+        is_reported = token_file or os.environ.get("ELASTIC_TOKEN_FILE")
+        return started.address, _find_access(
+            token_file if is_reported else started.token_file, tls_dir
+        )
     if address == "auto":
         raise UsageError(
             "elastic.init('auto'): no cluster is there: ELASTIC_COORD is not set, and 'elastic "
@@ -212,7 +214,7 @@ def shutdown() -> None:
     stop_cluster(cluster)
 
 
-def connected() -> Cluster:
+def connected() -> ClusterConnection:
     """Return the cluster that this process is connected to.
 
     Raises:
@@ -277,7 +279,7 @@ def _total(view: ClusterView) -> dict[str, float]:
     return total
 
 
-def require_cluster(min_workers: int, max_workers: int) -> Cluster:
+def require_cluster(min_workers: int, max_workers: int) -> ClusterConnection:
     """Return the cluster; start one with so many workers if there is none, or one too small.
 
     Raises:
@@ -311,7 +313,7 @@ def require_cluster(min_workers: int, max_workers: int) -> Cluster:
     return _cluster
 
 
-def _runs_something(cluster: Cluster) -> bool:
+def _runs_something(cluster: ClusterConnection) -> bool:
     """Return whether a job runs or waits there, which another cluster would end."""
     from elastic.client.jobs import Client
 
@@ -339,7 +341,7 @@ def check_fits(spec: JobSpec, nodes: Sequence[Node]) -> None:
 
 def _is_worker() -> bool:
     """Return whether a train function runs in this process; loads nothing to find out."""
-    context = sys.modules.get("elastic.worker.context")
+    context = sys.modules.get("elastic.worker.engine.context")
     return context is not None and context.current() is not None
 
 

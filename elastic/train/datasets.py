@@ -19,12 +19,12 @@ from elastic.errors import UsageError
 from elastic.storage.files import Files
 from elastic.train.config import DataConfig
 from elastic.train.session import require_context, require_place, wait_a_moment
-from elastic.worker.context import WorkerContext
+from elastic.worker.engine.context import WorkerContext
 
 if TYPE_CHECKING:
     from elastic.data.dataset import Dataset
     from elastic.train.loaders import PreparedLoader
-    from elastic.worker.stepping import Step
+    from elastic.worker.engine.whole_step import WholeStep
 
 OPTION = "datasets"
 """Under this name datasets travel to the workers."""
@@ -297,7 +297,7 @@ class ShardBatches:
             if context.engine is None or not context.engine.has_begun:
                 context.note_step()
 
-    def steps(self) -> Iterator[Step]:
+    def steps(self) -> Iterator[WholeStep]:
         """Begin a pass in steps; see `train.steps`."""
         return self._loader().steps()
 

@@ -18,8 +18,8 @@ from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from elastic.errors import UsageError
-from elastic.worker.drawn import Drawn, Ordered
-from elastic.worker.loader import is_plain, is_shuffle
+from elastic.worker.data.loader import is_plain, is_shuffle
+from elastic.worker.data.sampler_order import OrderedSampler, SamplerOrders
 
 KEPT_ARGUMENTS = (
     "batch_size", "num_workers", "collate_fn", "pin_memory", "drop_last", "timeout",
@@ -52,7 +52,7 @@ class Order:
         sampler: Any = loader.sampler
         self._seed = seed % 2**31
         self._shuffles = is_shuffle(sampler, loader.dataset)
-        self._drawn: Ordered | None = None
+        self._drawn: OrderedSampler | None = None
         if isinstance(sampler, DistributedSampler):
             self._size, self._seed = len(loader.dataset), sampler.seed  # type: ignore[arg-type]
         elif self._shuffles or (type(sampler) is SequentialSampler):
@@ -64,7 +64,9 @@ class Order:
                     f"__len__, which the number of steps follows from: give it one, use "
                     f"shuffle=True or False, or deal out by rank and pass add_dist_sampler=False"
                 )
-            self._drawn = sampler if isinstance(sampler, Ordered) else Drawn(sampler, seed)
+            self._drawn = (
+                sampler if isinstance(sampler, OrderedSampler) else SamplerOrders(sampler, seed)
+            )
             self._size = len(sampler)
 
     def __len__(self) -> int:

@@ -13,9 +13,9 @@ from elastic.errors import UsageError
 from elastic.train.dealing import Pass
 from elastic.train.devices import get_device
 from elastic.train.session import require_place
-from elastic.worker.c10d import default_group
-from elastic.worker.links import connect
-from elastic.worker.meeting import share_bytes
+from elastic.worker.engine.group_sync import share_bytes
+from elastic.worker.group.c10d import default_group
+from elastic.worker.group.member_links import connect
 
 if TYPE_CHECKING:
     from elastic.train.loaders import PreparedLoader

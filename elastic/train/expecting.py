@@ -183,8 +183,8 @@ def take_callbacks(config: object, field: str) -> None:
     if not isinstance(callbacks, (list, tuple)):
         refuse(config, field, "a list of callbacks, also of a single one: [callback]")
     for number, callback in enumerate(callbacks):
-        hears = isinstance(callback, UserCallback) or hasattr(callback, FOR_TRIALS)
-        if not (hears or _can_be_told(callback)):
+        receives = isinstance(callback, UserCallback) or hasattr(callback, FOR_TRIALS)
+        if not (receives or _can_be_reported(callback)):
             raise ConfigError(
                 f"{type(config).__name__}: {field}[{number}]={callback!r}: expected a "
                 f"train.UserCallback, or an object with after_report(metrics) and/or "
@@ -193,7 +193,7 @@ def take_callbacks(config: object, field: str) -> None:
     _put(config, field, tuple(callbacks))
 
 
-def _can_be_told(callback: object) -> bool:
+def _can_be_reported(callback: object) -> bool:
     """Return whether a callback has methods of ours, and each takes what it will be given."""
     found = {name: getattr(callback, name, None) for name in CALLBACK_METHODS}
     methods = {name: method for name, method in found.items() if method is not None}

@@ -16,7 +16,7 @@ from elastic.train.config import FailureConfig
 from elastic.train.result import committed_in, result_of
 
 if TYPE_CHECKING:
-    from elastic.worker.local import LocalRun
+    from elastic.worker.process.local import LocalRun
 
 PLACE = frozenset(
     f"{of}{what}" for of in ("", "LOCAL_", "GROUP_", "ROLE_") for what in ("RANK", "WORLD_SIZE")
@@ -45,7 +45,7 @@ def environment(variables: Mapping[str, str] | None) -> Iterator[None]:
 
 def say_unused(failures: FailureConfig) -> None:
     """Tell the user once which of his wishes has no effect in his own process."""
-    from elastic.worker.local import torchrun_rank
+    from elastic.worker.process.local import torchrun_rank
 
     if failures.max_failures and torchrun_rank() in (None, 0):
         say(
@@ -61,8 +61,8 @@ def as_raised(error: BaseException) -> Exception:
 
 def failed_here(run: LocalRun, error: BaseException) -> WorkerGroupError:
     """Return what a failed run in this process raises."""
-    from elastic.worker.local import torchrun_rank
-    from elastic.worker.outcome import failure_of
+    from elastic.worker.engine.outcome import failure_of
+    from elastic.worker.process.local import torchrun_rank
 
     failure = failure_of(error)
     failed = WorkerGroupError(

@@ -15,7 +15,7 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
-from elastic.core.policy.streams import Cut
+from elastic.core.policy.streams import StreamCut
 from elastic.core.telemetry import EVAL
 from elastic.errors import UsageError
 from elastic.train.dealing import Order, Pass, RankBatches, RankSampler, loader_like
@@ -23,12 +23,12 @@ from elastic.train.devices import get_device
 from elastic.train.evaluating import begin_pass, forget_pass
 from elastic.train.expecting import is_whole
 from elastic.train.session import require_context, require_place
-from elastic.worker.context import WorkerContext
-from elastic.worker.loader import MicroBatchLoader, Weigh, is_plain
-from elastic.worker.prepared import is_training
-from elastic.worker.step import StepEngine
-from elastic.worker.stepping import Step
-from elastic.worker.streams import MicroBatches, StreamLoader
+from elastic.worker.data.loader import MicroBatchLoader, Weigh, is_plain
+from elastic.worker.data.streams import MicroBatches, StreamLoader
+from elastic.worker.engine.context import WorkerContext
+from elastic.worker.engine.prepared_optimizers import is_training
+from elastic.worker.engine.step_engine import StepEngine
+from elastic.worker.engine.whole_step import WholeStep
 
 
 def prepare_data_loader(
@@ -125,20 +125,20 @@ def prepare_data_loader(
     )
 
 
-def _cut_of(streams: str | None, is_iterable: bool) -> Cut | str:
+def _cut_of(streams: str | None, is_iterable: bool) -> StreamCut | str:
     """Return how streams are cut, "" to choose what is surely right.
 
     Raises:
         UsageError: there is no such way, or no streams.
     """
-    names = [one.value for one in Cut]
+    names = [one.value for one in StreamCut]
     if streams is not None and (streams not in names or not is_iterable):
         what = "the dataset is none to be iterated over" if not is_iterable else "no such way"
         raise UsageError(
             f"prepare_data_loader(streams={streams!r}): {what}; expected None, or for an "
             f"IterableDataset one of {', '.join(names)}"
         )
-    return Cut(streams) if streams is not None else ""
+    return StreamCut(streams) if streams is not None else ""
 
 
 def num_micro_batches(
@@ -195,7 +195,7 @@ class PreparedLoader:
         non_blocking: bool = True,
         deals: bool = True,
         num_micro_batches: int = 1,
-        streams: Cut | str | None = None,
+        streams: StreamCut | str | None = None,
         weigh: Weigh | None = None,
     ) -> None:
         """Wrap a loader.
@@ -253,7 +253,7 @@ class PreparedLoader:
             return self._moved(self._evaluate(place))
         return self._moved(self._pass_by_rank(place))
 
-    def steps(self) -> Iterator[Step]:
+    def steps(self) -> Iterator[WholeStep]:
         """Begin a pass in steps; see `train.steps`."""
         engine = require_context("train.steps").engine
         if engine is None or not engine.has_begun:
@@ -287,7 +287,7 @@ class PreparedLoader:
                     self._users,
                     num_micro_batches=number,
                     seed=seed,
-                    cut=self._streams if isinstance(self._streams, Cut) else None,
+                    cut=self._streams if isinstance(self._streams, StreamCut) else None,
                     book=engine.streams,
                     weigh=self._weigh,
                 )

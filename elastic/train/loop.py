@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Any
 
 from elastic.errors import UsageError
 from elastic.train.session import require_engine
-from elastic.worker.state import Stateful
+from elastic.worker.state.train_state import Stateful
 
 if TYPE_CHECKING:
     from elastic.train.loaders import PreparedLoader
-    from elastic.worker.stepping import Step
+    from elastic.worker.engine.whole_step import WholeStep
 
 
 def epochs(total: int, *, start: int = 0) -> Iterator[int]:
@@ -46,7 +46,7 @@ def epochs(total: int, *, start: int = 0) -> Iterator[int]:
     return require_engine("train.epochs").epochs(total, start)
 
 
-def steps(loader: PreparedLoader) -> Iterator[Step]:
+def steps(loader: PreparedLoader) -> Iterator[WholeStep]:
     """Yield the optimizer steps of an epoch: one iteration for each, at every world size.
 
         for epoch in train.epochs(10):
@@ -61,7 +61,7 @@ def steps(loader: PreparedLoader) -> Iterator[Step]:
 
     It computes what the loop over micro-batches computes, with the same bits. Choose it where
     something counts iterations: whatever stands behind the inner loop happens once in a step. See
-    `Step` for what may stand there.
+    `WholeStep` for what may stand there.
 
     Args:
         loader: prepared; read it either in steps or in micro-batches.

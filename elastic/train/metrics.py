@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from elastic.errors import UsageError
-from elastic.worker.numbers import plain_number
+from elastic.worker.base.numbers import plain_number
 
 IN_WORDS = {text: float(text) for text in ("nan", "inf", "-inf")}
 

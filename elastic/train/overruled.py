@@ -16,7 +16,7 @@ from elastic.train.beginning import say
 from elastic.train.config import RunConfig, ScalingConfig, TorchConfig
 
 if TYPE_CHECKING:
-    from elastic.worker.context import WorkerContext
+    from elastic.worker.engine.context import WorkerContext
 
 NO_OPTION = ""
 OPTIONS: Mapping[str, str] = {
@@ -42,17 +42,17 @@ OPTIONS: Mapping[str, str] = {
 }
 """Fields whose value in the job a worker does not know -> the option of `elastic submit`."""
 
-_is_said = False
+_is_reported = False
 
 
 def say_overruled(
     context: WorkerContext, scaling: ScalingConfig, run: RunConfig, torch_config: TorchConfig
 ) -> None:
     """Tell the user on rank 0, once in this process, what of the configuration does not count."""
-    global _is_said
-    if _is_said or context.join is not None or context.world_rank != 0:
+    global _is_reported
+    if _is_reported or context.join is not None or context.world_rank != 0:
         return  # Who runs ahead of its group has no rank yet.
-    _is_said = True
+    _is_reported = True
     line = overruled(context, scaling, run, torch_config, os.environ)
     if line:
         say(line)

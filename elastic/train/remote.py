@@ -125,7 +125,7 @@ class RemoteFunction:
         from elastic.core.world import Entry, EntryKind, Resources, sorted_pairs
         from elastic.train.cluster_options import worker_env
         from elastic.train.trainer import python_path
-        from elastic.worker.entry import pack
+        from elastic.worker.process.entry import pack
 
         wish, target = self._options, getattr(self._function, "__qualname__", "function")
         named_ones = {"CPU": wish.num_cpus, "GPU": wish.num_gpus}

@@ -18,7 +18,7 @@ from elastic.core.policy.cursor import Cursor
 from elastic.core.policy.streams import Data
 from elastic.errors import UsageError
 from elastic.storage.files import Files
-from elastic.storage.marker import Marker
+from elastic.storage.marker import CheckpointMarker
 from elastic.storage.run_directory import RunDirectory
 from elastic.train.checkpoint import (
     Checkpoint,
@@ -27,20 +27,20 @@ from elastic.train.checkpoint import (
 )
 from elastic.train.metrics import checked, from_json, to_json
 from elastic.train.uploading import UploadFunction, bring
-from elastic.worker import context as worker_context
-from elastic.worker.context import WorkerContext
-from elastic.worker.delivery import NO_PART, CheckpointUploadMode
-from elastic.worker.exchange import WAIT_SLICE_S
+from elastic.worker.base.mailboxes import WAIT_SLICE_S
+from elastic.worker.checkpoint.delivery import NO_PART, CheckpointUploadMode
+from elastic.worker.engine import context as worker_context
+from elastic.worker.engine.context import WorkerContext
 
 if TYPE_CHECKING:
     from elastic.train.validation import ValidationTaskConfig
-    from elastic.worker.step import StepEngine
+    from elastic.worker.engine.step_engine import StepEngine
 
 log = logging.getLogger(__name__)
 
 TRIAL = "trial"
 """Folder in the run directory for the script's own files."""
-VALIDATION_LOOK_S = 0.5
+VALIDATION_POLL_S = 0.5
 """How often a rank that waits for validations asks storage."""
 
 
@@ -113,10 +113,10 @@ def _working(context: WorkerContext, what: str) -> Iterator[None]:
     """Say so to the agent as well, before and after: native code may keep us from saying more."""
     try:
         with context.activity.working(what):
-            context.link.tell_work()
+            context.link.report_work()
             yield
     finally:
-        context.link.tell_work()
+        context.link.report_work()
 
 
 def is_driver() -> bool:
@@ -128,7 +128,7 @@ def is_driver() -> bool:
     """
     if worker_context.current() is not None:
         return False
-    from elastic.worker.local import torchrun_rank
+    from elastic.worker.process.local import torchrun_rank
 
     return torchrun_rank() in (None, 0)
 
@@ -194,7 +194,7 @@ def report(
         logged = engine.logbook.take_averages().items()
         metrics = {name: x for name, x in logged if name[:1] != "_"} | dict(checked(metrics))
     text = to_json(metrics)
-    wish = _wished(context, checkpoint, validation)
+    wish = _requested(context, checkpoint, validation)
     if checkpoint is None or checkpoint is UNSAID:
         context.report(text, NO_PART if checkpoint is None else None, name=checkpoint_dir_name)
         return
@@ -208,7 +208,7 @@ def report(
     context.report(text, brought, name=checkpoint_dir_name)
 
 
-def _wished(
+def _requested(
     context: WorkerContext,
     checkpoint: Checkpoint | None,
     validation: bool | ValidationTaskConfig,
@@ -220,7 +220,7 @@ def _wished(
     """
     if validation is False:
         return ""
-    from elastic.train.validation import wish_of
+    from elastic.train.validation import request_of
 
     if checkpoint is None or checkpoint is UNSAID:
         raise UsageError(
@@ -232,7 +232,7 @@ def _wished(
             "train.report: validation without a validation function: give the trainer one, "
             "TorchTrainer(..., validation_config=train.ValidationConfig(fn=...))"
         )
-    return wish_of(validation)
+    return request_of(validation)
 
 
 _begins_from: Checkpoint | None = None
@@ -318,10 +318,10 @@ def get_all_reported_checkpoints(
         if time.monotonic() >= deadline:
             log.warning("validations_awaited pending=%d seconds=%g", len(pending), timeout_s)
             return found
-        _pass_time(context, VALIDATION_LOOK_S)
+        _pass_time(context, VALIDATION_POLL_S)
 
 
-def _counting(context: WorkerContext, run: RunDirectory) -> list[tuple[str, Marker]]:
+def _counting(context: WorkerContext, run: RunDirectory) -> list[tuple[str, CheckpointMarker]]:
     """Return the reported checkpoints that count, and are kept."""
     reporter = context.the_reporter()
     _ = reporter.newest_checkpoint  # It counts, be its marker there or not.

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from elastic.errors import UsageError
 
 if TYPE_CHECKING:
-    from elastic.worker.local import LocalOutcome, LocalRun
+    from elastic.worker.process.local import LocalOutcome, LocalRun
 
 ITERATION = "training_iteration"
 """What Ray calls the number of reports."""
@@ -35,7 +35,7 @@ class StopRule:
         """Begin before the first report; see `RunConfig.stop`."""
         self._rule = rule
         self._reports = 0
-        self._untold = ""
+        self._unreported = ""
         self._is_here = False
         self.is_met = False
 
@@ -47,13 +47,13 @@ class StopRule:
         reason = self._reason({ITERATION: self._reports, **metrics})
         if not reason:
             return
-        self.is_met, self._untold = True, f"stop criterion met: {reason}"
+        self.is_met, self._unreported = True, f"stop criterion met: {reason}"
         if self._is_here:
             raise _Enough
 
     def take(self) -> str:
         """Return why the job is to be stopped now, "" if it is not, or was told so."""
-        untold, self._untold = self._untold, ""
+        untold, self._unreported = self._unreported, ""
         return untold
 
     def run_here(
@@ -72,7 +72,7 @@ class StopRule:
             return run_local(function, run)
         import torch.distributed as dist
 
-        from elastic.worker.entry import call_with_config
+        from elastic.worker.process.entry import call_with_config
 
         if dist.is_initialized() and dist.get_world_size() > 1:
             raise UsageError(

@@ -22,11 +22,11 @@ from elastic.train.devices import get_device, get_devices
 from elastic.train.loaders import PreparedLoader, prepare_data_loader
 from elastic.train.session import require_context, require_engine
 from elastic.train.trainer import TorchTrainer
-from elastic.worker import context as worker_context
-from elastic.worker.context import WorkerContext
-from elastic.worker.dtensor import is_dtensor
-from elastic.worker.prepared import Prepared
-from elastic.worker.sharded_state import has_shards, let_ranks_differ, shard
+from elastic.worker.engine import context as worker_context
+from elastic.worker.engine.context import WorkerContext
+from elastic.worker.engine.prepared_optimizers import PreparedModel
+from elastic.worker.state.dtensor import is_dtensor
+from elastic.worker.state.sharded_state import has_shards, let_ranks_differ, shard
 
 __all__ = [
     "PreparedLoader",
@@ -115,7 +115,7 @@ def prepare_model(
         let_ranks_differ(model)
         if context.engine is not None:
             # Under the names that it has with other strategies; its own wrapper reduces.
-            context.engine.add_model(Prepared(model, lambda module: module))
+            context.engine.add_model(PreparedModel(model, lambda module: module))
         return model
     _check_keywords(kwargs)
     if device.type == "cuda":
@@ -145,7 +145,7 @@ def _prepared(context: WorkerContext, model: nn.Module, kwargs: dict[str, Any]) 
         _ensure_group()
         return nn.parallel.DistributedDataParallel(module, **kwargs)
 
-    prepared = Prepared(model, wrap)
+    prepared = PreparedModel(model, wrap)
     engine = context.engine
     if engine is not None:
         engine.add_model(prepared)

@@ -19,14 +19,14 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from elastic.client.attempts import TRAINER_FILE, Plan, attempt, note_end
-from elastic.client.output import Lines
+from elastic.client.attempts import TRAINER_FILE, RunPlan, attempt, note_end
+from elastic.client.output import LineCutter
 from elastic.client.submission import NAME_CHARS_MAX, run_path_of
 from elastic.core.config import VIRTUAL_LOCAL_RANK, JobSpec
 from elastic.core.world import Entry, EntryKind, JobId, JobPhase, Strategy, sorted_pairs
 from elastic.errors import ElasticError, NameTaken, Unavailable, UsageError
 from elastic.storage.files import Files
-from elastic.storage.run_record import Owner, RunPhase, read_run
+from elastic.storage.run_record import RunOwner, RunPhase, read_run
 from elastic.train.beginning import (
     absolute,
     announced,
@@ -36,7 +36,7 @@ from elastic.train.beginning import (
     path_to_begin_from,
     say,
 )
-from elastic.train.callbacks import Telling, TrainRunContext, UserCallback
+from elastic.train.callbacks import CallbackRunner, TrainRunContext, UserCallback
 from elastic.train.checkpoint import Checkpoint
 from elastic.train.config import (
     BackendConfig,
@@ -54,8 +54,8 @@ from elastic.train.session import beginning_from, is_driver
 from elastic.train.stopping import StopRule
 from elastic.train.stored import pack_trainer, read_trainer
 from elastic.train.validation import ValidationConfig
-from elastic.worker import context as worker_context
-from elastic.worker.entry import takes_config
+from elastic.worker.engine import context as worker_context
+from elastic.worker.process.entry import takes_config
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -64,9 +64,9 @@ if TYPE_CHECKING:
     from elastic.core.events.shared import Note
     from elastic.core.view import JobView
     from elastic.data.dataset import Dataset
-    from elastic.train.cluster import Cluster
-    from elastic.worker.context import WorkerContext
-    from elastic.worker.local import LocalRun
+    from elastic.train.cluster import ClusterConnection
+    from elastic.worker.engine.context import WorkerContext
+    from elastic.worker.process.local import LocalRun
 
 DEFAULT_STORAGE = "~/elastic_results"
 NAMES_TRIED = 20
@@ -151,7 +151,7 @@ class DataParallelTrainer:
             )
         self.resume_from_checkpoint = resume_from_checkpoint
         self.metadata = dict(metadata or {})
-        self._telling: Telling | None = None
+        self._reporting: CallbackRunner | None = None
         self._stopping = StopRule(self.run_config.stop)
 
     @classmethod
@@ -290,8 +290,8 @@ class DataParallelTrainer:
 
     def _fit_in_place(self, context: WorkerContext) -> Result:
         """Train as the worker that this process already is."""
-        from elastic.worker.entry import call_with_config
-        from elastic.worker.outcome import result_json
+        from elastic.worker.engine.outcome import result_json
+        from elastic.worker.process.entry import call_with_config
 
         say_overruled(context, self.scaling_config, self.run_config, self.torch_config)
         if context.engine is not None:
@@ -306,7 +306,7 @@ class DataParallelTrainer:
 
     def _fit_in_this_process(self) -> Result:
         """Train here, alone or under torchrun, with the same reports and checkpoints."""
-        from elastic.worker.local import (
+        from elastic.worker.process.local import (
             from_rank_zero,
             local_group,
             run_local,
@@ -318,7 +318,7 @@ class DataParallelTrainer:
         with environment(self.run_config.worker_env), local_group(run):
             begun = json.loads(from_rank_zero(lambda: json.dumps(self._begin_here())))
             run = replace(run, **begun)
-            telling = self._tells(run.job_name, run.job_id, run.run_path)
+            telling = self._reports(run.job_name, run.job_id, run.run_path)
             try:
                 with end_noted(run), self._offering():
                     outcome = self._stopping.run_here(self.train_loop_per_worker, run, run_local)
@@ -333,9 +333,9 @@ class DataParallelTrainer:
 
     def _fit_on_cluster(self) -> Result:
         """Submit, follow, and bring the result home."""
+        from elastic.client.job_follower import JobPrinter, follow
         from elastic.client.jobs import Client
         from elastic.client.stopping import stop_saved
-        from elastic.client.watching import Printer, follow
         from elastic.train.cluster import check_fits, require_cluster
 
         spec = self._spec(next(self._names()))  # What is wrong with it is known before a start.
@@ -345,7 +345,7 @@ class DataParallelTrainer:
                 check_fits(spec, [known.node for known in client.status().view.nodes])
             spec = self._submit(client, cluster)
             job_id, has_come = spec.job_id, False
-            telling = self._tells(spec.name, job_id, spec.run_path)
+            telling = self._reports(spec.name, job_id, spec.run_path)
 
             def interrupted() -> float | None:
                 nonlocal has_come
@@ -354,7 +354,7 @@ class DataParallelTrainer:
 
             def on_note(note: Note) -> None:
                 self._on_note(note)
-                if note.name == "worker_gone" and telling.hears:
+                if note.name == "worker_gone" and telling.receives:
                     record = client.get(job_id).record
                     telling.failed(record.failures, lambda: failures_of(record))
 
@@ -368,7 +368,7 @@ class DataParallelTrainer:
                 view = follow(
                     client,
                     job_id,
-                    Printer(),
+                    JobPrinter(),
                     on_report=self._on_report,
                     on_note=on_note,
                     on_interrupt=interrupted,
@@ -391,14 +391,14 @@ class DataParallelTrainer:
         return self._finish(spec, view)
 
     def _going_on(self, view: JobView) -> str:
-        from elastic.client.wording import where_it_goes_on
+        from elastic.client.text_format import where_it_goes_on
 
         how = "run the script again"
         if self.run_config.name is None:
             how = f"TorchTrainer.restore({view.record.spec.run_path!r})"
         return where_it_goes_on(view, how)
 
-    def _submit(self, client: Client, cluster: Cluster) -> JobSpec:
+    def _submit(self, client: Client, cluster: ClusterConnection) -> JobSpec:
         """Submit under the first name that is free, together with its run directory."""
         from elastic.client.jobs import new_job_id
 
@@ -411,7 +411,7 @@ class DataParallelTrainer:
                 taken = error
         raise taken
 
-    def submit(self, spec: JobSpec, client: Client, cluster: Cluster) -> JobSpec:
+    def submit(self, spec: JobSpec, client: Client, cluster: ClusterConnection) -> JobSpec:
         """Submit the run without following it, with an id that was drawn before; for tuners.
 
         Args:
@@ -431,10 +431,16 @@ class DataParallelTrainer:
         return self._spec(next(self._names()), env)
 
     def _begin(
-        self, client: Client, cluster: Cluster, spec: JobSpec, trainer: bytes, *, says: bool = True
+        self,
+        client: Client,
+        cluster: ClusterConnection,
+        spec: JobSpec,
+        trainer: bytes,
+        *,
+        says: bool = True,
     ) -> JobSpec:
         """Take the run's directory and submit its job; what is submitted is returned."""
-        owner = Owner.this_process() if cluster.is_embedded else None
+        owner = RunOwner.this_process() if cluster.is_embedded else None
         plan = self._plan(spec.name, spec.job_id, owner=owner, trainer=trainer)
         take = announced if says else attempt
         with take(plan, job_of=client.record_of) as begun:
@@ -447,7 +453,7 @@ class DataParallelTrainer:
     def _with_tables(self, spec: JobSpec) -> JobSpec:
         """Return the job with what its datasets consist of, which is looked up now."""
         from elastic.train.datasets import OPTION, tables_for
-        from elastic.worker.entry import pack
+        from elastic.worker.process.entry import pack
 
         given = tables_for(self.datasets, self.dataset_config, spec.run_path)
         options = {**self._options(), OPTION: given}
@@ -462,8 +468,8 @@ class DataParallelTrainer:
 
         return offering(self.datasets, self.dataset_config)
 
-    def _plan(self, name: str, job_id: str, *, owner: Owner | None, trainer: bytes) -> Plan:
-        return Plan(
+    def _plan(self, name: str, job_id: str, *, owner: RunOwner | None, trainer: bytes) -> RunPlan:
+        return RunPlan(
             run_path=self._run_path(name),
             name=name,
             job_id=job_id,
@@ -508,7 +514,7 @@ class DataParallelTrainer:
         names = self.run_config.log_names
         if not names:
             return
-        lines = Lines(shows_prefix=spec.max_workers > 1, holds_tracebacks=False)
+        lines = LineCutter(shows_prefix=spec.max_workers > 1, holds_tracebacks=False)
         try:
             with client.logs(spec.job_id, follow=False) as chunks:
                 text = "".join(lines.take(chunk, 0) for chunk in chunks) + lines.rest("")
@@ -516,21 +522,21 @@ class DataParallelTrainer:
         except ElasticError as error:
             say(f"log_to_file: {names[0]} cannot be written: {error}")
 
-    def _tells(self, name: str, job_id: str, run_path: str) -> Telling:
+    def _reports(self, name: str, job_id: str, run_path: str) -> CallbackRunner:
         """Return what tells this attempt's callbacks, from here on; under torchrun rank 0's."""
         given = self.run_config.callbacks if is_driver() else ()
         callbacks = [c for c in given if isinstance(c, UserCallback)]
         context = TrainRunContext(
             name, job_id, run_path, self.run_config, self.scaling_config, self.train_loop_config
         )
-        self._telling = Telling(callbacks, context)
-        self._telling.begin()
-        return self._telling
+        self._reporting = CallbackRunner(callbacks, context)
+        self._reporting.begin()
+        return self._reporting
 
     def _on_report(self, metrics: dict[str, Any]) -> None:
         metrics = as_reported(metrics)
-        if self._telling is not None:
-            self._telling.look()
+        if self._reporting is not None:
+            self._reporting.look()
         for callback in self.run_config.callbacks:
             after_report = getattr(callback, "after_report", None)
             if after_report is not None and not isinstance(callback, UserCallback):
@@ -570,9 +576,9 @@ class DataParallelTrainer:
             NameTaken: it is there, and is not to be gone on with.
             StorageError: it cannot be made.
         """
-        from elastic.worker.local import is_restart, new_job_id
+        from elastic.worker.process.local import is_restart, new_job_id
 
-        owner, trainer = Owner.this_process(), self._pickled()
+        owner, trainer = RunOwner.this_process(), self._pickled()
         for name in self._names():
             plan = self._plan(name, new_job_id(), owner=owner, trainer=trainer)
             if self.run_config.name is not None and is_restart():
@@ -585,7 +591,7 @@ class DataParallelTrainer:
 
     def _local_run(self) -> LocalRun:
         """Return what is known of a run in this process before its name is."""
-        from elastic.worker.local import LocalRun
+        from elastic.worker.process.local import LocalRun
 
         checkpoints = self.run_config.checkpoint_config
         return LocalRun(
@@ -625,7 +631,7 @@ class DataParallelTrainer:
             name: of the run.
             env: of all workers of this script; those of the run win.
         """
-        from elastic.worker.entry import pack
+        from elastic.worker.process.entry import pack
 
         scaling, torch_config = self.scaling_config, self.torch_config
         checkpoints = self.run_config.checkpoint_config

@@ -9,7 +9,7 @@ from functools import partial
 
 from elastic.errors import UsageError
 from elastic.train.checkpoint import Checkpoint
-from elastic.worker.delivery import Brought, CheckpointUploadMode
+from elastic.worker.checkpoint.delivery import CheckpointUploadMode, DeliveredParts
 
 UploadFunction = Callable[[Checkpoint, str], Checkpoint]
 
@@ -21,7 +21,7 @@ def bring(
     delete_local: bool | None,
     upload: UploadFunction | None,
     validation: str = "",
-) -> Brought:
+) -> DeliveredParts:
     """Return what this rank brings to a checkpoint.
 
     Args:
@@ -52,10 +52,10 @@ def bring(
                 f"train.report: {what} with checkpoint_upload_mode=NO_UPLOAD: nothing is uploaded, "
                 f"what the checkpoint points at is all there is; leave it out"
             )
-        return Brought(checkpoint.url, mode, validation=validation)
+        return DeliveredParts(checkpoint.url, mode, validation=validation)
     goes = mode is CheckpointUploadMode.ASYNC if delete_local is None else delete_local
     if upload is not None:
-        return Brought(
+        return DeliveredParts(
             checkpoint.url,
             mode,
             upload=lambda name: _uploaded(upload, checkpoint, name),
@@ -68,7 +68,7 @@ def bring(
         checkpoint, goes = Checkpoint.temporary(checkpoint.to_directory()), False
     path = checkpoint.path
     release = partial(_let_go, checkpoint, path if goes else "")
-    return Brought(path, mode, release=release, validation=validation)
+    return DeliveredParts(path, mode, release=release, validation=validation)
 
 
 def _uploaded(upload: UploadFunction, checkpoint: Checkpoint, name: str) -> str:

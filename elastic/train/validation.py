@@ -12,10 +12,10 @@ from functools import partial
 from typing import Any
 
 from elastic.errors import ConfigError, UsageError
-from elastic.storage.validation import Wish
+from elastic.storage.validation import ValidationRequest
 from elastic.train.checkpoint import Checkpoint
 from elastic.train.metrics import to_json
-from elastic.worker.validating import ValidationPlan
+from elastic.worker.checkpoint.validating import ValidationPlan
 
 ValidationFunction = Callable[..., Mapping[str, Any]]
 
@@ -110,7 +110,7 @@ def validate(fn: ValidationFunction, path: str, fn_kwargs: Mapping[str, Any]) ->
     return to_json(found)
 
 
-def wish_of(validation: bool | ValidationTaskConfig) -> str:
+def request_of(validation: bool | ValidationTaskConfig) -> str:
     """Return what `train.report(validation=...)` wishes, as it is kept; "" for nothing.
 
     Raises:
@@ -124,10 +124,10 @@ def wish_of(validation: bool | ValidationTaskConfig) -> str:
             f"train.report: validation is a {type(validation).__name__}, expected True, False or a "
             f"ValidationTaskConfig"
         )
-    wish = Wish(dict(task.fn_kwargs), task.timeout_s)
+    wish = ValidationRequest(dict(task.fn_kwargs), task.timeout_s)
     try:
         text = wish.to_json()
-        if Wish.from_json(text) != wish:
+        if ValidationRequest.from_json(text) != wish:
             raise TypeError("something would come back as something else, such as a tuple")
     except (TypeError, ValueError) as error:
         raise UsageError(

@@ -19,10 +19,10 @@ from elastic.client.attempts import note_end
 from elastic.client.ctrl_c import CtrlC
 from elastic.client.jobs import Client, new_job_id
 from elastic.client.study_show import StudyView, config_line, headline
-from elastic.client.wording import world_size
+from elastic.client.text_format import world_size
 from elastic.core.policy.decision import Decision
-from elastic.core.policy.tuning.verdict import Act, Verdict
-from elastic.core.study import ITERATION, Attempt, Study, Trial, TrialState, number_of
+from elastic.core.policy.tuning.decision import TrialAction, TrialDecision
+from elastic.core.study import ITERATION, Study, Trial, TrialAttempt, TrialState, number_of
 from elastic.core.view import JobView, NodeView
 from elastic.core.world import ENDED, JobPhase
 from elastic.errors import ElasticError, NotFound, Refused, UsageError
@@ -42,11 +42,11 @@ from elastic.tune.trials import Recipe, from_log, room_for, to_log
 
 if TYPE_CHECKING:
     from elastic.core.config import JobSpec
-    from elastic.train.cluster import Cluster
+    from elastic.train.cluster import ClusterConnection
 
 
 TICK_S = 0.25
-LOOK_S = 2.0
+POLL_S = 2.0
 """How often the cluster is asked for its nodes, and storage for a wish to stop."""
 SAME_FAILURES_MAX = 10
 """So many trials that fail alike, before any has reported, end the study."""
@@ -83,7 +83,9 @@ class Plan:
 class Controller:
     """Runs one study to its end."""
 
-    def __init__(self, log: StudyLog, plan: Plan, client: Client, cluster: Cluster) -> None:
+    def __init__(
+        self, log: StudyLog, plan: Plan, client: Client, cluster: ClusterConnection
+    ) -> None:
         """Prepare; see `run`."""
         self._log = log
         self._plan = plan
@@ -95,7 +97,7 @@ class Controller:
         self._is_leaving = False
         self._room = 0
         self._nodes: Sequence[NodeView] = ()
-        self._looked = self._since = time.monotonic()
+        self._checked = self._since = time.monotonic()
         self._same: deque[str] = deque(maxlen=SAME_FAILURES_MAX)
         self._view = StudyView(log.study, is_quiet=plan.is_quiet)
         self._clock = SystemClock()
@@ -121,9 +123,9 @@ class Controller:
                         self._is_leaving = True
                         self._view.say("the trials that run are stopped; Ctrl-C again leaves them")
                         self._stop_all("interrupted in its script")
-                    self._look_around()
+                    self._check_around()
                     self._fill()
-                    self._hear()
+                    self._receive()
                     self._settle()
                     self._view.draw(time.monotonic() - self._since)
                 if not self._is_leaving:
@@ -160,10 +162,10 @@ class Controller:
             if kind == "proposed":
                 self._plan.search.takes_again(trial.name, from_log(*trial.proposal))
             else:
-                self._tell_search(trial)
+                self._report_search(trial)
         for trial in self.study.trials:
             for report in trial.reports:
-                metrics = self._said(trial, report.number, report.metrics, report.seconds)
+                metrics = self._reported(trial, report.number, report.metrics, report.seconds)
                 self._plan.stopper(trial.name, metrics)
         for trial in self.study.trials:
             if len(trial.attempts) > 1 and not trial.is_over:
@@ -253,7 +255,7 @@ class Controller:
 
     def _start(self, trial: Trial) -> None:
         """Submit a trial's job, in the run directory that it has by now."""
-        known = trial.attempts[-1] if trial.attempts else Attempt("", trial.name)
+        known = trial.attempts[-1] if trial.attempts else TrialAttempt("", trial.name)
         config = from_log(trial.config, trial.pickled)
         trainer = self._plan.recipe.trainer(known.run, config, known.resume_from)
         spec = replace(trainer.job_spec(self._cluster.env), job_id=new_job_id())
@@ -297,7 +299,7 @@ class Controller:
 
     # --------------------------------------------------------------------------- what comes
 
-    def _hear(self) -> None:
+    def _receive(self) -> None:
         """Wait for something to happen, and take it all."""
         came: list[tuple[int, str, Any]] = []
         with contextlib.suppress(queue.Empty):
@@ -358,13 +360,13 @@ class Controller:
             }
         )
         self._check_metric(trial, row["metrics"])
-        metrics = self._said(trial, number, row["metrics"], seconds)
+        metrics = self._reported(trial, number, row["metrics"], seconds)
         self._plan.search.on_trial_result(trial.name, metrics)
         self._plan.callbacks.tell(
             "on_trial_result", trials=self.study.trials, trial=trial, result=metrics
         )
         if self._plan.stopper(trial.name, metrics):
-            self._carry_out(trial, Decision(Verdict(Act.STOP), self._met(metrics)))
+            self._carry_out(trial, Decision(TrialDecision(TrialAction.STOP), self._met(metrics)))
         elif trial.state is TrialState.RUNNING:
             self._carry_out(trial, self._plan.scheduler.judge(self.study, trial))
         if self._plan.stopper.stop_all() and not self._stop_reason:
@@ -395,7 +397,7 @@ class Controller:
                 f"worse than every number"
             )
 
-    def _said(
+    def _reported(
         self, trial: Trial, number: int, metrics: Mapping[str, Any], seconds: float
     ) -> dict[str, Any]:
         """Return a report as users know it."""
@@ -409,9 +411,9 @@ class Controller:
 
     # -------------------------------------------------------------------------- what is done
 
-    def _carry_out(self, trial: Trial, decision: Decision[Verdict]) -> None:
+    def _carry_out(self, trial: Trial, decision: Decision[TrialDecision]) -> None:
         verdict, number = decision.value, trial.number
-        if verdict.act is Act.GO_ON and not verdict.rungs:
+        if verdict.act is TrialAction.GO_ON and not verdict.rungs:
             return
         event: dict[str, Any] = {
             "e": "decided",
@@ -421,14 +423,14 @@ class Controller:
             "reason": decision.reason,
             "rungs": {str(at): value for at, value in verdict.rungs.items()},
         }
-        if verdict.act is Act.EXPLOIT:
+        if verdict.act is TrialAction.EXPLOIT:
             self._exploit(trial, event, self.study.trials[verdict.donor])
             return
         self._log.add(event)
-        if verdict.act is Act.STOP:
+        if verdict.act is TrialAction.STOP:
             self._view.moved(f"trial {trial.label} is stopped: {decision.reason}")
             self._halt(trial, decision.reason)
-        elif verdict.act is Act.PAUSE:
+        elif verdict.act is TrialAction.PAUSE:
             self._ask(self._client.pause, trial)
 
     def _exploit(self, trial: Trial, event: dict[str, Any], donor: Trial) -> None:
@@ -440,7 +442,7 @@ class Controller:
         taken = take_newest(self._log.files.folder(donor.attempt.run).path, target)
         if taken is None:
             reason = f"trial {donor.label} has no checkpoint to go on from yet"
-            self._log.add({**event, "what": Act.GO_ON.value, "reason": reason})
+            self._log.add({**event, "what": TrialAction.GO_ON.value, "reason": reason})
             self._view.say(f"trial {trial.label} goes on as it is: {reason}")
             return
         event.update({"donor": donor.number, "run": run}, **to_log(config))
@@ -449,7 +451,7 @@ class Controller:
         self._leave(old)
         self._start(trial)
 
-    def _leave(self, attempt: Attempt) -> None:
+    def _leave(self, attempt: TrialAttempt) -> None:
         """Stop the job of a run that its trial has left for another one."""
         reason = "its trial goes on from another one's checkpoint"
         with contextlib.suppress(Refused, NotFound):
@@ -476,7 +478,7 @@ class Controller:
             return
         for number, decision in self._plan.scheduler.settle(self.study):
             trial = self.study.trials[number]
-            if decision.value.act is Act.STOP:
+            if decision.value.act is TrialAction.STOP:
                 self._carry_out(trial, decision)
                 continue
             self._log.add({"e": "resumed", "trial": number, "reason": decision.reason})
@@ -543,7 +545,7 @@ class Controller:
         if following is not None:
             following.watch.close()
         self._view.workers.pop(trial.number, None)
-        self._tell_search(trial)
+        self._report_search(trial)
         value = trial.value(self.study.metric)
         shown = f", {self.study.metric}={value:.4g}" if value is not None else ""
         why = f": {reason}" if reason else ""
@@ -563,25 +565,25 @@ class Controller:
         if len(self._same) == SAME_FAILURES_MAX and len(set(self._same)) == 1:
             self._stop_all(f"the first {SAME_FAILURES_MAX} trials failed alike: {reason}")
 
-    def _tell_search(self, trial: Trial) -> None:
+    def _report_search(self, trial: Trial) -> None:
         result = None
         if trial.reports:
             last = trial.reports[-1]
-            result = self._said(trial, last.number, last.metrics, last.seconds)
+            result = self._reported(trial, last.number, last.metrics, last.seconds)
         is_error = trial.state is TrialState.FAILED
         self._plan.search.on_trial_complete(trial.name, result, is_error)
 
     # -------------------------------------------------------------------------- now and then
 
-    def _look_around(self) -> None:
+    def _check_around(self) -> None:
         """Count the nodes, and see whether somebody wants the study to stop."""
         now = time.monotonic()
         budget = self._plan.time_budget_s
         if budget is not None and now - self._since > budget and not self._stop_reason:
             self._stop_all(f"time_budget_s={budget:g} is over")
-        if now - self._looked < LOOK_S:
+        if now - self._checked < POLL_S:
             return
-        self._looked = now
+        self._checked = now
         self._cluster.check()
         self._count_room()
         if not self._stop_reason and (reason := self._log.take_stop()):

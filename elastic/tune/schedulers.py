@@ -13,10 +13,10 @@ from typing import Any
 
 from elastic.core.policy.decision import Decision
 from elastic.core.policy.tuning.asha import Asha
+from elastic.core.policy.tuning.decision import GO_ON, TrialDecision, TrialProgress
 from elastic.core.policy.tuning.hyperband import HyperBand
 from elastic.core.policy.tuning.median import Median
 from elastic.core.policy.tuning.pbt import Pbt
-from elastic.core.policy.tuning.verdict import GO_ON, Seen, Verdict
 from elastic.core.study import ITERATION, Study, Trial, TrialState, number_of
 from elastic.errors import ConfigError
 from elastic.tune import space as spaces
@@ -69,11 +69,11 @@ class TrialScheduler:
         """Return what turns values so that greater is better."""
         return -1.0 if self.mode == "min" else 1.0
 
-    def judge(self, study: Study, trial: Trial) -> Decision[Verdict]:
+    def judge(self, study: Study, trial: Trial) -> Decision[TrialDecision]:
         """Judge a trial by its newest report."""
         return Decision(GO_ON, "")
 
-    def settle(self, study: Study) -> list[tuple[int, Decision[Verdict]]]:
+    def settle(self, study: Study) -> list[tuple[int, Decision[TrialDecision]]]:
         """Return what becomes of trials that wait, by their numbers."""
         return []
 
@@ -81,14 +81,14 @@ class TrialScheduler:
         """Return the config with which a trial goes on from its donor's checkpoint."""
         return dict(donor)
 
-    def _seen(self, trial: Trial, *, with_curve: bool = True) -> Seen:
+    def _seen(self, trial: Trial, *, with_curve: bool = True) -> TrialProgress:
         curve = []
         for report in trial.reports if with_curve else ():
             at = number_of(self._at(report.metrics, report.number))
             value = number_of(report.metrics.get(self.metric or ""))
             if at is not None and value is not None:
                 curve.append((int(at), value * self.sign))
-        return Seen(
+        return TrialProgress(
             trial.number,
             curve,
             trial.rungs,
@@ -101,8 +101,11 @@ class TrialScheduler:
         return number if self.time_attr == ITERATION else metrics.get(self.time_attr)
 
     def _judged(
-        self, study: Study, trial: Trial, judge: Callable[[Seen, Sequence[Seen]], Decision[Verdict]]
-    ) -> Decision[Verdict]:
+        self,
+        study: Study,
+        trial: Trial,
+        judge: Callable[[TrialProgress, Sequence[TrialProgress]], Decision[TrialDecision]],
+    ) -> Decision[TrialDecision]:
         """Judge by a policy; a report without the time or the metric is passed over."""
         newest = trial.reports[-1]
         if number_of(self._at(newest.metrics, newest.number)) is None:
@@ -163,7 +166,7 @@ class AsyncHyperBandScheduler(TrialScheduler):
         self._sizes = (int(grace_period), round(reduction_factor), int(max_t), int(brackets))
         self._stops_last = bool(stop_last_trials)
 
-    def judge(self, study: Study, trial: Trial) -> Decision[Verdict]:
+    def judge(self, study: Study, trial: Trial) -> Decision[TrialDecision]:
         """Judge a trial by its newest report."""
         policy = Asha(*self._sizes, sign=self.sign, stops_last=self._stops_last)
         return self._judged(study, trial, policy.judge)
@@ -202,7 +205,7 @@ class MedianStoppingRule(TrialScheduler):
         _expect(self, "hard_stop", hard_stop, bool(hard_stop), "True")
         self._sizes = (int(grace_period), int(min_samples_required))
 
-    def judge(self, study: Study, trial: Trial) -> Decision[Verdict]:
+    def judge(self, study: Study, trial: Trial) -> Decision[TrialDecision]:
         """Judge a trial by its newest report."""
         return self._judged(study, trial, Median(*self._sizes, sign=self.sign).judge)
 
@@ -228,11 +231,11 @@ class HyperBandScheduler(TrialScheduler):
         _expect(self, "stop_last_trials", stop_last_trials, bool(stop_last_trials), "True")
         self._sizes = (int(max_t), round(reduction_factor))
 
-    def judge(self, study: Study, trial: Trial) -> Decision[Verdict]:
+    def judge(self, study: Study, trial: Trial) -> Decision[TrialDecision]:
         """Judge a trial by its newest report."""
         return self._judged(study, trial, HyperBand(*self._sizes, sign=self.sign).judge)
 
-    def settle(self, study: Study) -> list[tuple[int, Decision[Verdict]]]:
+    def settle(self, study: Study) -> list[tuple[int, Decision[TrialDecision]]]:
         """Return what becomes of trials that wait."""
         policy = HyperBand(*self._sizes, sign=self.sign)
         seen = [self._seen(trial, with_curve=False) for trial in study.trials]
@@ -297,7 +300,7 @@ class PopulationBasedTraining(TrialScheduler):
         self._resample, self._factors = resample_probability, perturbation_factors
         self._custom = custom_explore_fn
 
-    def judge(self, study: Study, trial: Trial) -> Decision[Verdict]:
+    def judge(self, study: Study, trial: Trial) -> Decision[TrialDecision]:
         """Judge a trial by its newest report."""
         policy = Pbt(*self._sizes, sign=self.sign)
         draw = Random(f"{self._seed}/{trial.number}/{trial.iteration}").random()

@@ -14,7 +14,7 @@ from elastic.storage.files import Files
 from elastic.train.checkpoint import Checkpoint
 from elastic.train.session import UNSAID, TrainContext, get_checkpoint, require_context
 from elastic.train.session import report as train_report
-from elastic.worker.entry import call_with_config
+from elastic.worker.process.entry import call_with_config
 
 __all__ = ["Trainable", "TuneContext", "get_checkpoint", "get_context", "report"]
 

@@ -155,7 +155,7 @@ class ExperimentPlateauStopper(Stopper):
         self._std = std
         self._top = top
         self._mode = mode
-        self._patience, self._still = patience, 0
+        self._timeout, self._still = patience, 0
         self._best: list[float] = []
 
     def __call__(self, trial_id: str, result: Mapping[str, Any]) -> bool:
@@ -169,7 +169,7 @@ class ExperimentPlateauStopper(Stopper):
 
     def stop_all(self) -> bool:
         """Return whether they stand still."""
-        return self._still > self._patience
+        return self._still > self._timeout
 
 
 class TimeoutStopper(Stopper):

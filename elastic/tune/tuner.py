@@ -16,7 +16,7 @@ from elastic.client.jobs import Client
 from elastic.client.submission import plain_name, run_path_of
 from elastic.errors import ConfigError, NameTaken, StorageError, UsageError
 from elastic.storage.files import Files
-from elastic.storage.run_record import Owner
+from elastic.storage.run_record import RunOwner
 from elastic.storage.study_log import StudyLog
 from elastic.train.beginning import absolute
 from elastic.train.cluster import check_fits, require_cluster
@@ -33,7 +33,7 @@ from elastic.tune.search import BasicVariantGenerator, ConcurrencyLimiter, Searc
 from elastic.tune.session import Trainable, as_trainable
 from elastic.tune.stopper import as_stopper
 from elastic.tune.trials import LOOP, Recipe, split_config
-from elastic.worker import context as worker_context
+from elastic.worker.engine import context as worker_context
 
 TUNER_FILE = "tuner.pkl"
 NAME_CHARS_MAX = 80
@@ -192,7 +192,7 @@ class Tuner:
             recipe.store()
             plan = self._plan(log, recipe)
             plan.callbacks.tell("setup", **log.study.settings)
-            log.add({"e": "opened", "owner": asdict(Owner.this_process())})
+            log.add({"e": "opened", "owner": asdict(RunOwner.this_process())})
             Controller(log, plan, client, cluster).run()
         return ResultGrid(log)
 
@@ -226,7 +226,7 @@ class Tuner:
     def _go_on(self, log: StudyLog) -> None:
         """Say in the log what becomes of trials that have not ended, or have failed."""
         known = log.study.owner
-        if known is not None and Owner(**known).is_other_and_alive():
+        if known is not None and RunOwner(**known).is_other_and_alive():
             raise NameTaken(
                 f"study {log.study.settings['name']} is run by process {known['pid']} on this "
                 f"machine: end that first"

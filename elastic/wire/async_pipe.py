@@ -37,7 +37,7 @@ class AsyncPipe:
         self._who = who
         self._loop = asyncio.get_running_loop()
         self._frames = FrameReader(who)
-        self._heard: deque[bytes] = deque()
+        self._received: deque[bytes] = deque()
         self._backlog: deque[memoryview] = deque()
         self._backlog_bytes = 0
         self._gone = False
@@ -86,13 +86,13 @@ class AsyncPipe:
         Raises:
             PeerError: what came is no message, or ended inside one; nothing more can be read.
         """
-        while not self._heard:
+        while not self._received:
             data = await self._read()
             if not data:
                 self._frames.end()
                 return None
-            self._heard.extend(self._frames.feed(data))
-        return decode_from_worker(self._heard.popleft())
+            self._received.extend(self._frames.feed(data))
+        return decode_from_worker(self._received.popleft())
 
     async def __aiter__(self) -> AsyncIterator[PipeToAgent]:
         """Yield messages until the other end is gone.

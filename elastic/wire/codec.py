@@ -1,9 +1,9 @@
 """How a dataclass becomes a protobuf message and back, derived from the two descriptions of it.
 
 Rule: a dataclass and its message have the same fields under the same names and of matching kinds.
-The two are compared when a `Codec` is made, so a field that only one side has stops the import,
-not a cluster. Reading trusts nothing: what does not fit is refused by name with `PeerError`. A
-field that an older peer does not know has the dataclass's default.
+The two are compared when a `MessageCodec` is made, so a field that only one side has stops the
+import, not a cluster. Reading trusts nothing: what does not fit is refused by name with
+`PeerError`. A field that an older peer does not know has the dataclass's default.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ Proto = TypeVar("Proto", bound=Message)
 
 
 @dataclass(frozen=True)
-class Value:
+class ValueCodec:
     """How one value travels.
 
     Attributes:
@@ -70,11 +70,11 @@ class Value:
     from_wire: Callable[[Any], Any]
     to_wire: Callable[[Any], Any] | None = None
     fill: Callable[[Any, Message], None] | None = None
-    codec: Codec[Any] | None = None
+    codec: MessageCodec[Any] | None = None
 
 
 @dataclass(frozen=True)
-class Port:
+class FieldCodec:
     """One field of a dataclass, and how it gets into a message and out of it.
 
     Attributes:
@@ -87,7 +87,7 @@ class Port:
     cleared: str = ""
 
 
-class Codec(Generic[Fact]):
+class MessageCodec(Generic[Fact]):
     """Turns one dataclass into the message that the descriptor describes, and back.
 
     Args:
@@ -183,7 +183,7 @@ def _port(
     known: dataclasses.Field[Any],
     hint: Any,
     renamed: Mapping[str, str],
-) -> Port:
+) -> FieldCodec:
     name = field.name
     if get_origin(hint) is tuple:
         (item, _) = get_args(hint)
@@ -207,7 +207,7 @@ def _or(default: Enum, from_wire: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return lambda number: from_wire(number) if number else default
 
 
-def _scalar_port(field: FieldDescriptor, known: str, value: Value) -> Port:
+def _scalar_port(field: FieldDescriptor, known: str, value: ValueCodec) -> FieldCodec:
     name, full_name = field.name, field.full_name
     to_wire, from_wire = value.to_wire, value.from_wire
 
@@ -221,12 +221,12 @@ def _scalar_port(field: FieldDescriptor, known: str, value: Value) -> Port:
         except (ValueError, OverflowError) as error:
             raise ConfigError(f"{full_name}={item!r} cannot be sent: {error}") from error
 
-    return Port(known, write, lambda source: from_wire(getattr(source, name)))
+    return FieldCodec(known, write, lambda source: from_wire(getattr(source, name)))
 
 
 def _message_port(
-    field: FieldDescriptor, known: dataclasses.Field[Any], value: Value, *, optional: bool
-) -> Port:
+    field: FieldDescriptor, known: dataclasses.Field[Any], value: ValueCodec, *, optional: bool
+) -> FieldCodec:
     name, full_name, from_wire = field.name, field.full_name, value.from_wire
     codec, factory = value.codec, known.default_factory
     is_wide = len(field.message_type.fields) >= WIDE if field.message_type else False
@@ -264,7 +264,7 @@ def _message_port(
             raise PeerError(f"{full_name} is missing; the message says nothing without it")
         return factory()
 
-    return Port(known.name, write, read, cleared=name)
+    return FieldCodec(known.name, write, read, cleared=name)
 
 
 def _is_frozen(item: Any) -> bool:
@@ -272,7 +272,7 @@ def _is_frozen(item: Any) -> bool:
     return bool(item.__dataclass_params__.frozen)
 
 
-def _repeated_port(name: str, known: str, value: Value) -> Port:
+def _repeated_port(name: str, known: str, value: ValueCodec) -> FieldCodec:
     fill, to_wire, from_wire = value.fill, value.to_wire, value.from_wire
 
     def write(items: Any, target: Message) -> None:
@@ -289,13 +289,13 @@ def _repeated_port(name: str, known: str, value: Value) -> Port:
     def read(source: Message) -> Any:
         return tuple([from_wire(item) for item in getattr(source, name)])
 
-    return Port(known, write, read, cleared=name)
+    return FieldCodec(known, write, read, cleared=name)
 
 
 # ------------------------------------------------------------------------------ one value
 
 
-def _value(field: FieldDescriptor, hint: Any, renamed: Mapping[str, str]) -> Value:
+def _value(field: FieldDescriptor, hint: Any, renamed: Mapping[str, str]) -> ValueCodec:
     if get_origin(hint) is tuple:
         return _pair_value(field, hint)
     # NewType("JobId", str) travels as what it stands for.
@@ -303,13 +303,13 @@ def _value(field: FieldDescriptor, hint: Any, renamed: Mapping[str, str]) -> Val
     if isinstance(kind, type) and dataclasses.is_dataclass(kind):
         if field.message_type is None:
             raise InvariantViolation(f"{field.full_name} must be a message")
-        codec: Codec[Any] = Codec(kind, field.message_type, renamed)
-        return Value(from_wire=codec.read, fill=codec.fill, codec=codec)
+        codec: MessageCodec[Any] = MessageCodec(kind, field.message_type, renamed)
+        return ValueCodec(from_wire=codec.read, fill=codec.fill, codec=codec)
     if isinstance(kind, type) and issubclass(kind, Enum):
         return _enum_value(kind, field)
     expected = SCALARS.get(kind, ())
     check(field.type in expected, f"{field.full_name}: its type on the wire is not that of {hint}")
-    return Value(from_wire=lambda item: item, to_wire=_unicode if kind is str else None)
+    return ValueCodec(from_wire=lambda item: item, to_wire=_unicode if kind is str else None)
 
 
 def _unicode(text: str) -> str:
@@ -319,7 +319,7 @@ def _unicode(text: str) -> str:
     return text
 
 
-def _pair_value(field: FieldDescriptor, hint: Any) -> Value:
+def _pair_value(field: FieldDescriptor, hint: Any) -> ValueCodec:
     """(name, value) pairs are messages of two fields, in that order."""
     described = field.message_type
     parts = sorted(described.fields, key=lambda part: part.number) if described else []
@@ -334,10 +334,10 @@ def _pair_value(field: FieldDescriptor, hint: Any) -> Value:
         first.write(pair[0], target)
         second.write(pair[1], target)
 
-    return Value(from_wire=lambda source: (first.read(source), second.read(source)), fill=fill)
+    return ValueCodec(from_wire=lambda source: (first.read(source), second.read(source)), fill=fill)
 
 
-def _enum_value(kind: type[Enum], field: FieldDescriptor) -> Value:
+def _enum_value(kind: type[Enum], field: FieldDescriptor) -> ValueCodec:
     """NodePhase.READY is NODE_PHASE_READY; 0 is nobody's, and refused like any unknown number."""
     prefix = "".join(f"_{char}" if char.isupper() else char.upper() for char in kind.__name__)[1:]
     described = field.enum_type.values if field.enum_type else ()
@@ -358,7 +358,7 @@ def _enum_value(kind: type[Enum], field: FieldDescriptor) -> Value:
             )
         return members[number]
 
-    return Value(from_wire=from_wire, to_wire=numbers.__getitem__)
+    return ValueCodec(from_wire=from_wire, to_wire=numbers.__getitem__)
 
 
 def _is_repeated(field: FieldDescriptor) -> bool:

@@ -15,7 +15,7 @@ from elastic.core.events.shared import Note
 from elastic.core.view import ClusterView, JobView, NodeView
 from elastic.core.world import Generation, NodeId, WorkerId
 from elastic.errors import PeerError
-from elastic.wire.codec import Codec
+from elastic.wire.codec import MessageCodec
 from elastic.wire.envelope import Envelope
 from elastic.wire.generated.elastic.v1 import facts_pb2, jobs_pb2
 
@@ -92,11 +92,11 @@ HIDDEN = "***"
 """Stands for the value of a variable of a job's environment, which may be a password."""
 
 _RENAMED = {"JobView": "Job", "_Status": "ClusterStatus", "since_ns": "age_ns"}
-_SPEC = Codec(JobSpec, facts_pb2.JobSpec.DESCRIPTOR)
-_JOB = Codec(JobView, jobs_pb2.Job.DESCRIPTOR, _RENAMED)
-_LOG_CHUNK = Codec(LogChunk, jobs_pb2.LogChunk.DESCRIPTOR)
-_TIMED_NOTE = Codec(TimedNote, jobs_pb2.TimedNote.DESCRIPTOR)
-_STATUS = Codec(_Status, jobs_pb2.ClusterStatus.DESCRIPTOR, _RENAMED)
+_SPEC = MessageCodec(JobSpec, facts_pb2.JobSpec.DESCRIPTOR)
+_JOB = MessageCodec(JobView, jobs_pb2.Job.DESCRIPTOR, _RENAMED)
+_LOG_CHUNK = MessageCodec(LogChunk, jobs_pb2.LogChunk.DESCRIPTOR)
+_TIMED_NOTE = MessageCodec(TimedNote, jobs_pb2.TimedNote.DESCRIPTOR)
+_STATUS = MessageCodec(_Status, jobs_pb2.ClusterStatus.DESCRIPTOR, _RENAMED)
 _EVENT: Envelope[JobEvent, jobs_pb2.JobEvent] = Envelope(
     jobs_pb2.JobEvent, (JobView, TimedNote), _RENAMED
 )

@@ -14,7 +14,7 @@ from google.protobuf.message import Message
 
 from elastic.core.messages import PROTOCOL_MAJOR, PROTOCOL_MINOR
 from elastic.errors import PeerError, UnknownMessage, check
-from elastic.wire.codec import Codec, parse
+from elastic.wire.codec import MessageCodec, parse
 
 Body = TypeVar("Body")
 Proto = TypeVar("Proto", bound=Message)
@@ -26,7 +26,7 @@ class Envelope(Generic[Body, Proto]):
     Args:
         proto: the message, with a oneof named "body".
         facts: the members of the union.
-        renamed: see `Codec`.
+        renamed: see `MessageCodec`.
 
     Raises:
         InvariantViolation: bodies and members are not the same.
@@ -48,17 +48,17 @@ class Envelope(Generic[Body, Proto]):
         }
         differing = sorted(set(known) ^ set(fields))
         check(not differing, f"{proto.DESCRIPTOR.name}: bodies and union differ in {differing}")
-        self._codecs: dict[str, Codec[Any]] = {}
+        self._codecs: dict[str, MessageCodec[Any]] = {}
         self._field_of: dict[type[Any], str] = {}
         for name, (field, described) in fields.items():
-            self._codecs[field] = Codec(known[name], described, names)
+            self._codecs[field] = MessageCodec(known[name], described, names)
             self._field_of[known[name]] = field
 
     def to_proto(self, body: Body) -> Proto:
         """Return the envelope that holds `body`.
 
         Raises:
-            ConfigError: a value in it cannot travel; see `Codec.fill`.
+            ConfigError: a value in it cannot travel; see `MessageCodec.fill`.
         """
         field = self._field_of[type(body)]
         envelope = self._proto()

@@ -33,7 +33,7 @@ class Pipe:
         self._sock = sock
         self._writing = threading.Lock()
         self._frames = FrameReader("the agent")
-        self._heard: deque[bytes] = deque()
+        self._received: deque[bytes] = deque()
         self._closed = False
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
@@ -70,15 +70,15 @@ class Pipe:
             Unavailable: the agent is gone, and everything that it said was returned before.
             PeerError: what came is no message; nothing more can be read.
         """
-        while not self._heard:
+        while not self._received:
             if self._closed:
                 raise Unavailable("this end of the pipe to the agent was closed")
             # A message may come in several pieces, each waited for this long: the agent writes
             # whole frames, so pieces follow each other at once.
             if not self._poll.poll(None if timeout_s is None else timeout_s * 1000):
                 return None
-            self._heard.extend(self._frames.feed(self._read()))
-        return decode_to_worker(self._heard.popleft())
+            self._received.extend(self._frames.feed(self._read()))
+        return decode_to_worker(self._received.popleft())
 
     def __iter__(self) -> Iterator[PipeToWorker]:
         """Yield messages until the agent is gone.

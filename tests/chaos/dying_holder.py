@@ -10,7 +10,7 @@ from typing import Any
 
 from elastic.agent import copy_server
 from elastic.agent.cli import main
-from elastic.runtime.copy_wire import FETCH, Line, Request
+from elastic.runtime.copy_wire import FETCH, CopyConnection, CopyRequest
 from elastic.testing.local_cluster import descendants
 
 DEAD = "DYING_HOLDER_DEAD"
@@ -21,7 +21,7 @@ def die_when_asked(dead: Path) -> None:
     """From here on, the first fetch that is proven to be our cluster's is the end."""
     honest = copy_server.CopyServer._give
 
-    def give(self: Any, line: Line, request: Request, key: str) -> None:
+    def give(self: Any, line: CopyConnection, request: CopyRequest, key: str) -> None:
         if request.verb == FETCH:
             try:
                 with dead.open("x") as file:

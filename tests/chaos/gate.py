@@ -18,18 +18,18 @@ from elastic.train.torch import (
     prepare_model,
     prepare_optimizer,
 )
-from elastic.worker import step
-from elastic.worker.context import current
+from elastic.worker.engine import step_engine as step
+from elastic.worker.engine.context import current
 
 EPOCHS = 2
-real = step.tell_rows
+real = step.send_metadata
 
 
 def train_func(config: dict[str, Any]) -> None:
     """Train for two epochs; at the gate of the asked one, rank 1 loses the group as others pass."""
     epoch_of_fault, path = config["epoch"], Path(config["directory"])
 
-    def tell_rows(group: Any, values: Any) -> Any:
+    def send_metadata(group: Any, values: Any) -> Any:
         context = current()
         rows = real(group, values)
         if context.world_rank == 1 and context.engine.cursor.epoch == epoch_of_fault:
@@ -40,7 +40,7 @@ def train_func(config: dict[str, Any]) -> None:
             raise RuntimeError("[gloo] Connection closed by peer (planted)")
         return rows
 
-    step.tell_rows = tell_rows
+    step.send_metadata = send_metadata
     model = prepare_model(nn.Linear(4, 1))
     optimizer = prepare_optimizer(torch.optim.Adam(model.parameters()))
     data = TensorDataset(torch.arange(128.0).reshape(32, 4) / 128)

@@ -91,7 +91,7 @@ def test_a_run_with_two_kills_tells_all_of_it(cluster: LocalCluster, tmp_path: P
             held_ns += event["time_unix_ns"] - began.pop(worker)
     assert not began
     goodput = ended.record.goodput
-    assert ended.untold_ns == 0
+    assert ended.unreported_ns == 0
     assert abs(goodput.allocated_ns - held_ns) <= WORKERS * STEP_S * 1e9
     assert goodput.productive_ns > 0
     assert goodput.start_ns > 0

@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 from elastic.core.view import JobView
 from elastic.testing.local_cluster import LocalCluster
-from elastic.worker import store_wire
-from elastic.worker.group_store import GroupStore, Where
+from elastic.worker.group import store_wire
+from elastic.worker.group.group_store import GroupStore, StoreAddress
 from tests.chaos.shared import end, job_of, train_with
 
 Address = tuple[str, int]
@@ -45,7 +45,7 @@ def listening(pids: list[int]) -> list[Address]:
     return sorted(found)
 
 
-def knocking(where: Address) -> socket.socket | None:
+def probing(where: Address) -> socket.socket | None:
     """Return a connection, None if there is none to be had."""
     with contextlib.suppress(OSError):
         return socket.create_connection(where, CONNECT_S)
@@ -54,16 +54,16 @@ def knocking(where: Address) -> socket.socket | None:
 
 def say(where: Address, *words: bytes) -> bytes:
     """Say something on a connection; return what comes back."""
-    heard = b""
-    sock = knocking(where)
+    received = b""
+    sock = probing(where)
     if sock is not None:
         with sock, contextlib.suppress(OSError):
             sock.settimeout(CONNECT_S)
             for one in words:
                 sock.sendall(one)
             while more := sock.recv(1 << 16):
-                heard += more
-    return heard
+                received += more
+    return received
 
 
 class Stranger:
@@ -81,11 +81,11 @@ class Stranger:
 
     def everywhere(self, *words: bytes) -> bytes:
         return b"".join(
-            heard
+            received
             for port in self.ports
             # The greeting of a store is for everybody: a number that was drawn for him.
-            if not (heard := say(port, *words)).startswith(store_wire.MAGIC)
-            or len(heard) > store_wire.GREETING_BYTES
+            if not (received := say(port, *words)).startswith(store_wire.MAGIC)
+            or len(received) > store_wire.GREETING_BYTES
         )
 
     def to_read_keys(self) -> bytes:
@@ -99,34 +99,34 @@ class Stranger:
         return b""
 
     def to_guess_the_secret(self) -> bytes:
-        heard = b""
+        received = b""
         for key in ("", "0", self.job_id, "a" * 64):
             for generation in (self.generation, self.generation + 1, 0, (1 << 64) - 1):
-                where = Where(f"{self.leader[0]}:{self.leader[1]}", generation, key)
+                where = StoreAddress(f"{self.leader[0]}:{self.leader[1]}", generation, key)
                 with contextlib.suppress(Exception):
                     store = GroupStore.connect(where, lambda: CONNECT_S, lambda: True)
-                    heard += b"%d keys" % store.num_keys()
-        return heard
+                    received += b"%d keys" % store.num_keys()
+        return received
 
     def to_write_votes_and_parts_without_a_proof(self) -> bytes:
         key = f"{self.job_id}/{self.generation}/1/elastic/report/0/parts".encode()
         part = b'[0, "../../../precious", [], "x"]\n'
-        frame = store_wire.packed(store_wire.Verb.APPEND, (key, part))
-        count = store_wire.packed(store_wire.Verb.COUNT, ())
+        frame = store_wire.packed(store_wire.StoreVerb.APPEND, (key, part))
+        count = store_wire.packed(store_wire.StoreVerb.COUNT, ())
         return self.everywhere(bytes(store_wire.HELLO_BYTES), frame, count)
 
     def to_write_before_the_hello(self) -> bytes:
-        frame = store_wire.packed(store_wire.Verb.SET, (b"closed", b"1"))
-        return self.everywhere(frame * 20, store_wire.packed(store_wire.Verb.COUNT, ()))
+        frame = store_wire.packed(store_wire.StoreVerb.SET, (b"closed", b"1"))
+        return self.everywhere(frame * 20, store_wire.packed(store_wire.StoreVerb.COUNT, ()))
 
     def to_poison_generations_to_come(self) -> bytes:
-        heard = b""
+        received = b""
         for later in range(1, 40):
             key = f"{self.job_id}/{self.generation + later}/1/0//cpu//0/0".encode()
             hello = bytes(16) + store_wire.GENERATION.pack(self.generation + later) + bytes(32)
-            frame = store_wire.packed(store_wire.Verb.SET, (key, self.dice.randbytes(64)))
-            heard += say(self.leader, hello, frame)[store_wire.GREETING_BYTES :]
-        return heard
+            frame = store_wire.packed(store_wire.StoreVerb.SET, (key, self.dice.randbytes(64)))
+            received += say(self.leader, hello, frame)[store_wire.GREETING_BYTES :]
+        return received
 
     def to_be_a_peer_of_gloo(self) -> bytes:
         """Say the number of a pair that it waits for, before its member does."""
@@ -146,7 +146,7 @@ class Stranger:
     def to_exhaust_descriptors(self) -> bytes:
         crowd = []
         for number in range(CROWD):
-            sock = knocking(self.ports[number % len(self.ports)])
+            sock = probing(self.ports[number % len(self.ports)])
             if sock is None:
                 continue
             with contextlib.suppress(OSError):
@@ -157,7 +157,7 @@ class Stranger:
         return b""
 
     def to_hold_connections_open(self) -> bytes:
-        crowd = [knocking(port) for port in self.ports * 20]
+        crowd = [probing(port) for port in self.ports * 20]
         for sock in crowd:
             if sock is not None:
                 sock.close()
@@ -221,7 +221,7 @@ def test_a_stranger_who_attacks_while_groups_form_only_delays(
     def attack() -> None:
         while not over.is_set():
             for where in listening([pid for pid in pids_of(view) if Path(f"/proc/{pid}").exists()]):
-                sock = knocking(where)
+                sock = probing(where)
                 if sock is not None:
                     with sock, contextlib.suppress(OSError):
                         sock.sendall(struct.pack("<q", number[0] % 4))

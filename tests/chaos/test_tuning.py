@@ -18,7 +18,7 @@ from elastic.testing.local_cluster import LocalCluster
 from tests.chaos.study import TRIALS, objective
 from tests.patience import DEADLINE_S, wait_for
 
-TOLD_APART = ["time_total_s", "logdir"]
+REPORTED_APART = ["time_total_s", "logdir"]
 """Columns in which two runs of one study differ."""
 
 
@@ -31,7 +31,7 @@ def drive(cluster: LocalCluster, storage: Path, *more: str) -> subprocess.Popen[
 
 def results(storage: Path) -> tuple[Any, tune.ResultGrid]:
     grid = tune.Tuner.restore(storage / "mystudy", objective).get_results()
-    frame = grid.get_dataframe().drop(columns=TOLD_APART)
+    frame = grid.get_dataframe().drop(columns=REPORTED_APART)
     return frame, grid
 
 

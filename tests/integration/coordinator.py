@@ -145,14 +145,14 @@ class ScriptedAgent:
     """One agent's stream; what it says, the test says.
 
     Attributes:
-        heard: messages that came and were not asked for yet.
+        received: messages that came and were not asked for yet.
     """
 
     address: str
     node: Node
     token: str = ""
     metadata: Metadata | None = None
-    heard: list[CoordinatorMessage] = field(default_factory=list)
+    received: list[CoordinatorMessage] = field(default_factory=list)
     put_back: list[CoordinatorMessage] = field(default_factory=list)
     call: Any = None
     channel: Any = None
@@ -185,20 +185,20 @@ class ScriptedAgent:
         """Return the next message of this kind; others are kept."""
         with anyio.fail_after(DEADLINE_S):
             while True:
-                for message in self.heard:
+                for message in self.received:
                     if isinstance(message, kind):
-                        self.heard.remove(message)
+                        self.received.remove(message)
                         return message
                 data = await self.call.read()
-                assert isinstance(data, bytes), f"the stream ended, heard {self.heard}"
-                self.heard.append(decode_coordinator_message(data))
+                assert isinstance(data, bytes), f"the stream ended, heard {self.received}"
+                self.received.append(decode_coordinator_message(data))
 
     async def end(self) -> tuple[str, str]:
         """Read to the end of the stream and return its status and details."""
         with anyio.fail_after(DEADLINE_S):
             try:
                 while isinstance(data := await self.call.read(), bytes):
-                    self.heard.append(decode_coordinator_message(data))
+                    self.received.append(decode_coordinator_message(data))
             except grpc.aio.AioRpcError:
                 pass
             return (await self.call.code()).name, await self.call.details()
@@ -218,7 +218,7 @@ class ScriptedAgent:
             if assignment.worker_id == report.worker_id:
                 break
             self.put_back.append(Announce(assignment))
-        self.heard[:0], self.put_back = self.put_back, []
+        self.received[:0], self.put_back = self.put_back, []
         for phase in (WorkerPhase.FORMING, WorkerPhase.TRAINING):
             report = replace(report, phase=phase, generation=assignment.generation)
             await self.say(WorkerUpdate(report))

@@ -12,7 +12,7 @@ import anyio
 import grpc
 import grpc.aio
 
-from elastic.coord.certs import Wanted, init_authority, issue
+from elastic.coord.certs import CertificateRequest, init_authority, issue
 from elastic.coord.roles import Role
 from elastic.coord.tokens import Token, create_token
 from elastic.runtime.access import Access, find_access
@@ -32,7 +32,7 @@ def authority(folder: Path) -> Path:
 def certificate(
     folder: Path, name: str, role: Role, days: float = 1, hosts: tuple[str, ...] = ()
 ) -> Access:
-    made = issue(folder, Wanted(name=name, role=role, days=days, hosts=hosts), NOW)
+    made = issue(folder, CertificateRequest(name=name, role=role, days=days, hosts=hosts), NOW)
     return find_access(folder=str(made))
 
 

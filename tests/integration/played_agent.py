@@ -51,7 +51,7 @@ class Played:
 
     Attributes:
         said: everything it has said, oldest first.
-        heard: how much of that the test has waited for already.
+        received: how much of that the test has waited for already.
     """
 
     worker_id: WorkerId
@@ -59,7 +59,7 @@ class Played:
     sock: socket.socket
     log: Path
     said: list[PipeToAgent] = field(default_factory=list)
-    heard: int = 0
+    received: int = 0
     frames: FrameReader = field(default_factory=FrameReader)
     store_address: str = ""
 
@@ -74,18 +74,18 @@ class Played:
         """Return what `wanted` makes of the next message for which it is not None."""
         deadline = time.monotonic() + DEADLINE_S
         while True:
-            while self.heard < len(self.said):
-                found = wanted(self.said[self.heard])
-                self.heard += 1
+            while self.received < len(self.said):
+                found = wanted(self.said[self.received])
+                self.received += 1
                 if found is not None:
                     return found
-            if not self._hear(deadline - time.monotonic()):
+            if not self._receive(deadline - time.monotonic()):
                 raise AssertionError(
                     f"{self.worker_id} did not say {what}; it said {self.said[-5:]}, "
                     f"code {self.process.poll()}, log:\n{self.log.read_text()[-4000:]}"
                 )
 
-    def _hear(self, timeout_s: float) -> bool:
+    def _receive(self, timeout_s: float) -> bool:
         readable, _, _ = select.select([self.sock], [], [], max(0.0, timeout_s))
         try:
             data = self.sock.recv(65536) if readable else b""
@@ -172,7 +172,13 @@ class PlayedAgent:
         ours, theirs = socket.socketpair()
         with log.open("wb") as output:
             process = subprocess.Popen(
-                [sys.executable, "-m", "elastic.worker.main", "--pipe-fd", str(theirs.fileno())],
+                [
+                    sys.executable,
+                    "-m",
+                    "elastic.worker.process.main",
+                    "--pipe-fd",
+                    str(theirs.fileno()),
+                ],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,

@@ -58,9 +58,9 @@ class SmallCoordinator:
         # Where each stream that was let in came from.
         self.peers: list[str] = []
         self._greeting = ((SILENCE_KEY, silence_ms),) if silence_ms else ()
-        self.heard = Heard()
+        self.received = Heard()
         self.ended = anyio.Event()
-        self.knocked_again = anyio.Event()
+        self.probed_again = anyio.Event()
         self.port = 0
         self._token = token
         self._refusal = refusal
@@ -83,7 +83,7 @@ class SmallCoordinator:
                 raise NotAuthorized(f"agent came with{' a wrong' if token else 'out a'} token")
             given = dict(context.invocation_metadata() or ())
             if isinstance(self._refusal, NotLeading) and TERM_KEY in given:
-                self.knocked_again.set()
+                self.probed_again.set()
                 await self._admitting.wait()
             if self._refusal is not None:
                 raise self._refusal
@@ -96,7 +96,7 @@ class SmallCoordinator:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._write, context, tasks.cancel_scope)
             while isinstance(data := await context.read(), bytes):
-                self.heard.add(decode_agent_message(data))
+                self.received.add(decode_agent_message(data))
             tasks.cancel_scope.cancel()
 
     async def _write(

@@ -12,7 +12,7 @@ import pytest
 
 from elastic.agent.link import Link, LinkCallbacks
 from elastic.core.cluster_messages import Coordinators
-from elastic.core.events.agent import Connected, ConnectionLost, CoordinatorSaid
+from elastic.core.events.agent import Connected, ConnectionLost, CoordinatorMessageReceived
 from elastic.core.messages import (
     DrainNotice,
     FollowLogs,
@@ -47,10 +47,10 @@ async def linked(
     learned: list[tuple[str, ...]] | None = None,
 ) -> AsyncIterator[tuple[Link, Heard]]:
     """A link without a machine, and what it posts."""
-    heard = Heard()
+    received = Heard()
     callbacks = LinkCallbacks(
-        post=heard.add,
-        on_follow=heard.add,
+        post=received.add,
+        on_follow=received.add,
         on_end=lambda: None,
         draw=random.Random(1).random,
         on_learned=learned.append if learned is not None else lambda endpoints: None,
@@ -59,31 +59,33 @@ async def linked(
         endpoints, learned=before, access=Access(token), callbacks=callbacks, clock=SystemClock()
     )
     try:
-        yield link, heard
+        yield link, received
     finally:
         with anyio.CancelScope(shield=True):
             await link.close(1.0)
 
 
-async def welcomed(link: Link, heard: Heard, coordinator: SmallCoordinator) -> None:
+async def welcomed(link: Link, received: Heard, coordinator: SmallCoordinator) -> None:
     """Connect, introduce the node, and be taken in."""
     link.connect(S1)
-    await heard.wait_for(Connected)
+    await received.wait_for(Connected)
     link.send(S1, Hello(NODE))
-    assert await coordinator.heard.wait_for(Hello) == Hello(NODE)
+    assert await coordinator.received.wait_for(Hello) == Hello(NODE)
     coordinator.say(Welcome("c1"))
-    assert await heard.wait_for(CoordinatorSaid) == CoordinatorSaid(S1, Welcome("c1"))
+    assert await received.wait_for(CoordinatorMessageReceived) == CoordinatorMessageReceived(
+        S1, Welcome("c1")
+    )
 
 
 async def test_messages_go_both_ways_in_order() -> None:
     coordinator = SmallCoordinator()
-    async with serving(coordinator) as endpoint, linked(endpoint) as (link, heard):
-        await welcomed(link, heard, coordinator)
+    async with serving(coordinator) as endpoint, linked(endpoint) as (link, received):
+        await welcomed(link, received, coordinator)
         for number in range(200):
             link.send(S1, DrainNotice(str(number), number))
             coordinator.say(Release(str(number)))
-        await heard.wait_for(CoordinatorSaid, lambda e: e.message == Release("199"))
-        last = await coordinator.heard.wait_for(DrainNotice, lambda m: m.timeout_ns == 199)
+        await received.wait_for(CoordinatorMessageReceived, lambda e: e.message == Release("199"))
+        last = await coordinator.received.wait_for(DrainNotice, lambda m: m.timeout_ns == 199)
         assert last.reason == "199"
 
 
@@ -92,29 +94,29 @@ async def test_a_coordinator_that_wants_fewer_pings_is_dialled_anew_once_and_rem
     silence_ms: str, dials: int
 ) -> None:
     coordinator = SmallCoordinator(silence_ms=silence_ms)
-    async with serving(coordinator) as endpoint, linked(endpoint) as (link, heard):
-        await welcomed(link, heard, coordinator)
+    async with serving(coordinator) as endpoint, linked(endpoint) as (link, received):
+        await welcomed(link, received, coordinator)
         assert len(set(coordinator.peers)) == len(coordinator.peers) == dials
         link.disconnect(S1)
         link.connect(S2)
-        await heard.wait_for(Connected, lambda event: event.session == S2)
+        await received.wait_for(Connected, lambda event: event.session == S2)
         assert len(coordinator.peers) == dials + 1
 
 
 async def test_a_message_for_another_session_is_dropped() -> None:
     coordinator = SmallCoordinator()
-    async with serving(coordinator) as endpoint, linked(endpoint) as (link, heard):
-        await welcomed(link, heard, coordinator)
+    async with serving(coordinator) as endpoint, linked(endpoint) as (link, received):
+        await welcomed(link, received, coordinator)
         link.send(S2, DrainNotice("old", 1))
         link.send(S1, DrainNotice("new", 1))
-        assert (await coordinator.heard.wait_for(DrainNotice)).reason == "new"
+        assert (await coordinator.received.wait_for(DrainNotice)).reason == "new"
 
 
 async def test_nobody_there_is_told_with_the_address_and_what_to_do() -> None:
     endpoint = f"127.0.0.1:{free_port()}"
-    async with linked(endpoint) as (link, heard):
+    async with linked(endpoint) as (link, received):
         link.connect(S1)
-        lost = await heard.wait_for(ConnectionLost)
+        lost = await received.wait_for(ConnectionLost)
         assert lost.session == S1
         assert 0.0 <= lost.jitter <= 1.0
         assert f"no coordinator answers at {endpoint}" in lost.reason
@@ -125,9 +127,9 @@ async def test_the_next_endpoint_is_tried_when_one_does_not_answer() -> None:
     coordinator = SmallCoordinator()
     async with (
         serving(coordinator) as endpoint,
-        linked(f"127.0.0.1:{free_port()}", endpoint) as (link, heard),
+        linked(f"127.0.0.1:{free_port()}", endpoint) as (link, received),
     ):
-        await welcomed(link, heard, coordinator)
+        await welcomed(link, received, coordinator)
 
 
 async def test_an_endpoint_that_answers_and_does_not_lead_is_passed_over() -> None:
@@ -136,25 +138,25 @@ async def test_an_endpoint_that_answers_and_does_not_lead_is_passed_over() -> No
     async with (
         serving(standby) as first,
         serving(leader) as second,
-        linked(first, second) as (link, heard),
+        linked(first, second) as (link, received),
     ):
-        await welcomed(link, heard, leader)
+        await welcomed(link, received, leader)
 
 
 async def test_a_standby_points_to_a_leader_that_the_agent_was_not_told_of() -> None:
     leader = SmallCoordinator()
     async with serving(leader) as second:
         standby = SmallCoordinator(refusal=NotLeading("b leads", leader=second, term=3))
-        async with serving(standby) as first, linked(first) as (link, heard):
-            await welcomed(link, heard, leader)
+        async with serving(standby) as first, linked(first) as (link, received):
+            await welcomed(link, received, leader)
             leader.say(None)
-            await heard.wait_for(ConnectionLost)
+            await received.wait_for(ConnectionLost)
         # It is remembered: the standby is not needed to find it again.
-        async with linked(first, second) as (link, heard):
-            await welcomed(link, heard, leader)
+        async with linked(first, second) as (link, received):
+            await welcomed(link, received, leader)
 
 
-async def wait_said(caplog: pytest.LogCaptureFixture, text: str) -> None:
+async def wait_reported(caplog: pytest.LogCaptureFixture, text: str) -> None:
     with anyio.fail_after(DEADLINE_S):
         while True:
             if text in caplog.text:
@@ -167,10 +169,10 @@ async def test_an_agent_that_cannot_reach_the_leader_says_so_while_it_waits(
 ) -> None:
     gone = f"127.0.0.1:{free_port()}"
     standby = SmallCoordinator(refusal=NotLeading("it leads", leader=gone, term=3))
-    async with serving(standby) as first, linked(first) as (link, heard):
+    async with serving(standby) as first, linked(first) as (link, received):
         link.connect(S1)
-        await wait_said(caplog, "waiting_for_coordinator")
-        assert not heard.all
+        await wait_reported(caplog, "waiting_for_coordinator")
+        assert not received.all
     said = caplog.text
     assert f"the standby at {first} names {gone} as the leader" in said
     assert f"no coordinator answers at {gone}" in said
@@ -179,13 +181,13 @@ async def test_an_agent_that_cannot_reach_the_leader_says_so_while_it_waits(
 async def test_an_agent_waits_at_a_standbys_door_until_that_one_leads() -> None:
     gone = f"127.0.0.1:{free_port()}"
     standby = SmallCoordinator(refusal=NotLeading("it led", leader=gone, term=3))
-    async with serving(standby) as first, linked(gone, first) as (link, heard):
+    async with serving(standby) as first, linked(gone, first) as (link, received):
         link.connect(S1)
         with anyio.fail_after(DEADLINE_S):
-            await standby.knocked_again.wait()
-        assert not heard.all
+            await standby.probed_again.wait()
+        assert not received.all
         standby.admit()
-        await heard.wait_for(Connected)
+        await received.wait_for(Connected)
 
 
 async def test_the_next_endpoint_comes_first_after_a_refusal() -> None:
@@ -193,43 +195,43 @@ async def test_the_next_endpoint_comes_first_after_a_refusal() -> None:
     async with (
         serving(first) as one,
         serving(second) as two,
-        linked(one, two) as (link, heard),
+        linked(one, two) as (link, received),
     ):
         link.connect(S2)
-        await heard.wait_for(Connected)
+        await received.wait_for(Connected)
         first.say(Refusal("the other one leads", final=False))
-        await heard.wait_for(CoordinatorSaid)
+        await received.wait_for(CoordinatorMessageReceived)
         link.disconnect(S2)
-        await welcomed(link, heard, second)
+        await welcomed(link, received, second)
 
 
 async def test_an_endpoint_that_accepts_and_says_nothing_is_given_up() -> None:
     coordinator = SmallCoordinator()
     with socket.create_server(("127.0.0.1", 0)) as silent:
         mute = f"127.0.0.1:{silent.getsockname()[1]}"
-        async with serving(coordinator) as endpoint, linked(mute, endpoint) as (link, heard):
-            await welcomed(link, heard, coordinator)
+        async with serving(coordinator) as endpoint, linked(mute, endpoint) as (link, received):
+            await welcomed(link, received, coordinator)
 
 
 async def test_a_stream_that_ends_is_told_once_and_another_can_be_opened() -> None:
     coordinator = SmallCoordinator()
-    async with serving(coordinator) as endpoint, linked(endpoint) as (link, heard):
-        await welcomed(link, heard, coordinator)
+    async with serving(coordinator) as endpoint, linked(endpoint) as (link, received):
+        await welcomed(link, received, coordinator)
         coordinator.say(None)
-        lost = await heard.wait_for(ConnectionLost)
+        lost = await received.wait_for(ConnectionLost)
         assert lost.reason == f"the coordinator at {endpoint} ended the stream"
-        await welcomed(link, heard, coordinator)
-        assert not [event for event in heard.all if isinstance(event, ConnectionLost)]
+        await welcomed(link, received, coordinator)
+        assert not [event for event in received.all if isinstance(event, ConnectionLost)]
 
 
 async def test_a_dropped_stream_is_told_to_the_coordinator_and_not_to_the_machine() -> None:
     coordinator = SmallCoordinator()
-    async with serving(coordinator) as endpoint, linked(endpoint) as (link, heard):
-        await welcomed(link, heard, coordinator)
+    async with serving(coordinator) as endpoint, linked(endpoint) as (link, received):
+        await welcomed(link, received, coordinator)
         link.disconnect(S1)
         with anyio.fail_after(DEADLINE_S):
             await coordinator.ended.wait()
-        assert heard.all == []
+        assert received.all == []
 
 
 @pytest.mark.parametrize(
@@ -245,9 +247,9 @@ async def test_a_first_refusal_at_the_door_is_final(
     mine: str, theirs: str, refusal: ElasticError | None, told: str
 ) -> None:
     coordinator = SmallCoordinator(token=theirs, refusal=refusal)
-    async with serving(coordinator) as endpoint, linked(endpoint, token=mine) as (link, heard):
+    async with serving(coordinator) as endpoint, linked(endpoint, token=mine) as (link, received):
         link.connect(S1)
-        said = await heard.wait_for(CoordinatorSaid)
+        said = await received.wait_for(CoordinatorMessageReceived)
         assert isinstance(said.message, Refusal)
         assert said.message.final
         assert told in said.message.reason
@@ -257,24 +259,24 @@ async def test_a_refusal_at_the_door_after_a_welcome_is_not_final() -> None:
     """A coordinator restarted with a wrong token file must not end running workers."""
     port = free_port()
     first = SmallCoordinator(token="word")
-    async with linked(f"127.0.0.1:{port}", token="word") as (link, heard):
+    async with linked(f"127.0.0.1:{port}", token="word") as (link, received):
         async with serving(first, port):
-            await welcomed(link, heard, first)
-        await heard.wait_for(ConnectionLost)
+            await welcomed(link, received, first)
+        await received.wait_for(ConnectionLost)
         async with serving(SmallCoordinator(token="other"), port):
             link.connect(S2)
-            lost = await heard.wait_for(ConnectionLost)
+            lost = await received.wait_for(ConnectionLost)
             assert "wrong token" in lost.reason
 
 
 async def test_output_waits_for_room_and_ends_with_the_stream() -> None:
     coordinator = SmallCoordinator()
     lines = LogLines("f1", WorkerId("n1/1"), "text\n")
-    async with serving(coordinator) as endpoint, linked(endpoint) as (link, heard):
+    async with serving(coordinator) as endpoint, linked(endpoint) as (link, received):
         assert not await link.send_lines(lines) or True
-        await welcomed(link, heard, coordinator)
+        await welcomed(link, received, coordinator)
         coordinator.say(FollowLogs("f1", WorkerId("n1/1")))
-        assert (await heard.wait_for(FollowLogs)).follow_id == "f1"
+        assert (await received.wait_for(FollowLogs)).follow_id == "f1"
         for _ in range(100):
             assert await link.send_lines(lines)
         link.disconnect(S1)
@@ -285,12 +287,12 @@ async def test_a_message_of_a_newer_minor_version_is_passed_over_and_said_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     coordinator = SmallCoordinator()
-    async with serving(coordinator) as endpoint, linked(endpoint) as (link, heard):
-        await welcomed(link, heard, coordinator)
+    async with serving(coordinator) as endpoint, linked(endpoint) as (link, received):
+        await welcomed(link, received, coordinator)
         for _ in range(3):
             coordinator.say(b"\xc2\x3e\x03new")  # A body with the number 1000.
         coordinator.say(Release("still heard"))
-        said = await heard.wait_for(CoordinatorSaid)
+        said = await received.wait_for(CoordinatorMessageReceived)
         assert said.message == Release("still heard")
         assert caplog.text.count("message_passed_over") == 1
 
@@ -303,18 +305,18 @@ async def test_an_agent_that_was_given_one_address_follows_to_one_that_it_was_to
         serving(second) as standby,
         linked(f"127.0.0.1:{port}", learned=learned) as (
             link,
-            heard,
+            received,
         ),
     ):
         async with serving(first, port):
-            await welcomed(link, heard, first)
+            await welcomed(link, received, first)
             first.say(Coordinators((f"127.0.0.1:{port}", "no address", standby)))
             first.say(Release("behind it"))
-            await heard.wait_for(CoordinatorSaid)
-        await heard.wait_for(ConnectionLost)
+            await received.wait_for(CoordinatorMessageReceived)
+        await received.wait_for(ConnectionLost)
         assert learned == [(standby,)]
         link.connect(S2)
-        assert (await heard.wait_for(Connected)).session == S2
+        assert (await received.wait_for(Connected)).session == S2
 
 
 async def test_what_was_learned_long_ago_cannot_end_an_agent() -> None:
@@ -322,9 +324,9 @@ async def test_what_was_learned_long_ago_cannot_end_an_agent() -> None:
     other, port = SmallCoordinator(token="theirs"), free_port()
     async with (
         serving(other) as stranger,
-        linked(f"127.0.0.1:{port}", token="ours", before=(stranger,)) as (link, heard),
+        linked(f"127.0.0.1:{port}", token="ours", before=(stranger,)) as (link, received),
     ):
         link.connect(S1)
-        lost = await heard.wait_for(ConnectionLost)
+        lost = await received.wait_for(ConnectionLost)
         assert "wrong token" in lost.reason
         assert f"127.0.0.1:{port}" in lost.reason

@@ -15,16 +15,16 @@ import anyio
 import pytest
 
 from elastic.agent import processes as processes_module
-from elastic.agent.follow import Followers
 from elastic.agent.kernel import process_state, session_members
+from elastic.agent.log_follow import LogFollowers
 from elastic.agent.logs import LogLimits, Logs
 from elastic.agent.node_lock import WORDS_CHARS, hold_node
-from elastic.agent.processes import ChildProcesses, Launch
+from elastic.agent.processes import ChildProcesses, SpareCommand
 from elastic.core.config import JobSpec
 from elastic.core.events.agent import (
     AgentEvent,
     ProcessExited,
-    ProcessSaid,
+    ProcessMessageReceived,
     ProcessStarted,
     ProcessStopped,
     SpawnFailed,
@@ -83,14 +83,16 @@ class Node:
     def __init__(self, folder: Path, command: tuple[str, ...], limits: LogLimits | None) -> None:
         self.events = Events()
         self.logs = Logs(folder, "n1", limits)
-        launch = Launch(env=ENV, command=command)
+        launch = SpareCommand(env=ENV, command=command)
         self.processes = ChildProcesses(launch, self.logs, self.events.post)
 
     async def warm(self, process_id: int = 1) -> int:
         """Start a spare; returns its pid once it is warm."""
         self.processes.spawn(process_id)
         started = await self.events.wait_for(ProcessStarted, lambda e: e.process_id == process_id)
-        said = await self.events.wait_for(ProcessSaid, lambda e: e.process_id == process_id)
+        said = await self.events.wait_for(
+            ProcessMessageReceived, lambda e: e.process_id == process_id
+        )
         assert said.message == Warm(started.pid)
         return started.pid
 
@@ -107,7 +109,9 @@ class Node:
         self.processes.send(1, assign(*orders))
 
     async def ready(self) -> None:
-        await self.events.wait_for(ProcessSaid, lambda e: isinstance(e.message, WorkerUpdate))
+        await self.events.wait_for(
+            ProcessMessageReceived, lambda e: isinstance(e.message, WorkerUpdate)
+        )
 
     async def exit_of(self, process_id: int = 1) -> ExitCause:
         event = await self.events.wait_for(ProcessExited, lambda e: e.process_id == process_id)
@@ -144,7 +148,7 @@ async def test_a_process_says_hears_and_ends_when_asked(tmp_path: Path) -> None:
         assert node.processes.pids() == {1: pid}
         assert os.getsid(pid) == pid != os.getsid(0)
         node.processes.send(1, Ping(42))
-        await node.events.wait_for(ProcessSaid, lambda e: e.message == Pong(42))
+        await node.events.wait_for(ProcessMessageReceived, lambda e: e.message == Pong(42))
         node.processes.send(1, Stop("enough", 0))
         assert await node.exit_of() == ExitCause(ExitKind.CODE, 0)
         assert node.processes.pids() == {}
@@ -179,7 +183,7 @@ async def test_an_exit_comes_after_everything_that_the_process_said(tmp_path: Pa
         pongs = [
             event.message.number
             for event in node.events.all[:last]
-            if isinstance(event, ProcessSaid) and isinstance(event.message, Pong)
+            if isinstance(event, ProcessMessageReceived) and isinstance(event.message, Pong)
         ]
         assert pongs == list(range(5000))
 
@@ -350,7 +354,7 @@ async def test_a_reader_follows_a_worker_to_its_end(tmp_path: Path) -> None:
     async with running(tmp_path) as node:
         pid = await node.work("flood:3000")
         reader = Reader()
-        followers = Followers(node.logs, reader.send)
+        followers = LogFollowers(node.logs, reader.send)
         followers.handle(FollowLogs("f1", WORKER, tail_lines=2, follow=True))
         await reader.wait_for("line 2999\n")
         assert reader.text == "line 2998\nline 2999\n"
@@ -367,7 +371,7 @@ async def test_a_reader_loses_nothing_over_a_rotation(tmp_path: Path) -> None:
     async with running(tmp_path, limits=limits) as node:
         await node.warm()
         reader = Reader()
-        followers = Followers(node.logs, reader.send)
+        followers = LogFollowers(node.logs, reader.send)
         node.processes.open_log(1, assign())
         followers.handle(FollowLogs("f1", WORKER, follow=True))
         node.processes.send(1, assign("flood:50000", "exit:0"))
@@ -380,7 +384,7 @@ async def test_a_reader_who_does_not_follow_gets_what_is_there(tmp_path: Path) -
         await node.work("flood:100", "print:last")
         await wait_until(lambda: log_of(tmp_path).read_text().endswith("last\n"))
         reader = Reader()
-        followers = Followers(node.logs, reader.send)
+        followers = LogFollowers(node.logs, reader.send)
         followers.handle(FollowLogs("f1", WORKER))
         await reader.wait_end()
         assert len(reader.text.splitlines()) == 101
@@ -391,7 +395,7 @@ async def test_the_log_of_a_worker_from_before_is_still_found(tmp_path: Path) ->
         await node.work("print:long ago")
     later = Logs(tmp_path, "n1")
     reader = Reader()
-    Followers(later, reader.send).handle(FollowLogs("f1", WORKER, follow=True))
+    LogFollowers(later, reader.send).handle(FollowLogs("f1", WORKER, follow=True))
     await reader.wait_end()
     assert reader.text == "long ago\n"
 
@@ -401,7 +405,7 @@ async def test_a_log_that_is_not_there_is_said_to_be_missing(tmp_path: Path, wor
     async with running(tmp_path) as node:
         await node.work("print:something")
         reader = Reader()
-        followers = Followers(node.logs, reader.send)
+        followers = LogFollowers(node.logs, reader.send)
         followers.handle(FollowLogs("f1", WorkerId(worker), follow=True))
         await reader.wait_end()
         assert reader.text == f"elastic-agent: no output of worker {worker} on this node\n"

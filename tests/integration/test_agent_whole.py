@@ -115,12 +115,12 @@ def start(serial: int, *orders: str) -> StartWorker:
 
 async def in_phase(coordinator: SmallCoordinator, phase: WorkerPhase) -> WorkerUpdate:
     """Wait for a worker to say that it is in this phase."""
-    return await coordinator.heard.wait_for(WorkerUpdate, lambda m: m.report.phase is phase)
+    return await coordinator.received.wait_for(WorkerUpdate, lambda m: m.report.phase is phase)
 
 
 async def register(coordinator: SmallCoordinator) -> Hello:
     """Take the agent in."""
-    hello = await coordinator.heard.wait_for(Hello)
+    hello = await coordinator.received.wait_for(Hello)
     coordinator.say(Welcome("c1"))
     return hello
 
@@ -130,12 +130,12 @@ async def test_an_agent_runs_a_worker_and_reports_its_death(tmp_path: Path) -> N
         coordinator.say(start(1, "print:hello from the worker"))
         ready = await in_phase(coordinator, WorkerPhase.READY)
         coordinator.say(FollowLogs("f1", WorkerId("n1/1"), follow=True))
-        lines = await coordinator.heard.wait_for(LogLines)
+        lines = await coordinator.received.wait_for(LogLines)
         assert lines.text == "hello from the worker\n"
         os.kill(ready.report.pid, signal.SIGKILL)
         exited = await in_phase(coordinator, WorkerPhase.EXITED)
         assert exited.report.exit == ExitCause(ExitKind.SIGNAL, 9)
-        assert (await coordinator.heard.wait_for(LogLines)).end
+        assert (await coordinator.received.wait_for(LogLines)).end
 
 
 async def test_an_agent_says_what_its_flags_and_environment_say(tmp_path: Path) -> None:
@@ -210,12 +210,12 @@ async def test_sigterm_drains_and_a_second_one_ends_at_once(tmp_path: Path) -> N
         coordinator.say(start(1, "print:never asked"))
         pid = (await in_phase(coordinator, WorkerPhase.READY)).report.pid
         process.terminate()
-        notice = await coordinator.heard.wait_for(DrainNotice)
+        notice = await coordinator.received.wait_for(DrainNotice)
         assert notice.reason == "SIGTERM"
         assert 29e9 < notice.timeout_ns <= 30e9
         assert not is_gone(pid)
         process.terminate()
-        assert (await coordinator.heard.wait_for(DrainNotice)).timeout_ns == 0
+        assert (await coordinator.received.wait_for(DrainNotice)).timeout_ns == 0
         assert await exit_code(process) == 75
         assert is_gone(pid)
     log = (tmp_path / "run" / "logs" / "train" / "n1-1.log").read_text()
@@ -225,7 +225,7 @@ async def test_sigterm_drains_and_a_second_one_ends_at_once(tmp_path: Path) -> N
 async def test_a_released_agent_ends_as_drained(tmp_path: Path) -> None:
     async with node(tmp_path) as (coordinator, process):
         process.send_signal(signal.SIGINT)
-        await coordinator.heard.wait_for(DrainNotice)
+        await coordinator.received.wait_for(DrainNotice)
         coordinator.say(Release("nothing left"))
         assert await exit_code(process) == 75
 

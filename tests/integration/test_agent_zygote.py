@@ -15,12 +15,17 @@ import pytest
 
 from elastic.agent.kernel import process_state
 from elastic.agent.logs import Logs
-from elastic.agent.processes import WORKER_COMMAND, ZYGOTE_COMMAND, ChildProcesses, Launch
+from elastic.agent.processes import WORKER_COMMAND, ZYGOTE_COMMAND, ChildProcesses, SpareCommand
 from elastic.agent.zygote import PR_SET_CHILD_SUBREAPER
-from elastic.core.events.agent import ProcessExited, ProcessSaid, ProcessStarted, SpawnFailed
+from elastic.core.events.agent import (
+    ProcessExited,
+    ProcessMessageReceived,
+    ProcessStarted,
+    SpawnFailed,
+)
 from elastic.core.messages import Ping, Pong, Warm
 from elastic.core.world import Entry, EntryKind, ExitCause, ExitKind
-from elastic.worker.main import EXIT_REPLACED
+from elastic.worker.process.main import EXIT_REPLACED
 from tests.integration.test_agent_processes import ECHO, ENV, Events, wait_until
 from tests.patience import DEADLINE_S
 
@@ -50,7 +55,7 @@ class Node:
     def __init__(self, folder: Path, zygote: tuple[str, ...], command: tuple[str, ...]) -> None:
         self.events = Events()
         self.logs = Logs(folder, "n1", None)
-        launch = Launch(env=ENV, command=command, zygote=zygote)
+        launch = SpareCommand(env=ENV, command=command, zygote=zygote)
         self.processes = ChildProcesses(launch, self.logs, self.events.post)
 
     @property
@@ -66,7 +71,7 @@ class Node:
 
     async def is_warm(self, number: int) -> int:
         started = await self.events.wait_for(ProcessStarted, lambda e: e.process_id == number)
-        said = await self.events.wait_for(ProcessSaid, lambda e: e.process_id == number)
+        said = await self.events.wait_for(ProcessMessageReceived, lambda e: e.process_id == number)
         assert said.message == Warm(started.pid)
         return started.pid
 
@@ -98,7 +103,7 @@ def other_version(command: tuple[str, ...]) -> tuple[str, ...]:
 
 COMPUTES = """
 import os, torch
-from elastic.worker.main import warm_up_here
+from elastic.worker.process.main import warm_up_here
 warm_up_here()
 assert torch.get_num_threads() == 2
 pid = os.fork()
@@ -146,7 +151,9 @@ async def test_forked_spares_are_our_children_and_answer(tmp_path: Path) -> None
             assert name_of(pid) == "elastic-worker"
             assert os.getsid(pid) == pid != os.getsid(0)
             node.processes.send(number, Ping(number))
-            await node.events.wait_for(ProcessSaid, lambda e, n=number: is_answer(e.message, n))
+            await node.events.wait_for(
+                ProcessMessageReceived, lambda e, n=number: is_answer(e.message, n)
+            )
         os.kill(pids[1], signal.SIGKILL)
         assert await node.exit_of(2) == ExitCause(ExitKind.SIGNAL, 9)
         await wait_until(lambda: not Path(f"/proc/{pids[1]}").exists())
@@ -192,21 +199,21 @@ async def test_one_that_dies_before_it_is_told_of_is_told_of(tmp_path: Path) -> 
         os.kill(node.zygote, signal.SIGSTOP)
         os.kill(born, signal.SIGKILL)
         await wait_until(lambda: process_state(born) in ("Z", ""))
-        await wait_for_looks(node, 2)  # Whoever reaps it would do so now.
+        await wait_for_checks(node, 2)  # Whoever reaps it would do so now.
         os.kill(node.zygote, signal.SIGCONT)
         assert await node.exit_of(2) == ExitCause(ExitKind.SIGNAL, 9)
 
 
-async def wait_for_looks(node: Node, count: int) -> None:
+async def wait_for_checks(node: Node, count: int) -> None:
     """Wait until the agent has looked after its processes so many times more."""
     seen: list[None] = []
-    look = node.processes._look
+    look = node.processes._check
 
     def counted() -> None:
         look()
         seen.append(None)
 
-    node.processes._look = counted  # type: ignore[method-assign]
+    node.processes._check = counted  # type: ignore[method-assign]
     await wait_until(lambda: len(seen) >= count)
 
 

@@ -17,7 +17,7 @@ from elastic.core.messages import StopWorker, Welcome
 from elastic.core.world import JobPhase, WorkerPhase
 from elastic.errors import ElasticError
 from elastic.store.sqlite import sqlite_store
-from elastic.store.sqlite_mark import Mark
+from elastic.store.sqlite_mark import StoreMark
 from tests.integration.coordinator import (
     Coordinator,
     ScriptedAgent,
@@ -70,7 +70,7 @@ async def test_running_jobs_are_adopted_from_a_copy_that_was_taken_while_they_ra
             adopted = await user.wait_job(job_id, lambda job: len(job.workers) == 1)
             assert adopted.record.generation == 1
             assert adopted.workers[0].report.phase is WorkerPhase.TRAINING
-            assert not [m for m in agent.heard if isinstance(m, StopWorker)]
+            assert not [m for m in agent.received if isinstance(m, StopWorker)]
     # Its terms are those of another store: an agent that met later ones of the lost one obeys.
     assert before.history != after.history != ""
 
@@ -197,7 +197,7 @@ def test_a_store_that_lacks_something_is_looked_into_and_salvaged_by_commands(
     store = ("--store", f"sqlite:{path}")
     sound = elastic_coord("store", "check", *store)
     assert (sound.returncode, "sound: " in sound.stdout) == (0, True), sound.stderr
-    mark = Mark(path)
+    mark = StoreMark(path)
     mark.write(1000)
     mark.close()
     lacking = elastic_coord("store", "check", *store)

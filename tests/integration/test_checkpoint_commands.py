@@ -151,7 +151,7 @@ def test_a_job_that_waits_is_refused_with_what_it_waits_for(
 def test_the_wish_reaches_the_agent_and_a_job_that_ends_meanwhile_is_told(
     coordinator: Coordinator, tmp_path: Path
 ) -> None:
-    heard = threading.Event()
+    received = threading.Event()
 
     async def take_one_and_ignore_one() -> None:
         async with ScriptedAgent(coordinator.address, node("n1", slots=1)) as agent:
@@ -173,7 +173,7 @@ def test_the_wish_reaches_the_agent_and_a_job_that_ends_meanwhile_is_told(
             )
             await agent.say(Reported(saved))
             assert (await agent.hear(SaveState)).request > wish.request
-            heard.set()
+            received.set()
             with Client(coordinator.address) as client:
                 await anyio.to_thread.run_sync(client.stop, "a")
 
@@ -189,7 +189,7 @@ def test_the_wish_reaches_the_agent_and_a_job_that_ends_meanwhile_is_told(
             (row,) = json.loads(elastic(coordinator, "checkpoints", "a", "-o", "json").stdout)
             assert (row["epoch"], row["age_s"], row["bytes"]) == (3, None, None)
             done = elastic(coordinator, "checkpoint", "a")
-            assert heard.is_set()
+            assert received.is_set()
             assert done.exit_code == 2
             assert "no checkpoint was taken before the end: job a stopped" in done.stderr
             played.result(DEADLINE_S)

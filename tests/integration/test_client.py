@@ -12,8 +12,8 @@ from typing import Any
 import grpc
 import pytest
 
+from elastic.client.job_follower import JobPrinter, follow
 from elastic.client.jobs import Client
-from elastic.client.watching import Printer, follow
 from elastic.core.view import JobView
 from elastic.core.world import JobId, JobPhase
 from elastic.errors import (
@@ -208,7 +208,7 @@ def test_following_calls_back_in_the_callers_thread(client: Client) -> None:
         view = follow(
             client,
             job_id,
-            Printer(),
+            JobPrinter(),
             on_report=on_report,
             on_note=lambda note: notes.append(note.name),
         )
@@ -230,7 +230,7 @@ def test_an_error_in_a_callback_ends_the_following_and_leaves_no_thread(client: 
         return {thread.name for thread in threading.enumerate() if "follow-" in thread.name}
 
     with ThreadPoolExecutor(1) as pool:
-        following = pool.submit(follow, client, job_id, Printer(), on_note=on_note)
+        following = pool.submit(follow, client, job_id, JobPrinter(), on_note=on_note)
         wait_until(lambda: readers() == {"follow-events", "follow-output"}, "both readers to run")
         client.stop(job_id)
         with pytest.raises(ZeroDivisionError):

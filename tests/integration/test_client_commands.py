@@ -21,7 +21,7 @@ from elastic.client.jobs import Client
 from elastic.core.messages import FollowLogs, LogLines, Release
 from elastic.core.world import Failure, JobPhase, NodePhase
 from elastic.errors import NotAuthorized
-from elastic.storage.marker import Marker
+from elastic.storage.marker import CheckpointMarker
 from elastic.storage.run_directory import RunDirectory
 from tests.integration.coordinator import ROOT, Coordinator, ScriptedAgent, node, spec
 from tests.integration.played_jobs import elastic, playing, stop_all, wait_phase, wait_until
@@ -88,7 +88,9 @@ def test_submitting_a_name_again_goes_on_with_a_run_that_failed(
     (tmp_path / "files").mkdir()
     (tmp_path / "files" / "model").write_text("weights")
     files = run.upload(tmp_path / "files", "c1", claim=lambda path: True)
-    run.prepare("c1", Marker(job_id, 1, 0, 1, 1, '{"epoch": 4}', files))  # And was killed.
+    run.prepare(
+        "c1", CheckpointMarker(job_id, 1, 0, 1, 1, '{"epoch": 4}', files)
+    )  # And was killed.
     done = elastic(coordinator, *line, "--no-wait")
     assert done.exit_code == 0, done.stderr
     assert "resumes run again from c1 (epoch 4); use another name to begin anew" in done.stderr

@@ -15,7 +15,7 @@ import grpc.aio
 import pytest
 
 from elastic.client.jobs import Client
-from elastic.coord.naps import LOOK_S, NAP_S
+from elastic.coord.suspend_detector import POLL_S, SUSPEND_S
 from elastic.core.cluster_messages import Coordinators
 from elastic.core.config import CoordinatorConfig, ns
 from elastic.core.messages import Announce, LeaveGroup, StartWorker, StopWorker, WorkerUpdate
@@ -87,7 +87,9 @@ async def test_a_restart_after_kill_adopts_what_agents_report_and_no_worker_noti
             await agent.say(exited(second, ExitKind.SIGNAL))
             started = await agent.hear(StartWorker)
             assert started.spec.entry.payload == b"p" * 1_500_000
-            unasked = [m for m in agent.heard if isinstance(m, (Announce, LeaveGroup, StopWorker))]
+            unasked = [
+                m for m in agent.received if isinstance(m, (Announce, LeaveGroup, StopWorker))
+            ]
             assert all(
                 isinstance(m, Announce) and m.assignment.worker_id == first.worker_id
                 for m in unasked
@@ -97,7 +99,7 @@ async def test_a_restart_after_kill_adopts_what_agents_report_and_no_worker_noti
 async def wait_asleep(process: subprocess.Popen[bytes]) -> None:
     """Stop a process for so long that it will notice."""
     process.send_signal(signal.SIGSTOP)
-    await anyio.sleep(2 * (NAP_S + LOOK_S))
+    await anyio.sleep(2 * (SUSPEND_S + POLL_S))
     process.send_signal(signal.SIGCONT)
 
 
@@ -182,7 +184,7 @@ async def follow_the_leader(leader: Coordinator, standby: Coordinator) -> None:
         assert shown.returncode == 0, shown.stderr
         assert f"{leader.address}/" in shown.stdout.replace("\n", "")
         assert "handover" in shown.stdout
-        told = await wait_told(agent, leader.address, standby.listen)
+        told = await wait_reported(agent, leader.address, standby.listen)
         assert told == {leader.address, standby.listen}
         await standby_answers_reads(standby.listen, leader, job_id)
         # Told of one address only, and that one is about to be gone.
@@ -199,7 +201,7 @@ async def follow_the_leader(leader: Coordinator, standby: Coordinator) -> None:
         assert adopted.record.generation == job.record.generation
 
 
-async def wait_told(agent: ScriptedAgent, *addresses: str) -> set[str]:
+async def wait_reported(agent: ScriptedAgent, *addresses: str) -> set[str]:
     """Wait until an agent was told of all of these; the leader learns of a standby in a while."""
     told: set[str] = set()
     while not told.issuperset(addresses):

@@ -373,7 +373,7 @@ async def test_output_of_workers_reaches_those_who_ask(coordinator: Coordinator)
         job_id = await user.submit(spec("talk"))
         report = await agent.train()
         await user.wait_job(job_id, is_phase(JobPhase.RUNNING))
-        heard: set[str] = set()
+        received: set[str] = set()
         for follow in (False, True):
             chunks: list[object] = []
 
@@ -383,9 +383,9 @@ async def test_output_of_workers_reaches_those_who_ask(coordinator: Coordinator)
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(gather, chunks, follow)
                 wish = await agent.hear(FollowLogs)
-                while wish.follow_id in heard:  # More room for what was asked for before.
+                while wish.follow_id in received:  # More room for what was asked for before.
                     wish = await agent.hear(FollowLogs)
-                heard.add(wish.follow_id)
+                received.add(wish.follow_id)
                 assert (wish.worker_id, wish.tail_lines, wish.follow) == (
                     report.worker_id,
                     -1,

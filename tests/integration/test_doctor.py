@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from elastic.agent.doctor import network
-from elastic.agent.doctor.check import Level
+from elastic.agent.doctor.check import CheckLevel
 from elastic.testing.local_cluster import LocalCluster
 from tests.metadata_server import nobody
 from tests.patience import DEADLINE_S
@@ -78,9 +78,14 @@ def test_wrong_credentials_and_silence_are_failures_with_what_to_do(
 
 @pytest.mark.parametrize(
     ("ahead_s", "took_s", "level"),
-    [(0.2, 0.1, Level.OK), (-2, 0.1, Level.WARN), (2, 1.5, Level.OK), (90, 0.1, Level.FAIL)],
+    [
+        (0.2, 0.1, CheckLevel.OK),
+        (-2, 0.1, CheckLevel.WARN),
+        (2, 1.5, CheckLevel.OK),
+        (90, 0.1, CheckLevel.FAIL),
+    ],
 )
 def test_clocks_are_compared_no_better_than_the_question_took(
-    ahead_s: float, took_s: float, level: Level
+    ahead_s: float, took_s: float, level: CheckLevel
 ) -> None:
     assert network.judge_clock(ahead_s, took_s).level is level

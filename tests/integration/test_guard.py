@@ -14,10 +14,10 @@ import grpc.aio
 import pytest
 
 from elastic.coord.audit import Audit
-from elastic.coord.office import Office, Tenure
-from elastic.coord.server_desk import answering
-from elastic.coord.server_guard import Guard, Locks
-from elastic.coord.server_limits import Limits
+from elastic.coord.leader_state import LeaderState, Term
+from elastic.coord.server_context import answering
+from elastic.coord.server_guard import AccessRules, Guard
+from elastic.coord.server_limits import ServerLimits
 from elastic.errors import Refused
 from elastic.runtime.clock import SystemClock
 from elastic.runtime.rpc import call_metadata, channel_options, server_options
@@ -27,7 +27,7 @@ from tests.patience import DEADLINE_S
 pytestmark = pytest.mark.anyio
 WATCH, GET = "/elastic.v1.Jobs/Watch", "/elastic.v1.Jobs/Get"
 SUBMIT = "/elastic.v1.Jobs/Submit"
-SMALL = Limits(
+SMALL = ServerLimits(
     streams_per_caller_max=1,
     requests_per_caller_max=1,
     rate_per_s=0.001,
@@ -41,7 +41,7 @@ SMALL = Limits(
 class Small:
     """A server with one stream, one request, and one method that nobody thought of."""
 
-    limits: Limits
+    limits: ServerLimits
     ended: list[str] = field(default_factory=list)
     address: str = ""
     is_busy: bool = False
@@ -68,13 +68,13 @@ class Small:
 
 
 @asynccontextmanager
-async def serving(limits: Limits = SMALL) -> AsyncIterator[Small]:
+async def serving(limits: ServerLimits = SMALL) -> AsyncIterator[Small]:
     small = Small(limits)
     clock = SystemClock()
-    office, nobody = Office("test", clock), cast("Any", None)
-    office.enter(Tenure(nobody, nobody, since_ns=0), lambda: True)
+    office, nobody = LeaderState("test", clock), cast("Any", None)
+    office.enter(Term(nobody, nobody, since_ns=0), lambda: True)
     audit = Audit(None, process="test", clock=clock)
-    guard = Guard(Locks(), audit, clock, office, limits=limits)
+    guard = Guard(AccessRules(), audit, clock, office, limits=limits)
     server = grpc.aio.server(interceptors=(guard,), options=server_options())
     methods = {
         "Watch": grpc.unary_stream_rpc_method_handler(small.watch),
@@ -136,7 +136,7 @@ async def test_a_reader_that_stalls_loses_its_stream_and_its_place() -> None:
 
 
 async def test_a_second_stream_above_the_limit_of_one_caller_is_refused() -> None:
-    async with serving(Limits(streams_per_caller_max=1)) as small, calling(small) as begin:
+    async with serving(ServerLimits(streams_per_caller_max=1)) as small, calling(small) as begin:
         first = begin(WATCH)
         with anyio.fail_after(DEADLINE_S):
             await first.read()
@@ -187,7 +187,7 @@ async def test_a_method_without_a_rule_is_refused_although_it_is_served() -> Non
 
 
 async def test_a_submission_is_not_read_before_its_turn() -> None:
-    limits = Limits(submissions_at_once=1, submission_wait_s_max=0.05)
+    limits = ServerLimits(submissions_at_once=1, submission_wait_s_max=0.05)
     async with serving(limits) as small, calling(small) as begin:
         slow = jobs_pb2.SubmitRequest(spec={"name": "slow"}).SerializeToString()
         first = begin(SUBMIT, slow)

@@ -23,9 +23,9 @@ from elastic.agent.notices.aws import Aws
 from elastic.agent.notices.azure import Azure
 from elastic.agent.notices.file import WatchedFile
 from elastic.agent.notices.gcp import Gcp
-from elastic.agent.notices.metadata import Endpoint
+from elastic.agent.notices.metadata import MetadataEndpoint
 from elastic.agent.notices.slurm import Slurm
-from elastic.agent.notices.source import Notice, Source
+from elastic.agent.notices.source import Notice, NoticeSource
 from elastic.agent.notices.watching import watch_all
 from tests.metadata_server import Cloud, nobody, serving
 from tests.patience import DEADLINE_S
@@ -55,7 +55,7 @@ class Watched:
 
 
 @contextlib.asynccontextmanager
-async def watching(*sources: Source) -> AsyncIterator[Watched]:
+async def watching(*sources: NoticeSource) -> AsyncIterator[Watched]:
     watched = Watched()
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(watch_all, sources, watched.take)
@@ -69,7 +69,7 @@ def cloud() -> Cloud:
 
 
 @pytest.fixture
-def endpoint(cloud: Cloud) -> Iterator[Endpoint]:
+def endpoint(cloud: Cloud) -> Iterator[MetadataEndpoint]:
     with serving(cloud) as listening:
         yield listening
 
@@ -82,7 +82,7 @@ async def requests(cloud: Cloud, count: int, path: str = "", in_all: bool = Fals
 
 
 async def test_an_aws_interruption_is_told_once_with_its_time(
-    cloud: Cloud, endpoint: Endpoint
+    cloud: Cloud, endpoint: MetadataEndpoint
 ) -> None:
     async with watching(Aws(endpoint, poll_s=POLL_S)) as watched:
         await requests(cloud, 3, "instance-action")
@@ -94,7 +94,7 @@ async def test_an_aws_interruption_is_told_once_with_its_time(
     assert sum("PUT" in each for each in cloud.asked) == 1, "a token lasts for hours"
 
 
-async def test_a_token_that_is_refused_is_renewed(cloud: Cloud, endpoint: Endpoint) -> None:
+async def test_a_token_that_is_refused_is_renewed(cloud: Cloud, endpoint: MetadataEndpoint) -> None:
     async with watching(Aws(endpoint, poll_s=POLL_S)) as watched:
         await requests(cloud, 1, "instance-action")
         cloud.token = "another"
@@ -103,7 +103,7 @@ async def test_a_token_that_is_refused_is_renewed(cloud: Cloud, endpoint: Endpoi
 
 
 async def test_a_recommendation_to_rebalance_is_a_source_of_its_own(
-    cloud: Cloud, endpoint: Endpoint
+    cloud: Cloud, endpoint: MetadataEndpoint
 ) -> None:
     cloud.rebalance = json.dumps({"noticeTime": "2031-05-06T07:08:09Z"})
     async with watching(Aws(endpoint, poll_s=POLL_S)) as watched:
@@ -114,7 +114,7 @@ async def test_a_recommendation_to_rebalance_is_a_source_of_its_own(
 
 
 async def test_a_gcp_preemption_is_told_as_soon_as_it_is_known(
-    cloud: Cloud, endpoint: Endpoint
+    cloud: Cloud, endpoint: MetadataEndpoint
 ) -> None:
     async with watching(Gcp(endpoint, retry_s=POLL_S)) as watched:
         await requests(cloud, 1, "preempted?wait", in_all=True)
@@ -130,7 +130,7 @@ async def test_a_gcp_preemption_is_told_as_soon_as_it_is_known(
     ],
 )
 async def test_maintenance_is_a_notice_only_if_it_ends_the_machine(
-    cloud: Cloud, endpoint: Endpoint, event: str, reasons: list[str]
+    cloud: Cloud, endpoint: MetadataEndpoint, event: str, reasons: list[str]
 ) -> None:
     async with watching(Gcp(endpoint, wait_s=1, retry_s=POLL_S)) as watched:
         await requests(cloud, 1, "maintenance-event?wait", in_all=True)
@@ -140,7 +140,7 @@ async def test_maintenance_is_a_notice_only_if_it_ends_the_machine(
 
 
 async def test_an_azure_event_counts_if_it_names_this_machine_and_ends_it(
-    cloud: Cloud, endpoint: Endpoint
+    cloud: Cloud, endpoint: MetadataEndpoint
 ) -> None:
     def event(number: int, kind: str, machine: str) -> dict[str, object]:
         return {
@@ -159,7 +159,7 @@ async def test_an_azure_event_counts_if_it_names_this_machine_and_ends_it(
     assert watched.notices == [Notice("Azure scheduled event Preempt", END.timestamp())]
 
 
-CLOUDS: dict[str, Callable[[Endpoint], Source]] = {
+CLOUDS: dict[str, Callable[[MetadataEndpoint], NoticeSource]] = {
     "aws": lambda endpoint: Aws(endpoint, poll_s=POLL_S),
     "gcp": lambda endpoint: Gcp(endpoint, wait_s=1, retry_s=POLL_S),
     "azure": lambda endpoint: Azure(endpoint, poll_s=POLL_S),
@@ -175,7 +175,7 @@ def take_machine(cloud: Cloud) -> None:
 @pytest.mark.parametrize("name", CLOUDS)
 @pytest.mark.parametrize("mood", ["500", "redirect", "garbage", "endless", "portal"])
 async def test_a_server_that_talks_nonsense_is_asked_again_and_believed_when_it_is_well(
-    cloud: Cloud, endpoint: Endpoint, name: str, mood: str
+    cloud: Cloud, endpoint: MetadataEndpoint, name: str, mood: str
 ) -> None:
     cloud.set_mood(mood)
     async with watching(CLOUDS[name](endpoint)) as watched:
@@ -188,7 +188,7 @@ async def test_a_server_that_talks_nonsense_is_asked_again_and_believed_when_it_
 
 @pytest.mark.parametrize("mood", ["hang", "drip"])
 async def test_a_question_to_a_server_that_hangs_ends_in_time(
-    cloud: Cloud, endpoint: Endpoint, mood: str
+    cloud: Cloud, endpoint: MetadataEndpoint, mood: str
 ) -> None:
     cloud.set_mood(mood)
     assert await endpoint.ask("/latest/api/token", timeout_s=0.3) is None
@@ -208,7 +208,7 @@ async def test_where_nobody_listens_nothing_is_told_and_nothing_fails(name: str)
      '{"action": "terminate", "time": "soon"}', "<html>sign in</html>"],
 )  # fmt: skip
 async def test_an_aws_answer_that_is_no_notice_is_none(
-    cloud: Cloud, endpoint: Endpoint, text: str
+    cloud: Cloud, endpoint: MetadataEndpoint, text: str
 ) -> None:
     cloud.action = text
     async with watching(Aws(endpoint, poll_s=POLL_S)) as watched:
@@ -223,22 +223,22 @@ Looks = Callable[[int], Awaitable[None]]
 
 
 @pytest.fixture
-def looks(monkeypatch: pytest.MonkeyPatch) -> Looks:
+def polls(monkeypatch: pytest.MonkeyPatch) -> Looks:
     """Wait until files were looked at so often: what is there at the first look is no news."""
-    looked, look = threading.Semaphore(0), WatchedFile._text
+    polled, look = threading.Semaphore(0), WatchedFile._text
 
     def counted(self: WatchedFile) -> str | None:
         text = look(self)
-        looked.release()
+        polled.release()
         return text
 
-    async def looks(count: int) -> None:
+    async def polls(count: int) -> None:
         with anyio.fail_after(DEADLINE_S):
             for _ in range(count):
-                await anyio.to_thread.run_sync(looked.acquire, abandon_on_cancel=True)
+                await anyio.to_thread.run_sync(polled.acquire, abandon_on_cancel=True)
 
     monkeypatch.setattr(WatchedFile, "_text", counted)
-    return looks
+    return polls
 
 
 @pytest.mark.parametrize(
@@ -252,11 +252,11 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> Looks:
     ],
 )
 async def test_a_file_that_appears_is_a_notice(
-    tmp_path: Path, looks: Looks, text: str, notice: Notice
+    tmp_path: Path, polls: Looks, text: str, notice: Notice
 ) -> None:
     path = tmp_path / "notice"
     async with watching(WatchedFile(path, poll_s=POLL_S)) as watched:
-        await looks(2)
+        await polls(2)
         partial = tmp_path / "partial"
         partial.write_text(text)
         partial.rename(path)
@@ -264,22 +264,22 @@ async def test_a_file_that_appears_is_a_notice(
 
 
 async def test_a_file_of_an_earlier_life_is_no_notice_until_it_changes(
-    tmp_path: Path, looks: Looks
+    tmp_path: Path, polls: Looks
 ) -> None:
     path = tmp_path / "notice"
     path.write_text("old")
     async with watching(WatchedFile(path, poll_s=POLL_S)) as watched:
-        await looks(4)
+        await polls(4)
         assert watched.notices == []
         path.write_text("new")
         assert (await watched.wait_for(1))[0].reason == "new"
 
 
-async def test_an_annotation_of_kubernetes_is_a_notice(tmp_path: Path, looks: Looks) -> None:
+async def test_an_annotation_of_kubernetes_is_a_notice(tmp_path: Path, polls: Looks) -> None:
     path = tmp_path / "annotations"
     path.write_text('team="vision"\n')
     async with watching(WatchedFile(path, is_annotations=True, poll_s=POLL_S)) as watched:
-        await looks(2)
+        await polls(2)
         assert watched.notices == []
         partial = tmp_path / "partial"
         partial.write_text('team="vision"\nelastic-torch/drain="45s"\n')

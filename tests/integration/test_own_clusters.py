@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from elastic.agent.cli import main as agent
-from elastic.client.embedded import NOT_FOR_US, Cluster, stop_cluster
+from elastic.client.embedded import NOT_FOR_US, ClusterConnection, stop_cluster
 from elastic.coord.cli import main as coordinator
 from elastic.testing.local_cluster import is_running
 from tests.integration.played_jobs import wait_until
@@ -79,7 +79,7 @@ def test_whoever_presses_ctrl_c_again_leaves_nothing_behind_either(tmp_path: Pat
         presser = threading.Thread(target=press)
         presser.start()
         with pytest.raises(KeyboardInterrupt):
-            stop_cluster(Cluster("", processes=[deaf], directory=directory))
+            stop_cluster(ClusterConnection("", processes=[deaf], directory=directory))
         presser.join()
     assert deaf.returncode == -signal.SIGKILL
     assert not directory.exists()

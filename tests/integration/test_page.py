@@ -21,7 +21,7 @@ from anyio.to_thread import run_sync
 from prometheus_client.parser import text_string_to_metric_families
 
 from elastic.coord.roles import Role
-from elastic.coord.server_desk import Desk
+from elastic.coord.server_context import ServiceContext
 from elastic.coord.web.app import Site
 from elastic.coord.web.studies import Studies
 from elastic.core.messages import (
@@ -91,7 +91,7 @@ class Browser:
         return await run_sync(read, abandon_on_cancel=True)
 
 
-def told_of(told: Telemetry) -> Goodput:
+def reported_of(told: Telemetry) -> Goodput:
     """What a worker has spent that was productive all the time."""
     return Goodput(productive_ns=told.wall_ns)
 
@@ -158,7 +158,7 @@ def coordinator(folder: Path, shown: dict[Role, str]) -> Iterator[Coordinator]:
 
 
 def routes() -> list[str]:
-    desk: Any = Desk(None, None, "memory:", SystemClock())  # type: ignore[arg-type]
+    desk: Any = ServiceContext(None, None, "memory:", SystemClock())  # type: ignore[arg-type]
     app = Site(desk, Studies("", SystemClock())).app()
     return [route.path for route in app.routes]  # type: ignore[attr-defined]
 
@@ -235,17 +235,17 @@ async def test_a_login_shows_a_job_as_it_goes_on(
 
         # The stream tells of a second report, in the table and in the chart.
         async with anyio.create_task_group() as tasks:
-            heard: list[dict[str, Any]] = []
+            received: list[dict[str, Any]] = []
 
             async def listen(what: str, wanted: Callable[[dict[str, Any]], bool]) -> None:
                 path = f"/jobs/{job_id}/stream?seq={series['seq']}"
-                heard.append({"what": what, **await browser.stream(path, wanted)})
+                received.append({"what": what, **await browser.stream(path, wanted)})
 
             tasks.start_soon(listen, "row", lambda told: "0.0625" in told.get("html", ""))
             tasks.start_soon(listen, "point", lambda told: ["loss", 0.0625] in ends_of(told))
             second = replace(first, index=1, metrics='{"loss": 0.0625}')
             await agent.say(Reported(second))
-        assert {told["what"] for told in heard} == {"row", "point"}
+        assert {told["what"] for told in received} == {"row", "point"}
 
         # Output arrives as text, without what a terminal would obey.
         async with anyio.create_task_group() as tasks:
@@ -271,7 +271,7 @@ async def test_a_login_shows_a_job_as_it_goes_on(
 
         # All that the board and the alerts ask for is there to be asked for.
         told = Telemetry(steps=4, wall_ns=10**9, samples=256, epoch=2, step=3)
-        done = Progress(again.worker_id, again.generation, 4, 1, told_of(told), told)
+        done = Progress(again.worker_id, again.generation, 4, 1, reported_of(told), told)
         await agent.say(done)
         saved = Report(again.worker_id, again.job_id, again.generation, 0, 0, "{}", "/saved")
         await agent.say(Reported(saved))

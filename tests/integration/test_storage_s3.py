@@ -10,7 +10,7 @@ import pytest
 
 from elastic.errors import StorageError
 from elastic.storage.files import Files
-from elastic.storage.marker import MARKER, PREPARED, Marker
+from elastic.storage.marker import MARKER, PREPARED, CheckpointMarker
 from elastic.storage.metrics import MetricsLog, read_metrics
 from elastic.storage.run_directory import RunDirectory
 from elastic.storage.study_log import StudyLog
@@ -23,8 +23,8 @@ __all__ = ["s3"]
 URL = f"s3://{BUCKET}/results/run"
 
 
-def marker(generation: int = 2, unix_ns: int = 1, index: int = 3) -> Marker:
-    return Marker("j1", generation, index, 4, unix_ns, "{}", ())
+def marker(generation: int = 2, unix_ns: int = 1, index: int = 3) -> CheckpointMarker:
+    return CheckpointMarker("j1", generation, index, 4, unix_ns, "{}", ())
 
 
 def names(path: str = "*") -> list[str]:

@@ -12,7 +12,7 @@ import pytest
 
 from elastic.errors import StoreUnavailable
 from elastic.store.etcd import EtcdStore
-from elastic.store.etcd_link import Unanswered
+from elastic.store.etcd_link import RequestUnanswered
 from elastic.store.etcd_wire import RANGE
 from elastic.store.interface import Compare, Delete, Put
 from tests.etcd_server import EtcdServer
@@ -45,7 +45,7 @@ class Tap:
             return answer
         self.pages.append((request.limit, answer.ByteSize()))
         if answer.ByteSize() > self._bytes_max:
-            raise Unanswered(f"the wire did not bring {answer.ByteSize()} bytes in time")
+            raise RequestUnanswered(f"the wire did not bring {answer.ByteSize()} bytes in time")
         if self.between is not None:
             await self.between()
         return answer

@@ -9,7 +9,7 @@ import pytest
 from elastic import train
 from elastic.storage.verify import checkpoints_at, verify
 from elastic.train.result import read_history
-from elastic.worker.local import LocalRun, run_local
+from elastic.worker.process.local import LocalRun, run_local
 from tests.integration.s3_server import BUCKET, Trouble, s3
 
 __all__ = ["s3"]

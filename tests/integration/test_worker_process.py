@@ -26,8 +26,8 @@ from elastic.core.messages import Assign, LeaveGroup, Ping, Pong, ReportAck, Sto
 from elastic.core.policy.hang import FIRST_TIMES
 from elastic.core.world import Entry, EntryKind, WorkerPhase
 from elastic.errors import StorageError
-from elastic.worker import entry as worker_entry
-from elastic.worker.context import WorkerContext, current
+from elastic.worker.engine.context import WorkerContext, current
+from elastic.worker.process import entry as worker_entry
 from tests.integration.played_agent import HOST, Played, PlayedAgent, announce, spec_of
 from tests.patience import DEADLINE_S
 
@@ -217,10 +217,10 @@ def acknowledged(one: Any, index: int) -> Any:
         is_left = getattr(report, "phase", None) is READY
         return (None,) if is_left else (report,) if getattr(report, "checkpoint", "") else None
 
-    before = one.heard
+    before = one.received
     (report,) = one.wait_for(wanted, "a report, or that it left")
     if report is None:
-        one.heard = before
+        one.received = before
     return report
 
 
@@ -300,7 +300,7 @@ def test_a_script_with_a_trainer_trains_in_place(agent: PlayedAgent, tmp_path: P
     worker.wait_phase(FINISHED, 1)
 
 
-WISHING_SCRIPT = """
+REQUESTING_SCRIPT = """
 from elastic import train
 from elastic.train.torch import TorchTrainer
 

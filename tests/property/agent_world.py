@@ -201,7 +201,7 @@ class AgentWorld(RuleBasedStateMachine):
     @rule()
     def the_coordinator_welcomes(self) -> None:
         self.link = "registered"
-        self.step(ae.CoordinatorSaid(self.session, Welcome("c")))
+        self.step(ae.CoordinatorMessageReceived(self.session, Welcome("c")))
 
     @rule(worker_id=workers_of, gpus=st.integers(0, 2))
     def all_goes_well_for_a_moment(self, worker_id: WorkerId, gpus: int) -> None:
@@ -238,7 +238,7 @@ class AgentWorld(RuleBasedStateMachine):
             Pong(pings),
         ]
         message = data.draw(st.sampled_from(messages))
-        self.step(ae.ProcessSaid(self.running()[worker_id], message))
+        self.step(ae.ProcessMessageReceived(self.running()[worker_id], message))
 
     @precondition(lambda self: self.link != "none")
     @rule(jitter=st.sampled_from([0.0, 0.3, 1.0, 7.0]))
@@ -256,7 +256,7 @@ class AgentWorld(RuleBasedStateMachine):
         is_forgotten = isinstance(message, ForgetWorker) and self.link == "registered"
         if is_forgotten and message.worker_id in self.accepted:
             self.accepted[message.worker_id] = message.worker_id not in self.running()
-        self.step(ae.CoordinatorSaid(self.session, message))
+        self.step(ae.CoordinatorMessageReceived(self.session, message))
 
     @rule(data=st.data(), message=coordinator_messages)
     def an_old_session_speaks(self, data: st.DataObject, message: Any) -> None:
@@ -267,9 +267,9 @@ class AgentWorld(RuleBasedStateMachine):
         session = data.draw(st.sampled_from(olds))
         for event in (
             ae.Connected(session),
-            ae.CoordinatorSaid(session, message),
-            ae.CoordinatorSaid(session, Refusal("old", True)),
-            ae.CoordinatorSaid(session, Release("old")),
+            ae.CoordinatorMessageReceived(session, message),
+            ae.CoordinatorMessageReceived(session, Refusal("old", True)),
+            ae.CoordinatorMessageReceived(session, Release("old")),
             ae.ConnectionLost(session, "old", 0.5),
         ):
             for effect in self.step(event):
@@ -314,7 +314,7 @@ class AgentWorld(RuleBasedStateMachine):
         if cold:
             process_id = data.draw(st.sampled_from(cold))
             self.warm.add(process_id)
-            self.step(ae.ProcessSaid(process_id, Warm(1000 + process_id)))
+            self.step(ae.ProcessMessageReceived(process_id, Warm(1000 + process_id)))
 
     @rule(data=st.data(), message=process_messages)
     def a_process_says(self, data: st.DataObject, message: Any) -> None:
@@ -322,7 +322,7 @@ class AgentWorld(RuleBasedStateMachine):
             process_id = data.draw(st.sampled_from(sorted(self.live)))
             if isinstance(message, Warm):
                 self.warm.add(process_id)
-            self.step(ae.ProcessSaid(process_id, message))
+            self.step(ae.ProcessMessageReceived(process_id, message))
 
     @rule(data=st.data(), cause=st.sampled_from(CAUSES))
     def a_process_exits(self, data: st.DataObject, cause: ExitCause) -> None:
@@ -342,7 +342,7 @@ class AgentWorld(RuleBasedStateMachine):
     def a_process_that_does_not_exist_does_things(self, process_id: int, message: Any) -> None:
         for event in (
             ae.ProcessStarted(process_id, 5),
-            ae.ProcessSaid(process_id, message),
+            ae.ProcessMessageReceived(process_id, message),
             ae.ProcessStopped(process_id, True),
             ae.SpawnFailed(process_id, "x"),
             ae.ProcessExited(process_id, KILLED),
@@ -357,7 +357,7 @@ class AgentWorld(RuleBasedStateMachine):
     @precondition(lambda self: len(self.sessions) > 2 and self.link == "registered")
     @rule()
     def the_node_is_released(self) -> None:
-        self.step(ae.CoordinatorSaid(self.session, Release("drained")))
+        self.step(ae.CoordinatorMessageReceived(self.session, Release("drained")))
 
     # ------------------------------------------------------------ what must hold
 
@@ -409,7 +409,7 @@ class AgentWorld(RuleBasedStateMachine):
             self.step(ae.ProcessStarted(process_id, 1000 + process_id))
         for process_id in [p for p in self.live if p not in self.warm]:
             self.warm.add(process_id)
-            self.step(ae.ProcessSaid(process_id, Warm(1000 + process_id)))
+            self.step(ae.ProcessMessageReceived(process_id, Warm(1000 + process_id)))
 
     def go_well(self) -> None:
         self.connect_and_warm_up()
@@ -420,11 +420,11 @@ class AgentWorld(RuleBasedStateMachine):
         if self.link == "registered" and self.exit is None:
             for worker_id in list(self.accepted):
                 stop = StopWorker(worker_id, 0, "the end")
-                self.step(ae.CoordinatorSaid(self.session, stop))
+                self.step(ae.CoordinatorMessageReceived(self.session, stop))
             self.every_accepted_worker_is_told_of_as_it_is()
             known = [self.told.get(worker_id) for worker_id in self.accepted]
             if all(report is None or report.exit is not None for report in known):
-                self.step(ae.CoordinatorSaid(self.session, Release("the end")))
+                self.step(ae.CoordinatorMessageReceived(self.session, Release("the end")))
         due_ns = self.machine.next_deadline_ns()
         if due_ns is not None:
             self.now_ns = max(self.now_ns, due_ns)

@@ -82,20 +82,26 @@ def agent_noise(rng: random.Random) -> Any:
     makers: list[Any] = [
         lambda: ae.Connected(session),
         lambda: ae.ConnectionLost(session, "x", rng.random()),
-        lambda: ae.CoordinatorSaid(session, Welcome("c")),
-        lambda: ae.CoordinatorSaid(session, Refusal("x", rng.random() < 0.01)),
-        lambda: ae.CoordinatorSaid(session, StartWorker(worker_id, spec(rng.randint(0, 2)))),
-        lambda: ae.CoordinatorSaid(session, StopWorker(worker_id, rng.choice([0, S]), "x")),
-        lambda: ae.CoordinatorSaid(session, ForgetWorker(worker_id)),
-        lambda: ae.CoordinatorSaid(session, announce(worker_id, generation)),
-        lambda: ae.CoordinatorSaid(session, ReportAck(worker_id, generation, 0, True)),
+        lambda: ae.CoordinatorMessageReceived(session, Welcome("c")),
+        lambda: ae.CoordinatorMessageReceived(session, Refusal("x", rng.random() < 0.01)),
+        lambda: ae.CoordinatorMessageReceived(
+            session, StartWorker(worker_id, spec(rng.randint(0, 2)))
+        ),
+        lambda: ae.CoordinatorMessageReceived(
+            session, StopWorker(worker_id, rng.choice([0, S]), "x")
+        ),
+        lambda: ae.CoordinatorMessageReceived(session, ForgetWorker(worker_id)),
+        lambda: ae.CoordinatorMessageReceived(session, announce(worker_id, generation)),
+        lambda: ae.CoordinatorMessageReceived(session, ReportAck(worker_id, generation, 0, True)),
         lambda: ae.ProcessStarted(process_id, 5),
-        lambda: ae.ProcessSaid(process_id, Warm(5)),
-        lambda: ae.ProcessSaid(process_id, Pong(rng.randint(0, 3))),
-        lambda: ae.ProcessSaid(
+        lambda: ae.ProcessMessageReceived(process_id, Warm(5)),
+        lambda: ae.ProcessMessageReceived(process_id, Pong(rng.randint(0, 3))),
+        lambda: ae.ProcessMessageReceived(
             process_id, update(worker_id, rng.choice(list(WorkerPhase)), generation)
         ),
-        lambda: ae.ProcessSaid(process_id, reported(worker_id, generation, rng.randint(0, 2))),
+        lambda: ae.ProcessMessageReceived(
+            process_id, reported(worker_id, generation, rng.randint(0, 2))
+        ),
         lambda: ae.SpawnFailed(process_id, "x"),
         lambda: ae.ProcessExited(process_id, rng.choice(CAUSES)),
         lambda: ae.ProcessStopped(process_id, rng.random() < 0.5),
@@ -130,8 +136,8 @@ def worker_noise(rng: random.Random) -> Any:
         Tick(),
     ]
     if rng.random() < 0.005:
-        return rng.choice([we.PipeClosed(), we.SetupFailed(BOOM), we.AgentTold(Stop("x", S))])
-    return we.AgentTold(rng.choice(told)) if rng.random() < 0.5 else rng.choice(makers)
+        return rng.choice([we.PipeClosed(), we.SetupFailed(BOOM), we.OrderReceived(Stop("x", S))])
+    return we.OrderReceived(rng.choice(told)) if rng.random() < 0.5 else rng.choice(makers)
 
 
 def replay(seed: int, num_events: int) -> str:

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from elastic.core.policy.exchange_plan import (
-    Plan,
-    Round,
-    Shape,
+    ExchangePlan,
+    ExchangeRound,
+    GroupShape,
     partners,
     rows_plan,
     shape_of,
@@ -68,7 +68,7 @@ def test_everyone_comes_to_have_the_rows_of_everyone(world_size: int, seed: int)
     assert all(one == set(range(world_size)) for one in held)
 
 
-def drawn_shape(draw: random.Random, world_size: int) -> Shape:
+def drawn_shape(draw: random.Random, world_size: int) -> GroupShape:
     """Nodes of any sizes, with holes between them."""
     slots: list[int] = []
     node, local = 0, draw.choice([1, 2, 8])
@@ -90,7 +90,7 @@ def add_up(leaves: list[Values], tree: Span) -> Values:
     return sums[tree]
 
 
-def exchanged(plans: list[Plan], leaves: list[Values]) -> list[Values]:
+def exchanged(plans: list[ExchangePlan], leaves: list[Values]) -> list[Values]:
     """Carry out the plans of all ranks, each as far as it comes; return the totals."""
     mail: Mail = {}
     totals: list[Values] = [np.zeros(0, np.float32)] * len(plans)
@@ -119,7 +119,7 @@ def exchanged(plans: list[Plan], leaves: list[Values]) -> list[Values]:
 
 
 def post(
-    mail: Mail, phase: str, rank: int, one: Round, first: int, sums: dict[Span, Values]
+    mail: Mail, phase: str, rank: int, one: ExchangeRound, first: int, sums: dict[Span, Values]
 ) -> None:
     for move in one.sends:
         assert (rank, move.rank, phase, one.depth) not in mail
@@ -130,7 +130,7 @@ def post(
 
 
 def merged(
-    mail: Mail, phase: str, rank: int, one: Round, first: int, sums: dict[Span, Values]
+    mail: Mail, phase: str, rank: int, one: ExchangeRound, first: int, sums: dict[Span, Values]
 ) -> tuple[int, dict[Span, Values]]:
     """Take what has come to what we keep, and add."""
     found: dict[Span, Values] = {}

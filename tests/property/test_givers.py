@@ -7,18 +7,18 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.core.policy.shares import Givers, Rows, chunk
+from elastic.core.policy.shares import RowRange, RowSources, chunk
 
-ROWS = st.builds(Rows, st.integers(0, 20), st.integers(0, 9))
-Held = list[tuple[int, list[Rows]]]
+ROWS = st.builds(RowRange, st.integers(0, 20), st.integers(0, 9))
+Held = list[tuple[int, list[RowRange]]]
 HELD = st.lists(st.tuples(st.integers(0, 5), st.lists(ROWS, max_size=4)), max_size=6)
 WANTED = st.lists(ROWS, min_size=1, max_size=6)
 
 
 @given(HELD, WANTED)
-def test_the_same_rows_are_given_in_the_same_order(held: Held, wanted: list[Rows]) -> None:
+def test_the_same_rows_are_given_in_the_same_order(held: Held, wanted: list[RowRange]) -> None:
     """Both ends of a connection find the order of what goes over it by themselves."""
-    givers = Givers(held, wanted)
+    givers = RowSources(held, wanted)
     for taker, rows in enumerate(wanted):
         expected = asking_all(taker, rows, held)
         assert givers.of(taker, rows) == expected
@@ -28,8 +28,8 @@ def test_the_same_rows_are_given_in_the_same_order(held: Held, wanted: list[Rows
 
 
 @given(HELD, WANTED)
-def test_whatever_somebody_has_is_given_once(held: Held, wanted: list[Rows]) -> None:
-    givers = Givers(held, wanted)
+def test_whatever_somebody_has_is_given_once(held: Held, wanted: list[RowRange]) -> None:
+    givers = RowSources(held, wanted)
     there = {n for _, many in held for one in many for n in range(one.first, one.end)}
     for taker, rows in enumerate(wanted):
         given_rows = givers.of(taker, rows)
@@ -43,15 +43,15 @@ def test_of_many_nodes_each_looks_at_its_neighbours_alone() -> None:
     size, rows = 1000, 999 * 1000
     held = [(rank, [chunk(rows, size, rank)]) for rank in range(size)]
     wanted = [chunk(rows, size - 1, rank) for rank in range(size - 1)]
-    givers = Givers(held, wanted)
+    givers = RowSources(held, wanted)
     for taker, taken in enumerate(wanted):
         assert [held[number][0] for number, _ in givers.of(taker, taken)] == [taker, taker + 1]
     assert sum(givers.may_give(500, taken) for taken in wanted) == 2
 
 
-def asking_all(taker: int, wanted: Rows, held: Held) -> tuple[tuple[int, Rows], ...]:
+def asking_all(taker: int, wanted: RowRange, held: Held) -> tuple[tuple[int, RowRange], ...]:
     """Ask first what the taker has itself, then the others in their order."""
-    given_rows: list[tuple[int, Rows]] = []
+    given_rows: list[tuple[int, RowRange]] = []
     left = [wanted] if wanted.rows else []
     for number, (_, stretches) in sorted(enumerate(held), key=lambda one: one[1][0] != taker):
         for stretch in stretches:
@@ -60,9 +60,9 @@ def asking_all(taker: int, wanted: Rows, held: Held) -> tuple[tuple[int, Rows], 
     return tuple(given_rows)
 
 
-def without(rows: Rows, stretch: Rows) -> Sequence[Rows]:
+def without(rows: RowRange, stretch: RowRange) -> Sequence[RowRange]:
     both = rows.with_both(stretch)
     if not both.rows:
         return [rows]
-    around = Rows(rows.first, both.first - rows.first), Rows(both.end, rows.end - both.end)
+    around = RowRange(rows.first, both.first - rows.first), RowRange(both.end, rows.end - both.end)
     return [one for one in around if one.rows]

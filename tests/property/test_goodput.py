@@ -39,8 +39,8 @@ def test_categories_sum_to_what_was_allocated(
                 ledger.move(account, value, now_ns)  # type: ignore[arg-type]
             else:
                 ledger.hear(account, Goodput(*value), (0, turn), now_ns)  # type: ignore[misc]
-            told_ns = ledger.total().allocated_ns + now_ns - account.since_ns
-            assert told_ns == allocated_ns + now_ns - begins_ns
+            reported_ns = ledger.total().allocated_ns + now_ns - account.since_ns
+            assert reported_ns == allocated_ns + now_ns - begins_ns
             assert ledger.total().allocated_ns >= before_ns  # A counter never falls.
         ledger.close(account, now_ns, is_lost=is_lost)
         allocated_ns += now_ns - begins_ns

@@ -20,9 +20,9 @@ from cryptography.hazmat.primitives.serialization import Encoding
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from elastic.coord.certs import Wanted, init_authority, issue, revoke_issued
+from elastic.coord.certs import CertificateRequest, init_authority, issue, revoke_issued
 from elastic.coord.journal import Journal
-from elastic.coord.leadership import Holder, Leadership
+from elastic.coord.leadership import LeaderKey, Leadership
 from elastic.coord.roles import Role
 from elastic.coord.tokens import Token, TokenList, create_token, read_tokens
 from elastic.errors import ConfigError, CorruptRecord, NotAuthorized, PeerError, UsageError
@@ -66,7 +66,7 @@ def load(entries: dict[str, bytes]) -> str:
 
     async def run() -> str:
         store = memory_store()
-        holder = Holder("a", "a:1", 1, "a")
+        holder = LeaderKey("a", "a:1", 1, "a")
         leadership = Leadership(store, "c", holder, CLOCK, shared=False)
         await leadership.acquire(lambda _: None)
         for key, value in entries.items():
@@ -109,7 +109,7 @@ def test_a_hostile_leader_key_is_outlived_or_refused(
         for key, value in (("c/leader", leader), ("c/term", term)):
             if value is not None:
                 await store.commit([Compare(key, 0)], [Put(key, value)])
-        leadership = Leadership(store, "c", Holder("a", "a:1", 1, "a"), CLOCK, shared=shared)
+        leadership = Leadership(store, "c", LeaderKey("a", "a:1", 1, "a"), CLOCK, shared=shared)
         refusal = ""
         try:
             # On a shared store whoever holds the key is waited for.
@@ -258,7 +258,7 @@ def revoking(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("pki")
     now = datetime.datetime.now(datetime.timezone.utc)
     init_authority(folder, ("localhost",), now)
-    issue(folder, Wanted(name="bob", role=Role.READ), now)
+    issue(folder, CertificateRequest(name="bob", role=Role.READ), now)
     revoke_issued(folder, "bob", now)
     return folder
 

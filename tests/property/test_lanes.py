@@ -24,7 +24,7 @@ from elastic.data.nodes import Read
 from elastic.data.rows import LaneOrder, Rows
 from elastic.data.sources import Memory
 from elastic.data.table import Table, in_memory, table_of
-from elastic.worker.loader import MicroBatchLoader
+from elastic.worker.data.loader import MicroBatchLoader
 
 
 @st.composite

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic.worker.mesh import Mesh, Reach
+from elastic.worker.group.peer_sockets import PeerAddress, PeerSockets
 from tests.patience import DEADLINE_S
 
 ROUNDS = 4
@@ -53,10 +53,10 @@ def test_any_order_of_calls_ends_with_every_message_whole(size: int, seed: int) 
             mesh.close()
 
 
-def _joined(size: int) -> list[Mesh]:
+def _joined(size: int) -> list[PeerSockets]:
     """Meshes whose connections hold next to nothing; Unix sockets, for TCP is slow when it is so
     short of room."""
-    meshes = [Mesh(Reach("127.0.0.1", DEADLINE_S)) for _ in range(size)]
+    meshes = [PeerSockets(PeerAddress("127.0.0.1", DEADLINE_S)) for _ in range(size)]
     for low in range(size):
         for high in range(low + 1, size):
             pair = socket.socketpair()
@@ -76,7 +76,7 @@ def _cut(data: bytes | bytearray, draw: random.Random) -> list[memoryview]:
     return [view[first:last] for first, last in itertools.pairwise(places)]
 
 
-def _take_part(mesh: Mesh, rank: int, messages: Sent, seed: int) -> None:
+def _take_part(mesh: PeerSockets, rank: int, messages: Sent, seed: int) -> None:
     """Do all that this rank does, in an order of its own."""
     draw = random.Random(seed)
     for turn in range(ROUNDS):

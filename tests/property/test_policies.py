@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from elastic.core.config import CoordinatorConfig, JobSpec, ns
 from elastic.core.policy import failure, membership, placement, ranks, retention
-from elastic.core.policy.membership import WAITING_PHASES, Act, Candidate, Current
-from elastic.core.policy.placement import Offer
+from elastic.core.policy.membership import WAITING_PHASES, Candidate, CurrentGroup, GroupAction
+from elastic.core.policy.placement import NodeOffer
 from elastic.core.world import (
     CheckpointRecord,
     ExitCause,
@@ -75,19 +75,19 @@ def candidates(draw: st.DrawFn) -> list[Candidate]:
 
 
 @st.composite
-def groups(draw: st.DrawFn, job: JobSpec) -> Current:
+def groups(draw: st.DrawFn, job: JobSpec) -> CurrentGroup:
     """No group yet, or a legal one of generation 1 or 2."""
     sizes = range(job.min_workers, job.max_workers + 1, job.workers_per_replica)
     size = draw(st.sampled_from([0, *sizes]))
     if size == 0:
-        return Current()
+        return CurrentGroup()
     members = draw(st.permutations(WORKERS))[:size]
-    return Current(
+    return CurrentGroup(
         draw(st.integers(1, 2)), tuple(members), draw(st.booleans()), draw(st.booleans())
     )
 
 
-def is_able(candidate: Candidate, current: Current, interrupting: bool) -> bool:
+def is_able(candidate: Candidate, current: CurrentGroup, interrupting: bool) -> bool:
     """Say in one sentence who may be announced into a group."""
     waits = candidate.phase in WAITING_PHASES
     interrupted = interrupting and candidate.worker_id in current.members
@@ -112,7 +112,7 @@ def test_a_plan_keeps_its_guarantees_and_the_order_of_candidates_is_irrelevant(
     by_id = {c.worker_id: c for c in found}
     able = [c.worker_id for c in found if is_able(c, current, interrupting=current.is_open)]
     largest = min(len(able), job.max_workers) // job.workers_per_replica * job.workers_per_replica
-    if plan.act is Act.FORM:
+    if plan.act is GroupAction.FORM:
         assert job.min_workers <= len(plan.members) <= job.max_workers
         assert len(plan.members) % job.workers_per_replica == 0
         assert len(set(plan.members)) == len(plan.members) == largest
@@ -123,16 +123,16 @@ def test_a_plan_keeps_its_guarantees_and_the_order_of_candidates_is_irrelevant(
         assert plan.cause in ("start", "resume", "lost", "drain", "broken", "join")
     else:
         assert plan.members == ()
-    if plan.act is Act.SUSPEND:
+    if plan.act is GroupAction.SUSPEND:
         assert largest < job.min_workers
-    if plan.act in (Act.ASK, Act.SUSPEND, Act.KEEP):
+    if plan.act in (GroupAction.ASK, GroupAction.SUSPEND, GroupAction.KEEP):
         assert current.is_open
-    if plan.act is Act.ASK:
+    if plan.act is GroupAction.ASK:
         assert not current.asked
         assert all(by_id[w].present and by_id[w].reachable for w in current.members)
-    if plan.act is Act.WAIT:
+    if plan.act is GroupAction.WAIT:
         assert not current.is_open
-    if plan.act is Act.KEEP:
+    if plan.act is GroupAction.KEEP:
         assert all(w in by_id and by_id[w].present for w in current.members)
 
 
@@ -149,7 +149,7 @@ def test_the_same_facts_at_their_wake_up_give_another_answer(
         return
     before = membership.decide(job, current, found, first.wake_ns - 1, config)
     assert (before.value, before.reason) == (first.value, first.reason)
-    if first.value.act is not Act.ASK:
+    if first.value.act is not GroupAction.ASK:
         after = membership.decide(job, current, found, first.wake_ns, config)
         assert (after.value, after.wake_ns) != (first.value, first.wake_ns)
 
@@ -201,12 +201,12 @@ def test_ranks_are_a_permutation_contiguous_by_node_with_survivors_in_their_orde
 
 
 @st.composite
-def offers(draw: st.DrawFn) -> list[Offer]:
+def offers(draw: st.DrawFn) -> list[NodeOffer]:
     found = []
     for node_id in draw(st.lists(st.sampled_from(NODES), unique=True)):
         total = draw(st.integers(0, 4))
         found.append(
-            Offer(
+            NodeOffer(
                 node_id,
                 free_slots=draw(st.integers(0, 4)),
                 free=Resources.of({"GPU": draw(st.integers(0, total))}),
@@ -220,7 +220,7 @@ def offers(draw: st.DrawFn) -> list[Offer]:
     return found
 
 
-def room_on(job: JobSpec, offer: Offer) -> int:
+def room_on(job: JobSpec, offer: NodeOffer) -> int:
     """Return what fits by trying: one worker more, and one more, until something is short."""
     if job.accelerator_type not in ("", offer.accelerator_type):
         return 0
@@ -232,7 +232,7 @@ def room_on(job: JobSpec, offer: Offer) -> int:
     return count
 
 
-def most_that_fit(job: JobSpec, found: Sequence[Offer], have: int) -> int:
+def most_that_fit(job: JobSpec, found: Sequence[NodeOffer], have: int) -> int:
     """Return how many more workers of the job a perfect placement would start."""
     room = [room_on(job, offer) for offer in found]
     if job.strategy is Strategy.STRICT_SPREAD:
@@ -250,7 +250,7 @@ def most_that_fit(job: JobSpec, found: Sequence[Offer], have: int) -> int:
 @given(data=st.data(), strategy=st.sampled_from(Strategy), found=offers())
 @settings(LIMITS, max_examples=400)
 def test_workers_are_placed_within_what_is_free_by_the_strategy_and_all_or_nothing(
-    data: st.DataObject, strategy: Strategy, found: list[Offer]
+    data: st.DataObject, strategy: Strategy, found: list[NodeOffer]
 ) -> None:
     need = Resources.of({"GPU": data.draw(st.sampled_from([0, 0.5, 1, 2]))})
     if strategy is Strategy.STRICT_PACK:
@@ -301,7 +301,7 @@ def test_workers_are_spread_over_zones_first() -> None:
         strategy=Strategy.SPREAD,
     )  # fmt: skip
     offers = [
-        Offer(
+        NodeOffer(
             NodeId(name),
             3,
             Resources(),
@@ -321,9 +321,9 @@ def test_workers_on_nodes_that_take_no_more_count_in_their_zone() -> None:
     )  # fmt: skip
     nothing = Resources()
     offers = [
-        Offer(NodeId("a"), 0, nothing, nothing, slots=1, hosting=2),
-        Offer(NodeId("b"), 1, nothing, nothing, slots=1, hosting=2, accelerator_type="H100"),
-        Offer(
+        NodeOffer(NodeId("a"), 0, nothing, nothing, slots=1, hosting=2),
+        NodeOffer(NodeId("b"), 1, nothing, nothing, slots=1, hosting=2, accelerator_type="H100"),
+        NodeOffer(
             NodeId("c"), 3, nothing, nothing, slots=3, hosting=1, accelerator_type="H100",
             labels=(("zone", "x"),),
         ),
@@ -349,7 +349,7 @@ def test_counts_never_fall_and_a_job_ends_only_by_a_limit_that_it_names(
 ) -> None:
     config, history = (
         CoordinatorConfig(crash_loop_limit=4, restart_delay_s_max=3),
-        failure.History(),
+        failure.FailureHistory(),
     )
     for cause, raised in exits:
         decision = failure.judge_exit(job, history, cause, raised, config)
@@ -374,7 +374,7 @@ def test_a_longer_row_of_losses_never_waits_shorter(losses: int, more: int) -> N
     job = JobSpec(job_id=JobId("j1"), name="a", entry=SCRIPT, min_workers=1, max_workers=1)
     delays = [
         failure.judge_exit(
-            job, failure.History(losses=row), ExitCause(ExitKind.HUNG), None, config
+            job, failure.FailureHistory(losses=row), ExitCause(ExitKind.HUNG), None, config
         ).value.delay_ns
         for row in (losses, losses + more)
     ]

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from elastic.core.config import JobSpec
 from elastic.core.policy import eviction, queue
-from elastic.core.policy.claims import Claim, Grant
-from elastic.core.policy.packing import Room
+from elastic.core.policy.demands import Allocation, Demand
+from elastic.core.policy.packing import NodeCapacity
 from elastic.core.projects import ProjectShare
 from elastic.core.world import JobId, NodeId, Resources, Strategy, WorkerId
 from tests.strategies import SCRIPT
@@ -38,14 +38,14 @@ def specs(draw: st.DrawFn, number: int, *, plain: bool) -> JobSpec:
 
 
 @st.composite
-def room_lists(draw: st.DrawFn, *, plain: bool) -> list[Room]:
+def room_lists(draw: st.DrawFn, *, plain: bool) -> list[NodeCapacity]:
     found = []
     for number in range(draw(st.integers(0, 5))):
         slots = draw(st.integers(1, 4))
         gpus = 0 if plain else draw(st.integers(0, slots))
         kind = "" if plain else draw(st.sampled_from(["", "H100"]))
         found.append(
-            Room(
+            NodeCapacity(
                 NodeId(f"n{number}"), slots, Resources.of({"GPU": gpus}), slots, kind,
                 draw(st.sampled_from([(), (("zone", "a"),), (("zone", "b"),)])),
             )
@@ -69,24 +69,24 @@ def share_lists(draw: st.DrawFn) -> list[ProjectShare]:
 class Small:
     """A cluster in which everything that was planned has happened by the next look."""
 
-    rooms: list[Room]
+    rooms: list[NodeCapacity]
     shares: list[ProjectShare]
-    claims: list[Claim] = field(default_factory=list)
+    claims: list[Demand] = field(default_factory=list)
     serial: int = 0
     is_whole: bool = False
 
-    def look(self) -> dict[JobId, Grant]:
+    def look(self) -> dict[JobId, Allocation]:
         decision = queue.decide(self.claims, self._rooms_now(), self.shares)
         return {grant.job_id: grant for grant in decision.value}
 
-    def _rooms_now(self) -> list[Room]:
+    def _rooms_now(self) -> list[NodeCapacity]:
         held = Counter(node_id for claim in self.claims for _, node_id in claim.seats)
         return [replace(r, free_slots=max(0, r.slots - held[r.node_id])) for r in self.rooms]
 
-    def carry_out(self, grants: dict[JobId, Grant]) -> None:
+    def carry_out(self, grants: dict[JobId, Allocation]) -> None:
         for index, claim in enumerate(self.claims):
             grant = grants[claim.spec.job_id]
-            assert self.is_whole or not grant.gives_way_to
+            assert self.is_whole or not grant.yields_to
             seats = [seat for seat in claim.seats if seat[0] not in grant.yields]
             for node_id, count in grant.starts:
                 for _ in range(count):
@@ -97,7 +97,7 @@ class Small:
                 claim, seats=tuple(seats), trains=trains, keeps_state=claim.keeps_state or trains
             )
 
-    def check(self, before: Sequence[Claim]) -> None:
+    def check(self, before: Sequence[Demand]) -> None:
         held = Counter(node_id for claim in self.claims for _, node_id in claim.seats)
         gpus = Counter(
             n for c in self.claims for _, n in c.seats if c.spec.resources_per_worker == GPU
@@ -143,7 +143,7 @@ def test_arrivals_and_ends_keep_all_guarantees_and_come_to_rest(data: st.DataObj
             small.claims.remove(data.draw(st.sampled_from(small.claims)))
         else:
             spec = data.draw(specs(number, plain=False))
-            small.claims.append(Claim(spec, sequence=number, in_place=True))
+            small.claims.append(Demand(spec, sequence=number, in_place=True))
         small.to_rest()
 
 
@@ -159,7 +159,7 @@ def test_jobs_that_give_way_come_to_rest_too_and_only_for_greater_priorities(
         else:
             spec = data.draw(specs(number, plain=False))
             stays = data.draw(st.sampled_from(["", "", "stays"]))
-            small.claims.append(Claim(spec, sequence=number, in_place=True, stays=stays))
+            small.claims.append(Demand(spec, sequence=number, in_place=True, stays=stays))
         small.to_rest()
 
 
@@ -172,7 +172,7 @@ def test_on_equal_slots_nobody_waits_while_lower_ones_hold_what_it_needs(
     slots = sum(room.slots for room in small.rooms)
     for number in range(data.draw(st.integers(1, 6))):
         spec = data.draw(specs(number, plain=True))
-        small.claims.append(Claim(spec, sequence=number, in_place=True, stays=""))
+        small.claims.append(Demand(spec, sequence=number, in_place=True, stays=""))
         small.to_rest()
         running = {c.spec.job_id: c for c in small.claims if c.trains}
         for claim in small.claims:
@@ -208,7 +208,7 @@ def test_no_more_give_way_than_it_takes(sizes: list[int], need: int) -> None:
 def test_the_order_of_claims_and_rooms_does_not_matter(data: st.DataObject) -> None:
     rooms = data.draw(room_lists(plain=False))
     claims = [
-        Claim(data.draw(specs(number, plain=False)), sequence=number)
+        Demand(data.draw(specs(number, plain=False)), sequence=number)
         for number in range(data.draw(st.integers(0, 4)))
     ]
     expected = queue.decide(claims, rooms, ())
@@ -228,17 +228,17 @@ def test_a_job_that_fits_alone_runs_before_any_that_came_later_with_no_greater_p
     slots = sum(room.slots for room in rooms)
     small = Small(rooms, [])
     for number in range(data.draw(st.integers(0, 3))):
-        small.claims.append(Claim(data.draw(specs(number, plain=True)), sequence=number))
+        small.claims.append(Demand(data.draw(specs(number, plain=True)), sequence=number))
     small.to_rest()
     first = {claim.spec.job_id for claim in small.claims}
     big = replace(
         data.draw(specs(10, plain=True)), min_workers=max(1, slots), max_workers=max(1, slots)
     )
-    small.claims.append(Claim(big, sequence=10))
+    small.claims.append(Demand(big, sequence=10))
     for number in range(11, 17):
         later = replace(data.draw(specs(number, plain=True)), project=big.project)
         later = replace(later, priority=min(later.priority, big.priority))
-        small.claims.append(Claim(later, sequence=number))
+        small.claims.append(Demand(later, sequence=number))
         small.to_rest()
         running = [claim for claim in small.claims if claim.trains]
         if not any(claim.spec.job_id in first for claim in small.claims):
@@ -250,20 +250,20 @@ def test_a_job_that_fits_alone_runs_before_any_that_came_later_with_no_greater_p
         small.to_rest()
 
 
-def naive(claims: Sequence[Claim], slots: int, shares: Sequence[ProjectShare]) -> dict[str, int]:
+def naive(claims: Sequence[Demand], slots: int, shares: Sequence[ProjectShare]) -> dict[str, int]:
     """Count equal slots for jobs of which none runs yet, by the rules of the docstring."""
     weights = {share.project: share.weight for share in shares}
     limits = {s.project: s.max_workers for s in shares if s.max_workers}
     sizes = {claim.spec.job_id: 0 for claim in claims}
     used: Counter[str] = Counter()
 
-    def turn(claim: Claim, *, counting: bool) -> tuple[float, ...]:
+    def turn(claim: Demand, *, counting: bool) -> tuple[float, ...]:
         spec = claim.spec
         mine = sizes[spec.job_id] if counting else 0
         share = used[spec.project] / weights.get(spec.project, 1.0)
         return -spec.priority, share, mine, claim.sequence
 
-    def give(claim: Claim, count: int) -> bool:
+    def give(claim: Demand, count: int) -> bool:
         spec = claim.spec
         if used[spec.project] + count > limits.get(spec.project, 10**9):
             return False
@@ -295,7 +295,7 @@ def test_on_equal_slots_the_sizes_are_those_of_naive_arithmetic(data: st.DataObj
     rooms = data.draw(room_lists(plain=True))
     shares = [replace(s, max_resources=Resources()) for s in data.draw(share_lists())]
     claims = [
-        Claim(data.draw(specs(number, plain=True)), sequence=number)
+        Demand(data.draw(specs(number, plain=True)), sequence=number)
         for number in range(data.draw(st.integers(0, 6)))
     ]
     grants = queue.decide(claims, rooms, shares).value

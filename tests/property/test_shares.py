@@ -5,13 +5,13 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.core.policy.shares import Extent, cut
+from elastic.core.policy.shares import TensorExtent, cut
 
-EXTENTS = st.lists(st.builds(Extent, st.integers(0, 40), st.integers(0, 64)), max_size=12)
+EXTENTS = st.lists(st.builds(TensorExtent, st.integers(0, 40), st.integers(0, 64)), max_size=12)
 
 
 @given(EXTENTS, st.integers(1, 9))
-def test_every_row_is_in_one_part(extents: list[Extent], parts: int) -> None:
+def test_every_row_is_in_one_part(extents: list[TensorExtent], parts: int) -> None:
     rows = [
         (piece.tensor, row)
         for part in range(parts)
@@ -23,14 +23,14 @@ def test_every_row_is_in_one_part(extents: list[Extent], parts: int) -> None:
 
 
 @given(EXTENTS, st.integers(1, 9))
-def test_every_tensor_is_somebodys(extents: list[Extent], parts: int) -> None:
+def test_every_tensor_is_somebodys(extents: list[TensorExtent], parts: int) -> None:
     """Also one without rows: a reader must know that it is there."""
     found = {piece.tensor for part in range(parts) for piece in cut(extents, part, parts)}
     assert found == set(range(len(extents)))
 
 
 @given(EXTENTS, st.integers(1, 9))
-def test_parts_are_even(extents: list[Extent], parts: int) -> None:
+def test_parts_are_even(extents: list[TensorExtent], parts: int) -> None:
     sizes = [
         sum(piece.rows * extents[piece.tensor].row_bytes for piece in cut(extents, part, parts))
         for part in range(parts)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from elastic.core.policy.cursor import (
     SEED_BITS,
     Cursor,
-    Epochs,
+    DataPlan,
     Permutation,
     derive,
     micro_batch_seed,
@@ -30,7 +30,7 @@ from elastic.core.policy.microbatch import (
     split,
     subtrees,
 )
-from elastic.core.policy.recovery import Standing, plan_transfers
+from elastic.core.policy.recovery import RunPosition, plan_transfers
 from elastic.errors import ConfigError, InvariantViolation
 
 LIMITS = settings(
@@ -48,12 +48,12 @@ def deals(draw: st.DrawFn) -> tuple[int, int]:
 
 
 @st.composite
-def cuts(draw: st.DrawFn, max_samples: int = 300) -> Epochs:
+def cuts(draw: st.DrawFn, max_samples: int = 300) -> DataPlan:
     """Draw a data set, cut into steps."""
     micro_batch, num_micro_batches = draw(st.integers(1, 6)), draw(st.integers(1, 9))
     drop_last = draw(st.booleans())
     least = micro_batch * num_micro_batches if drop_last else 1
-    return Epochs(
+    return DataPlan(
         num_samples=draw(st.integers(least, max_samples)),
         micro_batch=micro_batch,
         num_micro_batches=num_micro_batches,
@@ -226,7 +226,7 @@ def test_permutations_of_other_seeds_and_epochs_differ() -> None:
 
 @given(cuts())
 @LIMITS
-def test_micro_batches_partition_an_epoch(epochs: Epochs) -> None:
+def test_micro_batches_partition_an_epoch(epochs: DataPlan) -> None:
     end = 0
     for step in range(epochs.steps):
         spans = [epochs.positions(step, v) for v in range(epochs.num_micro_batches)]
@@ -254,7 +254,7 @@ def test_micro_batches_partition_an_epoch(epochs: Epochs) -> None:
 
 @given(cuts(100), st.integers(0, 3))
 @LIMITS
-def test_an_epoch_has_every_sample_once(epochs: Epochs, epoch: int) -> None:
+def test_an_epoch_has_every_sample_once(epochs: DataPlan, epoch: int) -> None:
     seen = Counter(
         sample
         for step in range(epochs.steps)
@@ -272,7 +272,7 @@ def test_an_epoch_has_every_sample_once(epochs: Epochs, epoch: int) -> None:
 @given(cuts(60), st.data())
 @LIMITS
 def test_any_history_of_groups_trains_with_the_same_samples_in_each_step(
-    epochs: Epochs, data: st.DataObject
+    epochs: DataPlan, data: st.DataObject
 ) -> None:
     sizes = st.integers(1, epochs.num_micro_batches)
     cursor, world_size, committed = Cursor(), data.draw(sizes), {}
@@ -325,14 +325,14 @@ def test_seeds_of_different_purposes_and_places_never_meet(
 )
 def test_data_without_steps_is_refused(sizes: tuple[int, int, int], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        Epochs(*sizes)
+        DataPlan(*sizes)
 
 
 def test_drop_last_that_drops_everything_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"drop_last leaves no step at all.*7 samples.*batch 8"):
-        Epochs(7, 2, 4, drop_last=True)
-    assert Epochs(8, 2, 4, drop_last=True).steps == 1
-    assert Epochs(7, 2, 4).steps == 1
+        DataPlan(7, 2, 4, drop_last=True)
+    assert DataPlan(8, 2, 4, drop_last=True).steps == 1
+    assert DataPlan(7, 2, 4).steps == 1
 
 
 # ---------------------------------------------------------------- transfers
@@ -341,32 +341,32 @@ STEPS = 3
 
 
 @st.composite
-def standings(draw: st.DrawFn) -> list[Standing]:
+def standings(draw: st.DrawFn) -> list[RunPosition]:
     """Draw a group: newcomers, and members that are anywhere near each other."""
     cursors = st.builds(Cursor, st.integers(0, 2), st.integers(0, STEPS))
-    one = st.builds(Standing, st.booleans(), cursors, st.sampled_from([0, STEPS]))
+    one = st.builds(RunPosition, st.booleans(), cursors, st.sampled_from([0, STEPS]))
     return draw(st.lists(one, min_size=1, max_size=7))
 
 
-def weights_at(cursor: Cursor, *, knows: bool) -> Cursor:
+def weights_at(cursor: Cursor, *, has: bool) -> Cursor:
     """Return the first cursor with the same weights as this one has."""
-    at_end = knows and cursor.step >= STEPS
+    at_end = has and cursor.step >= STEPS
     return Cursor(cursor.epoch + 1, 0) if at_end else cursor
 
 
 @given(standings())
 @LIMITS
-def test_the_furthest_state_wins_and_reaches_all_who_lack_it(group: list[Standing]) -> None:
+def test_the_furthest_state_wins_and_reaches_all_who_lack_it(group: list[RunPosition]) -> None:
     plan = plan_transfers(group).value
-    knows = any(one.steps for one in group)
-    at = [weights_at(one.cursor, knows=knows) for one in group]
+    has = any(one.steps for one in group)
+    at = [weights_at(one.cursor, has=has) for one in group]
     with_state = [rank for rank, one in enumerate(group) if one.has_state]
     best = max((at[rank] for rank in with_state), default=at[0])
     holders = {rank for rank in with_state if at[rank] == best} or {0}
     receivers = [receiver for receiver, _ in plan.sender_of]
     assert receivers == [rank for rank in range(len(group)) if rank not in holders]
     assert {sender for _, sender in plan.sender_of} <= holders
-    assert {weights_at(one, knows=knows) for one in plan.cursors} == {best}
+    assert {weights_at(one, has=has) for one in plan.cursors} == {best}
     for rank in holders:
         assert plan.cursors[rank] == group[rank].cursor
     for receiver, sender in plan.sender_of:
@@ -377,7 +377,7 @@ def test_the_furthest_state_wins_and_reaches_all_who_lack_it(group: list[Standin
 
 @given(standings())
 @LIMITS
-def test_senders_share_the_work(group: list[Standing]) -> None:
+def test_senders_share_the_work(group: list[RunPosition]) -> None:
     plan = plan_transfers(group).value
     loads = Counter(sender for _, sender in plan.sender_of)
     if loads:
@@ -386,10 +386,10 @@ def test_senders_share_the_work(group: list[Standing]) -> None:
 
 @given(st.lists(st.sampled_from([Cursor(1, STEPS), Cursor(2, 0)]), min_size=1, max_size=6))
 def test_the_end_of_an_epoch_and_the_start_of_the_next_are_one_state(cursors: list[Cursor]) -> None:
-    group = [Standing(True, cursor, STEPS) for cursor in cursors]
+    group = [RunPosition(True, cursor, STEPS) for cursor in cursors]
     assert plan_transfers(group).value.sender_of == ()
     assert plan_transfers(group).value.cursors == tuple(cursors)
-    joined = plan_transfers([*group, Standing()]).value
+    joined = plan_transfers([*group, RunPosition()]).value
     # Who joins does so after the code between the epochs, if anyone is there.
     assert joined.cursors == (*cursors, max(cursors))
     assert cursors[joined.sender_of[0][1]] == max(cursors)
@@ -397,6 +397,6 @@ def test_the_end_of_an_epoch_and_the_start_of_the_next_are_one_state(cursors: li
 
 @given(st.integers(1, 8), st.integers(0, 5))
 def test_when_nobody_has_state_all_begin_as_rank_zero(size: int, epoch: int) -> None:
-    plan = plan_transfers([Standing(cursor=Cursor(epoch, 0))] * size).value
+    plan = plan_transfers([RunPosition(cursor=Cursor(epoch, 0))] * size).value
     assert plan.sender_of == tuple((rank, 0) for rank in range(1, size))
     assert plan.cursors == (Cursor(epoch, 0),) * size

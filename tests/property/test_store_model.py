@@ -22,7 +22,7 @@ from elastic.store.interface import (
     Entry,
     Lease,
     Put,
-    Snapshot,
+    StoreSnapshot,
     Write,
 )
 from elastic.store.local import LocalStore
@@ -84,9 +84,9 @@ class Model:
                 self.remove(write.key)
         return CommitResult(True, self.revision)
 
-    def read(self, prefix: str) -> Snapshot:
+    def read(self, prefix: str) -> StoreSnapshot:
         keys = sorted(key for key in self.entries if key.startswith(prefix))
-        return Snapshot(tuple(self.entries[key] for key in keys), self.revision)
+        return StoreSnapshot(tuple(self.entries[key] for key in keys), self.revision)
 
     def since(self, prefix: str, revision: int) -> list[Change] | None:
         """None stands for Compacted."""

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from elastic.core.policy.cursor import Cursor
 from elastic.core.policy.microbatch import deal
-from elastic.core.policy.streams import Cut, Position, Streams, nearest
+from elastic.core.policy.streams import StreamCut, StreamPlan, StreamPosition, nearest
 from elastic.errors import UsageError
-from elastic.worker.stream_book import StreamBook
+from elastic.worker.data.stream_book import StreamBook
 from tests.unit.streams_under_test import (
     ByWorker,
     Numbers,
@@ -24,9 +24,13 @@ from tests.unit.streams_under_test import (
 )
 
 KINDS = [
-    (Numbers, None), (ByWorker, Cut.WORKER), (ByWorker, None), (Sharded, None), (Placed, None),
-    (Placed, Cut.COUNT),
-]  # fmt: skip
+    (Numbers, None),
+    (ByWorker, StreamCut.WORKER),
+    (ByWorker, None),
+    (Sharded, None),
+    (Placed, None),
+    (Placed, StreamCut.COUNT),
+]
 
 
 class Member:
@@ -111,19 +115,19 @@ def test_any_history_of_world_sizes_trains_with_the_same_samples(run: dict[str, 
 
 @given(
     v=st.integers(1, 8), micro=st.integers(1, 5), size=st.integers(0, 200),
-    cut=st.sampled_from(Cut),
+    cut=st.sampled_from(StreamCut),
 )  # fmt: skip
-def test_places_cut_a_sequence_without_a_gap(v: int, micro: int, size: int, cut: Cut) -> None:
-    streams = Streams(micro_batch=micro, num_micro_batches=v, cut=cut)
+def test_places_cut_a_sequence_without_a_gap(v: int, micro: int, size: int, cut: StreamCut) -> None:
+    streams = StreamPlan(micro_batch=micro, num_micro_batches=v, cut=cut)
     taken: dict[int, list[int]] = {}
     for step in range(size // (micro * v) + 2):
         for stream in range(v):
             places = streams.places(step, stream)
             assert len(places) == micro
-            assert streams.telling_place(step, stream) == streams.places(step + 1, stream)[0]
+            assert streams.reporting_place(step, stream) == streams.places(step + 1, stream)[0]
             assert places[0] >= streams.beginning(step)
             taken.setdefault(streams.source_of(stream), []).extend(places)
-    assert len(taken) == (1 if cut is Cut.COUNT else v)
+    assert len(taken) == (1 if cut is StreamCut.COUNT else v)
     for places in taken.values():
         assert sorted(places) == list(range(len(places)))
 
@@ -135,7 +139,7 @@ def test_places_cut_a_sequence_without_a_gap(v: int, micro: int, size: int, cut:
 def test_the_nearest_snapshot_is_the_last_one_that_is_not_behind(
     known: list[tuple[int, int, int]], wanted: tuple[int, int, int]
 ) -> None:
-    index = nearest([Position(*one) for one in known], Position(*wanted))
+    index = nearest([StreamPosition(*one) for one in known], StreamPosition(*wanted))
     epoch, step, source = wanted
     fits = [one for one in known if one[0] == epoch and one[2] == source and one[1] <= step]
     assert (None if index is None else known[index]) == (max(fits) if fits else None)

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic.core.policy.tuning.asha import Asha
+from elastic.core.policy.tuning.decision import TrialAction, TrialProgress
 from elastic.core.policy.tuning.hyperband import HyperBand
 from elastic.core.policy.tuning.median import Median
 from elastic.core.policy.tuning.pbt import Pbt
-from elastic.core.policy.tuning.verdict import Act, Seen
 
 LIMITS = settings(max_examples=60, deadline=None)
 VALUES = st.one_of(st.floats(-5, 5), st.just(math.nan), st.sampled_from([0.0, 1.0]))
@@ -26,26 +26,26 @@ VALUES = st.one_of(st.floats(-5, 5), st.just(math.nan), st.sampled_from([0.0, 1.
 class Trace:
     """Trials that report in some order, and what became of each at each report."""
 
-    seen: list[Seen]
+    seen: list[TrialProgress]
     stopped: dict[int, int] = field(default_factory=dict)
 
     @classmethod
     def of(cls, count: int) -> Trace:
-        return cls([Seen(number) for number in range(count)])
+        return cls([TrialProgress(number) for number in range(count)])
 
-    def report(self, policy: Asha | Median, number: int, value: float, length: int) -> Act:
+    def report(self, policy: Asha | Median, number: int, value: float, length: int) -> TrialAction:
         """Take the next report of a trial; it is complete after `length` of them."""
         trial = self.seen[number]
         at = len(trial.curve) + 1
         trial = replace(trial, curve=[*trial.curve, (at, value)])
         others = [one for one in self.seen if one.number != number]
         verdict = policy.judge(trial, others).value
-        is_over = verdict.act is Act.STOP or at == length
+        is_over = verdict.act is TrialAction.STOP or at == length
         self.seen[number] = replace(
             trial,
             rungs={**trial.rungs, **verdict.rungs},
             is_over=is_over,
-            is_complete=is_over and verdict.act is not Act.STOP,
+            is_complete=is_over and verdict.act is not TrialAction.STOP,
         )
         return verdict.act
 
@@ -76,7 +76,9 @@ def agree(
         theirs[number].report(value, at)
         prunes = theirs[number].should_prune()
         act = ours.report(policy, number, value, length)
-        assert (act is Act.STOP) == prunes, f"trial {number} at {at}: {act}, Optuna: {prunes}"
+        assert (act is TrialAction.STOP) == prunes, (
+            f"trial {number} at {at}: {act}, Optuna: {prunes}"
+        )
         if prunes:
             stopped.add(number)
             study.tell(theirs[number], state=optuna.trial.TrialState.PRUNED)
@@ -125,18 +127,18 @@ def test_both_stop_trials_on_a_recorded_trace_of_a_thousand_reports() -> None:
 
 def test_asha_stops_at_max_t_and_says_why_it_stops() -> None:
     policy = Asha(1, 2, max_t=4, sign=-1.0)
-    good, bad = Seen(0, rungs={1: -0.25}), Seen(1, curve=[(1, -0.75)])
+    good, bad = TrialProgress(0, rungs={1: -0.25}), TrialProgress(1, curve=[(1, -0.75)])
     decision = policy.judge(bad, [good])
-    assert decision.value.act is Act.STOP
+    assert decision.value.act is TrialAction.STOP
     assert decision.reason == "0.75 at rung 1 is behind 0.25, of the best 1/2 of 2"
-    done = Seen(0, curve=[(4, 0.5)], rungs={1: 0.5, 2: 0.5})
+    done = TrialProgress(0, curve=[(4, 0.5)], rungs={1: 0.5, 2: 0.5})
     assert policy.judge(done, []).reason == "reached max_t=4"
 
 
 def test_asha_that_stops_nobody_at_max_t_remembers_what_passed_the_rungs_before() -> None:
-    late = Seen(0, curve=[(4, 0.5)], rungs={1: 0.5})
+    late = TrialProgress(0, curve=[(4, 0.5)], rungs={1: 0.5})
     verdict = Asha(1, 2, max_t=4, stops_last=False).judge(late, []).value
-    assert (verdict.act, verdict.rungs) == (Act.GO_ON, {2: 0.5})
+    assert (verdict.act, verdict.rungs) == (TrialAction.GO_ON, {2: 0.5})
 
 
 # ------------------------------------------------------------------------------------- HyperBand
@@ -162,7 +164,7 @@ def test_hyperband_ends_every_trial_and_the_best_of_a_bracket_goes_all_the_way(
 ) -> None:
     policy, random = HyperBand(max_t, 3), Random(seed)
     values = [random.random() for _ in range(count)]
-    seen = [Seen(number) for number in range(count)]
+    seen = [TrialProgress(number) for number in range(count)]
     for _ in range(count * max_t * 4):
         moving = [one for one in seen if not one.is_over and not one.is_paused]
         if not moving:
@@ -174,11 +176,11 @@ def test_hyperband_ends_every_trial_and_the_best_of_a_bracket_goes_all_the_way(
         seen[trial.number] = replace(
             trial,
             rungs={**trial.rungs, **verdict.rungs},
-            is_over=verdict.act is Act.STOP,
-            is_paused=verdict.act is Act.PAUSE,
+            is_over=verdict.act is TrialAction.STOP,
+            is_paused=verdict.act is TrialAction.PAUSE,
         )
         for number, decision in policy.settle(seen, is_exhausted=True):
-            stops = decision.value.act is Act.STOP
+            stops = decision.value.act is TrialAction.STOP
             assert seen[number].is_paused
             seen[number] = replace(seen[number], is_paused=False, is_over=stops)
     assert all(one.is_over for one in seen)
@@ -190,7 +192,9 @@ def test_hyperband_ends_every_trial_and_the_best_of_a_bracket_goes_all_the_way(
 
 
 def test_what_comes_until_a_pause_takes_effect_is_no_advantage() -> None:
-    ahead = Seen(0, curve=[(1, 0.1), (2, 0.2), (3, 0.3), (4, 0.4), (5, 0.5)], rungs={1: 0.1})
+    ahead = TrialProgress(
+        0, curve=[(1, 0.1), (2, 0.2), (3, 0.3), (4, 0.4), (5, 0.5)], rungs={1: 0.1}
+    )
     assert HyperBand(9, 3).judge(ahead, []).value.rungs == {3: 0.3}
 
 
@@ -207,19 +211,26 @@ def test_what_comes_until_a_pause_takes_effect_is_no_advantage() -> None:
 def test_who_takes_over_is_bad_and_the_donor_is_good(
     scores: list[float], value: float, draw: float, quantile: float
 ) -> None:
-    others = [Seen(number + 1, rungs={4: score}) for number, score in enumerate(scores)]
-    verdict = Pbt(4, 0, quantile).judge(Seen(0, curve=[(4, value)]), others, draw).value
+    others = [TrialProgress(number + 1, rungs={4: score}) for number, score in enumerate(scores)]
+    verdict = Pbt(4, 0, quantile).judge(TrialProgress(0, curve=[(4, value)]), others, draw).value
     assert verdict.rungs.keys() == {4}
-    if verdict.act is Act.EXPLOIT:
+    if verdict.act is TrialAction.EXPLOIT:
         donor = scores[verdict.donor - 1]
         assert math.isnan(value) or donor >= value
         assert not math.isnan(donor)
 
 
 def test_nobody_takes_over_before_its_time_or_from_its_equals() -> None:
-    others = [Seen(number, rungs={4: 1.0}) for number in range(1, 4)]
-    assert Pbt(4).judge(Seen(0, curve=[(3, 0.0)]), others, 0.0).value.act is Act.GO_ON
-    assert Pbt(4).judge(Seen(0, curve=[(4, 1.0)]), others, 0.0).value.act is Act.GO_ON
-    assert Pbt(4).judge(Seen(0, curve=[(4, 0.0)]), others, 0.0).value.act is Act.EXPLOIT
-    late = Seen(0, curve=[(5, 0.0)], rungs={4: 0.0})
-    assert Pbt(4).judge(late, others, 0.0).value.act is Act.GO_ON
+    others = [TrialProgress(number, rungs={4: 1.0}) for number in range(1, 4)]
+    assert (
+        Pbt(4).judge(TrialProgress(0, curve=[(3, 0.0)]), others, 0.0).value.act is TrialAction.GO_ON
+    )
+    assert (
+        Pbt(4).judge(TrialProgress(0, curve=[(4, 1.0)]), others, 0.0).value.act is TrialAction.GO_ON
+    )
+    assert (
+        Pbt(4).judge(TrialProgress(0, curve=[(4, 0.0)]), others, 0.0).value.act
+        is TrialAction.EXPLOIT
+    )
+    late = TrialProgress(0, curve=[(5, 0.0)], rungs={4: 0.0})
+    assert Pbt(4).judge(late, others, 0.0).value.act is TrialAction.GO_ON

@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic.errors import NotFound
-from elastic.storage.marker import MARKER, UNKNOWN, Marker, StoredFile
+from elastic.storage.marker import MARKER, UNKNOWN, CheckpointMarker, StoredFile
 from elastic.storage.run_directory import RunDirectory
-from elastic.storage.verify import Verdict, checkpoints_at, verify
+from elastic.storage.verify import VerifyResult, checkpoints_at, verify
 from elastic.testing.faulty_storage import Faults
 
 CONTENTS = {
@@ -35,7 +35,7 @@ def commit(run_path: Path, name: str = "c1") -> Path:
             (Path(source) / path).parent.mkdir(exist_ok=True)
             (Path(source) / path).write_bytes(content)
         files = run.upload(Path(source), name, claim=lambda _: True)
-    return Path(run.commit(name, Marker("j1", 2, 3, 4, 5, '{"loss": 0.5}', files)))
+    return Path(run.commit(name, CheckpointMarker("j1", 2, 3, 4, 5, '{"loss": 0.5}', files)))
 
 
 @contextmanager
@@ -44,7 +44,7 @@ def checkpoint() -> Iterator[Path]:
         yield commit(Path(folder))
 
 
-def named(verdict: Verdict) -> list[str]:
+def named(verdict: VerifyResult) -> list[str]:
     assert not verdict.is_whole
     for file, how in verdict.damages:
         assert f"{file}: {how}" in str(verdict)
@@ -127,7 +127,7 @@ def test_sizes_say_how_a_file_is_damaged(tmp_path: Path) -> None:
 def test_a_file_whose_checksum_nobody_knows_is_told_apart(tmp_path: Path) -> None:
     run = RunDirectory(str(tmp_path))
     run.checkpoint("c1").write("model", b"abc")
-    marker = Marker("j1", 2, 3, 4, 5, "{}", (StoredFile("model", 3, UNKNOWN),))
+    marker = CheckpointMarker("j1", 2, 3, 4, 5, "{}", (StoredFile("model", 3, UNKNOWN),))
     verdict = verify(run.commit("c1", marker))
     assert verdict.is_whole
     assert verdict.unchecked == ("model",)
@@ -146,7 +146,7 @@ def test_a_torn_write_is_found(tmp_path: Path) -> None:
     (tmp_path / "source").mkdir()
     (tmp_path / "source" / "model.bin").write_bytes(b"weights!")
     files = run.upload(tmp_path / "source", "c1", claim=lambda _: True)
-    verdict = verify(run.commit("c1", Marker("j1", 2, 3, 4, 5, "{}", files)))
+    verdict = verify(run.commit("c1", CheckpointMarker("j1", 2, 3, 4, 5, "{}", files)))
     assert verdict.damages == (("model.bin", "truncated: 4 bytes instead of 8"),)
 
 

@@ -90,7 +90,7 @@ class WorkerWorld(RuleBasedStateMachine):
             assert not self.is_final, "interrupted after the end"
             self.is_final = effect.final
             self.cut.add(effect.generation)
-        elif isinstance(effect, we.WishBoundary):
+        elif isinstance(effect, we.RequestLeave):
             assert self.trains_in(effect.generation)
         elif isinstance(effect, we.ResolveReport):
             self.asked.remove((effect.generation, effect.index))
@@ -121,9 +121,9 @@ class WorkerWorld(RuleBasedStateMachine):
     # ------------------------------------------------------------ the control thread
 
     @rule(beats=st.integers(0, 3), waiting_s=st.sampled_from([0, 1]), after_s=st.integers(0, 5))
-    def the_control_thread_looks(self, beats: int, waiting_s: int, after_s: int) -> None:
+    def the_control_thread_checks(self, beats: int, waiting_s: int, after_s: int) -> None:
         self.now_ns += after_s * S
-        effects = self.step(we.Looked(beats, waiting_s * S))
+        effects = self.step(we.ActivitySampled(beats, waiting_s * S))
         said = [effect.message for effect in effects if isinstance(effect, we.SendPipe)]
         assert len(said) <= 1
         for pulse in said:
@@ -135,46 +135,46 @@ class WorkerWorld(RuleBasedStateMachine):
 
     @rule()
     def the_agent_assigns(self) -> None:
-        self.step(we.AgentTold(Assign(ME, spec(0), "10.0.0.1")))
+        self.step(we.OrderReceived(Assign(ME, spec(0), "10.0.0.1")))
 
     @rule(ahead=st.integers(-2, 2), worker_id=st.sampled_from([ME, ME, ME, WORKERS[1]]))
     def the_agent_announces(self, ahead: int, worker_id: WorkerId) -> None:
         generation = max(1, self.highest + ahead)
         self.highest = max(self.highest, generation)
-        self.step(we.AgentTold(announce(worker_id, generation)))
+        self.step(we.OrderReceived(announce(worker_id, generation)))
 
     @rule(behind=st.integers(-1, 2), at_boundary=st.booleans())
     def the_agent_orders_to_leave(self, behind: int, at_boundary: bool) -> None:
         generation = max(1, self.highest - behind)
         self.highest = max(self.highest, generation)
-        self.step(we.AgentTold(LeaveGroup(ME, generation, at_boundary, "why")))
+        self.step(we.OrderReceived(LeaveGroup(ME, generation, at_boundary, "why")))
 
     @rule(behind=st.integers(-1, 2), request=st.integers(1, 3))
     def the_agent_passes_on_a_wish_for_a_checkpoint(self, behind: int, request: int) -> None:
         generation = max(1, self.highest - behind)
-        self.step(we.AgentTold(SaveState(ME, generation, request)))
+        self.step(we.OrderReceived(SaveState(ME, generation, request)))
 
     @rule(index=st.integers(0, 3), behind=st.integers(0, 1), accepted=st.booleans())
     def the_agent_acknowledges(self, index: int, behind: int, accepted: bool) -> None:
         generation = max(1, self.highest - behind)
-        self.step(we.AgentTold(ReportAck(ME, generation, index, accepted)))
+        self.step(we.OrderReceived(ReportAck(ME, generation, index, accepted)))
 
     @precondition(lambda self: self.asked)
     @rule(data=st.data())
     def the_agent_acknowledges_what_was_sent(self, data: st.DataObject) -> None:
         generation, index = data.draw(st.sampled_from(sorted(self.asked)))
         for _ in range(2):
-            self.step(we.AgentTold(ReportAck(ME, generation, index, True)))
+            self.step(we.OrderReceived(ReportAck(ME, generation, index, True)))
 
     @rule(number=st.integers(1, 99))
     def the_agent_pings(self, number: int) -> None:
         if self.exit is None:
-            assert self.step(we.AgentTold(Ping(number))) == (we.SendPipe(Pong(number)),)
+            assert self.step(we.OrderReceived(Ping(number))) == (we.SendPipe(Pong(number)),)
 
     @precondition(lambda self: len(self.formed) > 3)
     @rule()
     def the_agent_stops_it(self) -> None:
-        self.step(we.AgentTold(Stop("why", S)))
+        self.step(we.OrderReceived(Stop("why", S)))
 
     @precondition(lambda self: len(self.formed) > 4)
     @rule()
@@ -201,7 +201,7 @@ class WorkerWorld(RuleBasedStateMachine):
         assert (we.AbortGroup(generation) in effects) == unwanted, "an unwanted group is dropped"
         assert self.trains_in(generation) != unwanted
         if loops and not unwanted:
-            self.step(we.LoopMoved(inside=True))
+            self.step(we.LoopStateChanged(inside=True))
 
     @precondition(lambda self: self.main is not None and self.exit is None)
     @rule(data=st.data())
@@ -261,7 +261,7 @@ class WorkerWorld(RuleBasedStateMachine):
         """
         self.the_agent_assigns()
         self.highest += 3
-        self.step(we.AgentTold(announce(ME, self.highest)))
+        self.step(we.OrderReceived(announce(ME, self.highest)))
         for _ in range(3):
             if self.exit is not None or self.trains_in(self.highest):
                 return

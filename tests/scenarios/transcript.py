@@ -75,7 +75,7 @@ def record_line(record: JobRecord) -> str:
         parts.append(f"checkpoints={','.join(c.path for c in record.checkpoints)}")
     if record.paused:
         parts.append("wanted paused")
-    if record.told_to_save:
+    if record.is_save_requested:
         parts.append("told to save" + (f" for {record.leaves_for}" if record.leaves_for else ""))
     if record.min_workers or record.max_workers:
         parts.append(f"bounds={record.min_workers}-{record.max_workers}")

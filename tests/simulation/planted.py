@@ -8,21 +8,21 @@ from typing import Any
 from elastic.core.events.coordinator import SendAgent
 from elastic.core.machine import (
     agent,
-    agent_books,
     agent_connection,
     announcing,
     coordinator,
-    early,
     health,
-    intake,
     jobs,
-    lateness,
     queueing,
     reports,
-    settle,
     suspicion,
     worker,
 )
+from elastic.core.machine import agent_messages as intake
+from elastic.core.machine import agent_parts as agent_books
+from elastic.core.machine import early_leave as early
+from elastic.core.machine import reconcile as settle
+from elastic.core.machine import timeouts as lateness
 from elastic.core.messages import WorkerUpdate
 from elastic.core.policy import (
     failure,
@@ -252,7 +252,7 @@ def replaces_a_group_that_waits_for_a_slow_member(patch: Patch) -> None:
 @bug
 def never_notices_a_hang(patch: Patch) -> None:
     """Whoever stands still is waited for."""
-    patch.setattr(hang.Sight, "stands", lambda self, generation, now_ns: False)
+    patch.setattr(hang.MainThreadState, "stands", lambda self, generation, now_ns: False)
 
 
 @bug
@@ -284,15 +284,15 @@ def kills_who_takes_long_over_the_first_step(patch: Patch) -> None:
 @bug
 def takes_probed_nodes_for_silent(patch: Patch) -> None:
     """An answer to a probe is not looked at."""
-    honest = suspicion.heard
+    honest = suspicion.received
 
-    def heard(cluster: Any, state: Any) -> None:
+    def received(cluster: Any, state: Any) -> None:
         asked_ns = cluster.probes.get(state.node.node_id)
         honest(cluster, state)
         if asked_ns is not None:
             cluster.probes[state.node.node_id] = asked_ns
 
-    patch.setattr(suspicion, "heard", heard)
+    patch.setattr(suspicion, "heard", received)
 
 
 @bug

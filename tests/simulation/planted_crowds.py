@@ -15,8 +15,8 @@ from elastic.core.machine import (
     pausing,
     queueing,
     requests,
-    waves,
 )
+from elastic.core.machine import report_coalescing as waves
 from elastic.core.policy import (
     eviction,
     packing,
@@ -73,7 +73,7 @@ def takes_any_job_for_a_script_of_torchruns(patch: Patch) -> None:
 @bug
 def keeps_free_slots_for_a_job_that_can_never_run(patch: Patch) -> None:
     """The first job that does not fit is waited for, also if no end of another lets it fit."""
-    patch.setattr(packing.Shape, "fitting", lambda self, spec: 1_000_000)
+    patch.setattr(packing.WorkerShape, "fitting", lambda self, spec: 1_000_000)
 
 
 @bug
@@ -168,9 +168,11 @@ def lets_drained_nodes_go_with_what_they_hold(patch: Patch) -> None:
 @bug
 def tells_older_agents_of_doors_that_they_do_not_know(patch: Patch) -> None:
     """Every agent is sent where TLS is spoken."""
-    honest = copy_messages.Doors.for_agent
+    honest = copy_messages.CopyEndpoints.for_agent
     newest = copy_messages.OWN_TLS_SINCE_MINOR
-    patch.setattr(copy_messages.Doors, "for_agent", lambda self, minor: honest(self, newest))
+    patch.setattr(
+        copy_messages.CopyEndpoints, "for_agent", lambda self, minor: honest(self, newest)
+    )
 
 
 @bug
@@ -195,28 +197,28 @@ def takes_no_job_down(patch: Patch) -> None:
 def takes_jobs_down_that_have_nothing_to_go_on_from(patch: Patch) -> None:
     """A job is not asked whether it has a checkpoint, and is cut off without one."""
     patch.setattr(eviction, "why_it_stays", lambda spec, mode, **facts: "")
-    patch.setattr(jobs.JobState, "_leave_by_ns", lambda self: self.rest_by_ns)
+    patch.setattr(jobs.JobState, "_leave_by_ns", lambda self: self.release_deadline_ns)
 
 
 @bug
 def waits_without_end_for_a_checkpoint_that_does_not_come(patch: Patch) -> None:
     """A job that cannot be saved, and has nothing to go on from, keeps the urgent one waiting."""
-    _judge_what_is_in_vain(patch, Decision(eviction.Saving.AWAITED, "it will come"))
+    _judge_what_is_in_vain(patch, Decision(eviction.EvictionSave.AWAITED, "it will come"))
 
 
 @bug
 def takes_a_job_down_whose_checkpoint_did_not_come(patch: Patch) -> None:
     """Its time is over, so it goes, and has nothing to go on from."""
-    _judge_what_is_in_vain(patch, Decision(eviction.Saving.OVER, "out of time"))
+    _judge_what_is_in_vain(patch, Decision(eviction.EvictionSave.OVER, "out of time"))
 
 
-def _judge_what_is_in_vain(patch: Patch, wrong: Decision[eviction.Saving]) -> None:
+def _judge_what_is_in_vain(patch: Patch, wrong: Decision[eviction.EvictionSave]) -> None:
     """Have this decided of a job whose checkpoint did not come, and that has none."""
     honest = eviction.judge_saving
 
     def judge_saving(**facts: Any) -> Any:
         decision = honest(**facts)
-        return wrong if decision.value is eviction.Saving.IN_VAIN else decision
+        return wrong if decision.value is eviction.EvictionSave.IN_VAIN else decision
 
     patch.setattr(eviction, "judge_saving", judge_saving)
 
@@ -224,7 +226,7 @@ def _judge_what_is_in_vain(patch: Patch, wrong: Decision[eviction.Saving]) -> No
 @bug
 def takes_a_job_down_before_the_others_can_go_too(patch: Patch) -> None:
     """Each leaves when it is saved, whether or not that makes room enough."""
-    patch.setattr(pausing, "_fellows", lambda cluster, job: [])
+    patch.setattr(pausing, "_co_preempted", lambda cluster, job: [])
 
 
 @bug
@@ -247,7 +249,7 @@ def keeps_a_preempted_job_out_for_ever(patch: Patch) -> None:
     honest = queueing._make_room
 
     def make_room(cluster: Any, job: Any, for_whom: str) -> None:
-        honest(cluster, job, for_whom or job.gives_way_to)
+        honest(cluster, job, for_whom or job.yields_to)
 
     patch.setattr(queueing, "_make_room", make_room)
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from elastic.core.machine import jobs, lateness, settle
+from elastic.core.machine import jobs
+from elastic.core.machine import reconcile as settle
+from elastic.core.machine import timeouts as lateness
 from elastic.core.policy import membership
 from elastic.core.policy.decision import Decision
-from elastic.core.policy.membership import Act, Plan
+from elastic.core.policy.membership import GroupAction, GroupPlan
 from tests.simulation.planting import Patch, bug
 
 
@@ -25,7 +27,11 @@ def lets_a_job_that_goes_on_wait_for_storage(patch: Patch) -> None:
 
     def ask(saves: bool, wake_ns: Any) -> Any:
         decision = honest(saves, wake_ns)
-        return decision if saves else Decision(Plan(Act.KEEP), "it comes by itself", wake_ns)
+        return (
+            decision
+            if saves
+            else Decision(GroupPlan(GroupAction.KEEP), "it comes by itself", wake_ns)
+        )
 
     patch.setattr(membership, "_ask", ask)
 
@@ -38,7 +44,7 @@ def replaces_all_members_and_saves_nothing(patch: Patch) -> None:
     def ask(cluster: Any, job: Any, plan: Any, reason: str) -> None:
         if plan.cause == "drain":
             honest(cluster, job, dataclasses.replace(plan, saves=False), reason)
-            job.told_to_save = plan.saves
+            job.is_save_requested = plan.saves
         else:
             honest(cluster, job, plan, reason)
 

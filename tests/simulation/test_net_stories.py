@@ -78,7 +78,7 @@ def cut_from_agents(simulation: Simulation) -> Callable[[], None]:
     return mend
 
 
-def only_hears(simulation: Simulation) -> Callable[[], None]:
+def only_receives(simulation: Simulation) -> Callable[[], None]:
     node_id = simulation.agents[0].node_id
     simulation.network.cut(node_id, "up")
     return lambda: simulation.network.heal(node_id)
@@ -102,7 +102,7 @@ SIMULATED: dict[str, Story] = {
     "a_member_of_the_store_is_lost": nothing,
     "slow_and_lossy_links_disturb_nothing": slow,
     "agents_that_lose_all_coordinators_go_on_training": cut_from_agents,
-    "a_node_that_only_hears_is_left_behind_and_comes_back": only_hears,
+    "a_node_that_only_hears_is_left_behind_and_comes_back": only_receives,
     "a_link_between_two_workers_is_cut": parted,
 }
 

@@ -25,7 +25,7 @@ NEVER_LOADED = {
     "elastic.agent.cli": TORCH,
     "elastic.client.cli": TORCH,
     # Training scripts run in workers, and a worker holds no gRPC: it does not survive forks well.
-    "elastic.worker.main": GRPC,
+    "elastic.worker.process.main": GRPC,
     "elastic.train": GRPC,
     "elastic.tune": TORCH | GRPC,
     "elastic.tune.session": GRPC,

@@ -44,6 +44,8 @@ MAY_IMPORT = {
 }
 # Inside core: facts know no decisions, decisions know no machines.
 CORE_RINGS = ("facts", "policy", "machine")
+# Inside worker: each package may import those before it.
+WORKER_RINGS = ("base", "group", "state", "reduce", "data", "checkpoint", "engine", "process")
 
 # Heavy or delicate packages, and the modules that may touch them. A name stands for itself and
 # all below it; a trailing * stands for modules whose name begins so.
@@ -88,14 +90,14 @@ ENVIRONMENT_READERS: dict[str, str] = {
     "elastic/train/cluster.py": "elastic.init: the process is the user's script, and starts here",
     "elastic/train/here.py": "a run in the user's process puts back what it has set",
     "elastic/train/overruled.py": "a worker's own variables say how large its job may be",
-    "elastic/worker/error_file.py": "names the file that torch's @record writes, for each run",
-    "elastic/worker/nursery.py": "notices what asks for a worker's place while it is imported",
-    "elastic/worker/ahead.py": "notices when user code asks for its place before there is one",
+    "elastic/worker/process/error_file.py": "names the file that torch's @record writes",
+    "elastic/worker/process/script_zygote.py": "notices what asks for a place during imports",
+    "elastic/worker/process/early_run.py": "notices when user code asks for its place early",
     "elastic/client/embedded.py": "hands on what is not said of the daemons of other clusters",
     "elastic/testing/local_cluster.py": "hands its own environment on to the daemons it starts",
-    "elastic/worker/validation_process.py": "a process starts here, and forgets its parent's place",
-    "elastic/worker/program.py": "hands its own environment on to the program that it is there for",
-    "elastic/worker/local.py": "a run without an agent: torchrun, or nobody, started the process",
+    "elastic/worker/process/validation_process.py": "a process starts here",
+    "elastic/worker/process/program.py": "hands its environment on to the program",
+    "elastic/worker/process/local.py": "a run without an agent",
     "elastic/coord/__init__.py": "sets what gRPC reads at its import, unless a user has set it",
 }
 
@@ -114,8 +116,10 @@ def part_of(name: str) -> str:
 
 
 def ring_of(name: str) -> int:
-    third = [*name.split("."), "", ""][2]
-    return CORE_RINGS.index(third) if third in CORE_RINGS else 0
+    """How far out in its part of the house a module is."""
+    second, third = [*name.split("."), "", ""][1:3]
+    rings = WORKER_RINGS if second == "worker" else CORE_RINGS
+    return rings.index(third) if third in rings else 0
 
 
 def refusal(importer: str, target: str) -> str:
@@ -124,8 +128,8 @@ def refusal(importer: str, target: str) -> str:
     if ours not in MAY_IMPORT:
         return f"{ours}/ has no place in the table of tests/tidy/test_layers.py"
     if ours == theirs:
-        inward = ours == "core" and ring_of(target) > ring_of(importer)
-        return "facts < policy < machine" if inward else ""
+        outward = ours in ("core", "worker") and ring_of(target) > ring_of(importer)
+        return " < ".join(WORKER_RINGS if ours == "worker" else CORE_RINGS) if outward else ""
     if any(matches(importer, who) and matches(target, what) for who, what in STATED):
         return ""
     return "" if theirs in MAY_IMPORT[ours] else f"{ours} stands on {sorted(MAY_IMPORT[ours])}"

@@ -14,7 +14,7 @@ SHORT_S = 5
 """What is shorter is no deadline: a pause, or a timeout that a test lets pass."""
 CLOCKS = ("time.monotonic", "time.perf_counter", "time.time", "time.process_time")
 WAITS = ("join", "wait", "fail_after", "move_on_after", "acquire")
-OWN_PATIENCE = re.compile(r"(DEADLINE|PATIENCE|WAIT|GOODBYE|QUICK|LONG)\w*_S\b|_TIMEOUT_S$")
+OWN_TIMEOUT = re.compile(r"(DEADLINE|PATIENCE|WAIT|GOODBYE|QUICK|LONG)\w*_S\b|_TIMEOUT_S$")
 
 
 def test_no_test_has_seconds_of_its_own() -> None:
@@ -34,7 +34,7 @@ def found_in(path: Path) -> Iterator[tuple[int, str]]:
     for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Assign) and is_seconds(node.value):
             for target in node.targets:
-                if OWN_PATIENCE.search(dotted(target)) and "HANG" not in dotted(target):
+                if OWN_TIMEOUT.search(dotted(target)) and "HANG" not in dotted(target):
                     yield node.lineno, f"{dotted(target)}: take tests.patience.DEADLINE_S"
         if isinstance(node, ast.Assert) and any(map(is_elapsed, ast.walk(node.test))):
             yield node.lineno, "measures time: wait for what is to happen"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import ast
 
-from elastic.worker.torch_names import NAMES
+from elastic.worker.base.torch_names import NAMES
 from tests.tidy.tree import dotted, parsed, python_files, where
 
-ADAPTERS = ("elastic/train/", "elastic/worker/stream_source.py")
+ADAPTERS = ("elastic/train/", "elastic/worker/data/stream_source.py")
 """These touch other libraries, of the versions that pyproject allows, and say so themselves."""
 
 

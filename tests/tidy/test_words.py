@@ -20,6 +20,24 @@ INSTEAD = {
     "master": "coordinator, or rank 0",
     "slave": "worker, or member",
 }
+# Words that this project once had for things that the field has names for.
+PRIVATE = {
+    "brought": "what was delivered",
+    "carry": "state",
+    "desk": "service, or host",
+    "digger": "reaper",
+    "door": "endpoint, or address",
+    "grave": "handle",
+    "nap": "suspend",
+    "nursery": "script zygote",
+    "office": "leader state",
+    "pen": "writer",
+    "seat": "rank info",
+    "telling": "reporting",
+    "told": "what was reported",
+    "undertaker": "reaper",
+    "wish": "request",
+}
 # torch reads these two under exactly these names.
 TORCHS_OWN = {"MASTER_ADDR", "MASTER_PORT", "master_addr", "master_port"}
 # Put together here, so that this file does not name what it looks for.
@@ -78,6 +96,23 @@ def test_no_name_says_nothing() -> None:
     for path in (ROOT / "proto").rglob("*.proto"):
         given += [(path, line, name) for line, name in names_in_proto(path)]
     wrong = [f"{where(path, line)}: {why}" for path, line, name in given if (why := banned(name))]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_classes_and_modules_have_the_names_of_the_field() -> None:
+    named = [(path, 1, path.stem) for path in python_files("elastic")]
+    named += [
+        (path, node.lineno, node.name)
+        for path in python_files("elastic")
+        for node in ast.walk(parsed(path))
+        if isinstance(node, ast.ClassDef)
+    ]
+    wrong = [
+        f"{where(path, line)}: {name!r} says {word!r}; say {PRIVATE[word]}"
+        for path, line, name in named
+        for word in words_of(name)
+        if word in PRIVATE
+    ]
     assert not wrong, "\n".join(wrong)
 
 

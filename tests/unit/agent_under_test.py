@@ -11,8 +11,8 @@ from elastic.core.events.agent import (
     Connect,
     Connected,
     ConnectionLost,
-    CoordinatorSaid,
-    ProcessSaid,
+    CoordinatorMessageReceived,
+    ProcessMessageReceived,
     ProcessStarted,
     SendCoordinator,
     SendProcess,
@@ -70,7 +70,7 @@ def announce(worker_id: WorkerId, generation: int) -> Announce:
     return Announce(Assignment(JOB, worker_id, generation, 0, 1, 0, 1, 0, 1, "h:1"))
 
 
-def said_by(worker_id: WorkerId, phase: WorkerPhase, generation: int = 0, **more: Any) -> Any:
+def reported_by(worker_id: WorkerId, phase: WorkerPhase, generation: int = 0, **more: Any) -> Any:
     return WorkerUpdate(WorkerReport(worker_id, JOB, phase, generation, **more))
 
 
@@ -119,10 +119,10 @@ class Agent:
         return self.machine._books.connection.session
 
     def hear(self, message: CoordinatorMessage) -> list[AgentEffect]:
-        return self.do(CoordinatorSaid(self.session, message))
+        return self.do(CoordinatorMessageReceived(self.session, message))
 
     def process(self, process_id: int, message: PipeToAgent) -> list[AgentEffect]:
-        return self.do(ProcessSaid(process_id, message))
+        return self.do(ProcessMessageReceived(process_id, message))
 
     def warm(self, process_id: int) -> list[AgentEffect]:
         effects = self.do(ProcessStarted(process_id, 1000 + process_id))

@@ -14,7 +14,7 @@ from elastic.core.config import CoordinatorConfig, JobSpec, ns
 from elastic.core.events.coordinator import (
     AgentConnected,
     AgentDisconnected,
-    AgentSaid,
+    AgentMessageReceived,
     CheckpointRequested,
     CoordinatorEffect,
     CoordinatorEvent,
@@ -53,7 +53,7 @@ from elastic.core.messages import (
 )
 from elastic.core.view import JobView, NodeView
 from elastic.core.world import (
-    Begun,
+    CollectiveCount,
     ExitCause,
     ExitKind,
     Failure,
@@ -73,7 +73,7 @@ KILLED = ExitCause(ExitKind.SIGNAL, int(signal.SIGKILL))
 RAISED = ExitCause(ExitKind.CODE, 1)
 STOPPED = ExitCause(ExitKind.STOPPED)
 CONFIG = CoordinatorConfig(
-    start_patience_s=2, node_grace_s=0.5, adoption_grace_s=10, broken_grace_s=0.3,
+    start_timeout_s=2, node_grace_s=0.5, adoption_grace_s=10, broken_grace_s=0.3,
     form_timeout_s=20, boundary_timeout_s=30, crash_loop_limit=4, healthy_after_s=30,
     restart_delay_s_max=2, ended_jobs_kept=2, jobs_max=4,
 )  # fmt: skip
@@ -202,7 +202,7 @@ class Coordinator:
     def _answer_probes(self) -> None:
         for effect in self.of(SendAgent) if self.answers_probes else []:
             if isinstance(effect.message, Probe) and self.at(effect.session) is not None:
-                self.step(AgentSaid(effect.session, ProbeAck(effect.message.number)))
+                self.step(AgentMessageReceived(effect.session, ProbeAck(effect.message.number)))
 
     # ------------------------------------------------------------ agents
 
@@ -231,7 +231,7 @@ class Coordinator:
         """Send a message of a connected agent."""
         session = self.agents[name].session
         assert session is not None, f"agent {name} is not connected"
-        self.step(AgentSaid(session, message))
+        self.step(AgentMessageReceived(session, message))
 
     def notice(self, name: str, seconds: float, reason: str = "SIGTERM") -> None:
         """Let the agent say that its node is about to leave."""
@@ -311,7 +311,7 @@ class Coordinator:
     def pulse(
         self,
         worker: str,
-        *begun: Begun,
+        *begun: CollectiveCount,
         waits: float = 0,
         stands: float = 0,
         step: int = 0,

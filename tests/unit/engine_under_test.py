@@ -18,8 +18,8 @@ from elastic.train.torch import (
     prepare_model,
     prepare_optimizer,
 )
-from elastic.worker.context import current, set_current
-from elastic.worker.local import LocalRun, local_context
+from elastic.worker.engine.context import current, set_current
+from elastic.worker.process.local import LocalRun, local_context
 
 SAMPLES, SIZE, GLOBAL = 22, 2, 8
 

@@ -9,13 +9,13 @@ from dataclasses import replace
 import anyio
 
 from elastic.coord.journal import Journal
-from elastic.coord.leadership import Holder, Leadership
+from elastic.coord.leadership import LeaderKey, Leadership
 from elastic.core.config import JobSpec
 from elastic.core.events.coordinator import JobRecord
 from elastic.core.world import CheckpointRecord, Entry, EntryKind, JobId, JobPhase
 from elastic.errors import StoreUnavailable
 from elastic.runtime.clock import SystemClock
-from elastic.store.interface import CommitResult, Compare, Lease, Snapshot, Write
+from elastic.store.interface import CommitResult, Compare, Lease, StoreSnapshot, Write
 from elastic.store.local import LocalStore
 from tests.patience import DEADLINE_S
 
@@ -32,7 +32,7 @@ class Weak:
         self.fail_after = 0
         self.commits: list[tuple[Write, ...]] = []
 
-    async def read(self, prefix: str) -> Snapshot:
+    async def read(self, prefix: str) -> StoreSnapshot:
         return await self.store.read(prefix)
 
     async def commit(self, compares: Sequence[Compare], writes: Sequence[Write]) -> CommitResult:
@@ -65,8 +65,8 @@ class Weak:
         await self.store.close()
 
 
-def holder(name: str) -> Holder:
-    return Holder(name, f"{name}:7070", 1, name)
+def holder(name: str) -> LeaderKey:
+    return LeaderKey(name, f"{name}:7070", 1, name)
 
 
 async def office(store: object, name: str = "a", *, shared: bool = False) -> Journal:

@@ -9,18 +9,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from elastic.worker.reduce import Reducer, Share, Unit
+from elastic.worker.reduce.reducer import OptimizerUnit, Reducer, StepShare
 
 SIZE = 4
 Loss = Callable[[Any, int], torch.Tensor]
 
 
-def share_of(counts: Sequence[int], size: int = SIZE) -> Share:
-    return Share(0, 1, len(counts), size, tuple(counts))
+def share_of(counts: Sequence[int], size: int = SIZE) -> StepShare:
+    return StepShare(0, 1, len(counts), size, tuple(counts))
 
 
-def unit_of(model: nn.Module, name: str = "model") -> Unit:
-    return Unit(name, [(n, p) for n, p in model.named_parameters() if p.requires_grad])
+def unit_of(model: nn.Module, name: str = "model") -> OptimizerUnit:
+    return OptimizerUnit(name, [(n, p) for n, p in model.named_parameters() if p.requires_grad])
 
 
 def mlp() -> nn.Sequential:
@@ -102,7 +102,11 @@ def iterations(reducer: Reducer, counts: Sequence[int]) -> Iterator[int]:
 
 
 def one_step(
-    reducer: Reducer, unit: Unit, model: nn.Module, loss: Loss, counts: Sequence[int] = (SIZE,) * 5
+    reducer: Reducer,
+    unit: OptimizerUnit,
+    model: nn.Module,
+    loss: Loss,
+    counts: Sequence[int] = (SIZE,) * 5,
 ) -> list[torch.Tensor | None]:
     """Do a step in the plainest loop, and return the gradients that the optimizer would meet."""
     for number in iterations(reducer, counts):

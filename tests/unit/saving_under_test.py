@@ -11,20 +11,20 @@ import torch
 from torch import nn
 
 from elastic.core.config import JobSpec
-from elastic.core.events.worker import StateSaved, UserReported
+from elastic.core.events.worker import CheckpointWritten, UserReported
 from elastic.core.policy.cursor import Cursor
 from elastic.core.world import JobId, RefusalCode, ReportKind
 from elastic.runtime.clock import SystemClock
 from elastic.storage.run_directory import RunDirectory
-from elastic.worker.committing import Committer
-from elastic.worker.exchange import Answer
-from elastic.worker.saving import Saver, Seat
-from elastic.worker.state import TrainState
-from elastic.worker.writing import Writer
+from elastic.worker.base.mailboxes import ReportAnswer
+from elastic.worker.checkpoint.checkpoint_writer import CheckpointWriter
+from elastic.worker.checkpoint.committer import Committer
+from elastic.worker.checkpoint.snapshotter import RankInfo, Snapshotter
+from elastic.worker.state.train_state import TrainState
 from tests.patience import DEADLINE_S
 from tests.strategies import SCRIPT
 
-WRITERS: list[Writer] = []
+WRITERS: list[CheckpointWriter] = []
 """Those of the test that runs."""
 
 
@@ -34,14 +34,14 @@ class Coordinator:
     def __init__(self) -> None:
         self.refuses = ""
         self.code = RefusalCode.GENERATION_OVER
-        self.told: list[StateSaved] = []
-        self._answers: dict[tuple[int, int], Answer] = {}
+        self.told: list[CheckpointWritten] = []
+        self._answers: dict[tuple[int, int], ReportAnswer] = {}
 
-    def expect_answer(self, generation: int, kind: ReportKind, index: int) -> Answer:
-        return self._answers.setdefault((generation, index), Answer())
+    def expect_answer(self, generation: int, kind: ReportKind, index: int) -> ReportAnswer:
+        return self._answers.setdefault((generation, index), ReportAnswer())
 
-    def post(self, item: UserReported | StateSaved) -> None:
-        assert isinstance(item, StateSaved)
+    def post(self, item: UserReported | CheckpointWritten) -> None:
+        assert isinstance(item, CheckpointWritten)
         self.told.append(item)
         answer = self._answers.pop((item.generation, item.index))
         answer.accepted, answer.reason = not self.refuses, self.refuses
@@ -51,7 +51,7 @@ class Coordinator:
 
 def writer_of(
     directory: RunDirectory, coordinator: Coordinator, job: str = "j1", num_to_keep: int = -1
-) -> Writer:
+) -> CheckpointWriter:
     """Return a writer whose thread ends with the test."""
     spec = JobSpec(
         job_id=JobId(job),
@@ -62,7 +62,7 @@ def writer_of(
         num_to_keep=num_to_keep,
     )
     committer = Committer(directory, spec, coordinator)
-    writer = Writer(directory, spec.job_id, committer=committer, clock=SystemClock())
+    writer = CheckpointWriter(directory, spec.job_id, committer=committer, clock=SystemClock())
     WRITERS.append(writer)
     return writer
 
@@ -119,8 +119,8 @@ class Run:
         self.savers = []
         for rank in range(workers):
             writer = writer_of(self.directory, self.coordinator, job, num_to_keep)
-            saver = Saver((), writer)
-            saver.enter(Seat(1, rank, workers))
+            saver = Snapshotter((), writer)
+            saver.enter(RankInfo(1, rank, workers))
             self.savers.append(saver)
         self.steps = 0
 

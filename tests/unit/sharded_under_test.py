@@ -19,11 +19,11 @@ from elastic.core.policy.cursor import Cursor
 from elastic.core.policy.shares import chunk
 from elastic.core.world import SNAPSHOT_SLOTS
 from elastic.storage.run_directory import RunDirectory
-from elastic.worker.links import connect
-from elastic.worker.mesh import Reach
-from elastic.worker.saving import Saver, Seat
-from elastic.worker.sharded_state import with_expected
-from elastic.worker.state import TrainState
+from elastic.worker.checkpoint.snapshotter import RankInfo, Snapshotter
+from elastic.worker.group.member_links import connect
+from elastic.worker.group.peer_sockets import PeerAddress
+from elastic.worker.state.sharded_state import with_expected
+from elastic.worker.state.train_state import TrainState
 from tests.patience import DEADLINE_S
 from tests.unit.saving_under_test import Coordinator, writer_of
 
@@ -121,8 +121,8 @@ class ShardedRun:
         for rank in range(size):
             node, local = divmod(rank, size // nodes)
             writer = writer_of(self.directory, self.coordinator)
-            saver = Saver(self.nodes[node].paths, writer)
-            saver.enter(Seat(1, rank, size, local, size // nodes))
+            saver = Snapshotter(self.nodes[node].paths, writer)
+            saver.enter(RankInfo(1, rank, size, local, size // nodes))
             self.savers.append(saver)
 
     def save(self, steps: int = 1) -> None:
@@ -147,7 +147,7 @@ def together(size: int, do: Callable[[int, Any], Any]) -> list[Any]:
         options = dist.ProcessGroupGloo._Options()
         options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
         group = dist.ProcessGroupGloo(store, rank, size, options)
-        connect(group, Reach("127.0.0.1", DEADLINE_S))
+        connect(group, PeerAddress("127.0.0.1", DEADLINE_S))
         found[rank] = do(rank, group)
 
     threads = [threading.Thread(target=be, args=(rank,)) for rank in range(size)]

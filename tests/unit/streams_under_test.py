@@ -9,9 +9,9 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from elastic.core.policy.streams import Cut
-from elastic.worker.stream_book import StreamBook
-from elastic.worker.streams import StreamLoader
+from elastic.core.policy.streams import StreamCut
+from elastic.worker.data.stream_book import StreamBook
+from elastic.worker.data.streams import StreamLoader
 
 V = 4
 
@@ -89,7 +89,7 @@ def loader_of(
     *,
     micro: int = 2,
     v: int = V,
-    cut: Cut | None = None,
+    cut: StreamCut | None = None,
     book: StreamBook | None = None,
     **kept: Any,
 ) -> StreamLoader:

@@ -11,7 +11,7 @@ import pytest
 
 from elastic.agent.arenas import Arenas
 from elastic.agent.driver import AgentDriver, AgentSettings
-from elastic.agent.processes import Launch
+from elastic.agent.processes import SpareCommand
 from elastic.core.config import AgentConfig, JobSpec
 from elastic.core.events.agent import ProcessExited, SendProcess
 from elastic.core.messages import Assign
@@ -88,7 +88,7 @@ async def test_a_process_that_is_gone_before_its_job_reaches_it_keeps_nothing(
     node = Node(NodeId("n1"), 1, "localhost", 1)
     settings = AgentSettings(
         endpoints=("localhost:1",), access=Access(), node=node, devices=(), config=AgentConfig(),
-        launch=Launch(env={}), log_dir=tmp_path, event_log=None,
+        launch=SpareCommand(env={}), log_dir=tmp_path, event_log=None,
     )  # fmt: skip
     driver = AgentDriver(settings, clock=SystemClock(), draws=random.Random(0))
     entry = Entry(EntryKind.FUNCTION, "pickled")

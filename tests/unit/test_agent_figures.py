@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from elastic.agent.figures import Figures, FiguresServer
 from elastic.core.config import JobSpec
-from elastic.core.events.agent import ProcessExited, ProcessSaid, SendProcess
+from elastic.core.events.agent import ProcessExited, ProcessMessageReceived, SendProcess
 from elastic.core.messages import Announce, Assign, Progress, Warm, WorkerUpdate
 from elastic.core.telemetry import Telemetry
 from elastic.core.world import (
@@ -33,8 +33,8 @@ JOB, WORKER = JobId("j-a"), WorkerId("n1/1")
 
 def trained() -> Figures:
     figures = Figures()
-    figures.hear(ProcessSaid(1, Warm(77)))
-    figures.hear(ProcessSaid(2, Warm(78)))
+    figures.hear(ProcessMessageReceived(1, Warm(77)))
+    figures.hear(ProcessMessageReceived(2, Warm(78)))
     entry = Entry(EntryKind.FUNCTION, "f")
     spec = JobSpec(job_id=JOB, name="a", entry=entry, min_workers=1, max_workers=8)
     figures.tell(SendProcess(1, Assign(WORKER, spec, "h")))
@@ -43,11 +43,13 @@ def trained() -> Figures:
         local_world_size=1, node_rank=0, num_nodes=1, leader_address="h:1",
     )  # fmt: skip
     figures.tell(SendProcess(1, Announce(place)))
-    figures.hear(ProcessSaid(1, WorkerUpdate(WorkerReport(WORKER, JOB, WorkerPhase.TRAINING, 3))))
+    figures.hear(
+        ProcessMessageReceived(1, WorkerUpdate(WorkerReport(WORKER, JOB, WorkerPhase.TRAINING, 3)))
+    )
     told = Telemetry(steps=4, wall_ns=2 * 10**9, data_wait_ns=10**9)
-    figures.hear(ProcessSaid(1, Progress(WORKER, 3, 12, telemetry=told)))
+    figures.hear(ProcessMessageReceived(1, Progress(WORKER, 3, 12, telemetry=told)))
     # Of a group that is over: it says nothing of this one.
-    figures.hear(ProcessSaid(1, Progress(WORKER, 2, 99)))
+    figures.hear(ProcessMessageReceived(1, Progress(WORKER, 2, 99)))
     return figures
 
 

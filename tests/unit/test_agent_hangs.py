@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from elastic.core.events.agent import LinksFound, ReachOut, ShowStacks
+from elastic.core.events.agent import LinksProbed, ProbeLinks, ShowStacks
 from elastic.core.link_messages import Link, LinksTried, TryLinks
 from elastic.core.messages import DumpStacks, Probe, ProbeAck, Pulse, StopWorker
 from elastic.core.world import JobId, NodeId
@@ -39,7 +39,7 @@ def test_whoever_is_unknown_or_on_its_way_out_shows_no_stacks() -> None:
 def test_an_agent_tries_the_links_that_it_is_asked_about_and_tells_what_it_found() -> None:
     agent = with_worker()
     order = TryLinks(JobId("a"), (Link(NodeId("n2"), "host:1"),))
-    assert agent.hear(order) == [ReachOut(order)]
+    assert agent.hear(order) == [ProbeLinks(order)]
     answer = LinksTried(JobId("a"), unreachable=(NodeId("n2"),))
-    agent.do(LinksFound(answer))
+    agent.do(LinksProbed(answer))
     assert agent.sent() == [answer]

@@ -30,7 +30,7 @@ from tests.unit.agent_under_test import (
     of,
     reconnect,
     reported,
-    said_by,
+    reported_by,
     spec,
     with_worker,
 )
@@ -71,7 +71,7 @@ def test_a_signal_without_time_hastens_an_end_that_has_begun() -> None:
 
 def test_a_cut_off_node_stays_while_it_drains_for_reports_that_nobody_has_taken() -> None:
     agent = with_worker()
-    agent.process(1, said_by(W1, WorkerPhase.TRAINING, 1))
+    agent.process(1, reported_by(W1, WorkerPhase.TRAINING, 1))
     agent.process(1, reported(W1, 1, 0))
     agent.do(ConnectionLost(agent.session, "reset", 0.0))
     agent.do(DrainSignalled("SIGTERM", 30 * S))
@@ -84,7 +84,7 @@ def test_a_cut_off_node_stays_while_it_drains_for_reports_that_nobody_has_taken(
 
 def test_a_cut_off_node_that_drains_does_not_stay_for_reports_that_were_answered_once() -> None:
     agent = with_worker()
-    agent.process(1, said_by(W1, WorkerPhase.TRAINING, 1))
+    agent.process(1, reported_by(W1, WorkerPhase.TRAINING, 1))
     agent.process(1, reported(W1, 1, 0))
     agent.hear(ReportAck(W1, 1, 0, True))
     reconnect(agent)

@@ -20,7 +20,7 @@ from tests.unit.agent_under_test import (
     announce,
     of,
     registered,
-    said_by,
+    reported_by,
     spec,
     with_worker,
 )
@@ -55,7 +55,7 @@ def test_a_process_that_would_begin_its_script_again_is_killed_and_has_not_faile
     order: LeaveGroup | Announce,
 ) -> None:
     agent = with_worker()
-    agent.process(1, said_by(W1, WorkerPhase.TRAINING, 1, spent=True))
+    agent.process(1, reported_by(W1, WorkerPhase.TRAINING, 1, spent=True))
     agent.hear(LeaveGroup(W1, 1, True, "join"))
     assert agent.told(1), "it has the time to come to a boundary"
     effects = agent.hear(order)

@@ -10,7 +10,7 @@ import pytest
 from elastic.core.events.agent import (
     Kill,
     ProcessExited,
-    ProcessSaid,
+    ProcessMessageReceived,
     ProcessStarted,
     Spawn,
 )
@@ -36,7 +36,7 @@ from tests.unit.agent_under_test import (
     announce,
     of,
     registered,
-    said_by,
+    reported_by,
     spec,
     with_spare,
     with_worker,
@@ -96,7 +96,7 @@ def with_trained(phase: WorkerPhase = WorkerPhase.TRAINING, kind: Any = EntryKin
     agent = with_spare()
     job = spec()
     agent.hear(StartWorker(W1, replace(job, entry=replace(job.entry, kind=kind))))
-    agent.do(ProcessSaid(1, said_by(W1, phase, 1)))
+    agent.do(ProcessMessageReceived(1, reported_by(W1, phase, 1)))
     return agent
 
 

@@ -17,14 +17,14 @@ from tests.unit.agent_under_test import (
     Agent,
     reconnect,
     reported,
-    said_by,
+    reported_by,
     with_worker,
 )
 
 
 def test_reports_are_sent_again_in_order_after_the_welcome_until_they_are_acknowledged() -> None:
     agent = with_worker()
-    agent.process(1, said_by(W1, WorkerPhase.TRAINING, 1))
+    agent.process(1, reported_by(W1, WorkerPhase.TRAINING, 1))
     for index in range(3):
         agent.process(1, reported(W1, 1, index))
         assert agent.sent() == [reported(W1, 1, index)]
@@ -40,7 +40,7 @@ def test_reports_are_sent_again_in_order_after_the_welcome_until_they_are_acknow
 def acknowledged(*checkpoints: str) -> Agent:
     """Return an agent whose worker has reported these, and had answers."""
     agent = with_worker()
-    agent.process(1, said_by(W1, WorkerPhase.TRAINING, 1))
+    agent.process(1, reported_by(W1, WorkerPhase.TRAINING, 1))
     for index, checkpoint in enumerate(checkpoints):
         agent.process(1, reported(W1, 1, index, checkpoint))
         agent.hear(ReportAck(W1, 1, index, True))
@@ -51,7 +51,7 @@ def acknowledged(*checkpoints: str) -> Agent:
 def test_metrics_that_nobody_needs_any_more_are_not_told_again(why: str) -> None:
     agent = acknowledged("", "/c") if why == "durable" else acknowledged("")
     if why == "left":
-        agent.process(1, said_by(W1, WorkerPhase.FORMING, 2))
+        agent.process(1, reported_by(W1, WorkerPhase.FORMING, 2))
     elif why == "forgotten":
         agent.do(ProcessExited(1, CRASHED))
         agent.hear(ForgetWorker(W1))

@@ -6,7 +6,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch.distributed as dist
 
-from elastic.worker.agreement import Agreement, Outcome, Part, Vote
+from elastic.worker.checkpoint.report_votes import (
+    ReportOutcome,
+    ReportPart,
+    ReportVote,
+    ReportVotes,
+)
 from tests.patience import DEADLINE_S
 
 WORLD_SIZE = 3
@@ -14,24 +19,24 @@ WORLD_SIZE = 3
 
 def test_the_store_does_not_grow_with_reports_in_a_loop() -> None:
     store = dist.HashStore()
-    members = [Agreement(store, rank, world_size=WORLD_SIZE) for rank in range(WORLD_SIZE)]
+    members = [ReportVotes(store, rank, world_size=WORLD_SIZE) for rank in range(WORLD_SIZE)]
     before = store.num_keys()
 
-    def report(agreement: Agreement, rank: int) -> None:
+    def report(agreement: ReportVotes, rank: int) -> None:
         for step in range(40):
             where = f"e0-s{step}"
             # Every fourth has a checkpoint, of which two of the members bring a part.
             brings = step % 4 == 0 and rank < 2
             if brings:
                 agreement.claim(where, "shared")
-                agreement.add_part(where, Part(rank, "c"))
-            agreement.vote(where, Vote(brings, False, brings), voters=WORLD_SIZE)
+                agreement.add_part(where, ReportPart(rank, "c"))
+            agreement.vote(where, ReportVote(brings, False, brings), voters=WORLD_SIZE)
             if not brings:
                 continue
             tally = agreement.wait_closed(where)
             assert [part.rank for part in agreement.parts(where)] == [0, 1]
             if rank == 0:
-                agreement.tell_outcome(where, Outcome(path=where), ("shared",))
+                agreement.report_outcome(where, ReportOutcome(path=where), ("shared",))
             else:
                 assert agreement.wait_outcome(where).path == where
             agreement.forget(where, tally.with_checkpoint)

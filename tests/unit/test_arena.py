@@ -9,9 +9,9 @@ import torch
 
 from elastic.core.policy.shares import cut
 from elastic.runtime import snapshot_memory
-from elastic.runtime.snapshot_memory import HEADER, Mark
-from elastic.worker.arena import Layout, Slot
-from elastic.worker.transfer import pack, places_print, read_skeleton, tensors_of
+from elastic.runtime.snapshot_memory import HEADER, SnapshotMark
+from elastic.worker.state.arena import SnapshotSlot, StateLayout
+from elastic.worker.state.transfer import pack, places_print, read_skeleton, tensors_of
 
 STATE = {
     "weights": torch.arange(12.0).reshape(4, 3),
@@ -23,10 +23,12 @@ STATE = {
 }
 
 
-def take(slot: Slot, part: int, parts: int, number: int = 1, generation: int = 1) -> Mark:
+def take(
+    slot: SnapshotSlot, part: int, parts: int, number: int = 1, generation: int = 1
+) -> SnapshotMark:
     """Copy one worker's share of the state."""
     skeleton, tensors = pack(STATE)
-    layout = Layout.of(tensors_of(read_skeleton(skeleton)))
+    layout = StateLayout.of(tensors_of(read_skeleton(skeleton)))
     tensors_print = places_print(read_skeleton(skeleton))
     slot.unmark(part)
     slot.reserve(layout.data_bytes + len(skeleton))
@@ -34,13 +36,13 @@ def take(slot: Slot, part: int, parts: int, number: int = 1, generation: int = 1
     if part == 0:
         slot.put_skeleton(layout, skeleton)
     of_all = (number, generation, 10 * number, parts, layout.data_bytes, tensors_print)
-    mark = Mark(*of_all, len(skeleton), zlib.crc32(skeleton))
+    mark = SnapshotMark(*of_all, len(skeleton), zlib.crc32(skeleton))
     slot.mark(part, mark)
     return mark
 
 
 def test_a_flipped_bit_in_what_is_no_tensor_is_noticed() -> None:
-    slot = Slot()
+    slot = SnapshotSlot()
     mark = take(slot, 0, 1)
     memory = slot._mapped()
     memory[HEADER + mark.data_bytes + 20] ^= 1
@@ -52,7 +54,7 @@ def test_more_memory_than_there_is_is_refused_at_once(monkeypatch: pytest.Monkey
     """And not by the kernel, which kills somebody later."""
     assert snapshot_memory.available_memory()
     monkeypatch.setattr(snapshot_memory, "available_memory", lambda: 1 << 20)
-    slot = Slot()
+    slot = SnapshotSlot()
     slot.reserve(1 << 18)
     with pytest.raises(OSError, match="1048576 are available on this node"):
         slot.reserve(1 << 21)

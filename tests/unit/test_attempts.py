@@ -14,20 +14,20 @@ from pathlib import Path
 import pytest
 
 from elastic.client import attempts
-from elastic.client.attempts import Attempt, Plan, attempt, note_end
+from elastic.client.attempts import RunAttempt, RunPlan, attempt, note_end
 from elastic.core.config import JobSpec
 from elastic.core.events.coordinator import JobRecord
 from elastic.core.world import CheckpointRecord, JobId, JobPhase, ReportKind
 from elastic.errors import ConfigError, NameTaken, StorageError, UsageError
 from elastic.storage.files import Files
-from elastic.storage.marker import DAMAGED, MARKER, PREPARED, Marker
+from elastic.storage.marker import DAMAGED, MARKER, PREPARED, CheckpointMarker
 from elastic.storage.run_directory import RunDirectory
-from elastic.storage.run_record import Owner, RunPhase, RunRecord, read_run, write_run
+from elastic.storage.run_record import RunOwner, RunPhase, RunRecord, read_run, write_run
 from tests.strategies import SCRIPT
 
 
-def plan(path: Path, job_id: str = "j1", **more: object) -> Plan:
-    return Plan(run_path=str(path), name="r", job_id=job_id, **more)  # type: ignore[arg-type]
+def plan(path: Path, job_id: str = "j1", **more: object) -> RunPlan:
+    return RunPlan(run_path=str(path), name="r", job_id=job_id, **more)  # type: ignore[arg-type]
 
 
 def job(job_id: str, phase: JobPhase, *recorded: Path) -> JobRecord:
@@ -39,7 +39,7 @@ def job(job_id: str, phase: JobPhase, *recorded: Path) -> JobRecord:
 
 def begin(
     path: Path, job_id: str = "j1", *, known: JobPhase | None = None, **more: object
-) -> Attempt:
+) -> RunAttempt:
     """Begin an attempt; the coordinator says this of the one before."""
     with attempt(
         plan(path, job_id, **more), job_of=lambda job_id: known and job(job_id, known)
@@ -67,7 +67,7 @@ def commit(
     source.mkdir(exist_ok=True)
     (source / "model").write_text(f"weights {index}")
     files = run.upload(source, name, claim=lambda path: True)
-    marker = Marker(job_id, 1, index, 1, 1, json.dumps(metrics), files, kind=kind)
+    marker = CheckpointMarker(job_id, 1, index, 1, 1, json.dumps(metrics), files, kind=kind)
     return Path(run.commit(name, marker))
 
 
@@ -109,7 +109,7 @@ def test_storage_that_cannot_be_written_is_refused_by_path(tmp_path: Path) -> No
     (tmp_path / "file").touch()
     with pytest.raises(StorageError, match=f"{tmp_path}/file/run"):
         begin(tmp_path / "file" / "run")
-    nowhere = Plan(run_path="nosuch://x/run", name="r", job_id="j")
+    nowhere = RunPlan(run_path="nosuch://x/run", name="r", job_id="j")
     with pytest.raises(ConfigError, match="nosuch://x/run"), attempt(nowhere):
         pass
 
@@ -191,10 +191,10 @@ def test_a_run_that_has_succeeded_is_refused_also_if_only_the_coordinator_knows(
 def test_a_run_that_another_process_trains_is_refused_until_that_ends(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         begin(tmp_path / "r")
-        mine = Owner.this_process()
+        mine = RunOwner.this_process()
         assert not mine.is_other_and_alive()
         fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
-        owner = Owner(mine.host, process.pid, int(fields[19]))
+        owner = RunOwner(mine.host, process.pid, int(fields[19]))
         files = Files(str(tmp_path / "r"))
         old = RunRecord(name="r", jobs=("j1",), owner=owner)
         write_run(files, old)
@@ -202,7 +202,7 @@ def test_a_run_that_another_process_trains_is_refused_until_that_ends(tmp_path: 
             begin(tmp_path / "r", "j2")
         process.kill()
     assert begin(tmp_path / "r", "j2").lines
-    reborn = Owner(mine.host, os.getppid(), 1)  # Another process has the same number now.
+    reborn = RunOwner(mine.host, os.getppid(), 1)  # Another process has the same number now.
     assert not reborn.is_other_and_alive()
 
 
@@ -222,7 +222,7 @@ def test_who_holds_the_directorys_lock_for_himself_is_not_waited_for_without_end
     (tmp_path / "r").mkdir()
     held = os.open(tmp_path / "r", os.O_RDONLY)
     fcntl.flock(held, fcntl.LOCK_EX)
-    with attempt(Plan(run_path=str(tmp_path / "r"), name="r", job_id="j1")):
+    with attempt(RunPlan(run_path=str(tmp_path / "r"), name="r", job_id="j1")):
         pass
     os.close(held)
 
@@ -237,7 +237,7 @@ def test_a_directory_that_goes_while_we_begin_is_made_again(
         (tmp_path / "r").rmdir()
 
     monkeypatch.setattr(attempts, "read_run", look)
-    with attempt(Plan(run_path=str(tmp_path / "r"), name="r", job_id="j1")):
+    with attempt(RunPlan(run_path=str(tmp_path / "r"), name="r", job_id="j1")):
         assert read_run(Files(str(tmp_path / "r"))) is not None
 
 
@@ -250,14 +250,14 @@ def test_a_directory_whose_record_cannot_be_written_is_taken_back(
     monkeypatch.setattr(attempts, "create_run", full)
     with (
         pytest.raises(StorageError, match="No space"),
-        attempt(Plan(run_path=str(tmp_path / "r"), name="r", job_id="j1")),
+        attempt(RunPlan(run_path=str(tmp_path / "r"), name="r", job_id="j1")),
     ):
         pytest.fail("it is not there")
     assert not (tmp_path / "r").exists()
 
 
 def test_a_submission_that_fails_takes_back_nothing_of_a_later_attempt(tmp_path: Path) -> None:
-    first = Plan(run_path=str(tmp_path / "r"), name="r", job_id="j1")
+    first = RunPlan(run_path=str(tmp_path / "r"), name="r", job_id="j1")
     files = Files(first.run_path)
     with contextlib.suppress(KeyError), attempt(first):
         later = read_run(files)
@@ -272,7 +272,7 @@ def test_a_submission_that_fails_takes_back_nothing_of_a_later_attempt(tmp_path:
 def test_a_run_that_goes_on_is_not_taken_from_who_took_it_while_we_looked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = Plan(run_path=str(tmp_path / "r"), name="r", job_id="j1")
+    first = RunPlan(run_path=str(tmp_path / "r"), name="r", job_id="j1")
     files = Files(first.run_path)
     with attempt(first):
         pass
@@ -280,11 +280,11 @@ def test_a_run_that_goes_on_is_not_taken_from_who_took_it_while_we_looked(
     assert begun is not None
     write_run(files, begun.ended(RunPhase.FAILED, 1, "no"))
 
-    def looked(*_: object) -> attempts.Attempt:
+    def polled(*_: object) -> attempts.RunAttempt:
         write_run(files, replace(begun, jobs=("j1", "j2")))
-        return attempts.Attempt()
+        return attempts.RunAttempt()
 
-    monkeypatch.setattr(attempts, "_resumed", looked)
+    monkeypatch.setattr(attempts, "_resumed", polled)
     with pytest.raises(NameTaken, match="in this moment"), attempt(replace(first, job_id="j3")):
         pytest.fail("it is not ours")
     found = read_run(files)

@@ -20,5 +20,5 @@ def test_who_resumes_does_not_wait_for_max(how: dict[str, Any], waits: bool) -> 
     coordinator.submit("a", 1, 2, **how)
     coordinator.ready("n1/1")
     assert coordinator.job("a").record.generation == (0 if waits else 1)
-    coordinator.advance(CONFIG.start_patience_s)
+    coordinator.advance(CONFIG.start_timeout_s)
     assert coordinator.members("a") == "g1: n1/1"

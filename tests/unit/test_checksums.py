@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from elastic.worker.checksums import checksum, checksum_there, flat_bytes, values_print
-from elastic.worker.divergence import SLICES, Divergence, compare
-from elastic.worker.state import TrainState
+from elastic.worker.engine.divergence import SLICES, Divergence, compare
+from elastic.worker.state.checksums import checksum, checksum_there, flat_bytes, values_print
+from elastic.worker.state.train_state import TrainState
 
 TENSORS = [
     torch.arange(3, dtype=torch.uint8),

@@ -15,8 +15,8 @@ from click.testing import CliRunner, Result
 from elastic import __version__
 from elastic.client.cli import main
 from elastic.client.job_options import JobOptions
-from elastic.client.submission import Options, job_spec, run_path_of
-from elastic.client.terminal import Target
+from elastic.client.submission import SubmitOptions, job_spec, run_path_of
+from elastic.client.terminal import ClusterTarget
 from elastic.client.values import parse_duration
 from elastic.errors import UsageError
 
@@ -28,8 +28,8 @@ def elastic(*args: str, **env: str) -> Result:
     return CliRunner().invoke(main, list(args), env=env)
 
 
-def options(script: Path | str, **changes: Any) -> Options:
-    given = Options(
+def options(script: Path | str, **changes: Any) -> SubmitOptions:
+    given = SubmitOptions(
         script=str(script),
         args=("--epochs", "3"),
         is_module=False,
@@ -174,7 +174,7 @@ def test_version_needs_no_coordinator() -> None:
 
 
 def test_next_steps_can_be_pasted_into_a_shell() -> None:
-    target = Target("h:1", "my token", ("--coord", "h:1", "--token-file", "my token"))
+    target = ClusterTarget("h:1", "my token", ("--coord", "h:1", "--token-file", "my token"))
     assert target.command("stop", "j-1") == "elastic --coord h:1 --token-file 'my token' stop j-1"
 
 

@@ -9,8 +9,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from elastic.client.cli import main
-from elastic.client.wording import num_bytes
-from elastic.storage.marker import Marker
+from elastic.client.text_format import num_bytes
+from elastic.storage.marker import CheckpointMarker
 from elastic.storage.run_directory import RunDirectory
 
 
@@ -20,7 +20,9 @@ def elastic(*args: object) -> Result:
 
 def commit(run: RunDirectory, name: str) -> Path:
     file = run.checkpoint(name).write("model", b"weights")
-    return Path(run.commit(name, Marker("j1", 1, 0, 1, 1, "{}", (file._replace(path="model"),))))
+    return Path(
+        run.commit(name, CheckpointMarker("j1", 1, 0, 1, 1, "{}", (file._replace(path="model"),)))
+    )
 
 
 def test_a_whole_run_exits_0_and_a_damaged_one_1_with_the_files_name(tmp_path: Path) -> None:

@@ -12,15 +12,15 @@ from typing import cast
 import pytest
 from rich.console import Console
 
+from elastic.client.job_follower import follow
 from elastic.client.jobs import Client
-from elastic.client.output import HOLD_S, TRACEBACK, Lines
+from elastic.client.output import HOLD_S, TRACEBACK, LineCutter
 from elastic.client.pace import goodput_line
-from elastic.client.printer import Printer
+from elastic.client.printer import JobPrinter
 from elastic.client.show import print_cluster, print_nodes, status_as_dict
 from elastic.client.sources import AGENTS_RETURN_S, LogSource
-from elastic.client.streams import Again
-from elastic.client.watching import follow
-from elastic.client.wording import (
+from elastic.client.streams import ReopenStream
+from elastic.client.text_format import (
     duration,
     metrics_line,
     parsed_metrics,
@@ -138,15 +138,15 @@ def clock() -> HandClock:
 
 
 @pytest.fixture
-def piped(clock: HandClock) -> Iterator[tuple[Printer, io.StringIO, io.StringIO]]:
+def piped(clock: HandClock) -> Iterator[tuple[JobPrinter, io.StringIO, io.StringIO]]:
     about, stdout = io.StringIO(), io.StringIO()
-    printer = Printer(Console(file=about), stdout=stdout, clock=clock)
+    printer = JobPrinter(Console(file=about), stdout=stdout, clock=clock)
     printer.open()
     yield printer, about, stdout
     printer.close()
 
 
-Piped = tuple[Printer, io.StringIO, io.StringIO]
+Piped = tuple[JobPrinter, io.StringIO, io.StringIO]
 
 
 def test_in_a_pipe_each_change_is_one_plain_line(piped: Piped) -> None:
@@ -208,7 +208,7 @@ def test_a_wait_that_lasts_is_said_again(piped: Piped, clock: HandClock) -> None
     ]
 
 
-def lose(printer: Printer, clock: HandClock, generation: int, wait_s: int) -> None:
+def lose(printer: JobPrinter, clock: HandClock, generation: int, wait_s: int) -> None:
     """Have two workers killed, and let the next group train 0.11 s or later after that."""
     for worker, rank in (("n0/1", "0"), ("n0/2", "1")):
         fields = {"worker": worker, "rank": rank, "cause": "killed by SIGKILL"}
@@ -263,7 +263,7 @@ def wait_drawn(terminal: Terminal, text: str) -> None:
 def test_a_terminal_shows_one_moving_line_below_the_output(clock: HandClock) -> None:
     terminal = Terminal()
     console = Console(file=terminal, force_terminal=True, width=120)
-    printer = Printer(console, stdout=terminal, clock=clock)
+    printer = JobPrinter(console, stdout=terminal, clock=clock)
     printer.open()
     try:
         printer.job(job(JobPhase.RUNNING, size=2))
@@ -273,7 +273,7 @@ def test_a_terminal_shows_one_moving_line_below_the_output(clock: HandClock) -> 
         printer.job(job(JobPhase.PENDING, "waiting: [needs] 1 more workers"))
         printer.output(chunk(STORY))
     finally:
-        printer.close(said_elsewhere=STORY)
+        printer.close(reported_elsewhere=STORY)
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", terminal.getvalue())
     assert "demo  running  generation 2  2 workers  loss=0.25" in text
     assert "demo  pending  loss=0.25  waits since 0.0 s: [needs] 1 more workers" in text
@@ -291,7 +291,7 @@ def chunk(text: str, worker: str = "n1/1", rank: int = 0) -> LogChunk:
 
 
 def test_output_of_several_workers_is_whole_lines_with_their_owner() -> None:
-    lines = Lines(shows_prefix=True)
+    lines = LineCutter(shows_prefix=True)
     shown = lines.take(chunk("one\ntw"), 0)
     shown += lines.take(chunk("other\n", "n2/1", 3), 0)
     shown += lines.take(chunk("\ro\n"), 0) + lines.take(chunk("spare", "n3/1", -1), 0)
@@ -301,7 +301,7 @@ def test_output_of_several_workers_is_whole_lines_with_their_owner() -> None:
 
 
 def test_output_of_one_worker_is_left_as_it_is() -> None:
-    lines = Lines(shows_prefix=False)
+    lines = LineCutter(shows_prefix=False)
     text = "a\r50%\r100%\n\x1b[31mred\x1b[0m\n"
     assert lines.take(chunk(text), 0) == text
     assert lines.take(chunk("x" * 20_000), 0) == "x" * 20_000
@@ -312,13 +312,13 @@ STORY = f'{TRACEBACK}\n  File "train.py", line 1\nValueError: no\n'
 
 
 def test_the_traceback_that_ended_the_job_is_left_to_who_reports_the_end() -> None:
-    lines = Lines(shows_prefix=False)
+    lines = LineCutter(shows_prefix=False)
     shown = lines.take(chunk(f"step 7\n{STORY}\n"), 0) + lines.take(chunk("exit 1\n"), S)
     assert shown + lines.rest(STORY) == "step 7\nexit 1\n"
 
 
 def test_any_other_traceback_is_shown_a_moment_later() -> None:
-    lines = Lines(shows_prefix=False)
+    lines = LineCutter(shows_prefix=False)
     assert lines.take(chunk(STORY), 0) == ""
     assert lines.overdue(S) == ""
     assert lines.overdue(round(HOLD_S * S) + S) == STORY
@@ -355,7 +355,7 @@ def test_a_resumed_stream_waits_for_agents_to_come_back_but_not_for_ever() -> No
     source = LogSource("j", ranks=(), tail=-1, follow=True)
     assert resumed(source, away) == away.text
     assert resumed(source, chunk("a\n")) == "a\n"
-    with pytest.raises(Again):
+    with pytest.raises(ReopenStream):
         resumed(source, away, now_ns=5 * S)
     assert resumed(source, away, now_ns=round((5 + AGENTS_RETURN_S) * S)) == away.text
 
@@ -435,7 +435,7 @@ def test_a_new_leader_that_knows_an_older_report_is_not_told_of_again() -> None:
         showing(JobPhase.SUCCEEDED, missed),
     )
     reports: list[dict[str, object]] = []
-    printer = Printer(Console(file=io.StringIO()), ranks=None)
+    printer = JobPrinter(Console(file=io.StringIO()), ranks=None)
     follow(cast("Client", played), "demo", printer, on_report=reports.append)
     assert reports == [{"epoch": 0}, {"epoch": 1}, {"epoch": 2}]
 
@@ -457,7 +457,7 @@ NOTICED = """[rank1]: Traceback (most recent call last):
 @pytest.mark.parametrize("size", [len(NOTICED) + 100, 60])
 def test_a_traceback_of_a_rank_that_only_noticed_is_not_shown(size: int) -> None:
     """Whoever reads the log finds it; in whichever pieces it comes, what follows is not late."""
-    lines = Lines(shows_prefix=False)
+    lines = LineCutter(shows_prefix=False)
     text = f"epoch 1\n{NOTICED}epoch 1 again\n"
     pieces = [text[at : at + size] for at in range(0, len(text), size)]
     shown = "".join(lines.take(chunk(piece), 0) for piece in pieces)

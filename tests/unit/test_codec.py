@@ -37,7 +37,7 @@ from elastic.core.world import (
     WorkerReport,
 )
 from elastic.errors import ConfigError, InvariantViolation, PeerError
-from elastic.wire.codec import Codec
+from elastic.wire.codec import MessageCodec
 from elastic.wire.codec_jobs import spec_of
 from elastic.wire.codec_stream import (
     ATTACH_METHOD,
@@ -147,7 +147,7 @@ def test_a_dataclass_that_left_its_message_behind_stops_the_import(
     fact: type[Any], told: str
 ) -> None:
     with pytest.raises(InvariantViolation, match=told):
-        Codec(fact, DESCRIBED[fact.__name__])
+        MessageCodec(fact, DESCRIBED[fact.__name__])
 
 
 # ------------------------------------------------------------------------------ refusals

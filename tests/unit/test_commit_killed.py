@@ -18,18 +18,18 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from elastic.core.events.worker import StateSaved, UserReported
+from elastic.core.events.worker import CheckpointWritten, UserReported
 from elastic.core.policy.retention import keep
 from elastic.core.world import CheckpointRecord, JobId, ReportKind
 from elastic.runtime.clock import SystemClock
+from elastic.storage.integrity import verify
 from elastic.storage.run_directory import RunDirectory
-from elastic.storage.soundness import verify
-from elastic.worker.agreement import Agreement
-from elastic.worker.committing import Committer
-from elastic.worker.exchange import Answer
-from elastic.worker.reported import Place
-from elastic.worker.reporting import Reporter
-from elastic.worker.saving import Seat
+from elastic.worker.base.mailboxes import ReportAnswer
+from elastic.worker.checkpoint.committer import Committer
+from elastic.worker.checkpoint.report_votes import ReportVotes
+from elastic.worker.checkpoint.reported_checkpoints import ReportOrigin
+from elastic.worker.checkpoint.reporting import Reporter
+from elastic.worker.checkpoint.snapshotter import RankInfo
 from tests.unit.saving_under_test import Run
 from tests.unit.test_worker_pruning import spec
 
@@ -42,7 +42,7 @@ class Books:
 
     def __init__(self, folder: Path) -> None:
         self.file = folder / "records.json"
-        self.answers: dict[tuple[int, ReportKind, int], Answer] = {}
+        self.answers: dict[tuple[int, ReportKind, int], ReportAnswer] = {}
 
     def records(self) -> list[CheckpointRecord]:
         rows = json.loads(self.file.read_text()) if self.file.exists() else []
@@ -52,11 +52,11 @@ class Books:
         """Return what `Assignment` says of a kind."""
         return [record.path for record in self.records() if record.kind is kind][-1]
 
-    def expect_answer(self, generation: int, kind: ReportKind, index: int) -> Answer:
-        return self.answers.setdefault((generation, kind, index), Answer())
+    def expect_answer(self, generation: int, kind: ReportKind, index: int) -> ReportAnswer:
+        return self.answers.setdefault((generation, kind, index), ReportAnswer())
 
     def post(self, item: Any) -> None:
-        assert isinstance(item, (UserReported, StateSaved))
+        assert isinstance(item, (UserReported, CheckpointWritten))
         kind = ReportKind.SCRIPT if isinstance(item, UserReported) else ReportKind.AUTOMATIC
         told = CheckpointRecord(item.checkpoint, item.generation, item.index, kind=kind)
         known = [record for record in self.records() if record.path != told.path]
@@ -89,9 +89,9 @@ def report(folder: Path, books: Books, generation: int) -> None:
     newest = books.newest(ReportKind.SCRIPT) if books.records() else ""
     committer.enter(generation, [newest], leads=False)
     reporter = Reporter(
-        Place(JobId("j1"), generation, 0, 1),
+        ReportOrigin(JobId("j1"), generation, 0, 1),
         run,
-        agreement=Agreement(dist.HashStore(), 0, world_size=1),
+        agreement=ReportVotes(dist.HashStore(), 0, world_size=1),
         link=books,  # type: ignore[arg-type]
         clock=SystemClock(),
         newest_checkpoint=newest,
@@ -113,7 +113,7 @@ def save(folder: Path, books: Books, generation: int) -> None:
     """Take an automatic checkpoint, as the only member of this generation."""
     run = Still(folder / "run", coordinator=books, num_to_keep=KEPT)  # type: ignore[arg-type]
     (saver,) = run.savers
-    saver.enter(Seat(generation))
+    saver.enter(RankInfo(generation))
     if books.records():
         newest = books.newest(ReportKind.AUTOMATIC)
         committer = saver._writer._committer  # type: ignore[union-attr]

@@ -123,14 +123,14 @@ def test_a_job_is_described_by_names_only() -> None:
 
 
 SECONDS = (
-    "start_patience_s", "node_grace_s", "adoption_grace_s", "adoption_s_max", "broken_grace_s",
+    "start_timeout_s", "node_grace_s", "adoption_grace_s", "adoption_s_max", "broken_grace_s",
     "form_timeout_s", "boundary_timeout_s", "boundary_save_s", "stop_grace_s",
     "restart_delay_s_max", "healthy_after_s", "fault_window_s", "quarantine_s",
     "preemption_deadline_s", "preemption_min_run_s",
 )  # fmt: skip
 COUNTS = (
     "crash_loop_limit", "node_faults_max", "jobs_max", "jobs_per_submitter_max", "ended_jobs_kept",
-    "tell_first_min",
+    "report_first_min",
 )  # fmt: skip
 ABOVE_ZERO = ("probe_timeout_s", "preemption_retry_s")
 NO_DURATIONS = (-0.001, -1, math.nan, math.inf)

@@ -17,15 +17,15 @@ from elastic.coord.watchers import Watchers
 from elastic.core.events.coordinator import (
     AgentConnected,
     AgentDisconnected,
-    AgentSaid,
+    AgentMessageReceived,
     CloseSession,
     CoordinatorEffect,
     CoordinatorEvent,
+    EventBatch,
     Persist,
     Recovered,
     Reply,
     SendAgent,
-    Several,
     StopRequested,
 )
 from elastic.core.events.shared import Note, Tick
@@ -60,7 +60,7 @@ class ScriptedMachine:
         self._script = script
 
     def step(self, event: CoordinatorEvent, now_ns: int) -> tuple[CoordinatorEffect, ...]:
-        events = event.events if isinstance(event, Several) else (event,)
+        events = event.events if isinstance(event, EventBatch) else (event,)
         self.events.extend(events)
         return tuple(effect for one in events for effect in self._script(one))
 
@@ -174,7 +174,7 @@ async def test_a_tick_comes_behind_what_was_said_before_its_deadline() -> None:
             await wait_until(lambda: Tick() in machine.events)
             tasks.cancel_scope.cancel()
     before = machine.events[: machine.events.index(Tick())]
-    assert [event.message for event in before if isinstance(event, AgentSaid)] == said
+    assert [event.message for event in before if isinstance(event, AgentMessageReceived)] == said
 
 
 async def test_the_end_of_a_session_is_told_once_and_after_all_that_was_said() -> None:
@@ -194,7 +194,7 @@ async def test_the_end_of_a_session_is_told_once_and_after_all_that_was_said() -
         assert machine.events == [
             Recovered((), 1, first.history),
             AgentConnected(number, hello()),
-            AgentSaid(number, DrainNotice("bye", 0)),
+            AgentMessageReceived(number, DrainNotice("bye", 0)),
             AgentDisconnected(number, "first"),
             AgentConnected(other.session_id, hello()),
         ]
@@ -217,7 +217,7 @@ async def test_agents_wait_when_the_machine_is_behind_but_ends_do_not() -> None:
         weak.fail_before = 0
         gone = AgentDisconnected(session.session_id, "gone")
         await wait_until(lambda: gone in machine.events)
-        assert sum(isinstance(event, AgentSaid) for event in machine.events) == 2
+        assert sum(isinstance(event, AgentMessageReceived) for event in machine.events) == 2
 
 
 async def test_a_welcome_makes_the_session_the_node_s_own_and_a_close_ends_it() -> None:

@@ -8,15 +8,15 @@ import anyio
 import anyio.lowlevel
 import pytest
 
-from elastic.coord.follower import Follower
-from elastic.coord.office import Office
+from elastic.coord.leader_state import LeaderState
+from elastic.coord.standby_view import StandbyView
 from elastic.core.config import JobSpec
 from elastic.core.events.coordinator import JobRecord
 from elastic.core.view import ClusterView, JobView
 from elastic.core.world import JobId, JobPhase
 from elastic.errors import NotLeading, StoreUnavailable
 from elastic.runtime.clock import Clock, SystemClock
-from elastic.store.interface import Snapshot
+from elastic.store.interface import StoreSnapshot
 from tests.patience import DEADLINE_S
 from tests.strategies import SCRIPT
 from tests.unit.test_coord_journal import PREFIX
@@ -33,12 +33,12 @@ class Asked:
         self.tries = 0
         self.called = anyio.Event()
 
-    async def read(self, prefix: str) -> Snapshot:
+    async def read(self, prefix: str) -> StoreSnapshot:
         if prefix.endswith("/jobs/"):
             self.tries += 1
             self.called.set()
             await self.answer()
-        return Snapshot((), 1)
+        return StoreSnapshot((), 1)
 
     async def answer(self) -> None:
         await anyio.sleep_forever()
@@ -63,11 +63,11 @@ class Slow(Asked):
         await self.answers.wait()
 
 
-def standby(store: Asked, clock: Clock) -> Follower:
-    office = Office("b", clock)
+def standby(store: Asked, clock: Clock) -> StandbyView:
+    office = LeaderState("b", clock)
     office.saw(None)
     store_: Any = store
-    return Follower(store_, PREFIX, office, clock)
+    return StandbyView(store_, PREFIX, office, clock)
 
 
 async def test_a_try_that_failed_is_an_answer_to_all_who_waited_for_it() -> None:
@@ -94,8 +94,8 @@ async def test_a_standby_shows_how_long_a_job_has_been_in_its_phase() -> None:
     follows = standby(Slow(), clock)
     spec = JobSpec(job_id=JobId("a"), name="a", entry=SCRIPT, min_workers=1, max_workers=1)
     since_ns = clock.unix_ns() - 33_000_000_000
-    for told_ns, age_s in ((since_ns, 33), (0, 0)):
-        record = JobRecord(spec, JobPhase.PENDING, since_unix_ns=told_ns)
+    for reported_ns, age_s in ((since_ns, 33), (0, 0)):
+        record = JobRecord(spec, JobPhase.PENDING, since_unix_ns=reported_ns)
         now_ns = clock.monotonic_ns()
         follows.remember(ClusterView(now_ns, (), (JobView(record, "", now_ns, ()),)))
         view, _ = await follows.look()

@@ -6,9 +6,9 @@ import anyio
 import pytest
 
 from elastic.coord import leadership
+from elastic.coord.chunks import PIECE_BYTES
 from elastic.coord.journal import Journal
 from elastic.coord.leadership import Leadership
-from elastic.coord.pieces import PIECE_BYTES
 from elastic.core.world import JobId
 from elastic.errors import CorruptRecord, Fenced, InvariantViolation, StoreUnavailable
 from elastic.runtime.clock import SystemClock
@@ -94,17 +94,17 @@ async def test_a_standby_is_told_of_a_resignation_and_does_not_wait_for_its_next
     first = Leadership(store, PREFIX, holder("a"), clock, shared=True, ttl_s=60.0)
     second = Leadership(store, PREFIX, holder("b"), clock, shared=True, ttl_s=60.0)
     await first.acquire(lambda _: None)
-    looks: list[float] = []
+    polls: list[float] = []
     with anyio.fail_after(DEADLINE_S):
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(second.acquire, lambda _: looks.append(clock.monotonic_ns()))
-            await wait_looks(looks, 1)
+            tasks.start_soon(second.acquire, lambda _: polls.append(clock.monotonic_ns()))
+            await wait_checks(polls, 1)
             await first.resign()
-    assert len(looks) == 2
+    assert len(polls) == 2
 
 
-async def wait_looks(looks: list[float], number: int) -> None:
-    while len(looks) < number:  # noqa: ASYNC110 (nothing tells of it)
+async def wait_checks(polls: list[float], number: int) -> None:
+    while len(polls) < number:  # noqa: ASYNC110 (nothing tells of it)
         await anyio.sleep(0.005)
 
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
+from elastic.coord.chunks import PIECE_BYTES
 from elastic.coord.journal import Journal
 from elastic.coord.leadership import Leadership
-from elastic.coord.pieces import PIECE_BYTES
 from elastic.core.events.coordinator import Cordon, JobRecord, NodesRecord
 from elastic.core.world import JobId, JobPhase
 from elastic.errors import StoreUnavailable

@@ -8,7 +8,7 @@ import sys
 import anyio
 import pytest
 
-from elastic.coord.server_limits import Door, Limits
+from elastic.coord.server_limits import AdmissionLimiter, ServerLimits
 from elastic.errors import Busy
 from elastic.runtime.clock import SystemClock
 from tests.patience import DEADLINE_S
@@ -43,7 +43,9 @@ def test_a_hard_limit_that_is_too_low_is_raised_to_and_told_with_the_number_need
 
 @pytest.mark.anyio
 async def test_submissions_wait_for_their_turn_and_are_told_when_it_does_not_come() -> None:
-    door = Door(Limits(submissions_at_once=2, submission_wait_s_max=DEADLINE_S), SystemClock())
+    door = AdmissionLimiter(
+        ServerLimits(submissions_at_once=2, submission_wait_s_max=DEADLINE_S), SystemClock()
+    )
     inside: list[int] = []
     ends = [anyio.Event() for _ in range(3)]
 
@@ -63,7 +65,9 @@ async def test_submissions_wait_for_their_turn_and_are_told_when_it_does_not_com
             assert inside == [0, 1, 2]
             ends[0].set()
             ends[2].set()
-    closed = Door(Limits(submissions_at_once=1, submission_wait_s_max=0.01), SystemClock())
+    closed = AdmissionLimiter(
+        ServerLimits(submissions_at_once=1, submission_wait_s_max=0.01), SystemClock()
+    )
     async with closed.submission():
         with pytest.raises(Busy, match="takes 1 submissions at once"):
             async with closed.submission():

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from elastic.coord.lookup import Origin, find_job, origins_of
+from elastic.coord.lookup import WorkerOrigin, find_job, origins_of
 from elastic.core.config import JobSpec
 from elastic.core.events.coordinator import JobRecord
 from elastic.core.view import ClusterView, JobView, WorkerView
@@ -100,4 +100,6 @@ def test_output_comes_from_workers_of_now_and_from_those_that_are_gone() -> None
         ("n1/2", "n1", -1),
         ("n3/1", "n3", -1),
     ]
-    assert origins_of(shown, frozenset([1])) == (Origin(WorkerId("n2/1"), NodeId("n2"), 1, 2),)
+    assert origins_of(shown, frozenset([1])) == (
+        WorkerOrigin(WorkerId("n2/1"), NodeId("n2"), 1, 2),
+    )

@@ -7,9 +7,9 @@ from typing import Any, cast
 import anyio
 import pytest
 
-from elastic.coord.follower import Follower
-from elastic.coord.leadership import Holder
-from elastic.coord.office import Office, Tenure
+from elastic.coord.leader_state import LeaderState, Term
+from elastic.coord.leadership import LeaderKey
+from elastic.coord.standby_view import StandbyView
 from elastic.core.events.coordinator import Cordon, NodesRecord
 from elastic.core.view import ClusterView, JobView
 from elastic.core.world import NodeId
@@ -17,10 +17,10 @@ from elastic.errors import NotLeading
 from elastic.store.memory import memory_store
 from tests.patience import DEADLINE_S
 from tests.unit.journal_under_test import PREFIX, checkpoints, record
-from tests.unit.journal_under_test import office as journal_in_office
+from tests.unit.journal_under_test import office as journal_in_leader_state
 
 pytestmark = pytest.mark.anyio
-LEADER = Holder("b/2", "10.0.0.2:7070", 2, "life", term=7)
+LEADER = LeaderKey("b/2", "10.0.0.2:7070", 2, "life", term=7)
 
 
 class StoppedClock:
@@ -39,19 +39,19 @@ class StoppedClock:
         self.now_ns += round(seconds * 1e9)
 
 
-def tenure() -> Tenure:
-    return Tenure(cast("Any", object()), cast("Any", object()), 0)
+def tenure() -> Term:
+    return Term(cast("Any", object()), cast("Any", object()), 0)
 
 
 def test_a_coordinator_that_has_not_asked_its_store_says_that_it_starts() -> None:
-    office = Office("a/1", StoppedClock())
+    office = LeaderState("a/1", StoppedClock())
     assert office.tenure is None
     assert not office.is_standby()
     assert str(office.refusal()) == "coordinator a/1 is starting; try again"
 
 
 def test_a_term_holds_only_as_long_as_its_lease() -> None:
-    office = Office("a/1", StoppedClock())
+    office = LeaderState("a/1", StoppedClock())
     valid = True
     mine = tenure()
     office.saw(None)
@@ -68,7 +68,7 @@ def test_a_term_holds_only_as_long_as_its_lease() -> None:
 
 
 async def test_an_agent_at_the_door_is_told_of_the_next_leader_not_of_the_one_it_knows() -> None:
-    office = Office("a/1", StoppedClock())
+    office = LeaderState("a/1", StoppedClock())
     office.saw(LEADER)
     told: list[str] = []
 
@@ -84,12 +84,12 @@ async def test_an_agent_at_the_door_is_told_of_the_next_leader_not_of_the_one_it
             office.saw(None)
             await anyio.lowlevel.checkpoint()
             assert told == ["10.0.0.2:7070"]
-            office.saw(Holder("c/3", "10.0.0.3:7070", 3, "other", term=8))
+            office.saw(LeaderKey("c/3", "10.0.0.3:7070", 3, "other", term=8))
     assert told == ["10.0.0.2:7070", "10.0.0.3:7070"]
 
 
 async def test_an_agent_at_the_door_is_let_in_when_this_coordinator_leads() -> None:
-    office = Office("a/1", StoppedClock())
+    office = LeaderState("a/1", StoppedClock())
     office.saw(LEADER)
     with anyio.fail_after(DEADLINE_S):
         async with anyio.create_task_group() as tasks:
@@ -101,12 +101,12 @@ async def test_an_agent_at_the_door_is_let_in_when_this_coordinator_leads() -> N
 
 async def test_a_standby_shows_the_records_of_the_store_with_their_age_large_ones_too() -> None:
     store, clock = memory_store(), StoppedClock()
-    journal = await journal_in_office(store)
+    journal = await journal_in_leader_state(store)
     await journal.write([record("j-1", payload=b"x" * 100, sequence=1, reason="why")])
     await journal.write([record("j-2", sequence=2, checkpoints=checkpoints(2000))])
     await journal.write_nodes(NodesRecord((Cordon(NodeId("n7"), "a fan"),)))
-    office = Office("b/2", clock)
-    follower = Follower(store, PREFIX, office, clock)
+    office = LeaderState("b/2", clock)
+    follower = StandbyView(store, PREFIX, office, clock)
     with pytest.raises(NotLeading):
         await follower.look()
     office.saw(LEADER)
@@ -120,8 +120,8 @@ async def test_a_standby_shows_the_records_of_the_store_with_their_age_large_one
 
 async def test_a_coordinator_that_led_shows_what_it_knew_while_its_store_does_not_answer() -> None:
     store, clock = memory_store(), StoppedClock()
-    office = Office("a/1", clock)
-    follower = Follower(store, PREFIX, office, clock)
+    office = LeaderState("a/1", clock)
+    follower = StandbyView(store, PREFIX, office, clock)
     office.saw(None)
     job = JobView(record("j-1", payload=b"x"), "", 0, ())
     follower.remember(ClusterView(clock.now_ns, (), (job,)))
@@ -134,7 +134,7 @@ async def test_a_coordinator_that_led_shows_what_it_knew_while_its_store_does_no
 
 def test_a_coordinator_that_has_claimed_says_that_it_leads_and_reads_its_journal() -> None:
     clock = StoppedClock()
-    office = Office("a/1", clock)
+    office = LeaderState("a/1", clock)
     office.saw(None)
     office.claim(7)
     clock.advance(3.2)

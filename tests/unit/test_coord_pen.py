@@ -8,7 +8,7 @@ from typing import Any
 import grpc.aio
 import pytest
 
-from elastic.coord.server_agents import Pen
+from elastic.coord.server_agents import StreamWriter
 from elastic.coord.sessions import Session, Sessions
 from elastic.core.messages import CoordinatorMessage, Probe, Release
 from elastic.wire.codec_stream import decode_coordinator_message
@@ -42,7 +42,7 @@ class Stream:
 def opened() -> tuple[Session, Stream]:
     session, stream = Sessions().open("peer"), Stream()
     context: Any = stream
-    session.on_news(Pen(session, context).write_on)
+    session.on_news(StreamWriter(session, context).write_on)
     return session, stream
 
 

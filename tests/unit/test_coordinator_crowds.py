@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from types import FrameType
 
-from elastic.core.events.coordinator import CoordinatorEvent, Several
+from elastic.core.events.coordinator import CoordinatorEvent, EventBatch
 from tests.unit.coordinator_under_test import Coordinator
 
 
@@ -29,7 +29,7 @@ class Crowd(Coordinator):
     def let_go(self) -> None:
         """Take all that was kept, as one."""
         events, self.held = self.held or [], None
-        self.step(Several(tuple(events)))
+        self.step(EventBatch(tuple(events)))
 
 
 def crowd(nodes: int) -> tuple[Crowd, list[str]]:

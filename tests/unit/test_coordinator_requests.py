@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from elastic.core.events.coordinator import AgentSaid, Forget
+from elastic.core.events.coordinator import AgentMessageReceived, Forget
 from elastic.core.machine import coordinator as coordinator_module
 from elastic.core.messages import (
     StartWorker,
@@ -37,7 +37,7 @@ def stopped(coordinator: Coordinator) -> list[str]:
 def test_what_comes_over_an_unknown_session_is_ignored() -> None:
     coordinator = running(nodes=1)
     report = WorkerReport(WorkerId("n1/1"), JobId("a"), WorkerPhase.BROKEN, 1)
-    coordinator.step(AgentSaid(SessionId("s99"), WorkerUpdate(report)))
+    coordinator.step(AgentMessageReceived(SessionId("s99"), WorkerUpdate(report)))
     assert coordinator.effects == ()
 
 

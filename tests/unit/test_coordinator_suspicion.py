@@ -121,13 +121,13 @@ def test_of_a_group_that_does_not_form_only_who_does_not_come_out_is_ended() -> 
     assert [m.worker_id for m in coordinator.sent(StopWorker)] == ["n2/1"]
 
 
-@pytest.mark.parametrize("is_looked_at_again", [False, True])
+@pytest.mark.parametrize("is_checked_at_again", [False, True])
 def test_a_group_that_a_slow_store_holds_up_has_all_its_time_once_it_is_told(
-    is_looked_at_again: bool,
+    is_checked_at_again: bool,
 ) -> None:
     coordinator = running(nodes=3)
     coordinator.exits("n3/1")
-    if is_looked_at_again:
+    if is_checked_at_again:
         coordinator.agent("n4")
     # Until now the record was being written: nobody has heard of the group before.
     coordinator.now_ns += ns(CONFIG.form_timeout_s + 1)

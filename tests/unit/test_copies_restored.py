@@ -16,15 +16,15 @@ from elastic.agent.copy_store import CopyStore
 from elastic.core.policy.cursor import Cursor
 from elastic.core.world import JobId
 from elastic.runtime import copy_wire
-from elastic.runtime.copy_wire import PUSH, Request, calling
-from elastic.runtime.snapshot_memory import HEADER, Mark, set_sent, whole
-from elastic.worker import keeping
-from elastic.worker.activity import Activity
-from elastic.worker.keeping import Keeper
-from elastic.worker.logbook import Logbook
-from elastic.worker.rows import StepRow
-from elastic.worker.saving import Saver, Seat
-from elastic.worker.stream_book import StreamBook
+from elastic.runtime.copy_wire import PUSH, CopyRequest, calling
+from elastic.runtime.snapshot_memory import HEADER, SnapshotMark, set_sent, whole
+from elastic.worker.base.activity import Activity
+from elastic.worker.checkpoint.snapshotter import RankInfo, Snapshotter
+from elastic.worker.data.stream_book import StreamBook
+from elastic.worker.engine import checkpoint_schedule as keeping
+from elastic.worker.engine.checkpoint_schedule import CheckpointScheduler
+from elastic.worker.engine.logbook import Logbook
+from elastic.worker.reduce.step_metadata import StepMetadata
 from tests.patience import DEADLINE_S
 from tests.unit.saving_under_test import Run, Table
 
@@ -42,7 +42,7 @@ class Peer:
         self.server.start()
         self.address = self.server.address
 
-    def take(self, saver: Saver, steps: int) -> None:
+    def take(self, saver: Snapshotter, steps: int) -> None:
         """Be brought a snapshot out of a worker's memory."""
         slot = next(slot for slot, mark in saver._whole() if mark.steps == steps)
         content = os.pread(slot._fd, os.fstat(slot._fd).st_size, 0)
@@ -50,7 +50,7 @@ class Peer:
         assert mark is not None
         body = memoryview(content)[HEADER : HEADER + mark.num_bytes]
         with calling(self.address) as line:
-            line.ask(Request(PUSH, "j1", mark), KEY)
+            line.ask(CopyRequest(PUSH, "j1", mark), KEY)
             line.send_body(body, lambda: True)
             line.read_answer(KEY)
 
@@ -62,27 +62,27 @@ def peer() -> Iterator[Peer]:
     found.server.close()
 
 
-def snapshot(run: Run, saver: Saver) -> None:
+def snapshot(run: Run, saver: Snapshotter) -> None:
     """Step, and take a snapshot that is not written."""
     run.step()
     saver.take(run.state, Cursor(0, run.steps), run.steps, durable=False)
 
 
-def memory_only() -> Saver:
-    saver = Saver((), None)
-    saver.enter(Seat(generation=1))
+def memory_only() -> Snapshotter:
+    saver = Snapshotter((), None)
+    saver.enter(RankInfo(generation=1))
     return saver
 
 
 def restored(
-    run: Run, savers: list[Saver], copies: list[tuple[str, ...]], patch: pytest.MonkeyPatch
+    run: Run, savers: list[Snapshotter], copies: list[tuple[str, ...]], patch: pytest.MonkeyPatch
 ) -> list[Any]:
     """Return what each member comes to."""
     table, found = Table(len(savers)), [None] * len(savers)
-    patch.setattr(keeping, "tell_rows", table.tell)
+    patch.setattr(keeping, "send_metadata", table.tell)
 
     def restore(rank: int) -> None:
-        keeper = Keeper(run.objects, Logbook(), StreamBook())
+        keeper = CheckpointScheduler(run.objects, Logbook(), StreamBook())
         keeper._saver = savers[rank]
         keeper._place = SimpleNamespace(  # type: ignore[assignment]
             world_rank=rank, run_path=run.directory.path, job_id="j1", saved="",
@@ -122,7 +122,7 @@ def test_a_copy_that_cannot_be_had_leaves_storage(
         mark = peer.store.mark_of("j1")
         with peer.store.reading("j1", mark) as (body, _):
             body[100] ^= 4
-    found = restored(run, [Saver((), None)], [(address,)], monkeypatch)
+    found = restored(run, [Snapshotter((), None)], [(address,)], monkeypatch)
     assert found[0]["steps"] == 1
 
 
@@ -133,7 +133,7 @@ def test_one_member_fetches_and_the_others_receive(
     snapshot(run, source)
     peer.take(source, 1)
     nobody: tuple[str, ...] = ()
-    savers = [Saver((), None) for _ in range(3)]
+    savers = [Snapshotter((), None) for _ in range(3)]
     found = restored(run, savers, [nobody, (peer.address,), (peer.address,)], monkeypatch)
     assert [one is not None for one in found] == [False, True, False]
 
@@ -146,11 +146,11 @@ class Loop:
 
     def __init__(self, run: Run, options: dict[str, Any]) -> None:
         self.run, self.posted = run, list[Any]()
-        self.keeper = Keeper(run.objects, Logbook(), StreamBook())
+        self.keeper = CheckpointScheduler(run.objects, Logbook(), StreamBook())
         self.keeper.configure(options)
         link = SimpleNamespace(
             post=self.posted.append,
-            save_wish=lambda generation: 0,
+            save_request=lambda generation: 0,
         )
         self.keeper.enter(
             SimpleNamespace(  # type: ignore[arg-type]
@@ -163,13 +163,13 @@ class Loop:
         self.run.step()
         saves, busy, _ = self.keeper.flags(None)
         cursor = Cursor(0, self.keeper.steps)
-        self.keeper.committed([StepRow(False, cursor, 0, saves=saves, busy=busy)])
+        self.keeper.committed([StepMetadata(False, cursor, 0, saves=saves, busy=busy)])
         self.keeper.at_boundary(Cursor(0, self.keeper.steps), None, lambda: False)
 
     def newest(self) -> int:
         return max((mark.steps for mark in self.marks()), default=0)
 
-    def marks(self) -> list[Mark]:
+    def marks(self) -> list[SnapshotMark]:
         return [mark for _, mark in self.run.savers[0]._whole()]
 
     def stored(self) -> list[int]:

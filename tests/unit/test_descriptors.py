@@ -8,12 +8,12 @@ import socket
 import subprocess
 import sys
 
-from elastic.worker.sockets import Watched, end_reading
+from elastic.worker.group.sockets import WatchedDescriptor, end_reading
 from tests.patience import DEADLINE_S
 
 FULL = """
 import os, resource, socket
-from elastic.worker.sockets import Watched, any_hung_up, end_reading
+from elastic.worker.group.sockets import Watched, any_hung_up, end_reading
 
 server = socket.create_server(("127.0.0.1", 0))
 ours = socket.create_connection(server.getsockname())
@@ -59,7 +59,7 @@ def test_a_connection_is_cut_where_no_descriptor_is_left() -> None:
 def test_a_socket_that_is_gone_is_left_alone() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         number, inode = server.fileno(), os.fstat(server.fileno()).st_ino
-    assert end_reading([Watched(number, inode)]) == []
+    assert end_reading([WatchedDescriptor(number, inode)]) == []
 
 
 def test_children_have_the_limit_that_was_raised() -> None:

@@ -10,11 +10,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from elastic.worker.sockets import EventLoop, Watched
+from elastic.worker.group.sockets import GlooEpoll, WatchedDescriptor
 
 
-def watched(sock: socket.socket) -> Watched:
-    return Watched(sock.fileno(), os.fstat(sock.fileno()).st_ino)
+def watched(sock: socket.socket) -> WatchedDescriptor:
+    return WatchedDescriptor(sock.fileno(), os.fstat(sock.fileno()).st_ino)
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def test_a_silenced_socket_is_heard_of_no_more_and_stays(
     with select.epoll() as epoll:
         for sock in (silent, other):
             epoll.register(sock, select.EPOLLIN)
-        loop = EventLoop(epoll.fileno())
+        loop = GlooEpoll(epoll.fileno())
         for peer in (its_peer, others_peer):
             peer.sendall(b"x")
         assert {number for number, _ in epoll.poll(5.0)} == {silent.fileno(), other.fileno()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from elastic.core.config import CoordinatorConfig, JobSpec
 from elastic.core.policy.failure import (
     FINAL_ERRORS,
-    History,
+    FailureHistory,
     judge_exit,
 )
 from elastic.core.world import ExitCause, ExitKind, Failure, JobId
@@ -24,6 +24,6 @@ def spec(max_failures: int) -> JobSpec:
 
 def test_an_error_that_another_attempt_cannot_mend_is_not_tried_again() -> None:
     failure = Failure(FINAL_ERRORS[0], "node n2 sees another directory")
-    decision = judge_exit(spec(-1), History(), CODE_1, failure, CONFIG)
+    decision = judge_exit(spec(-1), FailureHistory(), CODE_1, failure, CONFIG)
     assert decision.value.job_fails
     assert "node n2 sees another directory" in decision.reason

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic.agent.follow import PIECE_BYTES, LogReader, log_files, whole_characters
+from elastic.agent.log_follow import PIECE_BYTES, LogReader, log_files, whole_characters
 
 
 def written(folder: Path, parts: list[bytes]) -> Path:

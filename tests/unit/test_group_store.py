@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore
 
 from elastic.errors import GroupError
-from elastic.worker import store_server, store_wire
-from elastic.worker.group_store import GroupStore, Where
-from elastic.worker.store_server import StoreServer
+from elastic.worker.group import store_server, store_wire
+from elastic.worker.group.group_store import GroupStore, StoreAddress
+from elastic.worker.group.store_server import StoreServer
 from tests.patience import DEADLINE_S, wait_for
 
 KEY = "the secret of generation 7"
@@ -34,13 +34,13 @@ def server() -> Iterator[StoreServer]:
 def connected(
     server: StoreServer, *, generation: int = 7, key: str = KEY, is_patient: bool = True
 ) -> GroupStore:
-    where = Where(server.address, generation, key)
+    where = StoreAddress(server.address, generation, key)
     store = GroupStore.connect(where, lambda: DEADLINE_S, lambda: not is_patient)
     store.set_timeout(timedelta(seconds=DEADLINE_S))
     return store
 
 
-def knock(server: StoreServer) -> tuple[socket.socket, bytes]:
+def probe_endpoint(server: StoreServer) -> tuple[socket.socket, bytes]:
     host, _, port = server.address.rpartition(":")
     sock = socket.create_connection((host, int(port)), DEADLINE_S)
     return sock, sock.recv(store_wire.GREETING_BYTES, socket.MSG_WAITALL)
@@ -120,18 +120,20 @@ def test_who_has_another_secret_or_is_no_server_of_ours_is_found_out(server: Sto
 
         posing = threads.submit(pose)
         with pytest.raises(GroupError, match="does not know the secret"):
-            GroupStore.connect(Where(f"127.0.0.1:{port}", 7, KEY), lambda: DEADLINE_S, lambda: True)
+            GroupStore.connect(
+                StoreAddress(f"127.0.0.1:{port}", 7, KEY), lambda: DEADLINE_S, lambda: True
+            )
         assert KEY.encode() not in posing.result(DEADLINE_S)
 
 
 def test_a_proof_that_was_heard_once_opens_nothing(server: StoreServer) -> None:
-    sock, greeting = knock(server)
+    sock, greeting = probe_endpoint(server)
     nonce, number = os.urandom(store_wire.NONCE_BYTES), store_wire.GENERATION.pack(7)
     hello = nonce + number + store_wire.proof(KEY, "client", greeting, nonce, number)
     with sock:
         sock.sendall(hello)
         assert len(sock.recv(store_wire.PROOF_BYTES, socket.MSG_WAITALL)) == store_wire.PROOF_BYTES
-    again, _ = knock(server)
+    again, _ = probe_endpoint(server)
     with again:
         again.sendall(hello)
         assert again.recv(1) == b""
@@ -147,7 +149,7 @@ def test_a_crowd_of_strangers_costs_little_keeps_nobody_out_and_leaves_a_line(
     crowd = []
     with caplog.at_level(logging.WARNING, logger=store_server.__name__):
         for number in range(2 * store_server.STRANGERS_MAX):
-            sock, _ = knock(server)
+            sock, _ = probe_endpoint(server)
             crowd.append(sock)
             if number % 3:
                 sock.sendall(dice.randbytes(dice.randrange(1, 400)))

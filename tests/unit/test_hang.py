@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic.core.config import NS_PER_S, ns
-from elastic.core.events.worker import Looked
-from elastic.core.machine.worker_pulse import PulseWatch
+from elastic.core.events.worker import ActivitySampled
+from elastic.core.machine.worker_pulse import ActivityMonitor
 from elastic.core.policy import hang
-from elastic.core.policy.hang import Sight, Watched
-from elastic.core.world import Begun, WorkerId
+from elastic.core.policy.hang import MainThreadState, WatchedMember
+from elastic.core.world import CollectiveCount, WorkerId
 
 NOW_NS = 1000 * NS_PER_S
 TIMEOUT_NS = 30 * NS_PER_S
@@ -25,9 +25,9 @@ def sight(
     stands: float | None = None,
     said: float = 0.1,
     generation: int = 7,
-) -> Sight:
+) -> MainThreadState:
     """What a member said `said` seconds ago; it waits or stands for so many seconds by now."""
-    return Sight(
+    return MainThreadState(
         generation,
         NOW_NS - ns(said),
         NOW_NS - ns(waits) if waits is not None else None,
@@ -35,8 +35,10 @@ def sight(
     )
 
 
-def members(*sights: Sight | None, out: int = -1) -> list[Watched]:
-    return [Watched(WorkerId(f"n{rank}/1"), rank != out, one) for rank, one in enumerate(sights)]
+def members(*sights: MainThreadState | None, out: int = -1) -> list[WatchedMember]:
+    return [
+        WatchedMember(WorkerId(f"n{rank}/1"), rank != out, one) for rank, one in enumerate(sights)
+    ]
 
 
 WAITS, STANDS, MOVES = sight(waits=40), sight(stands=40), sight()
@@ -46,14 +48,14 @@ WAITS, STANDS, MOVES = sight(waits=40), sight(stands=40), sight()
 
 
 def said(
-    looks: list[tuple[int, float]], *, every_s: float = 0.1
+    polls: list[tuple[int, float]], *, every_s: float = 0.1
 ) -> list[tuple[float, float, float]]:
     """Look at (beats, seconds of waiting); return (moment, waiting, standing) of what is said."""
-    watch, found = PulseWatch(), []
+    watch, found = ActivityMonitor(), []
     watch.begin(0, 2)
-    for index, (beats, waiting_s) in enumerate(looks, start=1):
+    for index, (beats, waiting_s) in enumerate(polls, start=1):
         now_ns = ns(index * every_s)
-        pulse = watch.look(Looked(beats, ns(waiting_s)), now_ns)
+        pulse = watch.look(ActivitySampled(beats, ns(waiting_s)), now_ns)
         if pulse is not None:
             found.append((now_ns / NS_PER_S, pulse[0] / NS_PER_S, pulse[1] / NS_PER_S))
     return found
@@ -66,13 +68,13 @@ PARTS = (("shard", (0, 1)), ("shard", (2, 3)), ("replica", (0, 2)), ("replica", 
 """Of two replicas of a model in two shards: rank 0 and 1 have one of them, 2 and 3 the other."""
 
 
-def in_parts(one: Sight, rank: int, **counts: int) -> Sight:
+def in_parts(one: MainThreadState, rank: int, **counts: int) -> MainThreadState:
     """What a rank says, and how many collectives it has begun in its groups."""
-    begun = [Begun(name, ranks, counts[name]) for name, ranks in PARTS if rank in ranks]
+    begun = [CollectiveCount(name, ranks, counts[name]) for name, ranks in PARTS if rank in ranks]
     return replace(one, begun=tuple(begun))
 
 
-def accused(*sights: Sight) -> list[str]:
+def accused(*sights: MainThreadState) -> list[str]:
     return list(hang.judge(GENERATION, members(*sights), NOW_NS, TIMEOUT_NS).value.culprits)
 
 

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from elastic.errors import UsageError
-from elastic.worker import interrupt
-from elastic.worker.interrupt import GroupChanged, Interrupter
+from elastic.worker.base import interrupt
+from elastic.worker.base.interrupt import GroupChanged, Interrupter
 from tests.patience import DEADLINE_S
 
 

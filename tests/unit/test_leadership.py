@@ -11,7 +11,7 @@ from elastic.coord import leadership
 from elastic.coord.leadership import Leadership
 from elastic.errors import Fenced, NotAuthorized
 from elastic.runtime.clock import SystemClock
-from elastic.store.interface import CommitResult, Compare, Lease, Snapshot, Write
+from elastic.store.interface import CommitResult, Compare, Lease, StoreSnapshot, Write
 from elastic.store.memory import memory_store
 from tests.patience import DEADLINE_S
 from tests.unit.test_coord_journal import PREFIX, Weak, holder
@@ -34,7 +34,7 @@ class Guarded(Weak):
             self.denied = anyio.Event()
             raise NotAuthorized("etcd refuses user 'el'")
 
-    async def read(self, prefix: str) -> Snapshot:
+    async def read(self, prefix: str) -> StoreSnapshot:
         self.check()
         return await super().read(prefix)
 
@@ -122,13 +122,13 @@ async def test_who_ends_without_the_password_lets_its_lease_lapse() -> None:
 async def test_a_claim_whose_renewal_is_not_answered_does_not_count() -> None:
     store = Guarded()
     leader = candidate(store, ttl_s=0.2)
-    looks: list[bool] = []
+    polls: list[bool] = []
 
     def saw(_: object) -> None:
-        looks.append(leader.is_valid())
+        polls.append(leader.is_valid())
 
     async def never(lease_id: int) -> bool:
-        if len(looks) > 1:
+        if len(polls) > 1:
             return await store.store.renew_lease(lease_id)
         await anyio.sleep_forever()
         raise AssertionError
@@ -136,5 +136,5 @@ async def test_a_claim_whose_renewal_is_not_answered_does_not_count() -> None:
     store.renew_lease = never  # type: ignore[method-assign]
     with anyio.fail_after(DEADLINE_S):
         await leader.acquire(saw)
-    assert looks == [False, False]
+    assert polls == [False, False]
     assert leader.is_valid()

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from elastic.agent.link import Complaint
+from elastic.agent.link import WaitLogger
 from elastic.core.config import ns
 
 
@@ -29,13 +29,13 @@ def clock() -> HandClock:
 
 
 @pytest.fixture
-def complaint(clock: HandClock, caplog: pytest.LogCaptureFixture) -> Complaint:
+def complaint(clock: HandClock, caplog: pytest.LogCaptureFixture) -> WaitLogger:
     caplog.set_level(logging.WARNING)
-    return Complaint(clock)
+    return WaitLogger(clock)
 
 
 def test_a_connection_ends_the_wait(
-    clock: HandClock, complaint: Complaint, caplog: pytest.LogCaptureFixture
+    clock: HandClock, complaint: WaitLogger, caplog: pytest.LogCaptureFixture
 ) -> None:
     complaint.say("nobody answers")
     complaint.clear()
@@ -45,7 +45,7 @@ def test_a_connection_ends_the_wait(
 
 
 def test_what_nobody_else_says_is_said_at_once_and_then_every_half_minute(
-    clock: HandClock, complaint: Complaint, caplog: pytest.LogCaptureFixture
+    clock: HandClock, complaint: WaitLogger, caplog: pytest.LogCaptureFixture
 ) -> None:
     for second in range(0, 62, 2):
         clock.now_ns = ns(second)

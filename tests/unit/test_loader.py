@@ -23,9 +23,9 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
-from elastic.core.policy.cursor import Cursor, Epochs
+from elastic.core.policy.cursor import Cursor, DataPlan
 from elastic.errors import InvariantViolation, UsageError
-from elastic.worker.loader import MicroBatchLoader
+from elastic.worker.data.loader import MicroBatchLoader
 
 DATA = TensorDataset(torch.arange(10))
 
@@ -63,7 +63,7 @@ class Lying(MySequence):
 
 
 def expected(
-    epochs: Epochs, cursor: Cursor, held: tuple[int, int]
+    epochs: DataPlan, cursor: Cursor, held: tuple[int, int]
 ) -> Iterator[tuple[Cursor, int, int, list[int]]]:
     """What comes after a deal, written down the plain way."""
     epoch, step = cursor.epoch, cursor.step
@@ -86,7 +86,7 @@ def taken(loader: MicroBatchLoader) -> tuple[Cursor, int, int, list[int]]:
 
 
 @st.composite
-def deals(draw: st.DrawFn, epochs: Epochs) -> tuple[Cursor, tuple[int, int], int]:
+def deals(draw: st.DrawFn, epochs: DataPlan) -> tuple[Cursor, tuple[int, int], int]:
     cursor = Cursor(draw(st.integers(0, 3)), draw(st.integers(0, epochs.steps - 1)))
     first = draw(st.integers(0, epochs.num_micro_batches - 1))
     last = draw(st.integers(first + 1, epochs.num_micro_batches))

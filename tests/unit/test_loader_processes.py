@@ -15,7 +15,7 @@ import pytest
 from torch.utils.data import DataLoader, Dataset
 
 from elastic.core.policy.cursor import Cursor
-from elastic.worker.loader import MicroBatchLoader
+from elastic.worker.data.loader import MicroBatchLoader
 from tests.patience import wait_for
 
 pytestmark = [

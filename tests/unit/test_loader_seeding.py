@@ -21,7 +21,7 @@ from torch.utils.data import (
 )
 
 from elastic.core.policy.cursor import Cursor
-from elastic.worker.loader import MicroBatchLoader
+from elastic.worker.data.loader import MicroBatchLoader
 
 pytestmark = [
     # Python 3.12 remarks on every fork of a process that has used torch.

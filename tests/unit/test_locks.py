@@ -11,14 +11,14 @@ import pytest
 from click.testing import CliRunner, Result
 
 from elastic.client.endpoints import Endpoints, with_reason
-from elastic.coord.certs import Wanted, init_authority, issue
+from elastic.coord.certs import CertificateRequest, init_authority, issue
 from elastic.coord.cli import exit_code, main
 from elastic.coord.roles import Role
 from elastic.coord.serve import ServeOptions
-from elastic.coord.server_limits import Door, Limits
+from elastic.coord.server_limits import AdmissionLimiter, ServerLimits
 from elastic.errors import Busy, ConfigError, CoordinatorUntrusted, NotLeading, UsageError
 from elastic.runtime.access import PEM_BYTES_MAX, Access, TlsFiles
-from elastic.runtime.certificates import RevokedList, Shown, read_shown
+from elastic.runtime.certificates import CertificateSummary, RevokedList, read_shown
 from elastic.runtime.clock import SystemClock
 from elastic.runtime.rpc import call_metadata
 from elastic.runtime.tether import check_tether
@@ -53,9 +53,11 @@ def test_a_certificate_is_renewed_in_its_role_and_never_replaced_by_one_of_anoth
     made = init_authority(tmp_path, ("localhost",), NOW)
     before = (made / "tls.crt").read_bytes()
     with pytest.raises(UsageError, match="holds a certificate of role admin"):
-        issue(tmp_path, Wanted(name="coordinator", role=Role.READ), NOW)
+        issue(tmp_path, CertificateRequest(name="coordinator", role=Role.READ), NOW)
     assert (made / "tls.crt").read_bytes() == before
-    issue(tmp_path, Wanted(name="coordinator", role=Role.ADMIN, hosts=("localhost",)), NOW)
+    issue(
+        tmp_path, CertificateRequest(name="coordinator", role=Role.ADMIN, hosts=("localhost",)), NOW
+    )
     assert (made / "tls.crt").read_bytes() != before
 
 
@@ -98,7 +100,9 @@ def test_a_client_shows_the_token_that_its_file_holds_now(tmp_path: Path) -> Non
 
 
 def test_probes_without_credentials_take_nothing_from_callers_of_the_same_host() -> None:
-    door = Door(Limits(rate_per_s=0.001, burst=2.0, probes_per_caller_max=1), SystemClock())
+    door = AdmissionLimiter(
+        ServerLimits(rate_per_s=0.001, burst=2.0, probes_per_caller_max=1), SystemClock()
+    )
     with door.stranger("ipv4:10.0.0.1"):
         with pytest.raises(Busy, match="a stranger at"), door.stranger("ipv4:10.0.0.1"):
             pass
@@ -178,16 +182,16 @@ def revoked_by(folder: Path) -> RevokedList:
     return RevokedList(folder / "ca.crt")
 
 
-def shown_in(folder: Path) -> Shown:
+def shown_in(folder: Path) -> CertificateSummary:
     return read_shown((folder / "tls.crt").read_bytes())
 
 
 def test_a_name_is_locked_out_with_every_certificate_that_it_ever_had(tmp_path: Path) -> None:
     init_authority(tmp_path, ("localhost",), NOW)
-    wanted = Wanted(name="bob", role=Role.SUBMIT)
+    wanted = CertificateRequest(name="bob", role=Role.SUBMIT)
     older = shown_in(issue(tmp_path, wanted, NOW))
     newer = shown_in(issue(tmp_path, wanted, NOW))
-    other = shown_in(issue(tmp_path, Wanted(name="eve", role=Role.READ), NOW))
+    other = shown_in(issue(tmp_path, CertificateRequest(name="eve", role=Role.READ), NOW))
     done = elastic_coord("certs", "revoke", tmp_path, "bob")
     assert done.exit_code == 0, done.output
     # Whoever uses a certificate of this authority finds the list beside its own.
@@ -215,14 +219,15 @@ def test_a_list_that_is_lost_or_damaged_lets_nobody_in_again(
     init_authority(tmp_path, ("localhost",), NOW)
     known = revoked_by(tmp_path)
     bob, eve = (
-        shown_in(issue(tmp_path, Wanted(name=name, role=Role.READ), NOW)) for name in ("bob", "eve")
+        shown_in(issue(tmp_path, CertificateRequest(name=name, role=Role.READ), NOW))
+        for name in ("bob", "eve")
     )
     assert elastic_coord("certs", "revoke", tmp_path, "bob").exit_code == 0
     assert known.look() == [bob.serial]
     crl = tmp_path / "ca.crl"
     whole = crl.read_bytes()
     init_authority(tmp_path / "theirs", ("localhost",), NOW)
-    issue(tmp_path / "theirs", Wanted(name="x", role=Role.READ), NOW)
+    issue(tmp_path / "theirs", CertificateRequest(name="x", role=Role.READ), NOW)
     assert elastic_coord("certs", "revoke", tmp_path / "theirs", "x").exit_code == 0
     forged = (tmp_path / "theirs" / "ca.crl").read_bytes()
     for text in (whole[:100], b"", b"-----BEGIN X509 CRL-----\nnothing\n", forged):
@@ -245,7 +250,7 @@ def test_a_list_that_is_lost_or_damaged_lets_nobody_in_again(
 def test_no_certificate_takes_the_place_of_all_of_them(tmp_path: Path) -> None:
     init_authority(tmp_path, ("localhost",), NOW)
     with pytest.raises(UsageError, match="choose another"):
-        issue(tmp_path, Wanted(name="issued", role=Role.NODE), NOW)
+        issue(tmp_path, CertificateRequest(name="issued", role=Role.NODE), NOW)
 
 
 def test_certificates_are_listed_and_revoked_only_where_there_is_an_authority(

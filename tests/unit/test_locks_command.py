@@ -9,9 +9,9 @@ import pytest
 from click.testing import CliRunner, Result
 
 from elastic.coord.cli import main
-from elastic.coord.follows import Merged, Waiting
+from elastic.coord.log_fanout import BufferBudget, MergedOutput
 from elastic.coord.roles import Role
-from elastic.coord.server_limits import Door, Limits
+from elastic.coord.server_limits import AdmissionLimiter, ServerLimits
 from elastic.coord.tokens import TokenList
 from elastic.core.world import WorkerId
 from elastic.errors import Busy, ConfigError
@@ -157,14 +157,14 @@ def test_a_coordinator_does_not_start_with_half_a_lock(
 
 
 def test_the_streams_of_one_nodes_credentials_are_limited() -> None:
-    door = Door(Limits(streams_per_node_max=1), SystemClock())
+    door = AdmissionLimiter(ServerLimits(streams_per_node_max=1), SystemClock())
     shared = (door.agent(""), door.agent(""), door.agent("n2"))
     with shared[0], shared[1], shared[2], door.agent("n1"):
         assert "n1 has 1 agents open" in refusal_of(door)
     assert refusal_of(door) == ""
 
 
-def refusal_of(door: Door) -> str:
+def refusal_of(door: AdmissionLimiter) -> str:
     """Return why another stream of n1 is not let in, "" if it is."""
     try:
         with door.agent("n1"):
@@ -174,8 +174,8 @@ def refusal_of(door: Door) -> str:
 
 
 def test_readers_share_what_may_wait_and_give_it_back() -> None:
-    waiting = Waiting(limit=10)
-    first, second = Merged(all_waiting=waiting), Merged(all_waiting=waiting)
+    waiting = BufferBudget(limit=10)
+    first, second = MergedOutput(all_waiting=waiting), MergedOutput(all_waiting=waiting)
     worker = WorkerId("n1/1")
     first.put(worker, "12345678")
     second.put(worker, "123")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic.agent.follow import LogReader
+from elastic.agent.log_follow import LogReader
 from elastic.agent.logs import LogFile, LogLimits
 from elastic.agent.old_logs import OldLogLimits, prune_logs
 

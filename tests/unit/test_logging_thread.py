@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 
-from elastic.runtime.logging_thread import Front
+from elastic.runtime.logging_thread import LogQueue
 from tests.patience import DEADLINE_S
 
 
@@ -29,7 +29,7 @@ def line(number: int) -> logging.LogRecord:
 
 def test_nobody_waits_for_who_does_not_read_and_what_was_dropped_is_counted() -> None:
     handler = Stalled()
-    front = Front(handler, lines_max=3)
+    front = LogQueue(handler, lines_max=3)
     front.handle(line(0))
     assert handler.begun.wait(DEADLINE_S)
     for number in range(1, 9):

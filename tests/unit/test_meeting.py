@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 
 from elastic.core.policy.cursor import Cursor
-from elastic.core.policy.recovery import Standing
+from elastic.core.policy.recovery import RunPosition
 from elastic.errors import UsageError
-from elastic.worker.links import Entry
-from elastic.worker.meeting import Told, check_alike
+from elastic.worker.engine.group_sync import MemberInfo, check_alike
+from elastic.worker.group.member_links import MemberEntry
 
 
-def told(model: int = 7, data: int = 0, epoch: int = 0, step: int = 0) -> Told:
-    standing = Standing(has_state=True, cursor=Cursor(epoch, step), is_inside=True)
-    return Told(standing, model, data, 1, Entry())
+def told(model: int = 7, data: int = 0, epoch: int = 0, step: int = 0) -> MemberInfo:
+    standing = RunPosition(has_state=True, cursor=Cursor(epoch, step), is_inside=True)
+    return MemberInfo(standing, model, data, 1, MemberEntry())
 
 
 def test_other_parameters_are_refused_by_the_rank_that_has_them() -> None:

@@ -14,12 +14,20 @@ import pytest
 
 from elastic.core.config import CoordinatorConfig, JobSpec, ns
 from elastic.core.policy.decision import Decision
-from elastic.core.policy.membership import ANEW_S, UNASKED_S, Act, Candidate, Current, Plan, decide
+from elastic.core.policy.membership import (
+    ANEW_S,
+    UNASKED_S,
+    Candidate,
+    CurrentGroup,
+    GroupAction,
+    GroupPlan,
+    decide,
+)
 from elastic.core.world import JobId, NodeId, WorkerId, WorkerPhase
 from tests.strategies import SCRIPT
 
 NOW = ns(100)
-CONFIG = CoordinatorConfig(start_patience_s=10, broken_grace_s=0.3, boundary_timeout_s=30)
+CONFIG = CoordinatorConfig(start_timeout_s=10, broken_grace_s=0.3, boundary_timeout_s=30)
 PHASES = {
     "start": WorkerPhase.STARTING, "ready": WorkerPhase.READY, "form": WorkerPhase.FORMING,
     "train": WorkerPhase.TRAINING, "broken": WorkerPhase.BROKEN, "done": WorkerPhase.FINISHED,
@@ -60,17 +68,19 @@ def ask(
     now_ns: int = NOW,
     own_steps: bool = False,
     **current: Any,
-) -> Decision[Plan]:
+) -> Decision[GroupPlan]:
     """Decide for generation 1 with these members (open), or for no group if there are none."""
     spec = JobSpec(
         job_id=JobId("j1"), name="digits", entry=SCRIPT, min_workers=low, max_workers=high,
         workers_per_replica=replica, own_steps=own_steps,
     )  # fmt: skip
-    known = Current(1, ids(members), **{"is_open": True, **current}) if members else Current()
+    known = (
+        CurrentGroup(1, ids(members), **{"is_open": True, **current}) if members else CurrentGroup()
+    )
     return decide(spec, known, [worker(w) for w in workers.split()], now_ns, CONFIG)
 
 
-def answer(decision: Decision[Plan]) -> str:
+def answer(decision: Decision[GroupPlan]) -> str:
     """Return the plan as "form start: a1 b1" and the like."""
     plan = decision.value
     members = " ".join(w.replace("/", "") for w in plan.members)
@@ -393,6 +403,6 @@ def test_a_loss_counts_before_a_deadline_and_a_deadline_before_a_broken_group() 
     assert answer(ask(workers, "a1 b1 c1 d1")) == "form lost: a1 b1"
 
 
-@pytest.mark.parametrize("act", list(Act))
-def test_a_plan_other_than_form_names_no_members(act: Act) -> None:
-    assert Plan(act).members == ()
+@pytest.mark.parametrize("act", list(GroupAction))
+def test_a_plan_other_than_form_names_no_members(act: GroupAction) -> None:
+    assert GroupPlan(act).members == ()

@@ -9,7 +9,7 @@ from tests.patience import DEADLINE_S
 
 CODE = """
 import atexit, os
-from elastic.worker.arena import Slot
+from elastic.worker.state.arena import Slot
 
 slot = Slot()
 number = slot._fd

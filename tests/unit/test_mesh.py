@@ -14,18 +14,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic.worker import mesh as mesh_module
-from elastic.worker.mesh import HEADER, HELLO, Door, Mesh, Reach
-from elastic.worker.outcome import is_group_broken
+from elastic.worker.engine.outcome import is_group_broken
+from elastic.worker.group import peer_sockets as mesh_module
+from elastic.worker.group.peer_sockets import HEADER, HELLO, PeerAddress, PeerEndpoint, PeerSockets
 from tests.patience import DEADLINE_S, wait_for
 
-REACH = Reach("127.0.0.1", DEADLINE_S)
+REACH = PeerAddress("127.0.0.1", DEADLINE_S)
 
 
 @contextlib.contextmanager
-def members(size: int, reach: Reach = REACH) -> Iterator[list[Mesh]]:
+def members(size: int, reach: PeerAddress = REACH) -> Iterator[list[PeerSockets]]:
     """Meshes of a whole group, connected."""
-    meshes = [Mesh(reach) for _ in range(size)]
+    meshes = [PeerSockets(reach) for _ in range(size)]
     doors = [mesh.door for mesh in meshes]
     try:
         at_once([lambda r=r, m=m: m.join(r, doors, DEADLINE_S) for r, m in enumerate(meshes)])
@@ -42,7 +42,7 @@ def at_once(calls: list[Callable[[], object]]) -> None:
             future.result(DEADLINE_S)
 
 
-def take(mesh: Mesh, rank: int, tag: int, size: int) -> bytes:
+def take(mesh: PeerSockets, rank: int, tag: int, size: int) -> bytes:
     """Wait for a message."""
     data = bytearray(size)
     mesh.expect(rank, tag, [memoryview(data)])
@@ -50,11 +50,11 @@ def take(mesh: Mesh, rank: int, tag: int, size: int) -> bytes:
     return bytes(data)
 
 
-def give(mesh: Mesh, rank: int, tag: int, data: bytes) -> None:
+def give(mesh: PeerSockets, rank: int, tag: int, data: bytes) -> None:
     mesh.send(rank, tag, [memoryview(data)])
 
 
-def give_for_ever(mesh: Mesh, rank: int) -> None:
+def give_for_ever(mesh: PeerSockets, rank: int) -> None:
     deadline = time.monotonic() + DEADLINE_S
     while time.monotonic() < deadline:
         give(mesh, rank, 1, bytes(1000))
@@ -150,7 +150,7 @@ def test_a_cut_frees_whoever_waits() -> None:
 
 
 def test_a_cut_ends_joining() -> None:
-    mesh, other = Mesh(REACH), Mesh(REACH)
+    mesh, other = PeerSockets(REACH), PeerSockets(REACH)
     with ThreadPoolExecutor(1) as threads:
         joining = threads.submit(mesh.join, 0, [mesh.door, other.door], DEADLINE_S)
         # A cut before it listens counts, too: so no moment is the wrong one.
@@ -162,14 +162,14 @@ def test_a_cut_ends_joining() -> None:
 
 
 def test_whoever_stays_silent_too_long_is_named() -> None:
-    with members(2, Reach("127.0.0.1", 0.05)) as (one, _):
+    with members(2, PeerAddress("127.0.0.1", 0.05)) as (one, _):
         with pytest.raises(RuntimeError, match="timed out after 0 s waiting for rank 1") as raised:
             take(one, 1, 1, 1)
         assert is_group_broken(raised.value)
 
 
 def test_a_wait_may_be_long() -> None:
-    with members(2, Reach("127.0.0.1", 1e9)) as (one, other):
+    with members(2, PeerAddress("127.0.0.1", 1e9)) as (one, other):
         threading.Timer(0.05, give, [other, 0, 1, b"late"]).start()
         assert take(one, 1, 1, 4) == b"late"
 
@@ -180,12 +180,12 @@ def test_a_cut_frees_whoever_connects(rank: int) -> None:
         socket.create_server(("127.0.0.1", 0), backlog=1) as silent,
         contextlib.ExitStack() as held,
     ):
-        door = Door("127.0.0.1", silent.getsockname()[1])
+        door = PeerEndpoint("127.0.0.1", silent.getsockname()[1])
         for _ in range(3):  # More than it takes: who comes now is not answered.
             sock = held.enter_context(socket.socket())
             sock.setblocking(False)
             sock.connect_ex(("127.0.0.1", door.port))
-        mesh = Mesh(REACH)
+        mesh = PeerSockets(REACH)
         doors = [door, mesh.door] if rank else [mesh.door, door]
         with ThreadPoolExecutor(1) as threads:
             joining = threads.submit(mesh.join, rank, doors, DEADLINE_S)
@@ -208,7 +208,7 @@ def test_sigpipe_does_not_end_who_sends_to_a_dead_peer() -> None:
 
 
 def test_strangers_are_turned_away() -> None:
-    one, other = Mesh(REACH), Mesh(REACH)
+    one, other = PeerSockets(REACH), PeerSockets(REACH)
     doors = [one.door, other.door]
     where = (one.door.address, one.door.port)
     strangers = [socket.create_connection(where) for _ in range(5)]
@@ -227,7 +227,7 @@ def test_strangers_are_turned_away() -> None:
 
 
 def test_a_member_that_does_not_come_is_not_waited_for_long() -> None:
-    mesh, other = Mesh(REACH), Mesh(REACH)
+    mesh, other = PeerSockets(REACH), PeerSockets(REACH)
     with pytest.raises(OSError, match="timed out"):
         mesh.join(0, [mesh.door, other.door], 0.05)
     other.close()
@@ -259,8 +259,8 @@ def test_nonsense_is_refused_before_memory_is_given_to_it(size: int) -> None:
 
 @given(st.ip_addresses().map(str), st.integers(0, 65535), st.binary(min_size=16, max_size=16))
 def test_a_door_travels_as_five_numbers(address: str, port: int, token: bytes) -> None:
-    door = Door(address, port, token)
+    door = PeerEndpoint(address, port, token)
     numbers = door.numbers()
     assert all(-(2**63) <= number < 2**63 for number in numbers)
     if not address.lower().startswith("::ffff:"):
-        assert Door.of(numbers) == door
+        assert PeerEndpoint.of(numbers) == door

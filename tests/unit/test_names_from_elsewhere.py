@@ -11,11 +11,11 @@ from torch.distributed import HashStore
 
 from elastic.errors import GroupError, StorageError
 from elastic.storage.files import Files
-from elastic.storage.marker import Marker, StoredFile
+from elastic.storage.marker import CheckpointMarker, StoredFile
 from elastic.storage.run_directory import RunDirectory
-from elastic.worker.agreement import Agreement, Part
+from elastic.worker.checkpoint.report_votes import ReportPart, ReportVotes
 
-MARKER = Marker("j", 1, 0, 1, 0, "{}", ())
+MARKER = CheckpointMarker("j", 1, 0, 1, 0, "{}", ())
 OUTSIDE = ("..", "../../precious", "a/../../..", "/etc", "a//b", "./a", "a/", "\0", "a/./b")
 
 
@@ -52,9 +52,9 @@ def test_no_name_of_a_file_leads_out_of_its_folder(tmp_path: Path, name: str) ->
             act(name)
     with pytest.raises(StorageError, match="leads elsewhere"):
         files.write(name, b"")
-    marker = Marker("j", 1, 0, 1, 0, "{}", (StoredFile(name, 1, 2),))
+    marker = CheckpointMarker("j", 1, 0, 1, 0, "{}", (StoredFile(name, 1, 2),))
     with pytest.raises(ValueError, match="leads elsewhere"):
-        Marker.from_json(marker.to_json())
+        CheckpointMarker.from_json(marker.to_json())
 
 
 @pytest.mark.parametrize(
@@ -66,8 +66,8 @@ def test_no_name_of_a_file_leads_out_of_its_folder(tmp_path: Path, name: str) ->
 )  # fmt: skip
 def test_parts_that_no_members_wrote_break_the_group_and_are_nobodys_failure(said: str) -> None:
     store = HashStore()
-    agreement = Agreement(store, 0, world_size=2)
-    agreement.add_part(0, Part(1, "c"))
+    agreement = ReportVotes(store, 0, world_size=2)
+    agreement.add_part(0, ReportPart(1, "c"))
     assert [part.rank for part in agreement.parts(0)] == [1]
     store.append("report/0/parts", said + "\n")
     with pytest.raises(GroupError, match="report 0"):

@@ -10,10 +10,10 @@ import pytest
 
 from elastic.errors import DamagedCheckpoint, StorageError
 from elastic.storage.files import Files
-from elastic.storage.marker import Marker, StoredFile
+from elastic.storage.integrity import read_marker
+from elastic.storage.marker import CheckpointMarker, StoredFile
 from elastic.storage.metrics import MetricsLog, read_metrics
 from elastic.storage.run_directory import RunDirectory
-from elastic.storage.soundness import read_marker
 
 
 def source_of(folder: Path, content: str = "weights") -> Path:
@@ -22,8 +22,8 @@ def source_of(folder: Path, content: str = "weights") -> Path:
     return folder
 
 
-def marker_of(files: tuple[StoredFile, ...] = ()) -> Marker:
-    return Marker("j", 1, 0, 1, 1, "{}", files)
+def marker_of(files: tuple[StoredFile, ...] = ()) -> CheckpointMarker:
+    return CheckpointMarker("j", 1, 0, 1, 1, "{}", files)
 
 
 def test_an_upload_under_a_name_that_counts_leaves_it_whole(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 from elastic.agent.device_health import DeviceWatch
 from elastic.agent.health import DISK_BYTES_MIN, HealthWatch
 from elastic.core.config import CoordinatorConfig, ns
-from elastic.core.events.agent import HealthFound, SendCoordinator
+from elastic.core.events.agent import HealthChanged, SendCoordinator
 from elastic.core.messages import NodeHealth
 from elastic.core.policy.health import judge_faults
 from elastic.core.world import ExitCause, ExitKind
@@ -85,9 +85,9 @@ def with_a_faulty_node() -> Coordinator:
 
 def test_an_agent_tells_what_is_wrong_once_and_in_its_hellos() -> None:
     agent = registered()
-    told = agent.do(HealthFound(("memory",)))
+    told = agent.do(HealthChanged(("memory",)))
     assert [e.message for e in of(told, SendCoordinator)] == [NodeHealth(("memory",))]
-    assert of(agent.do(HealthFound(("memory",))), SendCoordinator) == []
+    assert of(agent.do(HealthChanged(("memory",))), SendCoordinator) == []
     assert reconnect(agent).problems == ("memory",)
 
 

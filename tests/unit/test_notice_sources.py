@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from elastic.agent.notices.choosing import AZURE_TAG, choose_sources, find_names
-from elastic.agent.notices.metadata import Endpoint
+from elastic.agent.notices.metadata import MetadataEndpoint
 from elastic.agent.notices.source import CEILING_S, FLOOR_S, Notice, time_left_s
 from elastic.errors import ConfigError
 
@@ -61,17 +61,17 @@ def test_what_is_no_source_is_refused_by_name(text: str) -> None:
 @pytest.mark.parametrize(
     ("text", "endpoint"),
     [
-        ("", Endpoint("10.1.1.1")),
-        ("127.0.0.1:8080", Endpoint("127.0.0.1", 8080)),
-        ("http://[fd00:ec2::254]", Endpoint("fd00:ec2::254")),
-        ("http://metadata:70000", Endpoint("10.1.1.1")),
-        ("http://", Endpoint("10.1.1.1")),
+        ("", MetadataEndpoint("10.1.1.1")),
+        ("127.0.0.1:8080", MetadataEndpoint("127.0.0.1", 8080)),
+        ("http://[fd00:ec2::254]", MetadataEndpoint("fd00:ec2::254")),
+        ("http://metadata:70000", MetadataEndpoint("10.1.1.1")),
+        ("http://", MetadataEndpoint("10.1.1.1")),
     ],
 )
 def test_the_address_of_a_metadata_server_is_the_given_one_or_the_known_one(
-    text: str, endpoint: Endpoint
+    text: str, endpoint: MetadataEndpoint
 ) -> None:
-    assert Endpoint.parse(text, "10.1.1.1") == endpoint
+    assert MetadataEndpoint.parse(text, "10.1.1.1") == endpoint
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from tests.patience import DEADLINE_S
 
 GROWS = """
 import json, os, socket, sys
-from elastic.worker.nursery import Script, grow
+from elastic.worker.process.script_zygote import Script, grow
 
 def grown(text):
     with open("script.py", "w") as file:

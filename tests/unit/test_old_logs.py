@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic.agent.follow import LogReader
+from elastic.agent.log_follow import LogReader
 from elastic.agent.logs import LogFile, LogLimits
 from elastic.agent.old_logs import OldLogLimits, hold, prune_logs
 

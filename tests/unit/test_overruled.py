@@ -10,7 +10,7 @@ import pytest
 from elastic import train
 from elastic.train import overruled
 from elastic.train.config import TorchConfig
-from elastic.worker.context import WorkerContext
+from elastic.worker.engine.context import WorkerContext
 
 ENVIRON = {"ELASTIC_MIN": "1", "TORCHELASTIC_MAX_RESTARTS": "3"}
 
@@ -84,7 +84,7 @@ def test_what_differs_is_named_with_its_option() -> None:
 def test_rank_0_says_it_once(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(overruled, "_is_said", False)
+    monkeypatch.setattr(overruled, "_is_reported", False)
     rest = (train.ScalingConfig(), train.RunConfig(callbacks=[Callback()]), TorchConfig())
     overruled.say_overruled(context(join=context), *rest)
     overruled.say_overruled(context(world_rank=1), *rest)

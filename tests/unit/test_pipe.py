@@ -61,7 +61,7 @@ def ends() -> Iterator[tuple[socket.socket, socket.socket]]:
         yield agent, worker
 
 
-async def heard_by(pipe: AsyncPipe) -> list[PipeToAgent]:
+async def received_by(pipe: AsyncPipe) -> list[PipeToAgent]:
     with anyio.fail_after(DEADLINE_S):
         return [message async for message in pipe]
 
@@ -113,16 +113,16 @@ async def test_last_words_arrive_although_writing_failed(
     worker.close()
     assert not agent.send(Ping(2))
     assert not agent.send(Stop("end", 0))
-    assert await heard_by(agent) == [LAST_WORDS]
+    assert await received_by(agent) == [LAST_WORDS]
     agent.close()
 
 
 async def test_closing_ends_a_pending_receive(ends: tuple[socket.socket, socket.socket]) -> None:
     agent = AsyncPipe(ends[0], "process 1")
-    heard: list[PipeToAgent | None] = []
+    received: list[PipeToAgent | None] = []
 
     async def listen() -> None:
-        heard.append(await agent.receive())
+        received.append(await agent.receive())
 
     with anyio.fail_after(DEADLINE_S):
         async with anyio.create_task_group() as tasks:
@@ -130,7 +130,7 @@ async def test_closing_ends_a_pending_receive(ends: tuple[socket.socket, socket.
             await anyio.wait_all_tasks_blocked()
             agent.close()
             agent.close()
-    assert heard == [None]
+    assert received == [None]
     assert not agent.send(Ping(1))
     assert await agent.receive() is None
     assert ends[0].fileno() == -1
@@ -140,7 +140,7 @@ async def test_a_cancelled_receive_loses_nothing(
     ends: tuple[socket.socket, socket.socket],
 ) -> None:
     agent, worker = AsyncPipe(ends[0], "process 1"), Pipe(ends[1])
-    heard: list[PipeToAgent | None] = []
+    received: list[PipeToAgent | None] = []
     for number in range(50):
         listening = asyncio.ensure_future(agent.receive())
         # Between none and three turns of the loop, so that the cancel meets every stage.
@@ -150,12 +150,12 @@ async def test_a_cancelled_receive_loses_nothing(
             await asyncio.sleep(0)
         listening.cancel()
         try:
-            heard.append(await listening)
+            received.append(await listening)
         except asyncio.CancelledError:
             continue
     worker.close()
-    heard += await heard_by(agent)
-    assert heard == [Pong(number) for number in range(50)]
+    received += await received_by(agent)
+    assert received == [Pong(number) for number in range(50)]
     agent.close()
 
 
@@ -186,11 +186,11 @@ def test_nonsense_from_an_agent_is_refused(ends: tuple[socket.socket, socket.soc
 
 def test_closing_frees_a_thread_that_waits(ends: tuple[socket.socket, socket.socket]) -> None:
     worker = Pipe(ends[1])
-    heard: list[list[PipeToWorker]] = []
-    thread = threading.Thread(target=lambda: heard.append(list(worker)), daemon=True)
+    received: list[list[PipeToWorker]] = []
+    thread = threading.Thread(target=lambda: received.append(list(worker)), daemon=True)
     thread.start()
     worker.close()
     thread.join(DEADLINE_S)
-    assert heard == [[]]
+    assert received == [[]]
     with pytest.raises(Unavailable, match="closed"):
         worker.receive(timeout_s=0)

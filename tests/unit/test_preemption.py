@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from elastic.core.config import JobSpec, ns
-from elastic.core.events.worker import GroupFormed, TellPreemption
+from elastic.core.events.worker import GroupFormed, NotifyPreemption
 from elastic.core.messages import Preemption
 from elastic.core.policy.preemption import save_before
 from elastic.core.world import JobId, JobPhase, LeavingNode, NodeId
@@ -85,7 +85,7 @@ NEWS = Preemption(ME, 1, ns(20), "spot", (LeavingNode(NodeId("n2"), (1,)),))
 
 def test_a_worker_passes_the_news_on_with_the_deadline_on_its_own_clock() -> None:
     (effect,) = training(1).told(NEWS)
-    assert isinstance(effect, TellPreemption)
+    assert isinstance(effect, NotifyPreemption)
     assert (effect.generation, effect.reason, effect.nodes) == (1, "spot", NEWS.nodes)
     assert effect.deadline_ns >= ns(20)
 

@@ -32,7 +32,7 @@ from elastic.train.torch import (
     prepare_data_loader,
     prepare_model,
 )
-from elastic.worker.local import LocalRun, local_context
+from elastic.worker.process.local import LocalRun, local_context
 
 DATA = TensorDataset(torch.arange(10))
 

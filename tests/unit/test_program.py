@@ -11,7 +11,7 @@ from elastic.agent.kernel import kill_quietly, session_members
 
 WORKER = """
 import os
-from elastic.worker.program import _wait_for
+from elastic.worker.process.program import _wait_for
 _wait_for(["sh", "-c", "sleep 1000 & echo $!; wait"], dict(os.environ))
 """
 

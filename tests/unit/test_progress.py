@@ -11,13 +11,20 @@ from collections.abc import Callable
 import pytest
 
 from elastic.core.config import NS_PER_S
-from elastic.core.events.worker import Looked
-from elastic.core.machine.worker_pulse import LOOK_NS, PulseWatch, Seen
-from elastic.core.policy.hang import FIRST_TIMES, LONGEST_TIMES, Hang, Sight, Watched, judge
+from elastic.core.events.worker import ActivitySampled
+from elastic.core.machine.worker_pulse import POLL_NS, ActivityMonitor, PulseState
+from elastic.core.policy.hang import (
+    FIRST_TIMES,
+    LONGEST_TIMES,
+    Hang,
+    MainThreadState,
+    WatchedMember,
+    judge,
+)
 from elastic.core.world import Generation, WorkerId
-from elastic.worker import collective_watch
-from elastic.worker.activity import Activity
-from elastic.worker.collective_watch import CollectiveWatch, Stance
+from elastic.worker.base.activity import Activity
+from elastic.worker.group import collective_watch
+from elastic.worker.group.collective_watch import BlockedIn, CollectiveWatch
 from tests.patience import DEADLINE_S
 
 TIMEOUT_NS = 30 * NS_PER_S
@@ -36,7 +43,7 @@ def seen_while(code: str) -> bool:
     script = textwrap.dedent(
         """
         import os, sys, threading, time
-        from elastic.worker.collective_watch import CollectiveWatch
+        from elastic.worker.group.collective_watch import CollectiveWatch
 
         def look():
             watch, moves = CollectiveWatch(), []
@@ -50,7 +57,7 @@ def seen_while(code: str) -> bool:
         begun = threading.Event()
         threading.Thread(target=look, daemon=True).start()
         """
-    ).format(looks=LOOKS) + textwrap.dedent(code)
+    ).format(polls=LOOKS) + textwrap.dedent(code)
     done = subprocess.run(
         [sys.executable, "-c", script],
         capture_output=True,
@@ -107,22 +114,22 @@ def test_work_is_told_from_standing_still(code: str, works: bool) -> None:
 
 def test_named_work_counts_however_still_it_looks() -> None:
     watch = CollectiveWatch()
-    looks = {watch.look(1, number * LOOK_NS, work="evaluation")[0] for number in range(5)}
-    assert len(looks) == 5
+    polls = {watch.look(1, number * POLL_NS, work="evaluation")[0] for number in range(5)}
+    assert len(polls) == 5
 
 
 def test_a_wait_is_seen_also_where_looks_come_late(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a busy machine some always do: what was between them is left out, and no more."""
     monkeypatch.setattr(collective_watch, "seen_stack", lambda _: ((1,), ""))
-    monkeypatch.setattr(collective_watch, "stance_of", lambda _: Stance.CALLED)
+    monkeypatch.setattr(collective_watch, "blocked_in_of", lambda _: BlockedIn.CALLED)
     monkeypatch.setattr(collective_watch.c10d, "issued", lambda: (7,))
     watch, now_ns, waited_ns = CollectiveWatch(), NS_PER_S, 0
     for _ in range(3):
         for _ in range(20):
-            now_ns += LOOK_NS
+            now_ns += POLL_NS
             waited_ns = watch.look(1, now_ns)[1]
-        now_ns += 10 * LOOK_NS
-    assert 50 * LOOK_NS <= waited_ns < 60 * LOOK_NS
+        now_ns += 10 * POLL_NS
+    assert 50 * POLL_NS <= waited_ns < 60 * POLL_NS
 
 
 def test_work_inside_an_exchange_is_not_waiting() -> None:
@@ -139,53 +146,57 @@ def test_work_inside_an_exchange_is_not_waiting() -> None:
 # ------------------------------------------------------------------ what is reported
 
 
-def looked(pulses: PulseWatch, seconds: float, see: Callable[[int], Looked]) -> list[Seen]:
+def polled(
+    pulses: ActivityMonitor, seconds: float, see: Callable[[int], ActivitySampled]
+) -> list[PulseState]:
     """Look ten times a second; return what is reported."""
     found = []
     for number in range(1, int(seconds * 10) + 1):
-        report = pulses.look(see(number), number * LOOK_NS)
+        report = pulses.look(see(number), number * POLL_NS)
         found += [report] if report is not None else []
     return found
 
 
 def test_long_work_is_reported_for_people_and_nothing_else() -> None:
-    pulses = PulseWatch()
+    pulses = ActivityMonitor()
     pulses.begin(0, 2)
-    reports = looked(pulses, 20, lambda number: Looked(number, epoch=1, step=7))
+    reports = polled(pulses, 20, lambda number: ActivitySampled(number, epoch=1, step=7))
     assert reports
     assert all(r.working_ns >= 10 * NS_PER_S and not r.still_ns for r in reports)
 
 
 def test_a_main_thread_that_steps_reports_nothing() -> None:
-    pulses = PulseWatch()
+    pulses = ActivityMonitor()
     pulses.begin(0, 2)
-    assert not looked(pulses, 60, lambda number: Looked(number, epoch=0, step=number // 10))
+    assert not polled(
+        pulses, 60, lambda number: ActivitySampled(number, epoch=0, step=number // 10)
+    )
 
 
 def test_the_longest_standstill_that_ended_is_reported_with_the_next_one() -> None:
-    pulses = PulseWatch()
+    pulses = ActivityMonitor()
     pulses.begin(0, 2)
 
-    def see(number: int) -> Looked:
-        return Looked(2 if number > 250 else 1, step=1)
+    def see(number: int) -> ActivitySampled:
+        return ActivitySampled(2 if number > 250 else 1, step=1)
 
-    assert looked(pulses, 40, see)[-1].longest_ns == pytest.approx(25 * NS_PER_S, rel=0.02)
+    assert polled(pulses, 40, see)[-1].longest_ns == pytest.approx(25 * NS_PER_S, rel=0.02)
 
 
 # ------------------------------------------------------------------ what is judged
 
 
-def verdict(now_s: float, *sights: Sight) -> Hang:
-    members = [Watched(WorkerId(f"n{i}/1"), True, sight) for i, sight in enumerate(sights)]
+def verdict(now_s: float, *sights: MainThreadState) -> Hang:
+    members = [WatchedMember(WorkerId(f"n{i}/1"), True, sight) for i, sight in enumerate(sights)]
     return judge(G, members, int(now_s * NS_PER_S), TIMEOUT_NS).value
 
 
-def still(now_s: float, **more: object) -> Sight:
-    return Sight(G, int(now_s * NS_PER_S), still_since_ns=0, **more)  # type: ignore[arg-type]
+def still(now_s: float, **more: object) -> MainThreadState:
+    return MainThreadState(G, int(now_s * NS_PER_S), still_since_ns=0, **more)  # type: ignore[arg-type]
 
 
-def waits(now_s: float) -> Sight:
-    return Sight(G, int(now_s * NS_PER_S), waiting_since_ns=0)
+def waits(now_s: float) -> MainThreadState:
+    return MainThreadState(G, int(now_s * NS_PER_S), waiting_since_ns=0)
 
 
 def test_the_first_step_in_a_process_may_take_ten_times_as_long() -> None:
@@ -207,7 +218,7 @@ def test_what_a_run_has_shown_to_be_usual_is_no_hang() -> None:
 
 def test_work_is_named_and_accuses_nobody() -> None:
     now_s = 300
-    works = Sight(
+    works = MainThreadState(
         G, now_s * NS_PER_S, working_since_ns=10 * NS_PER_S, work="evaluate (train.py:12)"
     )
     found = verdict(now_s, waits(now_s), works, still(now_s))

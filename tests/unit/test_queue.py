@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from elastic.core.config import JobSpec
-from elastic.core.policy.claims import Claim
-from elastic.core.policy.packing import Room
+from elastic.core.policy.demands import Demand
+from elastic.core.policy.packing import NodeCapacity
 from elastic.core.policy.queue import decide
 from elastic.core.projects import ProjectShare, check_projects, parse_project
 from elastic.core.world import JobId, NodeId, Resources, Strategy, WorkerId
@@ -19,7 +19,9 @@ from tests.strategies import SCRIPT
 GPU = Resources.of({"GPU": 1})
 
 
-def claim(job: str, low: int, high: int | None = None, *, seats: str = "", **changes: Any) -> Claim:
+def claim(
+    job: str, low: int, high: int | None = None, *, seats: str = "", **changes: Any
+) -> Demand:
     """A job; `seats` are the nodes of its workers, and whoever has min of them trains."""
     here = tuple(
         (WorkerId(f"{node}/{job}{number}"), NodeId(node))
@@ -31,16 +33,18 @@ def claim(job: str, low: int, high: int | None = None, *, seats: str = "", **cha
         max_workers=low if high is None else high, **changes,
     )  # fmt: skip
     trains = len(here) >= low
-    return Claim(spec, ord(job[0]), seats=here, trains=trains, in_place=True, **facts)
+    return Demand(spec, ord(job[0]), seats=here, trains=trains, in_place=True, **facts)
 
 
-def room(node: str, slots: int, free: int | None = None, **changes: Any) -> Room:
+def room(node: str, slots: int, free: int | None = None, **changes: Any) -> NodeCapacity:
     """A node; all its slots are free unless said otherwise."""
     gpus = Resources.of({"GPU": changes.pop("gpu", 0)})
-    return Room(NodeId(node), slots, gpus, slots if free is None else free, **changes)
+    return NodeCapacity(NodeId(node), slots, gpus, slots if free is None else free, **changes)
 
 
-def grants(*claims: Claim, rooms: list[Room], shares: list[ProjectShare] | None = None) -> Any:
+def grants(
+    *claims: Demand, rooms: list[NodeCapacity], shares: list[ProjectShare] | None = None
+) -> Any:
     return {str(g.job_id): g for g in decide(claims, rooms, shares or []).value}
 
 

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from elastic import train
 from elastic.core.policy.cursor import Cursor
 from elastic.train.torch import prepare_data_loader, prepare_model, prepare_optimizer
-from elastic.worker.copying_samples import copied
+from elastic.worker.data.copying_samples import copied
 from tests.unit.engine_under_test import inside_a_run, inside_again, square
 from tests.unit.streams_under_test import loader_of
 

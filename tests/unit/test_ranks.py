@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elastic.core.policy.ranks import Place, assign_ranks
+from elastic.core.policy.ranks import RankPlace, assign_ranks
 from elastic.core.world import NodeId, WorkerId
 from elastic.errors import InvariantViolation
 
@@ -14,7 +14,7 @@ def ranks(members: str, previous: str = "") -> str:
     return " ".join(p.worker_id for p in places(members, previous))
 
 
-def places(members: str, previous: str = "") -> tuple[Place, ...]:
+def places(members: str, previous: str = "") -> tuple[RankPlace, ...]:
     ids = [WorkerId(w) for w in members.split()]
     node_of = {w: NodeId(w.partition("/")[0]) for w in ids}
     return assign_ranks(ids, node_of, [WorkerId(w) for w in previous.split()])

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from elastic.agent.reaching import Reaching
-from elastic.core.events.agent import LinksFound
+from elastic.agent.link_prober import LinkProber
+from elastic.core.events.agent import LinksProbed
 from elastic.core.link_messages import Link, LinksTried, TryLinks
 from elastic.core.world import JobId, NodeId
 
@@ -34,8 +34,8 @@ def silent() -> Iterator[str]:
 
 async def answer(addresses: dict[str, str], limit_s: float = 1.0) -> LinksTried:
     """Return what is found out about nodes at these addresses."""
-    found: asyncio.Queue[LinksFound] = asyncio.Queue()
-    reaching = Reaching(found.put_nowait, limit_s)
+    found: asyncio.Queue[LinksProbed] = asyncio.Queue()
+    reaching = LinkProber(found.put_nowait, limit_s)
     links = tuple(Link(NodeId(name), address) for name, address in addresses.items())
     reaching.order(TryLinks(JOB, links))
     return (await found.get()).answer

@@ -10,8 +10,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from elastic.errors import UsageError
-from elastic.worker import reduce as reduce_module
-from elastic.worker.bucket_exchanges import Exchanges
+from elastic.worker.reduce import reducer as reduce_module
+from elastic.worker.reduce.bucket_exchanges import BucketExchanges
 from tests.unit.reduce_under_test import (
     SIZE,
     Make,
@@ -245,13 +245,15 @@ def test_one_that_comes_later_learns_from_others_how_often_backward_is_called(
 ) -> None:
     model, twin = mlp(), mlp()
     unit = unit_of(model)
-    reducer, finish = make([unit]), Exchanges.finish
+    reducer, finish = make([unit]), BucketExchanges.finish
 
-    def heard(self: Exchanges, numbers: list[int], **named: Any) -> list[tuple[float, ...]]:
+    def received(
+        self: BucketExchanges, numbers: list[int], **named: Any
+    ) -> list[tuple[float, ...]]:
         (mine,) = finish(self, numbers, **named)
         return [mine, (mine[0], 1.0, *mine[2:])]
 
-    monkeypatch.setattr(Exchanges, "finish", heard)
+    monkeypatch.setattr(BucketExchanges, "finish", received)
     one_step(reducer, unit, model, mean_square, (SIZE,))
     model.zero_grad()
     for number in iterations(reducer, (SIZE,)):

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from elastic.errors import UsageError
-from elastic.worker.bucket_exchanges import Exchanges
-from elastic.worker.reduce import Unit
+from elastic.worker.reduce.bucket_exchanges import BucketExchanges
+from elastic.worker.reduce.reducer import OptimizerUnit
 from tests.unit.reduce_under_test import (
     SIZE,
     Make,
@@ -171,7 +171,7 @@ def test_a_group_that_breaks_during_backward_lets_it_end(
         raise RuntimeError("Connection reset by peer")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Exchanges, "start", breaks)
+        patch.setattr(BucketExchanges, "start", breaks)
         for number in iterations(reducer, (SIZE,)):
             mean_square(model, number).backward()
             assert not any(p.grad is None for p in model.parameters()), "loops look at them"
@@ -246,7 +246,7 @@ def test_a_buffer_that_only_some_micro_batches_change_is_refused(make: Make) -> 
 @pytest.mark.parametrize("left", [0.0, 1.0])
 def test_what_an_earlier_step_left_in_grad_is_not_part_of_this_one(make: Make, left: float) -> None:
     weight = nn.Parameter(torch.zeros(2))
-    unit = Unit("all", [("weight", weight)])
+    unit = OptimizerUnit("all", [("weight", weight)])
     weight.grad = torch.full((2,), left)
 
     def loss(_: nn.Module, number: int) -> torch.Tensor:

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from elastic.errors import InvariantViolation
-from elastic.worker.reduce import OWN, ROW
-from elastic.worker.share import TOLD
+from elastic.worker.reduce.reducer import OWN, ROW
+from elastic.worker.reduce.step_share import TOLD
 from tests.unit.reduce_under_test import (
     SIZE,
     Make,

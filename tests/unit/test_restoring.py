@@ -12,18 +12,18 @@ import pytest
 
 from elastic.core.policy.cursor import Cursor
 from elastic.errors import StorageError
-from elastic.worker import keeping
-from elastic.worker.activity import Activity
-from elastic.worker.keeping import Keeper
-from elastic.worker.logbook import Logbook
-from elastic.worker.saving import Saver, Seat
-from elastic.worker.stream_book import StreamBook
+from elastic.worker.base.activity import Activity
+from elastic.worker.checkpoint.snapshotter import RankInfo, Snapshotter
+from elastic.worker.data.stream_book import StreamBook
+from elastic.worker.engine import checkpoint_schedule as keeping
+from elastic.worker.engine.checkpoint_schedule import CheckpointScheduler
+from elastic.worker.engine.logbook import Logbook
 from tests.patience import DEADLINE_S
 from tests.unit.saving_under_test import Run, Table
 
 
-def keeper_of(run: Run, rank: int, saver: Saver) -> Keeper:
-    keeper = Keeper(run.objects, Logbook(), StreamBook())
+def keeper_of(run: Run, rank: int, saver: Snapshotter) -> CheckpointScheduler:
+    keeper = CheckpointScheduler(run.objects, Logbook(), StreamBook())
     keeper._saver = saver
     keeper._place = SimpleNamespace(  # type: ignore[assignment]
         world_rank=rank,
@@ -42,11 +42,11 @@ def keeper_of(run: Run, rank: int, saver: Saver) -> Keeper:
 
 
 def restored(
-    run: Run, savers: Sequence[Saver], monkeypatch: pytest.MonkeyPatch
+    run: Run, savers: Sequence[Snapshotter], monkeypatch: pytest.MonkeyPatch
 ) -> list[dict[str, Any] | Exception | None]:
     """Return what each member comes to, or raises."""
     table = Table(len(savers))
-    monkeypatch.setattr(keeping, "tell_rows", table.tell)
+    monkeypatch.setattr(keeping, "send_metadata", table.tell)
     found: list[Any] = [None] * len(savers)
 
     def restore(rank: int) -> None:
@@ -80,7 +80,7 @@ def two_of_one_step(tmp_path: Path) -> Run:
     """Return a run whose newest two checkpoints are of the same step, done again."""
     run = Run(tmp_path)
     run.save()
-    run.savers[0].enter(Seat(generation=2))
+    run.savers[0].enter(RankInfo(generation=2))
     run.steps = 0
     run.savers[0].number = 6
     run.save()
@@ -96,7 +96,7 @@ def test_members_never_go_on_from_two_checkpoints(
     newest = keeping._candidates(run.directory)[0][1]
     read = fails_on(1, keeping.read_checkpoint, lambda _, name, __: name == newest)
     monkeypatch.setattr(keeping, "read_checkpoint", read)
-    found = restored(run, [Saver((), None), Saver((), None)], monkeypatch)
+    found = restored(run, [Snapshotter((), None), Snapshotter((), None)], monkeypatch)
     assert found[1] is None  # It receives the state from rank 0.
     assert isinstance(found[0], dict)
 
@@ -107,7 +107,7 @@ def test_one_that_cannot_list_storage_receives_the_state(
     run = Run(tmp_path)
     run.save()
     monkeypatch.setattr(keeping, "_candidates", fails_on(1, keeping._candidates))
-    found = restored(run, [Saver((), None), Saver((), None)], monkeypatch)
+    found = restored(run, [Snapshotter((), None), Snapshotter((), None)], monkeypatch)
     assert isinstance(found[0], dict)
     assert found[1] is None
 
@@ -118,7 +118,7 @@ def test_memory_is_used_while_storage_is_away(
     run = Run(tmp_path)
     run.save()
     monkeypatch.setattr(keeping, "_candidates", fails_on(0, keeping._candidates))
-    found = restored(run, [Saver((), None), run.savers[0]], monkeypatch)
+    found = restored(run, [Snapshotter((), None), run.savers[0]], monkeypatch)
     assert found[0] is None
     assert isinstance(found[1], dict)
     assert found[1]["steps"] == 1
@@ -129,7 +129,7 @@ def test_all_say_so_if_nobody_can_know(tmp_path: Path, monkeypatch: pytest.Monke
     run = Run(tmp_path)
     run.save()
     monkeypatch.setattr(keeping, "_candidates", fails_on(0, keeping._candidates))
-    found = restored(run, [Saver((), None), Saver((), None)], monkeypatch)
+    found = restored(run, [Snapshotter((), None), Snapshotter((), None)], monkeypatch)
     assert all(isinstance(one, StorageError) for one in found), found
     assert "storage is away" in str(found[0])
 
@@ -139,8 +139,8 @@ def test_memory_that_cannot_be_opened_is_no_memory(
 ) -> None:
     run = Run(tmp_path)
     run.save()
-    gone = Saver(("/proc/1/no/such", "/proc/1/no/such"), None)
-    found = restored(run, [Saver((), None), gone], monkeypatch)
+    gone = Snapshotter(("/proc/1/no/such", "/proc/1/no/such"), None)
+    found = restored(run, [Snapshotter((), None), gone], monkeypatch)
     assert all(isinstance(one, dict) for one in found), found
 
 
@@ -150,8 +150,8 @@ def test_memory_is_newer_than_what_is_left_in_storage(
     """The newest checkpoint is damaged, the one before it older than what a node still holds."""
     run = Run(tmp_path)
     run.save()
-    held = Saver((), None)
-    held.enter(Seat(generation=1))
+    held = Snapshotter((), None)
+    held.enter(RankInfo(generation=1))
     run.step()
     held.take(run.state, Cursor(0, 2), 2)
     run.save()

@@ -9,7 +9,7 @@ import anyio
 import pytest
 
 from elastic.agent.address_book import AddressBook
-from elastic.coord.leadership import Holder
+from elastic.coord.leadership import LeaderKey
 from elastic.coord.roster import Roster, addresses_of
 from elastic.store.interface import ChangeKind, Entry
 from elastic.store.memory import memory_store
@@ -18,8 +18,8 @@ from tests.patience import DEADLINE_S, wait_for
 A, B = "10.0.0.1:7070", "10.0.0.2:7070"
 
 
-def holder(address: str) -> Holder:
-    return Holder(f"{address}/1", address, 1, f"life of {address}")
+def holder(address: str) -> LeaderKey:
+    return LeaderKey(f"{address}/1", address, 1, f"life of {address}")
 
 
 class Told:

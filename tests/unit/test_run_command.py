@@ -12,15 +12,15 @@ import pytest
 from click.testing import CliRunner, Result
 from torch.distributed.run import get_args_parser
 
-from elastic.client.changing import submit
 from elastic.client.cli import main
+from elastic.client.job_commands import submit
 from elastic.client.job_options import JobOptions, take_job_options
 from elastic.client.run import run
 from elastic.client.torchrun import (
     IGNORED,
     PROGRAM,
-    Launch,
-    Size,
+    JobSize,
+    RunCommandLine,
     check_fits,
     job_spec,
     size_here,
@@ -161,23 +161,23 @@ def node(slots: int = 4, gpus: int = 0) -> Node:
     return Node(NodeId(f"n{slots}{gpus}"), 1, "127.0.0.1", slots, amounts)
 
 
-LAUNCH = Launch(script="train.py")
+LAUNCH = RunCommandLine(script="train.py")
 
 
 @pytest.mark.parametrize(
     ("changes", "nodes", "size"),
     [
-        ({}, [], Size(1, 1)),
-        ({"nproc_per_node": "4", "nodes": (1, 3)}, [node()], Size(4, 12, 4)),
-        ({"nproc_per_node": "auto"}, [node(gpus=2), node(gpus=4)], Size(2, 2, 2, 1.0)),
-        ({"nproc_per_node": "gpu", "nodes": (2, 2)}, [node(gpus=2)], Size(4, 4, 2, 1.0)),
-        ({"nproc_per_node": "cpu"}, [node(gpus=2)], Size(8, 8, 8, 0.25)),
-        ({"nproc_per_node": "auto"}, [node()], Size(8, 8, 8)),
-        ({"num_workers": (1, 3)}, [node(gpus=2)], Size(1, 3, 1, 1.0)),
+        ({}, [], JobSize(1, 1)),
+        ({"nproc_per_node": "4", "nodes": (1, 3)}, [node()], JobSize(4, 12, 4)),
+        ({"nproc_per_node": "auto"}, [node(gpus=2), node(gpus=4)], JobSize(2, 2, 2, 1.0)),
+        ({"nproc_per_node": "gpu", "nodes": (2, 2)}, [node(gpus=2)], JobSize(4, 4, 2, 1.0)),
+        ({"nproc_per_node": "cpu"}, [node(gpus=2)], JobSize(8, 8, 8, 0.25)),
+        ({"nproc_per_node": "auto"}, [node()], JobSize(8, 8, 8)),
+        ({"num_workers": (1, 3)}, [node(gpus=2)], JobSize(1, 3, 1, 1.0)),
     ],
 )
 def test_nodes_times_processes_are_workers(
-    changes: dict[str, Any], nodes: list[Node], size: Size
+    changes: dict[str, Any], nodes: list[Node], size: JobSize
 ) -> None:
     assert size_on(replace(LAUNCH, **changes), nodes) == size
 
@@ -191,9 +191,9 @@ def test_words_need_nodes_that_can_be_counted() -> None:
 
 def test_alone_a_job_has_the_size_of_one_node_and_shares_its_gpus() -> None:
     launch = replace(LAUNCH, nproc_per_node="4", nodes=(1, 3))
-    assert size_here(launch, node()) == Size(4, 4, 4)
-    assert size_here(launch, node(gpus=2)) == Size(4, 4, 4, 0.5)
-    assert size_here(replace(LAUNCH, num_workers=(1, 3)), node(gpus=2)) == Size(1, 3, 1, 0.5)
+    assert size_here(launch, node()) == JobSize(4, 4, 4)
+    assert size_here(launch, node(gpus=2)) == JobSize(4, 4, 4, 0.5)
+    assert size_here(replace(LAUNCH, num_workers=(1, 3)), node(gpus=2)) == JobSize(1, 3, 1, 0.5)
 
 
 # ------------------------------------------------------------------------ what any job is asked for
@@ -218,7 +218,7 @@ def test_submit_and_run_make_the_same_of_the_options_that_both_have(script: str)
         }
         made.append(shown)
     assert made[:2] == made[2:]
-    job = spec(Size(1, 1, gpus=1.0), shared=made[0])
+    job = spec(JobSize(1, 1, gpus=1.0), shared=made[0])
     assert job.resources_per_worker == Resources.of({"CPU": 2, "GPU": 1})
     assert (job.strategy, job.accelerator_type) == (Strategy.STRICT_SPREAD, "H100")
     assert job.label_selector == (("disk", "ssd"), ("zone", "a"))
@@ -248,10 +248,10 @@ def test_alone_a_job_that_could_never_run_is_refused(
 # ------------------------------------------------------------------------------------------ the job
 
 
-SIX = Size(2, 6, 2)
+SIX = JobSize(2, 6, 2)
 
 
-def spec(size: Size = SIX, **changes: Any) -> Any:
+def spec(size: JobSize = SIX, **changes: Any) -> Any:
     launch = replace(LAUNCH, storage="runs", **changes)
     return job_spec(launch, size, job_id="j-abc234", stamp="20260304-050607")
 

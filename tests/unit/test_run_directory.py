@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 from elastic.errors import StorageError
-from elastic.storage.marker import MARKER, Marker, StoredFile
+from elastic.storage.marker import MARKER, CheckpointMarker, StoredFile
 from elastic.storage.run_directory import RunDirectory
 
 
-def marker(unix_ns: int = 1, **files: int) -> Marker:
+def marker(unix_ns: int = 1, **files: int) -> CheckpointMarker:
     stored = tuple(StoredFile(path, size) for path, size in files.items())
-    return Marker("j1", 2, 3, 4, unix_ns, '{"loss": 0.5}', stored)
+    return CheckpointMarker("j1", 2, 3, 4, unix_ns, '{"loss": 0.5}', stored)
 
 
 def take_all(path: str) -> bool:
@@ -30,7 +30,7 @@ def directory_with(path: Path, **texts: str) -> Path:
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"format": 2}', '{"format": 1}', '"x"'])
 def test_a_torn_marker_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"xpect|Error|checksum"):
-        Marker.from_json(text)
+        CheckpointMarker.from_json(text)
 
 
 def test_a_directory_copied_from_an_older_checkpoint_brings_no_marker(tmp_path: Path) -> None:

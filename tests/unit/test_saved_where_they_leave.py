@@ -69,7 +69,7 @@ def test_a_pause_that_is_wished_for_again_is_saved_again() -> None:
 
 def two_train(*, low: int, high: int = 2) -> Coordinator:
     """Job a trains on n1 and n2, in a loop that newcomers can enter."""
-    coordinator = Coordinator(replace(AT_ONCE, start_patience_s=0))
+    coordinator = Coordinator(replace(AT_ONCE, start_timeout_s=0))
     for name in ("n1", "n2"):
         coordinator.agent(name)
     coordinator.submit("a", low, high, run_path="/runs/a")

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from elastic.core.events.worker import StateSaved
+from elastic.core.events.worker import CheckpointWritten
 from elastic.core.world import RefusalCode
 from elastic.storage.marker import MARKER
-from elastic.worker import keeping
-from elastic.worker.arena import Slot
-from elastic.worker.reading import read_checkpoint
+from elastic.worker.checkpoint.checkpoint_reader import read_checkpoint
+from elastic.worker.engine import checkpoint_schedule as keeping
+from elastic.worker.state.arena import SnapshotSlot
 from tests.patience import DEADLINE_S
 from tests.unit.saving_under_test import Run, assert_same
 
@@ -39,7 +39,7 @@ def test_the_coordinator_is_asked_before_it_counts(tmp_path: Path) -> None:
     (name,) = run.committed()
     told = run.coordinator.told[-1]
     assert told.checkpoint == run.directory.checkpoint_path(name)
-    assert isinstance(told, StateSaved)
+    assert isinstance(told, CheckpointWritten)
 
 
 def test_a_copy_that_breaks_off_is_no_snapshot_and_leaves_the_one_before(
@@ -59,7 +59,7 @@ def test_a_copy_that_breaks_off_is_no_snapshot_and_leaves_the_one_before(
         during.append(held())
         raise MemoryError
 
-    monkeypatch.setattr(Slot, "put", put)
+    monkeypatch.setattr(SnapshotSlot, "put", put)
     with pytest.raises(MemoryError):
         run.save()
     assert during == [[2]]

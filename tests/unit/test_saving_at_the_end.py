@@ -10,30 +10,30 @@ from typing import Any
 
 import pytest
 
-from elastic.core.events.worker import WishBoundary
+from elastic.core.events.worker import RequestLeave
 from elastic.core.policy.cursor import Cursor
-from elastic.worker import keeping
-from elastic.worker.exchange import Exchange
-from elastic.worker.keeping import Keeper
-from elastic.worker.logbook import Logbook
-from elastic.worker.rows import StepRow
-from elastic.worker.saving import Seat
-from elastic.worker.stream_book import StreamBook
+from elastic.worker.base.mailboxes import Mailboxes
+from elastic.worker.checkpoint.snapshotter import RankInfo
+from elastic.worker.data.stream_book import StreamBook
+from elastic.worker.engine import checkpoint_schedule as keeping
+from elastic.worker.engine.checkpoint_schedule import CheckpointScheduler
+from elastic.worker.engine.logbook import Logbook
+from elastic.worker.reduce.step_metadata import StepMetadata
 from tests.patience import DEADLINE_S
 from tests.unit.saving_under_test import Run, Table
 
 
-def keepers_of(run: Run) -> list[Keeper]:
+def keepers_of(run: Run) -> list[CheckpointScheduler]:
     """Return the members' keepers, behind the last epoch of a run of seven steps."""
     found = []
     for rank, saver in enumerate(run.savers):
         saver.configure({"every_n_steps": 100})
-        keeper = Keeper(run.objects, Logbook(), StreamBook())
+        keeper = CheckpointScheduler(run.objects, Logbook(), StreamBook())
         keeper._saver, keeper.steps = saver, 7
-        known = Exchange()
+        known = Mailboxes()
         link = SimpleNamespace(
-            save_wish=lambda generation: 0, wish=known.wish, is_called_off=known.is_called_off,
-            set_wish=known.set_wish,
+            save_request=lambda generation: 0, wish=known.wish, is_called_off=known.is_called_off,
+            set_request=known.set_request,
         )  # fmt: skip
         keeper._place = SimpleNamespace(  # type: ignore[assignment]
             world_rank=rank, generation=1, link=link, activity=None
@@ -42,23 +42,23 @@ def keepers_of(run: Run) -> list[Keeper]:
     return found
 
 
-def rests(keeper: Keeper, *, goes_on: bool = False) -> None:
+def rests(keeper: CheckpointScheduler, *, goes_on: bool = False) -> None:
     """Let a member know that its job rests, or that it goes on after all."""
-    wish = WishBoundary(1, "resume" if goes_on else "pause", saves=not goes_on)
-    keeper._place.link.set_wish(wish)  # type: ignore[union-attr]
+    wish = RequestLeave(1, "resume" if goes_on else "pause", saves=not goes_on)
+    keeper._place.link.set_request(wish)  # type: ignore[union-attr]
 
 
-def rows_of(keepers: list[Keeper]) -> list[StepRow]:
+def rows_of(keepers: list[CheckpointScheduler]) -> list[StepMetadata]:
     """Return what they tell with the next step."""
     found = []
     for keeper in keepers:
         wish = keeper._place.link.wish(1)  # type: ignore[union-attr]
         told = keeper.flags(wish)
-        found.append(StepRow(wish is not None, Cursor(0, keeper.steps), 0, (), *told))
+        found.append(StepMetadata(wish is not None, Cursor(0, keeper.steps), 0, (), *told))
     return found
 
 
-def at_end(keepers: list[Keeper]) -> None:
+def at_end(keepers: list[CheckpointScheduler]) -> None:
     for keeper in keepers:
         keeper.at_end(Cursor(1, 0), None, lambda: False)
 
@@ -69,11 +69,11 @@ def test_the_next_group_takes_it_again(tmp_path: Path, monkeypatch: pytest.Monke
     keepers = keepers_of(run)
     at_end(keepers[:1])
     for rank, saver in enumerate(run.savers):
-        saver.enter(Seat(2, rank, 2))
-    monkeypatch.setattr(keeping, "tell_rows", Table(2).tell)
+        saver.enter(RankInfo(2, rank, 2))
+    monkeypatch.setattr(keeping, "send_metadata", Table(2).tell)
     together(keepers)
     assert [saver.number for saver in run.savers] == [1, 1]
-    monkeypatch.setattr("elastic.worker.writing.ORPHANED_S", 0.0)
+    monkeypatch.setattr("elastic.worker.checkpoint.checkpoint_writer.ORPHANED_S", 0.0)
     at_end(keepers)
     for saver in run.savers:
         saver.finish()
@@ -85,7 +85,7 @@ def test_a_wish_that_some_members_have_not_heard_of_yet_is_written_by_all(tmp_pa
     keepers = keepers_of(run)
     for saver in run.savers:
         saver.configure({})
-    keepers[0]._place.link.save_wish = lambda generation: 1  # type: ignore[union-attr]
+    keepers[0]._place.link.save_request = lambda generation: 1  # type: ignore[union-attr]
     rows = rows_of(keepers)
     assert [row.saves for row in rows] == [True, False]
     for keeper in keepers:
@@ -101,7 +101,7 @@ def test_a_wish_that_some_members_have_not_heard_of_yet_is_written_by_all(tmp_pa
 def test_only_shards_that_leave_by_plan_are_in_storage_also_without_automatic_checkpoints(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, sharded: bool
 ) -> None:
-    monkeypatch.setattr(Keeper, "is_sharded", sharded)
+    monkeypatch.setattr(CheckpointScheduler, "is_sharded", sharded)
     run = Run(tmp_path)
     (keeper,) = keepers_of(run)
     run.savers[0].configure({})
@@ -115,14 +115,14 @@ def test_a_job_that_rests_has_its_last_step_in_storage_whoever_heard_of_it(tmp_p
     for saver in run.savers:
         saver.configure({})
     for keeper in keepers:
-        keeper.committed([StepRow(False, Cursor(0, 6), 0, (), saves=True)] * 2)
+        keeper.committed([StepMetadata(False, Cursor(0, 6), 0, (), saves=True)] * 2)
         keeper.at_boundary(Cursor(0, 7), None, lambda: False)
     rests(keepers[1])
     rows = rows_of(keepers)
-    rows = [replace(StepRow.of(row.numbers()), busy=True) for row in rows]
+    rows = [replace(StepMetadata.of(row.numbers()), busy=True) for row in rows]
     assert [row.rests for row in rows] == [False, True]
 
-    def leave(keeper: Keeper) -> None:
+    def leave(keeper: CheckpointScheduler) -> None:
         keeper.committed(rows)
         keeper.at_boundary(Cursor(0, 8), None, lambda: False)
         keeper.before_leaving(Cursor(0, 8), None, lambda: False)
@@ -146,7 +146,7 @@ def test_a_job_whose_group_is_over_waits_for_no_storage(tmp_path: Path) -> None:
     assert run.committed() == []
 
 
-def together(keepers: list[Keeper]) -> None:
+def together(keepers: list[CheckpointScheduler]) -> None:
     """Let members agree that were on both sides of the gate."""
 
     def agree(rank: int) -> None:

@@ -12,11 +12,11 @@ from torch import nn
 
 from elastic import train
 from elastic.storage.run_directory import RunDirectory
-from elastic.worker import writing
-from elastic.worker.activity import Activity
-from elastic.worker.local import LocalRun, local_context
-from elastic.worker.reading import read_checkpoint
-from elastic.worker.saving import Saver
+from elastic.worker.base.activity import Activity
+from elastic.worker.checkpoint import checkpoint_writer as writing
+from elastic.worker.checkpoint.checkpoint_reader import read_checkpoint
+from elastic.worker.checkpoint.snapshotter import Snapshotter
+from elastic.worker.process.local import LocalRun, local_context
 from tests.patience import DEADLINE_S, wait_for
 from tests.unit.engine_under_test import Loop, square
 from tests.unit.saving_under_test import Run, assert_same
@@ -52,14 +52,14 @@ def weights_in(path: Path) -> dict[int, list[bytes]]:
 def test_the_last_snapshot_waits_for_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both slots hold what is not written yet when the last epoch ends."""
     gate = Gate(monkeypatch)
-    real = Saver.wait_for_room
+    real = Snapshotter.wait_for_room
 
-    def open_and_wait(saver: Saver, is_over: Any) -> None:
+    def open_and_wait(saver: Snapshotter, is_over: Any) -> None:
         assert saver.is_busy()
         gate.open.set()
         real(saver, is_over)
 
-    monkeypatch.setattr(Saver, "wait_for_room", open_and_wait)
+    monkeypatch.setattr(Snapshotter, "wait_for_room", open_and_wait)
     run = LocalRun(
         job_name="r", run_path=str(tmp_path), options={"every_n_steps": 1}, num_to_keep=9
     )

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from elastic.core.events.worker import StateSaved
-from elastic.worker import writing
+from elastic.core.events.worker import CheckpointWritten
+from elastic.worker.checkpoint import checkpoint_writer as writing
 from tests.patience import is_set, wait_for
 from tests.unit.saving_under_test import Coordinator, Run
 
@@ -19,10 +19,10 @@ class Silent(Coordinator):
 
     def __init__(self) -> None:
         super().__init__()
-        self.asked: list[StateSaved] = []
+        self.asked: list[CheckpointWritten] = []
         self.is_back = False
 
-    def post(self, item: StateSaved) -> None:
+    def post(self, item: CheckpointWritten) -> None:
         self.asked.append(item)
         if self.is_back:
             super().post(item)

@@ -15,10 +15,11 @@ from elastic import train
 from elastic.core.policy.cursor import Cursor
 from elastic.errors import UsageError
 from elastic.storage.run_directory import RunDirectory
-from elastic.worker import keeping, likeness
-from elastic.worker.local import LocalRun, local_context
-from elastic.worker.saving import Saver, Seat
-from elastic.worker.transfer import pack
+from elastic.worker.checkpoint.snapshotter import RankInfo, Snapshotter
+from elastic.worker.engine import checkpoint_schedule as keeping
+from elastic.worker.process.local import LocalRun, local_context
+from elastic.worker.state import replica_checksums as likeness
+from elastic.worker.state.transfer import pack
 from tests.unit.engine_under_test import Loop, square
 from tests.unit.saving_under_test import Coordinator, Run, writer_of
 
@@ -167,7 +168,9 @@ def test_members_whose_weights_differ_in_a_bit_save_nothing_and_name_the_object(
         many[7_000] ^= saver is run.savers[1]  # The lowest bit of one of them.
         name = "mask (buffer)" if kind == "caches" else "weight"
         state["objects"]["models" if kind == "caches" else kind] = [{name: many}]
-        saver.take(lambda s=state: s, Cursor(0, 1), 1, own=likeness.Own([{"mask (buffer)"}]))  # type: ignore[misc]
+        saver.take(
+            lambda s=state: s, Cursor(0, 1), 1, own=likeness.PerRankState([{"mask (buffer)"}])
+        )  # type: ignore[misc]
         if saver is run.savers[1]:
             for one in run.savers:
                 one.finish()
@@ -176,14 +179,14 @@ def test_members_whose_weights_differ_in_a_bit_save_nothing_and_name_the_object(
     assert len(run.committed()) == 1, "what is left out of state_dict may differ"
 
 
-def shared_savers(tmp_path: Path, memories: list[tuple[str, ...]]) -> list[Saver]:
+def shared_savers(tmp_path: Path, memories: list[tuple[str, ...]]) -> list[Snapshotter]:
     """The workers of one node, each with the memory that it got."""
     run = RunDirectory(str(tmp_path))
     savers = []
     for rank, paths in enumerate(memories):
         writer = writer_of(run, Coordinator())
-        saver = Saver(paths, writer)
-        saver.enter(Seat(1, rank, len(memories), rank, len(memories)))
+        saver = Snapshotter(paths, writer)
+        saver.enter(RankInfo(1, rank, len(memories), rank, len(memories)))
         savers.append(saver)
     return savers
 

@@ -10,8 +10,9 @@ import pytest
 from elastic.core.policy.cursor import Cursor
 from elastic.storage.run_directory import RunDirectory
 from elastic.storage.run_record import RunRecord, write_run
-from elastic.worker import keeping, writing
-from elastic.worker.saving import Seat
+from elastic.worker.checkpoint import checkpoint_writer as writing
+from elastic.worker.checkpoint.snapshotter import RankInfo
+from elastic.worker.engine import checkpoint_schedule as keeping
 from tests.unit.saving_under_test import Run
 
 
@@ -57,7 +58,7 @@ def test_all_in_the_same_moment(tmp_path: Path) -> None:
 def test_what_a_slow_writer_commits_late_is_old(tmp_path: Path) -> None:
     """Rank 0 of an earlier group wakes up, when the one of this group is further."""
     slow, run = Run(tmp_path), Run(tmp_path)
-    run.savers[0].enter(Seat(generation=2))
+    run.savers[0].enter(RankInfo(generation=2))
     run.steps = 10
     for _ in range(2):
         run.save()
@@ -104,7 +105,7 @@ def test_what_others_have_begun_is_not_swept_away(
     first.save()
     run = Run(tmp_path, workers=2)
     for rank, saver in enumerate(run.savers):
-        saver.enter(Seat(generation=2, rank=rank, world_size=2))
+        saver.enter(RankInfo(generation=2, rank=rank, world_size=2))
     run.step()
     for saver in reversed(run.savers):  # Rank 1 is ahead.
         for steps in (1, 2):

@@ -10,14 +10,20 @@ import pytest
 from elastic.agent.copy_store import SLOTS, SOURCES_MAX, CopyStore
 from elastic.core.copy_messages import CopiesHeld, CopyFailed, DropCopy, KeepCopy, Replicate
 from elastic.core.policy import replication
-from elastic.core.policy.replication import Bringing
-from elastic.core.policy.shares import Rows
+from elastic.core.policy.replication import CopyMode
+from elastic.core.policy.shares import RowRange
 from elastic.core.world import SNAPSHOT_SLOTS, HeldCopy, JobId, NodeId, WorkerPhase
 from elastic.errors import Refused
-from elastic.runtime.snapshot_memory import Mark, set_arrived, set_bringing
-from elastic.worker.arena import Slot
-from elastic.worker.arrival import Arrival
-from elastic.worker.sharded_choice import Key, Offer, Told, choices, sources_of
+from elastic.runtime.snapshot_memory import SnapshotMark, set_arrived, set_copying
+from elastic.worker.engine.sharded_choice import (
+    SnapshotInfo,
+    SnapshotKey,
+    SnapshotOffer,
+    choices,
+    sources_of,
+)
+from elastic.worker.state.arena import SnapshotSlot
+from elastic.worker.state.replication_progress import ReplicationProgress
 from tests.unit.coordinator_under_test import Coordinator
 
 JOB = JobId("j")
@@ -111,11 +117,11 @@ def test_rows_of_a_dead_node_stay_while_the_others_have_copies_of_its_group_only
 # ------------------------------------------------------------------- how a node holds them
 
 
-def mark(number: int, generation: int = 1) -> Mark:
-    return Mark(number, generation, 10 * number, 1, 64, 7, 3, 9)
+def mark(number: int, generation: int = 1) -> SnapshotMark:
+    return SnapshotMark(number, generation, 10 * number, 1, 64, 7, 3, 9)
 
 
-def bring(store: CopyStore, one: Mark, source: str, *, breaks: bool = False) -> None:
+def bring(store: CopyStore, one: SnapshotMark, source: str, *, breaks: bool = False) -> None:
     with store.writing(JOB, one, lambda: None, source) as (body, commit):
         body[:] = os.urandom(len(body))
         if not breaks:
@@ -168,11 +174,11 @@ class Memory:
 
     def __init__(self) -> None:
         self.descriptor = os.memfd_create("slot")
-        self.slot = Slot(f"/proc/{os.getpid()}/fd/{self.descriptor}")
-        self.arrival = Arrival()
+        self.slot = SnapshotSlot(f"/proc/{os.getpid()}/fd/{self.descriptor}")
+        self.arrival = ReplicationProgress()
         self.arrival.is_awaited = True
 
-    def take(self, one: Mark) -> None:
+    def take(self, one: SnapshotMark) -> None:
         self.arrival.begin(one.number, one.generation)
         self.slot.unmark(0)
         self.slot.mark(0, one)
@@ -185,7 +191,7 @@ def test_the_next_snapshot_waits_until_this_one_has_arrived() -> None:
     memory = Memory()
     assert not memory.waits()
     memory.take(mark(1))
-    set_bringing(memory.descriptor, Bringing.ON)
+    set_copying(memory.descriptor, CopyMode.ON)
     assert memory.waits()
     set_arrived(memory.descriptor, mark(1, generation=2))
     assert memory.waits()
@@ -193,7 +199,7 @@ def test_the_next_snapshot_waits_until_this_one_has_arrived() -> None:
     assert not memory.waits()
     memory.take(mark(3))
     assert memory.waits()
-    set_bringing(memory.descriptor, Bringing.OFF)
+    set_copying(memory.descriptor, CopyMode.OFF)
     assert not memory.waits()
 
 
@@ -202,7 +208,7 @@ def test_it_does_not_wait_for_ever(why: str, monkeypatch: pytest.MonkeyPatch) ->
     memory = Memory()
     memory.take(mark(1))
     if why == "another worker has not copied":
-        set_bringing(memory.descriptor, Bringing.ON)
+        set_copying(memory.descriptor, CopyMode.ON)
         memory.slot.unmark(0)
     assert memory.waits()
     monkeypatch.setattr(replication, "UNTOLD_S", 0.0)
@@ -213,15 +219,17 @@ def test_it_does_not_wait_for_ever(why: str, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_copies_are_used_for_the_rows_that_no_member_has() -> None:
-    key, old = Key(5, 1, 2, 7), Key(4, 1, 1, 7)
-    first, second = {0: (4, (Rows(0, 2),))}, {0: (4, (Rows(2, 2),))}
-    offers = (Offer(key, "b", "x:1", second), Offer(key, "a", "x:1", first))
-    one = Told.of(Told({key: first, old: first}, ((3, "c3"),), offers).to_bytes())
-    other = Told.of(Told({}, None, (Offer(old, "b", "y:1", second),)).to_bytes())
+    key, old = SnapshotKey(5, 1, 2, 7), SnapshotKey(4, 1, 1, 7)
+    first, second = {0: (4, (RowRange(0, 2),))}, {0: (4, (RowRange(2, 2),))}
+    offers = (SnapshotOffer(key, "b", "x:1", second), SnapshotOffer(key, "a", "x:1", first))
+    one = SnapshotInfo.of(SnapshotInfo({key: first, old: first}, ((3, "c3"),), offers).to_bytes())
+    other = SnapshotInfo.of(
+        SnapshotInfo({}, None, (SnapshotOffer(old, "b", "y:1", second),)).to_bytes()
+    )
     assert [(s.rank, s.offer) for s in sources_of(key, [one, other])] == [(0, -1), (0, 0)]
     assert [(s.rank, s.offer) for s in sources_of(old, [one, other])] == [(0, -1), (1, 0)]
     assert choices([one, other]) == [key, old, "c3"]
-    assert sources_of(Key(9, 1, 3, 7), [one, other]) == []
+    assert sources_of(SnapshotKey(9, 1, 3, 7), [one, other]) == []
 
 
 def test_slots_here_and_there_are_as_many() -> None:

@@ -13,11 +13,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from elastic.errors import UsageError
 from elastic.storage.verify import verify
-from elastic.worker.reading import read_checkpoint
-from elastic.worker.saving import Saver, Seat
-from elastic.worker.sharded_restore import Restorer
-from elastic.worker.sharded_state import check_shards, rows_of, spread_of
-from elastic.worker.state import State, TrainState
+from elastic.worker.checkpoint.checkpoint_reader import read_checkpoint
+from elastic.worker.checkpoint.snapshotter import RankInfo, Snapshotter
+from elastic.worker.engine.sharded_restore import ShardedRestorer
+from elastic.worker.state.sharded_state import check_shards, rows_of, spread_of
+from elastic.worker.state.train_state import State, TrainState
 from tests.unit.sharded_under_test import (
     Member,
     Memory,
@@ -100,21 +100,21 @@ def restored(
         reads: they can reach storage.
         late: a rank that has looked before the newest checkpoint was committed.
     """
-    size, looks = len(places), [0] * len(places)
+    size, polls = len(places), [0] * len(places)
     members = [Member(rank, (size,), seed=9, stepped=False) for rank in range(size)]
 
     def listed(rank: int) -> Any:
         found = [(int(m.about("steps", 0)), n, m) for n, m in run.directory.automatic()]
-        looks[rank] += 1
-        if rank == late and looks[rank] == 1:
+        polls[rank] += 1
+        if rank == late and polls[rank] == 1:
             found.pop()
         return found[::-1] if reads else None
 
     def restore(rank: int, group: Any) -> tuple[State | None, bool]:
         node, ours = places[rank], members[rank].ours()
-        saver = Saver((node or Memory()).paths, None)
-        saver.enter(Seat(2, rank, size))
-        restorer = Restorer(
+        saver = Snapshotter((node or Memory()).paths, None)
+        saver.enter(RankInfo(2, rank, size))
+        restorer = ShardedRestorer(
             group,
             saver,
             ours,

@@ -14,8 +14,8 @@ from elastic.core.world import Assignment, JobId, WorkerId
 from elastic.errors import StorageNotShared
 from elastic.storage.run_directory import RunDirectory
 from elastic.testing.faulty_storage import Faults
-from elastic.worker import shared_storage
-from elastic.worker.shared_storage import SharedStorage
+from elastic.worker.checkpoint import shared_storage
+from elastic.worker.checkpoint.shared_storage import SharedStorage
 from tests.patience import DEADLINE_S
 
 NEVER: Callable[[], bool] = lambda: False  # noqa: E731
@@ -29,7 +29,7 @@ def place(rank: int, *, nodes: int = 2, generation: int = 1) -> Assignment:
     )  # fmt: skip
 
 
-def meet(*storages: SharedStorage, store: dist.Store | None = None) -> list[Future[None]]:
+def synchronize(*storages: SharedStorage, store: dist.Store | None = None) -> list[Future[None]]:
     """Let these be the ranks of a group, and return how each of them fared."""
     store = store or dist.HashStore()
     with ThreadPoolExecutor(len(storages)) as pool:
@@ -51,13 +51,13 @@ def _hurry(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_nodes_that_share_a_directory_train(tmp_path: Path) -> None:
-    for future in meet(at(tmp_path), at(tmp_path), at(f"{tmp_path}/")):
+    for future in synchronize(at(tmp_path), at(tmp_path), at(f"{tmp_path}/")):
         assert future.exception() is None
     assert (tmp_path / ".shared-j1").read_text() == "n0/1\n"
 
 
 def test_a_node_with_another_directory_is_refused_with_what_to_do(tmp_path: Path) -> None:
-    leader, other = meet(at(tmp_path / "a"), at(tmp_path / "b"))
+    leader, other = synchronize(at(tmp_path / "a"), at(tmp_path / "b"))
     assert leader.exception() is None
     error = other.exception()
     assert isinstance(error, StorageNotShared)
@@ -75,7 +75,7 @@ def test_one_node_and_no_directory_ask_nothing(tmp_path: Path) -> None:
 def test_who_knows_neither_reads_nor_writes_again(tmp_path: Path) -> None:
     faults = Faults(tmp_path)
     leader, other = at(f"faulty://{tmp_path}/run"), at(f"faulty://{tmp_path}/run")
-    for future in meet(leader, other):
+    for future in synchronize(leader, other):
         assert future.exception() is None
     touched = faults.add("io")
     store = dist.HashStore()
@@ -90,11 +90,11 @@ def test_who_knows_neither_reads_nor_writes_again(tmp_path: Path) -> None:
 def test_storage_that_fails_says_nothing_about_being_shared(tmp_path: Path) -> None:
     faults = Faults(tmp_path)
     refuses = faults.add("denied", on="write")
-    for future in meet(at(f"faulty://{tmp_path}/run"), at(f"faulty://{tmp_path}/run")):
+    for future in synchronize(at(f"faulty://{tmp_path}/run"), at(f"faulty://{tmp_path}/run")):
         assert future.exception() is None
     faults.remove(refuses)
     faults.add("denied", on="read")
-    for future in meet(at(f"faulty://{tmp_path}/run"), at(f"faulty://{tmp_path}/run")):
+    for future in synchronize(at(f"faulty://{tmp_path}/run"), at(f"faulty://{tmp_path}/run")):
         assert future.exception() is None
 
 

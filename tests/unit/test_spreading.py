@@ -5,7 +5,7 @@ from __future__ import annotations
 from elastic.core.config import AgentConfig
 from elastic.core.messages import Announce, LeaveGroup, Progress, Pulse, WorkerUpdate
 from elastic.core.world import Assignment, WorkerPhase
-from tests.unit.agent_under_test import JOB, W1, Agent, S, said_by, with_worker
+from tests.unit.agent_under_test import JOB, W1, Agent, S, reported_by, with_worker
 
 MEMBER_NS = 100_000
 
@@ -13,14 +13,14 @@ MEMBER_NS = 100_000
 def in_group_of(size: int, *, rank: int = 7, config: AgentConfig | None = None) -> Agent:
     """Return an agent whose worker was told of a large group."""
     agent = with_worker(config=config) if config else with_worker()
-    agent.process(1, said_by(W1, WorkerPhase.READY))
+    agent.process(1, reported_by(W1, WorkerPhase.READY))
     agent.hear(Announce(Assignment(JOB, W1, 3, rank, size, 0, 1, rank, size, "h:1")))
     return agent
 
 
 def test_who_waits_for_its_peers_is_known_to_be_in_the_group_first() -> None:
     agent = in_group_of(1000)
-    agent.process(1, said_by(W1, WorkerPhase.TRAINING, 3))
+    agent.process(1, reported_by(W1, WorkerPhase.TRAINING, 3))
     agent.process(1, Pulse(W1, 3, waiting_ns=S, still_ns=0))
     assert [type(message) for message in agent.sent()] == [WorkerUpdate, Pulse]
 
@@ -32,12 +32,12 @@ def test_of_progress_in_a_large_group_the_newest_is_told_in_turn() -> None:
         assert not agent.sent(Progress)
     agent.at_deadline()
     assert agent.sent(Progress) == [Progress(W1, 3, 3, 5)]
-    told_ns = agent.now_ns
+    reported_ns = agent.now_ns
     agent.process(1, Progress(W1, 3, 4, 5))
     assert not agent.sent(Progress)
     while not agent.sent(Progress):
         agent.at_deadline()
-    assert agent.now_ns - told_ns == 1000 * MEMBER_NS * 10
+    assert agent.now_ns - reported_ns == 1000 * MEMBER_NS * 10
     # Of the group before, nothing waits any more.
     agent.process(1, Progress(W1, 3, 5, 5))
     agent.hear(LeaveGroup(W1, 3, at_boundary=False, reason="over"))
@@ -61,14 +61,14 @@ def leaving(*, follows: bool) -> LeaveGroup:
 def test_it_is_said_in_its_turn_when_none_follows_after_all_and_at_once_when_told_so() -> None:
     agent = in_group_of(1000)
     agent.hear(leaving(follows=True))
-    agent.process(1, said_by(W1, WorkerPhase.READY, 3))
+    agent.process(1, reported_by(W1, WorkerPhase.READY, 3))
     assert not agent.sent(WorkerUpdate)
     agent.hear(leaving(follows=False))
     assert [update.report.phase for update in agent.sent(WorkerUpdate)] == [WorkerPhase.READY]
 
     agent = in_group_of(1000)
     agent.hear(leaving(follows=True))
-    agent.process(1, said_by(W1, WorkerPhase.READY, 3))
+    agent.process(1, reported_by(W1, WorkerPhase.READY, 3))
     began_ns = agent.now_ns
     agent.at_deadline()
     assert agent.now_ns - began_ns == 2 * (1000 + 7) * MEMBER_NS

@@ -11,17 +11,17 @@ import anyio.lowlevel
 import pytest
 from anyio.abc import TaskGroup
 
-from elastic.coord import staging
+from elastic.coord import payload_upload as staging
+from elastic.coord.chunks import PIECE_BYTES
 from elastic.coord.driver import Driver
-from elastic.coord.pieces import PIECE_BYTES
-from elastic.coord.staging import Room
+from elastic.coord.payload_upload import PayloadBudget
 from elastic.core.events.coordinator import (
     CoordinatorEffect,
     CoordinatorEvent,
+    EventBatch,
     JobRecord,
     Persist,
     Reply,
-    Several,
     StopRequested,
     SubmitRequested,
 )
@@ -76,7 +76,7 @@ class Machine:
         self.jobs: dict[JobId, JobRecord] = {}
 
     def step(self, event: CoordinatorEvent, now_ns: int) -> tuple[CoordinatorEffect, ...]:
-        if isinstance(event, Several):
+        if isinstance(event, EventBatch):
             return tuple(e for one in event.events for e in self.step(one, now_ns))
         if isinstance(event, StopRequested):
             self.jobs[event.job_id] = record(event.job_id)
@@ -244,7 +244,7 @@ def test_functions_that_are_being_submitted_count_until_their_answer_and_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(staging, "OPEN_JOBS_BYTES_MAX", 100)
-    room, nobody = Room(), view_of()
+    room, nobody = PayloadBudget(), view_of()
     jobs = [record(f"j-{number}", payload=bytes(40)) for number in range(3)]
     with room.taken(nobody, jobs[0].spec), room.taken(nobody, jobs[1].spec):
         with (

@@ -23,7 +23,7 @@ from elastic.train.torch import (
     prepare_optimizer,
     prepare_scheduler,
 )
-from elastic.worker.context import current, set_current
+from elastic.worker.engine.context import current, set_current
 from tests.unit.engine_under_test import (
     GLOBAL,
     SAMPLES,

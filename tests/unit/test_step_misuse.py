@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from elastic import train
 from elastic.errors import UsageError
 from elastic.train.torch import prepare_data_loader, prepare_model, prepare_optimizer
-from elastic.worker.local import LocalRun, run_local
+from elastic.worker.process.local import LocalRun, run_local
 
 Loop = Callable[[nn.Module, torch.optim.Optimizer, Any], Any]
 

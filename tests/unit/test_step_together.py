@@ -8,20 +8,26 @@ from torch import nn
 
 from elastic.core.policy.cursor import Cursor
 from elastic.errors import UsageError
-from elastic.worker.logbook import Logbook
-from elastic.worker.prepared import scalers_know
-from elastic.worker.rows import StepRow, rates_print, read_rows
-from elastic.worker.state import TrainState
+from elastic.worker.engine.logbook import Logbook
+from elastic.worker.engine.prepared_optimizers import scalers_know
+from elastic.worker.reduce.step_metadata import StepMetadata, rates_print, read_rows
+from elastic.worker.state.train_state import TrainState
 
 
 def test_ranks_in_different_steps_are_refused_before_anything_is_committed() -> None:
-    rows = [StepRow(False, Cursor(0, 3), 1).numbers(), StepRow(False, Cursor(1, 0), 1).numbers()]
+    rows = [
+        StepMetadata(False, Cursor(0, 3), 1).numbers(),
+        StepMetadata(False, Cursor(1, 0), 1).numbers(),
+    ]
     with pytest.raises(UsageError, match="rank 1 is in step 0 of epoch 1, rank 0 in step 3"):
         read_rows(rows)
 
 
 def test_ranks_whose_optimizers_differ_are_refused() -> None:
-    rows = [StepRow(False, Cursor(0, 3), 3).numbers(), StepRow(False, Cursor(0, 3), 1).numbers()]
+    rows = [
+        StepMetadata(False, Cursor(0, 3), 3).numbers(),
+        StepMetadata(False, Cursor(0, 3), 1).numbers(),
+    ]
     with pytest.raises(UsageError, match="rank 1 has stepped other optimizers than rank 0"):
         read_rows(rows)
 
@@ -33,7 +39,7 @@ def test_ranks_whose_learning_rates_differ_are_refused() -> None:
     for factor in (1.0, 1.0, 0.5):
         optimizer = torch.optim.SGD(groups)
         optimizer.param_groups[1]["lr"] *= factor
-        rows.append(StepRow(False, Cursor(0, 3), 1, rates=rates_print([optimizer])).numbers())
+        rows.append(StepMetadata(False, Cursor(0, 3), 1, rates=rates_print([optimizer])).numbers())
     assert len(read_rows(rows[:2])) == 2
     with pytest.raises(UsageError, match="rank 2 had other learning rates than rank 0"):
         read_rows(rows)

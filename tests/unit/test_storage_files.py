@@ -14,8 +14,8 @@ import pytest
 
 from elastic.errors import StorageError
 from elastic.storage.files import Files
-from elastic.storage.marker import MARKER, Marker, StoredFile
-from elastic.storage.outputs import Output
+from elastic.storage.marker import MARKER, CheckpointMarker, StoredFile
+from elastic.storage.outputs import OutputFile
 from elastic.storage.run_directory import RunDirectory
 from elastic.testing.faulty_storage import Faults
 
@@ -29,8 +29,8 @@ def faulty(path: Path, patience_s: float = 30.0) -> Files:
     return Files(f"faulty://{path}/run", patience_s=patience_s)
 
 
-def marker(job_id: str = "j1", unix_ns: int = 1) -> Marker:
-    return Marker(job_id, 2, 3, 4, unix_ns, "{}", ())
+def marker(job_id: str = "j1", unix_ns: int = 1) -> CheckpointMarker:
+    return CheckpointMarker(job_id, 2, 3, 4, unix_ns, "{}", ())
 
 
 # ------------------------------------------------------------------------------------ patience
@@ -81,7 +81,7 @@ def test_a_function_that_writes_a_file_is_called_anew(tmp_path: Path, faults: Fa
     faults.add("io", on="write", match="*/big.partial", times=1)
     calls = 0
 
-    def produce(output: Output) -> None:
+    def produce(output: OutputFile) -> None:
         nonlocal calls
         calls += 1
         output.write(b"first")
@@ -107,7 +107,7 @@ def test_a_file_that_breaks_off_leaves_nothing_under_its_name(tmp_path: Path, ur
     files = Files(url.format(tmp_path))
     files.write("kept", b"old")
 
-    def break_off(output: Output) -> None:
+    def break_off(output: OutputFile) -> None:
         output.write(b"half")
         raise RuntimeError("in the middle")
 

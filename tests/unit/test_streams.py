@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from elastic.core.policy.cursor import Cursor
-from elastic.core.policy.streams import Cut
+from elastic.core.policy.streams import StreamCut
 from elastic.errors import UsageError
-from elastic.worker.stream_book import StreamBook
-from elastic.worker.stream_source import mark_of
-from elastic.worker.streams import StreamLoader
+from elastic.worker.data.stream_book import StreamBook
+from elastic.worker.data.stream_source import mark_of
+from elastic.worker.data.streams import StreamLoader
 from tests.unit.streams_under_test import (
     Forgetful,
     Numbers,
@@ -146,12 +146,14 @@ def hugging_face(num_shards: int, *, shuffled: bool = False) -> Any:
 @pytest.mark.parametrize(
     ("num_shards", "shuffled", "cut", "states"),
     [
-        (8, False, Cut.SHARD, True), (8, True, Cut.SHARD, False), (3, False, Cut.COUNT, True),
-        (1, True, Cut.COUNT, False),
+        (8, False, StreamCut.SHARD, True),
+        (8, True, StreamCut.SHARD, False),
+        (3, False, StreamCut.COUNT, True),
+        (1, True, StreamCut.COUNT, False),
     ],
-)  # fmt: skip
+)
 def test_hugging_faces_streams_are_read_once_and_can_be_continued(
-    num_shards: int, shuffled: bool, cut: Cut, states: bool, num_workers: int
+    num_shards: int, shuffled: bool, cut: StreamCut, states: bool, num_workers: int
 ) -> None:
     def one_pass(held: tuple[int, int], start: int = 0, state: Any = None) -> tuple[Any, Any]:
         dataset = hugging_face(num_shards, shuffled=shuffled)
@@ -204,10 +206,14 @@ class Uncopied(Placed):
     ("dataset", "options", "says"),
     [
         (Numbers(IDS), {"micro": None}, "batch_size=None"),
-        (Numbers(IDS), {"cut": Cut.SHARD}, r"the Numbers has no shard\(num_shards=, index=\)"),
-        (OtherShard(IDS), {"cut": Cut.SHARD}, r"the OtherShard has no shard"),
+        (
+            Numbers(IDS),
+            {"cut": StreamCut.SHARD},
+            r"the Numbers has no shard\(num_shards=, index=\)",
+        ),
+        (OtherShard(IDS), {"cut": StreamCut.SHARD}, r"the OtherShard has no shard"),
         (Itself(IDS), {}, "returns the dataset itself"),
-        (Uncopied(IDS), {"cut": Cut.COUNT}, "Uncopied has state_dict, and cannot be copied"),
+        (Uncopied(IDS), {"cut": StreamCut.COUNT}, "Uncopied has state_dict, and cannot be copied"),
     ],
 )
 def test_what_cannot_be_streams_is_refused(dataset: Any, options: Any, says: str) -> None:

@@ -8,7 +8,7 @@ from elastic.core.config import NS_PER_S
 from elastic.core.messages import Progress
 from elastic.core.telemetry import CHECKPOINT_STALL, DATA_WAIT, USER, Goodput
 from elastic.core.world import WorkerId
-from elastic.worker.timing import COMPUTE, SILENCE_NS, Look, Timing
+from elastic.worker.base.timing import COMPUTE, SILENCE_NS, Timing, TimingSample
 
 
 class HandClock:
@@ -51,7 +51,7 @@ class Loop:
         self.exchange(wait)
         self.timing.exchanged([float(one) for one in busy], 64, 0)
         self.take(commit)
-        self.timing.note_step(lambda: Look(epoch=1, step=2, logged="{}"))
+        self.timing.note_step(lambda: TimingSample(epoch=1, step=2, logged="{}"))
 
     def exchange(self, ns: int) -> None:
         before = self.timing.begin_wait()

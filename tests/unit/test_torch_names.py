@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from elastic.errors import UsageError
-from elastic.worker import torch_names
-from elastic.worker.gloo_threads import BLIND_S, Quiet
-from elastic.worker.torch_names import ANY_TORCH, NAMES, Name, check_torch, missing
+from elastic.worker.base import torch_names
+from elastic.worker.base.torch_names import ANY_TORCH, NAMES, PrivateName, check_torch, missing
+from elastic.worker.group.gloo_threads import BLIND_S, IdleDetector
 
 
 def test_every_private_name_is_there() -> None:
@@ -33,7 +33,7 @@ def test_a_torch_outside_of_the_range_is_refused_unless_told() -> None:
 def test_a_name_that_is_gone_is_told_with_what_does_not_work(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    gone = Name("torch", "_gone.for_good", "nothing", without="it is done slowly")
+    gone = PrivateName("torch", "_gone.for_good", "nothing", without="it is done slowly")
     monkeypatch.setattr(torch_names, "missing", lambda: (gone,))
     check_torch({})
     assert "torch_lacks name=torch._gone.for_good then='it is done slowly'" in caplog.text
@@ -44,13 +44,13 @@ def test_a_name_that_is_gone_is_told_with_what_does_not_work(
 
 def test_gloo_is_as_we_rely_on() -> None:
     """In a process of its own, for the threads that it starts."""
-    code = "from elastic.worker.gloo_trial import try_gloo; print(try_gloo())"
+    code = "from elastic.worker.process.gloo_trial import try_gloo; print(try_gloo())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     names_no_thread = torch.__version__.startswith("2.9.")  # It is waited for blindly there.
     assert names_no_thread or done.stdout.splitlines()[-1] == "[]"
 
 
 def test_where_no_thread_of_gloo_can_be_found_nothing_is_taken_for_quiet_at_once() -> None:
-    quiet = Quiet(frozenset())
+    quiet = IdleDetector(frozenset())
     assert not quiet.lasts(0.0)
     assert not quiet.lasts(BLIND_S / 2)

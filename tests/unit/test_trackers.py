@@ -14,7 +14,7 @@ import pytest
 from elastic.errors import ConfigError
 from elastic.storage import event_file
 from elastic.storage.files import Files
-from elastic.storage.trackers import Tracking, Wish, parse_trackers
+from elastic.storage.trackers import TrackerSpec, Tracking, parse_trackers
 
 
 def report(run: Path, number: int, *, generation: int = 1, **metrics: float) -> None:
@@ -80,7 +80,7 @@ def fields_in(data: bytes) -> Iterator[tuple[int, Any]]:
 def test_each_report_is_shown_once(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run, wish = tmp_path / "run", Wish(kind)
+    run, wish = tmp_path / "run", TrackerSpec(kind)
     run.mkdir()
     report(run, 1, loss=0.5)
     first = Tracking(str(run), wish)
@@ -121,10 +121,13 @@ def test_the_checksum_is_crc32c() -> None:
 
 
 def test_what_cannot_be_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert parse_trackers(" tensorboard, json:/x ") == (Wish("tensorboard"), Wish("json", "/x"))
+    assert parse_trackers(" tensorboard, json:/x ") == (
+        TrackerSpec("tensorboard"),
+        TrackerSpec("json", "/x"),
+    )
     for text, message in (("tb", "expected one of"), ("wandb", "project"), ("mlflow", "server")):
         with pytest.raises(ConfigError, match=message):
             parse_trackers(text)
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ConfigError, match="pip install wandb"):
-        Tracking(str(tmp_path), Wish("wandb", "p"))
+        Tracking(str(tmp_path), TrackerSpec("wandb", "p"))

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from elastic.errors import StorageError, UsageError
-from elastic.storage.marker import MARKER, Marker
+from elastic.storage.marker import MARKER, CheckpointMarker
 from elastic.storage.run_directory import RunDirectory
 from elastic.train import Checkpoint
 
@@ -26,7 +26,7 @@ def committed(run_path: str, tmp_path: Path, **texts: str) -> Checkpoint:
         (source / name).write_text(text)
     run = RunDirectory(run_path)
     files = run.upload(source, "c1", claim=lambda path: True)
-    return Checkpoint(run.commit("c1", Marker("j1", 1, 0, 1, 1, "{}", files)))
+    return Checkpoint(run.commit("c1", CheckpointMarker("j1", 1, 0, 1, 1, "{}", files)))
 
 
 class NotPlain:

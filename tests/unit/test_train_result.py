@@ -11,7 +11,7 @@ from elastic.core.config import JobSpec
 from elastic.core.events.coordinator import JobRecord
 from elastic.core.world import CheckpointRecord, JobId, JobPhase, ReportKind
 from elastic.errors import UsageError
-from elastic.storage.marker import Marker
+from elastic.storage.marker import CheckpointMarker
 from elastic.storage.run_directory import RunDirectory
 from elastic.storage.run_record import RunPhase, RunRecord, write_run
 from elastic.train import Result
@@ -37,7 +37,7 @@ class Run:
         kind: ReportKind = ReportKind.SCRIPT,
     ) -> CheckpointRecord:
         metrics = json.dumps({"name": name})
-        marker = Marker(job_id, 1, index, 1, unix_ns, metrics, (), kind=kind)
+        marker = CheckpointMarker(job_id, 1, index, 1, unix_ns, metrics, (), kind=kind)
         Path(self.directory.checkpoint_path(name)).mkdir(parents=True)
         self.directory.commit(name, marker)
         return self.directory.record(name, marker)

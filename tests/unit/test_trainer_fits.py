@@ -11,7 +11,7 @@ import pytest
 import elastic.client.jobs
 import elastic.train.cluster
 from elastic import train
-from elastic.client.embedded import Cluster
+from elastic.client.embedded import ClusterConnection
 from elastic.core.world import Node, NodeId, Resources
 from elastic.errors import UsageError
 from elastic.train.torch import TorchTrainer
@@ -47,9 +47,9 @@ class FakeClient:
 
 
 @pytest.fixture
-def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
+def cluster(monkeypatch: pytest.MonkeyPatch) -> ClusterConnection:
     """Stand for the script's own cluster, of one node."""
-    cluster = Cluster("nowhere:1", processes=[object()])  # type: ignore[list-item]
+    cluster = ClusterConnection("nowhere:1", processes=[object()])  # type: ignore[list-item]
     monkeypatch.setattr(elastic.train.cluster, "require_cluster", lambda *_: cluster)
     monkeypatch.setattr(elastic.client.jobs, "Client", FakeClient)
     return cluster
@@ -93,7 +93,7 @@ def test_what_fits_is_submitted(tmp_path: Path) -> None:
         fit(tmp_path, num_workers=(2, 8), resources_per_worker={"CPU": 2})
 
 
-def test_a_cluster_that_can_grow_is_not_judged(tmp_path: Path, cluster: Cluster) -> None:
+def test_a_cluster_that_can_grow_is_not_judged(tmp_path: Path, cluster: ClusterConnection) -> None:
     cluster.processes.clear()
     with pytest.raises(Submitted):
         fit(tmp_path, use_gpu=True)

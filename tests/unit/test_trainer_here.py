@@ -77,12 +77,12 @@ def test_a_run_leaves_metrics_checkpoints_and_a_value(tmp_path: Path) -> None:
 def test_numbers_that_json_lacks_come_back_as_numbers_from_files_that_lack_them(
     tmp_path: Path,
 ) -> None:
-    heard: list[dict[str, Any]] = []
+    received: list[dict[str, Any]] = []
     listed: list[dict[str, Any]] = []
 
     class Callback:
         def after_report(self, metrics: dict[str, Any]) -> None:
-            heard.append(metrics)
+            received.append(metrics)
 
     def diverge() -> None:
         metrics = {"loss": float("nan"), "best": torch.tensor(-math.inf), "deep": {"x": [math.inf]}}
@@ -92,7 +92,7 @@ def test_numbers_that_json_lacks_come_back_as_numbers_from_files_that_lack_them(
     result = trainer(diverge, tmp_path, name="odd", callbacks=[Callback()]).fit()
     kept = [metrics for _, metrics in result.best_checkpoints]
     again = train.Result.from_path(tmp_path / "odd").metrics
-    told = [result.metrics, again, result.history[0]["metrics"], *kept, *heard, *listed]
+    told = [result.metrics, again, result.history[0]["metrics"], *kept, *received, *listed]
     assert len(told) == 6
     for metrics in told:
         assert metrics is not None
@@ -120,14 +120,14 @@ def test_the_workers_environment_is_this_ones_while_the_function_runs(
     def look() -> list[str | None]:
         return [os.environ.get(name) for name in environment]
 
-    def look_and_fail() -> None:
+    def check_and_fail() -> None:
         raise ValueError(str(look()))
 
     result = trainer(look, tmp_path, worker_env=environment).fit()
     assert result.return_value == ["during", "during", None]
     assert look() == ["before", None, None]
     with pytest.raises(TrainingFailed, match=r"ValueError: .'during', 'during', None"):
-        trainer(look_and_fail, tmp_path, worker_env=environment).fit()
+        trainer(check_and_fail, tmp_path, worker_env=environment).fit()
     assert look() == ["before", None, None]
 
 

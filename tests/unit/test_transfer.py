@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from elastic.errors import UsageError
-from elastic.worker.state import TrainState
-from elastic.worker.transfer import _sorted_by_size, bytes_of, pack, tensors_of, unpack
+from elastic.worker.state.train_state import TrainState
+from elastic.worker.state.transfer import _sorted_by_size, bytes_of, pack, tensors_of, unpack
 
 Pair = namedtuple("Pair", ["left", "right"])
 

@@ -7,7 +7,7 @@ from enum import Enum
 import pytest
 
 from elastic.core.machine import transitions
-from elastic.core.machine.story import brief
+from elastic.core.machine.event_history import brief
 from elastic.core.machine.transitions import (
     CONNECTION,
     JOB,
@@ -16,7 +16,7 @@ from elastic.core.machine.transitions import (
     PROCESS,
     WORKER,
     WORKER_SEEN,
-    Table,
+    TransitionTable,
     check_move,
     render,
 )
@@ -33,7 +33,7 @@ TABLES = [WORKER, WORKER_SEEN, JOB, NODE, CONNECTION, PROCESS, MAIN]
 by_table = pytest.mark.parametrize("table", TABLES, ids=lambda table: table.name)
 
 
-def reached_from(table: Table, starts: tuple[Enum, ...]) -> set[Enum]:
+def reached_from(table: TransitionTable, starts: tuple[Enum, ...]) -> set[Enum]:
     found = list(starts)
     for phase in found:
         found.extend(after for after in table.moves[phase] if after not in found)
@@ -41,25 +41,25 @@ def reached_from(table: Table, starts: tuple[Enum, ...]) -> set[Enum]:
 
 
 @by_table
-def test_a_table_lists_every_phase_of_its_enum(table: Table) -> None:
+def test_a_table_lists_every_phase_of_its_enum(table: TransitionTable) -> None:
     kind = type(table.starts[0])
     assert set(table.moves) == set(kind)
     assert all(isinstance(after, kind) for row in table.moves.values() for after in row)
 
 
 @by_table
-def test_every_phase_can_be_reached(table: Table) -> None:
+def test_every_phase_can_be_reached(table: TransitionTable) -> None:
     assert reached_from(table, table.starts) == set(table.moves)
 
 
 @by_table
-def test_no_move_is_listed_twice(table: Table) -> None:
+def test_no_move_is_listed_twice(table: TransitionTable) -> None:
     for row in table.moves.values():
         assert len(row) == len(set(row))
 
 
 def test_every_module_level_table_is_tested_here() -> None:
-    tables = [value for value in vars(transitions).values() if isinstance(value, Table)]
+    tables = [value for value in vars(transitions).values() if isinstance(value, TransitionTable)]
     assert {id(table) for table in tables} == {id(table) for table in TABLES}
 
 
@@ -73,9 +73,11 @@ def test_every_module_level_table_is_tested_here() -> None:
         (PROCESS, [transitions.ProcessPhase.GONE]),
         (MAIN, [transitions.MainPhase.OVER]),
     ],
-    ids=lambda value: value.name if isinstance(value, Table) else "",
+    ids=lambda value: value.name if isinstance(value, TransitionTable) else "",
 )
-def test_only_the_phases_that_end_something_are_last(table: Table, last: list[Enum]) -> None:
+def test_only_the_phases_that_end_something_are_last(
+    table: TransitionTable, last: list[Enum]
+) -> None:
     assert [phase for phase, after in table.moves.items() if not after] == last
 
 
@@ -110,7 +112,7 @@ def test_a_worker_may_be_seen_to_exit_from_anywhere_and_never_to_start_again(
     ids=["skips forming", "after the end", "a failed job", "a move to itself"],
 )
 def test_an_illegal_move_is_refused_with_who_what_and_what_would_be_legal(
-    table: Table, old: Enum, new: Enum, words: list[str]
+    table: TransitionTable, old: Enum, new: Enum, words: list[str]
 ) -> None:
     with pytest.raises(InvariantViolation) as caught:
         check_move(table, "worker a/1", old, new)

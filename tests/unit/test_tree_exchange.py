@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from elastic.core.policy.microbatch import additions_in
-from elastic.worker import links as links_module
-from elastic.worker.links import Links
-from elastic.worker.mesh import Reach
-from elastic.worker.outcome import is_group_broken
-from elastic.worker.rows import RowExchange
-from elastic.worker.shared_memory import OwnMemory
-from elastic.worker.tree_exchange import Deal, Exchange, make_exchange
+from elastic.worker.engine.outcome import is_group_broken
+from elastic.worker.group import member_links as links_module
+from elastic.worker.group.member_links import MemberLinks
+from elastic.worker.group.peer_sockets import PeerAddress
+from elastic.worker.group.shared_memory import OwnMemory
+from elastic.worker.reduce.step_metadata import MetadataExchange
+from elastic.worker.reduce.tree_exchange import Exchange, MicroBatchPartition, make_exchange
 from tests.patience import DEADLINE_S
 
 SMALL, LARGE = 700, 100_000
@@ -37,7 +37,7 @@ def groups(nodes: Sequence[str]) -> Iterator[list[Group]]:
     """Members on these nodes, connected."""
     made = [Group(rank, len(nodes)) for rank in range(len(nodes))]
     links = [
-        Links(rank, len(nodes), Reach("127.0.0.1", DEADLINE_S, node))
+        MemberLinks(rank, len(nodes), PeerAddress("127.0.0.1", DEADLINE_S, node))
         for rank, node in enumerate(nodes)
     ]
     entries = [one.entry for one in links]
@@ -75,7 +75,7 @@ class Member:
     """One rank, and what it has for the steps of its group."""
 
     def __init__(self, group: Group, num_micro_batches: int, sizes: Sequence[int]) -> None:
-        self.deal = Deal(group.rank(), group.size(), num_micro_batches)
+        self.deal = MicroBatchPartition(group.rank(), group.size(), num_micro_batches)
         self.memory = OwnMemory() if links_module.links_of(group).memory else None
         self.exchanges: list[Exchange] = []
         self.flats: list[dict[tuple[int, int], torch.Tensor]] = []
@@ -89,7 +89,7 @@ class Member:
                     for part in self.deal.mine
                 }
             )
-        self.rows = RowExchange(group.rank(), group.size(), group)
+        self.rows = MetadataExchange(group.rank(), group.size(), group)
 
     def steps(self, number: int) -> None:
         for step in range(number):

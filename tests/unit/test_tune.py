@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from elastic import tune
 from elastic.client.cli import main
-from elastic.core.study import Attempt
+from elastic.core.study import TrialAttempt
 from elastic.errors import ConfigError, UsageError
 from elastic.storage.metrics import Numbering
 from elastic.storage.study_log import StudyLog
@@ -395,7 +395,7 @@ def test_a_trial_that_takes_over_a_checkpoint_is_to_be_started_until_it_was(
     # A driver that was killed here knows from where to go on, with which config.
     trial = StudyLog(study.files.path).study.trials[1]
     assert (trial.state.value, trial.config, trial.rungs) == ("pending", {"lr": 9}, {2: -1.5})
-    assert trial.attempt == Attempt("", run, {"c7": 2}, "taken/mine_00001-2/c7")
+    assert trial.attempt == TrialAttempt("", run, {"c7": 2}, "taken/mine_00001-2/c7")
     assert trial.attempts[0].job_id == "j-1"
     assert from_log(*trial.proposal) == {"lr": 1}
     study.add({"e": "started", "trial": 1, "job": "j-9", "run": run, "begins": {"c7": 2}})

@@ -11,7 +11,7 @@ import pytest
 from elastic import train
 from elastic.storage.marker import MARKER
 from elastic.storage.run_directory import RunDirectory
-from elastic.train.callbacks import Telling, TrainRunContext
+from elastic.train.callbacks import CallbackRunner, TrainRunContext
 from elastic.train.torch import TorchTrainer
 
 
@@ -36,17 +36,17 @@ def count(config: dict[str, Any]) -> None:
 
 
 def test_reports_checkpoints_and_the_failure_are_heard_in_order(tmp_path: Path) -> None:
-    heard = Heard()
+    received = Heard()
     with pytest.raises(train.WorkerGroupError) as caught:
         TorchTrainer(
             count,
             train_loop_config={"reports": 3, "fails": True},
             scaling_config=train.ScalingConfig(num_workers=0),
-            run_config=train.RunConfig(name="r", storage_path=tmp_path, callbacks=[heard]),
+            run_config=train.RunConfig(name="r", storage_path=tmp_path, callbacks=[received]),
         ).fit()
-    assert [metrics for metrics, _ in heard.reports] == [[{"n": 0}], [{"n": 1}], [{"n": 2}]]
-    assert all(name.startswith("checkpoint-") for _, name in heard.reports)
-    (error,) = heard.errors
+    assert [metrics for metrics, _ in received.reports] == [[{"n": 0}], [{"n": 1}], [{"n": 2}]]
+    assert all(name.startswith("checkpoint-") for _, name in received.reports)
+    (error,) = received.errors
     assert error == caught.value.worker_failures
     assert isinstance(error[0], ValueError)
     assert isinstance(caught.value, train.TrainingFailedError)
@@ -55,7 +55,7 @@ def test_reports_checkpoints_and_the_failure_are_heard_in_order(tmp_path: Path) 
 def test_a_report_is_told_once_all_ranks_have_made_it_and_its_checkpoint_counts(
     tmp_path: Path,
 ) -> None:
-    heard = Heard()
+    received = Heard()
     scaling = train.ScalingConfig(num_workers=2)
     context = TrainRunContext("r", "j", str(tmp_path), train.RunConfig(name="r"), scaling)
     run = RunDirectory(str(tmp_path))
@@ -66,24 +66,24 @@ def test_a_report_is_told_once_all_ranks_have_made_it_and_its_checkpoint_counts(
 
     line(0, 0, generation=1)
     line(1, 0, generation=1)
-    telling = Telling([heard], context)
+    telling = CallbackRunner([received], context)
     telling.begin()  # What was there before this attempt is nobody's news.
     line(0, 0)
     telling.look()
-    assert not heard.reports
+    assert not received.reports
     line(1, 0)
     telling.look()
     line(0, 1, checkpoint="c")
     line(1, 1)
     telling.look()
-    assert heard.reports == [([{"r": 0}, {"r": 1}], "")]
+    assert received.reports == [([{"r": 0}, {"r": 1}], "")]
     (tmp_path / "checkpoints" / "c").mkdir(parents=True)
     (tmp_path / "checkpoints" / "c" / MARKER).write_text(json.dumps({}))
     line(0, 2)
     telling.look()
-    assert heard.reports[1:] == [([{"r": 0}, {"r": 1}], "c")]
+    assert received.reports[1:] == [([{"r": 0}, {"r": 1}], "c")]
     telling.finish()
-    assert heard.reports[2:] == [([{"r": 0}, {}], "")]
+    assert received.reports[2:] == [([{"r": 0}, {}], "")]
 
 
 @pytest.mark.parametrize(

@@ -16,11 +16,15 @@ from elastic.agent.kernel import DEAD, process_state
 from elastic.core.config import JobSpec
 from elastic.core.events.worker import Validated
 from elastic.core.world import CheckpointStatus, JobId, ReportKind
-from elastic.storage.marker import Marker
+from elastic.storage.marker import CheckpointMarker
 from elastic.storage.run_directory import RunDirectory
-from elastic.worker.exchange import Answer
-from elastic.worker.validating import ValidationPlan, Validator
-from elastic.worker.validation_child import FOUND_BYTES_MAX, Child, Ended
+from elastic.worker.base.mailboxes import ReportAnswer
+from elastic.worker.checkpoint.validating import ValidationPlan, Validator
+from elastic.worker.checkpoint.validation_child import (
+    FOUND_BYTES_MAX,
+    ValidationChild,
+    ValidationExit,
+)
 from tests.patience import DEADLINE_S, wait_for
 from tests.strategies import SCRIPT
 
@@ -36,8 +40,8 @@ class Coordinator:
     def post(self, item: Validated) -> None:
         self.told.append(item)
 
-    def expect_answer(self, generation: int, kind: ReportKind, index: int) -> Answer:
-        answer = Answer()
+    def expect_answer(self, generation: int, kind: ReportKind, index: int) -> ReportAnswer:
+        answer = ReportAnswer()
         answer.accepted = True
         answer.ready.set()
         return answer
@@ -71,7 +75,7 @@ def test_a_wish_that_nobody_understands_fails_by_itself_and_holds_up_nothing(
     started: Callable[[Path, Coordinator], Validator], tmp_path: Path
 ) -> None:
     run, coordinator = RunDirectory(str(tmp_path)), Coordinator()
-    marker = Marker("j1", 1, 0, 1, 0, "{}", (), validation='{"fn_kwargs": 7}')
+    marker = CheckpointMarker("j1", 1, 0, 1, 0, "{}", (), validation='{"fn_kwargs": 7}')
     Path(run.checkpoint_path("c0")).mkdir(parents=True)
     run.commit("c0", marker)
     assert is_finished(started(tmp_path, coordinator))
@@ -92,9 +96,9 @@ def leave_a_child(path: str, fn_kwargs: dict[str, Any]) -> str:
     return json.dumps({"pid": pid, "group": os.getpgid(pid), "session": os.getsid(pid)})
 
 
-def wait_ended(call: Callable[[str, dict[str, Any]], str]) -> Ended:
+def wait_ended(call: Callable[[str, dict[str, Any]], str]) -> ValidationExit:
     """Return how a validation ends."""
-    child = Child(call, "/run/c0", {}, DEADLINE_S)
+    child = ValidationChild(call, "/run/c0", {}, DEADLINE_S)
     return wait_for(child.ended)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from elastic.core.events.worker import LoopMoved, ResolveReport, TrainLeft, Validated
+from elastic.core.events.worker import LoopStateChanged, ResolveReport, TrainLeft, Validated
 from elastic.core.world import (
     CheckpointRecord,
     CheckpointStatus,
@@ -57,7 +57,7 @@ def test_between_two_groups_whoever_tells_is_told_to_try_again() -> None:
 
 def test_a_group_that_ends_answers_who_waits() -> None:
     worker = training(1)
-    worker.event(LoopMoved(inside=True))
+    worker.event(LoopStateChanged(inside=True))
     worker.event(found_out(1))
     worker.told(announce(2))
     effects = worker.event(TrainLeft(1, at_boundary=False))

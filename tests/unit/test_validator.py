@@ -10,9 +10,9 @@ import pytest
 from elastic.core.events.worker import Validated
 from elastic.core.world import JobId, ReportKind
 from elastic.storage.run_directory import RunDirectory
-from elastic.worker.exchange import Answer
-from elastic.worker.local import LocalRun, _retention
-from elastic.worker.validating import ValidationPlan, Validator
+from elastic.worker.base.mailboxes import ReportAnswer
+from elastic.worker.checkpoint.validating import ValidationPlan, Validator
+from elastic.worker.process.local import LocalRun, _retention
 from tests.patience import wait_for
 
 
@@ -22,9 +22,9 @@ class Line:
     def post(self, item: Validated) -> None:
         del item
 
-    def expect_answer(self, generation: int, kind: ReportKind, index: int) -> Answer:
+    def expect_answer(self, generation: int, kind: ReportKind, index: int) -> ReportAnswer:
         del generation, kind, index
-        answer = Answer(accepted=True)
+        answer = ReportAnswer(accepted=True)
         answer.ready.set()
         return answer
 
@@ -35,7 +35,7 @@ def nothing(path: str, fn_kwargs: dict[str, Any]) -> str:
 
 def wait_for_thread(validator: Validator) -> None:
     """Wait until its thread has taken note of what it was told."""
-    wait_for(lambda: validator._wishes_seen == validator._wishes_made)
+    wait_for(lambda: validator._requests_seen == validator._requests_made)
 
 
 @pytest.mark.parametrize("ranks", [(0,), (0, 1), (0, 1, 0)])

@@ -13,11 +13,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from elastic.worker import c10d
-from elastic.worker.collective_watch import seen_stack
-from elastic.worker.gloo_threads import Quiet
-from elastic.worker.held import _looked_at
-from elastic.worker.waits import MESSAGES, Waits
+from elastic.worker.engine.broken_group_hold import _checked_at
+from elastic.worker.group import c10d
+from elastic.worker.group.abortable_wait import MESSAGES, AbortableWait
+from elastic.worker.group.collective_watch import seen_stack
+from elastic.worker.group.gloo_threads import IdleDetector
 from tests.patience import DEADLINE_S
 
 
@@ -34,8 +34,8 @@ class PlayedLife:
     def has_closed_all(self) -> bool:
         return self.is_over
 
-    def quiet(self) -> Quiet:
-        return Quiet(self.threads, are_all=True)
+    def quiet(self) -> IdleDetector:
+        return IdleDetector(self.threads, are_all=True)
 
 
 @dataclass
@@ -70,9 +70,9 @@ def life() -> PlayedLife:
 
 
 @pytest.fixture
-def waits(life: PlayedLife, monkeypatch: pytest.MonkeyPatch) -> Waits:
+def waits(life: PlayedLife, monkeypatch: pytest.MonkeyPatch) -> AbortableWait:
     monkeypatch.setattr(c10d, "all_by_gloo", lambda: True)
-    return Waits(lambda: life)  # type: ignore[arg-type, return-value]
+    return AbortableWait(lambda: life)  # type: ignore[arg-type, return-value]
 
 
 def in_thread(call: Callable[[], object]) -> tuple[threading.Thread, list[str]]:
@@ -94,7 +94,7 @@ KINDS = [1, *sorted(MESSAGES)]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_work_that_ends_gives_what_torch_gives(waits: Waits, kind: int) -> None:
+def test_a_work_that_ends_gives_what_torch_gives(waits: AbortableWait, kind: int) -> None:
     work = PlayedWork(kind)
     threading.Timer(0.12, work.done.set).start()
     assert waits.wait(real, work) is True
@@ -105,7 +105,7 @@ def test_a_work_that_ends_gives_what_torch_gives(waits: Waits, kind: int) -> Non
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_wait_is_given_up_once_the_life_has_let_go(
-    waits: Waits, life: PlayedLife, kind: int
+    waits: AbortableWait, life: PlayedLife, kind: int
 ) -> None:
     work = PlayedWork(kind)
     thread, errors = in_thread(lambda: waits.wait(real, work))
@@ -117,7 +117,7 @@ def test_a_wait_is_given_up_once_the_life_has_let_go(
     work.done.set()
 
 
-def test_messages_are_waited_for_together(waits: Waits, life: PlayedLife) -> None:
+def test_messages_are_waited_for_together(waits: AbortableWait, life: PlayedLife) -> None:
     works = [PlayedWork(12), PlayedWork(13)]
     works[0].done.set()
     thread, errors = in_thread(lambda: waits.wait_messages(real, works))
@@ -131,7 +131,7 @@ def test_messages_are_waited_for_together(waits: Waits, life: PlayedLife) -> Non
     waits.wait_messages(real, [])
 
 
-def test_a_timeout_of_the_callers_is_torchs(waits: Waits) -> None:
+def test_a_timeout_of_the_callers_is_torchs(waits: AbortableWait) -> None:
     asked: list[Any] = []
     waits.wait(lambda work, *args, **named: asked.append((args, named)), PlayedWork(), timeout=3)
     waits.wait(lambda work, *args, **named: asked.append((args, named)), PlayedWork(), 4)
@@ -139,7 +139,7 @@ def test_a_timeout_of_the_callers_is_torchs(waits: Waits) -> None:
 
 
 def test_messages_have_the_groups_time_and_not_that_of_forming(
-    waits: Waits, life: PlayedLife
+    waits: AbortableWait, life: PlayedLife
 ) -> None:
     asked: list[Any] = []
     for wait in (waits.wait, lambda real, work: waits.wait_messages(real, [work])):
@@ -148,10 +148,10 @@ def test_messages_have_the_groups_time_and_not_that_of_forming(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_who_waits_stands_where_it_has_begun_to_wait(waits: Waits, kind: int) -> None:
+def test_who_waits_stands_where_it_has_begun_to_wait(waits: AbortableWait, kind: int) -> None:
     """Waits go round in slices, which would look like movement, and stand in torch's place."""
     work = PlayedWork(kind)
-    in_torchs_place = _looked_at(functools.partial(waits.wait, real, work), lambda error: None)
+    in_torchs_place = _checked_at(functools.partial(waits.wait, real, work), lambda error: None)
 
     def of_torchs() -> None:
         in_torchs_place()

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from elastic import train
 from elastic.errors import UsageError
 from elastic.train.torch import prepare_data_loader, prepare_model, prepare_optimizer
-from elastic.worker.context import current
+from elastic.worker.engine.context import current
 from tests.unit.engine_under_test import (
     STEPS,
     Loop,

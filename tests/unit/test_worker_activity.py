@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from elastic.core.config import ns
-from elastic.worker.activity import Activity, Flow
+from elastic.worker.base.activity import Activity, PeerTraffic
 
 
 def test_a_wait_is_seen_while_it_lasts_and_its_end_is_a_movement() -> None:
@@ -19,7 +19,7 @@ def test_a_wait_is_seen_while_it_lasts_and_its_end_is_a_movement() -> None:
 
 def test_who_waits_for_what_still_comes_waits_from_the_last_of_it() -> None:
     came = [0]
-    flow = Flow(lambda: came[0])
+    flow = PeerTraffic(lambda: came[0])
     assert flow.waiting_ns(0, ns(100)) == 0
     assert flow.waiting_ns(ns(4.9), ns(104.9)) == ns(4.9)
     assert flow.waiting_ns(ns(6), ns(106)) == ns(6)

@@ -6,36 +6,36 @@ import pytest
 import torch.distributed as dist
 
 from elastic.errors import GroupError, InvariantViolation
-from elastic.worker.agreement import Agreement, Outcome, Tally, Vote
+from elastic.worker.checkpoint.report_votes import ReportOutcome, ReportVote, ReportVotes, VoteCount
 
 
-def members(world_size: int) -> list[Agreement]:
+def members(world_size: int) -> list[ReportVotes]:
     store = dist.HashStore()
-    return [Agreement(store, rank, world_size=world_size) for rank in range(world_size)]
+    return [ReportVotes(store, rank, world_size=world_size) for rank in range(world_size)]
 
 
 def test_a_member_may_stop_waiting_for_one_that_never_comes() -> None:
     first, second = members(2)
-    first.vote(0, Vote(waits=True, wishes=True))
-    assert first.wait_closed(0, patience_s=0.01) == Tally()
-    second.vote(0, Vote(waits=True, wishes=True, has_checkpoint=True))
+    first.vote(0, ReportVote(waits=True, requests=True))
+    assert first.wait_closed(0, patience_s=0.01) == VoteCount()
+    second.vote(0, ReportVote(waits=True, requests=True, has_checkpoint=True))
     tally = second.wait_closed(0)
-    assert tally == Tally(votes=2, waiting=1, wishing=2, with_checkpoint=1)
+    assert tally == VoteCount(votes=2, waiting=1, wishing=2, with_checkpoint=1)
     assert not tally.leaves()
 
 
 def test_an_outcome_that_came_before_the_peers_hung_up_counts() -> None:
     store = dist.HashStore()
-    lead = Agreement(store, 0, world_size=2)
+    lead = ReportVotes(store, 0, world_size=2)
 
-    def tell_and_hang_up() -> None:
-        lead.tell_outcome(0, Outcome(path="c", leaves=True), ())
+    def report_and_hang_up() -> None:
+        lead.report_outcome(0, ReportOutcome(path="c", leaves=True), ())
         raise GroupError("a peer hung up")
 
-    other = Agreement(store, 1, world_size=2, watch=tell_and_hang_up)
-    assert other.wait_outcome(0) == Outcome(path="c", leaves=True)
+    other = ReportVotes(store, 1, world_size=2, watch=report_and_hang_up)
+    assert other.wait_outcome(0) == ReportOutcome(path="c", leaves=True)
 
 
 def test_a_place_outside_the_group_is_refused() -> None:
     with pytest.raises(InvariantViolation, match="rank 2 of 2"):
-        Agreement(dist.HashStore(), 2, world_size=2)
+        ReportVotes(dist.HashStore(), 2, world_size=2)

@@ -17,14 +17,14 @@ import torch.distributed as dist
 from elastic.core.world import JobId
 from elastic.errors import GroupError, StorageError, UsageError
 from elastic.runtime.clock import SystemClock
-from elastic.storage.marker import Marker, StoredFile
+from elastic.storage.marker import CheckpointMarker, StoredFile
 from elastic.storage.run_directory import RunDirectory
-from elastic.worker.agreement import Agreement
-from elastic.worker.committing import Committer
-from elastic.worker.delivery import Brought, CheckpointUploadMode
-from elastic.worker.interrupt import GroupChanged
-from elastic.worker.reported import Place
-from elastic.worker.reporting import Reporter
+from elastic.worker.base.interrupt import GroupChanged
+from elastic.worker.checkpoint.committer import Committer
+from elastic.worker.checkpoint.delivery import CheckpointUploadMode, DeliveredParts
+from elastic.worker.checkpoint.report_votes import ReportVotes
+from elastic.worker.checkpoint.reported_checkpoints import ReportOrigin
+from elastic.worker.checkpoint.reporting import Reporter
 from tests.patience import DEADLINE_S
 from tests.unit.test_worker_reporting import SPEC, Coordinator, committed, directory
 
@@ -62,7 +62,9 @@ class Rank:
     link: Coordinator
     over: threading.Event = field(default_factory=threading.Event)
 
-    def report(self, metrics: dict[str, Any], brought: Brought | None = None, **more: Any) -> None:
+    def report(
+        self, metrics: dict[str, Any], brought: DeliveredParts | None = None, **more: Any
+    ) -> None:
         self.reporter.report(json.dumps(metrics), brought, **more)
 
 
@@ -73,10 +75,10 @@ def members(storage: Storage, world_size: int) -> list[Rank]:
         link, over = Coordinator(), threading.Event()
         run = storage.run()
         reporter = Reporter(
-            Place(JobId("j1"), 2, rank, world_size),
+            ReportOrigin(JobId("j1"), 2, rank, world_size),
             run,
             committer=Committer(run, SPEC, link),
-            agreement=Agreement(store, rank, world_size=world_size),
+            agreement=ReportVotes(store, rank, world_size=world_size),
             link=link,
             clock=SystemClock(),
             is_over=over.is_set,
@@ -100,9 +102,9 @@ def together(ranks: list[Rank], train: Callable[[Rank], None]) -> list[BaseExcep
         return [future.result(DEADLINE_S) for future in [pool.submit(one, r) for r in ranks]]
 
 
-def part(tmp_path: Path, rank: Rank, epoch: int = 0, **more: Any) -> Brought:
+def part(tmp_path: Path, rank: Rank, epoch: int = 0, **more: Any) -> DeliveredParts:
     path = directory(tmp_path / f"r{rank.rank}-e{epoch}", **{f"shard{rank.rank}": "x", "same": "y"})
-    return Brought(str(path), ASYNC, **more)
+    return DeliveredParts(str(path), ASYNC, **more)
 
 
 def posted(rank: Rank) -> list[tuple[int, bool]]:
@@ -136,7 +138,7 @@ def test_an_upload_that_fails_is_told_by_the_next_report_or_the_end(
 
     def train(rank: Rank) -> None:
         path = directory(tmp_path / "part0", model="x") if rank.rank == 0 else tmp_path / "none"
-        rank.report({}, Brought(str(path), ASYNC))
+        rank.report({}, DeliveredParts(str(path), ASYNC))
         end = {
             "end": rank.reporter.finish,
             "next": lambda: rank.report({}, part(tmp_path, rank, 1)),
@@ -202,7 +204,9 @@ def test_a_name_is_used_again_only_when_nobody_writes_there_any_more(tmp_path: P
     path = str(directory(tmp_path / "again", model="x"))
     with ThreadPoolExecutor(1) as pool:
         ended = pool.submit(end_old)
-        assert together([new], lambda rank: rank.report({}, Brought(path), name="mine")) == [None]
+        assert together([new], lambda rank: rank.report({}, DeliveredParts(path), name="mine")) == [
+            None
+        ]
         ended.result(DEADLINE_S)
     assert sorted(order) == ["new begins", "old is over"]
     assert committed(storage.path) == ["mine"]
@@ -221,7 +225,7 @@ def test_a_planned_change_makes_all_wait_for_the_upload_and_leave(tmp_path: Path
     storage.gate.set()
     ranks = members(storage, 3)
     for rank in ranks:
-        rank.link.wish_reason = "node n4 joins"
+        rank.link.request_reason = "node n4 joins"
 
     def train(rank: Rank) -> None:
         rank.report({}, part(tmp_path, rank) if rank.rank != 1 else None)
@@ -236,7 +240,9 @@ def test_ranks_that_bring_parts_in_different_ways_are_refused(tmp_path: Path) ->
 
     def train(rank: Rank) -> None:
         path = directory(tmp_path / f"part{rank.rank}", model="x")
-        rank.report({}, Brought(str(path), ASYNC if rank.rank else CheckpointUploadMode.SYNC))
+        rank.report(
+            {}, DeliveredParts(str(path), ASYNC if rank.rank else CheckpointUploadMode.SYNC)
+        )
 
     errors = together(members(storage, 2), train)
     assert [type(error) for error in errors] == [UsageError, UsageError]
@@ -261,7 +267,7 @@ def test_what_lies_there_and_does_not_count_is_not_deleted(tmp_path: Path) -> No
 
     def train(rank: Rank) -> None:
         name = "ab"[rank.rank]
-        rank.report({}, Brought(str(storage.path / "checkpoints" / name), NO_UPLOAD))
+        rank.report({}, DeliveredParts(str(storage.path / "checkpoints" / name), NO_UPLOAD))
 
     errors = together(members(storage, 2), train)
     assert all("different names: a, b" in str(error) for error in errors)
@@ -279,12 +285,14 @@ def test_a_function_of_the_users_may_upload(tmp_path: Path, mode: CheckpointUplo
             (path / f"shard{rank.rank}").write_text("x")
             return str(path)
 
-        rank.report({}, Brought("nowhere", mode, upload=upload))
+        rank.report({}, DeliveredParts("nowhere", mode, upload=upload))
         rank.reporter.finish()
 
     assert together(members(storage, 2), train) == [None, None]
     (name,) = committed(storage.path)
-    marker = Marker.from_json((storage.path / "checkpoints" / name / "_COMMITTED").read_text())
+    marker = CheckpointMarker.from_json(
+        (storage.path / "checkpoints" / name / "_COMMITTED").read_text()
+    )
     assert [file.path for file in marker.files] == ["shard0", "shard1"]
 
 
@@ -299,7 +307,7 @@ def test_a_function_that_raises_or_returns_another_place_fails_the_checkpoint(
                 raise ValueError("no such bucket")
             return str(tmp_path)
 
-        rank.report({}, Brought("nowhere", upload=upload))
+        rank.report({}, DeliveredParts("nowhere", upload=upload))
 
     errors = together(members(storage, 2), train)
     assert [type(error) for error in errors] == [StorageError, StorageError]

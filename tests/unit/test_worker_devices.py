@@ -9,7 +9,7 @@ from elastic.core.config import VIRTUAL_LOCAL_RANK, JobSpec
 from elastic.core.events.agent import ProcessExited
 from elastic.core.messages import Assign, StartWorker
 from elastic.core.world import Assignment, Entry, EntryKind, JobId, Resources, WorkerId
-from elastic.worker.devices import Devices
+from elastic.worker.base.devices import Devices
 from tests.unit.agent_under_test import KILLED, W1, W2, W3, Agent, announce, spec, with_spare
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from elastic.core.world import Entry, EntryKind
 from elastic.errors import UsageError
-from elastic.worker import entry
+from elastic.worker.process import entry
 from tests.patience import DEADLINE_S
 
 
@@ -148,7 +148,7 @@ sys.exit(0)
 RUNS = """
 import contextlib, sys
 from elastic.core.world import Entry, EntryKind
-from elastic.worker import entry
+from elastic.worker.process import entry
 script, out = sys.argv[1:]
 with contextlib.suppress(SystemExit):
     entry.load(Entry(EntryKind.SCRIPT, script, args=(out,)))().run()

@@ -7,7 +7,7 @@ import pytest
 from elastic.core.config import JobSpec
 from elastic.core.messages import Assign
 from elastic.core.world import Assignment, Entry, EntryKind, JobId, WorkerId
-from elastic.worker import environment
+from elastic.worker.process import environment
 
 ASSIGNMENT = Assignment(
     JobId("j1"),

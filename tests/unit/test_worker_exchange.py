@@ -7,15 +7,15 @@ import threading
 
 from elastic.core.events.worker import (
     GroupFormed,
+    NotifyPreemption,
+    RequestCheckpoint,
+    RequestLeave,
     ResolveReport,
-    TellPreemption,
-    WishBoundary,
-    WishSave,
 )
 from elastic.core.messages import Progress
 from elastic.core.world import LeavingNode, NodeId, ReportKind, WorkerId
-from elastic.worker.exchange import Exchange
-from elastic.worker.timing import INTERVAL_NS, Timing
+from elastic.worker.base.mailboxes import Mailboxes
+from elastic.worker.base.timing import INTERVAL_NS, Timing
 from tests.patience import DEADLINE_S
 
 
@@ -32,14 +32,14 @@ class HandClock:
         return self.now_ns + 1_000
 
 
-def readable(exchange: Exchange) -> bool:
+def readable(exchange: Mailboxes) -> bool:
     poll = select.poll()
     poll.register(exchange, select.POLLIN)
     return bool(poll.poll(0))
 
 
 def test_what_is_posted_wakes_the_control_thread_once_and_keeps_its_order() -> None:
-    exchange = Exchange()
+    exchange = Mailboxes()
     assert not readable(exchange)
     assert exchange.take_posted() == []
     events = [GroupFormed(1), GroupFormed(2), GroupFormed(3)]
@@ -51,31 +51,31 @@ def test_what_is_posted_wakes_the_control_thread_once_and_keeps_its_order() -> N
 
 
 def test_a_job_goes_on_after_all_only_if_it_was_told_to_rest_before() -> None:
-    exchange, found = Exchange(), []
+    exchange, found = Mailboxes(), []
     for saves in (False, True, False, True):  # A node joins, a pause, its end, another pause.
-        exchange.set_wish(WishBoundary(2, "", saves=saves))
+        exchange.set_request(RequestLeave(2, "", saves=saves))
         found.append(exchange.is_called_off(2))
     assert found == [False, False, True, False]
-    exchange.set_wish(WishBoundary(3, ""))
+    exchange.set_request(RequestLeave(3, ""))
     assert not exchange.is_called_off(3)
 
 
 def test_a_wish_for_a_checkpoint_holds_for_its_generation_only() -> None:
-    exchange = Exchange()
-    assert exchange.save_wish(2) == 0
-    exchange.set_save_wish(WishSave(2, 7))
-    assert [exchange.save_wish(generation) for generation in (1, 2, 3)] == [0, 7, 0]
+    exchange = Mailboxes()
+    assert exchange.save_request(2) == 0
+    exchange.set_save_request(RequestCheckpoint(2, 7))
+    assert [exchange.save_request(generation) for generation in (1, 2, 3)] == [0, 7, 0]
 
 
 def test_an_abort_holds_for_its_generation_and_all_before() -> None:
-    exchange = Exchange()
+    exchange = Mailboxes()
     exchange.set_aborted(3)
     exchange.set_aborted(2)
     assert [exchange.was_aborted(generation) for generation in (2, 3, 4)] == [True, True, False]
 
 
 def test_a_report_is_answered_by_its_generation_and_index() -> None:
-    exchange = Exchange()
+    exchange = Mailboxes()
     answer = exchange.expect_answer(2, ReportKind.SCRIPT, 7)
     exchange.resolve(ResolveReport(2, 6, True, ""))
     assert not answer.wait(0.01)
@@ -103,12 +103,12 @@ def test_the_first_step_is_told_at_once_and_others_once_a_second() -> None:
     assert {progress.first_step_unix_ns for progress in told} == {1_005}
 
 
-def told(generation: int, deadline_ns: int = 100) -> TellPreemption:
-    return TellPreemption(generation, deadline_ns, "spot", (LeavingNode(NodeId("n2"), (1,)),))
+def told(generation: int, deadline_ns: int = 100) -> NotifyPreemption:
+    return NotifyPreemption(generation, deadline_ns, "spot", (LeavingNode(NodeId("n2"), (1,)),))
 
 
 def test_nodes_that_leave_are_told_for_as_long_as_their_group_stands() -> None:
-    exchange = Exchange()
+    exchange = Mailboxes()
     assert exchange.preemption(2, 0) is None
     exchange.set_preemption(told(2))
     assert exchange.preemption(1, 0) is None, "an older group knows nothing of it"

@@ -10,17 +10,17 @@ import sys
 import pytest
 
 from elastic.errors import ConfigError, GroupError
-from elastic.worker import c10d
-from elastic.worker.group import GroupSpec, ProcessGroups
-from elastic.worker.sockets import (
-    Watched,
+from elastic.worker.group import c10d
+from elastic.worker.group.group import GroupSpec, ProcessGroups
+from elastic.worker.group.sockets import (
+    WatchedDescriptor,
     any_hung_up,
     end_reading,
     find_event_loop,
     received_bytes,
     socket_inodes,
 )
-from elastic.worker.store_server import StoreServer
+from elastic.worker.group.store_server import StoreServer
 
 PLACE = {
     "generation": 1,
@@ -42,8 +42,8 @@ def connected() -> tuple[socket.socket, socket.socket]:
     return near, far
 
 
-def watched(sock: socket.socket) -> Watched:
-    return Watched(sock.fileno(), os.fstat(sock.fileno()).st_ino)
+def watched(sock: socket.socket) -> WatchedDescriptor:
+    return WatchedDescriptor(sock.fileno(), os.fstat(sock.fileno()).st_ino)
 
 
 @pytest.mark.parametrize(

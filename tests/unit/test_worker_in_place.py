@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from elastic.core.events.worker import FormGroup, LoopMoved, SendPipe, TrainLeft, WorkerEffect
+from elastic.core.events.worker import (
+    FormGroup,
+    LoopStateChanged,
+    SendPipe,
+    TrainLeft,
+    WorkerEffect,
+)
 from elastic.core.messages import WorkerUpdate
 from elastic.core.world import WorkerPhase
 from tests.unit.worker_under_test import announce, assignment, training
@@ -16,16 +22,16 @@ def said(effects: list[WorkerEffect]) -> list[bool]:
 
 def test_a_loop_that_goes_on_in_place_is_told_once_and_stays_known() -> None:
     worker = training(1)
-    assert said(worker.event(LoopMoved(inside=True))) == [True]
-    assert worker.event(LoopMoved(inside=True)) == []
-    assert said(worker.event(LoopMoved(inside=False))) == [False]
+    assert said(worker.event(LoopStateChanged(inside=True))) == [True]
+    assert worker.event(LoopStateChanged(inside=True)) == []
+    assert said(worker.event(LoopStateChanged(inside=False))) == [False]
 
 
 def test_a_script_begins_once_in_a_process_unless_its_loop_goes_on_there() -> None:
     spent, keeps = training(), training()
     assert spent.report.spent
-    keeps.event(LoopMoved(inside=True))
-    keeps.event(LoopMoved(inside=False))
+    keeps.event(LoopStateChanged(inside=True))
+    keeps.event(LoopStateChanged(inside=False))
     assert not keeps.report.spent
     for worker in (spent, keeps):
         worker.told(announce(2))

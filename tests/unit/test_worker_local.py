@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from elastic.errors import UsageError
-from elastic.worker.context import WorkerContext, current
-from elastic.worker.local import LocalRun, local_context, run_local
+from elastic.worker.engine.context import WorkerContext, current
+from elastic.worker.process.local import LocalRun, local_context, run_local
 from tests.patience import DEADLINE_S
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -67,7 +67,7 @@ def test_an_accelerator_that_is_not_there_is_refused() -> None:
 TORCHRUN_SCRIPT = """
 import sys
 from tests.unit.test_worker_local import train
-from elastic.worker.local import LocalRun, run_local
+from elastic.worker.process.local import LocalRun, run_local
 
 config = {"parts": sys.argv[1]}
 outcome = run_local(train, LocalRun(job_name="here", run_path=sys.argv[2], config=config))

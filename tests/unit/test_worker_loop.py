@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from elastic.core.events.worker import CopiesWanted, LoopMoved, StepsCut
-from elastic.core.machine.worker_loop import Loop
+from elastic.core.events.worker import CopiesRequested, LoopStateChanged, MicroBatchesDeclared
+from elastic.core.machine.worker_loop import LoopState
 
 
 def test_the_fewest_micro_batches_of_any_loader_bound_the_group() -> None:
-    loop = Loop().told(LoopMoved(True)).told(StepsCut(8)).told(StepsCut(4)).told(StepsCut(8))
-    assert loop == Loop(in_place=True, keeps=True, micro_batches=4)
+    loop = (
+        LoopState()
+        .told(LoopStateChanged(True))
+        .told(MicroBatchesDeclared(8))
+        .told(MicroBatchesDeclared(4))
+        .told(MicroBatchesDeclared(8))
+    )
+    assert loop == LoopState(in_place=True, keeps=True, micro_batches=4)
 
 
 def test_what_one_event_says_changes_nothing_else() -> None:
-    few, many = CopiesWanted(5), CopiesWanted(2)
-    loop = Loop(in_place=True, copies=few, micro_batches=4)
-    assert loop.told(many) == Loop(in_place=True, copies=many, micro_batches=4)
-    assert loop.told(LoopMoved(False)) == Loop(keeps=True, copies=few, micro_batches=4)
+    few, many = CopiesRequested(5), CopiesRequested(2)
+    loop = LoopState(in_place=True, copies=few, micro_batches=4)
+    assert loop.told(many) == LoopState(in_place=True, copies=many, micro_batches=4)
+    assert loop.told(LoopStateChanged(False)) == LoopState(keeps=True, copies=few, micro_batches=4)

@@ -11,14 +11,14 @@ from elastic.core.config import NS_PER_S
 from elastic.core.events.shared import Tick
 from elastic.core.events.worker import (
     AbortGroup,
-    AgentTold,
-    AskScript,
+    ActivitySampled,
     ExitWorker,
     InterruptTrain,
-    Looked,
-    LoopMoved,
+    LoopStateChanged,
+    OrderReceived,
+    RequestLeave,
+    SignalScript,
     TrainRaised,
-    WishBoundary,
 )
 from elastic.core.machine.worker import END_NS
 from elastic.core.messages import Preemption, Stop
@@ -38,10 +38,10 @@ from tests.unit.worker_under_test import (
 def test_a_boundary_at_which_the_job_rests_is_wished_for_again_and_saved_at() -> None:
     worker = training(1)
     rests = replace(leave(1, at_boundary=True), saves=True)
-    assert worker.told(leave(1, at_boundary=True)) == [WishBoundary(1, "why")]
-    assert worker.told(rests) == [WishBoundary(1, "why", saves=True)]
+    assert worker.told(leave(1, at_boundary=True)) == [RequestLeave(1, "why")]
+    assert worker.told(rests) == [RequestLeave(1, "why", saves=True)]
     assert worker.told(rests) == []
-    assert worker.told(leave(1, at_boundary=True)) == [WishBoundary(1, "why")], "called off"
+    assert worker.told(leave(1, at_boundary=True)) == [RequestLeave(1, "why")], "called off"
     assert worker.told(leave(1, at_boundary=True)) == []
     worker.told(leave(1, at_boundary=False))
     assert worker.told(rests) == [], "it is over"
@@ -59,9 +59,9 @@ def test_time_alone_changes_nothing(make: Any) -> None:
     assert (worker.machine.next_deadline_ns() is None) == (make not in timed)
 
 
-def asked(grace_s: int = 30) -> AgentTold:
+def asked(grace_s: int = 30) -> OrderReceived:
     """The order to end, told to a script that has a handler of its own for SIGTERM."""
-    return AgentTold(Stop("job stopped", grace_s * NS_PER_S, asks=True), is_handled=True)
+    return OrderReceived(Stop("job stopped", grace_s * NS_PER_S, asks=True), is_handled=True)
 
 
 def exits_with(code: int) -> TrainRaised:
@@ -71,7 +71,7 @@ def exits_with(code: int) -> TrainRaised:
 
 def test_a_script_with_a_handler_is_asked_to_end_and_ends_by_itself() -> None:
     worker = training(1)
-    assert worker.event(asked()) == [AskScript("job stopped")]
+    assert worker.event(asked()) == [SignalScript("job stopped")]
     assert worker.event(asked()) == []
     assert worker.event(exits_with(143)) == [ExitWorker(0, "job stopped")]
     assert worker.report.failure is None
@@ -80,7 +80,7 @@ def test_a_script_with_a_handler_is_asked_to_end_and_ends_by_itself() -> None:
 def test_a_later_order_that_asks_nobody_ends_the_script_at_once() -> None:
     worker = training(1)
     worker.event(asked())
-    hurry = AgentTold(Stop("at once", NS_PER_S), is_handled=True)
+    hurry = OrderReceived(Stop("at once", NS_PER_S), is_handled=True)
     assert worker.event(hurry) == [InterruptTrain(1, "at once", final=True), AbortGroup(1)]
 
 
@@ -89,7 +89,7 @@ def test_a_script_without_a_handler_leaves_at_once_and_its_process_ends_in_any_c
     told = worker.event(replace(asked(), is_handled=False))
     assert told == [InterruptTrain(1, "job stopped", final=True), AbortGroup(1)]
     worker.now_ns += END_NS
-    (end,) = worker.event(Looked(1, 0))
+    (end,) = worker.event(ActivitySampled(1, 0))
     assert isinstance(end, ExitWorker)
 
 
@@ -102,11 +102,11 @@ def test_a_script_whose_node_leaves_is_asked_once_and_is_no_failure(
 ) -> None:
     worker = training(1)
     if in_place:
-        worker.event(LoopMoved(inside=True))
+        worker.event(LoopStateChanged(inside=True))
     nodes = (LeavingNode(NodeId("n"), (rank,)),)
-    told = AgentTold(Preemption(ME, 1, 30 * NS_PER_S, "spot", nodes), is_handled=True)
-    assert (AskScript("spot") in worker.event(told)) == is_asked
-    assert AskScript("spot") not in worker.event(told)
+    told = OrderReceived(Preemption(ME, 1, 30 * NS_PER_S, "spot", nodes), is_handled=True)
+    assert (SignalScript("spot") in worker.event(told)) == is_asked
+    assert SignalScript("spot") not in worker.event(told)
     worker.event(exits_with(code))
     assert (worker.report.failure is None) == is_free
 

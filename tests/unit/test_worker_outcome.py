@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from elastic.errors import GroupError
-from elastic.worker import outcome
+from elastic.worker.engine import outcome
 
 
 def raised(error: BaseException, cause: BaseException | None = None) -> BaseException:

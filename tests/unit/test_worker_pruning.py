@@ -6,10 +6,10 @@ from pathlib import Path
 
 from elastic.core.config import JobSpec
 from elastic.core.world import JobId
-from elastic.storage.marker import Marker
+from elastic.storage.marker import CheckpointMarker
 from elastic.storage.run_directory import RunDirectory
 from elastic.storage.run_record import RunRecord, write_run
-from elastic.worker.pruning import prune
+from elastic.worker.checkpoint.pruning import prune
 from tests.strategies import SCRIPT
 
 
@@ -37,9 +37,9 @@ class Run:
         """Leave a file of a checkpoint that is not committed."""
         self.directory.checkpoint(name).write("model", b"x")
 
-    def commit(self, name: str, job_id: str = "j1", generation: int = 1) -> Marker:
+    def commit(self, name: str, job_id: str = "j1", generation: int = 1) -> CheckpointMarker:
         self.begin(name)
-        marker = Marker(job_id, generation, self.count, 1, self.count, "{}", ())
+        marker = CheckpointMarker(job_id, generation, self.count, 1, self.count, "{}", ())
         self.directory.commit(name, marker)
         self.count += 1
         return marker

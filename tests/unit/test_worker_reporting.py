@@ -15,21 +15,22 @@ import pytest
 import torch.distributed as dist
 
 from elastic.core.config import JobSpec
-from elastic.core.events.worker import UserReported, WishBoundary, WorkerEvent
+from elastic.core.events.worker import RequestLeave, UserReported, WorkerEvent
 from elastic.core.messages import Progress
 from elastic.core.world import Generation, JobId, ReportKind
 from elastic.errors import StorageError, UsageError
 from elastic.runtime.clock import SystemClock
 from elastic.storage.run_directory import RunDirectory
 from elastic.testing.faulty_storage import Faults
-from elastic.worker import agreement, reported
-from elastic.worker.agreement import Agreement
-from elastic.worker.committing import Committer
-from elastic.worker.delivery import NO_PART, Brought, CheckpointUploadMode
-from elastic.worker.exchange import Answer
-from elastic.worker.interrupt import GroupChanged
-from elastic.worker.reported import Place
-from elastic.worker.reporting import Reporter
+from elastic.worker.base.interrupt import GroupChanged
+from elastic.worker.base.mailboxes import ReportAnswer
+from elastic.worker.checkpoint import report_votes as agreement
+from elastic.worker.checkpoint import reported_checkpoints as reported
+from elastic.worker.checkpoint.committer import Committer
+from elastic.worker.checkpoint.delivery import NO_PART, CheckpointUploadMode, DeliveredParts
+from elastic.worker.checkpoint.report_votes import ReportVotes
+from elastic.worker.checkpoint.reported_checkpoints import ReportOrigin
+from elastic.worker.checkpoint.reporting import Reporter
 from tests.patience import DEADLINE_S, wait_for
 from tests.strategies import SCRIPT
 
@@ -40,11 +41,11 @@ SPEC = JobSpec(job_id=JobId("j1"), name="a", entry=SCRIPT, min_workers=1, max_wo
 class Coordinator:
     """What a rank's link leads to; answers as it is told."""
 
-    wish_reason: str = ""
+    request_reason: str = ""
     answers: bool = True
     accepts: bool = True
     posted: list[UserReported] = field(default_factory=list)
-    waiting: list[Answer] = field(default_factory=list)
+    waiting: list[ReportAnswer] = field(default_factory=list)
 
     def come_back(self) -> None:
         """Answer all that was asked, and whatever is asked from now on."""
@@ -59,11 +60,11 @@ class Coordinator:
         assert isinstance(item, UserReported)
         self.posted.append(item)
 
-    def wish(self, generation: Generation) -> WishBoundary | None:
-        return WishBoundary(generation, self.wish_reason) if self.wish_reason else None
+    def wish(self, generation: Generation) -> RequestLeave | None:
+        return RequestLeave(generation, self.request_reason) if self.request_reason else None
 
-    def expect_answer(self, generation: Generation, kind: ReportKind, index: int) -> Answer:
-        answer = Answer(accepted=self.accepts, reason="because")
+    def expect_answer(self, generation: Generation, kind: ReportKind, index: int) -> ReportAnswer:
+        answer = ReportAnswer(accepted=self.accepts, reason="because")
         self.waiting.append(answer)
         if self.answers:
             answer.ready.set()
@@ -93,10 +94,10 @@ def run_group(
         run = RunDirectory(str(run_path))
         committer = Committer(run, SPEC, links[rank])
         reporter = Reporter(
-            Place(JobId("j1"), 2, rank, len(links)),
+            ReportOrigin(JobId("j1"), 2, rank, len(links)),
             run,
             committer=committer,
-            agreement=Agreement(store, rank, world_size=len(links)),
+            agreement=ReportVotes(store, rank, world_size=len(links)),
             link=links[rank],
             clock=SystemClock(),
             newest_checkpoint="before",
@@ -165,7 +166,7 @@ def test_nobody_leaves_while_the_coordinator_does_not_record_the_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reported, "LEAVING_PATIENCE_S", 0.05)
-    links = [Coordinator(wish_reason="join", answers=False) for _ in range(2)]
+    links = [Coordinator(request_reason="join", answers=False) for _ in range(2)]
 
     def train(rank: Rank) -> None:
         rank.report({}, directory(tmp_path / f"first{rank.rank}", model="x"))
@@ -220,7 +221,7 @@ def test_a_marker_that_storage_refuses_comes_with_the_next_checkpoint(tmp_path: 
 
 
 def test_nobody_leaves_on_a_checkpoint_that_was_refused(tmp_path: Path) -> None:
-    links = [Coordinator(wish_reason="join", accepts=False) for _ in range(2)]
+    links = [Coordinator(request_reason="join", accepts=False) for _ in range(2)]
 
     def train(rank: Rank) -> None:
         rank.report({}, directory(tmp_path / f"part{rank.rank}", model="x"))
@@ -229,7 +230,7 @@ def test_nobody_leaves_on_a_checkpoint_that_was_refused(tmp_path: Path) -> None:
 
 
 def test_who_swallows_the_order_to_leave_gets_it_again_at_the_next_report(tmp_path: Path) -> None:
-    links = [Coordinator(wish_reason="join")]
+    links = [Coordinator(request_reason="join")]
 
     def train(rank: Rank) -> None:
         with pytest.raises(GroupChanged):
@@ -306,7 +307,9 @@ def test_who_has_no_files_goes_on_once_the_others_count(
             brought = NO_PART
             if rank.rank == 1 and number != 1:
                 name = f"checkpoints/c{number}" if mode is CheckpointUploadMode.NO_UPLOAD else "in"
-                brought = Brought(str(directory(tmp_path / f"{name}-{number}", file="x")), mode)
+                brought = DeliveredParts(
+                    str(directory(tmp_path / f"{name}-{number}", file="x")), mode
+                )
             rank.reporter.report("{}", brought)
             if mode is not CheckpointUploadMode.ASYNC:
                 assert len(committed(tmp_path)) == (1, 1, 2)[number]
@@ -329,7 +332,7 @@ def test_the_rank_that_has_not_reported_is_named(
                 warned.set()
 
     listener = Listener()
-    logging.getLogger("elastic.worker.agreement").addHandler(listener)
+    logging.getLogger("elastic.worker.checkpoint.report_votes").addHandler(listener)
     try:
 
         def train(rank: Rank) -> None:
@@ -339,4 +342,4 @@ def test_the_rank_that_has_not_reported_is_named(
 
         assert run_group(tmp_path, [Coordinator() for _ in range(3)], train) == [None] * 3
     finally:
-        logging.getLogger("elastic.worker.agreement").removeHandler(listener)
+        logging.getLogger("elastic.worker.checkpoint.report_votes").removeHandler(listener)

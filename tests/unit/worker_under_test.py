@@ -7,9 +7,9 @@ import pytest
 from elastic.core.config import JobSpec
 from elastic.core.events.shared import Note
 from elastic.core.events.worker import (
-    AgentTold,
     GroupFailed,
     GroupFormed,
+    OrderReceived,
     SendPipe,
     Started,
     StoreOpened,
@@ -74,7 +74,7 @@ class Worker:
         return [effect for effect in effects if not isinstance(effect, Note)]
 
     def told(self, message: PipeToWorker) -> list[WorkerEffect]:
-        return self.event(AgentTold(message))
+        return self.event(OrderReceived(message))
 
     @property
     def report(self) -> WorkerReport:

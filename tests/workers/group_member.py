@@ -29,11 +29,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.utils import _sync_params_and_buffers
 from torch.nn.parallel import DistributedDataParallel
 
-from elastic.worker import c10d
-from elastic.worker.forgotten import Forgotten
-from elastic.worker.group import GroupSpec, ProcessGroups
-from elastic.worker.interrupt import GroupChanged, Interrupter
-from elastic.worker.store_server import StoreServer
+from elastic.worker.base.interrupt import GroupChanged, Interrupter
+from elastic.worker.group import c10d
+from elastic.worker.group.gloo_watchdog import StuckWaitWatchdog
+from elastic.worker.group.group import GroupSpec, ProcessGroups
+from elastic.worker.group.store_server import StoreServer
 from tests.workers.reduce_steps import Steps
 
 HOST = "127.0.0.1"
@@ -46,7 +46,7 @@ class Member:
     def __init__(self) -> None:
         self.server = StoreServer(HOST)
         self.groups = ProcessGroups()
-        self.interrupter = Interrupter(overdue=Forgotten(self.groups).look)
+        self.interrupter = Interrupter(overdue=StuckWaitWatchdog(self.groups).look)
         self.subgroup: Any = None
         self.steps: Steps | None = None
         self.trains_in = 0

@@ -29,8 +29,8 @@ from elastic.train.torch import (
     prepare_optimizer,
     prepare_scheduler,
 )
-from elastic.worker import local
-from elastic.worker.local import LocalRun, local_context
+from elastic.worker.process import local
+from elastic.worker.process.local import LocalRun, local_context
 
 SAMPLES, MICRO, GLOBAL, EPOCHS = 40, 2, 12, 2
 """A step is six micro-batches: four of the ragged last one's are empty."""

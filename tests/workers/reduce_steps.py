@@ -11,15 +11,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from elastic.core.policy.cursor import Cursor, Epochs, micro_batch_seed
-from elastic.worker import tree_exchange
-from elastic.worker.links import connect
-from elastic.worker.mesh import Reach
-from elastic.worker.reduce import Reducer, Share, Unit
-from elastic.worker.seeding import seed_everything
-from elastic.worker.transports import GroupTransport, SocketTransport
+from elastic.core.policy.cursor import Cursor, DataPlan, micro_batch_seed
+from elastic.worker.data.seeding import seed_everything
+from elastic.worker.group.member_links import connect
+from elastic.worker.group.peer_sockets import PeerAddress
+from elastic.worker.reduce import tree_exchange
+from elastic.worker.reduce.reducer import OptimizerUnit, Reducer, StepShare
+from elastic.worker.reduce.transports import GroupTransport, SocketTransport
 
-EPOCHS = Epochs(num_samples=50, micro_batch=4, num_micro_batches=6)
+EPOCHS = DataPlan(num_samples=50, micro_batch=4, num_micro_batches=6)
 """Steps of 24, 24 and 2 samples: in the last one, four of six micro-batches are empty."""
 BUCKET_BYTES = 1 << 12
 
@@ -44,8 +44,8 @@ class Steps:
             torch.optim.SGD(self.head.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01),
         ]
         self.units = [
-            Unit("body", [*self.body.named_parameters(), *self.unused.named_parameters()]),
-            Unit("head", list(self.head.named_parameters())),
+            OptimizerUnit("body", [*self.body.named_parameters(), *self.unused.named_parameters()]),
+            OptimizerUnit("head", list(self.head.named_parameters())),
         ]
         self.reducer = Reducer(
             self.units, [self.body], consistency=consistency, bucket_bytes=BUCKET_BYTES
@@ -55,7 +55,7 @@ class Steps:
     def attach(self) -> None:
         """Go on in the group that stands."""
         group, rank = dist.group.WORLD, dist.get_rank()
-        connect(group, Reach(node="" if self.over == "memory" else str(rank)))
+        connect(group, PeerAddress(node="" if self.over == "memory" else str(rank)))
         # As tensors of a device go by NCCL.
         tree_exchange.SocketTransport = (  # type: ignore[misc]
             (lambda _: GroupTransport(group)) if self.over == "torch" else SocketTransport  # type: ignore[assignment,return-value]
@@ -74,7 +74,7 @@ class Steps:
 
     def _one(self, *, dies: bool) -> bool:
         rank, step = dist.get_rank(), self.step % EPOCHS.steps
-        share = Share.of(EPOCHS, step, rank=rank, world_size=dist.get_world_size())
+        share = StepShare.of(EPOCHS, step, rank=rank, world_size=dist.get_world_size())
         self.reducer.begin_step(share, [float(rank), float(self.step)])
         for number in range(*share.held):
             self.reducer.begin_micro_batch(number)

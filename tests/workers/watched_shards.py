@@ -21,11 +21,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from elastic.worker.collective_watch import CollectiveWatch, stance_of
+from elastic.worker.group.collective_watch import CollectiveWatch, blocked_in_of
 from tests.patience import DEADLINE_S
 
 WIDTH = 16
-LOOK_S = 0.1
+POLL_S = 0.1
 LOOKS = 5
 """So many in a row that show the same settle what is seen; at the deadline the last one does."""
 
@@ -144,21 +144,21 @@ class Rank:
             end = time.monotonic() + DEADLINE_S
             while not self.told.check([f"seen/{case}"]):
                 assert time.monotonic() < end, f"rank 0 has not come to an end with {case}"
-                time.sleep(LOOK_S)
+                time.sleep(POLL_S)
 
     def watch(self, case: str, seen: dict[str, Any], over: threading.Event) -> None:
         """Look as a control thread does, until so many looks in a row have shown the same."""
-        watch, looks = CollectiveWatch(), 0
+        watch, polls = CollectiveWatch(), 0
         last, end = (0, False), time.monotonic() + DEADLINE_S
-        while looks < LOOKS and not over.is_set() and time.monotonic() < end:
+        while polls < LOOKS and not over.is_set() and time.monotonic() < end:
             moves, waiting_ns = watch.look(1, time.monotonic_ns(), is_sharded=True)
             moved, waits = moves != last[0], waiting_ns > 0
             same = seen.get("moved") == moved and seen.get("waits") == waits
-            looks = looks + 1 if same else 0
+            polls = polls + 1 if same else 0
             last = (moves, waits)
-            stance = stance_of(threading.main_thread()).value
+            stance = blocked_in_of(threading.main_thread()).value
             seen.update(moved=moved, waits=waits, stance=stance, waiting_ns=waiting_ns)
-            over.wait(LOOK_S)
+            over.wait(POLL_S)
         if self.rank == 0:
             self.ask().set(f"seen/{case}", "")
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 
-class Level(Enum):
+class CheckLevel(Enum):
     """How bad it is."""
 
     OK = "ok"
@@ -27,21 +27,21 @@ class Check:
     """
 
     name: str
-    level: Level
+    level: CheckLevel
     found: str
     fix: str = ""
 
 
 def ok(name: str, found: str) -> Check:
     """Return a thing that is well."""
-    return Check(name, Level.OK, found)
+    return Check(name, CheckLevel.OK, found)
 
 
 def warn(name: str, found: str, fix: str) -> Check:
     """Return a thing that will surprise."""
-    return Check(name, Level.WARN, found, fix)
+    return Check(name, CheckLevel.WARN, found, fix)
 
 
 def fail(name: str, found: str, fix: str) -> Check:
     """Return a thing that keeps training from working."""
-    return Check(name, Level.FAIL, found, fix)
+    return Check(name, CheckLevel.FAIL, found, fix)

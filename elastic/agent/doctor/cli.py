@@ -21,7 +21,7 @@ from rich.table import Table
 
 from elastic.agent.devices import find_devices
 from elastic.agent.doctor import machine, network
-from elastic.agent.doctor.check import Check, Level, fail, ok
+from elastic.agent.doctor.check import Check, CheckLevel, fail, ok
 from elastic.agent.doctor.torch_check import check_torch
 from elastic.agent.notices.choosing import find_names
 from elastic.errors import ElasticError
@@ -30,7 +30,7 @@ from elastic.runtime.rpc import parse_endpoints
 
 PIPED_WIDTH = 500
 """Columns where nobody looks: a line that is folded is lost to `grep`."""
-COLOURS = {Level.OK: "green", Level.WARN: "yellow", Level.FAIL: "red"}
+COLOURS = {CheckLevel.OK: "green", CheckLevel.WARN: "yellow", CheckLevel.FAIL: "red"}
 
 
 @click.command()
@@ -73,7 +73,7 @@ def doctor(context: click.Context, /, output: str, **own: str) -> None:
     else:
         width = None if sys.stdout.isatty() else PIPED_WIDTH
         print_checks(checks, Console(width=width))
-    sys.exit(any(check.level is Level.FAIL for check in checks))
+    sys.exit(any(check.level is CheckLevel.FAIL for check in checks))
 
 
 def look(folders: list[tuple[str, Path]], host: str, endpoints: tuple[str, ...]) -> list[Check]:
@@ -135,8 +135,11 @@ def print_checks(checks: list[Check], console: Console) -> None:
         if check.fix:
             table.add_row("", "", f"[bold]to do:[/] {escape(check.fix)}")
     console.print(table)
-    counts = {level: sum(check.level is level for check in checks) for level in Level}
-    console.print(f"{counts[Level.FAIL]} fail, {counts[Level.WARN]} warn, {counts[Level.OK]} ok")
+    counts = {level: sum(check.level is level for check in checks) for level in CheckLevel}
+    console.print(
+        f"{counts[CheckLevel.FAIL]} fail, {counts[CheckLevel.WARN]} warn, "
+        f"{counts[CheckLevel.OK]} ok"
+    )
 
 
 def as_dict(check: Check) -> dict[str, str]:

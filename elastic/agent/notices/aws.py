@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 import anyio
 
-from elastic.agent.notices.metadata import Endpoint
+from elastic.agent.notices.metadata import MetadataEndpoint
 from elastic.agent.notices.source import Notice, Tell
 
 ADDRESS = "169.254.169.254"
@@ -34,7 +34,7 @@ OK, UNAUTHORISED = 200, (401, 403)
 class _Session:
     """A session token and when it must be renewed; asked for only when a question needs it."""
 
-    endpoint: Endpoint
+    endpoint: MetadataEndpoint
     token: str = ""
     renew_at_s: float = 0.0
 
@@ -62,10 +62,10 @@ class Aws:
         poll_s: between two questions.
     """
 
-    endpoint: Endpoint
+    endpoint: MetadataEndpoint
     is_rebalance: bool = False
     poll_s: float = POLL_S
-    _said: set[str] = field(default_factory=set, repr=False)
+    _reported: set[str] = field(default_factory=set, repr=False)
 
     @property
     def name(self) -> str:
@@ -79,8 +79,8 @@ class Aws:
         while True:
             text = await session.get(path)
             notice = _rebalance(text) if self.is_rebalance else _action(text)
-            if text and notice and text not in self._said:
-                self._said.add(text)
+            if text and notice and text not in self._reported:
+                self._reported.add(text)
                 tell(notice)
             await anyio.sleep(self.poll_s)
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import anyio
 
-from elastic.agent.notices.metadata import Endpoint
+from elastic.agent.notices.metadata import MetadataEndpoint
 from elastic.agent.notices.source import Notice, Tell
 
 ADDRESS = "169.254.169.254"
@@ -34,7 +34,7 @@ OK = 200
 class Azure:
     """Events that end this machine."""
 
-    endpoint: Endpoint
+    endpoint: MetadataEndpoint
     poll_s: float = POLL_S
 
     @property

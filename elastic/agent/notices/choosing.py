@@ -11,9 +11,9 @@ from pathlib import Path
 
 from elastic.agent.notices import aws, azure, gcp
 from elastic.agent.notices.file import WatchedFile
-from elastic.agent.notices.metadata import Endpoint
+from elastic.agent.notices.metadata import MetadataEndpoint
 from elastic.agent.notices.slurm import Slurm
-from elastic.agent.notices.source import Source
+from elastic.agent.notices.source import NoticeSource
 from elastic.errors import ConfigError
 
 DMI = Path("/sys/class/dmi/id")
@@ -22,7 +22,7 @@ AZURE_TAG = "7783-7084-3265-9085-8269-3286-77"
 KINDS = "auto, none, aws, aws-rebalance, gcp, azure, slurm, file:PATH, kubernetes:PATH"
 
 
-def choose_sources(text: str, env: Mapping[str, str], dmi: Path = DMI) -> tuple[Source, ...]:
+def choose_sources(text: str, env: Mapping[str, str], dmi: Path = DMI) -> tuple[NoticeSource, ...]:
     """Return the sources that --notices names, each once, in its order.
 
     Args:
@@ -36,7 +36,7 @@ def choose_sources(text: str, env: Mapping[str, str], dmi: Path = DMI) -> tuple[
     names = [name.strip() for name in text.split(",") if name.strip()]
     if "none" in names and len(names) > 1:
         raise ConfigError(f"--notices {text!r}: none stands alone")
-    found: dict[str, Source] = {}
+    found: dict[str, NoticeSource] = {}
     for name in names:
         for each in find_names(env, dmi) if name == "auto" else [name]:
             if each != "none":
@@ -62,7 +62,7 @@ def find_names(env: Mapping[str, str], dmi: Path = DMI) -> list[str]:
     return names
 
 
-def _source(name: str, env: Mapping[str, str]) -> Source:
+def _source(name: str, env: Mapping[str, str]) -> NoticeSource:
     """Return one source; the standard variables of the clouds' own tools move their servers."""
     kind, colon, path = name.partition(":")
     if kind in ("file", "kubernetes"):
@@ -70,12 +70,14 @@ def _source(name: str, env: Mapping[str, str]) -> Source:
             raise ConfigError(f"--notices {name!r}: expected {kind}:PATH")
         return WatchedFile(Path(path).absolute(), is_annotations=kind == "kubernetes")
     if not colon and kind in ("aws", "aws-rebalance"):
-        endpoint = Endpoint.parse(env.get("AWS_EC2_METADATA_SERVICE_ENDPOINT", ""), aws.ADDRESS)
+        endpoint = MetadataEndpoint.parse(
+            env.get("AWS_EC2_METADATA_SERVICE_ENDPOINT", ""), aws.ADDRESS
+        )
         return aws.Aws(endpoint, is_rebalance=kind == "aws-rebalance")
     if not colon and kind == "gcp":
-        return gcp.Gcp(Endpoint.parse(env.get("GCE_METADATA_HOST", ""), gcp.ADDRESS))
+        return gcp.Gcp(MetadataEndpoint.parse(env.get("GCE_METADATA_HOST", ""), gcp.ADDRESS))
     if not colon and kind == "azure":
-        return azure.Azure(Endpoint.parse("", azure.ADDRESS))
+        return azure.Azure(MetadataEndpoint.parse("", azure.ADDRESS))
     if not colon and kind == "slurm":
         return Slurm(env.get("SLURM_JOB_ID", "?"), _moment(env.get("SLURM_JOB_END_TIME", "")))
     raise ConfigError(f"--notices {name!r}: expected some of {KINDS}")

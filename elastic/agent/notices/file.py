@@ -22,7 +22,7 @@ from elastic.agent.notices.source import Notice, Tell
 
 POLL_S = 0.5
 SETTLE_S = 0.05
-SETTLE_LOOKS_MAX = 20
+SETTLE_POLLS_MAX = 20
 TEXT_CHARS_MAX = 4096
 ANNOTATION = "elastic-torch/drain"
 
@@ -66,7 +66,7 @@ class WatchedFile:
 
         Half of what it will say may name no time, and the time of a notice never grows.
         """
-        for _ in range(SETTLE_LOOKS_MAX):
+        for _ in range(SETTLE_POLLS_MAX):
             await anyio.sleep(SETTLE_S)
             before, text = text, await anyio.to_thread.run_sync(self._text, abandon_on_cancel=True)
             if text == before:

@@ -18,7 +18,7 @@ from urllib.parse import quote
 
 import anyio
 
-from elastic.agent.notices.metadata import TIMEOUT_S, Endpoint
+from elastic.agent.notices.metadata import TIMEOUT_S, MetadataEndpoint
 from elastic.agent.notices.source import Notice, Tell
 
 ADDRESS = "metadata.google.internal"
@@ -40,7 +40,7 @@ class Gcp:
         retry_s: after a question without an answer.
     """
 
-    endpoint: Endpoint
+    endpoint: MetadataEndpoint
     wait_s: int = WAIT_S
     retry_s: float = RETRY_S
 

@@ -25,7 +25,7 @@ TIMEOUT_S = 3.0
 
 
 @dataclass(frozen=True)
-class Answer:
+class MetadataAnswer:
     """What the server said: text of any status, and headers by lower-case name."""
 
     status: int
@@ -34,7 +34,7 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Endpoint:
+class MetadataEndpoint:
     """A metadata server.
 
     Attributes:
@@ -45,7 +45,7 @@ class Endpoint:
     port: int = 80
 
     @classmethod
-    def parse(cls, text: str, default: str) -> Endpoint:
+    def parse(cls, text: str, default: str) -> MetadataEndpoint:
         """Read "host", "host:port" or "http://host:port"; "" and nonsense give the default."""
         for given in (text, default):
             try:
@@ -63,7 +63,7 @@ class Endpoint:
         method: str = "GET",
         headers: Mapping[str, str] | None = None,
         timeout_s: float = TIMEOUT_S,
-    ) -> Answer | None:
+    ) -> MetadataAnswer | None:
         """Return the answer, None if there is none in time, or none that is HTTP."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         lines = [f"{method} {path} HTTP/1.1", f"Host: {host}", "Connection: close"]
@@ -82,7 +82,7 @@ class Endpoint:
             return None
 
 
-async def _read(stream: anyio.abc.ByteStream, method: str) -> Answer | None:
+async def _read(stream: anyio.abc.ByteStream, method: str) -> MetadataAnswer | None:
     """Read until the answer is whole, the server hangs up, or it has said too much."""
     data = b""
     is_over = False
@@ -110,7 +110,7 @@ class _Bytes:
         return io.BytesIO(self._data)
 
 
-def _parse(data: bytes, method: str, *, is_over: bool) -> Answer | None:
+def _parse(data: bytes, method: str, *, is_over: bool) -> MetadataAnswer | None:
     """Return the answer if all of it is here, None otherwise.
 
     Raises:
@@ -128,4 +128,4 @@ def _parse(data: bytes, method: str, *, is_over: bool) -> Answer | None:
     except http.client.IncompleteRead:
         return None
     headers = {name.lower(): value for name, value in response.getheaders()}
-    return Answer(response.status, body.decode("utf-8", "replace"), headers)
+    return MetadataAnswer(response.status, body.decode("utf-8", "replace"), headers)

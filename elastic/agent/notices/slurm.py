@@ -19,7 +19,7 @@ from elastic.agent.notices.source import Notice, Tell
 
 LEAD_S = 90.0
 """Leaving begins so long before the job's time is over; a boundary is reached long before."""
-NAP_S = 30.0
+SUSPEND_S = 30.0
 NEAR_S = 900.0
 """A signal that comes earlier before the end than this is about something else."""
 
@@ -55,8 +55,12 @@ class Slurm:
                     reason = f"the time of SLURM job {self.job_id} is nearly over"
                     tell(Notice(reason, deadline_unix_s=self.end_unix_s))
                 # Wall clocks jump: the time is looked at again.
-                nap_s = min(NAP_S, max(0.0, due_s - time.time())) if due_s is not None else NAP_S
-                with anyio.move_on_after(nap_s):
+                suspend_s = (
+                    min(SUSPEND_S, max(0.0, due_s - time.time()))
+                    if due_s is not None
+                    else SUSPEND_S
+                )
+                with anyio.move_on_after(suspend_s):
                     await anext(signals)
                     tell(self._at_signal())
 

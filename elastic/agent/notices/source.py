@@ -30,7 +30,7 @@ Tell = Callable[[Notice], None]
 """Takes a notice; returns at once."""
 
 
-class Source(Protocol):
+class NoticeSource(Protocol):
     """Something that knows when this machine is to be taken."""
 
     @property

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import anyio
 
-from elastic.agent.notices.source import Notice, Source, Tell
+from elastic.agent.notices.source import Notice, NoticeSource, Tell
 from elastic.runtime.eventlog import quoted
 
 log = logging.getLogger(__name__)
@@ -18,14 +18,14 @@ log = logging.getLogger(__name__)
 AGAIN_S = 30.0
 
 
-async def watch_all(sources: Sequence[Source], tell: Tell) -> None:
+async def watch_all(sources: Sequence[NoticeSource], tell: Tell) -> None:
     """Watch every source until cancelled; `tell` is called on this event loop."""
     async with anyio.create_task_group() as tasks:
         for source in sources:
             tasks.start_soon(_watch, source, tell)
 
 
-async def _watch(source: Source, tell: Tell) -> None:
+async def _watch(source: NoticeSource, tell: Tell) -> None:
     said = ""
 
     def pass_on(notice: Notice) -> None:

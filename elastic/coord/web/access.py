@@ -24,8 +24,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from elastic.coord.audit import Audit
 from elastic.coord.roles import ANYONE, Caller, Role
-from elastic.coord.server_guard import Locks
-from elastic.coord.server_limits import Door
+from elastic.coord.server_guard import AccessRules
+from elastic.coord.server_limits import AdmissionLimiter
 from elastic.coord.web.pages import login_page, plain_page
 from elastic.core.config import NS_PER_S
 from elastic.errors import (
@@ -96,7 +96,14 @@ class Gate:
     """Stands before the pages: lets requests in, or refuses them with what to do."""
 
     def __init__(
-        self, app: ASGIApp, *, locks: Locks, door: Door, audit: Audit, clock: Clock, is_local: bool
+        self,
+        app: ASGIApp,
+        *,
+        locks: AccessRules,
+        door: AdmissionLimiter,
+        audit: Audit,
+        clock: Clock,
+        is_local: bool,
     ) -> None:
         """Stand before `app`.
 
@@ -108,7 +115,7 @@ class Gate:
             clock: for ends of sessions and certificates.
             is_local: it listens on this machine alone.
         """
-        self._app, self._locks, self._door, self._audit = app, locks, door, audit
+        self._app, self._locks, self._endpoint, self._audit = app, locks, door, audit
         self._clock, self._is_local = clock, is_local
         self._sessions = Sessions(clock)
 
@@ -134,21 +141,21 @@ class Gate:
         try:
             self._check_origin(request)
             if request.url.path == "/login" and self.asks_token:
-                with self._door.stranger(_host(request)):
+                with self._endpoint.stranger(_host(request)):
                     response = await self._login(request)
                 await response(scope, receive, send_with_headers)
             elif request.url.path == "/logout" and request.method == "POST":
                 response = self._logout(request)
                 await response(scope, receive, send_with_headers)
             elif request.url.path.startswith("/assets/"):
-                with self._door.stranger(_host(request)):
+                with self._endpoint.stranger(_host(request)):
                     await self._app(scope, receive, send_with_headers)
             else:
                 caller = self.identify(request)
                 scope["state"] = {**scope.get("state", {}), "caller": caller, "gate": self}
                 who = caller.name or _host(request)
                 is_stream = request.url.path.endswith("/stream")
-                with self._door.user(who, streams=is_stream):
+                with self._endpoint.user(who, streams=is_stream):
                     await self._app(scope, receive, send_with_headers)
         except ElasticError as error:
             self._audit.refused(

@@ -35,7 +35,7 @@ from elastic import __version__
 from elastic.client.show import job_as_dict, status_as_dict
 from elastic.coord.history import History, JobHistory
 from elastic.coord.lookup import find_job
-from elastic.coord.server_desk import Desk
+from elastic.coord.server_context import ServiceContext
 from elastic.coord.web.access import shown_name, status_of
 from elastic.coord.web.figures import exposition
 from elastic.coord.web.html import clean
@@ -71,7 +71,7 @@ class Site:
         answered: by method of gRPC, how long requests took.
     """
 
-    desk: Desk
+    desk: ServiceContext
     studies: Studies
     answered: Mapping[str, Histogram] = field(default_factory=dict)
     _made: dict[str, tuple[int, Page]] = field(default_factory=dict)
@@ -101,19 +101,19 @@ class Site:
 
     # ------------------------------------------------------------------------------- what is seen
 
-    async def _look(self) -> tuple[ClusterView, str, History]:
+    async def _check(self) -> tuple[ClusterView, str, History]:
         view, standby = await self.desk.look()
         tenure = self.desk.office.tenure
         history = tenure.history if tenure is not None else None
         return view, standby, history or History()
 
     async def _find(self, request: Request) -> tuple[ClusterView, JobView, JobHistory]:
-        view, _, history = await self._look()
+        view, _, history = await self._check()
         job = find_job(view, request.path_params["job"])
         return view, job, history.of(job.record.spec.job_id)
 
     async def _front(self, _: Request) -> Page:
-        view, standby, _history = await self._look()
+        view, standby, _history = await self._check()
         desk = self.desk
         about = f"coordinator {desk.name}, version {__version__}, store {desk.store}"
         about = f"{standby}; {about}" if standby else about
@@ -204,7 +204,7 @@ class Site:
         return _events(request, output_stream(self.desk, job_id, query))
 
     async def _status_json(self, _: Request) -> Response:
-        view, standby, _history = await self._look()
+        view, standby, _history = await self._check()
         desk = self.desk
         status = ClusterStatus(
             desk.name, __version__, PROTOCOL, desk.store, desk.uptime_ns(), view, standby,

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from elastic.client.wording import has_ended, world_size
+from elastic.client.text_format import has_ended, world_size
 from elastic.coord.history import History
-from elastic.coord.server_desk import Desk
+from elastic.coord.server_context import ServiceContext
 from elastic.core.config import NS_PER_S
 from elastic.core.view import ClusterView, JobView
 from elastic.core.world import JobPhase, NodePhase
@@ -18,7 +18,7 @@ from elastic.runtime import exposition as text
 from elastic.runtime.exposition import Family, Histogram
 
 
-def exposition(desk: Desk, answered: Mapping[str, Histogram]) -> str:
+def exposition(desk: ServiceContext, answered: Mapping[str, Histogram]) -> str:
     """Return all of them as text; `answered` has how long gRPC's requests took, by method."""
     tenure = desk.office.tenure
     leader = Family("elastic_leader", "gauge", "1 on the coordinator that leads.")

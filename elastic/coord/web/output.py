@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 
 import anyio
 
-from elastic.coord.server_desk import Desk
-from elastic.coord.server_jobs import LogReader
+from elastic.coord.server_context import ServiceContext
+from elastic.coord.server_jobs import LogRequest
 from elastic.coord.web.html import clean_output
 from elastic.core.config import NS_PER_S
 from elastic.core.world import JobId, WorkerId
@@ -55,7 +55,7 @@ class Lines:
     contains: str
     _partial: dict[WorkerId, str] = field(default_factory=dict)
 
-    def take(self, reader: LogReader) -> list[Line]:
+    def take(self, reader: LogRequest) -> list[Line]:
         """Return the lines that are whole now."""
         lines: list[Line] = []
         for chunk in reader.chunks():
@@ -78,7 +78,7 @@ def head(line: Line) -> str:
 
 
 async def output_stream(
-    desk: Desk, job_id: JobId, query: Mapping[str, str]
+    desk: ServiceContext, job_id: JobId, query: Mapping[str, str]
 ) -> AsyncGenerator[str, None]:
     """Yield messages with the newest lines, and then with what comes, until the job has ended.
 
@@ -91,7 +91,7 @@ async def output_stream(
         desk.follows.merged() as merged,
         driver.watchers.subscribe(job_id, on_note=merged.wake) as notes,
     ):
-        reader = LogReader(desk, job_id, wanted, merged)
+        reader = LogRequest(desk, job_id, wanted, merged)
         going_on, waiting, sent_ns = True, list[Line](), 0
         while going_on:
             desk.stay_with(driver)
@@ -131,7 +131,7 @@ def _message(lines: list[Line]) -> str:
     return f"data: {json.dumps(told)}\n\n"
 
 
-async def newest_lines(desk: Desk, job_id: JobId, query: Mapping[str, str]) -> list[Line]:
+async def newest_lines(desk: ServiceContext, job_id: JobId, query: Mapping[str, str]) -> list[Line]:
     """Return the newest lines that come within `TAIL_WAIT_S`.
 
     Raises:
@@ -140,7 +140,7 @@ async def newest_lines(desk: Desk, job_id: JobId, query: Mapping[str, str]) -> l
     wanted = Wanted.of(query, follow=False)
     lines, found = Lines(wanted.contains), list[Line]()
     with desk.follows.merged() as merged:
-        reader = LogReader(desk, job_id, wanted, merged)
+        reader = LogRequest(desk, job_id, wanted, merged)
         with anyio.move_on_after(TAIL_WAIT_S):
             while reader.look():
                 found += lines.take(reader)

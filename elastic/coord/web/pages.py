@@ -9,7 +9,7 @@ import functools
 from collections.abc import Iterable, Mapping, Sequence
 from urllib.parse import quote
 
-from elastic.client.wording import duration, has_ended, missing, parsed_metrics, world_size
+from elastic.client.text_format import duration, has_ended, missing, parsed_metrics, world_size
 from elastic.coord.history import JobHistory, Span
 from elastic.coord.web.html import Html, element, escaped, joined
 from elastic.coord.web.output import Line, head

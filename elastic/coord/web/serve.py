@@ -18,9 +18,9 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from elastic.coord.audit import Audit
-from elastic.coord.server_desk import Desk
-from elastic.coord.server_guard import Locks
-from elastic.coord.server_limits import Door, Limits
+from elastic.coord.server_context import ServiceContext
+from elastic.coord.server_guard import AccessRules
+from elastic.coord.server_limits import AdmissionLimiter, ServerLimits
 from elastic.coord.web.access import Gate
 from elastic.coord.web.app import Site
 from elastic.coord.web.studies import Studies
@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 CONNECTIONS_MAX = 1000
 IDLE_S = 20
-CERTIFICATES_LOOK_S = 5.0
+CERTIFICATES_POLL_S = 5.0
 
 
 class _Protocol(H11Protocol):
@@ -66,7 +66,7 @@ class PageServer:
         self,
         listen: tuple[str, int],
         *,
-        locks: Locks,
+        locks: AccessRules,
         audit: Audit,
         clock: Clock,
         tls: TlsFiles | None,
@@ -109,13 +109,13 @@ class PageServer:
                 "whoever reads the network reads tokens: --tls-cert and --tls-key",
             )  # fmt: skip
 
-    async def run(self, desk: Desk) -> None:
+    async def run(self, desk: ServiceContext) -> None:
         """Answer requests until cancelled."""
         site = Site(desk, Studies(self._studies, self._clock), self._answered)
         gate = Gate(
             site.app(),
             locks=self._locks,
-            door=Door(Limits(), self._clock),
+            door=AdmissionLimiter(ServerLimits(), self._clock),
             audit=self._audit,
             clock=self._clock,
             is_local=is_loopback(self._host),
@@ -154,7 +154,7 @@ class PageServer:
             return
         seen = file_signature(tls.cert), file_signature(tls.key)
         while True:
-            await anyio.sleep(CERTIFICATES_LOOK_S)
+            await anyio.sleep(CERTIFICATES_POLL_S)
             now = file_signature(tls.cert), file_signature(tls.key)
             if now != seen:
                 seen = now

@@ -6,7 +6,7 @@ Rule: a bar's parts sum to what was allocated; the numbers stand beside it as te
 from __future__ import annotations
 
 from elastic.client.pace import eta_ns, pace_line, place_line
-from elastic.client.wording import duration
+from elastic.client.text_format import duration
 from elastic.coord.web.html import Html, element, joined
 from elastic.coord.web.parts import Part, pill, row
 from elastic.core.config import NS_PER_S

@@ -45,7 +45,7 @@ class ConnectionLost:
 
 
 @dataclass(frozen=True)
-class CoordinatorSaid:
+class CoordinatorMessageReceived:
     """A message of the coordinator came."""
 
     session: SessionId
@@ -69,7 +69,7 @@ class SpawnFailed:
 
 
 @dataclass(frozen=True)
-class ProcessSaid:
+class ProcessMessageReceived:
     """A message came over a process's pipe."""
 
     process_id: int
@@ -117,14 +117,14 @@ class PushFailed:
 
 
 @dataclass(frozen=True)
-class LinksFound:
+class LinksProbed:
     """Which other nodes this one reached."""
 
     answer: LinksTried
 
 
 @dataclass(frozen=True)
-class HealthFound:
+class HealthChanged:
     """Something else is wrong with this node than before; `problems` is all that is."""
 
     problems: tuple[str, ...]
@@ -133,17 +133,17 @@ class HealthFound:
 AgentEvent = (
     Connected
     | ConnectionLost
-    | CoordinatorSaid
+    | CoordinatorMessageReceived
     | ProcessStarted
     | SpawnFailed
-    | ProcessSaid
+    | ProcessMessageReceived
     | ProcessExited
     | ProcessStopped
     | DrainSignalled
     | CopiesChanged
     | PushFailed
-    | LinksFound
-    | HealthFound
+    | LinksProbed
+    | HealthChanged
     | Tick
 )
 
@@ -230,8 +230,8 @@ class HandleCopy:
 
 
 @dataclass(frozen=True)
-class ReachOut:
-    """Try to connect to these nodes; answered by `LinksFound`."""
+class ProbeLinks:
+    """Try to connect to these nodes; answered by `LinksProbed`."""
 
     order: TryLinks
 
@@ -258,7 +258,7 @@ AgentEffect = (
     | Kill
     | ShowStacks
     | HandleCopy
-    | ReachOut
+    | ProbeLinks
     | ExitAgent
     | Note
 )

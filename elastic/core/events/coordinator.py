@@ -80,7 +80,8 @@ class JobRecord:
         preempted_by: the job that it gave all its workers to, and the priorities: "j-1 (priority
             10 over 0)"; "" once it trains again.
         submitter: by which token or certificate, "" if users are not told from each other.
-        told_to_save: the newest group's members were told to save their state where they leave.
+        is_save_requested: the newest group's members were told to save their state where they
+            leave.
         leaves_for: the job for which they were, and the priorities; "" if it is for none.
         since_unix_ns: wall clock when it entered its phase, 0 if not known. For people only: no
             decision may rest on a clock that can be set.
@@ -108,7 +109,7 @@ class JobRecord:
     paused: bool = False
     preempted_by: str = ""
     submitter: str = ""
-    told_to_save: bool = False
+    is_save_requested: bool = False
     leaves_for: str = ""
     since_unix_ns: int = 0
     stopping: str = ""
@@ -182,7 +183,7 @@ class AgentDisconnected:
 
 
 @dataclass(frozen=True)
-class AgentSaid:
+class AgentMessageReceived:
     """A message came over a stream."""
 
     session: SessionId
@@ -241,7 +242,7 @@ class NodeDrainRequested:
 
 
 @dataclass(frozen=True)
-class Several:
+class EventBatch:
     """Events that have all come before the machine looked, oldest first.
 
     What follows from them is decided once: when ten thousand agents speak at the same moment, ten
@@ -297,7 +298,7 @@ class ScaleRequested:
 
 
 @dataclass(frozen=True)
-class Woke:
+class WokeFromSuspend:
     """This coordinator did not run for a while: it was stopped, or its machine was.
 
     Attributes:
@@ -309,11 +310,11 @@ class Woke:
 
 CoordinatorEvent = (
     Recovered
-    | Woke
-    | Several
+    | WokeFromSuspend
+    | EventBatch
     | AgentConnected
     | AgentDisconnected
-    | AgentSaid
+    | AgentMessageReceived
     | SubmitRequested
     | StopRequested
     | CheckpointRequested

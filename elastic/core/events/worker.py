@@ -12,8 +12,8 @@ from elastic.core.messages import (
 )
 from elastic.core.world import (
     Assignment,
-    Begun,
     CheckpointStatus,
+    CollectiveCount,
     Failure,
     Generation,
     LeavingNode,
@@ -30,7 +30,7 @@ class Started:
 
 
 @dataclass(frozen=True)
-class AgentTold:
+class OrderReceived:
     """A message came over the pipe.
 
     Attributes:
@@ -78,14 +78,14 @@ class GroupFailed:
 
 
 @dataclass(frozen=True)
-class LoopMoved:
+class LoopStateChanged:
     """The train function has entered or left a loop that goes on when the group changes."""
 
     inside: bool
 
 
 @dataclass(frozen=True)
-class CopiesWanted:
+class CopiesRequested:
     """The user wants a copy of the state on another node after each so many steps; 0 for none.
 
     Attributes:
@@ -97,7 +97,7 @@ class CopiesWanted:
 
 
 @dataclass(frozen=True)
-class StepsCut:
+class MicroBatchesDeclared:
     """A step of the loop is shared out in so many micro-batches: no more workers can take part."""
 
     num_micro_batches: int
@@ -162,7 +162,7 @@ class UserReported:
 
 
 @dataclass(frozen=True)
-class StateSaved:
+class CheckpointWritten:
     """An automatic checkpoint lies in storage, all but its marker; the writer's thread.
 
     Attributes:
@@ -200,7 +200,7 @@ class Validated:
 
 
 @dataclass(frozen=True)
-class Looked:
+class ActivitySampled:
     """What the control thread saw of the main thread, at the moment that the machine asked for.
 
     Attributes:
@@ -216,29 +216,29 @@ class Looked:
     waiting_ns: int = 0
     epoch: int = 0
     step: int = 0
-    begun: tuple[Begun, ...] = ()
+    begun: tuple[CollectiveCount, ...] = ()
     has_stepped: bool = True
     work: str = ""
 
 
 WorkerEvent = (
     Started
-    | AgentTold
+    | OrderReceived
     | PipeClosed
     | StoreOpened
     | SetupFailed
     | GroupFormed
     | GroupFailed
-    | LoopMoved
-    | CopiesWanted
-    | StepsCut
+    | LoopStateChanged
+    | CopiesRequested
+    | MicroBatchesDeclared
     | TrainReturned
     | TrainRaised
     | TrainLeft
     | UserReported
-    | StateSaved
+    | CheckpointWritten
     | Validated
-    | Looked
+    | ActivitySampled
     | Tick
 )
 
@@ -282,7 +282,7 @@ class AbortGroup:
 
 
 @dataclass(frozen=True)
-class LetGo:
+class CloseGroup:
     """Close the connections to a group that this worker has finished in; the main thread.
 
     Who waits for it in that group can then never be helped, and finds out: as if it had ended its
@@ -293,7 +293,7 @@ class LetGo:
 
 
 @dataclass(frozen=True)
-class AskScript:
+class SignalScript:
     """Send the main thread SIGTERM, for which the script has a handler of its own."""
 
     reason: str
@@ -314,7 +314,7 @@ class InterruptTrain:
 
 
 @dataclass(frozen=True)
-class WishBoundary:
+class RequestLeave:
     """Let the next boundary of this generation be the last: leave there, all together.
 
     Attributes:
@@ -327,7 +327,7 @@ class WishBoundary:
 
 
 @dataclass(frozen=True)
-class WishSave:
+class RequestCheckpoint:
     """Let the group of this generation take a checkpoint soon, unless it served this wish already.
 
     Answered by nothing: a checkpoint that was taken is told as any other is.
@@ -338,7 +338,7 @@ class WishSave:
 
 
 @dataclass(frozen=True)
-class TellPreemption:
+class NotifyPreemption:
     """Let user code know that nodes of this generation's group are to leave; answered by nothing.
 
     Attributes:
@@ -379,12 +379,12 @@ WorkerEffect = (
     | FormGroup
     | EnterTrain
     | AbortGroup
-    | LetGo
-    | AskScript
+    | CloseGroup
+    | SignalScript
     | InterruptTrain
-    | WishBoundary
-    | WishSave
-    | TellPreemption
+    | RequestLeave
+    | RequestCheckpoint
+    | NotifyPreemption
     | ResolveReport
     | ExitWorker
     | Note

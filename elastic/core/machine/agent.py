@@ -10,20 +10,20 @@ from __future__ import annotations
 from collections import Counter
 
 from elastic.core.config import AgentConfig, ns
-from elastic.core.copy_messages import NO_DOORS, CopyFailed, Doors
+from elastic.core.copy_messages import NO_ENDPOINTS, CopyEndpoints, CopyFailed
 from elastic.core.events.agent import (
     AgentEffect,
     AgentEvent,
     Connected,
     ConnectionLost,
-    CoordinatorSaid,
+    CoordinatorMessageReceived,
     CopiesChanged,
     DrainSignalled,
     ExitAgent,
-    HealthFound,
-    LinksFound,
+    HealthChanged,
+    LinksProbed,
     ProcessExited,
-    ProcessSaid,
+    ProcessMessageReceived,
     ProcessStarted,
     ProcessStopped,
     PushFailed,
@@ -31,11 +31,11 @@ from elastic.core.events.agent import (
 )
 from elastic.core.events.shared import Tick
 from elastic.core.machine import agent_orders
-from elastic.core.machine.agent_books import AgentBooks
 from elastic.core.machine.agent_departure import EXIT_DRAINED
-from elastic.core.machine.agent_processes import KILLABLE, Process, describe_exit, judge_exit
-from elastic.core.machine.agent_workers import Worker
-from elastic.core.machine.story import Story, note
+from elastic.core.machine.agent_parts import AgentBooks
+from elastic.core.machine.agent_processes import KILLABLE, ProcessState, describe_exit, judge_exit
+from elastic.core.machine.agent_workers import AgentWorker
+from elastic.core.machine.event_history import EventHistory, note
 from elastic.core.machine.transitions import ConnectionPhase, ProcessPhase
 from elastic.core.messages import (
     PipeToAgent,
@@ -66,7 +66,7 @@ class AgentMachine:
         config: AgentConfig,
         devices: tuple[str, ...] = (),
         *,
-        doors: Doors = NO_DOORS,
+        doors: CopyEndpoints = NO_ENDPOINTS,
     ) -> None:
         """Begin disconnected, with no process; the first `step` connects and spawns.
 
@@ -77,7 +77,7 @@ class AgentMachine:
             doors: where it takes copies for other nodes.
         """
         self._books = AgentBooks(node, config, devices, doors)
-        self._story = Story()
+        self._story = EventHistory()
         self._due_ns: int | None = None
         self._is_over = False
         # The length of the row of failed spawns that waiting workers were judged by last.
@@ -137,9 +137,9 @@ class AgentMachine:
         return min((moment for moment in moments if moment is not None), default=None)
 
     def _take(self, event: AgentEvent) -> None:
-        if isinstance(event, CoordinatorSaid):
+        if isinstance(event, CoordinatorMessageReceived):
             if self._books.connection.is_current(event.session):
-                agent_orders.on_said(self._books, event.message)
+                agent_orders.on_reported(self._books, event.message)
         elif isinstance(event, (Connected, ConnectionLost)):
             self._connection_changed(event)
         elif isinstance(event, DrainSignalled):
@@ -148,9 +148,9 @@ class AgentMachine:
             self._books.copies.changed(event.copies)
         elif isinstance(event, PushFailed):
             self._books.tell(CopyFailed(event.job_id, event.node_id, event.reason))
-        elif isinstance(event, LinksFound):
+        elif isinstance(event, LinksProbed):
             self._books.tell(event.answer)
-        elif isinstance(event, HealthFound):
+        elif isinstance(event, HealthChanged):
             self._health(event)
         elif not isinstance(event, Tick):
             process = self._books.processes.get(event.process_id)
@@ -175,11 +175,11 @@ class AgentMachine:
         elif connection.phase is ConnectionPhase.CONNECTING:
             connection.greet(self._books.hello())
 
-    def _health(self, event: HealthFound) -> None:
+    def _health(self, event: HealthChanged) -> None:
         """Let the coordinator know what is wrong with this node."""
         books = self._books
         if event.problems != books.problems:
-            books.problems, books.health_is_told = event.problems, False
+            books.problems, books.health_is_reported = event.problems, False
             what = "; ".join(event.problems) or "all is well"
             books.out.append(note("node_health", problems=what))
 
@@ -187,12 +187,16 @@ class AgentMachine:
 
     def _process_changed(
         self,
-        process: Process,
-        event: ProcessStarted | SpawnFailed | ProcessSaid | ProcessExited | ProcessStopped,
+        process: ProcessState,
+        event: ProcessStarted
+        | SpawnFailed
+        | ProcessMessageReceived
+        | ProcessExited
+        | ProcessStopped,
     ) -> None:
         processes, now_ns = self._books.processes, self._books.now_ns
-        if isinstance(event, ProcessSaid):
-            self._process_said(process, event.message)
+        if isinstance(event, ProcessMessageReceived):
+            self._process_reported(process, event.message)
         elif isinstance(event, ProcessStarted):
             processes.started(process, event.pid, now_ns)
         elif isinstance(event, ProcessStopped):
@@ -203,7 +207,7 @@ class AgentMachine:
             processes.exited(process)
             processes.failed(process, event.detail, now_ns)
 
-    def _process_said(self, process: Process, message: PipeToAgent) -> None:
+    def _process_reported(self, process: ProcessState, message: PipeToAgent) -> None:
         """Take a message of a process; as a worker it speaks for itself only."""
         books = self._books
         if isinstance(message, Warm):
@@ -219,7 +223,7 @@ class AgentMachine:
             said = message.report
             at_ns = books.spreading.answer_at_ns(said)
             is_own = said.worker_id == worker.worker_id
-            if not is_own or not books.workers.hear(worker, said, tell_at_ns=at_ns):
+            if not is_own or not books.workers.hear(worker, said, report_at_ns=at_ns):
                 what = f"{said.worker_id} {said.phase.value} in {said.generation}"
                 books.note(worker, "worker_update_ignored", said=what)
         elif isinstance(message, Reported):
@@ -228,7 +232,7 @@ class AgentMachine:
         elif message.worker_id == worker.worker_id:
             self._telemetry(worker, message)
 
-    def _telemetry(self, worker: Worker, message: Progress | Pulse) -> None:
+    def _telemetry(self, worker: AgentWorker, message: Progress | Pulse) -> None:
         """Pass on what a worker says of its main thread."""
         books = self._books
         if isinstance(message, Progress):
@@ -237,10 +241,10 @@ class AgentMachine:
         elif books.workers.is_changed(worker):
             # That it waits in a group counts once it is known to be in it.
             books.workers.tell(worker)
-            books.tell_changes()
+            books.report_changes()
         books.tell(message)
 
-    def _process_exited(self, process: Process, cause: ExitCause) -> None:
+    def _process_exited(self, process: ProcessState, cause: ExitCause) -> None:
         books = self._books
         books.processes.exited(process)
         worker = books.workers.get(process.worker_id)
@@ -270,7 +274,7 @@ class AgentMachine:
         )
         self._give_up_waiting()
         books.copies.turn(books.now_ns, is_registered=books.connection.is_registered())
-        books.tell_changes()
+        books.report_changes()
         self._finish()
 
     def _end_spent(self) -> None:
@@ -294,7 +298,7 @@ class AgentMachine:
         replace them.
         """
         books = self._books
-        is_heard, running = books.connection.is_registered(), set()
+        is_received, running = books.connection.is_registered(), set()
         held = []
         for worker in books.workers.all():
             process = books.processes.get(worker.process_id)
@@ -306,7 +310,7 @@ class AgentMachine:
         for worker, process in held:
             job_id = worker.report.job_id
             is_last = members[job_id] >= worker.group_size and job_id not in running
-            is_spared = is_last or not is_heard
+            is_spared = is_last or not is_received
             if process.stopped_since_ns is not None and is_spared is not process.is_spared:
                 if is_spared:
                     why = "nobody else has its state" if is_last else "no coordinator hears of it"
@@ -321,9 +325,9 @@ class AgentMachine:
         if not departure.is_draining() or departure.is_ending():
             return
         # A coordinator that was greeted counts on this node already: it must hear that we leave.
-        is_heard = books.connection.phase is ConnectionPhase.GREETED
-        is_known = is_heard or books.connection.is_registered()
-        is_alone = not is_known and books.reports.are_heard()
+        is_received = books.connection.phase is ConnectionPhase.GREETED
+        is_known = is_received or books.connection.is_registered()
+        is_alone = not is_known and books.reports.are_received()
         if books.now_ns >= departure.stop_at_ns:
             books.begin_end(EXIT_DRAINED, f"the time to drain is over: {departure.reason}")
         elif is_alone and books.workers.are_gone():
@@ -375,8 +379,8 @@ class AgentMachine:
 
 def _is_chatter(event: AgentEvent) -> bool:
     """Return whether an event comes all the time and tells no story."""
-    if isinstance(event, ProcessSaid):
+    if isinstance(event, ProcessMessageReceived):
         return isinstance(event.message, (Pong, Progress, Pulse))
-    if isinstance(event, CoordinatorSaid):
+    if isinstance(event, CoordinatorMessageReceived):
         return isinstance(event.message, Probe)
     return isinstance(event, (Tick, CopiesChanged))

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from elastic.core.config import AgentConfig, ns
 from elastic.core.events.agent import AgentEffect, Connect, Disconnect, SendCoordinator
-from elastic.core.machine.story import note
+from elastic.core.machine.event_history import note
 from elastic.core.machine.transitions import CONNECTION, ConnectionPhase, check_move
 from elastic.core.messages import (
     AgentMessage,
@@ -206,7 +206,7 @@ class Unacknowledged:
         self._again = {*again} | (self._again & {*self._kept})
         self._kept, self._newest = again | self._kept, {}
 
-    def are_heard(self) -> bool:
+    def are_received(self) -> bool:
         """Return whether a coordinator has answered all of them, be it an earlier one."""
         return {*self._kept} <= self._again
 

@@ -15,18 +15,18 @@ ORPHANED_S = 600.0
 """How long copies are held while no coordinator is there: longer than an upgrade of it takes."""
 
 
-class Copies:
+class HeldCopies:
     """The copies on this node.
 
     Attributes:
         held: all of them, by job.
-        is_told: the coordinator knows them.
+        is_reported: the coordinator knows them.
     """
 
     def __init__(self, out: list[AgentEffect]) -> None:
         """Begin with none; effects go to `out`."""
         self.held: tuple[HeldCopy, ...] = ()
-        self.is_told = True
+        self.is_reported = True
         self._out = out
         self._drop_at_ns: int | None = None
 
@@ -34,7 +34,7 @@ class Copies:
         """These are all, from here on."""
         held = tuple(sorted(held, key=lambda copy: (copy.job_id, copy.source)))
         if held != self.held:
-            self.held, self.is_told = held, False
+            self.held, self.is_reported = held, False
 
     def turn(self, now_ns: int, *, is_registered: bool) -> None:
         """Give everything back if no coordinator was there for long."""

@@ -20,7 +20,7 @@ class Departure:
         reason: why the node drains, "" if it does not.
         deadline_ns: by when a draining node has left.
         stop_at_ns: when workers that are still there are asked to end, so that the deadline holds.
-        is_told: the coordinator knows of the drain as it is now.
+        is_reported: the coordinator knows of the drain as it is now.
         code: exit code of the end that has begun, None before.
         kill_at_ns: when what still runs is killed, set with `code`.
         why: what began the end.
@@ -31,7 +31,7 @@ class Departure:
         self.reason = ""
         self.deadline_ns: int | None = None
         self.stop_at_ns = 0
-        self.is_told = True
+        self.is_reported = True
         self.code: int | None = None
         self.kill_at_ns = 0
         self.why = ""
@@ -54,7 +54,7 @@ class Departure:
         self.reason = self.reason or reason or "told to leave"
         self.deadline_ns = deadline_ns
         self.stop_at_ns = deadline_ns - min(self._stop_grace_ns, timeout_ns // STOP_SHARE_OF_DRAIN)
-        self.is_told = False
+        self.is_reported = False
         return True
 
     def remaining_ns(self, now_ns: int) -> int:

@@ -10,10 +10,10 @@ from dataclasses import replace
 
 from elastic.core.cluster_messages import Drain
 from elastic.core.copy_messages import DropCopy, KeepCopy, Replicate
-from elastic.core.events.agent import HandleCopy, ReachOut, ShowStacks
+from elastic.core.events.agent import HandleCopy, ProbeLinks, ShowStacks
 from elastic.core.link_messages import TryLinks
-from elastic.core.machine.agent_books import AgentBooks
 from elastic.core.machine.agent_departure import EXIT_DRAINED, EXIT_REFUSED
+from elastic.core.machine.agent_parts import AgentBooks
 from elastic.core.machine.agent_workers import ENDED_ITSELF, GPU
 from elastic.core.machine.transitions import ConnectionPhase, ProcessPhase
 from elastic.core.messages import (
@@ -50,7 +50,7 @@ from elastic.core.world import (
 )
 
 
-def on_said(books: AgentBooks, message: CoordinatorMessage) -> None:
+def on_reported(books: AgentBooks, message: CoordinatorMessage) -> None:
     """Take one message of the current session; before the welcome only the answer counts."""
     if isinstance(message, Refusal):
         books.connection.refused(message.reason, books.now_ns, final=message.final)
@@ -85,7 +85,7 @@ def on_said(books: AgentBooks, message: CoordinatorMessage) -> None:
     elif isinstance(message, DumpStacks):
         _dump(books, message)
     elif isinstance(message, TryLinks):
-        books.out.append(ReachOut(message))
+        books.out.append(ProbeLinks(message))
     elif isinstance(message, (KeepCopy, DropCopy, Replicate)):
         books.out.append(HandleCopy(message))
 
@@ -155,7 +155,7 @@ def _forward(
             message = Announce(replace(message.assignment, node_devices=devices))
         books.spreading.announced(message.assignment, books.now_ns)
     elif isinstance(message, LeaveGroup) and not message.at_boundary:
-        books.spreading.told_to_leave(message, books.now_ns)
+        books.spreading.is_leave_requested(message, books.now_ns)
         if not message.follows and books.workers.is_changed(worker):
             books.workers.tell(worker)  # Nothing comes that would be told instead.
     process = books.processes.get(worker.process_id)

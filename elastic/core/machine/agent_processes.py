@@ -13,7 +13,7 @@ from enum import Enum, auto
 from elastic.core.config import AgentConfig, JobSpec, ns
 from elastic.core.events.agent import ANY_JOB, AgentEffect, Kill, OpenLog, SendProcess, Spawn
 from elastic.core.machine.agent_spawning import SpawnBackoff
-from elastic.core.machine.story import note
+from elastic.core.machine.event_history import note
 from elastic.core.machine.transitions import PROCESS, ProcessPhase, check_move
 from elastic.core.messages import Assign, Ping, PipeToWorker, Pong, Stop
 from elastic.core.policy.failure import STOPPED
@@ -29,7 +29,7 @@ TELLABLE = (_P.ASSIGNED, _P.STOPPING)
 KILLABLE = (_P.WARMING, _P.WARM, _P.ASSIGNED, _P.STOPPING)
 
 
-class Overdue(Enum):
+class OverdueKind(Enum):
     """What a process has not done in time: to get warm or to end, to run on, to answer."""
 
     END = auto()
@@ -38,7 +38,7 @@ class Overdue(Enum):
 
 
 @dataclass
-class Process:
+class ProcessState:
     """One process.
 
     Attributes:
@@ -75,14 +75,14 @@ class Process:
         self.phase = phase
 
 
-class Processes:
+class ProcessBook:
     """All processes of one agent that are not gone, by number."""
 
     def __init__(self, config: AgentConfig, out: list[AgentEffect]) -> None:
         """Begin with none; effects go to `out`."""
         self.spawning = SpawnBackoff(config)
         self._out = out
-        self._all: dict[int, Process] = {}
+        self._all: dict[int, ProcessState] = {}
         self._num_spawned = 0
         self._ping_interval_ns = ns(config.ping_interval_s)
         self._hang_ns = ns(config.hang_timeout_s)
@@ -90,15 +90,15 @@ class Processes:
         self._ping_at_ns: int | None = None
         self._spawn_at_ns: int | None = None
 
-    def get(self, process_id: int | None) -> Process | None:
+    def get(self, process_id: int | None) -> ProcessState | None:
         """Return the process of this number, None if it is gone or was never asked for."""
         return self._all.get(process_id) if process_id is not None else None
 
-    def all(self) -> tuple[Process, ...]:
+    def all(self) -> tuple[ProcessState, ...]:
         """Return all, oldest first."""
         return tuple(self._all.values())
 
-    def working(self) -> list[Process]:
+    def working(self) -> list[ProcessState]:
         """Return those that have a worker to their name, also the killed ones, oldest first."""
         return [process for process in self._all.values() if process.worker_id is not None]
 
@@ -108,14 +108,14 @@ class Processes:
 
     # ------------------------------------------------------------ what happens to them
 
-    def started(self, process: Process, pid: int, now_ns: int) -> None:
+    def started(self, process: ProcessState, pid: int, now_ns: int) -> None:
         """The operating system made it; it imports torch now."""
         if process.phase is ProcessPhase.SPAWNING:
             process.pid = pid
             process.move(ProcessPhase.WARMING)
             process.kill_at_ns = now_ns + ns(WARM_UP_S_MAX)
 
-    def warmed(self, process: Process, pid: int) -> None:
+    def warmed(self, process: ProcessState, pid: int) -> None:
         """It waits for a job: spawning works."""
         if process.phase in (ProcessPhase.SPAWNING, ProcessPhase.WARMING):
             process.pid = process.pid or pid
@@ -123,18 +123,18 @@ class Processes:
             process.kill_at_ns = None
             self.spawning.succeeded()
 
-    def exited(self, process: Process) -> None:
+    def exited(self, process: ProcessState) -> None:
         """It is gone."""
         process.move(ProcessPhase.GONE)
         del self._all[process.process_id]
 
-    def failed(self, process: Process, detail: str, now_ns: int) -> None:
+    def failed(self, process: ProcessState, detail: str, now_ns: int) -> None:
         """It never came to stand, or ended by itself before it got a job."""
         self.spawning.failed(process.spawned_ns, detail, now_ns)
         row = self.spawning.num_failures
         self._out.append(note("spare_failed", process=process.process_id, detail=detail, row=row))
 
-    def halted(self, process: Process, stopped: bool, now_ns: int) -> None:
+    def halted(self, process: ProcessState, stopped: bool, now_ns: int) -> None:
         """The kernel shows it as stopped, or as running again."""
         if not stopped:
             process.stopped_since_ns = None
@@ -143,7 +143,7 @@ class Processes:
         elif process.stopped_since_ns is None:
             process.stopped_since_ns = now_ns
 
-    def ponged(self, process: Process, pong: Pong, now_ns: int) -> None:
+    def ponged(self, process: ProcessState, pong: Pong, now_ns: int) -> None:
         """Its control thread lives: an older answer than the newest one says nothing new."""
         process.silent_times = pong.times
         if process.last_pong < pong.number <= process.num_pings:
@@ -152,13 +152,13 @@ class Processes:
 
     # ------------------------------------------------------------ what we do with them
 
-    def take_warm(self, spec: JobSpec) -> Process | None:
+    def take_warm(self, spec: JobSpec) -> ProcessState | None:
         """Return a warm spare for a job, one of its own before any other; None if there is none."""
         warm = [process for process in self._all.values() if process.phase is ProcessPhase.WARM]
         fitting = [process for process in warm if process.job_id in ("", spec.job_id)]
         return max(fitting, key=lambda process: process.job_id, default=None)
 
-    def assign(self, process: Process, assign: Assign, now_ns: int) -> None:
+    def assign(self, process: ProcessState, assign: Assign, now_ns: int) -> None:
         """Make a warm spare a worker."""
         process.move(ProcessPhase.ASSIGNED)
         process.worker_id = assign.worker_id
@@ -167,12 +167,12 @@ class Processes:
         self._out.append(OpenLog(process.process_id, assign))
         self.send(process, assign)
 
-    def send(self, process: Process, message: PipeToWorker) -> None:
+    def send(self, process: ProcessState, message: PipeToWorker) -> None:
         """Write to a working process's pipe; one that is killed reads no more."""
         if process.phase in TELLABLE:
             self._out.append(SendProcess(process.process_id, message))
 
-    def stop(self, process: Process, order: Stop, now_ns: int) -> None:
+    def stop(self, process: ProcessState, order: Stop, now_ns: int) -> None:
         """Ask a working process to end; a second order may only shorten its time."""
         kill_at_ns = now_ns + order.grace_ns
         cause = ExitCause(ExitKind.STOPPED, detail=order.reason)
@@ -187,7 +187,7 @@ class Processes:
                 self.send(process, order)  # Its script may have been asked before.
             process.kill_at_ns = min(process.kill_at_ns, kill_at_ns)
 
-    def kill(self, process: Process, cause: ExitCause) -> None:
+    def kill(self, process: ProcessState, cause: ExitCause) -> None:
         """Send SIGKILL, once; the first reason that we had to end it stays the reason."""
         if process.phase in KILLABLE:
             process.move(ProcessPhase.KILLED)
@@ -230,33 +230,33 @@ class Processes:
             moments.extend(moment for moment, _ in self._limits(process))
         return min(moments, default=None)
 
-    def _limits(self, process: Process) -> list[tuple[int, Overdue]]:
+    def _limits(self, process: ProcessState) -> list[tuple[int, OverdueKind]]:
         """Return when the process is to be killed, and for what, in order of precedence."""
         if process.phase not in KILLABLE:
             return []
         limits = []
         if process.kill_at_ns is not None:
-            limits.append((process.kill_at_ns, Overdue.END))
+            limits.append((process.kill_at_ns, OverdueKind.END))
         if process.stopped_since_ns is not None and not process.is_spared:
-            limits.append((process.stopped_since_ns + self._stopped_ns, Overdue.STOPPED))
+            limits.append((process.stopped_since_ns + self._stopped_ns, OverdueKind.STOPPED))
         is_kept = process.stopped_since_ns is not None and process.is_spared
         is_asked = process.phase is ProcessPhase.ASSIGNED and not is_kept
         if process.silent_since_ns is not None and process.silent_times and is_asked:
             limit_ns = process.silent_times * self._hang_ns
-            limits.append((process.silent_since_ns + limit_ns, Overdue.SILENT))
+            limits.append((process.silent_since_ns + limit_ns, OverdueKind.SILENT))
         return limits
 
-    def _why(self, process: Process, overdue: Overdue) -> str:
-        if overdue is Overdue.STOPPED:
+    def _why(self, process: ProcessState, overdue: OverdueKind) -> str:
+        if overdue is OverdueKind.STOPPED:
             return f"{STOPPED} for {self._stopped_ns / 1e9:g} s"
-        if overdue is Overdue.SILENT:
+        if overdue is OverdueKind.SILENT:
             limit_s = process.silent_times * self._hang_ns / 1e9
             return f"its control thread did not answer for {limit_s:g} s"
         if process.end is not None:
             return f"did not end within its grace period: {process.end.detail}"
         return "did not get warm in time"
 
-    def _end_overdue(self, process: Process, now_ns: int) -> None:
+    def _end_overdue(self, process: ProcessState, now_ns: int) -> None:
         for limit_ns, overdue in self._limits(process):
             if now_ns < limit_ns:
                 continue
@@ -310,7 +310,7 @@ class Processes:
     def _spawn(self, spec: JobSpec | None, now_ns: int) -> None:
         self._num_spawned += 1
         number, job_id = self._num_spawned, script_job(spec)
-        self._all[number] = Process(number, now_ns, job_id=job_id)
+        self._all[number] = ProcessState(number, now_ns, job_id=job_id)
         self._out.append(Spawn(number, job_id, spec.entry if spec is not None and job_id else None))
 
 
@@ -320,7 +320,7 @@ def script_job(spec: JobSpec | None) -> JobId:
     return spec.job_id if spec is not None and is_script else ANY_JOB
 
 
-def judge_exit(process: Process, cause: ExitCause) -> ExitCause:
+def judge_exit(process: ProcessState, cause: ExitCause) -> ExitCause:
     """Return what an exit counts as: ours if we ordered it, else what the system says.
 
     A process that we were about to kill as hung, but that ended with a code, was not hung.

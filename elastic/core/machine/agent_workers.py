@@ -31,7 +31,7 @@ GPU = "GPU"
 
 
 @dataclass
-class Worker:
+class AgentWorker:
     """One worker.
 
     Attributes:
@@ -91,7 +91,7 @@ class Worker:
             self.held = (self.held[0], message)
 
 
-class Devices:
+class DeviceBook:
     """Which accelerator belongs to whom.
 
     A worker that takes whole ones shares them with nobody; workers that take less than one share
@@ -135,7 +135,7 @@ class Devices:
         return tuple(self._free_milli)
 
 
-class Workers:
+class WorkerBook:
     """The book of workers, in the order in which they came.
 
     Attributes:
@@ -145,24 +145,24 @@ class Workers:
     def __init__(self, devices: tuple[str, ...]) -> None:
         """Begin empty."""
         self.newest: JobSpec | None = None
-        self.devices = Devices(devices)
-        self._book: dict[WorkerId, Worker] = {}
+        self.devices = DeviceBook(devices)
+        self._book: dict[WorkerId, AgentWorker] = {}
         # Until when each may wait.
         self._changed: dict[WorkerId, int] = {}
 
-    def get(self, worker_id: WorkerId | None) -> Worker | None:
+    def get(self, worker_id: WorkerId | None) -> AgentWorker | None:
         """Return a worker, None if it is not known (any more)."""
         return self._book.get(worker_id) if worker_id is not None else None
 
-    def all(self) -> tuple[Worker, ...]:
+    def all(self) -> tuple[AgentWorker, ...]:
         """Return all, also the exited ones."""
         return tuple(self._book.values())
 
-    def waiting(self) -> list[Worker]:
+    def waiting(self) -> list[AgentWorker]:
         """Return those that need a process, first come first."""
         return [worker for worker in self._book.values() if worker.is_waiting()]
 
-    def without_process(self) -> list[Worker]:
+    def without_process(self) -> list[AgentWorker]:
         """Return those that are there and have no process, first come first."""
         return [worker for worker in self._book.values() if worker.has_no_process()]
 
@@ -170,15 +170,15 @@ class Workers:
         """Return whether none lives."""
         return all(worker.has_exited() for worker in self._book.values())
 
-    def enter(self, order: StartWorker) -> Worker:
+    def enter(self, order: StartWorker) -> AgentWorker:
         """Take a worker into the book; its fate will be told."""
         report = WorkerReport(order.worker_id, order.spec.job_id, WorkerPhase.STARTING)
         self.newest = order.spec
-        worker = self._book[order.worker_id] = Worker(order.spec, report, order.ahead)
+        worker = self._book[order.worker_id] = AgentWorker(order.spec, report, order.ahead)
         self.tell(worker)
         return worker
 
-    def equip(self, worker: Worker) -> bool:
+    def equip(self, worker: AgentWorker) -> bool:
         """Reserve the accelerators that the job asks for; False if too few are free."""
         amounts = dict(worker.spec.resources_per_worker.milli)
         taken = self.devices.take(amounts.get(GPU, 0))
@@ -187,7 +187,7 @@ class Workers:
         worker.devices, worker.device_milli = taken
         return True
 
-    def assign(self, worker: Worker, process_id: int, pid: int, host: str) -> Assign:
+    def assign(self, worker: AgentWorker, process_id: int, pid: int, host: str) -> Assign:
         """Give a waiting worker its process; return what the process must know."""
         worker.process_id = process_id
         worker.report = replace(worker.report, pid=pid)
@@ -207,7 +207,7 @@ class Workers:
         taken = tuple(device for worker in own for device in worker.devices)
         return tuple(dict.fromkeys(self.devices.names(taken)))
 
-    def hear(self, worker: Worker, said: WorkerReport, *, tell_at_ns: int = 0) -> bool:
+    def hear(self, worker: AgentWorker, said: WorkerReport, *, report_at_ns: int = 0) -> bool:
         """Merge what the worker says of itself; False if it cannot be true.
 
         The pid and the exit are the agent's to know; a failure once told stays told.
@@ -215,7 +215,7 @@ class Workers:
         Args:
             worker: whose process spoke.
             said: all it says of itself.
-            tell_at_ns: when the coordinator is to hear of it at the latest.
+            report_at_ns: when the coordinator is to hear of it at the latest.
         """
         known = worker.report
         is_stale = said.generation < known.generation
@@ -237,10 +237,10 @@ class Workers:
             spent=said.spent,
         )
         if worker.report != known:
-            self.tell(worker, at_ns=tell_at_ns)
+            self.tell(worker, at_ns=report_at_ns)
         return True
 
-    def finished_by(self, worker: Worker, cause: ExitCause) -> bool:
+    def finished_by(self, worker: AgentWorker, cause: ExitCause) -> bool:
         """Return whether an exit is the end of a script, which then has finished.
 
         Scripts may end their process (`os._exit`), or become another program (`exec`): elsewhere
@@ -260,7 +260,7 @@ class Workers:
         self.tell(worker)
         return True
 
-    def judged(self, worker: Worker, cause: ExitCause) -> ExitCause:
+    def judged(self, worker: AgentWorker, cause: ExitCause) -> ExitCause:
         """Return what the exit of a worker that has not finished counts as.
 
         Who ends its script because the group broke, or is to go on in another one, is not needed
@@ -269,7 +269,7 @@ class Workers:
         is_left = worker.report.phase in (WorkerPhase.TRAINING, WorkerPhase.BROKEN)
         return ENDED_ITSELF if is_left and _is_end_of_script(worker, cause) else cause
 
-    def exited(self, worker: Worker, cause: ExitCause) -> None:
+    def exited(self, worker: AgentWorker, cause: ExitCause) -> None:
         """The worker is no more: its accelerators are free, its report says how it ended."""
         who = f"worker {worker.worker_id}"
         check_move(WORKER_SEEN, who, worker.report.phase, WorkerPhase.EXITED)
@@ -281,17 +281,17 @@ class Workers:
         worker.process_id, worker.held = None, ()
         self.tell(worker)
 
-    def forget(self, worker: Worker) -> None:
+    def forget(self, worker: AgentWorker) -> None:
         """Strike a worker from the book."""
         del self._book[worker.worker_id]
         self._changed.pop(worker.worker_id, None)
 
-    def tell(self, worker: Worker, *, at_ns: int = 0) -> None:
+    def tell(self, worker: AgentWorker, *, at_ns: int = 0) -> None:
         """See that the coordinator hears of this worker by then, also if it is known already."""
         waits_ns = self._changed.get(worker.worker_id, at_ns)
         self._changed[worker.worker_id] = min(waits_ns, at_ns)
 
-    def is_changed(self, worker: Worker) -> bool:
+    def is_changed(self, worker: AgentWorker) -> bool:
         """Return whether the coordinator is still to hear of this worker."""
         return worker.worker_id in self._changed
 
@@ -299,7 +299,7 @@ class Workers:
         """Return when a worker is to be told of."""
         return min(self._changed.values(), default=None)
 
-    def take_changed(self, now_ns: int | None = None) -> list[Worker]:
+    def take_changed(self, now_ns: int | None = None) -> list[AgentWorker]:
         """Return the workers that are to be told of now, and take them for told.
 
         Args:
@@ -315,7 +315,7 @@ class Workers:
         return [self._book[worker_id] for worker_id in due]
 
 
-def _is_end_of_script(worker: Worker, cause: ExitCause) -> bool:
+def _is_end_of_script(worker: AgentWorker, cause: ExitCause) -> bool:
     """Return whether a script has ended its process, and with success."""
     is_script = worker.spec.entry.kind is not EntryKind.FUNCTION
     return is_script and cause.kind is ExitKind.CODE and cause.code == 0

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from elastic.core.copy_messages import Doors
+from elastic.core.copy_messages import CopyEndpoints
 from elastic.core.events.coordinator import SendAgent
 from elastic.core.machine import copies
-from elastic.core.machine.jobs import Cluster, JobState, WorkerState
+from elastic.core.machine.jobs import ClusterState, JobState, WorkerState
 from elastic.core.messages import PROTOCOL_MINOR, Announce, CoordinatorMessage, LeaveGroup
 from elastic.core.policy import replication
-from elastic.core.policy.ranks import Place
+from elastic.core.policy.ranks import RankPlace
 from elastic.core.world import Assignment, NodeId, WorkerId, WorkerPhase
 from elastic.errors import InvariantViolation
 
@@ -28,26 +28,26 @@ EACH = -1
 """Stands for the ranks that have no share of their own."""
 
 
-def tell(cluster: Cluster, worker: WorkerState, message: CoordinatorMessage) -> None:
+def tell(cluster: ClusterState, worker: WorkerState, message: CoordinatorMessage) -> None:
     """Send to the worker's agent; a broken stream is made good when the agent says hello."""
     session = cluster.node_of(worker).session
     if session is not None:
         cluster.do(SendAgent(session, message))
 
 
-def tell_first(cluster: Cluster, job: JobState) -> bool:
+def report_first(cluster: ClusterState, job: JobState) -> bool:
     """Tell the members of a large group that lost one that it is over; True if that was done now.
 
     It takes as long to work the next group out, to write it down and to tell it as this takes. What
     members have to do first (NCCL's abort) they do meanwhile.
     """
-    if not (job.is_open and is_large(cluster, job)) or job.is_told_over():
+    if not (job.is_open and is_large(cluster, job)) or job.is_end_announced():
         return False
     members = job.member_ids()
     here = [w for w in map(job.workers.get, members) if w is not None and w.stop_cause is None]
     if len(here) == len(members) or any(_may_keep_it(cluster, worker) for worker in here):
         return False
-    job.told_over = job.generation
+    job.ends_announced = job.generation
     reason = f"lost {len(members) - len(here)} of {len(members)} members"
     for worker in here:
         told = LeaveGroup(worker.report.worker_id, job.generation, False, reason, follows=True)
@@ -55,7 +55,7 @@ def tell_first(cluster: Cluster, job: JobState) -> bool:
     return True
 
 
-def _may_keep_it(cluster: Cluster, worker: WorkerState) -> bool:
+def _may_keep_it(cluster: ClusterState, worker: WorkerState) -> bool:
     """Return whether a group that lost one may stand for the sake of this member.
 
     It does as long as word of a member is awaited, and when all that are left have finished.
@@ -64,17 +64,17 @@ def _may_keep_it(cluster: Cluster, worker: WorkerState) -> bool:
     return is_finished or cluster.node_of(worker).is_awaited()
 
 
-def is_large(cluster: Cluster, job: JobState) -> bool:
+def is_large(cluster: ClusterState, job: JobState) -> bool:
     """Return whether the newest group is one whose members take long to tell."""
-    return len(job.member_ids()) >= cluster.config.tell_first_min
+    return len(job.member_ids()) >= cluster.config.report_first_min
 
 
-def announcement(cluster: Cluster, job: JobState, worker_id: WorkerId) -> Announce:
+def announcement(cluster: ClusterState, job: JobState, worker_id: WorkerId) -> Announce:
     """Return what this member must know of the newest group."""
     return announcer(cluster, job)(job.places()[job.rank_of(worker_id)])
 
 
-def announcer(cluster: Cluster, job: JobState) -> Callable[[Place], Announce]:
+def announcer(cluster: ClusterState, job: JobState) -> Callable[[RankPlace], Announce]:
     """Return what makes a member's announcement of its place; what all must know is found once."""
     group = job.group
     if group is None:
@@ -114,7 +114,7 @@ def announcer(cluster: Cluster, job: JobState) -> Callable[[Place], Announce]:
 
     known: dict[tuple[int, int], Assignment] = {}
 
-    def announce(place: Place) -> Announce:
+    def announce(place: RankPlace) -> Announce:
         kind = (place.rank if place.rank in shares else EACH, minors.get(place.node_id, 0))
         shared = known.get(kind) or known.setdefault(kind, alike(*kind))
         return Announce(_at(place, shared))
@@ -122,7 +122,7 @@ def announcer(cluster: Cluster, job: JobState) -> Callable[[Place], Announce]:
     return announce
 
 
-def _at(place: Place, shared: Assignment) -> Assignment:
+def _at(place: RankPlace, shared: Assignment) -> Assignment:
     """Return `replace(shared, ...)` for a place, without `__init__`: ten thousand have one each."""
     own = object.__new__(Assignment)
     own.__dict__.update(
@@ -136,21 +136,21 @@ def _at(place: Place, shared: Assignment) -> Assignment:
     return own
 
 
-def all_save_where_they_leave(cluster: Cluster, job: JobState) -> bool:
+def all_save_where_they_leave(cluster: ClusterState, job: JobState) -> bool:
     """Return whether all members of the newest group know how to save before they leave it."""
     members = job.group.members if job.group is not None else ()
     return all(_minor_of(cluster, member.node_id) >= SAVES_SINCE_MINOR for member in members)
 
 
-def _minor_of(cluster: Cluster, node_id: NodeId) -> int:
+def _minor_of(cluster: ClusterState, node_id: NodeId) -> int:
     """Return which minor version of the protocol a node's agent speaks."""
     state = cluster.book.nodes.get(node_id)
     return state.protocol_minor if state is not None else PROTOCOL_MINOR
 
 
 def _shares(
-    found: Sequence[copies.Address], places: Sequence[Place]
-) -> dict[int, tuple[Doors, ...]]:
+    found: Sequence[copies.StateLocation], places: Sequence[RankPlace]
+) -> dict[int, tuple[CopyEndpoints, ...]]:
     """Return which agents each member asks for copies, by rank; `EACH` for all that are not named.
 
     What has rows of a sharded model is asked by one member, who tells the others; there may be as

@@ -8,11 +8,11 @@ count; before its first group every worker is an attempt of its own.
 from __future__ import annotations
 
 from elastic.core.machine.jobs import JobState, WorkerState
-from elastic.core.policy.failure import Judgement
+from elastic.core.policy.failure import FailureDecision
 from elastic.core.world import NO_GENERATION
 
 
-def is_charged_already(job: JobState, worker: WorkerState, judgement: Judgement) -> bool:
+def is_charged_already(job: JobState, worker: WorkerState, judgement: FailureDecision) -> bool:
     """Return whether the job was charged for this attempt; if not, it is now.
 
     Args:

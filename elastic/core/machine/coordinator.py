@@ -14,10 +14,11 @@ from elastic.core.copy_messages import CopiesHeld
 from elastic.core.events.coordinator import (
     AgentConnected,
     AgentDisconnected,
-    AgentSaid,
+    AgentMessageReceived,
     CheckpointRequested,
     CoordinatorEffect,
     CoordinatorEvent,
+    EventBatch,
     Forget,
     NodeCordonRequested,
     NodeDrainRequested,
@@ -27,29 +28,28 @@ from elastic.core.events.coordinator import (
     Reply,
     ResumeRequested,
     ScaleRequested,
-    Several,
     StopRequested,
     SubmitRequested,
-    Woke,
+    WokeFromSuspend,
 )
 from elastic.core.events.shared import Tick
+from elastic.core.machine import agent_messages as intake
 from elastic.core.machine import (
-    absence,
     health,
-    intake,
     invariants,
     pausing,
     queueing,
     releasing,
     requests,
     saves,
-    settle,
     suspicion,
 )
-from elastic.core.machine.jobs import Cluster, JobState
+from elastic.core.machine import node_liveness as absence
+from elastic.core.machine import reconcile as settle
+from elastic.core.machine.event_history import EventHistory
+from elastic.core.machine.jobs import ClusterState, JobState
 from elastic.core.machine.nodes import NodeState
 from elastic.core.machine.restoring import restore
-from elastic.core.machine.story import Story
 from elastic.core.messages import ProbeAck, Progress, Pulse
 from elastic.core.policy import placement
 from elastic.core.view import ClusterView
@@ -76,8 +76,8 @@ class CoordinatorMachine:
 
     def __init__(self, config: CoordinatorConfig, name: str = "coordinator") -> None:
         """Begin empty; the first event must be `Recovered`."""
-        self._cluster = Cluster(config, name)
-        self._story = Story()
+        self._cluster = ClusterState(config, name)
+        self._story = EventHistory()
         self._recovered = False
 
     def step(self, event: CoordinatorEvent, now_ns: int) -> tuple[CoordinatorEffect, ...]:
@@ -99,14 +99,14 @@ class CoordinatorMachine:
         cluster.effects = []
         try:
             suspicion.forgive_own_sleep(cluster)
-            for one in event.events if isinstance(event, Several) else (event,):
+            for one in event.events if isinstance(event, EventBatch) else (event,):
                 if not _is_chatter(one):
                     self._story.tell(now_ns, _told(one))
                 self._take(one)
             suspicion.look(cluster)
-            self._come_to_rest()
+            self._reconcile_all()
             invariants.check_cluster(cluster)
-            suspicion.plan_look(cluster)
+            suspicion.plan_check(cluster)
         except InvariantViolation as violation:
             raise InvariantViolation(str(violation), self._story.lines()) from violation
         return tuple(cluster.effects)
@@ -117,7 +117,7 @@ class CoordinatorMachine:
         node = self._cluster.book.next_deadline_ns()
         if node is not None:
             moments.append(node)
-        others = (self._cluster.look_by_ns, self._cluster.replan_at_ns)
+        others = (self._cluster.check_by_ns, self._cluster.replan_at_ns)
         moments += [moment for moment in others if moment is not None]
         return min(moments, default=None)
 
@@ -136,8 +136,8 @@ class CoordinatorMachine:
             self._recovered or isinstance(event, Recovered),
             f"the first event must be Recovered, got {type(event).__name__}",
         )
-        if isinstance(event, AgentSaid):
-            intake.on_said(cluster, event)
+        if isinstance(event, AgentMessageReceived):
+            intake.on_reported(cluster, event)
         elif isinstance(event, Tick):
             self._touch_due()
             for state, reason in suspicion.silent(cluster):
@@ -162,7 +162,7 @@ class CoordinatorMachine:
             requests.on_resume(cluster, event)
         elif isinstance(event, ScaleRequested):
             requests.on_scale(cluster, event)
-        elif isinstance(event, Woke):
+        elif isinstance(event, WokeFromSuspend):
             absence.on_woke(cluster, event)
         elif isinstance(event, Recovered):
             self._recover(event)
@@ -174,7 +174,7 @@ class CoordinatorMachine:
             if job.wake_ns is not None and job.wake_ns <= self._cluster.now_ns:
                 self._cluster.touch(job)
 
-    def _come_to_rest(self) -> None:
+    def _reconcile_all(self) -> None:
         cluster = self._cluster
         releasing.settle_nodes(cluster)
         health.end_quarantines(cluster)
@@ -185,7 +185,7 @@ class CoordinatorMachine:
             del cluster.dirty[job_id]
             job = cluster.jobs.get(job_id)
             if job is not None:
-                settle.settle_job(cluster, job)
+                settle.reconcile_job(cluster, job)
                 pausing.advance(cluster, job)
                 invariants.check_job(cluster, job)
             if not cluster.dirty:
@@ -314,6 +314,6 @@ def _told(event: CoordinatorEvent) -> CoordinatorEvent:
 
 def _is_chatter(event: CoordinatorEvent) -> bool:
     """Return whether an event comes all the time and tells no story."""
-    if isinstance(event, AgentSaid):
+    if isinstance(event, AgentMessageReceived):
         return isinstance(event.message, (Progress, Pulse, ProbeAck, CopiesHeld))
     return isinstance(event, Tick)

@@ -17,19 +17,19 @@ from typing import NamedTuple
 
 from elastic.core.config import ns
 from elastic.core.copy_messages import (
+    CopyEndpoints,
     CopyFailed,
     CopyOrder,
-    Doors,
     DropCopy,
     KeepCopy,
     Replicate,
 )
 from elastic.core.events.coordinator import SendAgent
-from elastic.core.machine.copies_book import Ordered
-from elastic.core.machine.jobs import Cluster, JobState
+from elastic.core.machine.copy_book import PlacedCopyOrder
+from elastic.core.machine.jobs import ClusterState, JobState
 from elastic.core.machine.nodes import NodeState
 from elastic.core.policy import replication
-from elastic.core.policy.replication import NO_NODE, Place
+from elastic.core.policy.replication import NO_NODE, CopyCandidate
 from elastic.core.world import ALL_ALIKE, NO_GENERATION, HeldCopy, JobId, NodeId, zone_of
 
 REFUSED_S = 30.0
@@ -38,7 +38,7 @@ NEIGHBOURS = 32
 """Nodes behind a source, and nodes that do not train, among which its copy finds a place."""
 
 
-class Address(NamedTuple):
+class StateLocation(NamedTuple):
     """Where state of a job lies.
 
     Attributes:
@@ -47,16 +47,16 @@ class Address(NamedTuple):
     """
 
     node_id: NodeId
-    doors: Doors
+    doors: CopyEndpoints
     is_sharded: bool
 
 
-def key_of(cluster: Cluster, job_id: JobId) -> str:
+def key_of(cluster: ClusterState, job_id: JobId) -> str:
     """Return the secret by which agents and workers of a job know each other."""
     return hashlib.blake2b(job_id.encode(), key=cluster.secret, digest_size=32).hexdigest()
 
 
-def addresses(cluster: Cluster, job: JobState) -> tuple[Address, ...]:
+def addresses(cluster: ClusterState, job: JobState) -> tuple[StateLocation, ...]:
     """Return where a job's state lies, as far as is known: copies of it, the newest first.
 
     Then nodes whose workers have left a sharded run: what was in their memory may be there still.
@@ -68,7 +68,7 @@ def addresses(cluster: Cluster, job: JobState) -> tuple[Address, ...]:
     order += sorted({*left, *job.copies.holders} - {*held} - _members(job))
     found = [(node_id, cluster.book.nodes.get(node_id)) for node_id in order]
     return tuple(
-        Address(node_id, state.doors, ALL_ALIKE not in held.get(node_id, ()))
+        StateLocation(node_id, state.doors, ALL_ALIKE not in held.get(node_id, ()))
         for node_id, state in found
         if state is not None and state.is_present() and state.doors.at
     )
@@ -77,7 +77,7 @@ def addresses(cluster: Cluster, job: JobState) -> tuple[Address, ...]:
 # ---------------------------------------------------------------- what agents say
 
 
-def take_held(cluster: Cluster, state: NodeState, said: Sequence[HeldCopy]) -> None:
+def take_held(cluster: ClusterState, state: NodeState, said: Sequence[HeldCopy]) -> None:
     """Take what a node says that it holds; what nobody can want any more is given back."""
     node_id = state.node.node_id
     held: dict[JobId, dict[NodeId, replication.Age]] = {}
@@ -99,7 +99,7 @@ def take_held(cluster: Cluster, state: NodeState, said: Sequence[HeldCopy]) -> N
         else:
             for source, age in by_source.items():
                 if known.copies.newest(node_id, source) != age:
-                    known.copies.heard_ns[node_id, source] = cluster.now_ns
+                    known.copies.received_ns[node_id, source] = cluster.now_ns
             known.copies.held[node_id] = by_source
             cluster.touch(known)
 
@@ -112,7 +112,7 @@ def _note_lost(job: JobState, node_id: NodeId, now: dict[NodeId, replication.Age
             job.copies.num_lost[source] = job.copies.num_lost.get(source, 0) + 1
 
 
-def on_failed(cluster: Cluster, state: NodeState, message: CopyFailed) -> None:
+def on_failed(cluster: ClusterState, state: NodeState, message: CopyFailed) -> None:
     """A copy did not reach the node that is to hold it: another one is chosen for a while."""
     job = cluster.jobs.get(message.job_id)
     if job is None:
@@ -131,14 +131,14 @@ def on_failed(cluster: Cluster, state: NodeState, message: CopyFailed) -> None:
 # ---------------------------------------------------------------- what follows
 
 
-def settle(cluster: Cluster, job: JobState) -> int | None:
+def settle(cluster: ClusterState, job: JobState) -> int | None:
     """Choose the nodes that hold copies, and bring everyone concerned up to date.
 
     Returns:
         When to look at the job again, None for when something happens.
     """
     copies = job.copies
-    _learn_wish(job)
+    _learn_request(job)
     for node_id in copies.held:
         _grant(cluster, job, cluster.book.nodes.get(node_id))
     for session, _ in [*copies.granted.values()]:
@@ -161,14 +161,14 @@ def settle(cluster: Cluster, job: JobState) -> int | None:
     return min((wake_ns for wake_ns in wakes if wake_ns is not None), default=None)
 
 
-def end(cluster: Cluster, job: JobState) -> None:
+def end(cluster: ClusterState, job: JobState) -> None:
     """The job has ended: nobody needs its state any more."""
     _order(cluster, job, {})
     for node_id in sorted({*job.copies.held, *job.copies.granted}):
         _drop(cluster, job, node_id, ALL_ALIKE, f"the job has {job.phase.value}")
 
 
-def _learn_wish(job: JobState) -> None:
+def _learn_request(job: JobState) -> None:
     """Know what the members want; what was wanted holds while nobody says anything."""
     members = [job.workers[w].report for w in job.member_ids() if w in job.workers]
     told = [r for r in members if r.copies_every and r.generation == job.generation]
@@ -177,7 +177,7 @@ def _learn_wish(job: JobState) -> None:
         job.copies.is_sharded = any(report.copies_sharded for report in told)
 
 
-def _senders(cluster: Cluster, job: JobState) -> dict[NodeId, NodeState]:
+def _senders(cluster: ClusterState, job: JobState) -> dict[NodeId, NodeState]:
     """Return who sends the copy of which source, in the order of the group's members."""
     leader = job.workers.get(job.member_ids()[0])
     if not job.copies.is_sharded:
@@ -187,7 +187,7 @@ def _senders(cluster: Cluster, job: JobState) -> dict[NodeId, NodeState]:
     return {state.node.node_id: state for state in nodes if state is not None}
 
 
-def _forget(cluster: Cluster, job: JobState, senders: dict[NodeId, NodeState]) -> None:
+def _forget(cluster: ClusterState, job: JobState, senders: dict[NodeId, NodeState]) -> None:
     """Keep no place for the copies of those who send none any more; remember who they were."""
     copies, since_ns = job.copies, cluster.now_ns - ns(replication.KEPT_S)
     copies.left_ns |= {source: cluster.now_ns for source in copies.holders if source}
@@ -197,7 +197,7 @@ def _forget(cluster: Cluster, job: JobState, senders: dict[NodeId, NodeState]) -
     copies.holders = {s: known for s, known in copies.holders.items() if s in senders}
 
 
-def _choose(cluster: Cluster, job: JobState, source: NodeId) -> int | None:
+def _choose(cluster: ClusterState, job: JobState, source: NodeId) -> int | None:
     """Find a node for a source's copy, unless it can stay; returns when to look again."""
     known, _ = before = job.copies.holders.get(source, (NO_NODE, ""))
     state = cluster.book.nodes.get(known)
@@ -214,17 +214,17 @@ def _choose(cluster: Cluster, job: JobState, source: NodeId) -> int | None:
     return decision.wake_ns
 
 
-def _grant(cluster: Cluster, job: JobState, state: NodeState | None) -> None:
+def _grant(cluster: ClusterState, job: JobState, state: NodeState | None) -> None:
     """Let a node take copies and give them, once in each of its streams, and to whom."""
     if state is None or state.session is None:
         return
-    told = state.session, not cluster.book.elders
+    told = state.session, not cluster.book.legacy_nodes
     if job.copies.granted.get(state.node.node_id) != told:
         job.copies.granted[state.node.node_id] = told
         _send(cluster, state, KeepCopy(job.job_id, key_of(cluster, job.job_id), told[1]))
 
 
-def _order(cluster: Cluster, job: JobState, senders: dict[NodeId, NodeState]) -> None:
+def _order(cluster: ClusterState, job: JobState, senders: dict[NodeId, NodeState]) -> None:
     """Have each sender bring its snapshots to the chosen node, and nobody else.
 
     It is said again to each new group, because a node forgets it with the memory of the job; and
@@ -237,7 +237,7 @@ def _order(cluster: Cluster, job: JobState, senders: dict[NodeId, NodeState]) ->
             holder = cluster.book.nodes.get(order.node_id)
             life = holder.node.incarnation if holder is not None else 0
             lost = job.copies.num_lost.get(source, 0)
-            told = Ordered(sender.session, job.generation, order, life, lost)
+            told = PlacedCopyOrder(sender.session, job.generation, order, life, lost)
             job.copies.ordered[source] = told
     sending = {told.session for told in job.copies.ordered.values()}
     for session in [told.session for told in before.values()]:
@@ -249,7 +249,9 @@ def _order(cluster: Cluster, job: JobState, senders: dict[NodeId, NodeState]) ->
             _send(cluster, senders[source], wanted.order)
 
 
-def _wanted(cluster: Cluster, job: JobState, source: NodeId, sender: NodeState) -> Replicate | None:
+def _wanted(
+    cluster: ClusterState, job: JobState, source: NodeId, sender: NodeState
+) -> Replicate | None:
     """Return what is told to who sends a source's copy; None for nothing.
 
     That there is no node for it is told of a shard: workers would wait for it to arrive.
@@ -271,7 +273,7 @@ def _wanted(cluster: Cluster, job: JobState, source: NodeId, sender: NodeState) 
 # ---------------------------------------------------------------- who may not leave yet
 
 
-class Spread(NamedTuple):
+class CopyCoverage(NamedTuple):
     """How far a job's copies have come to where they are to lie.
 
     Attributes:
@@ -291,7 +293,7 @@ class Spread(NamedTuple):
     is_waiting: bool = False
 
 
-def kept_for(cluster: Cluster, state: NodeState, known: dict[JobId, Spread]) -> str:
+def kept_for(cluster: ClusterState, state: NodeState, known: dict[JobId, CopyCoverage]) -> str:
     """Return why a drained node stays for a moment: what it has of a job lies nowhere else yet.
 
     Args:
@@ -310,8 +312,8 @@ def kept_for(cluster: Cluster, state: NodeState, known: dict[JobId, Spread]) -> 
             continue
         spread = known.get(job.job_id) or _spread(cluster, job)
         known[job.job_id] = spread
-        left = replication.Leftover(
-            rests=job.must_rest() and not job.is_open,
+        left = replication.UncopiedState(
+            rests=job.must_release_workers() and not job.is_open,
             trains=spread.trains,
             has_place=spread.has_place,
             is_elsewhere=_goes_on_without(job, node_id, spread)
@@ -324,14 +326,14 @@ def kept_for(cluster: Cluster, state: NodeState, known: dict[JobId, Spread]) -> 
     return ""
 
 
-def _is_elsewhere(job: JobState, node_id: NodeId, spread: Spread) -> bool:
+def _is_elsewhere(job: JobState, node_id: NodeId, spread: CopyCoverage) -> bool:
     """Return whether copies of all that a group which trains has lie on other nodes."""
     ages = job.copies.held.get(node_id, {}).values()
     is_spread = node_id not in spread.holders and spread.base > replication.NO_COPY
     return is_spread and all(age <= spread.base for age in ages)
 
 
-def _goes_on_without(job: JobState, node_id: NodeId, spread: Spread) -> bool:
+def _goes_on_without(job: JobState, node_id: NodeId, spread: CopyCoverage) -> bool:
     """Return whether a job without a group has all that it could go on from on nodes that stay."""
     if spread.is_waiting:
         return True
@@ -342,7 +344,7 @@ def _goes_on_without(job: JobState, node_id: NodeId, spread: Spread) -> bool:
     return is_known and spread.staying.get(node_id, replication.NO_COPY) >= spread.base
 
 
-def _without_group(cluster: Cluster, job: JobState, spread: Spread) -> Spread:
+def _without_group(cluster: ClusterState, job: JobState, spread: CopyCoverage) -> CopyCoverage:
     """Say of a job that waits where its state lies: what all have alike, with any who waits.
 
     Of a sharded model the rows of a lost node are as old as their copy, and rows of the others that
@@ -374,7 +376,7 @@ def _without_group(cluster: Cluster, job: JobState, spread: Spread) -> Spread:
     return spread._replace(base=base, staying=staying, is_waiting=is_waiting)
 
 
-def _has_part(cluster: Cluster, job: JobState, node_id: NodeId) -> bool:
+def _has_part(cluster: ClusterState, job: JobState, node_id: NodeId) -> bool:
     """Return whether a node has copies of a job, or rows of its own that workers left there."""
     copies = job.copies
     left_ns = cluster.now_ns if node_id in copies.holders else copies.left_ns.get(node_id)
@@ -382,11 +384,11 @@ def _has_part(cluster: Cluster, job: JobState, node_id: NodeId) -> bool:
     return bool(copies.held.get(node_id)) or (copies.is_sharded and is_kept)
 
 
-def _spread(cluster: Cluster, job: JobState) -> Spread:
+def _spread(cluster: ClusterState, job: JobState) -> CopyCoverage:
     copies = job.copies
     refused = {of for (of, _), at_ns in copies.refused_until_ns.items() if at_ns > cluster.now_ns}
     places = [(source, at) for source, (at, _) in copies.holders.items()]
-    spread = Spread(
+    spread = CopyCoverage(
         job.is_open and job.training_since_ns is not None,
         _base(job),
         frozenset(at for _, at in places),
@@ -396,7 +398,7 @@ def _spread(cluster: Cluster, job: JobState) -> Spread:
     return spread if job.is_open else _without_group(cluster, job, spread)
 
 
-def _drop_superfluous(cluster: Cluster, job: JobState) -> None:
+def _drop_superfluous(cluster: ClusterState, job: JobState) -> None:
     """Free older copies elsewhere, once the chosen nodes have newer ones of all sources."""
     copies, base = job.copies, _base(job)
     for node_id in sorted(copies.held):
@@ -419,7 +421,7 @@ def _base(job: JobState) -> replication.Age:
 
 
 def _drop(
-    cluster: Cluster,
+    cluster: ClusterState,
     job: JobState,
     node_id: NodeId,
     source: NodeId,
@@ -441,7 +443,7 @@ def _drop(
         _send(cluster, state, DropCopy(job.job_id, reason, source, *age))
 
 
-def _places(cluster: Cluster, job: JobState, source: NodeId) -> list[Place]:
+def _places(cluster: ClusterState, job: JobState, source: NodeId) -> list[CopyCandidate]:
     """Return the nodes among which the policy chooses: of a large cluster, some for each shard."""
     busy: dict[NodeId, int] = {}
     for other in cluster.active():
@@ -474,9 +476,9 @@ def _members(job: JobState) -> frozenset[NodeId]:
 
 def _place(
     job: JobState, state: NodeState, members: frozenset[NodeId], num_copies: int, source: NodeId
-) -> Place:
+) -> CopyCandidate:
     node_id = state.node.node_id
-    return Place(
+    return CopyCandidate(
         node_id=node_id,
         host=state.node.host,
         zone=zone_of(state.node.labels),
@@ -491,6 +493,6 @@ def _place(
     )
 
 
-def _send(cluster: Cluster, state: NodeState, message: CopyOrder) -> None:
+def _send(cluster: ClusterState, state: NodeState, message: CopyOrder) -> None:
     if state.session is not None:
         cluster.do(SendAgent(state.session, message))

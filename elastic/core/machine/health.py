@@ -8,7 +8,7 @@ and by a coordinator that is started anew.
 from __future__ import annotations
 
 from elastic.core.config import ns
-from elastic.core.machine.jobs import Cluster
+from elastic.core.machine.jobs import ClusterState
 from elastic.core.machine.nodes import NodeState
 from elastic.core.policy import health as policy
 from elastic.core.world import ExitCause
@@ -16,7 +16,7 @@ from elastic.core.world import ExitCause
 FAULTS_KEPT = 100
 
 
-def take_problems(cluster: Cluster, state: NodeState, problems: tuple[str, ...]) -> None:
+def take_problems(cluster: ClusterState, state: NodeState, problems: tuple[str, ...]) -> None:
     """Take what an agent says is wrong with its node."""
     if problems == state.problems:
         return
@@ -29,7 +29,7 @@ def take_problems(cluster: Cluster, state: NodeState, problems: tuple[str, ...])
         cluster.note("node_healthy", node=state.node.node_id)
 
 
-def forgive(cluster: Cluster, state: NodeState) -> None:
+def forgive(cluster: ClusterState, state: NodeState) -> None:
     """Forget the faults of a node's workers: an operator says that it is well."""
     state.faults.clear()
     state.faulty_until_ns = 0
@@ -39,7 +39,7 @@ def forgive(cluster: Cluster, state: NodeState) -> None:
         _replan(cluster)
 
 
-def end_quarantines(cluster: Cluster) -> None:
+def end_quarantines(cluster: ClusterState) -> None:
     """Let workers start again on nodes whose time in quarantine is over."""
     for node_id in [*cluster.book.faulty]:
         state = cluster.book.nodes[node_id]
@@ -49,12 +49,12 @@ def end_quarantines(cluster: Cluster) -> None:
             _replan(cluster)
 
 
-def _replan(cluster: Cluster) -> None:
+def _replan(cluster: ClusterState) -> None:
     cluster.replan = True
     cluster.touch_active()
 
 
-def take_exit(cluster: Cluster, state: NodeState, cause: ExitCause, *, ordered: bool) -> None:
+def take_exit(cluster: ClusterState, state: NodeState, cause: ExitCause, *, ordered: bool) -> None:
     """Count an exit that may be the node's fault, and let the policy say what that means."""
     if not policy.is_fault(cause, ordered=ordered) or not state.is_live() or state.draining:
         return

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from itertools import islice
 
-from elastic.core.machine.jobs import Cluster, JobState
+from elastic.core.machine.jobs import ClusterState, JobState
 from elastic.core.machine.nodes import LIVE
 from elastic.core.world import JobPhase
 from elastic.errors import check
@@ -16,7 +16,7 @@ SESSIONS_PER_STEP = 256
 """In a large cluster a step that takes in one word of one agent must not look at all of them."""
 
 
-def check_cluster(cluster: Cluster) -> None:
+def check_cluster(cluster: ClusterState) -> None:
     """Check the books against each other; of many sessions some at each step, in turn.
 
     Raises:
@@ -36,7 +36,7 @@ def check_cluster(cluster: Cluster) -> None:
         check(False, f"job {job_id} was left unsettled")
 
 
-def check_job(cluster: Cluster, job: JobState) -> None:
+def check_job(cluster: ClusterState, job: JobState) -> None:
     """Check one job that was settled in this step."""
     who = f"job {job.job_id}"
     check(job.is_open == (job.phase is JobPhase.RUNNING), f"{who}: open group, {job.phase.value}")

@@ -18,18 +18,18 @@ from elastic.core.events.coordinator import (
     JobRecord,
     RankFailure,
 )
-from elastic.core.machine.copies_book import Copies
-from elastic.core.machine.links_book import Links
+from elastic.core.machine.copy_book import CopyBook
+from elastic.core.machine.event_history import note
+from elastic.core.machine.link_book import LinkBook
 from elastic.core.machine.nodes import LIVE, PRESENT, NodeBook, NodeState
-from elastic.core.machine.story import note
 from elastic.core.machine.transitions import JOB, check_move
 from elastic.core.policy import goodput
-from elastic.core.policy.claims import Grant
-from elastic.core.policy.failure import History
+from elastic.core.policy.demands import Allocation
+from elastic.core.policy.failure import FailureHistory
 from elastic.core.policy.goodput import Account, Ledger
-from elastic.core.policy.hang import Sight
-from elastic.core.policy.membership import Candidate, Current
-from elastic.core.policy.ranks import Place, assign_ranks
+from elastic.core.policy.hang import MainThreadState
+from elastic.core.policy.membership import Candidate, CurrentGroup
+from elastic.core.policy.ranks import RankPlace, assign_ranks
 from elastic.core.telemetry import START, Telemetry
 from elastic.core.view import JobView, WorkerView
 from elastic.core.world import (
@@ -49,7 +49,7 @@ from elastic.core.world import (
 )
 
 if TYPE_CHECKING:
-    from elastic.core.machine.waves import Wave
+    from elastic.core.machine.report_coalescing import PendingReports
 
 RANK_FAILURES_MAX = 16
 """Of a job: each may have a traceback of 32,000 characters, and the record is written whole."""
@@ -63,7 +63,7 @@ class WorkerState:
         stop_cause: set once it was told to end; what its exit will then count as.
         sight: what it said of its main thread last, None if it never had anything to say.
         lingers_since_ns: it is still in a group that goes on without it; None if it is not.
-        told_ns: when its agent was first told of the newest group, or to leave, in this
+        reported_ns: when its agent was first told of the newest group, or to leave, in this
             coordinator's life; earlier than `announced_ns` while its agent is away, -1 for never.
         shown_ns: when its stacks were asked for because it was late, -1 for never.
         account: where its time goes.
@@ -76,9 +76,9 @@ class WorkerState:
     account: Account
     steps: int = 0
     stop_cause: ExitCause | None = None
-    sight: Sight | None = None
+    sight: MainThreadState | None = None
     lingers_since_ns: int | None = None
-    told_ns: int = -1
+    reported_ns: int = -1
     shown_ns: int = -1
     telemetry: Telemetry = field(default_factory=Telemetry)
 
@@ -98,7 +98,7 @@ class JobState:
     Attributes:
         is_open: the members of `group` were announced and not told to leave at once.
         asked: they were asked to leave at a boundary.
-        told_to_save: and to save their state there, because no member goes on with it.
+        is_save_requested: and to save their state there, because no member goes on with it.
         announced_ns: when `group` was announced, or told to leave, in this coordinator's life.
         training_since_ns: when the last member of `group` began to train, None before.
         waits_for: what keeps the next group from forming, "" while there is one.
@@ -115,20 +115,21 @@ class JobState:
             begin together; None if they are not.
         has_news_of_leavers: its members were not told yet of a node of theirs that is to leave.
         stuck: why the newest group will never go on, "" if it may.
-        told_over: the newest group that heard of its end before the next one was worked out.
+        ends_announced: the newest group that heard of its end before the next one was worked out.
         hung: members that are about to be killed as hung, and since when their stacks are written.
         works: what a member does that the others have waited for, for long; for people.
-        seated: the places of a group, worked out once.
+        placed: the places of a group, worked out once.
         bounds: (min, max) workers that a user set after the submission, None for those of the spec.
         paused: a user wants it to hold no workers.
         stopping: why it ends once it holds none, "" if it need not; it is paused, too.
         hurries: its workers are to end at once, whatever their scripts have to do.
-        gives_way_to: the job for which it is to leave its slots, as the queue has it, "" for none.
-        pause_wish: number of the wish for a checkpoint before it holds no workers, 0 for none.
+        yields_to: the job for which it is to leave its slots, as the queue has it, "" for none.
+        pause_request: number of the wish for a checkpoint before it holds no workers, 0 for none.
         is_saved: that wish came true.
-        gives_all: since then its group was asked to leave, and no other one is formed.
-        rest_by_ns: until when it has time for a checkpoint, then for a boundary; None before.
-        wish_again_ns: a pause that is late does not wish for a checkpoint again before.
+        releases_all: since then its group was asked to leave, and no other one is formed.
+        release_deadline_ns: until when it has time for a checkpoint, then for a boundary; None
+            before.
+        request_again_ns: a pause that is late does not wish for a checkpoint again before.
         preempted_by: the job that it gave way to, "" once it trains again.
         submitter: by which token or certificate, "" if users are not told from each other.
         is_fresh: it has not trained yet since it was submitted, resumed or preempted.
@@ -156,12 +157,12 @@ class JobState:
     group: Group | None = None
     is_open: bool = False
     asked: bool = False
-    told_to_save: bool = False
+    is_save_requested: bool = False
     anew_ns: int | None = None
     announced_ns: int = 0
     training_since_ns: int | None = None
     workers: dict[WorkerId, WorkerState] = field(default_factory=dict)
-    history: History = field(default_factory=History)
+    history: FailureHistory = field(default_factory=FailureHistory)
     checkpoints: tuple[CheckpointRecord, ...] = ()
     reason: str = ""
     waits_for: str = ""
@@ -179,10 +180,10 @@ class JobState:
     first_steps: dict[WorkerId, int] = field(default_factory=dict)
     finished: dict[WorkerId, str] = field(default_factory=dict)
     stuck: str = ""
-    told_over: Generation = NO_GENERATION
+    ends_announced: Generation = NO_GENERATION
     hung: dict[WorkerId, int] = field(default_factory=dict)
     works: str = ""
-    seated: tuple[Group, tuple[Place, ...]] | None = None
+    placed: tuple[Group, tuple[RankPlace, ...]] | None = None
     save_request: int = 0
     preemptions: int = 0
     saved_before_ns: int | None = None
@@ -190,12 +191,12 @@ class JobState:
     paused: bool = False
     stopping: str = ""
     hurries: bool = False
-    pause_wish: int = 0
+    pause_request: int = 0
     is_saved: bool = False
-    gives_all: bool = False
-    gives_way_to: str = ""
-    rest_by_ns: int | None = None
-    wish_again_ns: int = 0
+    releases_all: bool = False
+    yields_to: str = ""
+    release_deadline_ns: int | None = None
+    request_again_ns: int = 0
     preempted_by: str = ""
     submitter: str = ""
     is_fresh: bool = True
@@ -203,10 +204,10 @@ class JobState:
     passed_over_until_ns: int = 0
     micro_batches: int = 0
     yields: frozenset[WorkerId] = frozenset()
-    copies: Copies = field(default_factory=Copies)
-    links: Links = field(default_factory=Links)
+    copies: CopyBook = field(default_factory=CopyBook)
+    links: LinkBook = field(default_factory=LinkBook)
     has_news_of_leavers: bool = False
-    wave: Wave | None = None
+    wave: PendingReports | None = None
     unix_ahead_ns: int | None = None
     ledger: Ledger = field(default_factory=Ledger)
     paused_ns: int | None = None
@@ -251,35 +252,35 @@ class JobState:
         """Return whether the worker is in the newest group."""
         return self.group is not None and worker_id in self.group.ranks
 
-    def places(self) -> tuple[Place, ...]:
+    def places(self) -> tuple[RankPlace, ...]:
         """Return the places of the newest group's members, by rank."""
         group = self.group
         if group is None:
             return ()
-        if self.seated is None or self.seated[0] is not group:
+        if self.placed is None or self.placed[0] is not group:
             node_of = {m.worker_id: m.node_id for m in group.members}
-            self.seated = group, assign_ranks(group.worker_ids(), node_of, group.worker_ids())
-        return self.seated[1]
+            self.placed = group, assign_ranks(group.worker_ids(), node_of, group.worker_ids())
+        return self.placed[1]
 
-    def current(self) -> Current:
+    def current(self) -> CurrentGroup:
         """Return the newest group as the membership policy sees it."""
         members = self.member_ids()
-        return Current(
+        return CurrentGroup(
             self.generation,
             members,
             self.is_open,
             self.asked,
-            self.told_to_save,
+            self.is_save_requested,
             stuck=self.stuck,
             in_place=self.is_in_place(),
             has_trained=self.training_since_ns is not None,
-            is_over=self.is_told_over(),
+            is_over=self.is_end_announced(),
             anew_ns=self.anew_ns,
         )
 
-    def is_told_over(self) -> bool:
+    def is_end_announced(self) -> bool:
         """Return whether members of the newest group heard that it is over, before the next one."""
-        return self.is_open and self.told_over == self.generation
+        return self.is_open and self.ends_announced == self.generation
 
     def is_in_place(self) -> bool:
         """Return whether its group trains in a loop that newcomers can enter."""
@@ -291,7 +292,7 @@ class JobState:
     def candidates(self, book: NodeBook) -> dict[WorkerId, Candidate]:
         """Return all workers as the membership policy sees them."""
         found, nodes = {}, book.nodes
-        gives_some, by_ns = self.must_rest() or bool(self.yields), self._leave_by_ns()
+        gives_some, by_ns = self.must_release_workers() or bool(self.yields), self._leave_by_ns()
         for worker_id, worker in self.workers.items():
             node, report = nodes[worker.node_id], worker.report
             is_out = node.draining or worker.node_id in self.links.out
@@ -318,30 +319,30 @@ class JobState:
 
     def gives_back(self, worker_id: WorkerId) -> bool:
         """Return whether the worker is to leave for another job, or because the job pauses."""
-        rests = self.must_rest() and (self.gives_all or not self.is_open)
+        rests = self.must_release_workers() and (self.releases_all or not self.is_open)
         return rests or worker_id in self.yields
 
-    def must_rest(self) -> bool:
+    def must_release_workers(self) -> bool:
         """Return whether it is to hold no workers: a user says so, or another job comes first."""
-        return self.paused or bool(self.gives_way_to)
+        return self.paused or bool(self.yields_to)
 
     def _leave_by_ns(self) -> int | None:
         """Return when members that were asked to make room are cut off.
 
         Never before there is a checkpoint that the job goes on from.
         """
-        is_bounded = self.gives_all and self.gives_way_to and self.checkpoints
-        return self.rest_by_ns if is_bounded else None
+        is_bounded = self.releases_all and self.yields_to and self.checkpoints
+        return self.release_deadline_ns if is_bounded else None
 
     def is_late(self, now_ns: int) -> bool:
         """Return whether it pauses, and holds its workers for longer than who gives way may."""
-        due_ns = self.rest_by_ns
+        due_ns = self.release_deadline_ns
         return self.paused and self.is_open and due_ns is not None and now_ns >= due_ns
 
     def forget_rest(self) -> None:
         """How far it came on the way to rest does not count for the next time."""
-        self.pause_wish, self.is_saved, self.gives_all = 0, False, False
-        self.rest_by_ns, self.wish_again_ns = None, 0
+        self.pause_request, self.is_saved, self.releases_all = 0, False, False
+        self.release_deadline_ns, self.request_again_ns = None, 0
 
     def latest_checkpoint(self) -> str:
         """Return the path of the newest reported checkpoint that is recorded, "" for none.
@@ -392,8 +393,8 @@ class JobState:
             stopping=self.stopping,
             preempted_by=self.preempted_by,
             submitter=self.submitter,
-            told_to_save=self.told_to_save,
-            leaves_for=self.gives_way_to if self.gives_all and self.is_open else "",
+            is_save_requested=self.is_save_requested,
+            leaves_for=self.yields_to if self.releases_all and self.is_open else "",
             since_unix_ns=0 if ahead_ns is None else self.since_ns + ahead_ns,
             goodput=self.ledger.total(),
             former=self.former,
@@ -402,7 +403,7 @@ class JobState:
     def view(self, now_ns: int) -> JobView:
         """Return what status shows; an ended job shows STOPPING until its workers are gone."""
         accounts = (worker.account for worker in self.workers.values())
-        known, untold_ns = self.ledger.at(accounts, now_ns)
+        known, unreported_ns = self.ledger.at(accounts, now_ns)
         record = replace(self.record(), goodput=known)
         reason = self.reason
         if self.has_ended() and self.workers:
@@ -418,11 +419,11 @@ class JobState:
         )
         first = self.group.members[0].node_id if self.is_open and self.group else NodeId("")
         copies = self.copies.view(first)
-        return JobView(record, reason, self.since_ns, workers, copies, untold_ns)
+        return JobView(record, reason, self.since_ns, workers, copies, unreported_ns)
 
 
 @dataclass
-class Cluster:
+class ClusterState:
     """All that the coordinator's machine knows, and the effects that the current step made.
 
     Attributes:
@@ -431,12 +432,12 @@ class Cluster:
         term, history: which leadership of which store this is; see `Welcome`.
         first_serial: workers of a node are numbered from here on; a later term begins higher, so
             that an id is not given again by a coordinator that has forgotten it.
-        looks: jobs whose members wait for each other, and when to look at each again.
+        polls: jobs whose members wait for each other, and when to look at each again.
         probes: nodes that were asked for a sign of life and have not given one: when, how long.
         num_probes: asked so far.
         secret: the keys of copies are made of it.
         first_save, num_saves: wishes for checkpoints are numbered from there on; so many so far.
-        look_by_ns: when the machine has asked to be called for a look or a probe, None for never.
+        check_by_ns: when the machine has asked to be called for a look or a probe, None for never.
         num_checked: of the sessions, in this round of checks.
         hold_until_ns: after a restart no worker is started before, so that agents can report
             what runs already.
@@ -452,20 +453,20 @@ class Cluster:
     jobs: dict[JobId, JobState] = field(default_factory=dict)
     owner: dict[WorkerId, JobId] = field(default_factory=dict)
     dirty: dict[JobId, None] = field(default_factory=dict)
-    looks: dict[JobId, int] = field(default_factory=dict)
+    polls: dict[JobId, int] = field(default_factory=dict)
     probes: dict[NodeId, tuple[int, int]] = field(default_factory=dict)
     num_probes: int = 0
     secret: bytes = field(default=b"", repr=False)
     first_save: int = 0
     num_saves: int = 0
-    look_by_ns: int | None = None
+    check_by_ns: int | None = None
     num_checked: int = 0
     sequence: int = 0
     term: int = 1
     history: str = ""
     first_serial: int = 0
     hold_until_ns: int = 0
-    grants: dict[JobId, Grant] = field(default_factory=dict)
+    grants: dict[JobId, Allocation] = field(default_factory=dict)
     replan: bool = False
     replan_at_ns: int | None = None
     unix_ahead_ns: int | None = None

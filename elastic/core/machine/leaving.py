@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from elastic.core.machine.jobs import Cluster, JobState
+from elastic.core.machine.jobs import ClusterState, JobState
 from elastic.core.machine.nodes import NodeState
 from elastic.core.messages import Preemption
 from elastic.core.policy import membership
@@ -16,7 +16,7 @@ from elastic.core.policy.decision import Decision
 from elastic.core.world import LeavingNode, NodeId, WorkerId
 
 
-def nodes_of(cluster: Cluster, job: JobState) -> list[NodeState]:
+def nodes_of(cluster: ClusterState, job: JobState) -> list[NodeState]:
     """Return the nodes of the newest group that are to leave and still there, by id.
 
     It begins with the nodes that leave, which are few or none, because it is asked all the time.
@@ -28,7 +28,7 @@ def nodes_of(cluster: Cluster, job: JobState) -> list[NodeState]:
     return [book.nodes[name] for name in sorted(book.leaving) if name in members]
 
 
-def news(cluster: Cluster, job: JobState) -> Preemption | None:
+def news(cluster: ClusterState, job: JobState) -> Preemption | None:
     """Return what members of the newest group must know of nodes that leave, None if none do.
 
     It is for no worker yet.
@@ -46,7 +46,7 @@ def news(cluster: Cluster, job: JobState) -> Preemption | None:
     return Preemption(WorkerId(""), job.generation, left_ns, first.announced, leaving)
 
 
-def exhausts_budget(cluster: Cluster, job: JobState, staying: Iterable[WorkerId]) -> bool:
+def exhausts_budget(cluster: ClusterState, job: JobState, staying: Iterable[WorkerId]) -> bool:
     """Count the nodes that a drain takes from the open group; return whether that is one too many.
 
     Counted when the group is replaced, so that the count is durable with the next group.
@@ -70,7 +70,7 @@ def exhausts_budget(cluster: Cluster, job: JobState, staying: Iterable[WorkerId]
     return decision.value
 
 
-def save_is_due(cluster: Cluster, job: JobState) -> Decision[bool]:
+def save_is_due(cluster: ClusterState, job: JobState) -> Decision[bool]:
     """Ask whether a checkpoint must be taken now because of nodes that leave."""
     nodes = nodes_of(cluster, job)
     if not nodes or not job.spec.run_path:

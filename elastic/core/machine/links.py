@@ -13,8 +13,8 @@ from collections import Counter
 from elastic.core.config import NS_PER_S
 from elastic.core.events.coordinator import SendAgent
 from elastic.core.link_messages import LINKS_SINCE_MINOR, Link, LinksTried, TryLinks
-from elastic.core.machine import lateness
-from elastic.core.machine.jobs import Cluster, JobState
+from elastic.core.machine import timeouts as lateness
+from elastic.core.machine.jobs import ClusterState, JobState
 from elastic.core.machine.nodes import PRESENT, NodeState
 from elastic.core.policy import links as policy
 from elastic.core.world import NodeId
@@ -30,33 +30,35 @@ NODES_MAX = 128
 """Each tries all others: in larger groups that would be a storm of its own."""
 
 
-def look_into(cluster: Cluster, job: JobState, since_ns: int, *, after_ns: int = AFTER_NS) -> None:
+def check_into(
+    cluster: ClusterState, job: JobState, since_ns: int, *, after_ns: int = AFTER_NS
+) -> None:
     """Have the nodes of a group that has got nowhere since then, for so long, try their links."""
     now_ns, links = cluster.now_ns, job.links
     if abs(since_ns - links.since_ns) >= AFTER_NS:  # Each word of who waits moves it a little.
         links.since_ns, links.rounds = since_ns, 0
-        links.look_ns = min(links.look_ns, now_ns + EVERY_NS)
+        links.check_ns = min(links.check_ns, now_ns + EVERY_NS)
         # What failed once an hour ago, and was not tried again, has not failed in a row.
         links.failed = {p: n for p, n in links.failed.items() if _pair(*p) in links.cut}
-    if now_ns < max(since_ns + after_ns, links.look_ns):
+    if now_ns < max(since_ns + after_ns, links.check_ns):
         return
     nodes = [*_nodes(job)]
     if 2 <= len(nodes) <= NODES_MAX:
         doublings = min(max(0, links.rounds - policy.ROUNDS), DOUBLINGS_MAX)
-        links.look_ns = now_ns + (EVERY_NS << doublings)
+        links.check_ns = now_ns + (EVERY_NS << doublings)
         links.rounds += 1
         ways = _ways(job)
         for node_id in nodes:
             _ask(cluster, job, node_id, [ways[n] for n in nodes if n != node_id and n in ways])
 
 
-def look_into_broken(cluster: Cluster, job: JobState) -> None:
+def check_into_broken(cluster: ClusterState, job: JobState) -> None:
     """The same for one that broke while it formed: of such there may be ten within seconds."""
     if job.training_since_ns is None:
-        look_into(cluster, job, job.links.nowhere_ns, after_ns=0)
+        check_into(cluster, job, job.links.nowhere_ns, after_ns=0)
 
 
-def take_tried(cluster: Cluster, state: NodeState, said: LinksTried) -> None:
+def take_tried(cluster: ClusterState, state: NodeState, said: LinksTried) -> None:
     """Take what a node says of its links to others that have to do with the job."""
     job, asker = cluster.jobs.get(said.job_id), state.node.node_id
     if job is None or job.has_ended():
@@ -78,7 +80,7 @@ def take_tried(cluster: Cluster, state: NodeState, said: LinksTried) -> None:
     _judge(cluster, job)
 
 
-def settle(cluster: Cluster, job: JobState) -> int | None:
+def settle(cluster: ClusterState, job: JobState) -> int | None:
     """Have links that are cut tried again; return when to do that next."""
     links = job.links
     if not links.failed:
@@ -111,7 +113,7 @@ def explain(job: JobState, reason: str = "") -> str:
     return "; ".join([reason] * bool(reason) + said)
 
 
-def _is_on_trial(cluster: Cluster, job: JobState, asker: NodeId, node_id: NodeId) -> bool:
+def _is_on_trial(cluster: ClusterState, job: JobState, asker: NodeId, node_id: NodeId) -> bool:
     """Return whether a link that is there again has been cut too often to be believed yet."""
     links, pair = job.links, _pair(asker, node_id)
     if pair not in links.cut:
@@ -124,7 +126,7 @@ def _pair(one: NodeId, other: NodeId) -> policy.Pair:
     return min(one, other), max(one, other)
 
 
-def _judge(cluster: Cluster, job: JobState) -> None:
+def _judge(cluster: ClusterState, job: JobState) -> None:
     """Find which links are cut, and who stays out because of that."""
     links = job.links
     before, links.cut = links.cut, policy.cut_pairs(links.failed)
@@ -145,7 +147,7 @@ def _judge(cluster: Cluster, job: JobState) -> None:
     _keep_out(cluster, job)
 
 
-def _keep_out(cluster: Cluster, job: JobState) -> None:
+def _keep_out(cluster: ClusterState, job: JobState) -> None:
     """Find who stays out: a node on which nothing runs for the job before one that others need."""
     links, workers = job.links, _nodes(job)
     hosts = {worker.node_id for worker in job.workers.values()}
@@ -169,7 +171,7 @@ def _nodes(job: JobState) -> dict[NodeId, int]:
     return dict(Counter(members))
 
 
-def _gets_on(cluster: Cluster, job: JobState) -> bool:
+def _gets_on(cluster: ClusterState, job: JobState) -> bool:
     """Return whether its group stands, and nobody waits in it."""
     is_formed = job.is_open and job.training_since_ns is not None
     return is_formed and not lateness.does_somebody_wait(cluster, job)
@@ -184,13 +186,13 @@ def _ways(job: JobState) -> dict[NodeId, Link]:
     }
 
 
-def _ask(cluster: Cluster, job: JobState, node_id: NodeId, targets: list[Link]) -> None:
+def _ask(cluster: ClusterState, job: JobState, node_id: NodeId, targets: list[Link]) -> None:
     state = cluster.book.nodes[node_id]
     if targets and state.session is not None and state.protocol_minor >= LINKS_SINCE_MINOR:
         cluster.do(SendAgent(state.session, TryLinks(job.job_id, tuple(targets))))
 
 
-def _is_there(cluster: Cluster, node_id: NodeId) -> bool:
+def _is_there(cluster: ClusterState, node_id: NodeId) -> bool:
     """Return whether a node is not lost: that its stream broke says nothing of other links."""
     state = cluster.book.nodes.get(node_id)
     return state is not None and state.phase in PRESENT

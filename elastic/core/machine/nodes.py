@@ -9,12 +9,12 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 
 from elastic.core.config import ns
-from elastic.core.copy_messages import NO_DOORS, OWN_TLS_SINCE_MINOR, Doors
+from elastic.core.copy_messages import NO_ENDPOINTS, OWN_TLS_SINCE_MINOR, CopyEndpoints
 from elastic.core.events.coordinator import Cordon, NodesRecord
 from elastic.core.machine.transitions import NODE, check_move
 from elastic.core.messages import PROTOCOL_MINOR
 from elastic.core.policy.dialects import Dialect, dialect_of
-from elastic.core.policy.placement import Offer
+from elastic.core.policy.placement import NodeOffer
 from elastic.core.view import NodeView
 from elastic.core.world import JobId, Node, NodeId, NodePhase, Resources, SessionId, WorkerId
 
@@ -36,9 +36,10 @@ class NodeState:
         lost_at_ns: when a disconnected node is given up.
         leave_by_ns: when a draining node's workers must be out of their groups.
         unconfirmed: known only from the journal; its agent has not come back yet.
-        excused: its stream ended while this coordinator slept; its agent has not come back yet.
+        grace_extended: its stream ended while this coordinator slept; its agent has not come back
+            yet.
         reports_due: reports that its agent announced in its hello and that have not come yet.
-        heard_ns: when its agent last said anything.
+        received_ns: when its agent last said anything.
         announced: why it was to leave, "" if nobody said so in this life of its agent; stays when
             the node is gone, because what was lost with it is charged to nobody.
         problems: what its agent says is wrong with it.
@@ -66,15 +67,15 @@ class NodeState:
     faulty_until_ns: int = 0
     faulty_why: str = ""
     reports_due: int = 0
-    heard_ns: int = 0
+    received_ns: int = 0
     released: bool = False
     kept_for: str = ""
     unconfirmed: bool = False
-    excused: bool = False
+    grace_extended: bool = False
     reason: str = ""
     last_serial: int = 0
     copies: tuple[JobId, ...] = ()
-    doors: Doors = NO_DOORS
+    doors: CopyEndpoints = NO_ENDPOINTS
     protocol_minor: int = PROTOCOL_MINOR
 
     @property
@@ -124,7 +125,7 @@ class NodeState:
 
     def is_away(self) -> bool:
         """Return whether it may be there, and is not heard of for what happened to us."""
-        return self.unconfirmed or self.excused
+        return self.unconfirmed or self.grace_extended
 
     def is_present(self) -> bool:
         """Return whether its workers still count as living."""
@@ -150,9 +151,9 @@ class NodeState:
             left = left.minus(held)
         return left
 
-    def offer(self, hosting: int) -> Offer:
+    def offer(self, hosting: int) -> NodeOffer:
         """Return what this node could take of a job of which it hosts some workers already."""
-        return Offer(
+        return NodeOffer(
             node_id=self.node.node_id,
             free_slots=self.free_slots(),
             free=self.free(),
@@ -181,7 +182,7 @@ class NodeBook:
         cordons: nodes on which no new workers start, and why; they need not be here now.
         leaving: nodes that drain.
         faulty: nodes that are in quarantine for the faults of their workers, for a time.
-        elders: nodes whose agents know no TLS but that of the cluster's certificates.
+        legacy_nodes: nodes whose agents know no TLS but that of the cluster's certificates.
         spoken: what workers speak on each node that is there, and whose agent has come by itself.
         speakers: how many of those nodes there are of each dialect.
         recovered_ns: when the journal was read.
@@ -196,7 +197,7 @@ class NodeBook:
     cordons: dict[NodeId, str] = field(default_factory=dict)
     leaving: dict[NodeId, None] = field(default_factory=dict)
     faulty: dict[NodeId, None] = field(default_factory=dict)
-    elders: dict[NodeId, None] = field(default_factory=dict)
+    legacy_nodes: dict[NodeId, None] = field(default_factory=dict)
     spoken: dict[NodeId, Dialect] = field(default_factory=dict)
     speakers: Counter[Dialect] = field(default_factory=Counter)
     recovered_ns: int = 0
@@ -219,7 +220,7 @@ class NodeBook:
         """Note that the node's agent has come, or come back: it is not lost."""
         if state.unconfirmed:
             self.returned_ns = now_ns
-        state.unconfirmed, state.excused, state.lost_at_ns = False, False, None
+        state.unconfirmed, state.grace_extended, state.lost_at_ns = False, False, None
 
     def lost_at_ns(self, state: NodeState) -> int | None:
         """Return when a disconnected node is given up, None for another one."""
@@ -260,9 +261,9 @@ class NodeBook:
         """Note whether time may still change this node (it drains, or its stream broke)."""
         node_id = state.node.node_id
         if state.is_present() and state.protocol_minor < OWN_TLS_SINCE_MINOR:
-            self.elders[node_id] = None
+            self.legacy_nodes[node_id] = None
         else:
-            self.elders.pop(node_id, None)
+            self.legacy_nodes.pop(node_id, None)
         before = self.spoken.pop(node_id, None)
         if before is not None:
             self.speakers[before] -= 1

@@ -15,22 +15,23 @@ from __future__ import annotations
 
 from elastic.core.config import ns
 from elastic.core.events.coordinator import Persist
-from elastic.core.machine import saves, settle
-from elastic.core.machine.jobs import Cluster, JobState
+from elastic.core.machine import reconcile as settle
+from elastic.core.machine import saves
+from elastic.core.machine.jobs import ClusterState, JobState
 from elastic.core.policy import eviction
 from elastic.core.policy.decision import Decision
-from elastic.core.policy.eviction import Saving
-from elastic.core.policy.membership import Act, Plan
+from elastic.core.policy.eviction import EvictionSave
+from elastic.core.policy.membership import GroupAction, GroupPlan
 from elastic.core.world import ExitCause, ExitKind, JobPhase, WorkerPhase
 
 
-def advance(cluster: Cluster, job: JobState) -> None:
+def advance(cluster: ClusterState, job: JobState) -> None:
     """Do the next thing on the way to rest of a job that is to hold no workers."""
-    if not job.must_rest() or job.has_ended():
+    if not job.must_release_workers() or job.has_ended():
         return
     if not job.is_open:
         _rest(cluster, job)
-        _touch_fellows(cluster, job)
+        _touch_co_preempted(cluster, job)
         return
     if job.stopping and job.training_since_ns is not None and not job.is_in_place():
         # Its loop has ended meanwhile: there is nothing to be saved, and no boundary to come.
@@ -38,33 +39,33 @@ def advance(cluster: Cluster, job: JobState) -> None:
         return
     _mind_time(cluster, job)
     saving = _saving(cluster, job).value
-    if saving is Saving.IN_VAIN and not job.gives_all:
+    if saving is EvictionSave.IN_VAIN and not job.releases_all:
         _train_on(cluster, job)
     elif not _can_leave(job):
         return
-    elif job.gives_all:
+    elif job.releases_all:
         job.reason = _leaves(job)
-    elif saving is Saving.AWAITED:
+    elif saving is EvictionSave.AWAITED:
         _save(cluster, job)
-    elif late := [other for other in _fellows(cluster, job) if not _may_leave(cluster, other)]:
-        job.reason = f"{_gives_way(job)} as soon as {late[0].job_id} can, too"
+    elif late := [other for other in _co_preempted(cluster, job) if not _may_leave(cluster, other)]:
+        job.reason = f"{_yields(job)} as soon as {late[0].job_id} can, too"
     else:
         _leave(cluster, job)
 
 
-def _saving(cluster: Cluster, job: JobState) -> Decision[Saving]:
+def _saving(cluster: ClusterState, job: JobState) -> Decision[EvictionSave]:
     """Decide whether its members go on until a checkpoint is written."""
     return eviction.judge_saving(
         in_place=bool(job.spec.run_path) and job.is_in_place(),
         is_saved=job.is_saved,
         num_checkpoints=len(job.checkpoints),
         # A user waits, unless somebody else does; and time counts once it was told to be saved.
-        save_by_ns=job.rest_by_ns if job.gives_way_to and job.pause_wish else None,
+        save_by_ns=job.release_deadline_ns if job.yields_to and job.pause_request else None,
         now_ns=cluster.now_ns,
     )
 
 
-def _mind_time(cluster: Cluster, job: JobState) -> None:
+def _mind_time(cluster: ClusterState, job: JobState) -> None:
     """Have the queue know once a job that pauses takes longer than one that gives way may.
 
     Time counts from its beginning: its leader may evaluate for hours before it can be saved at all.
@@ -72,86 +73,88 @@ def _mind_time(cluster: Cluster, job: JobState) -> None:
     What storage has not taken is given up by those who write it: it is wished for again.
     """
     now_ns = cluster.now_ns
-    if (job.paused or job.gives_all) and job.rest_by_ns is None:
-        job.rest_by_ns = now_ns + ns(cluster.config.preemption_deadline_s)
-    if job.rest_by_ns is None or now_ns < job.rest_by_ns:
-        settle.wake(job, job.rest_by_ns)
+    if (job.paused or job.releases_all) and job.release_deadline_ns is None:
+        job.release_deadline_ns = now_ns + ns(cluster.config.preemption_deadline_s)
+    if job.release_deadline_ns is None or now_ns < job.release_deadline_ns:
+        settle.wake(job, job.release_deadline_ns)
         return
     if not job.paused:
         return
     if _is_counted_on(cluster, job):
         cluster.replan = True
-    if job.pause_wish and not (job.is_saved or job.gives_all):
-        if now_ns >= job.wish_again_ns:
+    if job.pause_request and not (job.is_saved or job.releases_all):
+        if now_ns >= job.request_again_ns:
             saves.wish(cluster, job)
-            job.wish_again_ns = now_ns + ns(cluster.config.preemption_retry_s)
-        settle.wake(job, job.wish_again_ns)
+            job.request_again_ns = now_ns + ns(cluster.config.preemption_retry_s)
+        settle.wake(job, job.request_again_ns)
 
 
-def _save(cluster: Cluster, job: JobState) -> None:
+def _save(cluster: ClusterState, job: JobState) -> None:
     """Have a checkpoint written; who gives way has not for ever."""
-    if not job.pause_wish:
+    if not job.pause_request:
         saves.wish(cluster, job)
-        job.pause_wish = job.save_request
-        job.rest_by_ns = cluster.now_ns + ns(cluster.config.preemption_deadline_s)
-        settle.wake(job, job.rest_by_ns)
-    job.reason = f"{_gives_way(job)} as soon as a checkpoint is written"
+        job.pause_request = job.save_request
+        job.release_deadline_ns = cluster.now_ns + ns(cluster.config.preemption_deadline_s)
+        settle.wake(job, job.release_deadline_ns)
+    job.reason = f"{_yields(job)} as soon as a checkpoint is written"
 
 
-def _leave(cluster: Cluster, job: JobState) -> None:
+def _leave(cluster: ClusterState, job: JobState) -> None:
     """Ask its members to leave at a boundary."""
-    job.gives_all = True
-    job.rest_by_ns = cluster.now_ns + ns(cluster.config.preemption_deadline_s)
+    job.releases_all = True
+    job.release_deadline_ns = cluster.now_ns + ns(cluster.config.preemption_deadline_s)
     job.reason = _leaves(job)
     # Who does not leave by then is cut off, if that is due at all: see `JobState.candidates`.
-    settle.wake(job, job.rest_by_ns)
+    settle.wake(job, job.release_deadline_ns)
     cause = "pause" if job.paused else "preempt"
-    settle.ask(cluster, job, Plan(Act.ASK, cause=cause, saves=True), job.reason)
-    _touch_fellows(cluster, job)
+    settle.ask(cluster, job, GroupPlan(GroupAction.ASK, cause=cause, saves=True), job.reason)
+    _touch_co_preempted(cluster, job)
 
 
-def _train_on(cluster: Cluster, job: JobState) -> None:
+def _train_on(cluster: ClusterState, job: JobState) -> None:
     """It would lose all that it has done: the queue is to find another one, or to wait."""
-    cluster.note("gives_way_in_vain", job.job_id, to=job.gives_way_to)
+    cluster.note("gives_way_in_vain", job.job_id, to=job.yields_to)
     job.passed_over_until_ns = cluster.now_ns + ns(cluster.config.preemption_retry_s)
     cluster.replan = True
 
 
-def _fellows(cluster: Cluster, job: JobState) -> list[JobState]:
+def _co_preempted(cluster: ClusterState, job: JobState) -> list[JobState]:
     """Return who else makes room for the same job, or pauses in time, and holds workers still."""
     if job.paused:
         return []
-    first = job.gives_way_to.partition(" ")[0]
+    first = job.yields_to.partition(" ")[0]
     return [
         other
         for other in cluster.active()
         if other is not job
         and other.is_open
-        and (_is_counted_on(cluster, other) or other.gives_way_to.partition(" ")[0] == first)
+        and (_is_counted_on(cluster, other) or other.yields_to.partition(" ")[0] == first)
     ]
 
 
-def _is_counted_on(cluster: Cluster, job: JobState) -> bool:
+def _is_counted_on(cluster: ClusterState, job: JobState) -> bool:
     """Return whether it pauses, and the queue divides its slots among others already."""
     return job.paused and job.job_id not in cluster.grants
 
 
-def _touch_fellows(cluster: Cluster, job: JobState) -> None:
+def _touch_co_preempted(cluster: ClusterState, job: JobState) -> None:
     """Look at those that may have waited for this one."""
     for other in cluster.active():
-        if other is not job and other.gives_way_to and other.is_open and not other.gives_all:
+        if other is not job and other.yields_to and other.is_open and not other.releases_all:
             cluster.touch(other)
 
 
-def _may_leave(cluster: Cluster, job: JobState) -> bool:
+def _may_leave(cluster: ClusterState, job: JobState) -> bool:
     """Return whether nothing keeps a job that makes room from leaving at the next boundary."""
-    return job.gives_all or (_can_leave(job) and _saving(cluster, job).value is Saving.OVER)
+    return job.releases_all or (
+        _can_leave(job) and _saving(cluster, job).value is EvictionSave.OVER
+    )
 
 
 def _can_leave(job: JobState) -> bool:
     """Return whether it has a group that trains, or leaves, is whole and not about to end."""
-    has_trained = job.gives_all or job.training_since_ns is not None
-    return has_trained and _is_whole(job) and not (_is_ending(job) or job.is_told_over())
+    has_trained = job.releases_all or job.training_since_ns is not None
+    return has_trained and _is_whole(job) and not (_is_ending(job) or job.is_end_announced())
 
 
 def _is_whole(job: JobState) -> bool:
@@ -164,21 +167,21 @@ def _is_ending(job: JobState) -> bool:
     return any(w.report.phase is WorkerPhase.FINISHED for w in workers)
 
 
-def _gives_way(job: JobState) -> str:
+def _yields(job: JobState) -> str:
     if job.stopping:
         return f"stops ({job.stopping})"
-    return "pauses" if job.paused else f"gives way to {job.gives_way_to}"
+    return "pauses" if job.paused else f"gives way to {job.yields_to}"
 
 
 def _leaves(job: JobState) -> str:
     workers = [job.workers[w] for w in job.member_ids() if w in job.workers]
     out = sum(1 for w in workers if w.report.phase is WorkerPhase.READY)
     if out and job.is_in_place():
-        return f"{_gives_way(job)}: {out} of {len(workers)} members have saved their part and left"
-    return f"{_gives_way(job)} at the next boundary"
+        return f"{_yields(job)}: {out} of {len(workers)} members have saved their part and left"
+    return f"{_yields(job)} at the next boundary"
 
 
-def _rest(cluster: Cluster, job: JobState) -> None:
+def _rest(cluster: ClusterState, job: JobState) -> None:
     """No group is out there: write down that it rests, and end its workers."""
     if job.paused:
         _pause(cluster, job)
@@ -186,12 +189,12 @@ def _rest(cluster: Cluster, job: JobState) -> None:
             return
     elif not job.preempted_by:
         _wait_again(cluster, job)
-    detail = "job paused" if job.paused else f"its job gave way to {job.gives_way_to}"
+    detail = "job paused" if job.paused else f"its job gave way to {job.yields_to}"
     for worker_id in sorted(job.workers):
         settle.stop_worker(cluster, job, worker_id, ExitCause(ExitKind.STOPPED, detail=detail))
 
 
-def _pause(cluster: Cluster, job: JobState) -> None:
+def _pause(cluster: ClusterState, job: JobState) -> None:
     if job.phase is JobPhase.PAUSED:
         return
     if job.stopping:
@@ -206,9 +209,9 @@ def _pause(cluster: Cluster, job: JobState) -> None:
     cluster.note("job_paused", job.job_id, generation=job.generation)
 
 
-def _wait_again(cluster: Cluster, job: JobState) -> None:
+def _wait_again(cluster: ClusterState, job: JobState) -> None:
     """It is in the queue again, and goes on from its checkpoint by itself."""
-    job.preempted_by = job.gives_way_to
+    job.preempted_by = job.yields_to
     job.reason = f"waiting: preempted by {job.preempted_by}; its workers end"
     job.save_request = 0
     job.is_fresh = True

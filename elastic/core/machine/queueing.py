@@ -12,13 +12,13 @@ from dataclasses import replace
 
 from elastic.core.config import JobSpec
 from elastic.core.machine import versions
-from elastic.core.machine.jobs import Cluster, JobState, WorkerState
+from elastic.core.machine.jobs import ClusterState, JobState, WorkerState
 from elastic.core.machine.nodes import NodeState
 from elastic.core.policy import eviction, placement, queue
-from elastic.core.policy.claims import NAMED_MAX, Claim, Grant, listed
 from elastic.core.policy.decision import Decision
+from elastic.core.policy.demands import NAMED_MAX, Allocation, Demand, listed
 from elastic.core.policy.dialects import Dialect
-from elastic.core.policy.packing import Room
+from elastic.core.policy.packing import NodeCapacity
 from elastic.core.projects import ProjectShare
 from elastic.core.world import JobId, NodeId, Resources, Strategy, WorkerId, WorkerPhase
 
@@ -26,7 +26,7 @@ DIALECT_LABEL = "elastic/dialect"
 """No label of a user's has this name while a plan is made; see `dialects`."""
 
 
-def plan(cluster: Cluster) -> None:
+def plan(cluster: ClusterState) -> None:
     """Divide the cluster again if that may have another result; touch the jobs that it concerns."""
     if cluster.replan_at_ns is not None and cluster.now_ns >= cluster.replan_at_ns:
         cluster.replan = True
@@ -43,8 +43,8 @@ def plan(cluster: Cluster) -> None:
     gave_way = [_room_made(cluster, job) for job in cluster.active()]
     for job in cluster.active():
         before, now = cluster.grants.get(job.job_id), grants.get(job.job_id)
-        for_whom = now.gives_way_to if now is not None else ""
-        if before == now and job.gives_way_to == for_whom:
+        for_whom = now.yields_to if now is not None else ""
+        if before == now and job.yields_to == for_whom:
             continue  # Before the first plan a job may give way as the coordinator before had it.
         _make_room(cluster, job, for_whom)
         yields = _yields(job, now)
@@ -56,21 +56,21 @@ def plan(cluster: Cluster) -> None:
     cluster.grants = grants
     if gave_way != [_room_made(cluster, job) for job in cluster.active()]:
         for job in cluster.active():
-            if job.gives_way_to:
+            if job.yields_to:
                 cluster.touch(job)  # It may have waited for one that need not leave any more.
 
 
-def _room_made(cluster: Cluster, job: JobState) -> tuple[str, bool]:
+def _room_made(cluster: ClusterState, job: JobState) -> tuple[str, bool]:
     """Return what others that make room look at: whether it leaves, or is counted on to."""
-    return job.gives_way_to, job.job_id in cluster.grants
+    return job.yields_to, job.job_id in cluster.grants
 
 
-def _make_room(cluster: Cluster, job: JobState, for_whom: str) -> None:
+def _make_room(cluster: ClusterState, job: JobState, for_whom: str) -> None:
     """Begin to have a job leave all its slots, or end that: `pausing` does what follows.
 
     Whoever was asked to leave and need not any more is put into the next group at that boundary.
     """
-    before, job.gives_way_to = job.gives_way_to, for_whom
+    before, job.yields_to = job.yields_to, for_whom
     if bool(before) is bool(for_whom):
         return
     if not job.paused:  # It goes on with its pause, in the time of who gives way.
@@ -80,16 +80,16 @@ def _make_room(cluster: Cluster, job: JobState, for_whom: str) -> None:
         cluster.note(name, job.job_id, to=for_whom or before)
 
 
-def _yields(job: JobState, grant: Grant | None) -> tuple[WorkerId, ...]:
+def _yields(job: JobState, grant: Allocation | None) -> tuple[WorkerId, ...]:
     """Return who is given back one by one: members of a job that gives way leave together."""
     if grant is None:
         return ()
-    if grant.gives_way_to and job.is_open:
+    if grant.yields_to and job.is_open:
         return tuple(w for w in grant.yields if not job.is_member(w))
     return grant.yields
 
 
-def _grants(cluster: Cluster, jobs: list[JobState]) -> dict[JobId, Grant]:
+def _grants(cluster: ClusterState, jobs: list[JobState]) -> dict[JobId, Allocation]:
     """Return what each job may have; nothing for a job without rival and limit."""
     projects = cluster.config.projects
     limited = {share.project for share in projects}
@@ -107,19 +107,19 @@ def _grants(cluster: Cluster, jobs: list[JobState]) -> dict[JobId, Grant]:
     return {grant.job_id: grant for grant in decision.value}
 
 
-def _labelled(room: Room, dialect: Dialect) -> Room:
+def _labelled(room: NodeCapacity, dialect: Dialect) -> NodeCapacity:
     return replace(room, labels=(*room.labels, (DIALECT_LABEL, str(dialect))))
 
 
-def _selecting(cluster: Cluster, job: JobState, claim: Claim) -> Claim:
+def _selecting(cluster: ClusterState, job: JobState, claim: Demand) -> Demand:
     wanted = (DIALECT_LABEL, str(versions.dialect(cluster, job)))
     selector = (*claim.spec.label_selector, wanted)
     return replace(claim, spec=replace(claim.spec, label_selector=selector))
 
 
-def room_of(cluster: Cluster, state: NodeState) -> Room:
+def room_of(cluster: ClusterState, state: NodeState) -> NodeCapacity:
     """Return a node as the plan sees it."""
-    return Room(
+    return NodeCapacity(
         node_id=state.node.node_id,
         slots=state.node.num_slots,
         resources=state.node.resources,
@@ -130,7 +130,7 @@ def room_of(cluster: Cluster, state: NodeState) -> Room:
     )
 
 
-def claim_of(cluster: Cluster, job: JobState) -> Claim:
+def claim_of(cluster: ClusterState, job: JobState) -> Demand:
     """Return a job as the plan sees it."""
     alive = {w: job.workers[w] for w in _by_preference(job) if job.workers[w].stop_cause is None}
     nodes = {worker_id: cluster.node_of(worker) for worker_id, worker in alive.items()}
@@ -153,7 +153,7 @@ def claim_of(cluster: Cluster, job: JobState) -> Claim:
         num_out = sum(1 for w in alive.values() if w.node_id in job.links.out)
         more = -(-num_out // step) * step
         limits = replace(limits, max_workers=limits.max_workers + more)
-    return Claim(
+    return Demand(
         spec=limits,
         sequence=job.sequence,
         seats=tuple((w, nodes[w].node.node_id) for w in alive if nodes[w].may_host()),
@@ -193,7 +193,7 @@ def _has_finished(job: JobState, worker: WorkerState | None) -> bool:
 
 
 def place(
-    cluster: Cluster, job: JobState, hosting: Mapping[NodeId, int], have: int
+    cluster: ClusterState, job: JobState, hosting: Mapping[NodeId, int], have: int
 ) -> tuple[NodeId, ...]:
     """Choose nodes for further workers of a job: what its plan says and is free by now.
 
@@ -209,7 +209,7 @@ def place(
     return _within_project(cluster, job, _place(cluster, job, hosting, have).value, have)
 
 
-def explain(cluster: Cluster, job: JobState, hosting: Mapping[NodeId, int], have: int) -> str:
+def explain(cluster: ClusterState, job: JobState, hosting: Mapping[NodeId, int], have: int) -> str:
     """Return why `place` chooses nothing, and what would let workers start."""
     grant = cluster.grants.get(job.job_id)
     reason = grant.reason if grant is not None else ""
@@ -225,7 +225,7 @@ def explain(cluster: Cluster, job: JobState, hosting: Mapping[NodeId, int], have
 
 
 def _place(
-    cluster: Cluster, job: JobState, hosting: Mapping[NodeId, int], have: int
+    cluster: ClusterState, job: JobState, hosting: Mapping[NodeId, int], have: int
 ) -> Decision[tuple[NodeId, ...]]:
     """Place what the plan says by what is free; its reason knows only of nodes with room."""
     grant = cluster.grants.get(job.job_id)
@@ -246,7 +246,7 @@ def _place(
     return placement.place(job.limits, offers, have)
 
 
-def _with_cordons(cluster: Cluster, reason: str) -> str:
+def _with_cordons(cluster: ClusterState, reason: str) -> str:
     """Say that nodes are there on which nothing may start."""
     live = [s for s in cluster.book.ordered() if s.may_host()]
     ill = [s for s in live if s.quarantine(cluster.now_ns)]
@@ -262,7 +262,7 @@ def _with_cordons(cluster: Cluster, reason: str) -> str:
     return f"{reason}; cordoned: {names}"
 
 
-def _open(cluster: Cluster, job: JobState) -> list[NodeState]:
+def _open(cluster: ClusterState, job: JobState) -> list[NodeState]:
     """Return the nodes on which new workers of a job may start, by id."""
     dialect, out = versions.dialect(cluster, job), job.links.out
     states = [s for s in versions.hosts(cluster) if s.node.node_id not in out]
@@ -270,7 +270,7 @@ def _open(cluster: Cluster, job: JobState) -> list[NodeState]:
 
 
 def _within_project(
-    cluster: Cluster, job: JobState, nodes: tuple[NodeId, ...], have: int
+    cluster: ClusterState, job: JobState, nodes: tuple[NodeId, ...], have: int
 ) -> tuple[NodeId, ...]:
     """Return as many of the chosen nodes as the project's limits allow at this moment.
 
@@ -288,7 +288,7 @@ def _within_project(
     return nodes[:count] if have + count >= job.limits.min_workers else ()
 
 
-def limits_now(cluster: Cluster, job: JobState) -> JobSpec | None:
+def limits_now(cluster: ClusterState, job: JobState) -> JobSpec | None:
     """Return the bounds that a group may have at this moment; None if it waits for the first plan.
 
     After a restart no plan is made before agents had time to come back. Workers are adopted
@@ -307,7 +307,7 @@ def limits_now(cluster: Cluster, job: JobState) -> JobSpec | None:
     return replace(limits, max_workers=min(limits.max_workers, max(limits.min_workers, fit)))
 
 
-def _left_now(cluster: Cluster, job: JobState) -> int | None:
+def _left_now(cluster: ClusterState, job: JobState) -> int | None:
     """Return how many workers the groups of others leave a job; None once there is a plan."""
     share = _share_of(cluster, job) if cluster.now_ns < cluster.hold_until_ns else None
     if share is None:
@@ -323,7 +323,7 @@ def _left_now(cluster: Cluster, job: JobState) -> int | None:
     return count
 
 
-def _share_of(cluster: Cluster, job: JobState) -> ProjectShare | None:
+def _share_of(cluster: ClusterState, job: JobState) -> ProjectShare | None:
     """Return what the job's project may have, None if nothing is said of it."""
     return next((s for s in cluster.config.projects if s.project == job.spec.project), None)
 

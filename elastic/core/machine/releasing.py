@@ -8,16 +8,16 @@ from __future__ import annotations
 
 from elastic.core.events.coordinator import SendAgent
 from elastic.core.machine import copies
-from elastic.core.machine.intake import lose_node_workers
-from elastic.core.machine.jobs import Cluster
+from elastic.core.machine.agent_messages import lose_node_workers
+from elastic.core.machine.jobs import ClusterState
 from elastic.core.machine.nodes import NodeState
 from elastic.core.messages import Release
 from elastic.core.world import JobId, NodePhase
 
 
-def settle_nodes(cluster: Cluster) -> None:
+def settle_nodes(cluster: ClusterState) -> None:
     """Give up nodes whose time is over; release drained ones that nobody needs any more."""
-    known: dict[JobId, copies.Spread] = {}
+    known: dict[JobId, copies.CopyCoverage] = {}
     for state in cluster.book.unsettled_nodes():
         lost_at_ns = cluster.book.lost_at_ns(state)
         if lost_at_ns is not None and cluster.now_ns >= lost_at_ns:
@@ -32,7 +32,9 @@ def settle_nodes(cluster: Cluster) -> None:
         cluster.book.settle(state)
 
 
-def _release(cluster: Cluster, state: NodeState, known: dict[JobId, copies.Spread]) -> None:
+def _release(
+    cluster: ClusterState, state: NodeState, known: dict[JobId, copies.CopyCoverage]
+) -> None:
     """Let a node go that runs nothing, unless what it holds is still needed.
 
     Asked when all jobs are at rest: before, copies may be about to find another place.

@@ -11,8 +11,8 @@ from dataclasses import replace
 
 from elastic.core.events.coordinator import Persist, SendAgent
 from elastic.core.machine import saves
-from elastic.core.machine.jobs import Cluster, JobState
-from elastic.core.machine.settle import forgive
+from elastic.core.machine.jobs import ClusterState, JobState
+from elastic.core.machine.reconcile import forgive
 from elastic.core.messages import Progress, Report, ReportAck, is_metrics
 from elastic.core.policy import retention
 from elastic.core.world import (
@@ -24,7 +24,7 @@ from elastic.core.world import (
 )
 
 
-def take_metrics(cluster: Cluster, session: SessionId, report: Report) -> None:
+def take_metrics(cluster: ClusterState, session: SessionId, report: Report) -> None:
     """Record a report, durable if it carries a checkpoint; refuse one from an old generation."""
     job = cluster.jobs.get(report.job_id)
     code, refusal = _refuse_report(job, report)
@@ -65,7 +65,7 @@ def _ack(report: Report, code: RefusalCode = RefusalCode.NONE, refusal: str = ""
     )
 
 
-def _record(cluster: Cluster, job: JobState, report: Report) -> None:
+def _record(cluster: ClusterState, job: JobState, report: Report) -> None:
     """Keep a checkpoint, durable, and those that the policy keeps beside it."""
     record = CheckpointRecord(
         report.checkpoint,
@@ -92,7 +92,7 @@ def _record(cluster: Cluster, job: JobState, report: Report) -> None:
             cluster.touch(job)
 
 
-def _take_validation(cluster: Cluster, job: JobState, report: Report) -> None:
+def _take_validation(cluster: ClusterState, job: JobState, report: Report) -> None:
     """Put what a validation found out into its record; the first word stands."""
     pending = CheckpointStatus.PENDING_VALIDATION
     known = [c for c in job.checkpoints if c.path == report.checkpoint and c.status is pending]
@@ -132,7 +132,7 @@ def _refuse_report(job: JobState | None, report: Report) -> tuple[RefusalCode, s
     return RefusalCode.NONE, ""
 
 
-def take_progress(cluster: Cluster, progress: Progress) -> None:
+def take_progress(cluster: ClusterState, progress: Progress) -> None:
     """Take telemetry; note when every member has done its first step of the generation."""
     job = cluster.job_of(progress.worker_id)
     if job is None:
@@ -162,7 +162,7 @@ def take_progress(cluster: Cluster, progress: Progress) -> None:
         job.paused_ns, job.lost = None, []
 
 
-def _pause_ns(cluster: Cluster, job: JobState, last_unix_ns: int) -> int | None:
+def _pause_ns(cluster: ClusterState, job: JobState, last_unix_ns: int) -> int | None:
     """Return for how long training stood still before this step, None if it did not.
 
     From the moment in which we heard of it; who told of the step says when that was, because in
@@ -170,7 +170,7 @@ def _pause_ns(cluster: Cluster, job: JobState, last_unix_ns: int) -> int | None:
     """
     if job.paused_ns is None:
         return None
-    heard_ns = cluster.now_ns - job.paused_ns
+    received_ns = cluster.now_ns - job.paused_ns
     if cluster.unix_ahead_ns is None:
-        return heard_ns
-    return min(heard_ns, max(0, last_unix_ns - cluster.unix_ahead_ns - job.paused_ns))
+        return received_ns
+    return min(received_ns, max(0, last_unix_ns - cluster.unix_ahead_ns - job.paused_ns))

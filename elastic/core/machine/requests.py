@@ -15,17 +15,18 @@ from elastic.core.events.coordinator import (
     ScaleRequested,
     StopRequested,
 )
-from elastic.core.machine import health, settle
-from elastic.core.machine.jobs import Cluster, JobState
+from elastic.core.machine import health
+from elastic.core.machine import reconcile as settle
+from elastic.core.machine.jobs import ClusterState, JobState
 from elastic.core.policy import scaling
-from elastic.core.policy.scaling import Shape, Steps
+from elastic.core.policy.scaling import JobBounds, StepShares
 from elastic.core.world import JobPhase
 
 CORDONS_BYTES_MAX = 512 * 1024
 """They are one record, and a store takes no more than 1 MiB in a commit."""
 
 
-def too_many_jobs(cluster: Cluster, submitter: str) -> str:
+def too_many_jobs(cluster: ClusterState, submitter: str) -> str:
     """Return why no further job is taken of this submitter, "" if one is."""
     config, active = cluster.config, list(cluster.active())
     if len(active) >= config.jobs_max:
@@ -43,7 +44,7 @@ def too_many_jobs(cluster: Cluster, submitter: str) -> str:
     return ""
 
 
-def on_stop(cluster: Cluster, event: StopRequested) -> None:
+def on_stop(cluster: ClusterState, event: StopRequested) -> None:
     """End a job: where it stands, or once it is saved and its workers have left at a boundary.
 
     Only a loop that can be saved at any step has something to wait for.
@@ -70,7 +71,7 @@ def on_stop(cluster: Cluster, event: StopRequested) -> None:
     cluster.do(Reply(event.request_id, "", job.job_id))
 
 
-def on_pause(cluster: Cluster, event: PauseRequested) -> None:
+def on_pause(cluster: ClusterState, event: PauseRequested) -> None:
     """Note that a job is to hold no workers."""
     job = _active(cluster, event)
     if job is None:
@@ -91,7 +92,7 @@ def on_pause(cluster: Cluster, event: PauseRequested) -> None:
     cluster.do(Reply(event.request_id, "", job.job_id))
 
 
-def on_resume(cluster: Cluster, event: ResumeRequested) -> None:
+def on_resume(cluster: ClusterState, event: ResumeRequested) -> None:
     """Let a job go on, also one that has not come to rest yet."""
     job = _active(cluster, event)
     if job is None:
@@ -108,7 +109,7 @@ def on_resume(cluster: Cluster, event: ResumeRequested) -> None:
     cluster.do(Reply(event.request_id, "", job.job_id))
 
 
-def on_scale(cluster: Cluster, event: ScaleRequested) -> None:
+def on_scale(cluster: ClusterState, event: ScaleRequested) -> None:
     """Set other bounds; the group follows at a boundary."""
     job = _active(cluster, event)
     if job is None:
@@ -133,14 +134,14 @@ def _refuse_bounds(job: JobState, low: int, high: int) -> str:
     return "" if decision.value else decision.reason
 
 
-def _shape(job: JobState) -> Shape:
+def _shape(job: JobState) -> JobBounds:
     if job.micro_batches:
-        steps = Steps.CUT
+        steps = StepShares.CUT
     elif _has_own_steps(job):
-        steps = Steps.ITS_OWN
+        steps = StepShares.ITS_OWN
     else:
-        steps = Steps.IDLE if job.training_since_ns is None else Steps.UNKNOWN
-    return Shape(job.spec, job.limits.max_workers, job.micro_batches, steps)
+        steps = StepShares.IDLE if job.training_since_ns is None else StepShares.UNKNOWN
+    return JobBounds(job.spec, job.limits.max_workers, job.micro_batches, steps)
 
 
 def _has_own_steps(job: JobState) -> bool:
@@ -156,7 +157,7 @@ def _has_own_steps(job: JobState) -> bool:
     return job.spec.own_steps or (trains and is_reported)
 
 
-def on_cut(cluster: Cluster, job: JobState, micro_batches: int) -> None:
+def on_cut(cluster: ClusterState, job: JobState, micro_batches: int) -> None:
     """Its loop has said in how many parts a step is shared out: no bound is above that.
 
     One that a script of torchrun's was given may be, if it trains in our loop after all.
@@ -174,7 +175,7 @@ def on_cut(cluster: Cluster, job: JobState, micro_batches: int) -> None:
         cluster.touch_active()
 
 
-def on_cordon(cluster: Cluster, event: NodeCordonRequested) -> None:
+def on_cordon(cluster: ClusterState, event: NodeCordonRequested) -> None:
     """Let no new workers start on a node, or let them again."""
     book, node_id = cluster.book, event.node_id
     if node_id not in book.nodes and node_id not in book.cordons:
@@ -207,7 +208,7 @@ def on_cordon(cluster: Cluster, event: NodeCordonRequested) -> None:
 
 
 def _active(
-    cluster: Cluster, event: StopRequested | PauseRequested | ResumeRequested | ScaleRequested
+    cluster: ClusterState, event: StopRequested | PauseRequested | ResumeRequested | ScaleRequested
 ) -> JobState | None:
     """Return the job, or answer why it is none to change."""
     job = cluster.jobs.get(event.job_id)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from elastic.core.events.coordinator import JobRecord
 from elastic.core.machine.jobs import JobState
-from elastic.core.machine.links_book import Links
-from elastic.core.policy.failure import History
+from elastic.core.machine.link_book import LinkBook
+from elastic.core.policy.failure import FailureHistory
 from elastic.core.policy.goodput import Ledger
 from elastic.core.world import NO_GENERATION, JobPhase
 
@@ -24,7 +24,7 @@ def restore(record: JobRecord, now_ns: int, unix_ahead_ns: int | None = None) ->
     since_ns = min(now_ns, record.since_unix_ns - (unix_ahead_ns or 0)) if is_known else now_ns
     # A group is replaced only after what ended it was charged: more of that may still be told.
     is_open = record.phase is JobPhase.RUNNING
-    leaves = is_open and record.told_to_save
+    leaves = is_open and record.is_save_requested
     charged = max(NO_GENERATION, record.generation - 1) if is_open else record.generation
     return JobState(
         spec=record.spec,
@@ -35,12 +35,12 @@ def restore(record: JobRecord, now_ns: int, unix_ahead_ns: int | None = None) ->
         group=record.group,
         is_open=is_open,
         asked=leaves,
-        told_to_save=leaves,
-        gives_all=leaves and (record.paused or bool(record.leaves_for)),
-        gives_way_to=record.leaves_for if leaves else "",
+        is_save_requested=leaves,
+        releases_all=leaves and (record.paused or bool(record.leaves_for)),
+        yields_to=record.leaves_for if leaves else "",
         failure_generation=charged if record.failures else NO_GENERATION,
         loss_generation=charged if record.losses else NO_GENERATION,
-        history=History(record.failures, record.losses),
+        history=FailureHistory(record.failures, record.losses),
         preemptions=record.preemptions,
         checkpoints=record.checkpoints,
         reason=record.reason,
@@ -57,7 +57,7 @@ def restore(record: JobRecord, now_ns: int, unix_ahead_ns: int | None = None) ->
         preempted_by=record.preempted_by,
         submitter=record.submitter,
         is_fresh=not is_open,
-        links=Links(nowhere_ns=now_ns),
+        links=LinkBook(nowhere_ns=now_ns),
         unix_ahead_ns=unix_ahead_ns,
         former=record.former,
         ledger=Ledger([*record.goodput.times()]),

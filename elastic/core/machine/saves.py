@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from elastic.core.events.coordinator import CheckpointRequested, Reply
 from elastic.core.machine.announcing import tell
-from elastic.core.machine.jobs import Cluster, JobState, WorkerState
+from elastic.core.machine.jobs import ClusterState, JobState, WorkerState
 from elastic.core.messages import SaveState
 from elastic.core.world import JobPhase
 
@@ -17,7 +17,7 @@ REQUESTS_PER_TERM = 1_000_000
 """Wish 2000007 is the seventh of the third coordinator."""
 
 
-def on_requested(cluster: Cluster, event: CheckpointRequested) -> None:
+def on_requested(cluster: ClusterState, event: CheckpointRequested) -> None:
     """Note the wish and tell the group, or refuse it with the reason."""
     job = cluster.jobs.get(event.job_id)
     if job is None:
@@ -30,7 +30,7 @@ def on_requested(cluster: Cluster, event: CheckpointRequested) -> None:
         cluster.do(Reply(event.request_id, "", str(job.save_request)))
 
 
-def wish(cluster: Cluster, job: JobState, **why: str) -> None:
+def wish(cluster: ClusterState, job: JobState, **why: str) -> None:
     """Tell the group that a checkpoint is wished for, and the event log why, if that is known."""
     cluster.num_saves += 1
     job.save_request = cluster.first_save + cluster.num_saves
@@ -40,7 +40,7 @@ def wish(cluster: Cluster, job: JobState, **why: str) -> None:
     cluster.note("checkpoint_wished", job.job_id, request=job.save_request, **why)
 
 
-def remind(cluster: Cluster, job: JobState, worker: WorkerState) -> None:
+def remind(cluster: ClusterState, job: JobState, worker: WorkerState) -> None:
     """Tell a member of the newest group that a checkpoint is wished for, if none came yet."""
     if job.save_request:
         worker_id = worker.report.worker_id
@@ -65,5 +65,5 @@ def served(job: JobState, request: int) -> None:
     """An automatic checkpoint is recorded that was taken after this wish; a newer one stands."""
     if request >= job.save_request:
         job.save_request = 0
-    if 0 < job.pause_wish <= request:
+    if 0 < job.pause_request <= request:
         job.is_saved = True

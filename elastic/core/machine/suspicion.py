@@ -13,17 +13,18 @@ from __future__ import annotations
 
 from elastic.core.config import NS_PER_S, ns
 from elastic.core.events.coordinator import SendAgent
-from elastic.core.machine import lateness, links
-from elastic.core.machine.jobs import Cluster, JobState
+from elastic.core.machine import links
+from elastic.core.machine import timeouts as lateness
+from elastic.core.machine.jobs import ClusterState, JobState
 from elastic.core.machine.nodes import NodeState
-from elastic.core.machine.settle import stop_worker
+from elastic.core.machine.reconcile import stop_worker
 from elastic.core.messages import Probe, Pulse
 from elastic.core.policy import hang
-from elastic.core.policy.hang import Sight, Watched
-from elastic.core.policy.spreading import forming_is_long_after_ns
+from elastic.core.policy.hang import MainThreadState, WatchedMember
+from elastic.core.policy.pacing import forming_is_long_after_ns
 from elastic.core.world import ExitCause, ExitKind, WorkerPhase
 
-LOOK_NS = NS_PER_S // 10
+POLL_NS = NS_PER_S // 10
 QUIET_NS = NS_PER_S // 2
 """A node that said anything within this time is not probed."""
 FORMING_PROBES = 3
@@ -33,13 +34,13 @@ LATE_NS = NS_PER_S // 10
 still be on its way."""
 
 
-def heard(cluster: Cluster, state: NodeState) -> None:
+def received(cluster: ClusterState, state: NodeState) -> None:
     """An agent said something: it is there."""
-    state.heard_ns = cluster.now_ns
+    state.received_ns = cluster.now_ns
     cluster.probes.pop(state.node.node_id, None)
 
 
-def take_pulse(cluster: Cluster, state: NodeState, pulse: Pulse) -> None:
+def take_pulse(cluster: ClusterState, state: NodeState, pulse: Pulse) -> None:
     """Remember what a worker says of its main thread in the group that it is in."""
     job = cluster.job_of(pulse.worker_id)
     worker = job.workers[pulse.worker_id] if job else None
@@ -48,9 +49,9 @@ def take_pulse(cluster: Cluster, state: NodeState, pulse: Pulse) -> None:
     if pulse.generation != worker.report.generation:
         return
     now_ns = cluster.now_ns
-    worker.sight = Sight(
+    worker.sight = MainThreadState(
         generation=pulse.generation,
-        said_ns=now_ns,
+        reported_ns=now_ns,
         waiting_since_ns=now_ns - pulse.waiting_ns if pulse.waiting_ns > 0 else None,
         still_since_ns=now_ns - pulse.still_ns if pulse.still_ns > 0 else None,
         epoch=pulse.epoch,
@@ -65,32 +66,32 @@ def take_pulse(cluster: Cluster, state: NodeState, pulse: Pulse) -> None:
         # Others wait for it in forming the next group, and do not say so.
         cluster.touch(job)
     elif job.is_open and lateness.may_wait(cluster, job, worker):
-        due_ns = cluster.looks.get(job.job_id)
-        if due_ns is None or due_ns > now_ns + LOOK_NS:
-            cluster.looks[job.job_id] = now_ns
+        due_ns = cluster.polls.get(job.job_id)
+        if due_ns is None or due_ns > now_ns + POLL_NS:
+            cluster.polls[job.job_id] = now_ns
 
 
-def look(cluster: Cluster) -> None:
+def look(cluster: ClusterState) -> None:
     """Look at the jobs that are due."""
-    for job_id in [j for j, due_ns in cluster.looks.items() if due_ns <= cluster.now_ns]:
+    for job_id in [j for j, due_ns in cluster.polls.items() if due_ns <= cluster.now_ns]:
         job = cluster.jobs.get(job_id)
         if job is not None and lateness.does_somebody_wait(cluster, job):
-            cluster.looks[job_id] = cluster.now_ns + LOOK_NS
+            cluster.polls[job_id] = cluster.now_ns + POLL_NS
             _probe(cluster, job, QUIET_NS, ns(cluster.config.probe_timeout_s))
             _judge(cluster, job)
         elif job is not None and _is_forming(job):
             long_ns = forming_is_long_after_ns(len(job.member_ids()))
-            cluster.looks[job_id] = cluster.now_ns + long_ns
+            cluster.polls[job_id] = cluster.now_ns + long_ns
             _probe(cluster, job, long_ns, FORMING_PROBES * ns(cluster.config.probe_timeout_s))
-            links.look_into(cluster, job, job.links.nowhere_ns)
+            links.check_into(cluster, job, job.links.nowhere_ns)
         else:
-            del cluster.looks[job_id]
+            del cluster.polls[job_id]
             if job is not None:
                 job.hung.clear()
                 job.works = ""
 
 
-def silent(cluster: Cluster) -> list[tuple[NodeState, str]]:
+def silent(cluster: ClusterState) -> list[tuple[NodeState, str]]:
     """Return the nodes that did not answer a probe in time, and why; to be called at a `Tick`.
 
     A tick comes behind all that was said before it was due: an answer that is there counts.
@@ -104,35 +105,35 @@ def silent(cluster: Cluster) -> list[tuple[NodeState, str]]:
             del cluster.probes[node_id]
             limit = f"{timeout_ns / NS_PER_S:g} s"
             why = f"its agent did not answer a probe within {limit} while members waited"
-            last = (cluster.now_ns - state.heard_ns) / NS_PER_S
+            last = (cluster.now_ns - state.received_ns) / NS_PER_S
             cluster.note("node_silent", node=node_id, last_heard_s=f"{last:.2f}")
             found.append((state, why))
     return found
 
 
-def plan_look(cluster: Cluster) -> None:
+def plan_check(cluster: ClusterState) -> None:
     """Note when the next look or the end of a probe is due."""
-    moments = [*cluster.looks.values(), *map(sum, cluster.probes.values())]
-    cluster.look_by_ns = min(moments, default=None)
+    moments = [*cluster.polls.values(), *map(sum, cluster.probes.values())]
+    cluster.check_by_ns = min(moments, default=None)
 
 
-def forgive_own_sleep(cluster: Cluster) -> None:
+def forgive_own_sleep(cluster: ClusterState) -> None:
     """If the coordinator was stopped, or its store was slow, probes begin anew.
 
     So does the time of groups that were decided on before: nobody had heard of them, maybe.
     """
-    for job_id, due_ns in cluster.looks.items():
+    for job_id, due_ns in cluster.polls.items():
         job = cluster.jobs.get(job_id) if cluster.now_ns > due_ns + LATE_NS else None
         if job is not None and job.is_open:
             long_ns = forming_is_long_after_ns(len(job.member_ids()))
             if due_ns == job.announced_ns + long_ns:  # There was no look at it yet.
                 _begin_anew(cluster, job)
-    if cluster.look_by_ns is not None and cluster.now_ns > cluster.look_by_ns + LATE_NS:
+    if cluster.check_by_ns is not None and cluster.now_ns > cluster.check_by_ns + LATE_NS:
         for node_id, (_, timeout_ns) in cluster.probes.items():
             cluster.probes[node_id] = cluster.now_ns, timeout_ns
 
 
-def _begin_anew(cluster: Cluster, job: JobState) -> None:
+def _begin_anew(cluster: ClusterState, job: JobState) -> None:
     """The newest group is told only now, and its members are late from now on."""
     for worker_id in job.member_ids():
         worker = job.workers.get(worker_id)
@@ -150,7 +151,7 @@ def _is_forming(job: JobState) -> bool:
 # ---------------------------------------------------------------- silent nodes
 
 
-def _probe(cluster: Cluster, job: JobState, quiet_ns: int, timeout_ns: int) -> None:
+def _probe(cluster: ClusterState, job: JobState, quiet_ns: int, timeout_ns: int) -> None:
     """Ask all nodes of the group for a sign of life that have not given one for a while.
 
     Also those of members that wait: they may have stopped after they said so. Whoever was asked
@@ -159,7 +160,7 @@ def _probe(cluster: Cluster, job: JobState, quiet_ns: int, timeout_ns: int) -> N
     for worker_id in job.member_ids():
         worker = job.workers.get(worker_id)
         node = cluster.node_of(worker) if worker is not None else None
-        if node is None or node.session is None or cluster.now_ns - node.heard_ns < quiet_ns:
+        if node is None or node.session is None or cluster.now_ns - node.received_ns < quiet_ns:
             continue
         asked_ns, has_ns = cluster.probes.get(node.node.node_id, (0, 0))
         if not has_ns or asked_ns + has_ns > cluster.now_ns + timeout_ns:
@@ -171,7 +172,7 @@ def _probe(cluster: Cluster, job: JobState, quiet_ns: int, timeout_ns: int) -> N
 # ---------------------------------------------------------------- hung members
 
 
-def _judge(cluster: Cluster, job: JobState) -> None:
+def _judge(cluster: ClusterState, job: JobState) -> None:
     """Have the stacks of all members written when one hangs, and kill it a moment later."""
     members = []
     for worker_id in job.member_ids():
@@ -183,7 +184,7 @@ def _judge(cluster: Cluster, job: JobState) -> None:
             and worker.report.generation == job.generation
             and cluster.node_of(worker).is_live()
         )
-        members.append(Watched(worker_id, trains, worker.sight if worker else None))
+        members.append(WatchedMember(worker_id, trains, worker.sight if worker else None))
     timeout_ns = ns(job.spec.hang_timeout_s)
     decision = hang.judge(job.generation, members, cluster.now_ns, timeout_ns)
     waiting = sum(1 for m in members if m.sight and m.sight.waits(job.generation, cluster.now_ns))
@@ -193,7 +194,7 @@ def _judge(cluster: Cluster, job: JobState) -> None:
     # while a group forms: who has reached all others trains, and waits for those two that do not.
     since_ns = job.links.nowhere_ns if _is_forming(job) else decision.value.since_ns
     if since_ns:
-        links.look_into(cluster, job, since_ns)
+        links.check_into(cluster, job, since_ns)
     if decision.value.is_stuck:
         _unstick(cluster, job, decision.reason)
     culprits = decision.value.culprits
@@ -224,7 +225,7 @@ def _judge(cluster: Cluster, job: JobState) -> None:
             cluster.touch(job)
 
 
-def _unstick(cluster: Cluster, job: JobState, why: str) -> None:
+def _unstick(cluster: ClusterState, job: JobState, why: str) -> None:
     """Have the stacks of all members written, and the next group formed."""
     if job.stuck:
         return

@@ -57,7 +57,7 @@ class MainPhase(Enum):
 
 
 @dataclass(frozen=True)
-class Table(Generic[Phase]):
+class TransitionTable(Generic[Phase]):
     """The legal moves of one kind of thing.
 
     Attributes:
@@ -72,7 +72,7 @@ class Table(Generic[Phase]):
 
 
 _W = WorkerPhase
-WORKER: Table[WorkerPhase] = Table(
+WORKER: TransitionTable[WorkerPhase] = TransitionTable(
     "WORKER",
     (_W.STARTING,),
     {
@@ -88,7 +88,7 @@ WORKER: Table[WorkerPhase] = Table(
 """What a worker does, step by step, as its own machine lives it."""
 
 
-def seen(table: Table[Phase], name: str) -> Table[Phase]:
+def seen(table: TransitionTable[Phase], name: str) -> TransitionTable[Phase]:
     """Return what one sees who hears only of some phases: several moves may look like one.
 
     Reports replace each other and get lost with connections, so a reader of reports must accept
@@ -100,14 +100,14 @@ def seen(table: Table[Phase], name: str) -> Table[Phase]:
         for one in found:
             found.extend(after for after in table.moves[one] if after not in found)
         reached[phase] = tuple(one for one in table.moves if one in found)
-    return Table(name, tuple(table.moves), reached)
+    return TransitionTable(name, tuple(table.moves), reached)
 
 
-WORKER_SEEN: Table[WorkerPhase] = seen(WORKER, "WORKER_SEEN")
+WORKER_SEEN: TransitionTable[WorkerPhase] = seen(WORKER, "WORKER_SEEN")
 """What agents and the coordinator may see from one report about a worker to the next."""
 
 _J = JobPhase
-JOB: Table[JobPhase] = Table(
+JOB: TransitionTable[JobPhase] = TransitionTable(
     "JOB",
     (_J.PENDING,),
     {
@@ -123,7 +123,7 @@ JOB: Table[JobPhase] = Table(
 """Where a job stands; a group that is replaced by the next is no move."""
 
 _N = NodePhase
-NODE: Table[NodePhase] = Table(
+NODE: TransitionTable[NodePhase] = TransitionTable(
     "NODE",
     (_N.READY, _N.DRAINING, _N.DISCONNECTED),
     {
@@ -137,7 +137,7 @@ NODE: Table[NodePhase] = Table(
 """What the coordinator thinks of a node; one that was lost or has left may come back."""
 
 _C = ConnectionPhase
-CONNECTION: Table[ConnectionPhase] = Table(
+CONNECTION: TransitionTable[ConnectionPhase] = TransitionTable(
     "CONNECTION",
     (_C.DISCONNECTED,),
     {
@@ -150,7 +150,7 @@ CONNECTION: Table[ConnectionPhase] = Table(
 """An agent's stream; each new attempt is a new session."""
 
 _P = ProcessPhase
-PROCESS: Table[ProcessPhase] = Table(
+PROCESS: TransitionTable[ProcessPhase] = TransitionTable(
     "PROCESS",
     (_P.SPAWNING,),
     {
@@ -166,7 +166,7 @@ PROCESS: Table[ProcessPhase] = Table(
 """A process that an agent asked for, from the wish to the exit."""
 
 _M = MainPhase
-MAIN: Table[MainPhase] = Table(
+MAIN: TransitionTable[MainPhase] = TransitionTable(
     "MAIN",
     (_M.IDLE,),
     {
@@ -180,7 +180,7 @@ MAIN: Table[MainPhase] = Table(
 """The main thread of a worker process; one order at a time."""
 
 
-def check_move(table: Table[Phase], what: str, old: Phase, new: Phase) -> None:
+def check_move(table: TransitionTable[Phase], what: str, old: Phase, new: Phase) -> None:
     """Agree to a move, or raise; the machine adds its story to the error.
 
     Args:
@@ -201,7 +201,7 @@ def check_move(table: Table[Phase], what: str, old: Phase, new: Phase) -> None:
     )
 
 
-def render(table: Table[Phase]) -> str:
+def render(table: TransitionTable[Phase]) -> str:
     """Return the table as text, one phase a line, for documents and terminals.
 
     ">" marks a phase in which a thing may begin, "." one that nothing follows.

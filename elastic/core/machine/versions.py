@@ -10,18 +10,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from elastic.core.machine.jobs import Cluster, JobState
+from elastic.core.machine.jobs import ClusterState, JobState
 from elastic.core.machine.nodes import NodeState
 from elastic.core.policy import placement
-from elastic.core.policy.claims import listed
+from elastic.core.policy.demands import listed
 from elastic.core.policy.dialects import Dialect
-from elastic.core.policy.placement import Offer
+from elastic.core.policy.placement import NodeOffer
 from elastic.core.world import NO_GENERATION, ExitCause, ExitKind, NodeId, WorkerId
 
 CAUSE = ExitCause(ExitKind.STOPPED, detail="it does not understand the others: another version")
 
 
-def dialect(cluster: Cluster, job: JobState) -> Dialect | None:
+def dialect(cluster: ClusterState, job: JobState) -> Dialect | None:
     """Return what new workers of a job must speak, None if none may be started.
 
     After a restart a node counts once its agent has come back, unless all that are there are alike.
@@ -43,7 +43,7 @@ def dialect(cluster: Cluster, job: JobState) -> Dialect | None:
     return ours
 
 
-def strangers(cluster: Cluster, job: JobState) -> tuple[WorkerId, ...]:
+def strangers(cluster: ClusterState, job: JobState) -> tuple[WorkerId, ...]:
     """Return workers that do not understand the job's others.
 
     Such as those that were given up, replaced by others, and are back.
@@ -62,7 +62,7 @@ def strangers(cluster: Cluster, job: JobState) -> tuple[WorkerId, ...]:
     )
 
 
-def explain(cluster: Cluster, job: JobState, reason: str) -> str:
+def explain(cluster: ClusterState, job: JobState, reason: str) -> str:
     """Add that nodes would take workers of the job, which would not understand its others.
 
     Args:
@@ -88,7 +88,7 @@ def explain(cluster: Cluster, job: JobState, reason: str) -> str:
     )
 
 
-def _chosen(cluster: Cluster, job: JobState) -> Dialect | None:
+def _chosen(cluster: ClusterState, job: JobState) -> Dialect | None:
     """Return what a job without workers begins with: the newest in which it can run.
 
     At once; or else in place of jobs of lower priority; or else when others have left.
@@ -108,7 +108,7 @@ def _chosen(cluster: Cluster, job: JobState) -> Dialect | None:
 
 
 def _has_enough(
-    cluster: Cluster, job: JobState, living: Mapping[WorkerId, NodeId], ours: Dialect
+    cluster: ClusterState, job: JobState, living: Mapping[WorkerId, NodeId], ours: Dialect
 ) -> bool:
     """Return whether a job that has not begun has its min in a dialect, or finds it now."""
     have = sum(1 for node_id in living.values() if cluster.book.spoken.get(node_id) == ours)
@@ -116,13 +116,13 @@ def _has_enough(
     return have >= job.limits.min_workers or bool(placement.place(job.limits, offers, have).value)
 
 
-def hosts(cluster: Cluster) -> list[NodeState]:
+def hosts(cluster: ClusterState) -> list[NodeState]:
     """Return the nodes on which new workers may start, by id."""
     now_ns, book = cluster.now_ns, cluster.book
     return [s for s in book.ordered() if s.may_host() and not book.closed(s, now_ns)]
 
 
-def _held_below(cluster: Cluster, job: JobState) -> dict[NodeId, tuple[WorkerId, ...]]:
+def _held_below(cluster: ClusterState, job: JobState) -> dict[NodeId, tuple[WorkerId, ...]]:
     """Return the workers of jobs of lower priority, by node."""
     found: dict[NodeId, tuple[WorkerId, ...]] = {}
     for other in cluster.active():
@@ -132,7 +132,7 @@ def _held_below(cluster: Cluster, job: JobState) -> dict[NodeId, tuple[WorkerId,
     return found
 
 
-def _offer_without(state: NodeState, workers: Sequence[WorkerId]) -> Offer:
+def _offer_without(state: NodeState, workers: Sequence[WorkerId]) -> NodeOffer:
     """Return what a node could take if these workers were not there."""
     free = state.node.resources
     for worker_id, held in state.held.items():

@@ -11,41 +11,41 @@ from __future__ import annotations
 from elastic.core.config import NS_PER_S
 from elastic.core.events.worker import (
     AbortGroup,
-    AgentTold,
-    AskScript,
-    CopiesWanted,
+    ActivitySampled,
+    CheckpointWritten,
+    CloseGroup,
+    CopiesRequested,
     EnterTrain,
     ExitWorker,
     FormGroup,
     GroupFailed,
     GroupFormed,
     InterruptTrain,
-    LetGo,
-    Looked,
-    LoopMoved,
+    LoopStateChanged,
+    MicroBatchesDeclared,
+    NotifyPreemption,
+    OrderReceived,
     PipeClosed,
+    RequestCheckpoint,
+    RequestLeave,
     SendPipe,
     Setup,
     SetupFailed,
+    SignalScript,
     Started,
-    StateSaved,
-    StepsCut,
     StoreOpened,
-    TellPreemption,
     TrainLeft,
     TrainRaised,
     TrainReturned,
     UserReported,
     Validated,
-    WishBoundary,
-    WishSave,
     WorkerEffect,
     WorkerEvent,
 )
-from elastic.core.machine.story import Story, note
+from elastic.core.machine.event_history import EventHistory, note
 from elastic.core.machine.transitions import MAIN, WORKER, MainPhase, check_move
-from elastic.core.machine.worker_loop import Loop
-from elastic.core.machine.worker_pulse import PulseWatch
+from elastic.core.machine.worker_loop import LoopState
+from elastic.core.machine.worker_pulse import ActivityMonitor
 from elastic.core.machine.worker_reports import ReportBook, unheard
 from elastic.core.messages import (
     Announce,
@@ -96,7 +96,7 @@ class WorkerMachine:
     def __init__(self) -> None:
         """Begin as a spare that has not started."""
         self._out: list[WorkerEffect] = []
-        self._story = Story()
+        self._story = EventHistory()
         self._now_ns = 0
         self._main = MainPhase.IDLE
         self._phase = WorkerPhase.STARTING
@@ -114,7 +114,7 @@ class WorkerMachine:
         self._save: SaveState | None = None
         self._stop: Stop | None = None
         self._is_cut = False
-        self._has_wished = False
+        self._has_requested = False
         self._has_trained = False
         self._reports = ReportBook()
         self._failure: Failure | None = None
@@ -127,8 +127,8 @@ class WorkerMachine:
         self._is_warned = False
         # The newest group of which a node is to leave.
         self._leavers_in: Generation = NO_GENERATION
-        self._pulses = PulseWatch()
-        self._loop = Loop()
+        self._pulses = ActivityMonitor()
+        self._loop = LoopState()
 
     def step(self, event: WorkerEvent, now_ns: int) -> tuple[WorkerEffect, ...]:
         """Take one event.
@@ -146,7 +146,7 @@ class WorkerMachine:
         if self._main is MainPhase.OVER:
             return ()
         self._out = []
-        if not isinstance(event, Looked):
+        if not isinstance(event, ActivitySampled):
             self._story.tell(now_ns, event)
         try:
             check(now_ns >= self._now_ns, f"time fell from {self._now_ns} to {now_ns}")
@@ -157,18 +157,18 @@ class WorkerMachine:
         return tuple(self._out)
 
     def next_deadline_ns(self) -> int | None:
-        """Return when to step with `Looked`: a worker that trains is looked at again and again.
+        """Return when to step with `ActivitySampled`: a worker that trains is sampled.
 
         None otherwise, but for one that has just finished: for all else it waits for its agent and
         its main thread, never for time.
         """
         if self._main is MainPhase.OVER:
             return None
-        looks = self._pulses.look_at_ns if self._main is MainPhase.TRAINING else self._let_go_ns
-        return min((at for at in (looks, self._end_by_ns) if at is not None), default=None)
+        polls = self._pulses.check_at_ns if self._main is MainPhase.TRAINING else self._let_go_ns
+        return min((at for at in (polls, self._end_by_ns) if at is not None), default=None)
 
     def _take(self, event: WorkerEvent) -> None:
-        if isinstance(event, AgentTold):
+        if isinstance(event, OrderReceived):
             self._told(event)
         elif isinstance(event, Started):
             self._started(event)
@@ -178,26 +178,26 @@ class WorkerMachine:
             self._opened(event)
         elif isinstance(event, SetupFailed):
             self._setup_failed(event)
-        elif isinstance(event, (LoopMoved, CopiesWanted, StepsCut)):
-            self._loop_told(event)
+        elif isinstance(event, (LoopStateChanged, CopiesRequested, MicroBatchesDeclared)):
+            self._loop_reported(event)
         elif isinstance(event, (GroupFormed, GroupFailed)):
             if self._is_at(MainPhase.FORMING, event.generation):
                 self._formed(event)
         elif isinstance(event, (TrainReturned, TrainRaised, TrainLeft)):
             if self._is_at(MainPhase.TRAINING, event.generation):
                 self._left_train(event)
-        elif isinstance(event, (UserReported, StateSaved, Validated)):
+        elif isinstance(event, (UserReported, CheckpointWritten, Validated)):
             self._reported(event)
-        elif isinstance(event, Looked) and self._is_late():
+        elif isinstance(event, ActivitySampled) and self._is_late():
             self._exit(EXIT_FAILED, "its main thread did not leave its group in time")
-        elif isinstance(event, Looked) and self._main is MainPhase.TRAINING:
-            self._looked(event)
-        elif isinstance(event, Looked):
+        elif isinstance(event, ActivitySampled) and self._main is MainPhase.TRAINING:
+            self._checked(event)
+        elif isinstance(event, ActivitySampled):
             self._let_go()
 
     # ------------------------------------------------------------ what the agent tells
 
-    def _told(self, event: AgentTold) -> None:
+    def _told(self, event: OrderReceived) -> None:
         message: PipeToWorker = event.message
         if isinstance(message, Ping):
             self._out.append(SendPipe(Pong(message.number, event.silent_times)))
@@ -212,7 +212,7 @@ class WorkerMachine:
         elif isinstance(message, SaveState):
             self._save_ordered(message)
         elif isinstance(message, Preemption):
-            self._preemption_told(message, event.is_handled)
+            self._preemption_reported(message, event.is_handled)
         elif isinstance(message, LeaveGroup):
             self._leave_ordered(message)
 
@@ -256,9 +256,9 @@ class WorkerMachine:
             self._leave = order
         elif order.at_boundary and self._leave.at_boundary and order.saves != self._leave.saves:
             # It is to rest and not only to change, or need not rest any more.
-            self._leave, self._has_wished = order, False
+            self._leave, self._has_requested = order, False
         if order.at_boundary:
-            self._wish()
+            self._request()
         elif self._main in (MainPhase.FORMING, MainPhase.TRAINING):
             self._cut(order.reason)
 
@@ -266,9 +266,9 @@ class WorkerMachine:
         """Pass on the wish for a checkpoint; of another group than the newest it is old."""
         if self._is_mine(order.worker_id) and order.generation == self._newest:
             self._save = order
-            self._wish_save()
+            self._request_save()
 
-    def _preemption_told(self, told: Preemption, is_handled: bool) -> None:
+    def _preemption_reported(self, told: Preemption, is_handled: bool) -> None:
         """Let user code know of nodes that leave its group; of an older group it is old news.
 
         A script with a handler of its own for SIGTERM gets it if its own node leaves, once: it
@@ -278,14 +278,14 @@ class WorkerMachine:
             return
         self._leavers_in = told.generation
         deadline_ns = self._now_ns + told.timeout_ns
-        self._out.append(TellPreemption(told.generation, deadline_ns, told.reason, told.nodes))
+        self._out.append(NotifyPreemption(told.generation, deadline_ns, told.reason, told.nodes))
         if self._is_warned or self._loop.in_place or not is_handled:
             return
         if self._is_at(MainPhase.TRAINING, told.generation):
             rank = self._assignment().rank
             if any(rank in node.ranks for node in told.nodes):
                 self._is_warned = True
-                self._out.append(AskScript(told.reason))
+                self._out.append(SignalScript(told.reason))
 
     def _stop_ordered(self, stop: Stop, is_handled: bool) -> None:
         """End, after the main thread left its group; at once if it is in none.
@@ -297,7 +297,7 @@ class WorkerMachine:
             return
         self._stop = stop
         if self._main is MainPhase.TRAINING and stop.asks and is_handled:
-            self._out.append(AskScript(stop.reason))
+            self._out.append(SignalScript(stop.reason))
             return
         self._end_by_ns = self._end_by_ns or self._now_ns + END_NS
         if self._main in (MainPhase.FORMING, MainPhase.TRAINING):
@@ -331,7 +331,9 @@ class WorkerMachine:
         if self._main is MainPhase.SETTING_UP:
             self._fail(event.failure, EXIT_FAILED)
 
-    def _loop_told(self, event: LoopMoved | CopiesWanted | StepsCut) -> None:
+    def _loop_reported(
+        self, event: LoopStateChanged | CopiesRequested | MicroBatchesDeclared
+    ) -> None:
         """Remember, and tell, how the next group is to be entered, and what is to be copied."""
         before, self._loop = self._loop, self._loop.told(event)
         if before != self._loop and self._main is MainPhase.TRAINING:
@@ -350,8 +352,8 @@ class WorkerMachine:
             self._set_main(MainPhase.TRAINING)
             self._become(WorkerPhase.TRAINING)
             self._out.append(EnterTrain(self._assignment()))
-            self._wish()
-            self._wish_save()
+            self._request()
+            self._request_save()
 
     def _left_train(self, event: TrainReturned | TrainRaised | TrainLeft) -> None:
         """The main thread left the train function; why, and what that is worth."""
@@ -390,8 +392,8 @@ class WorkerMachine:
 
     def _was_asked_to_end(self, exit_code: int | None) -> bool:
         """Return whether a script ends because it, or another rank, was asked to."""
-        is_told = exit_code == TERMINATED and self._leavers_in == self._generation()
-        return is_told or bool(exit_code and self._is_warned)
+        is_reported = exit_code == TERMINATED and self._leavers_in == self._generation()
+        return is_reported or bool(exit_code and self._is_warned)
 
     def _is_late(self) -> bool:
         return self._end_by_ns is not None and self._now_ns >= self._end_by_ns
@@ -400,9 +402,9 @@ class WorkerMachine:
         """Let those who still wait for us in the group in which we have finished find out."""
         if self._let_go_ns is not None and self._now_ns >= self._let_go_ns:
             self._let_go_ns = None
-            self._out.append(LetGo(self._generation()))
+            self._out.append(CloseGroup(self._generation()))
 
-    def _reported(self, event: UserReported | StateSaved | Validated) -> None:
+    def _reported(self, event: UserReported | CheckpointWritten | Validated) -> None:
         assign = self._assign
         if assign is not None and self._is_at(MainPhase.TRAINING, event.generation):
             report = self._reports.reported(event, assign, self._assignment().rank)
@@ -410,7 +412,7 @@ class WorkerMachine:
         elif event.checkpoint:
             self._out.append(unheard(event))
 
-    def _looked(self, event: Looked) -> None:
+    def _checked(self, event: ActivitySampled) -> None:
         found = self._pulses.look(event, self._now_ns)
         if found is not None and self._assign is not None:
             pulse = Pulse(
@@ -436,7 +438,7 @@ class WorkerMachine:
             return
         self._out += self._reports.turn_over(self._generation())
         self._current, self._next = self._next, None
-        self._is_cut = self._has_wished = False
+        self._is_cut = self._has_requested = False
         self._result, self._left, self._let_go_ns = "", "", None
         self._become(WorkerPhase.FORMING)
         if self._must_leave_now():
@@ -467,21 +469,21 @@ class WorkerMachine:
         if not was_cut:
             self._out.append(AbortGroup(self._generation()))
 
-    def _wish(self) -> None:
+    def _request(self) -> None:
         """Ask once for the next boundary to be the last, if that is ordered and we train."""
         order = self._leave
-        if order is None or not order.at_boundary or self._has_wished or self._is_cut:
+        if order is None or not order.at_boundary or self._has_requested or self._is_cut:
             return
         if self._is_at(MainPhase.TRAINING, order.generation):
-            self._has_wished = True
-            self._out.append(WishBoundary(order.generation, order.reason, order.saves))
+            self._has_requested = True
+            self._out.append(RequestLeave(order.generation, order.reason, order.saves))
 
-    def _wish_save(self) -> None:
+    def _request_save(self) -> None:
         """Tell the main thread that a checkpoint is wished for, once it trains."""
         order = self._save
         if order is not None and self._is_at(MainPhase.TRAINING, order.generation):
             self._save = None
-            self._out.append(WishSave(order.generation, order.request))
+            self._out.append(RequestCheckpoint(order.generation, order.request))
 
     def _fail(self, failure: Failure, code: int) -> None:
         """User code raised: say so, then end; the agent adds how the process ended."""

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from elastic.core.events.worker import CopiesWanted, LoopMoved, StepsCut
+from elastic.core.events.worker import CopiesRequested, LoopStateChanged, MicroBatchesDeclared
 
-NO_COPIES = CopiesWanted(0)
+NO_COPIES = CopiesRequested(0)
 
 
 @dataclass(frozen=True)
-class Loop:
+class LoopState:
     """What is known of the loop of this process.
 
     Attributes:
@@ -26,14 +26,14 @@ class Loop:
 
     in_place: bool = False
     keeps: bool = False
-    copies: CopiesWanted = NO_COPIES
+    copies: CopiesRequested = NO_COPIES
     micro_batches: int = 0
 
-    def told(self, event: LoopMoved | CopiesWanted | StepsCut) -> Loop:
+    def told(self, event: LoopStateChanged | CopiesRequested | MicroBatchesDeclared) -> LoopState:
         """Return what is known after this event."""
-        if isinstance(event, LoopMoved):
+        if isinstance(event, LoopStateChanged):
             return replace(self, in_place=event.inside, keeps=True)
-        if isinstance(event, CopiesWanted):
+        if isinstance(event, CopiesRequested):
             return replace(self, copies=event)
         fewest = min(event.num_micro_batches, self.micro_batches or event.num_micro_batches)
         return replace(self, micro_batches=fewest)

@@ -10,11 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from elastic.core.config import NS_PER_S
-from elastic.core.events.worker import Looked
-from elastic.core.policy.spreading import WAITING_NS, waiting_is_long_after_ns
+from elastic.core.events.worker import ActivitySampled
+from elastic.core.policy.pacing import WAITING_NS, waiting_is_long_after_ns
 
-LOOK_NS = NS_PER_S // 10
-LATE_NS = 3 * LOOK_NS
+POLL_NS = NS_PER_S // 10
+LATE_NS = 3 * POLL_NS
 STILL_NS = NS_PER_S
 """Standing still is worth a word after this."""
 WAITING_AGAIN_NS = NS_PER_S // 2
@@ -24,7 +24,7 @@ WORKING_NS, WORKING_AGAIN_NS = 10 * NS_PER_S, 5 * NS_PER_S
 
 
 @dataclass(frozen=True)
-class Seen:
+class PulseState:
     """What is to be reported of a main thread; fields as of `Pulse`."""
 
     waiting_ns: int = 0
@@ -33,40 +33,40 @@ class Seen:
     working_ns: int = 0
 
 
-class PulseWatch:
+class ActivityMonitor:
     """Looks at the main thread of a worker that trains, ten times a second.
 
     Attributes:
-        look_at_ns: when to look next.
+        check_at_ns: when to look next.
     """
 
     def __init__(self) -> None:
         """Begin with nothing seen."""
-        self.look_at_ns = 0
+        self.check_at_ns = 0
         self._beats = -1
         self._moved_ns = 0
         self._longest_ns = 0
         self._worked_ns = 0
         self._step = (0, 0)
         self._told = (False, False, False)
-        self._told_ns = 0
+        self._reported_ns = 0
         self._long_ns = WAITING_NS
 
     def begin(self, now_ns: int, world_size: int) -> None:
         """Another generation trains: what was said in the one before is forgotten."""
-        self.look_at_ns = now_ns + LOOK_NS
+        self.check_at_ns = now_ns + POLL_NS
         self._long_ns = waiting_is_long_after_ns(world_size)
         self._beats, self._moved_ns, self._worked_ns = -1, now_ns, now_ns
         self._told = (False, False, False)
 
-    def look(self, seen: Looked, now_ns: int) -> Seen | None:
+    def look(self, seen: ActivitySampled, now_ns: int) -> PulseState | None:
         """Take one look; return what to report, None for nothing."""
-        late_ns = now_ns - self.look_at_ns
+        late_ns = now_ns - self.check_at_ns
         if late_ns > LATE_NS:
             # The process was stopped, or code that holds the interpreter's lock ran: nobody could
             # see whether the main thread moved.
             self._moved_ns += late_ns
-        self.look_at_ns = now_ns + LOOK_NS
+        self.check_at_ns = now_ns + POLL_NS
         if seen.beats != self._beats:
             if self._beats > 0 and seen.has_stepped and not self._told[0]:
                 self._longest_ns = max(self._longest_ns, now_ns - self._moved_ns)
@@ -81,11 +81,11 @@ class PulseWatch:
         works = seen.beats > 0 and not stands and working_ns >= WORKING_NS
         found = (waits, stands, works)
         again_ns = WAITING_AGAIN_NS if waits else STILL_AGAIN_NS if stands else WORKING_AGAIN_NS
-        is_due = any(found) and now_ns - self._told_ns >= again_ns
+        is_due = any(found) and now_ns - self._reported_ns >= again_ns
         if found == self._told and not is_due:
             return None
-        self._told, self._told_ns = found, now_ns
-        return Seen(
+        self._told, self._reported_ns = found, now_ns
+        return PulseState(
             waiting_ns=seen.waiting_ns if waits else 0,
             still_ns=still_ns if stands else 0,
             longest_ns=self._longest_ns,

@@ -9,15 +9,15 @@ from dataclasses import replace
 
 from elastic.core.events.worker import (
     NEXT_INDEX,
+    CheckpointWritten,
     ResolveReport,
-    StateSaved,
     UserReported,
     Validated,
 )
 from elastic.core.messages import Assign, Report, ReportAck
 from elastic.core.world import Generation, RefusalCode, ReportKind
 
-Reporting = UserReported | StateSaved | Validated
+Reporting = UserReported | CheckpointWritten | Validated
 
 
 class ReportBook:
@@ -45,7 +45,7 @@ class ReportBook:
             checkpoint=event.checkpoint,
             kind=kind,
         )
-        if isinstance(event, StateSaved):
+        if isinstance(event, CheckpointWritten):
             return replace(report, request=event.request)
         return replace(report, status=event.status)
 
@@ -81,4 +81,4 @@ def _over(generation: Generation, index: int, kind: ReportKind, reason: str) -> 
 def _kind(event: Reporting) -> ReportKind:
     if isinstance(event, UserReported):
         return ReportKind.SCRIPT
-    return ReportKind.AUTOMATIC if isinstance(event, StateSaved) else ReportKind.VALIDATION
+    return ReportKind.AUTOMATIC if isinstance(event, CheckpointWritten) else ReportKind.VALIDATION

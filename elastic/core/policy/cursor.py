@@ -40,7 +40,7 @@ class Cursor:
 
 
 @dataclass(frozen=True)
-class Epochs:
+class DataPlan:
     """How a data set is cut into steps and micro-batches, in every epoch alike.
 
     Attributes:

@@ -61,7 +61,7 @@ def spared_until(
     )
 
 
-class Saving(Enum):
+class EvictionSave(Enum):
     """How far a job that is to hold no workers has come with its checkpoint."""
 
     AWAITED = "awaited"
@@ -74,7 +74,7 @@ class Saving(Enum):
 
 def judge_saving(
     *, in_place: bool, is_saved: bool, num_checkpoints: int, save_by_ns: int | None, now_ns: int
-) -> Decision[Saving]:
+) -> Decision[EvictionSave]:
     """Decide whether a job that is to hold no workers is still to be saved first.
 
     Args:
@@ -85,12 +85,12 @@ def judge_saving(
         now_ns: on the same clock.
     """
     if is_saved or not in_place:
-        return Decision(Saving.OVER, "saved" if is_saved else "its code saves by itself")
+        return Decision(EvictionSave.OVER, "saved" if is_saved else "its code saves by itself")
     if save_by_ns is None or now_ns < save_by_ns:
-        return Decision(Saving.AWAITED, "a checkpoint is being written", save_by_ns)
+        return Decision(EvictionSave.AWAITED, "a checkpoint is being written", save_by_ns)
     if num_checkpoints:
-        return Decision(Saving.OVER, "its newest checkpoint must do")
-    return Decision(Saving.IN_VAIN, "no checkpoint came in time, and it has no older one")
+        return Decision(EvictionSave.OVER, "its newest checkpoint must do")
+    return Decision(EvictionSave.IN_VAIN, "no checkpoint came in time, and it has no older one")
 
 
 def fewest(count: int, fits: Fits) -> tuple[int, ...]:

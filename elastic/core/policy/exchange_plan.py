@@ -32,7 +32,7 @@ BUCKET_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, eq=False)
-class Shape:
+class GroupShape:
     """A group of ranks, and the groups that it is joined of; compared by identity, as it is large.
 
     Attributes:
@@ -42,7 +42,7 @@ class Shape:
     """
 
     ranks: Span
-    groups: tuple[Shape, ...] = ()
+    groups: tuple[GroupShape, ...] = ()
     is_local: bool = True
 
     @property
@@ -52,7 +52,7 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Move:
+class PlannedMessage:
     """A message, from or to one other rank.
 
     Attributes:
@@ -73,7 +73,7 @@ class Move:
 
 
 @dataclass(frozen=True)
-class Round:
+class ExchangeRound:
     """Messages that go at the same time, and what is added when they are there.
 
     Attributes:
@@ -84,8 +84,8 @@ class Round:
         depth: how many larger groups the joined one lies in; tells messages of two ranks apart.
     """
 
-    sends: tuple[Move, ...]
-    receives: tuple[Move, ...]
+    sends: tuple[PlannedMessage, ...]
+    receives: tuple[PlannedMessage, ...]
     additions: tuple[tuple[Span, Span, Span], ...]
     first: int
     last: int
@@ -94,7 +94,7 @@ class Round:
 
 
 @dataclass(frozen=True)
-class Plan:
+class ExchangePlan:
     """All that one rank does for one bucket.
 
     Attributes:
@@ -103,8 +103,8 @@ class Plan:
         first, last: elements whose total we have in between.
     """
 
-    reduce: tuple[Round, ...]
-    gather: tuple[Round, ...]
+    reduce: tuple[ExchangeRound, ...]
+    gather: tuple[ExchangeRound, ...]
     first: int
     last: int
 
@@ -142,7 +142,7 @@ def bucket_bytes_for(world_size: int) -> int:
 
 def shape_of(
     nodes: Sequence[int], num_slots: int | None = None, *, at_once: int = AT_ONCE
-) -> Shape:
+) -> GroupShape:
     """Return how a group is joined: the ranks of each node at once, nodes by halves.
 
     Halves are those of the slots and not of the nodes that are there: a node that is lost leaves a
@@ -161,28 +161,28 @@ def shape_of(
 
 
 @lru_cache(maxsize=64)
-def flat_shape(world_size: int) -> Shape:
+def flat_shape(world_size: int) -> GroupShape:
     """Return the shape of a group whose ranks are all joined at once, wherever they are."""
     if world_size == 1:
-        return Shape((0, 1))
-    ranks = tuple(Shape((rank, rank + 1)) for rank in range(world_size))
-    return Shape((0, world_size), ranks, is_local=False)
+        return GroupShape((0, 1))
+    ranks = tuple(GroupShape((rank, rank + 1)) for rank in range(world_size))
+    return GroupShape((0, world_size), ranks, is_local=False)
 
 
 @lru_cache(maxsize=8)
-def _shape_of(nodes: tuple[int, ...], num_slots: int, at_once: int) -> Shape:
+def _shape_of(nodes: tuple[int, ...], num_slots: int, at_once: int) -> GroupShape:
     starts = [rank for rank, node in enumerate(nodes) if not rank or node != nodes[rank - 1]]
     ends = [*starts[1:], len(nodes)]
     locals_ = [_node_shape((first, last)) for first, last in zip(starts, ends, strict=True)]
     slots = [nodes[first] for first in starts]
 
-    def join(low: int, high: int, a: int, b: int) -> Shape:
+    def join(low: int, high: int, a: int, b: int) -> GroupShape:
         """Return the shape of nodes low to high, which have slots a to b."""
         ranks = locals_[low].ranks[0], locals_[high - 1].ranks[1]
         if high - low == 1:
             return locals_[low]
         if b - a <= at_once or high - low == 2:
-            return Shape(ranks, tuple(locals_[low:high]), is_local=False)
+            return GroupShape(ranks, tuple(locals_[low:high]), is_local=False)
         slot = (a + b) // 2
         middle = next((n for n in range(low, high) if slots[n] >= slot), high)
         if not low < middle < high:  # A half of which nobody is there.
@@ -191,19 +191,19 @@ def _shape_of(nodes: tuple[int, ...], num_slots: int, at_once: int) -> Shape:
             # Mostly holes on one side: whoever is there would have to talk to all others.
             middle = (low + high) // 2
             slot = slots[middle]
-        return Shape(ranks, (join(low, middle, a, slot), join(middle, high, slot, b)), False)
+        return GroupShape(ranks, (join(low, middle, a, slot), join(middle, high, slot, b)), False)
 
     return join(0, len(locals_), 0, num_slots)
 
 
-def _node_shape(ranks: Span) -> Shape:
+def _node_shape(ranks: Span) -> GroupShape:
     if ranks[1] - ranks[0] == 1:
-        return Shape(ranks)
-    return Shape(ranks, tuple(Shape((rank, rank + 1)) for rank in range(*ranks)))
+        return GroupShape(ranks)
+    return GroupShape(ranks, tuple(GroupShape((rank, rank + 1)) for rank in range(*ranks)))
 
 
 @lru_cache(maxsize=4096)
-def _owners(shape: Shape) -> tuple[int, ...]:
+def _owners(shape: GroupShape) -> tuple[int, ...]:
     """Return the ranks of a group in the order of their slices.
 
     Ranks whose slices lie at the same place in their groups come beside each other, so that each
@@ -220,7 +220,7 @@ def _owners(shape: Shape) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=4096)
-def _places(shape: Shape) -> dict[int, int]:
+def _places(shape: GroupShape) -> dict[int, int]:
     """Return which slice of a group each of its ranks owns."""
     return {rank: place for place, rank in enumerate(_owners(shape))}
 
@@ -239,7 +239,9 @@ class _Cuts:
 
 
 @lru_cache(maxsize=1024)
-def tree_plan(rank: int, num_micro_batches: int, shape: Shape, size: int, grain: int) -> Plan:
+def tree_plan(
+    rank: int, num_micro_batches: int, shape: GroupShape, size: int, grain: int
+) -> ExchangePlan:
     """Return what a rank does in an exchange by slices.
 
     Args:
@@ -261,9 +263,9 @@ def tree_plan(rank: int, num_micro_batches: int, shape: Shape, size: int, grain:
     gather, before = [], [(0, size), *((one.first, one.last) for one in reduce)]
     for one, (first, last) in zip(reversed(reduce), reversed(before[:-1]), strict=True):
         gather.append(
-            Round(
-                sends=tuple(Move(m.rank, m.first, m.last, whole) for m in one.receives),
-                receives=tuple(Move(m.rank, m.first, m.last, whole) for m in one.sends),
+            ExchangeRound(
+                sends=tuple(PlannedMessage(m.rank, m.first, m.last, whole) for m in one.receives),
+                receives=tuple(PlannedMessage(m.rank, m.first, m.last, whole) for m in one.sends),
                 additions=(),
                 first=first,
                 last=last,
@@ -271,11 +273,11 @@ def tree_plan(rank: int, num_micro_batches: int, shape: Shape, size: int, grain:
                 depth=one.depth,
             )
         )
-    return Plan(tuple(reduce), tuple(gather), *held)
+    return ExchangePlan(tuple(reduce), tuple(gather), *held)
 
 
 @lru_cache(maxsize=1024)
-def whole_plan(rank: int, world_size: int, num_micro_batches: int, size: int) -> Plan:
+def whole_plan(rank: int, world_size: int, num_micro_batches: int, size: int) -> ExchangePlan:
     """Return what a rank does in an exchange of something small: all send all to all.
 
     Args:
@@ -285,22 +287,22 @@ def whole_plan(rank: int, world_size: int, num_micro_batches: int, size: int) ->
         size: elements of the bucket.
     """
     if world_size == 1:
-        return Plan((), (), 0, size)
+        return ExchangePlan((), (), 0, size)
     parts = [_parts((one, one + 1), num_micro_batches, world_size) for one in range(world_size)]
     others = [one for one in range(world_size) if one != rank]
-    once = Round(
-        sends=tuple(Move(one, 0, size, parts[rank]) for one in others),
-        receives=tuple(Move(one, 0, size, parts[one]) for one in others),
+    once = ExchangeRound(
+        sends=tuple(PlannedMessage(one, 0, size, parts[rank]) for one in others),
+        receives=tuple(PlannedMessage(one, 0, size, parts[one]) for one in others),
         additions=_additions(((0, num_micro_batches),), [p for some in parts for p in some]),
         first=0,
         last=size,
         is_local=False,
         depth=0,
     )
-    return Plan((once,), (), 0, size)
+    return ExchangePlan((once,), (), 0, size)
 
 
-def rows_plan(rank: int, shape: Shape) -> tuple[RowsRound, ...]:
+def rows_plan(rank: int, shape: GroupShape) -> tuple[RowsRound, ...]:
     """Return how everyone comes to have a few numbers of everyone's, over the same edges.
 
     Args:
@@ -329,45 +331,45 @@ def rows_plan(rank: int, shape: Shape) -> tuple[RowsRound, ...]:
     return tuple(rounds)
 
 
-def partners(plan: Plan) -> frozenset[int]:
+def partners(plan: ExchangePlan) -> frozenset[int]:
     """Return the ranks that we send to or receive from."""
     rounds = (*plan.reduce, *plan.gather)
     return frozenset(move.rank for one in rounds for move in (*one.sends, *one.receives))
 
 
-def _joins_of(rank: int, shape: Shape) -> Iterator[Shape]:
+def _joins_of(rank: int, shape: GroupShape) -> Iterator[GroupShape]:
     """Yield the groups that a rank comes to be in, smallest first."""
     if shape.groups:
         yield from _joins_of(rank, _group_with(rank, shape))
         yield shape
 
 
-def _group_with(rank: int, shape: Shape) -> Shape:
+def _group_with(rank: int, shape: GroupShape) -> GroupShape:
     return next(one for one in shape.groups if one.ranks[0] <= rank < one.ranks[1])
 
 
 def _join(
-    rank: int, num_micro_batches: int, world: int, group: Shape, cuts: _Cuts, depth: int
-) -> Round:
+    rank: int, num_micro_batches: int, world: int, group: GroupShape, cuts: _Cuts, depth: int
+) -> ExchangeRound:
     mine, slices = _group_with(rank, group), group.world_size
     held = cuts.slice(_places(mine)[rank], mine.world_size)
     kept = cuts.slice(_places(group)[rank], slices)
     parts = {one.ranks: _parts(one.ranks, num_micro_batches, world) for one in group.groups}
     sends = [
-        Move(_owners(group)[place], first, last, parts[mine.ranks])
+        PlannedMessage(_owners(group)[place], first, last, parts[mine.ranks])
         for place, first, last in _overlaps(
             held, _places(mine)[rank], mine.world_size, slices, cuts
         )
     ]
     receives = [
-        Move(_owners(one)[place], first, last, parts[one.ranks])
+        PlannedMessage(_owners(one)[place], first, last, parts[one.ranks])
         for one in group.groups
         for place, first, last in _overlaps(
             kept, _places(group)[rank], slices, one.world_size, cuts
         )
     ]
     known = [part for one in group.groups for part in parts[one.ranks]]
-    return Round(
+    return ExchangeRound(
         sends=tuple(move for move in sends if move.rank != rank),
         receives=tuple(move for move in receives if move.rank != rank),
         additions=(

@@ -44,7 +44,7 @@ DOUBLINGS_MAX = 64
 
 
 @dataclass(frozen=True)
-class History:
+class FailureHistory:
     """What the job has been through.
 
     Attributes:
@@ -59,23 +59,23 @@ class History:
 
 
 @dataclass(frozen=True)
-class Judgement:
+class FailureDecision:
     """The outcome: the job ends, or the worker is replaced after `delay_ns`."""
 
     job_fails: bool
-    history: History
+    history: FailureHistory
     delay_ns: int = 0
 
 
 def judge_exit(
     spec: JobSpec,
-    history: History,
+    history: FailureHistory,
     cause: ExitCause,
     failure: Failure | None,
     config: CoordinatorConfig,
     *,
     announced: str = "",
-) -> Decision[Judgement]:
+) -> Decision[FailureDecision]:
     """Decide what a worker's exit means for its job.
 
     Args:
@@ -88,24 +88,24 @@ def judge_exit(
             its way out cannot be told from a crash; an exception that user code raised can.
     """
     if cause.kind is ExitKind.STOPPED:
-        return Decision(Judgement(False, history), "stopped by order")
+        return Decision(FailureDecision(False, history), "stopped by order")
     if announced and failure is None:
         what = f"{describe(cause)} on a node that was to leave ({announced})"
-        return Decision(Judgement(False, history), what)
+        return Decision(FailureDecision(False, history), what)
     if failure is not None or is_users_fault(cause):
         return _judge_failure(spec, history, cause, failure, config)
     what = describe(cause)
     if is_kill(cause):
-        return Decision(Judgement(False, history), what)
+        return Decision(FailureDecision(False, history), what)
     losses = history.losses + 1
-    after = History(history.failures, losses, history.last)
+    after = FailureHistory(history.failures, losses, history.last)
     if losses > config.crash_loop_limit:
         return Decision(
-            Judgement(True, after),
+            FailureDecision(True, after),
             f"{losses} workers lost in a row without progress, the last one {what}: "
             f"look at its log; the limit is crash_loop_limit={config.crash_loop_limit}",
         )
-    return Decision(Judgement(False, after, _delay_ns(losses - FREE_LOSSES, config)), what)
+    return Decision(FailureDecision(False, after, _delay_ns(losses - FREE_LOSSES, config)), what)
 
 
 def _delay_ns(number: int, config: CoordinatorConfig) -> int:
@@ -114,18 +114,18 @@ def _delay_ns(number: int, config: CoordinatorConfig) -> int:
     return ns(min(config.restart_delay_s_max, doubled)) if number > 0 else 0
 
 
-def judge_break(history: History, config: CoordinatorConfig) -> Decision[Judgement]:
+def judge_break(history: FailureHistory, config: CoordinatorConfig) -> Decision[FailureDecision]:
     """Decide what it means that a group broke and no member was lost.
 
     Once that is bad luck. When every group breaks, something is wrong that a next one does not
     mend, such as a collective that user code calls with tensors of different shapes.
     """
     losses = history.losses + 1
-    after = History(history.failures, losses, history.last)
+    after = FailureHistory(history.failures, losses, history.last)
     if losses <= config.crash_loop_limit:
-        return Decision(Judgement(False, after), "the group broke, no member is lost")
+        return Decision(FailureDecision(False, after), "the group broke, no member is lost")
     return Decision(
-        Judgement(True, after),
+        FailureDecision(True, after),
         f"{losses} groups in a row broke without progress, and no member was lost in the last "
         f"one: look for the first error in the logs of its workers; the limit is "
         f"crash_loop_limit={config.crash_loop_limit}",
@@ -133,18 +133,19 @@ def judge_break(history: History, config: CoordinatorConfig) -> Decision[Judgeme
 
 
 def judge_left(
-    spec: JobSpec, history: History, failure: Failure, config: CoordinatorConfig
-) -> Decision[Judgement]:
+    spec: JobSpec, history: FailureHistory, failure: Failure, config: CoordinatorConfig
+) -> Decision[FailureDecision]:
     """Decide what it means that a member has left for good while others waited for it.
 
     It is a fault of user code, as if it had raised: twice in a row at the same place, and trying
     again would not help.
     """
     if _same(failure, history.last):
-        after = History(history.failures + 1, history.losses, failure)
+        after = FailureHistory(history.failures + 1, history.losses, failure)
         what = f"{failure.error_type}: {failure.message}"
         return Decision(
-            Judgement(True, after), f"{what} (as the time before: trying again would not help)"
+            FailureDecision(True, after),
+            f"{what} (as the time before: trying again would not help)",
         )
     return _judge_failure(spec, history, ExitCause(ExitKind.CODE), failure, config)
 
@@ -182,27 +183,27 @@ def describe(cause: ExitCause) -> str:
 
 def _judge_failure(
     spec: JobSpec,
-    history: History,
+    history: FailureHistory,
     cause: ExitCause,
     failure: Failure | None,
     config: CoordinatorConfig,
-) -> Decision[Judgement]:
+) -> Decision[FailureDecision]:
     failures = history.failures + 1
-    after = History(failures, history.losses, failure)
+    after = FailureHistory(failures, history.losses, failure)
     what = f"{failure.error_type}: {failure.message}" if failure else describe(cause)
     if spec.max_failures != -1 and failures > spec.max_failures:
         budget = f"failure {failures}, max_failures={spec.max_failures}"
-        return Decision(Judgement(True, after), f"{what} ({budget})")
+        return Decision(FailureDecision(True, after), f"{what} ({budget})")
     if failure is not None and failure.error_type in FINAL_ERRORS:
-        return Decision(Judgement(True, after), what)
+        return Decision(FailureDecision(True, after), what)
     if failure is not None and _same(failure, history.last):
         # A service that is away for a minute looks like this, and so does a bug.
         delay_ns = _delay_ns(failures - 1, config)
         where = failure.position or "the same place"
         return Decision(
-            Judgement(False, after, delay_ns), f"{what} (as the time before, at {where})"
+            FailureDecision(False, after, delay_ns), f"{what} (as the time before, at {where})"
         )
-    return Decision(Judgement(False, after), what)
+    return Decision(FailureDecision(False, after), what)
 
 
 def _same(failure: Failure, last: Failure | None) -> bool:

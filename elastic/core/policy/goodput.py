@@ -125,13 +125,13 @@ class Ledger:
 
     def at(self, accounts: Iterable[Account], now_ns: int) -> tuple[Goodput, int]:
         """Return what is known now, and the nanoseconds that workers have not told of yet."""
-        charged, untold_ns = [*self.charged], 0
+        charged, unreported_ns = [*self.charged], 0
         for account in accounts:
             if account.category == TOLD:
-                untold_ns += now_ns - account.since_ns
+                unreported_ns += now_ns - account.since_ns
             else:
                 charged[account.category] += now_ns - account.since_ns
-        return Goodput(*charged), untold_ns
+        return Goodput(*charged), unreported_ns
 
     def group_formed(self) -> None:
         """Another group begins, maybe at a step that was done before."""
@@ -148,8 +148,8 @@ class Ledger:
         """Charge the rest of a worker that is gone; of one that was lost it is done again."""
         self._charge(account, REDONE if is_lost else DRAIN, now_ns)
 
-    def _charge(self, account: Account, untold_to: int, now_ns: int) -> None:
-        place = untold_to if account.category == TOLD else account.category
+    def _charge(self, account: Account, unreported_to: int, now_ns: int) -> None:
+        place = unreported_to if account.category == TOLD else account.category
         self.charged[place] += now_ns - account.since_ns
         account.since_ns = now_ns
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from elastic.core.config import NS_PER_S
 from elastic.core.policy.decision import Decision
-from elastic.core.world import Begun, Generation, WorkerId
+from elastic.core.world import CollectiveCount, Generation, WorkerId
 
 FRESH_NS = 3 * NS_PER_S
 """What was not said again for so long is not believed; a worker repeats it every second."""
@@ -39,12 +39,12 @@ STANDING_MAX = 256
 
 
 @dataclass(frozen=True)
-class Sight:
+class MainThreadState:
     """What a member said of its main thread.
 
     Attributes:
         generation: in which group.
-        said_ns: when it was heard.
+        reported_ns: when it was heard.
         waiting_since_ns: since when it waits for its peers, None if it does not.
         still_since_ns: since when it has neither moved nor waited, None if it moves or waits.
         epoch, step: where it is.
@@ -56,12 +56,12 @@ class Sight:
     """
 
     generation: Generation
-    said_ns: int
+    reported_ns: int
     waiting_since_ns: int | None = None
     still_since_ns: int | None = None
     epoch: int = 0
     step: int = 0
-    begun: tuple[Begun, ...] = ()
+    begun: tuple[CollectiveCount, ...] = ()
     longest_ns: int = 0
     has_stepped: bool = True
     working_since_ns: int | None = None
@@ -82,11 +82,11 @@ class Sight:
 
     def is_fresh(self, generation: Generation, now_ns: int) -> bool:
         """Return whether it was said of this group, and a moment ago."""
-        return self.generation == generation and now_ns - self.said_ns <= FRESH_NS
+        return self.generation == generation and now_ns - self.reported_ns <= FRESH_NS
 
 
 @dataclass(frozen=True)
-class Watched:
+class WatchedMember:
     """A member of the newest group.
 
     Attributes:
@@ -96,7 +96,7 @@ class Watched:
 
     worker_id: WorkerId
     trains: bool
-    sight: Sight | None = None
+    sight: MainThreadState | None = None
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class Hang:
 
 
 def judge(
-    generation: Generation, members: Sequence[Watched], now_ns: int, timeout_ns: int
+    generation: Generation, members: Sequence[WatchedMember], now_ns: int, timeout_ns: int
 ) -> Decision[Hang]:
     """Decide who hangs.
 
@@ -151,7 +151,7 @@ def judge(
         return Decision(Hang(works=works), works or f"{moves} moves")
     if waiting and not standing:
         return _judge_all(max(waiting.values()), now_ns, timeout_ns)
-    queue = Queue({m.worker_id: m.sight.begun for m in members if m.sight is not None})
+    queue = WaitChain({m.worker_id: m.sight.begun for m in members if m.sight is not None})
     hidden = [] if waiting else [w for w in standing if queue.is_ahead(w)]
     if not waiting and not hidden:
         return Decision(Hang(), "nobody waits")
@@ -164,8 +164,10 @@ def judge(
     return Decision(Hang(names, since_ns), f"{len(waiters)} members wait for {', '.join(names)}")
 
 
-def _what_it_does(worker_id: WorkerId, sight: Sight, generation: Generation, now_ns: int) -> str:
-    since_ns, is_old = sight.working_since_ns, now_ns - sight.said_ns > WORK_FRESH_NS
+def _what_it_does(
+    worker_id: WorkerId, sight: MainThreadState, generation: Generation, now_ns: int
+) -> str:
+    since_ns, is_old = sight.working_since_ns, now_ns - sight.reported_ns > WORK_FRESH_NS
     if since_ns is None or sight.generation != generation or is_old:
         return ""
     seconds = (now_ns - since_ns) / NS_PER_S
@@ -184,10 +186,10 @@ def _judge_all(since_ns: int, now_ns: int, timeout_ns: int) -> Decision[Hang]:
     return Decision(Hang(since_ns=since_ns, is_stuck=True), why)
 
 
-class Queue:
+class WaitChain:
     """Who waits for whom, as far as groups within the group tell."""
 
-    def __init__(self, begun: Mapping[WorkerId, Sequence[Begun]]) -> None:
+    def __init__(self, begun: Mapping[WorkerId, Sequence[CollectiveCount]]) -> None:
         """Put the members of each group in order.
 
         Args:
@@ -227,7 +229,7 @@ class Queue:
 
 
 def _at_the_end(
-    waiting: Sequence[WorkerId], standing: Sequence[WorkerId], queue: Queue
+    waiting: Sequence[WorkerId], standing: Sequence[WorkerId], queue: WaitChain
 ) -> tuple[WorkerId, ...]:
     """Return those who stand, are waited for, and wait for nobody else who stands."""
     if len(standing) == 1 or len(standing) > STANDING_MAX:

@@ -19,7 +19,7 @@ from elastic.core.config import CoordinatorConfig, JobSpec, ns
 from elastic.core.policy.decision import Decision
 from elastic.core.world import Generation, NodeId, WorkerId, WorkerPhase
 
-LOOK_S = 5.0
+POLL_S = 5.0
 """While members save their state at a boundary, it is looked so often whether one stands still."""
 
 UNASKED_S = 2.0
@@ -33,7 +33,7 @@ WAITING_PHASES = (WorkerPhase.READY, WorkerPhase.BROKEN, WorkerPhase.FINISHED)
 """Phases in which a worker can be announced into a group without being interrupted."""
 
 
-class Act(Enum):
+class GroupAction(Enum):
     """What the coordinator should do with a job's group."""
 
     KEEP = "keep"
@@ -50,7 +50,7 @@ class Act(Enum):
 
 
 @dataclass(frozen=True)
-class Plan:
+class GroupPlan:
     """An act, with its members (by preference, not yet ranked) and a one-word cause.
 
     Attributes:
@@ -58,7 +58,7 @@ class Plan:
         shows: nobody knows which of the members hangs: all their stacks are wanted first.
     """
 
-    act: Act
+    act: GroupAction
     members: tuple[WorkerId, ...] = ()
     cause: str = ""
     saves: bool = False
@@ -93,7 +93,7 @@ class Candidate(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Current:
+class CurrentGroup:
     """The newest group.
 
     Attributes:
@@ -125,11 +125,11 @@ class Current:
 
 def decide(
     spec: JobSpec,
-    current: Current,
+    current: CurrentGroup,
     candidates: Sequence[Candidate],
     now_ns: int,
     config: CoordinatorConfig,
-) -> Decision[Plan]:
+) -> Decision[GroupPlan]:
     """Decide what happens to the group of one job.
 
     Args:
@@ -155,7 +155,7 @@ def decide(
 
 def choose(
     spec: JobSpec,
-    current: Current,
+    current: CurrentGroup,
     by_id: dict[WorkerId, Candidate],
     *,
     interrupting: bool,
@@ -190,11 +190,11 @@ def choose(
 
 def _decide_open(
     spec: JobSpec,
-    current: Current,
+    current: CurrentGroup,
     by_id: dict[WorkerId, Candidate],
     now_ns: int,
     config: CoordinatorConfig,
-) -> Decision[Plan]:
+) -> Decision[GroupPlan]:
     """A group is out there: is it whole, is it over, should it change?"""
     members = [by_id[w] for w in current.members if w in by_id and by_id[w].present]
     strangers = [c for c in by_id.values() if c.present and c.worker_id not in current.members]
@@ -204,7 +204,9 @@ def _decide_open(
     if lost or current.is_over:
         why = f"lost {', '.join(lost)}" if lost else "its members were told that it is over"
         if awaited:
-            return Decision(Plan(Act.KEEP), f"{why}; waiting for word of {', '.join(awaited)}")
+            return Decision(
+                GroupPlan(GroupAction.KEEP), f"{why}; waiting for word of {', '.join(awaited)}"
+            )
         return _replace(spec, current, by_id, "lost", why)
     overdue = [c for c in members if c.leave_by_ns is not None and c.leave_by_ns <= now_ns]
     if overdue:
@@ -220,11 +222,13 @@ def _decide_open(
         until = min(c.since_ns for c in broken) + ns(config.broken_grace_s)
         if awaited:
             why = f"the group broke; waiting for word of {', '.join(awaited)}"
-            return Decision(Plan(Act.KEEP), why, min(wake, default=None))
+            return Decision(GroupPlan(GroupAction.KEEP), why, min(wake, default=None))
         if now_ns >= until:
             return _replace(spec, current, by_id, "broken", "the group broke, no member is lost")
         return Decision(
-            Plan(Act.KEEP), "the group broke, waiting for the cause", min([until, *wake])
+            GroupPlan(GroupAction.KEEP),
+            "the group broke, waiting for the cause",
+            min([until, *wake]),
         )
     stuck_ns = _stuck_at_ns(members, here, config)
     if stuck_ns is not None and not awaited:
@@ -242,20 +246,22 @@ def _decide_open(
     if left:
         out = sum(1 for c in here if c.phase in WAITING_PHASES)
         is_saving = current.is_saving and saves
-        until = min(c.since_ns for c in left) + _patience_ns(current, is_saving, awaited, config)
+        until = min(c.since_ns for c in left) + _timeout_ns(current, is_saving, awaited, config)
         if out == len(members) or now_ns >= until:
             return _replace_out(spec, current, by_id, wanted)
         # Who is out already saves nothing any more: with those, it is done in the next group.
         if current.saves is not saves and (current.saves or not current.in_place):
             return _ask(saves, min([until, *wake]))
-        look = [now_ns + ns(LOOK_S)] if is_saving else []
+        look = [now_ns + ns(POLL_S)] if is_saving else []
         reason = f"{out} of {len(members)} members are at the boundary"
-        return Decision(Plan(Act.KEEP), reason, min([until, *look, *wake]))
+        return Decision(GroupPlan(GroupAction.KEEP), reason, min([until, *look, *wake]))
 
     wake_ns = min(wake, default=None)
     silent = [c.worker_id for c in members if not c.reachable]
     if silent:
-        return Decision(Plan(Act.KEEP), f"the node of {', '.join(silent)} does not answer", wake_ns)
+        return Decision(
+            GroupPlan(GroupAction.KEEP), f"the node of {', '.join(silent)} does not answer", wake_ns
+        )
     ending = [c for c in members if c.phase is WorkerPhase.FINISHED]
     if spec.own_steps and not (ending or any(_is_starting(c) for c in strangers)):
         joining = len(set(wanted) - set(current.members))
@@ -263,11 +269,11 @@ def _decide_open(
             # It knows no boundary, and would never let them in.
             return _replace(spec, current, by_id, "join", f"{joining} to join")
     forms = "" if current.has_trained else _forms(current, here)
-    return _wish(current, wanted, saves, wake_ns, forms=forms)
+    return _request(current, wanted, saves, wake_ns, forms=forms)
 
 
-def _patience_ns(
-    current: Current, is_saving: bool, awaited: Sequence[WorkerId], config: CoordinatorConfig
+def _timeout_ns(
+    current: CurrentGroup, is_saving: bool, awaited: Sequence[WorkerId], config: CoordinatorConfig
 ) -> int:
     """Return how long members that left a group wait for the others."""
     if is_saving:
@@ -277,7 +283,7 @@ def _patience_ns(
     return ns(min(config.boundary_timeout_s, UNASKED_S))
 
 
-def _forms(current: Current, here: Sequence[Candidate]) -> str:
+def _forms(current: CurrentGroup, here: Sequence[Candidate]) -> str:
     """Say how far a group has come that does not train yet, "" if it does."""
     trained = (WorkerPhase.TRAINING, WorkerPhase.FINISHED)
     if sum(1 for c in here if c.phase in trained) == len(current.members):
@@ -295,33 +301,43 @@ def forming(count: int, size: int) -> str:
     return f"forming: {count} of {size} members are there"
 
 
-def _wish(
-    current: Current,
+def _request(
+    current: CurrentGroup,
     wanted: tuple[WorkerId, ...],
     saves: bool,
     wake_ns: int | None,
     *,
     forms: str,
-) -> Decision[Plan]:
+) -> Decision[GroupPlan]:
     """Nothing is wrong with the group: should it change at its next boundary?"""
     joining = len(set(wanted) - set(current.members))
     leaving = len(set(current.members) - set(wanted))
     if wanted and joining + leaving:
         reason = f"{joining} to join and {leaving} to leave at the next boundary"
         if current.asked and current.saves is saves:
-            return Decision(Plan(Act.KEEP), f"{forms}; {reason}" if forms else reason, wake_ns)
+            return Decision(
+                GroupPlan(GroupAction.KEEP), f"{forms}; {reason}" if forms else reason, wake_ns
+            )
         cause = "drain" if leaving else "join"
-        return Decision(Plan(Act.ASK, cause=cause, saves=saves), reason, wake_ns)
+        return Decision(GroupPlan(GroupAction.ASK, cause=cause, saves=saves), reason, wake_ns)
     if current.saves is not saves:
         return _ask(saves, wake_ns)
-    return Decision(Plan(Act.KEEP), forms or f"{len(current.members)} workers", wake_ns)
+    return Decision(
+        GroupPlan(GroupAction.KEEP), forms or f"{len(current.members)} workers", wake_ns
+    )
 
 
-def _ask(saves: bool, wake_ns: int | None) -> Decision[Plan]:
+def _ask(saves: bool, wake_ns: int | None) -> Decision[GroupPlan]:
     """Members leave at the same boundary as before, but have to save their state, or need not."""
-    plan, reason = Plan(Act.ASK, cause="drain", saves=True), "nobody stays: it is saved first"
+    plan, reason = (
+        GroupPlan(GroupAction.ASK, cause="drain", saves=True),
+        "nobody stays: it is saved first",
+    )
     if not saves:
-        plan, reason = Plan(Act.ASK, cause="resume"), "goes on after all: nothing need be saved"
+        plan, reason = (
+            GroupPlan(GroupAction.ASK, cause="resume"),
+            "goes on after all: nothing need be saved",
+        )
     return Decision(plan, reason, wake_ns)
 
 
@@ -343,28 +359,29 @@ def _stuck_at_ns(
 
 def _replace(
     spec: JobSpec,
-    current: Current,
+    current: CurrentGroup,
     by_id: dict[WorkerId, Candidate],
     cause: str,
     why: str,
-) -> Decision[Plan]:
+) -> Decision[GroupPlan]:
     """The group cannot go on: form the next one now, or suspend if too few are left."""
     members = choose(spec, current, by_id, interrupting=True)
     if not members:
         told = [c for c in by_id.values() if c.present and c.reachable and not c.leaving]
         count = sum(1 for c in told if c.phase is not WorkerPhase.STARTING)
         return Decision(
-            Plan(Act.SUSPEND, cause=cause), f"{why}; {count} of {spec.min_workers} workers are left"
+            GroupPlan(GroupAction.SUSPEND, cause=cause),
+            f"{why}; {count} of {spec.min_workers} workers are left",
         )
     if cause == "join" and len(members) < len(current.members):
         cause = "drain"
-    act = Act.SUSPEND if any(by_id[w].spent for w in members) else Act.FORM
-    return Decision(Plan(act, members, cause), why)
+    act = GroupAction.SUSPEND if any(by_id[w].spent for w in members) else GroupAction.FORM
+    return Decision(GroupPlan(act, members, cause), why)
 
 
 def _replace_stuck(
-    spec: JobSpec, current: Current, by_id: dict[WorkerId, Candidate]
-) -> Decision[Plan]:
+    spec: JobSpec, current: CurrentGroup, by_id: dict[WorkerId, Candidate]
+) -> Decision[GroupPlan]:
     """All members form, and none comes out of it: one of them hangs."""
     found = _replace(spec, current, by_id, "broken", "nobody has come out of forming")
     return replace(found, value=replace(found.value, shows=True))
@@ -372,10 +389,10 @@ def _replace_stuck(
 
 def _replace_out(
     spec: JobSpec,
-    current: Current,
+    current: CurrentGroup,
     by_id: dict[WorkerId, Candidate],
     wanted: tuple[WorkerId, ...],
-) -> Decision[Plan]:
+) -> Decision[GroupPlan]:
     """Members are out at a boundary: form the next group, with somebody who has the state.
 
     If all that have it are to leave since they were asked, and have saved nothing, they go on once
@@ -385,17 +402,19 @@ def _replace_out(
     if current.in_place and not current.saves and members.isdisjoint(wanted):
         again = choose(spec, current, by_id, interrupting=True, with_leavers=True)
         if not members.isdisjoint(again):
-            return Decision(Plan(Act.FORM, again, "drain"), "all who have the state are to leave")
+            return Decision(
+                GroupPlan(GroupAction.FORM, again, "drain"), "all who have the state are to leave"
+            )
     return _replace(spec, current, by_id, "join", "members left at a boundary")
 
 
 def _decide_closed(
     spec: JobSpec,
-    current: Current,
+    current: CurrentGroup,
     by_id: dict[WorkerId, Candidate],
     now_ns: int,
     config: CoordinatorConfig,
-) -> Decision[Plan]:
+) -> Decision[GroupPlan]:
     """No group is out there: form one as soon as enough workers wait for it."""
     members = choose(spec, current, by_id, interrupting=False)
     here = [c for c in by_id.values() if c.present and not c.spent]
@@ -409,22 +428,22 @@ def _decide_closed(
         away = sum(1 for c in by_id.values() if c.present and not c.reachable)
         if away:
             state += f", {away} on nodes that do not answer"
-        return Decision(Plan(Act.WAIT), state)
+        return Decision(GroupPlan(GroupAction.WAIT), state)
     # With a state to resume others join it at a boundary, which costs less than to wait for them.
     # Where all begin anew, a group without them would have to end for them.
     until = None
     if current.anew_ns is not None:
-        until = current.anew_ns + ns(max(config.start_patience_s, ANEW_S))
+        until = current.anew_ns + ns(max(config.start_timeout_s, ANEW_S))
     elif current.generation == 0 and not (spec.resumes or spec.resume_from):
-        until = min(c.since_ns for c in ready) + ns(config.start_patience_s)
+        until = min(c.since_ns for c in ready) + ns(config.start_timeout_s)
     if len(members) < spec.max_workers and starting and until is not None and now_ns < until:
         return Decision(
-            Plan(Act.WAIT),
+            GroupPlan(GroupAction.WAIT),
             f"{len(members)} of {spec.max_workers} workers ready, {starting} starting",
             until,
         )
     cause = "start" if current.generation == 0 else "resume"
-    return Decision(Plan(Act.FORM, members, cause), f"{len(members)} workers ready")
+    return Decision(GroupPlan(GroupAction.FORM, members, cause), f"{len(members)} workers ready")
 
 
 def _is_starting(candidate: Candidate) -> bool:

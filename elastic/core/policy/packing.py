@@ -16,7 +16,7 @@ from elastic.core.world import NO_ZONE, NodeId, Resources, Strategy, zone_of
 
 
 @dataclass(frozen=True)
-class Room:
+class NodeCapacity:
     """A node that may take workers.
 
     Attributes:
@@ -55,7 +55,7 @@ def _capacity(slots: int, free: Mapping[str, int], need: Resources) -> int:
 
 
 @dataclass(frozen=True)
-class Shape:
+class WorkerShape:
     """What workers of one kind see of the cluster.
 
     Attributes:
@@ -63,7 +63,7 @@ class Shape:
         capacity: how many each of these takes when it is empty.
     """
 
-    rooms: tuple[Room, ...]
+    rooms: tuple[NodeCapacity, ...]
     capacity: Mapping[NodeId, int]
 
     def fitting(self, spec: JobSpec) -> int:
@@ -78,28 +78,28 @@ def together(strategy: Strategy, counts: Sequence[int]) -> int:
     return sum(min(count, 1) if strategy is Strategy.STRICT_SPREAD else count for count in counts)
 
 
-class Space:
+class FreeCapacity:
     """What is left of all nodes.
 
     Attributes:
         idle: slots of each node that no process holds, less the new workers that were put there.
     """
 
-    def __init__(self, rooms: Sequence[Room]) -> None:
+    def __init__(self, rooms: Sequence[NodeCapacity]) -> None:
         """Begin with empty nodes, in any order."""
         self.rooms = {room.node_id: room for room in sorted(rooms, key=lambda r: r.node_id)}
         self.slots = {node_id: room.slots for node_id, room in self.rooms.items()}
         self.idle = {node_id: room.free_slots for node_id, room in self.rooms.items()}
         self._free = {n: dict(room.resources.milli) for n, room in self.rooms.items()}
-        self._shapes: dict[tuple[object, ...], Shape] = {}
+        self._shapes: dict[tuple[object, ...], WorkerShape] = {}
 
-    def shape(self, spec: JobSpec) -> Shape:
+    def shape(self, spec: JobSpec) -> WorkerShape:
         """Return what the workers of this job see; equal kinds of workers share one shape."""
         key = (spec.resources_per_worker, spec.accelerator_type, spec.label_selector)
         if key not in self._shapes:
             need = spec.resources_per_worker
             rooms = tuple(r for r in self.rooms.values() if r.matches(spec) and r.capacity(need))
-            self._shapes[key] = Shape(rooms, {r.node_id: r.capacity(need) for r in rooms})
+            self._shapes[key] = WorkerShape(rooms, {r.node_id: r.capacity(need) for r in rooms})
         return self._shapes[key]
 
     def capacity(self, node_id: NodeId, need: Resources) -> int:
@@ -127,7 +127,7 @@ Key = tuple[int, int, int]
 Ranked = tuple[int, int, int, int, NodeId]
 
 
-class Dealer:
+class WorkerPlacer:
     """Says where the next worker of one job goes, by its strategy.
 
     SPREAD goes over zones first, where nodes have that label, and over nodes within a zone.
@@ -140,7 +140,7 @@ class Dealer:
     def __init__(
         self,
         spec: JobSpec,
-        space: Space,
+        space: FreeCapacity,
         hosting: Mapping[NodeId, int],
         *,
         barred: Mapping[NodeId, object],
@@ -240,14 +240,14 @@ class Dealer:
         is_taken, load, room = key
         return is_taken, self._loads.get(zone, 0) if self._spreads else 0, load, room, node_id
 
-    def _one_room(self, rooms: Sequence[Room], *, pinned: bool) -> list[Room]:
+    def _one_room(self, rooms: Sequence[NodeCapacity], *, pinned: bool) -> list[NodeCapacity]:
         """The node that hosts the job already, else the one that can take most of it."""
         hosting = [r for r in rooms if self.hosting.get(r.node_id)]
         if hosting or pinned:
             return hosting[:1]
         need, low = self._spec.resources_per_worker, self._spec.min_workers
 
-        def rank(room: Room) -> tuple[int, int, int, NodeId]:
+        def rank(room: NodeCapacity) -> tuple[int, int, int, NodeId]:
             fits = self._space.capacity(room.node_id, need)
             idle = min(fits, self._space.idle[room.node_id])
             return -min(fits, low), -min(idle, low), -fits, room.node_id

@@ -11,14 +11,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from elastic.core.config import KNOWN_ACCELERATORS, JobSpec
-from elastic.core.policy.claims import workers
 from elastic.core.policy.decision import Decision
+from elastic.core.policy.demands import workers
 from elastic.core.policy.packing import together
 from elastic.core.world import NO_ZONE, Node, NodeId, Resources, Strategy, zone_of
 
 
 @dataclass(frozen=True)
-class Offer:
+class NodeOffer:
     """What a node could still take.
 
     Attributes:
@@ -38,7 +38,7 @@ class Offer:
     hosting: int = 0
 
 
-def place(spec: JobSpec, offers: Sequence[Offer], have: int) -> Decision[tuple[NodeId, ...]]:
+def place(spec: JobSpec, offers: Sequence[NodeOffer], have: int) -> Decision[tuple[NodeId, ...]]:
     """Choose a node for each further worker, up to max.
 
     Args:
@@ -89,7 +89,7 @@ def explain_misfit(spec: JobSpec, nodes: Sequence[Node]) -> str:
         nodes: without any, nothing is known, and it is "".
     """
     offers = [
-        Offer(
+        NodeOffer(
             node.node_id, node.num_slots, node.resources, node.resources, node.num_slots,
             accelerator_type=node.accelerator_type, labels=node.labels,
         )
@@ -98,18 +98,18 @@ def explain_misfit(spec: JobSpec, nodes: Sequence[Node]) -> str:
     return (_unlike(spec, offers) or _too_small(spec, offers, 0)) if offers else ""
 
 
-def takes(spec: JobSpec, offer: Offer) -> bool:
+def takes(spec: JobSpec, offer: NodeOffer) -> bool:
     """Return whether a node could take a worker of the job now."""
     return _matches(spec, offer) and _capacity(spec, offer) > 0
 
 
-def _matches(spec: JobSpec, offer: Offer) -> bool:
+def _matches(spec: JobSpec, offer: NodeOffer) -> bool:
     if spec.accelerator_type and offer.accelerator_type != spec.accelerator_type:
         return False
     return set(spec.label_selector) <= set(offer.labels)
 
 
-def _capacity(spec: JobSpec, offer: Offer) -> int:
+def _capacity(spec: JobSpec, offer: NodeOffer) -> int:
     """Return how many workers of this job still fit onto the node."""
     count = offer.free_slots
     free = dict(offer.free.milli)
@@ -118,7 +118,7 @@ def _capacity(spec: JobSpec, offer: Offer) -> int:
     return max(0, count)
 
 
-def _one_node(offers: Sequence[Offer], capacity: Mapping[NodeId, int]) -> dict[NodeId, int]:
+def _one_node(offers: Sequence[NodeOffer], capacity: Mapping[NodeId, int]) -> dict[NodeId, int]:
     """Leave capacity on a single node: the one that hosts the job already, else the roomiest.
 
     If the job's node is away for a moment the caller leaves none: it must not begin another.
@@ -130,7 +130,7 @@ def _one_node(offers: Sequence[Offer], capacity: Mapping[NodeId, int]) -> dict[N
 
 
 def _spread_out(
-    offers: Sequence[Offer], capacity: Mapping[NodeId, int], want: int, *, spread: bool
+    offers: Sequence[NodeOffer], capacity: Mapping[NodeId, int], want: int, *, spread: bool
 ) -> list[NodeId]:
     """Deal `want` workers: SPREAD to the emptiest node each time, PACK to the fullest that fits.
 
@@ -167,7 +167,7 @@ def _spread_out(
 
 
 def explain_shortage(
-    spec: JobSpec, offers: Sequence[Offer], capacity: Mapping[NodeId, int], have: int
+    spec: JobSpec, offers: Sequence[NodeOffer], capacity: Mapping[NodeId, int], have: int
 ) -> str:
     """Say in one line what keeps min workers from fitting, and what would let them."""
     fits = sum(capacity.values())
@@ -189,7 +189,7 @@ def explain_shortage(
     )
 
 
-def _unlike(spec: JobSpec, offers: Sequence[Offer]) -> str:
+def _unlike(spec: JobSpec, offers: Sequence[NodeOffer]) -> str:
     """Say that no node is of the kind that a worker needs, "" if one is."""
     matching = [o for o in offers if _matches(spec, o)]
     if spec.accelerator_type and not any(
@@ -210,7 +210,7 @@ def _unlike(spec: JobSpec, offers: Sequence[Offer]) -> str:
     return ""
 
 
-def _holds(spec: JobSpec, offer: Offer) -> int:
+def _holds(spec: JobSpec, offer: NodeOffer) -> int:
     """Return how many workers an empty node could take."""
     count = offer.slots
     for name, amount in spec.resources_per_worker.milli:
@@ -218,7 +218,7 @@ def _holds(spec: JobSpec, offer: Offer) -> int:
     return count
 
 
-def _empty(spec: JobSpec, offers: Sequence[Offer]) -> list[dict[str, int]]:
+def _empty(spec: JobSpec, offers: Sequence[NodeOffer]) -> list[dict[str, int]]:
     """Return for each node that matches how many workers each thing of it is enough for."""
     need = spec.resources_per_worker.milli
     found = []
@@ -230,7 +230,7 @@ def _empty(spec: JobSpec, offers: Sequence[Offer]) -> list[dict[str, int]]:
     return found
 
 
-def _too_small(spec: JobSpec, offers: Sequence[Offer], elsewhere: int) -> str:
+def _too_small(spec: JobSpec, offers: Sequence[NodeOffer], elsewhere: int) -> str:
     """Say that min does not fit onto these nodes even without anybody else, "" if it does.
 
     Args:
@@ -263,7 +263,7 @@ def _too_small(spec: JobSpec, offers: Sequence[Offer], elsewhere: int) -> str:
     )
 
 
-def _what_would_do(spec: JobSpec, offers: Sequence[Offer], elsewhere: int) -> str:
+def _what_would_do(spec: JobSpec, offers: Sequence[NodeOffer], elsewhere: int) -> str:
     """Say what would let a job run for which these nodes are too small."""
     counts = [_holds(spec, o) for o in offers if _matches(spec, o)]
     need, holds = spec.min_workers - elsewhere, together(spec.strategy, counts)

@@ -26,40 +26,40 @@ from collections.abc import Iterator, Sequence
 
 from elastic.core.config import JobSpec
 from elastic.core.policy import eviction
-from elastic.core.policy.claims import (
+from elastic.core.policy.decision import Decision
+from elastic.core.policy.demands import (
     NAMED_MAX,
-    Claim,
-    Draft,
-    Grant,
+    Allocation,
+    AllocationDraft,
+    Demand,
     behind,
+    blocker,
     gives,
-    hindrance,
     holders,
     named,
     over,
     rank,
     workers,
 )
-from elastic.core.policy.decision import Decision
-from elastic.core.policy.packing import Dealer, Room, Space, together
+from elastic.core.policy.packing import FreeCapacity, NodeCapacity, WorkerPlacer, together
 from elastic.core.projects import ProjectShare
 from elastic.core.world import NodeId, Resources
 
 
 def decide(
-    claims: Sequence[Claim],
-    rooms: Sequence[Room],
+    claims: Sequence[Demand],
+    rooms: Sequence[NodeCapacity],
     projects: Sequence[ProjectShare],
     *,
     now_ns: int = 0,
-) -> Decision[tuple[Grant, ...]]:
+) -> Decision[tuple[Allocation, ...]]:
     """Divide the cluster.
 
     Args:
         claims: every job that has not ended and is not paused, in any order.
         rooms: the nodes on which workers may start, in any order.
         projects: shares and limits; others have weight 1 and no limit.
-        now_ns: the moment, on the clock of `Claim.spared_until_ns`.
+        now_ns: the moment, on the clock of `Demand.spared_until_ns`.
 
     Returns:
         One grant for each claim, by order of submission; when to ask again if somebody waits for a
@@ -85,19 +85,19 @@ class _Plan:
 
     def __init__(
         self,
-        claims: Sequence[Claim],
-        rooms: Sequence[Room],
+        claims: Sequence[Demand],
+        rooms: Sequence[NodeCapacity],
         projects: Sequence[ProjectShare],
         now_ns: int,
     ) -> None:
         self.now_ns = now_ns
         self.wake_ns: int | None = None
-        self.drafts = [Draft(claim) for claim in claims]
-        self.space = Space(rooms)
+        self.drafts = [AllocationDraft(claim) for claim in claims]
+        self.space = FreeCapacity(rooms)
         self._shares = {share.project: share for share in projects}
         self._workers: dict[str, int] = {}
         self._taken: dict[str, dict[str, int]] = {}
-        self._barred: dict[NodeId, Draft] = {}
+        self._barred: dict[NodeId, AllocationDraft] = {}
         for claim in claims:
             self._count(claim.spec, claim.away)
 
@@ -110,7 +110,7 @@ class _Plan:
             if not claim.trains and not claim.is_ending:
                 continue
             # Those that are away do not count here: they may turn out to be lost.
-            self._keep_seats(draft, len(claim.seats) if claim.is_ending else claim.spec.min_workers)
+            self._keep_ranks(draft, len(claim.seats) if claim.is_ending else claim.spec.min_workers)
             draft.is_admitted = claim.is_ending or draft.size >= claim.spec.min_workers
 
     def admit_waiting(self) -> None:
@@ -130,7 +130,7 @@ class _Plan:
                 can_have and self._evict(draft, need, waiting)
             ):
                 draft.is_admitted = True
-                draft.gives_way_to = None  # It was moved: elsewhere it fits.
+                draft.yields_to = None  # It was moved: elsewhere it fits.
                 continue
             if above:
                 draft.reason = self._at_limit(spec, above)
@@ -142,9 +142,9 @@ class _Plan:
             for node_id in shape.capacity:
                 self._barred.setdefault(node_id, draft)
 
-    def _evict(self, draft: Draft, need: int, waiting: list[Draft]) -> bool:
+    def _evict(self, draft: AllocationDraft, need: int, waiting: list[AllocationDraft]) -> bool:
         """Let others give way as a whole if the job fits then; they wait from here on."""
-        if draft.gives_way_to is not None:
+        if draft.yields_to is not None:
             return False  # It trains still; once it waits it may take the place of others.
         able = []
         for other in sorted(self.drafts, key=lambda d: rank(d.claim), reverse=True):
@@ -166,7 +166,7 @@ class _Plan:
         if not victims or not self._place_without(draft, need, victims, keep=True):
             return False
         for victim in victims:
-            victim.gives_way_to = draft
+            victim.yields_to = draft
             if victim.is_admitted:  # One that has too few nodes waits already.
                 victim.is_admitted = False
                 waiting.append(victim)
@@ -174,7 +174,7 @@ class _Plan:
         return True
 
     def _place_without(
-        self, draft: Draft, need: int, victims: Sequence[Draft], *, keep: bool
+        self, draft: AllocationDraft, need: int, victims: Sequence[AllocationDraft], *, keep: bool
     ) -> bool:
         """Try to give a job its workers with these out of the way; `keep`: and leave it so."""
         seats = [dict(victim.kept) for victim in victims]
@@ -200,7 +200,7 @@ class _Plan:
             self._count(victim.claim.spec, len(before))
         return fits
 
-    def _release(self, draft: Draft, count: int) -> None:
+    def _release(self, draft: AllocationDraft, count: int) -> None:
         """Give back all but the first `count` seats that were kept."""
         over = list(draft.kept)[count:]
         for worker_id in over:
@@ -223,7 +223,7 @@ class _Plan:
             # They count for their project: none may keep another job of it from its min.
             while count and self._excess(draft.claim.spec, count):
                 count -= 1
-            self._keep_seats(draft, count)
+            self._keep_ranks(draft, count)
 
     def grow(self) -> None:
         """Deal what is left, one replica at a time."""
@@ -240,7 +240,9 @@ class _Plan:
 
     # ------------------------------------------------------------ whose turn it is
 
-    def _by_turn(self, drafts: Sequence[Draft], *, again: bool = False) -> Iterator[Draft]:
+    def _by_turn(
+        self, drafts: Sequence[AllocationDraft], *, again: bool = False
+    ) -> Iterator[AllocationDraft]:
         """Yield drafts by order; what is given meanwhile only makes a turn come later."""
         self._size_counts = again
         self._turns = [(self._turn(d), i) for i, d in enumerate(drafts)]
@@ -255,10 +257,10 @@ class _Plan:
             self._index = index
             yield drafts[index]
 
-    def _again(self, draft: Draft) -> None:
+    def _again(self, draft: AllocationDraft) -> None:
         heapq.heappush(self._turns, (self._turn(draft), self._index))
 
-    def _turn(self, draft: Draft) -> tuple[int, float, int, int]:
+    def _turn(self, draft: AllocationDraft) -> tuple[int, float, int, int]:
         spec = draft.claim.spec
         share = self._shares.get(spec.project)
         used = self._workers.get(spec.project, 0) / (share.weight if share else 1.0)
@@ -267,7 +269,7 @@ class _Plan:
 
     # ------------------------------------------------------------ seats and nodes
 
-    def _keep_seats(self, draft: Draft, limit: int) -> int:
+    def _keep_ranks(self, draft: AllocationDraft, limit: int) -> int:
         """Count up to `limit` of its workers where they are; return how many."""
         need, seats, count = draft.claim.spec.resources_per_worker, draft.claim.seats, 0
         while count < limit and draft.tried < len(seats):
@@ -285,12 +287,12 @@ class _Plan:
         self._count(draft.claim.spec, count)
         return count
 
-    def _place(self, draft: Draft, count: int) -> bool:
+    def _place(self, draft: AllocationDraft, count: int) -> bool:
         """Give `count` more workers, its own seats first; all of them or none."""
         spec = draft.claim.spec
         need = spec.resources_per_worker
-        seats_before, tried_before = len(draft.kept), draft.tried
-        missing = count - self._keep_seats(draft, count)
+        rank_infos_before, tried_before = len(draft.kept), draft.tried
+        missing = count - self._keep_ranks(draft, count)
         chosen = self._choose(draft, missing) if missing else []
         if len(chosen) == missing:
             for node_id in chosen:
@@ -302,7 +304,7 @@ class _Plan:
             return True
         for node_id in chosen:
             self.space.give(node_id, need, is_new=True)
-        undone = list(draft.kept)[seats_before:]
+        undone = list(draft.kept)[rank_infos_before:]
         for worker_id in undone:
             self.space.give(draft.kept.pop(worker_id), need, is_new=False)
         draft.tried = tried_before
@@ -310,13 +312,13 @@ class _Plan:
         draft.dealer = None
         return False
 
-    def _choose(self, draft: Draft, count: int) -> list[NodeId]:
+    def _choose(self, draft: AllocationDraft, count: int) -> list[NodeId]:
         """Take room for up to `count` new workers; return where."""
         spec = draft.claim.spec
         if draft.dealer is None:
             claim = draft.claim
             barred = {**self._barred, **dict.fromkeys(claim.out)} if claim.out else self._barred
-            draft.dealer = Dealer(
+            draft.dealer = WorkerPlacer(
                 spec, self.space, draft.hosting(), barred=barred, pinned=claim.away > 0
             )
         chosen: list[NodeId] = []
@@ -351,21 +353,21 @@ class _Plan:
 
     # ------------------------------------------------------------ the answer, and why
 
-    def grant(self, draft: Draft) -> Grant:
+    def grant(self, draft: AllocationDraft) -> Allocation:
         """Return what came of a draft."""
         reason = draft.reason
         if draft.is_admitted and not draft.claim.trains:
             reason = self._waits_for_slots(draft)
-        return Grant(
+        return Allocation(
             job_id=draft.claim.spec.job_id,
             size=draft.size,
             starts=tuple(sorted(draft.starts.items())) if draft.is_admitted else (),
             yields=tuple(worker_id for worker_id, _ in draft.unkept()),
             reason=reason,
-            gives_way_to=over(draft.gives_way_to, draft) if draft.gives_way_to else "",
+            yields_to=over(draft.yields_to, draft) if draft.yields_to else "",
         )
 
-    def _waits_for_slots(self, draft: Draft) -> str:
+    def _waits_for_slots(self, draft: AllocationDraft) -> str:
         """Say who gives back what an admitted job still lacks, "" if it lacks nothing."""
         spec = draft.claim.spec
         need = spec.min_workers - len(draft.kept) - draft.claim.away
@@ -381,7 +383,7 @@ class _Plan:
             parts = ["the others come free as workers that are told to end do so"]
         return f"needs {workers(spec, need)}, {free} free; {'; '.join(parts)}"
 
-    def _in_vain(self, draft: Draft) -> str:
+    def _in_vain(self, draft: AllocationDraft) -> str:
         """Say what the first one in vain lacks."""
         spec = draft.claim.spec
         shape = self.space.shape(spec)
@@ -398,7 +400,7 @@ class _Plan:
         if not held:
             return (
                 f"needs {workers(spec, need)} by {spec.strategy.value}, and no other job is in its "
-                f"way: {hindrance(draft.claim)}; waits for that to change"
+                f"way: {blocker(draft.claim)}; waits for that to change"
             )
         return (
             f"needs {workers(spec, need)} by {spec.strategy.value}, {left} can be had: "
@@ -406,7 +408,7 @@ class _Plan:
             f"{self._who_stays(draft)}"
         )
 
-    def _who_stays(self, draft: Draft) -> str:
+    def _who_stays(self, draft: AllocationDraft) -> str:
         """Say why jobs of lower priority do not give way to it."""
         lower = [
             f"; {named(d.claim)} {d.claim.stays or d.claim.spared_because}"

@@ -13,7 +13,7 @@ from elastic.core.world import NodeId, WorkerId
 from elastic.errors import check
 
 
-class Place(NamedTuple):
+class RankPlace(NamedTuple):
     """One worker's place in the group; a tuple, because a group may have ten thousand."""
 
     worker_id: WorkerId
@@ -28,7 +28,7 @@ def assign_ranks(
     members: Sequence[WorkerId],
     node_of: Mapping[WorkerId, NodeId],
     previous: Sequence[WorkerId] = (),
-) -> tuple[Place, ...]:
+) -> tuple[RankPlace, ...]:
     """Return the members' places, sorted by rank.
 
     Nodes come in the order of their lowest-ranked survivor, then nodes without survivors by id;
@@ -57,8 +57,10 @@ def assign_ranks(
         (by_node if node_id in by_node else new_nodes).setdefault(node_id, []).append(worker_id)
     by_node.update((node_id, new_nodes[node_id]) for node_id in sorted(new_nodes))
 
-    places: list[Place] = []
+    places: list[RankPlace] = []
     for node_rank, (node_id, local) in enumerate(by_node.items()):
         for local_rank, worker_id in enumerate(local):
-            places.append(Place(worker_id, node_id, len(places), local_rank, len(local), node_rank))
+            places.append(
+                RankPlace(worker_id, node_id, len(places), local_rank, len(local), node_rank)
+            )
     return tuple(places)

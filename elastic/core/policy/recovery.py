@@ -15,7 +15,7 @@ from elastic.core.policy.decision import Decision
 
 
 @dataclass(frozen=True)
-class Standing:
+class RunPosition:
     """How far one member is.
 
     Attributes:
@@ -33,7 +33,7 @@ class Standing:
 
 
 @dataclass(frozen=True)
-class Transfers:
+class TransferPlan:
     """Who sends to whom.
 
     Attributes:
@@ -53,7 +53,7 @@ class Transfers:
         return dict(self.sender_of).get(rank)
 
 
-def plan_transfers(standings: Sequence[Standing]) -> Decision[Transfers]:
+def plan_transfers(standings: Sequence[RunPosition]) -> Decision[TransferPlan]:
     """Decide who sends to whom.
 
     When nobody has state yet, the run begins: rank 0's initial weights are everyone's.
@@ -67,7 +67,7 @@ def plan_transfers(standings: Sequence[Standing]) -> Decision[Transfers]:
     """
     steps = max(standing.steps for standing in standings)
 
-    def weights(standing: Standing) -> tuple[bool, Cursor]:
+    def weights(standing: RunPosition) -> tuple[bool, Cursor]:
         cursor = standing.cursor
         if steps and cursor.step >= steps:
             cursor = Cursor(cursor.epoch + 1, 0)
@@ -86,12 +86,14 @@ def plan_transfers(standings: Sequence[Standing]) -> Decision[Transfers]:
     )
     where = f"epoch {furthest.epoch} step {furthest.step}"
     if not pairs:
-        return Decision(Transfers(pairs, cursors), f"all {len(standings)} members are at {where}")
+        return Decision(
+            TransferPlan(pairs, cursors), f"all {len(standings)} members are at {where}"
+        )
     names = ", ".join(f"{rank} from {sender}" for rank, sender in pairs)
-    return Decision(Transfers(pairs, cursors), f"ranks receive the state of {where}: {names}")
+    return Decision(TransferPlan(pairs, cursors), f"ranks receive the state of {where}: {names}")
 
 
-def next_places(standings: Sequence[Standing], transfers: Transfers) -> tuple[Cursor, ...]:
+def next_places(standings: Sequence[RunPosition], transfers: TransferPlan) -> tuple[Cursor, ...]:
     """Return the first cursor at which each member will run code of its own again, by rank.
 
     A member inside a pass has run all code at its cursor: it goes on with the next step. One that

@@ -27,11 +27,11 @@ TRAINING_COUNTS = 4
 
 KEPT_S = 120.0
 """How long a node keeps in memory what workers had there that died, and gives it to others."""
-UNTOLD_S = 10.0
+UNREPORTED_S = 10.0
 """How long an agent may take to hear where to bring rows, and workers to copy all of them."""
 
 
-class Bringing(IntEnum):
+class CopyMode(IntEnum):
     """Whether a node's agent brings its snapshots to another node.
 
     UNKNOWN: it was not told yet. ON: it does. OFF: there is no node, or it takes none.
@@ -43,7 +43,7 @@ class Bringing(IntEnum):
 
 
 @dataclass(frozen=True)
-class Way:
+class CopyProgress:
     """How far the newest snapshot of a node's rows has come on its way to another one.
 
     Attributes:
@@ -53,14 +53,14 @@ class Way:
         waited_s: since it was begun.
     """
 
-    bringing: Bringing
+    bringing: CopyMode
     is_whole: bool
     has_arrived: bool
     waited_s: float
 
 
 @dataclass(frozen=True)
-class Place:
+class CopyCandidate:
     """A node that may hold the copy.
 
     Attributes:
@@ -89,7 +89,7 @@ class Place:
     refused_until_ns: int = 0
 
 
-def is_fit(place: Place, now_ns: int, source: NodeId = ALL_ALIKE) -> bool:
+def is_fit(place: CopyCandidate, now_ns: int, source: NodeId = ALL_ALIKE) -> bool:
     """Decide whether the copy of a source may stay on this node."""
     has_it = place.has_members if source == ALL_ALIKE else place.node_id == source
     return (
@@ -101,7 +101,9 @@ def is_fit(place: Place, now_ns: int, source: NodeId = ALL_ALIKE) -> bool:
     )
 
 
-def choose(places: Sequence[Place], now_ns: int, source: NodeId = ALL_ALIKE) -> Decision[NodeId]:
+def choose(
+    places: Sequence[CopyCandidate], now_ns: int, source: NodeId = ALL_ALIKE
+) -> Decision[NodeId]:
     """Decide where the copy of a job that trains is to lie, if it cannot stay where it is.
 
     Args:
@@ -168,7 +170,7 @@ def is_superfluous(copy: Age, base: Age) -> bool:
     return NO_COPY < copy <= base
 
 
-def is_awaited(way: Way) -> Decision[bool]:
+def is_awaited(way: CopyProgress) -> Decision[bool]:
     """Decide whether the next snapshot of a sharded model has to wait for this one's arrival.
 
     There are two slots for snapshots, here and where the copies lie, and the next but one is
@@ -176,16 +178,16 @@ def is_awaited(way: Way) -> Decision[bool]:
     rows of the one or of the other are in living memory, whichever node dies. A group's first does
     not wait: what the group goes on from lies in the other slot.
     """
-    if way.has_arrived or way.bringing is Bringing.OFF:
+    if way.has_arrived or way.bringing is CopyMode.OFF:
         return Decision(False, "it has arrived" if way.has_arrived else "no node takes it")
-    if way.bringing is Bringing.ON and way.is_whole:
+    if way.bringing is CopyMode.ON and way.is_whole:
         return Decision(True, "it is on its way to another node")
-    is_early = way.waited_s < UNTOLD_S
-    return Decision(is_early, f"for {way.waited_s:.0f} s nobody has sent it, of {UNTOLD_S:g}")
+    is_early = way.waited_s < UNREPORTED_S
+    return Decision(is_early, f"for {way.waited_s:.0f} s nobody has sent it, of {UNREPORTED_S:g}")
 
 
 @dataclass(frozen=True)
-class Leftover:
+class UncopiedState:
     """State of a job in the memory of a node that is to leave, and trains it no more.
 
     Attributes:
@@ -202,7 +204,7 @@ class Leftover:
     is_elsewhere: bool
 
 
-def is_left_behind(what: Leftover) -> Decision[bool]:
+def is_left_behind(what: UncopiedState) -> Decision[bool]:
     """Decide whether a drained node has to stay for what it holds, up to its deadline.
 
     Without a group that trains, what it has may be all that there is, and the next one asks for it.

@@ -15,7 +15,7 @@ from elastic.core.policy.decision import Decision
 from elastic.errors import ConfigError
 
 
-class Steps(Enum):
+class StepShares(Enum):
     """What is known of how a job's steps are shared out."""
 
     IDLE = "idle"
@@ -29,23 +29,23 @@ class Steps(Enum):
 
 
 @dataclass(frozen=True)
-class Shape:
+class JobBounds:
     """A job as far as its bounds are concerned.
 
     Attributes:
         spec: as it was submitted.
         high: its largest group now.
         micro_batches: V, 0 while it is not known.
-        steps: see `Steps`.
+        steps: see `StepShares`.
     """
 
     spec: JobSpec
     high: int
     micro_batches: int
-    steps: Steps
+    steps: StepShares
 
 
-def judge_bounds(shape: Shape, low: int, high: int) -> Decision[bool]:
+def judge_bounds(shape: JobBounds, low: int, high: int) -> Decision[bool]:
     """Decide whether a job may have these bounds; the reason says why not, and what to do.
 
     Args:
@@ -63,17 +63,17 @@ def judge_bounds(shape: Shape, low: int, high: int) -> Decision[bool]:
     return Decision(True, f"{low} to {high} workers")
 
 
-def largest(shape: Shape) -> int | None:
+def largest(shape: JobBounds) -> int | None:
     """Return how many workers a job may ever have, None if that is up to the cluster.
 
     What it was submitted with it may always have: V is chosen for that.
     """
-    if shape.steps is Steps.ITS_OWN:
+    if shape.steps is StepShares.ITS_OWN:
         return None
     return max(shape.spec.max_workers, shape.micro_batches)
 
 
-def within(shape: Shape, low: int, high: int) -> tuple[int, int]:
+def within(shape: JobBounds, low: int, high: int) -> tuple[int, int]:
     """Return these bounds, or as much of them as a job may have, in whole replicas."""
     most = largest(shape)
     if most is None or high <= most:
@@ -83,16 +83,16 @@ def within(shape: Shape, low: int, high: int) -> tuple[int, int]:
     return min(low, most), most
 
 
-def _why_no_more(shape: Shape, most: int) -> str:
+def _why_no_more(shape: JobBounds, most: int) -> str:
     """Say what bounds a job's groups, and what to do."""
-    if shape.steps is Steps.CUT:
+    if shape.steps is StepShares.CUT:
         return (
             f"a step of this run is shared out in {shape.micro_batches} micro-batches, so that no "
             f"more than {most} workers have one, and their number is fixed for the run; for more, "
             f"submit it again with a greater maximum or "
             f"prepare_data_loader(global_batch_size=...), as a new run"
         )
-    if shape.steps is Steps.IDLE:
+    if shape.steps is StepShares.IDLE:
         unknown = (
             "does not train now, so that nobody can say whether more can share its steps; that is "
             "known while it trains"

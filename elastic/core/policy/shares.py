@@ -16,7 +16,7 @@ from elastic.errors import check
 
 
 @dataclass(frozen=True)
-class Piece:
+class TensorRows:
     """Rows of one tensor, along its first dimension.
 
     Attributes:
@@ -31,7 +31,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Extent:
+class TensorExtent:
     """How large a tensor is.
 
     Attributes:
@@ -43,7 +43,7 @@ class Extent:
     row_bytes: int
 
 
-class Rows(NamedTuple):
+class RowRange(NamedTuple):
     """Some rows of a tensor, one after the other.
 
     Attributes:
@@ -59,17 +59,17 @@ class Rows(NamedTuple):
         """Return the row behind the last one."""
         return self.first + self.rows
 
-    def with_both(self, other: Rows) -> Rows:
+    def with_both(self, other: RowRange) -> RowRange:
         """Return the rows that are in both; none begin where the later one does."""
         first = max(self.first, other.first)
-        return Rows(first, max(0, min(self.end, other.end) - first))
+        return RowRange(first, max(0, min(self.end, other.end) - first))
 
 
-Spread = tuple[Rows, ...]
+Spread = tuple[RowRange, ...]
 """The rows of a sharded tensor that each rank answers for, by rank: all rows, each once."""
 
 
-def chunk(rows: int, parts: int, part: int) -> Rows:
+def chunk(rows: int, parts: int, part: int) -> RowRange:
     """Return one part of so many rows, as `torch.chunk` cuts them: all but the last are alike.
 
     The last ones may be smaller, or have no rows at all.
@@ -77,21 +77,21 @@ def chunk(rows: int, parts: int, part: int) -> Rows:
     check(0 <= part < parts, f"part {part} of {parts}")
     size = -(-rows // parts)
     first = min(rows, part * size)
-    return Rows(first, min(rows, first + size) - first)
+    return RowRange(first, min(rows, first + size) - first)
 
 
-def merged(parts: Iterable[Rows]) -> tuple[Rows, ...]:
+def merged(parts: Iterable[RowRange]) -> tuple[RowRange, ...]:
     """Return the same rows in as few stretches as possible, in order; empty ones are left out."""
-    found: list[Rows] = []
+    found: list[RowRange] = []
     for part in sorted(one for one in parts if one.rows):
         if found and part.first <= found[-1].end:
             last = found.pop()
-            part = Rows(last.first, max(last.end, part.end) - last.first)
+            part = RowRange(last.first, max(last.end, part.end) - last.first)
         found.append(part)
     return tuple(found)
 
 
-def cover(held: list[Rows], more: Rows) -> bool:
+def cover(held: list[RowRange], more: RowRange) -> bool:
     """Add rows to those that are held; return whether any of them is new.
 
     Args:
@@ -107,13 +107,18 @@ def cover(held: list[Rows], more: Rows) -> bool:
         return False
     low = min([more.first, *(one.first for one in beside)])
     high = max([more.end, *(one.end for one in beside)])
-    held[first:last] = [Rows(low, high - low)]
+    held[first:last] = [RowRange(low, high - low)]
     return True
 
 
 def share_of(
-    extents: Sequence[Extent], spreads: Sequence[Spread | None], *, rank: int, part: int, parts: int
-) -> tuple[Piece, ...]:
+    extents: Sequence[TensorExtent],
+    spreads: Sequence[Spread | None],
+    *,
+    rank: int,
+    part: int,
+    parts: int,
+) -> tuple[TensorRows, ...]:
     """Return what one worker copies or writes of a state, in the order of its tensors.
 
     Args:
@@ -131,11 +136,11 @@ def share_of(
     for number, spread in enumerate(spreads):
         # Somebody has to say that a tensor without rows is there.
         if spread is not None and (spread[rank].rows or (not extents[number].rows and not rank)):
-            pieces.append(Piece(number, *spread[rank]))
+            pieces.append(TensorRows(number, *spread[rank]))
     return tuple(sorted(pieces, key=lambda piece: piece.tensor))
 
 
-def cut(extents: Sequence[Extent], part: int, parts: int) -> tuple[Piece, ...]:
+def cut(extents: Sequence[TensorExtent], part: int, parts: int) -> tuple[TensorRows, ...]:
     """Return one part of a state, in the order of its tensors.
 
     The state's bytes are laid end to end and cut evenly; a row belongs where it begins. Tensors
@@ -154,28 +159,30 @@ def cut(extents: Sequence[Extent], part: int, parts: int) -> tuple[Piece, ...]:
     for number, extent in enumerate(extents):
         if not extent.rows * extent.row_bytes:
             if part == 0:
-                pieces.append(Piece(number, 0, extent.rows))
+                pieces.append(TensorRows(number, 0, extent.rows))
             continue
         first, last = (_row_from(at - base, extent) for at in (low, high))
         if last > first:
-            pieces.append(Piece(number, first, last - first))
+            pieces.append(TensorRows(number, first, last - first))
         base += extent.rows * extent.row_bytes
     return tuple(pieces)
 
 
-def _row_from(offset: int, extent: Extent) -> int:
+def _row_from(offset: int, extent: TensorExtent) -> int:
     """Return the first row that begins at an offset into its tensor, or behind it."""
     return min(extent.rows, max(0, -(-offset // extent.row_bytes)))
 
 
-class Givers:
+class RowSources:
     """Who gives which rows of a tensor to whom: what a taker has itself, else the first who has it.
 
     Whom the others ask is found once for all of them, so that a group of many nodes does not look
     at all of them for each.
     """
 
-    def __init__(self, held: Sequence[tuple[int, Sequence[Rows]]], wanted: Iterable[Rows]) -> None:
+    def __init__(
+        self, held: Sequence[tuple[int, Sequence[RowRange]]], wanted: Iterable[RowRange]
+    ) -> None:
         """Find who is asked for what.
 
         Args:
@@ -188,7 +195,7 @@ class Givers:
         self._spans: dict[int, tuple[int, int]] = {}
         asked = [one for one in wanted if one.rows]
         low, high = min((r.first for r in asked), default=0), max((r.end for r in asked), default=0)
-        left = [Rows(low, high - low)] if asked else []
+        left = [RowRange(low, high - low)] if asked else []
         found = []
         for number, (rank, stretches) in enumerate(held):
             self._own.setdefault(rank, []).append(number)
@@ -199,12 +206,12 @@ class Givers:
                     self._spans[rank] = min(span[0], part.first), max(span[1], part.end)
         self._found = sorted(found)
 
-    def may_give(self, rank: int, wanted: Rows) -> bool:
+    def may_give(self, rank: int, wanted: RowRange) -> bool:
         """Return whether a rank may have to give some of the rows to another one."""
         low, high = self._spans.get(rank, (0, 0))
         return low < wanted.end and wanted.first < high
 
-    def of(self, taker: int, wanted: Rows) -> tuple[tuple[int, Rows], ...]:
+    def of(self, taker: int, wanted: RowRange) -> tuple[tuple[int, RowRange], ...]:
         """Return who gives which of these rows to a rank, by number; fewer if nobody has some."""
         left = [wanted] if wanted.rows else []
         given = [
@@ -224,7 +231,7 @@ class Givers:
         return (*given, *((number, part) for number, _, part in sorted(others)))
 
 
-def _take(left: list[Rows], stretch: Rows) -> list[Rows]:
+def _take(left: list[RowRange], stretch: RowRange) -> list[RowRange]:
     """Take from the rows that are left those of a stretch, and return them.
 
     Args:
@@ -239,6 +246,6 @@ def _take(left: list[Rows], stretch: Rows) -> list[Rows]:
         return []
     taken = [one.with_both(stretch) for one in left[first:last]]
     low, high = left[first].first, left[last - 1].end
-    around = Rows(low, taken[0].first - low), Rows(taken[-1].end, high - taken[-1].end)
+    around = RowRange(low, taken[0].first - low), RowRange(taken[-1].end, high - taken[-1].end)
     left[first:last] = [one for one in around if one.rows]
     return taken

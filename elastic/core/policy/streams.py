@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from elastic.core.policy.cursor import Epochs, derive
+from elastic.core.policy.cursor import DataPlan, derive
 from elastic.errors import ConfigError, check
 
 STREAM = 4
@@ -22,7 +22,7 @@ ITERATOR, COLLATE = 0, 1
 """So that a micro-batch of one sample is not collated with the numbers that the sample had."""
 
 
-class Cut(Enum):
+class StreamCut(Enum):
     """How a dataset becomes V streams."""
 
     COUNT = "count"
@@ -34,7 +34,7 @@ class Cut(Enum):
 
 
 @dataclass(frozen=True)
-class Streams:
+class StreamPlan:
     """How a dataset is cut into streams, in every epoch alike.
 
     Attributes:
@@ -48,7 +48,7 @@ class Streams:
 
     micro_batch: int
     num_micro_batches: int
-    cut: Cut = Cut.COUNT
+    cut: StreamCut = StreamCut.COUNT
     seed: int = 0
     drop_last: bool = False
 
@@ -68,19 +68,19 @@ class Streams:
     @property
     def stride(self) -> int:
         """Return how many streams take turns in one sequence of samples."""
-        return self.num_micro_batches if self.cut is Cut.COUNT else 1
+        return self.num_micro_batches if self.cut is StreamCut.COUNT else 1
 
     @property
     def fingerprint(self) -> int:
         """Return a number that is equal where data is cut in the same way; 0 < it < 2**63."""
-        kind = list(Cut).index(self.cut)
+        kind = list(StreamCut).index(self.cut)
         sizes = (self.micro_batch, self.num_micro_batches, kind, int(self.drop_last))
         return derive(self.seed, STREAM, *sizes) | 1
 
     def source_of(self, stream: int) -> int:
         """Return the number of the sequence that a stream is part of."""
         check(0 <= stream < self.num_micro_batches, f"stream {stream}")
-        return 0 if self.cut is Cut.COUNT else stream
+        return 0 if self.cut is StreamCut.COUNT else stream
 
     def beginning(self, step: int) -> int:
         """Return the place in every sequence where a step begins."""
@@ -91,7 +91,7 @@ class Streams:
         offset = stream % self.stride
         return range(self.beginning(step) + offset, self.beginning(step + 1), self.stride)
 
-    def telling_place(self, step: int, stream: int) -> int:
+    def reporting_place(self, step: int, stream: int) -> int:
         """Return the place that must be there for the next step, as far as this stream knows."""
         following = self.places(step + 1, stream)
         return following[-1] if self.drop_last else following[0]
@@ -113,12 +113,12 @@ class Streams:
         return all(told) if self.drop_last else any(told)
 
 
-Data = Epochs | Streams
+Data = DataPlan | StreamPlan
 """How data is cut into steps and micro-batches: by numbers, or by streams."""
 
 
 @dataclass(frozen=True)
-class Position:
+class StreamPosition:
     """Where a snapshot of a sequence was taken.
 
     Attributes:
@@ -132,7 +132,7 @@ class Position:
     source: int
 
 
-def nearest(positions: Sequence[Position], wanted: Position) -> int | None:
+def nearest(positions: Sequence[StreamPosition], wanted: StreamPosition) -> int | None:
     """Return the index of the snapshot to continue from, None to begin at the first sample.
 
     It is the last one of the same epoch and sequence that is not behind the wanted step; what lies

@@ -121,7 +121,7 @@ def train_func(config: dict) -> dict:
         for x, y, ids in loader:
             orders.obey("loop")
             if replica is not None:
-                meet(replica)
+                synchronize(replica)
             if config["pace"]:
                 time.sleep(config["pace"])  # Stands for a model that takes longer.
             logits, counted = model(x, ids)
@@ -159,7 +159,7 @@ def two_replicas() -> DeviceMesh:
     return init_device_mesh("cpu", shape, mesh_dim_names=("replica", "shard"))
 
 
-def meet(group: dist.ProcessGroup) -> None:
+def synchronize(group: dist.ProcessGroup) -> None:
     """Wait for the others of a group where nobody can see from outside that this waits."""
     work = dist.all_reduce(torch.ones(1), group=group, async_op=True)
     if work is not None:

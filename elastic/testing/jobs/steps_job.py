@@ -32,7 +32,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from elastic import train
-from elastic.core.policy.cursor import Epochs
+from elastic.core.policy.cursor import DataPlan
 from elastic.train.torch import (
     TorchTrainer,
     enable_reproducibility,
@@ -318,7 +318,7 @@ def digest(state: object) -> str:
 def check_ledger(ledger: torch.Tensor, config: dict) -> None:
     """Raise unless every sample was trained with exactly once in each epoch."""
     number = config["global_batch"] // config["micro_batch"]
-    epochs = Epochs(config["samples"], config["micro_batch"], number)
+    epochs = DataPlan(config["samples"], config["micro_batch"], number)
     expected = torch.zeros(config["samples"], dtype=torch.float64)
     for epoch in range(config["epochs"]):
         for step in range(epochs.steps):

@@ -34,14 +34,14 @@ from transformers.trainer_callback import (
 )
 from transformers.trainer_utils import get_last_checkpoint
 
-from elastic.core.policy.cursor import Epochs
+from elastic.core.policy.cursor import DataPlan
 from elastic.errors import UsageError
 from elastic.train.checkpoint import Checkpoint
 from elastic.train.loaders import PreparedLoader, prepare_data_loader
 from elastic.train.one_process import see_one_process, take_place
 from elastic.train.session import report, require_context, require_engine
 from elastic.train.trainer import TorchTrainer
-from elastic.worker.stepping import Step
+from elastic.worker.engine.whole_step import WholeStep
 
 __all__ = [
     "RayTrainReportCallback",
@@ -126,7 +126,7 @@ class _Run(TrainerCallback):
         self._engine = require_engine("prepare_trainer")
         self._epochs: Iterator[int] = iter(())
         self._epoch = -1
-        self._steps: Iterator[Step] = iter(())
+        self._steps: Iterator[WholeStep] = iter(())
         self._num_steps, self._stops = 0, False
 
     # ------------------------------------------------------------------- what is in the run's state
@@ -180,7 +180,7 @@ class _Run(TrainerCallback):
     ) -> None:
         """Say how much of the epochs is done, in batches of the loader as a Trainer does."""
         cursor, data = self._engine.cursor, self._engine.data
-        if isinstance(data, Epochs):
+        if isinstance(data, DataPlan):
             rest = 0 if data.drop_last else data.micro_batch - 1
             batches = (data.num_samples + rest) // data.micro_batch
             done = min(cursor.step * data.num_micro_batches, batches)
@@ -234,7 +234,7 @@ class _Run(TrainerCallback):
         self._trainer.control.should_training_stop = is_last
         return True
 
-    def steps(self, loader: PreparedLoader) -> Iterator[Step]:
+    def steps(self, loader: PreparedLoader) -> Iterator[WholeStep]:
         """Yield the steps of the epoch, up to where the others have stopped."""
         trainer, self._steps, self._num_steps = self._trainer, loader.steps(), 0
         for step in self._steps:
@@ -276,7 +276,7 @@ class _Steps:
             raise TypeError("an iterable dataset: the steps of an epoch are known once it is over")
         return steps
 
-    def __iter__(self) -> Iterator[Step]:
+    def __iter__(self) -> Iterator[WholeStep]:
         """Begin an epoch."""
         return self._run.steps(self._loader)
 
@@ -340,7 +340,7 @@ class _InSteps(Trainer):
         self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None
     ) -> torch.Tensor:
         """Compute all micro-batches of a step, and return its loss."""
-        if not isinstance(inputs, Step):
+        if not isinstance(inputs, WholeStep):
             return super().training_step(model, inputs, num_items_in_batch)
         device = self.args.device
 
@@ -364,13 +364,13 @@ class _InSteps(Trainer):
         return after - before
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
-        if not isinstance(inputs, Step):
+        if not isinstance(inputs, WholeStep):
             return super()._track_num_input_tokens(inputs)
         self.state.num_input_tokens_seen += int(inputs.sums.get("tokens", 0))
 
     def floating_point_ops(self, inputs: Any) -> int:
         """Return those of a whole step, whoever has computed what of it."""
-        if not isinstance(inputs, Step):
+        if not isinstance(inputs, WholeStep):
             return super().floating_point_ops(inputs)
         return int(inputs.sums.get("flos", 0))
 

@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import ProgressBar
 from elastic.errors import UsageError
 from elastic.train.loaders import PreparedLoader
 from elastic.train.session import require_engine
-from elastic.worker.stepping import Step
+from elastic.worker.engine.whole_step import WholeStep
 
 if TYPE_CHECKING:
     from elastic.train.lightning.strategy import RayDDPStrategy
@@ -70,7 +70,7 @@ class Steps:
             )
         return steps
 
-    def __iter__(self) -> Iterator[Step]:
+    def __iter__(self) -> Iterator[WholeStep]:
         """Begin an epoch."""
         return self._fit.steps(self._loader)
 
@@ -96,7 +96,7 @@ class Fit:
         self._strategy = strategy
         self._engine = require_engine("RayDDPStrategy")
         self._gradients: list[torch.Tensor | None] = []
-        self._steps: Iterator[Step] = iter(())
+        self._steps: Iterator[WholeStep] = iter(())
         self.loader: PreparedLoader | None = None
         self._results: dict[str, Any] = {}
         # Until the loop asks for its first step: what this worker has received.
@@ -109,7 +109,7 @@ class Fit:
         before = module._on_before_batch_transfer
 
         def transfer(batch: Any, **named: Any) -> Any:
-            return batch if isinstance(batch, Step) else before(batch, **named)
+            return batch if isinstance(batch, WholeStep) else before(batch, **named)
 
         vars(module)["_on_before_batch_transfer"] = transfer
         engine, fit = self._engine, self._trainer.fit_loop
@@ -127,7 +127,7 @@ class Fit:
 
     # ------------------------------------------------------------------- epochs and steps
 
-    def steps(self, loader: PreparedLoader) -> Iterator[Step]:
+    def steps(self, loader: PreparedLoader) -> Iterator[WholeStep]:
         """Yield the steps of Lightning's present epoch that are left to do."""
         if self._is_new and self._received is not None:
             self.load_state_dict(self._received)  # Again: the loop has set its counters to zero.

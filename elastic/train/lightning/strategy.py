@@ -20,7 +20,7 @@ from elastic.train.lightning.environment import current_rank
 from elastic.train.lightning.fit import LOSS, Fit, Steps, taken_log
 from elastic.train.loaders import prepare_data_loader
 from elastic.train.session import require_context
-from elastic.worker.stepping import Step
+from elastic.worker.engine.whole_step import WholeStep
 
 
 class RayDDPStrategy(strategies.SingleDeviceStrategy):
@@ -144,12 +144,12 @@ class RayDDPStrategy(strategies.SingleDeviceStrategy):
         self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
     ) -> Any:
         """Move a batch; a step's micro-batches are moved when they are computed."""
-        return batch if isinstance(batch, Step) else super().batch_to_device(batch, device)
+        return batch if isinstance(batch, WholeStep) else super().batch_to_device(batch, device)
 
     def training_step(self, *args: Any, **named: Any) -> Any:
         """Compute all micro-batches of a step: forward, backward, and the reduction."""
         step, *others = args
-        if not isinstance(step, Step) or self._fit is None:
+        if not isinstance(step, WholeStep) or self._fit is None:
             return super().training_step(*args, **named)
         module, output = self._the_trainer().lightning_module, None
 

@@ -117,7 +117,7 @@ class Switch:
             if host.namespace:
                 ip("netns", "del", host.namespace, check=False)
 
-    def heard(self, packet: bytes) -> None:
+    def received(self, packet: bytes) -> None:
         """Somebody may read a packet that passes; by default nobody does."""
 
     def _carry(self) -> None:
@@ -147,7 +147,7 @@ class Switch:
             if link.loss and self._random.random() < link.loss:
                 continue
             self.passed += 1
-            self.heard(packet)
+            self.received(packet)
             if link.delay_s:
                 due = time.monotonic() + link.delay_s
                 heapq.heappush(self._late, (due, self.passed, target, packet))

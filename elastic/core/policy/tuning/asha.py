@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from elastic.core.policy.decision import Decision
-from elastic.core.policy.tuning.verdict import GO_ON, Act, Seen, Verdict
+from elastic.core.policy.tuning.decision import GO_ON, TrialAction, TrialDecision, TrialProgress
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,9 @@ class Asha:
     sign: float = 1.0
     stops_last: bool = True
 
-    def judge(self, trial: Seen, others: Sequence[Seen]) -> Decision[Verdict]:
+    def judge(
+        self, trial: TrialProgress, others: Sequence[TrialProgress]
+    ) -> Decision[TrialDecision]:
         """Judge a trial by its newest report.
 
         Args:
@@ -50,7 +52,7 @@ class Asha:
                 rung *= self.reduction
                 continue
             if math.isnan(value):
-                return Decision(Verdict(Act.STOP, passed), f"NaN at rung {rung}")
+                return Decision(TrialDecision(TrialAction.STOP, passed), f"NaN at rung {rung}")
             passed[rung] = value
             known = [other.rungs[rung] for other in others if rung in other.rungs]
             cut = cut_of([*known, value], self.reduction)
@@ -59,13 +61,15 @@ class Asha:
                     f"{value * self.sign:.4g} at rung {rung} is behind {cut * self.sign:.4g}, of "
                     f"the best 1/{self.reduction} of {len(known) + 1}"
                 )
-                return Decision(Verdict(Act.STOP, passed), reason)
+                return Decision(TrialDecision(TrialAction.STOP, passed), reason)
             rung *= self.reduction
         if self.stops_last and self.max_t and at >= self.max_t:
-            return Decision(Verdict(Act.STOP, passed), f"reached max_t={self.max_t}")
+            return Decision(TrialDecision(TrialAction.STOP, passed), f"reached max_t={self.max_t}")
         if not passed:
             return Decision(GO_ON, "between rungs")
-        return Decision(Verdict(Act.GO_ON, passed), f"among the best at rung {max(passed)}")
+        return Decision(
+            TrialDecision(TrialAction.GO_ON, passed), f"among the best at rung {max(passed)}"
+        )
 
     def _first(self, number: int) -> int:
         return self.grace * int(self.reduction ** (number % self.brackets))

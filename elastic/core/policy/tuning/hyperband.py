@@ -11,7 +11,13 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from elastic.core.policy.decision import Decision
-from elastic.core.policy.tuning.verdict import GO_ON, Act, Seen, Verdict, rank_of
+from elastic.core.policy.tuning.decision import (
+    GO_ON,
+    TrialAction,
+    TrialDecision,
+    TrialProgress,
+    rank_of,
+)
 
 
 @dataclass(frozen=True)
@@ -56,7 +62,9 @@ class HyperBand:
             first += size
         return Bracket(first, 1, (self.max_t,))
 
-    def judge(self, trial: Seen, others: Sequence[Seen]) -> Decision[Verdict]:
+    def judge(
+        self, trial: TrialProgress, others: Sequence[TrialProgress]
+    ) -> Decision[TrialDecision]:
         """Judge a trial by its reports: at a rung it waits; see `settle`.
 
         What it reported until its pause took effect gives it no advantage: at a rung its first
@@ -64,25 +72,27 @@ class HyperBand:
         """
         at, value = trial.curve[-1]
         if at >= self.max_t:
-            return Decision(Verdict(Act.STOP, {self.max_t: value}), f"reached max_t={self.max_t}")
+            return Decision(
+                TrialDecision(TrialAction.STOP, {self.max_t: value}), f"reached max_t={self.max_t}"
+            )
         rungs = self.bracket_of(trial.number).rungs
         passed = [rung for rung in rungs if rung <= at and rung not in trial.rungs]
         if not passed:
             return Decision(GO_ON, "between rungs")
         reason = f"waits at rung {passed[-1]} for the others of its bracket"
         values = {rung: next(v for t, v in trial.curve if t >= rung) for rung in passed}
-        return Decision(Verdict(Act.PAUSE, values), reason)
+        return Decision(TrialDecision(TrialAction.PAUSE, values), reason)
 
     def settle(
-        self, trials: Sequence[Seen], *, is_exhausted: bool
-    ) -> list[tuple[int, Decision[Verdict]]]:
+        self, trials: Sequence[TrialProgress], *, is_exhausted: bool
+    ) -> list[tuple[int, Decision[TrialDecision]]]:
         """Return what becomes of trials that wait, where nobody is waited for any more.
 
         Args:
             trials: all of them, by number.
             is_exhausted: no further one will come.
         """
-        found: list[tuple[int, Decision[Verdict]]] = []
+        found: list[tuple[int, Decision[TrialDecision]]] = []
         first = 0
         while first < len(trials):
             bracket = self.bracket_of(first)
@@ -94,8 +104,8 @@ class HyperBand:
         return found
 
     def _settle(
-        self, members: list[Seen], rungs: Sequence[int]
-    ) -> list[tuple[int, Decision[Verdict]]]:
+        self, members: list[TrialProgress], rungs: Sequence[int]
+    ) -> list[tuple[int, Decision[TrialDecision]]]:
         for rung, following in pairwise(rungs):
             if any(rung not in one.rungs and not one.is_over for one in members):
                 return []
@@ -110,7 +120,7 @@ class HyperBand:
                 return [
                     (
                         one.number,
-                        Decision(GO_ON if one in kept else Verdict(Act.STOP), said),
+                        Decision(GO_ON if one in kept else TrialDecision(TrialAction.STOP), said),
                     )
                     for one in waiting
                 ]

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from elastic.core.policy.decision import Decision
-from elastic.core.policy.tuning.verdict import GO_ON, Act, Seen, Verdict
+from elastic.core.policy.tuning.decision import GO_ON, TrialAction, TrialDecision, TrialProgress
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,9 @@ class Median:
     min_samples: int = 3
     sign: float = 1.0
 
-    def judge(self, trial: Seen, others: Sequence[Seen]) -> Decision[Verdict]:
+    def judge(
+        self, trial: TrialProgress, others: Sequence[TrialProgress]
+    ) -> Decision[TrialDecision]:
         """Judge a trial by its newest report; see `Asha.judge`."""
         at, _ = trial.curve[-1]
         complete = [other for other in others if other.is_complete]
@@ -38,7 +40,7 @@ class Median:
             return Decision(GO_ON, f"{len(complete)} of {self.min_samples} trials to compare with")
         finite = [value for _, value in trial.curve if not math.isnan(value)]
         if not finite:
-            return Decision(Verdict(Act.STOP), "nothing but NaN so far")
+            return Decision(TrialDecision(TrialAction.STOP), "nothing but NaN so far")
         there = [value for other in complete for t, value in other.curve if t == at]
         known = sorted(value for value in there if not math.isnan(value))
         if not known:
@@ -49,5 +51,5 @@ class Median:
                 f"its best {max(finite) * self.sign:.4g} is behind {middle * self.sign:.4g}, the "
                 f"median of {len(known)} at {at}"
             )
-            return Decision(Verdict(Act.STOP), reason)
+            return Decision(TrialDecision(TrialAction.STOP), reason)
         return Decision(GO_ON, f"not behind the median at {at}")

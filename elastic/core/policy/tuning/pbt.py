@@ -10,7 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from elastic.core.policy.decision import Decision
-from elastic.core.policy.tuning.verdict import GO_ON, Act, Seen, Verdict, rank_of
+from elastic.core.policy.tuning.decision import (
+    GO_ON,
+    TrialAction,
+    TrialDecision,
+    TrialProgress,
+    rank_of,
+)
 
 
 @dataclass(frozen=True)
@@ -29,7 +35,9 @@ class Pbt:
     quantile: float = 0.25
     sign: float = 1.0
 
-    def judge(self, trial: Seen, others: Sequence[Seen], draw: float) -> Decision[Verdict]:
+    def judge(
+        self, trial: TrialProgress, others: Sequence[TrialProgress], draw: float
+    ) -> Decision[TrialDecision]:
         """Judge a trial by its newest report.
 
         Args:
@@ -53,10 +61,10 @@ class Pbt:
         shown = f"{value * self.sign:.4g}"
         if scores[0][0] == scores[-1][0] or (rank_of(value), -trial.number) not in worst:
             reason = f"{shown} at {at} is not of the worst {count} of {len(scores)}"
-            return Decision(Verdict(Act.GO_ON, passed), reason)
+            return Decision(TrialDecision(TrialAction.GO_ON, passed), reason)
         score, donor = best[int(draw * len(best))]
         reason = (
             f"{shown} at {at} is of the worst {count} of {len(scores)}: goes on from trial "
             f"{-donor}, with {score * self.sign:.4g}"
         )
-        return Decision(Verdict(Act.EXPLOIT, passed, donor=-donor), reason)
+        return Decision(TrialDecision(TrialAction.EXPLOIT, passed, donor=-donor), reason)

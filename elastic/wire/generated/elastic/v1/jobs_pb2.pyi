@@ -198,20 +198,20 @@ class LogChunk(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., rank: _Optional[int] = ..., generation: _Optional[int] = ..., node_id: _Optional[str] = ..., text: _Optional[str] = ..., unix_ns: _Optional[int] = ...) -> None: ...
 
 class Job(_message.Message):
-    __slots__ = ("record", "reason", "age_ns", "workers", "copies", "untold_ns")
+    __slots__ = ("record", "reason", "age_ns", "workers", "copies", "unreported_ns")
     RECORD_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     AGE_NS_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     COPIES_FIELD_NUMBER: _ClassVar[int]
-    UNTOLD_NS_FIELD_NUMBER: _ClassVar[int]
+    UNREPORTED_NS_FIELD_NUMBER: _ClassVar[int]
     record: _records_pb2.JobRecord
     reason: str
     age_ns: int
     workers: _containers.RepeatedCompositeFieldContainer[WorkerView]
     copies: _containers.RepeatedCompositeFieldContainer[CopyView]
-    untold_ns: int
-    def __init__(self, record: _Optional[_Union[_records_pb2.JobRecord, _Mapping]] = ..., reason: _Optional[str] = ..., age_ns: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerView, _Mapping]]] = ..., copies: _Optional[_Iterable[_Union[CopyView, _Mapping]]] = ..., untold_ns: _Optional[int] = ...) -> None: ...
+    unreported_ns: int
+    def __init__(self, record: _Optional[_Union[_records_pb2.JobRecord, _Mapping]] = ..., reason: _Optional[str] = ..., age_ns: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerView, _Mapping]]] = ..., copies: _Optional[_Iterable[_Union[CopyView, _Mapping]]] = ..., unreported_ns: _Optional[int] = ...) -> None: ...
 
 class CopyView(_message.Message):
     __slots__ = ("node_id", "source", "generation", "steps", "age_ns")

@@ -49,7 +49,7 @@ class FormerWorker(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., rank: _Optional[int] = ..., generation: _Optional[int] = ...) -> None: ...
 
 class JobRecord(_message.Message):
-    __slots__ = ("spec", "phase", "generation", "group", "failures", "losses", "checkpoints", "reason", "failure", "failed_worker", "result", "metrics", "sequence", "preemptions", "min_workers", "max_workers", "paused", "preempted_by", "submitter", "told_to_save", "leaves_for", "since_unix_ns", "stopping", "rank_failures", "goodput", "former")
+    __slots__ = ("spec", "phase", "generation", "group", "failures", "losses", "checkpoints", "reason", "failure", "failed_worker", "result", "metrics", "sequence", "preemptions", "min_workers", "max_workers", "paused", "preempted_by", "submitter", "is_save_requested", "leaves_for", "since_unix_ns", "stopping", "rank_failures", "goodput", "former")
     SPEC_FIELD_NUMBER: _ClassVar[int]
     PHASE_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
@@ -69,7 +69,7 @@ class JobRecord(_message.Message):
     PAUSED_FIELD_NUMBER: _ClassVar[int]
     PREEMPTED_BY_FIELD_NUMBER: _ClassVar[int]
     SUBMITTER_FIELD_NUMBER: _ClassVar[int]
-    TOLD_TO_SAVE_FIELD_NUMBER: _ClassVar[int]
+    IS_SAVE_REQUESTED_FIELD_NUMBER: _ClassVar[int]
     LEAVES_FOR_FIELD_NUMBER: _ClassVar[int]
     SINCE_UNIX_NS_FIELD_NUMBER: _ClassVar[int]
     STOPPING_FIELD_NUMBER: _ClassVar[int]
@@ -95,11 +95,11 @@ class JobRecord(_message.Message):
     paused: bool
     preempted_by: str
     submitter: str
-    told_to_save: bool
+    is_save_requested: bool
     leaves_for: str
     since_unix_ns: int
     stopping: str
     rank_failures: _containers.RepeatedCompositeFieldContainer[RankFailure]
     goodput: _facts_pb2.Goodput
     former: _containers.RepeatedCompositeFieldContainer[FormerWorker]
-    def __init__(self, spec: _Optional[_Union[_facts_pb2.JobSpec, _Mapping]] = ..., phase: _Optional[_Union[_facts_pb2.JobPhase, str]] = ..., generation: _Optional[int] = ..., group: _Optional[_Union[_facts_pb2.Group, _Mapping]] = ..., failures: _Optional[int] = ..., losses: _Optional[int] = ..., checkpoints: _Optional[_Iterable[_Union[_facts_pb2.CheckpointRecord, _Mapping]]] = ..., reason: _Optional[str] = ..., failure: _Optional[_Union[_facts_pb2.Failure, _Mapping]] = ..., failed_worker: _Optional[str] = ..., result: _Optional[str] = ..., metrics: _Optional[str] = ..., sequence: _Optional[int] = ..., preemptions: _Optional[int] = ..., min_workers: _Optional[int] = ..., max_workers: _Optional[int] = ..., paused: bool = ..., preempted_by: _Optional[str] = ..., submitter: _Optional[str] = ..., told_to_save: bool = ..., leaves_for: _Optional[str] = ..., since_unix_ns: _Optional[int] = ..., stopping: _Optional[str] = ..., rank_failures: _Optional[_Iterable[_Union[RankFailure, _Mapping]]] = ..., goodput: _Optional[_Union[_facts_pb2.Goodput, _Mapping]] = ..., former: _Optional[_Iterable[_Union[FormerWorker, _Mapping]]] = ...) -> None: ...
+    def __init__(self, spec: _Optional[_Union[_facts_pb2.JobSpec, _Mapping]] = ..., phase: _Optional[_Union[_facts_pb2.JobPhase, str]] = ..., generation: _Optional[int] = ..., group: _Optional[_Union[_facts_pb2.Group, _Mapping]] = ..., failures: _Optional[int] = ..., losses: _Optional[int] = ..., checkpoints: _Optional[_Iterable[_Union[_facts_pb2.CheckpointRecord, _Mapping]]] = ..., reason: _Optional[str] = ..., failure: _Optional[_Union[_facts_pb2.Failure, _Mapping]] = ..., failed_worker: _Optional[str] = ..., result: _Optional[str] = ..., metrics: _Optional[str] = ..., sequence: _Optional[int] = ..., preemptions: _Optional[int] = ..., min_workers: _Optional[int] = ..., max_workers: _Optional[int] = ..., paused: bool = ..., preempted_by: _Optional[str] = ..., submitter: _Optional[str] = ..., is_save_requested: bool = ..., leaves_for: _Optional[str] = ..., since_unix_ns: _Optional[int] = ..., stopping: _Optional[str] = ..., rank_failures: _Optional[_Iterable[_Union[RankFailure, _Mapping]]] = ..., goodput: _Optional[_Union[_facts_pb2.Goodput, _Mapping]] = ..., former: _Optional[_Iterable[_Union[FormerWorker, _Mapping]]] = ...) -> None: ...

@@ -267,14 +267,14 @@ class Pulse(_message.Message):
     still_ns: int
     epoch: int
     step: int
-    begun: _containers.RepeatedCompositeFieldContainer[Begun]
+    begun: _containers.RepeatedCompositeFieldContainer[CollectiveCount]
     longest_ns: int
     has_stepped: bool
     working_ns: int
     work: str
-    def __init__(self, worker_id: _Optional[str] = ..., generation: _Optional[int] = ..., waiting_ns: _Optional[int] = ..., still_ns: _Optional[int] = ..., epoch: _Optional[int] = ..., step: _Optional[int] = ..., begun: _Optional[_Iterable[_Union[Begun, _Mapping]]] = ..., longest_ns: _Optional[int] = ..., has_stepped: bool = ..., working_ns: _Optional[int] = ..., work: _Optional[str] = ...) -> None: ...
+    def __init__(self, worker_id: _Optional[str] = ..., generation: _Optional[int] = ..., waiting_ns: _Optional[int] = ..., still_ns: _Optional[int] = ..., epoch: _Optional[int] = ..., step: _Optional[int] = ..., begun: _Optional[_Iterable[_Union[CollectiveCount, _Mapping]]] = ..., longest_ns: _Optional[int] = ..., has_stepped: bool = ..., working_ns: _Optional[int] = ..., work: _Optional[str] = ...) -> None: ...
 
-class Begun(_message.Message):
+class CollectiveCount(_message.Message):
     __slots__ = ("name", "ranks", "count")
     NAME_FIELD_NUMBER: _ClassVar[int]
     RANKS_FIELD_NUMBER: _ClassVar[int]

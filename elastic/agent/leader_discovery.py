@@ -1,0 +1,168 @@
+"""Finds the coordinator that leads: asks all known addresses at once, and those they refer to.
+
+Rule: the address that was right last has a short head start, so that standbys of a healthy cluster
+are not asked. A standby refers to the leader; if the leader does not answer, the agent stays
+connected to the standby, which reports the next leader as soon as there is one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+
+import anyio
+from anyio.abc import TaskGroup
+
+from elastic.errors import (
+    CoordinatorUnreachable,
+    ElasticError,
+    NotAuthorized,
+    NotLeading,
+    VersionMismatch,
+)
+from elastic.runtime.access import Access
+from elastic.runtime.rpc import SILENCE_S
+from elastic.runtime.stream import ClientStream, open_stream
+from elastic.wire.codec_stream import ATTACH_METHOD
+
+CONNECT_S_MAX = 2.0
+"""For each endpoint; others are tried meanwhile."""
+START_S = 0.25
+"""After so long without an answer the next endpoint is asked as well."""
+ROUND_S_MIN = 2.0
+ROUND_S_MAX = 10.0
+"""While a standby knows of no leader, the others are asked again after this, in longer and longer
+rounds: they may have come back."""
+HOPELESS = (NotAuthorized, VersionMismatch)
+"""Trying again is of no use before somebody has changed something."""
+
+
+async def find_leader(
+    endpoints: Sequence[str],
+    access: Access,
+    say: Callable[[str], None],
+    *,
+    hearsay: Collection[str] = (),
+    silence_s: float = SILENCE_S,
+) -> ClientStream:
+    """Return a stream to the coordinator that leads, as long as any may still lead to it.
+
+    Args:
+        endpoints: "host:port" of each, the likeliest first.
+        access: what is shown to them.
+        say: told what hinders, as long as standbys are waited for.
+        hearsay: those of them that somebody else named, some time ago; somebody else may answer
+            there by now, whose refusal means nothing.
+        silence_s: of a coordinator's host after which it is lost, as one of them said last.
+
+    Raises:
+        NotAuthorized, VersionMismatch: one of them refused us for good, none took us.
+        ElasticError: none of them took us, and none is a standby that could.
+    """
+    round_s = ROUND_S_MIN
+    while True:
+        search = _DiscoveryRound(access, silence_s)
+        stream = await search.run(endpoints, round_s)
+        if stream is not None:
+            return stream
+        if not search.waiting:
+            raise search.failure(hearsay)
+        say(search.blocker())
+        round_s = min(2 * round_s, ROUND_S_MAX)
+
+
+class _DiscoveryRound:
+    """One round: everybody is asked once, and standbys are waited for."""
+
+    def __init__(self, access: Access, silence_s: float) -> None:
+        self._access = access
+        self._silence_s = silence_s
+        self._found: ClientStream | None = None
+        self._asking: dict[str, None] = {}
+        self._failures: dict[str, ElasticError] = {}
+        self._moved = anyio.Event()
+        self._tasks: TaskGroup
+        # Standbys at whose door we stand.
+        self.waiting: dict[str, NotLeading] = {}
+
+    async def run(self, endpoints: Sequence[str], limit_s: float) -> ClientStream | None:
+        """Return the stream of the first that takes us, None if nobody does in time."""
+        with anyio.move_on_after(limit_s):
+            async with anyio.create_task_group() as self._tasks:
+                for endpoint in endpoints:
+                    moved = self._moved
+                    self._ask(endpoint)
+                    with anyio.move_on_after(START_S):
+                        await moved.wait()
+                while self._asking:
+                    await self._moved.wait()
+        return self._found
+
+    def failure(self, hearsay: Collection[str]) -> ElasticError:
+        """Return why nobody took us."""
+        failures = list(self._failures.values())
+        hopeless = [
+            error
+            for endpoint, error in self._failures.items()
+            if isinstance(error, HOPELESS) and endpoint not in hearsay
+        ]
+        if hopeless or len(failures) == 1:
+            return (hopeless or failures)[0]
+        text = "; ".join(str(error) for error in failures)
+        return CoordinatorUnreachable(",".join(self._failures), text)
+
+    def blocker(self) -> str:
+        """Return what standbys say, without ages, and why nobody else took us."""
+        said = [
+            f"the standby at {endpoint} names {news.leader or 'nobody'} as the leader"
+            for endpoint, news in sorted(self.waiting.items())
+        ]
+        failures = (str(error) for _, error in sorted(self._failures.items()))
+        return "; ".join((*said, *failures))
+
+    def _ask(self, endpoint: str) -> None:
+        if endpoint not in self._asking and self._found is None:
+            self._asking[endpoint] = None
+            self._tasks.start_soon(self._probe, endpoint)
+
+    async def _probe(self, endpoint: str) -> None:
+        """Ask one; stay at its door while it has nothing new to say."""
+        term: int | None = None
+        try:
+            while True:
+                try:
+                    stream = await open_stream(
+                        endpoint,
+                        ATTACH_METHOD,
+                        access=self._access,
+                        timeout_s=CONNECT_S_MAX,
+                        after_term=term,
+                        silence_s=self._silence_s,
+                    )
+                except NotLeading as news:
+                    if term is not None and news.term <= term:
+                        raise
+                    term = news.term
+                    self.waiting[endpoint] = news
+                    self._tell()
+                    if news.leader and news.leader != endpoint:
+                        self._ask(news.leader)
+                else:
+                    await self._take(stream)
+                    return
+        except ElasticError as error:
+            self._failures[endpoint] = error
+        self.waiting.pop(endpoint, None)
+        self._asking.pop(endpoint, None)
+        self._tell()
+
+    async def _take(self, stream: ClientStream) -> None:
+        if self._found is None:
+            self._found = stream
+            self._tasks.cancel_scope.cancel()
+            return
+        with anyio.CancelScope(shield=True):
+            await stream.close()
+
+    def _tell(self) -> None:
+        self._moved.set()
+        self._moved = anyio.Event()

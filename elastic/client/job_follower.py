@@ -1,0 +1,320 @@
+"""Following a job to its end: what the command line and `TorchTrainer.fit` share.
+
+Rule: two threads read (events, output), the caller's thread shows and calls back, so that an
+interrupt or an error in a callback ends all of it at once and leaves nothing running.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from elastic.client.ctrl_c import CtrlC
+from elastic.client.jobs import Client
+from elastic.client.printer import JobPrinter
+from elastic.client.streams import ResumingStream
+from elastic.client.text_format import has_ended, parsed_metrics, waiting_line
+from elastic.core.events.shared import Note
+from elastic.core.view import JobView
+from elastic.core.world import JobPhase
+from elastic.errors import ElasticError
+from elastic.runtime.clock import Clock, SystemClock
+from elastic.wire.codec_jobs import JobEvent, LogChunk, TimedNote
+
+__all__ = ["JobFollower", "JobPrinter", "follow"]
+
+QUEUE_ITEMS_MAX = 1000
+TICK_S = 0.25
+OUTPUT_GRACE_S = 5.0
+"""Output that has not come this long after the job's end is not waited for."""
+JOIN_TIMEOUT_S = 2.0
+
+OnReport = Callable[[dict[str, Any]], None]
+OnInterrupt = Callable[[], float | None]
+OnNote = Callable[[Note], None]
+
+
+@dataclass(frozen=True)
+class _Outage:
+    """The coordinator has been silent for so long; 0.0: it answers again."""
+
+    seconds: float
+
+
+@dataclass(frozen=True)
+class _Over:
+    """A stream ended; with the error that ended it, if one did."""
+
+    name: str
+    error: BaseException | None
+
+
+_Item = JobView | TimedNote | LogChunk | _Outage | _Over
+
+
+class _Reader:
+    """A thread that reads a stream into the queue."""
+
+    def __init__(self, name: str, stream: ResumingStream[Any], items: queue.Queue[_Item]) -> None:
+        self._name = name
+        self._stream = stream
+        self._items = items
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"follow-{name}", daemon=True)
+
+    def start(self) -> None:
+        """Begin to read."""
+        self._thread.start()
+
+    def put(self, item: _Item) -> None:
+        """Queue an item; waits for room, so that a slow screen slows the stream."""
+        while not self._stopped.is_set():
+            try:
+                self._items.put(item, timeout=TICK_S)
+            except queue.Full:
+                continue
+            return
+
+    def stop(self) -> None:
+        """End the stream and wait for the thread."""
+        self._stopped.set()
+        self._stream.close()
+        self._thread.join(JOIN_TIMEOUT_S)
+
+    def _run(self) -> None:
+        error: BaseException | None = None
+        try:
+            for item in self._stream:
+                self.put(item)
+        except BaseException as raised:  # Raised again by whoever reads the queue.
+            error = raised
+        self.put(_Over(self._name, error))
+
+
+def follow(
+    client: Client,
+    job: str,
+    printer: JobPrinter,
+    *,
+    on_report: OnReport | None = None,
+    on_note: OnNote | None = None,
+    on_interrupt: OnInterrupt | None = None,
+    check: Callable[[], None] | None = None,
+) -> JobView:
+    """Follow a job until it has ended and its workers are gone.
+
+    Args:
+        client: of the cluster.
+        job: id or name.
+        printer: shows it; opened and closed here.
+        on_report: called with what rank 0 reported, in the caller's thread.
+        on_note: called with everything that is noted of the job, in the caller's thread.
+        on_interrupt: called at the first Ctrl-C, in the caller's thread, and the job is followed
+            on; for so many seconds if it returns a number.
+        check: called some times a second until the job has ended, in the caller's thread; raises
+            what makes following futile.
+
+    Returns:
+        The job as it was last seen: its phase says how it ended.
+
+    Raises:
+        KeyboardInterrupt: Ctrl-C, the second one with `on_interrupt`, or the time it gave is over.
+        ElasticError: the job is not known, or the coordinator was away for too long.
+    """
+    follower = JobFollower(client, job, printer, on_report=on_report, on_note=on_note)
+    follower.check, follower.on_interrupt = check, on_interrupt
+    return follower.run()
+
+
+@dataclass(kw_only=True)
+class _Progress:
+    """What has been seen so far.
+
+    Attributes:
+        metrics: JSON of the newest report that was passed on.
+        told: hashes of all that were passed on: a new leader knows the newest that was durable, and
+            shows that again.
+        from_snapshot: it came with a snapshot; its note may still come, and is no new report.
+        places: generations and indices of reports whose notes came; a new leader is told of the
+            newest ones once more, and tells us.
+        is_fresh: the next snapshot is the first one of a connection.
+    """
+
+    view: JobView | None = None
+    metrics: str = ""
+    told: set[int] = field(default_factory=lambda: {hash("")})
+    from_snapshot: bool = False
+    places: set[tuple[str, str]] = field(default_factory=set)
+    is_fresh: bool = True
+    over: set[str] = field(default_factory=set)
+
+
+class JobFollower:
+    """`follow` in parts, for those who need a time limit.
+
+    Attributes:
+        timeout_s: how long to follow, None for as long as it takes.
+        check, on_interrupt: see `follow`.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        job: str,
+        printer: JobPrinter,
+        *,
+        on_report: OnReport | None = None,
+        on_note: OnNote | None = None,
+    ) -> None:
+        """Prepare; see `follow`."""
+        self.timeout_s: float | None = None
+        self.check: Callable[[], None] | None = None
+        self.on_interrupt: OnInterrupt | None = None
+        self._client = client
+        self._job = job
+        self._printer = printer
+        self._on_report = on_report
+        self._on_note = on_note
+        self._clock: Clock = SystemClock()
+        self._items: queue.Queue[_Item] = queue.Queue(QUEUE_ITEMS_MAX)
+        self._readers: list[_Reader] = []
+        self._seen = _Progress()
+
+    def run(self) -> JobView:
+        """Follow; see `follow`.
+
+        Raises:
+            TimeoutError: the time was over first; the job goes on.
+            KeyboardInterrupt: see `follow`; within a quarter of a second. The job goes on.
+            ElasticError: see `follow`.
+        """
+        with CtrlC() as ctrl_c:
+            self._printer.open()
+            try:
+                self._read("events", self._client.watch(self._job, on_outage=self._on_outage))
+                self._until_over(ctrl_c)
+            finally:
+                for reader in self._readers:
+                    reader.stop()
+                self._printer.close(reported_elsewhere=self._traceback())
+        view = self._seen.view
+        if view is None:  # Closed from elsewhere before anything came.
+            view = self._client.get(self._job)
+        return view
+
+    def _read(self, name: str, stream: ResumingStream[Any]) -> None:
+        reader = _Reader(name, stream, self._items)
+        self._readers.append(reader)  # Before it starts: it may report an outage at once.
+        reader.start()
+
+    def _on_outage(self, seconds: float) -> None:
+        self._readers[0].put(_Outage(seconds))
+
+    def _until_over(self, ctrl_c: CtrlC) -> None:
+        started_ns = self._clock.monotonic_ns()
+        give_up_ns: int | None = None
+        end_ns: int | None = None
+        while True:
+            if ctrl_c.take():
+                if self.on_interrupt is None:
+                    raise KeyboardInterrupt
+                tell, self.on_interrupt = self.on_interrupt, None
+                limit_s = tell()
+                if limit_s is not None:
+                    end_ns = self._clock.monotonic_ns() + round(limit_s * 1e9)
+            if end_ns is not None and self._clock.monotonic_ns() > end_ns:
+                raise KeyboardInterrupt
+            if self.timeout_s is not None and self._is_after(started_ns, self.timeout_s):
+                raise TimeoutError(self._late())
+            try:
+                self._take(self._items.get(timeout=TICK_S))
+            except queue.Empty:
+                self._printer.tick()
+            if self.check is not None and not self._has_ended():
+                self.check()
+            if "events" in self._seen.over:
+                if len(self._seen.over) >= len(self._readers):
+                    return
+                give_up_ns = give_up_ns or self._clock.monotonic_ns()
+                if self._is_after(give_up_ns, OUTPUT_GRACE_S):
+                    return
+
+    def _has_ended(self) -> bool:
+        view = self._seen.view
+        return "events" in self._seen.over or (view is not None and has_ended(view))
+
+    def _is_after(self, start_ns: int, seconds: float) -> bool:
+        return self._clock.monotonic_ns() - start_ns > seconds * 1e9
+
+    def _late(self) -> str:
+        view = self._seen.view
+        wait = waiting_line(view, self._clock.monotonic_ns()) if view else "was not seen yet"
+        state = wait or (f"is {view.record.phase.value}" if view else "")
+        name = view.record.spec.name if view else self._job
+        return f"job {name} has not ended within {self.timeout_s:g} s and goes on; it {state}"
+
+    # ------------------------------------------------------------ what comes
+
+    def _take(self, item: _Item) -> None:
+        if isinstance(item, LogChunk):
+            self._printer.output(item)
+        elif isinstance(item, _Outage):
+            self._seen.is_fresh = True
+            self._printer.outage(item.seconds)
+        elif isinstance(item, _Over):
+            self._take_end(item)
+        else:
+            self._take_event(item)
+
+    def _take_event(self, event: JobEvent) -> None:
+        seen = self._seen
+        if isinstance(event, JobView):
+            if seen.view is None and self._printer.ranks is not None:
+                job_id, ranks = event.record.spec.job_id, self._printer.ranks
+                self._read("output", self._client.logs(job_id, ranks=ranks, follow=True))
+            seen.view = event
+            self._printer.job(event)
+            # Notes from before the connection are not told: the newest report is in the snapshot.
+            is_reported = hash(event.record.metrics) in seen.told
+            if (seen.is_fresh or has_ended(event)) and not is_reported:
+                self._report(event.record.metrics, from_snapshot=True)
+            seen.is_fresh = False
+            return
+        self._printer.note(event)
+        if self._on_note is not None:
+            self._on_note(event.note)
+        if event.note.name == "report":
+            fields = dict(event.note.fields)
+            place = (fields.get("generation", ""), fields.get("index", ""))
+            metrics = fields.get("metrics", "")
+            is_known = seen.from_snapshot and metrics == seen.metrics
+            if not is_known and place not in seen.places:
+                self._report(metrics, from_snapshot=False)
+            seen.places.add(place)
+            seen.from_snapshot = False
+
+    def _report(self, text: str, *, from_snapshot: bool) -> None:
+        self._seen.metrics, self._seen.from_snapshot = text, from_snapshot
+        self._seen.told.add(hash(text))
+        metrics = parsed_metrics(text)
+        self._printer.report(metrics)
+        if self._on_report is not None:
+            self._on_report(metrics)
+
+    def _take_end(self, over: _Over) -> None:
+        self._seen.over.add(over.name)
+        if over.error is None:
+            return
+        if over.name == "events" or not isinstance(over.error, ElasticError):
+            raise over.error
+        self._printer.say(f"output is not followed any more: {over.error}")
+
+    def _traceback(self) -> str:
+        """Return what whoever reports the end will show."""
+        view = self._seen.view
+        if view is None or view.record.phase is not JobPhase.FAILED:
+            return ""
+        return view.record.failure.traceback if view.record.failure else ""

@@ -1,0 +1,264 @@
+"""Daemons that `elastic start` leaves running on this machine, and how others find them.
+
+Rule: a record in a folder that only this user can write to says what was started; who reads it
+looks whether the processes still live, so that what has ended is nobody's cluster.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import shutil
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from elastic.client.embedded import START_TIMEOUT_S, child_environment
+from elastic.core.world import NodePhase
+from elastic.errors import Unavailable, UsageError
+from elastic.runtime.access import find_access
+from elastic.storage.run_record import RunOwner
+
+if TYPE_CHECKING:
+    from elastic.client.jobs import Client
+
+RECORD = "started.json"
+STOP_TIMEOUT_S = 60.0
+"""Above the time that an agent has for its workers to leave."""
+POLL_S = 0.05
+LAST_WORDS_MAX = 2000
+
+
+@dataclass(frozen=True)
+class StartedDaemon:
+    """A process that was started: which part of a cluster, and where its output is."""
+
+    part: str
+    process: RunOwner
+    log: str
+
+
+@dataclass(frozen=True)
+class StartedCluster:
+    """What runs on this machine.
+
+    Attributes:
+        address: "host:port" of the coordinator, on this machine or another.
+        token_file: the join token, "" for none.
+        daemons: in the order of their start.
+    """
+
+    address: str
+    token_file: str = ""
+    daemons: tuple[StartedDaemon, ...] = ()
+
+    @property
+    def is_head(self) -> bool:
+        """Return whether the coordinator is on this machine."""
+        return any(daemon.part == "coordinator" for daemon in self.daemons)
+
+    def alive(self) -> tuple[StartedDaemon, ...]:
+        """Return the daemons that live."""
+        return tuple(d for d in self.daemons if d.process.is_other_and_alive())
+
+
+def folder() -> Path:
+    """Return where record, token and logs are: this user's, on this machine."""
+    return Path(tempfile.gettempdir()) / f"elastic-{os.getuid()}" / "started"
+
+
+def find_started() -> StartedCluster | None:
+    """Return what `elastic start` has started here and still lives, None for nothing."""
+    path = folder() / RECORD
+    try:
+        found = path.stat()
+        if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o022:
+            return None  # Somebody else's: /tmp is everybody's.
+        body = json.loads(path.read_text())
+        daemons = tuple(
+            StartedDaemon(d["part"], RunOwner(**d["process"]), d["log"]) for d in body["daemons"]
+        )
+        started = StartedCluster(body["address"], body["token_file"], daemons)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return started if started.alive() else None
+
+
+def start_head(
+    host: str, port: int, node: Sequence[str], *, token_file: str, store: str
+) -> StartedCluster:
+    """Start a coordinator and the agent of this machine.
+
+    Args:
+        host: address of this machine, as other nodes reach it; on loopback nobody else does.
+        port: of the coordinator.
+        node: flags of the agent: what it offers.
+        token_file: of the join token, "" to draw one.
+        store: of the coordinator.
+
+    Raises:
+        UsageError: something was started here before, and lives.
+        Unavailable: a part did not come up; its log is shown.
+    """
+    _check_none()
+    if not token_file:
+        token_file = str(folder() / "token")
+        fd = os.open(token_file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(fd, "w") as file:
+            file.write(secrets.token_urlsafe(24))
+    listen = host if host.startswith("127.") else "0.0.0.0"  # With a token only.
+    ready = folder() / "coordinator.ready"
+    ready.unlink(missing_ok=True)
+    address = f"{host}:{port}"
+    started = StartedCluster(address, token_file)
+    started = _spawn(
+        started, "coordinator", "elastic.coord.cli", "serve", "--listen", f"{listen}:{port}",
+        "--advertise", address, "--store", store, "--ready-file", str(ready),
+        "--token-file", token_file,
+    )  # fmt: skip
+    _wait_until(started, ready.exists)
+    return _with_agent(started, node)
+
+
+def join(address: str, node: Sequence[str], *, token_file: str) -> StartedCluster:
+    """Start an agent of this machine for a coordinator elsewhere.
+
+    Raises:
+        UsageError: something was started here before, and lives.
+        Unavailable: it did not come up; its log is shown.
+    """
+    _check_none()
+    return _with_agent(StartedCluster(address, token_file), node)
+
+
+def stop_started(started: StartedCluster, *, force: bool = False) -> tuple[StartedDaemon, ...]:
+    """End what was started, the agent first: it lets its workers leave at a boundary.
+
+    Args:
+        started: what `find_started` returned.
+        force: kill at once.
+
+    Returns:
+        What has ended.
+    """
+    gone = started.alive()
+    for daemon in reversed(gone):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(daemon.process.pid, signal.SIGKILL if force else signal.SIGTERM)
+        until = time.monotonic() + STOP_TIMEOUT_S
+        while daemon.process.is_other_and_alive():
+            if time.monotonic() > until:
+                os.kill(daemon.process.pid, signal.SIGKILL)
+            time.sleep(POLL_S)
+    (folder() / RECORD).unlink(missing_ok=True)
+    return gone
+
+
+def own_address() -> str:
+    """Return the address of this machine on its way to others, loopback if it has none."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        try:
+            sock.connect(("192.0.2.1", 9))  # Sends nothing, but finds a way.
+            return str(sock.getsockname()[0])
+        except OSError:
+            return "127.0.0.1"
+
+
+def _check_none() -> None:
+    there = find_started()
+    if there is not None:
+        parts = ", ".join(f"{d.part} (pid {d.process.pid})" for d in there.alive())
+        raise UsageError(
+            f"elastic start: {parts} of {there.address} runs here already; 'elastic stop' ends it"
+        )
+    for place in (folder().parent, folder()):  # The first one is the agent's, too.
+        try:
+            place.mkdir(mode=0o700, exist_ok=True)
+            found = place.stat()
+        except OSError as error:
+            raise UsageError(f"elastic start: cannot use {place}: {error}") from error
+        if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o022:
+            raise UsageError(f"elastic start: {place} is not this user's alone; remove it")
+
+
+def _with_agent(started: StartedCluster, node: Sequence[str]) -> StartedCluster:
+    from elastic.client.jobs import Client  # Not where a script only looks for a cluster.
+
+    access = ("--token-file", started.token_file) if started.token_file else ()
+    log_dir = folder() / "logs"
+    shutil.rmtree(log_dir, ignore_errors=True)
+    started = _spawn(
+        started, "agent", "elastic.agent.cli", "--coord", started.address, *access,
+        "--node-id", socket.gethostname(), "--log-dir", str(log_dir), *node,
+    )  # fmt: skip
+    with Client(started.address, find_access(started.token_file)) as client:
+        _wait_until(started, lambda: _has_this_node(client))
+    return started
+
+
+def _has_this_node(client: Client) -> bool:
+    name = socket.gethostname()
+    try:
+        nodes = client.status().view.nodes
+    except Unavailable:
+        return False
+    return any(n.node.node_id == name and n.phase is NodePhase.READY for n in nodes)
+
+
+def _spawn(started: StartedCluster, part: str, module: str, *args: str) -> StartedCluster:
+    path = folder() / f"{part}.log"
+    with path.open("wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", module, *args],
+            env=child_environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    daemon = StartedDaemon(part, RunOwner.of(process.pid), str(path))
+    started = StartedCluster(started.address, started.token_file, (*started.daemons, daemon))
+    record = folder() / RECORD
+    fd = os.open(record, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(fd, "w") as file:
+        json.dump(asdict(started), file)
+    return started
+
+
+def _wait_until(started: StartedCluster, is_there: Callable[[], bool]) -> None:
+    """Wait until the part that was started last is there; ends all of them if it is not."""
+    daemon = started.daemons[-1]
+    until = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < until and daemon.process.is_other_and_alive():
+        if is_there():
+            return
+        time.sleep(POLL_S)
+    said = Path(daemon.log).read_text(errors="replace")[-LAST_WORDS_MAX:]
+    stop_started(started, force=True)
+    raise Unavailable(f"the {daemon.part} did not come up; it said:\n{said}")
+
+
+def node_flags(
+    *, num_cpus: int | None, num_gpus: int | None, resources: Mapping[str, float]
+) -> list[str]:
+    """Return an agent's flags for what a node is to offer: as many slots as processors."""
+    amounts = dict(resources)
+    if num_cpus is not None:
+        amounts["CPU"] = num_cpus
+    if num_gpus is not None:
+        amounts["GPU"] = num_gpus
+    slots = num_cpus if num_cpus is not None else len(os.sched_getaffinity(0))
+    flags = ["--workers", str(max(1, slots, num_gpus or 0))]
+    if amounts:
+        flags += ["--resources", ",".join(f"{name}={n:g}" for name, n in amounts.items())]
+    return flags

@@ -1,0 +1,124 @@
+"""Whose output goes where, by torchrun's flags: to the screen, under which prefix, into which file.
+
+Rule: what a worker prints is one stream here, its stdout and stderr in the order in which they
+came; a flag that speaks of one of the two is taken for both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from string import Template
+
+from elastic.core.view import JobView
+from elastic.core.world import NodeId, WorkerId
+from elastic.errors import ConfigError, StorageError
+from elastic.wire.codec_jobs import LogChunk
+
+FILE = "output.log"
+PREFIX = "[${role_name}${local_rank}]:"
+ALL = -1
+LEVELS = ("0", "1", "2", "3")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogOptions:
+    """What is to happen to the output of workers, by local rank.
+
+    Attributes:
+        directory: files go below it, "" for none.
+        redirects, tee: local ranks (`ALL` for each) whose output is written; that of the first
+            is then not shown, that of the second is shown with a prefix.
+        local_ranks: that are shown, () for all.
+        role: for prefixes.
+        prefix: template of a prefix, with role_name, rank, local_rank.
+    """
+
+    directory: str = ""
+    redirects: frozenset[int] = frozenset()
+    tee: frozenset[int] = frozenset()
+    local_ranks: tuple[int, ...] = ()
+    role: str = "default"
+    prefix: str = PREFIX
+
+
+def parse_streams(flag: str, text: str) -> frozenset[int]:
+    """Read "3" or "0:1,1:2": which local ranks a flag of torchrun's speaks of.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    chosen: set[int] = set()
+    for part in text.split(","):
+        rank, colon, level = part.strip().rpartition(":")
+        if level not in LEVELS or (colon and not rank.isdecimal()) or (not colon and "," in text):
+            raise ConfigError(
+                f"{flag} {text!r}: expected 0 (none), 1 (stdout), 2 (stderr) or 3 (both), or one "
+                f"of them for each local rank, such as 0:3,1:1"
+            )
+        if level != "0":
+            chosen.add(int(rank) if colon else ALL)
+    return frozenset(chosen)
+
+
+@dataclass
+class OutputRouter:
+    """The workers of one job, as they are heard on this machine."""
+
+    wish: LogOptions
+    _local: dict[WorkerId, int] = field(default_factory=dict)
+
+    def know(self, view: JobView) -> None:
+        """Take a snapshot: it says who is the how-manieth on its node."""
+        if view.record.group is None:
+            return
+        count: dict[NodeId, int] = {}
+        for member in view.record.group.members:
+            self._local[member.worker_id] = count.get(member.node_id, 0)
+            count[member.node_id] = self._local[member.worker_id] + 1
+
+    def hear(self, chunk: LogChunk) -> bool:
+        """Write to a file what is to be written; return whether it is to be shown.
+
+        Raises:
+            StorageError: the file cannot be written.
+        """
+        rank, wish = self._rank(chunk), self.wish
+        is_redirected = _speaks_of(wish.redirects, rank)
+        if wish.directory and (is_redirected or _speaks_of(wish.tee, rank)):
+            self._write(chunk)
+        is_hidden = is_redirected and not _speaks_of(wish.tee, rank)
+        return not is_hidden and (not wish.local_ranks or rank in wish.local_ranks)
+
+    def prefix(self, chunk: LogChunk) -> str:
+        """Return what each line of this output begins with, "" unless it is teed."""
+        rank = self._rank(chunk)
+        if not _speaks_of(self.wish.tee, rank):
+            return ""
+        fields: Mapping[str, object] = {
+            "role_name": self.wish.role, "local_rank": rank, "rank": max(chunk.rank, 0),
+        }  # fmt: skip
+        return Template(self.wish.prefix).safe_substitute(fields)
+
+    def _rank(self, chunk: LogChunk) -> int:
+        """Return the local rank; before the first group, the rank is the best that is known."""
+        return self._local.get(chunk.worker_id, max(chunk.rank, 0))
+
+    def _write(self, chunk: LogChunk) -> None:
+        attempt = max(chunk.generation - 1, 0)
+        place = str(chunk.rank) if chunk.rank >= 0 else chunk.worker_id.replace("/", "-")
+        path = Path(self.wish.directory) / f"attempt_{attempt}" / place / FILE
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("a", encoding="utf-8") as file:
+                file.write(chunk.text)
+        except OSError as error:
+            raise StorageError(
+                f"{path} cannot be written ({error.strerror or error}): give --log-dir a directory "
+                f"with room that you may write to"
+            ) from error
+
+
+def _speaks_of(chosen: frozenset[int], rank: int) -> bool:
+    return ALL in chosen or rank in chosen

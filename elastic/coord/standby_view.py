@@ -1,0 +1,134 @@
+"""What a standby shows: the leader's records, read from the store when somebody asks.
+
+Rule: an answer says how old it is and who leads. Nothing is remembered as if it were now: a read
+asks the store, and what was read last is shown only while the store does not answer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from dataclasses import dataclass
+
+import anyio
+
+from elastic.coord.journal import read_nodes, read_records
+from elastic.coord.leader_state import LeaderState
+from elastic.coord.leadership import in_time
+from elastic.core.events.coordinator import Cordon, JobRecord
+from elastic.core.view import ClusterView, JobView
+from elastic.errors import ElasticError
+from elastic.runtime.clock import Clock
+from elastic.store.interface import Store
+from elastic.wire.codec_jobs import without_secrets
+
+log = logging.getLogger(__name__)
+
+READ_S_MAX = 2.0
+"""A store that takes longer is answered for by what it said last."""
+REFRESH_S = 5.0
+KEPT_S = 0.2
+"""Whoever asks within this time of the last read gets that."""
+
+
+@dataclass(frozen=True)
+class StoreView:
+    """What the store held, not before `read_ns` on the monotonic clock."""
+
+    records: tuple[JobRecord, ...]
+    cordons: tuple[Cordon, ...]
+    read_ns: int
+
+
+class StandbyView:
+    """Reads the records of the coordinator that leads."""
+
+    def __init__(self, store: Store, prefix: str, office: LeaderState, clock: Clock) -> None:
+        """Read nothing yet.
+
+        Args:
+            store: the leader's.
+            prefix: of all keys.
+            office: says who leads.
+            clock: for ages.
+        """
+        self._store = store
+        self._prefix = prefix
+        self._leader_state = office
+        self._clock = clock
+        self._last: StoreView | None = None
+        # When the last try that failed was over.
+        self._failed_ns: int | None = None
+        self._reading = anyio.Lock()
+
+    async def look(self) -> tuple[ClusterView, str]:
+        """Return the jobs and the cordons, and how old that is, for people.
+
+        Nodes and workers are not in the store: only their coordinator knows them.
+
+        Raises:
+            NotLeading: nothing could be read yet.
+        """
+        if not self._leader_state.has_seen_store():
+            raise self._leader_state.refusal()
+        glimpse = await self._read()
+        age_s = (self._clock.monotonic_ns() - glimpse.read_ns) / 1e9
+        said = f"as of {age_s:.1f} s ago, from the store; {self._leader_state.refusal()}"
+        ahead_ns = self._clock.unix_ns() - self._clock.monotonic_ns()
+        jobs = tuple(_shown(record, said, glimpse.read_ns, ahead_ns) for record in glimpse.records)
+        return ClusterView(self._clock.monotonic_ns(), (), jobs, glimpse.cordons), said
+
+    def remember(self, view: ClusterView) -> None:
+        """This coordinator led until now, and showed this last."""
+        records = tuple(without_secrets(job).record for job in view.jobs)
+        self._last = StoreView(records, view.cordons, view.now_ns)
+
+    async def refresh(self) -> None:
+        """Look at the store now and then, for ever, so that there is something to show."""
+        while True:
+            with contextlib.suppress(ElasticError):
+                if self._leader_state.is_standby():
+                    await self._read()
+            await anyio.sleep(REFRESH_S)
+
+    async def _read(self) -> StoreView:
+        """Return what the store holds, or held last; nobody waits for more than two tries.
+
+        Those who come while the store is asked wait for their turn. A try that fails is the answer
+        to all of them, and one that brings what was read after they came is, too.
+        """
+        came_ns = self._clock.monotonic_ns()
+        async with self._reading:
+            began_ns = self._clock.monotonic_ns()
+            last = self._last
+            if last is not None:
+                is_young = began_ns - last.read_ns < KEPT_S * 1e9
+                if is_young or last.read_ns >= came_ns:
+                    return last
+            if self._failed_ns is None or self._failed_ns <= came_ns:
+                await self._try(began_ns)
+            if self._last is None:
+                raise self._leader_state.refusal()
+            return self._last
+
+    async def _try(self, began_ns: int) -> None:
+        """Ask the store; what it does not answer in time, it said last."""
+        try:
+            found = await in_time(self._ask(began_ns), READ_S_MAX)
+        except ElasticError as error:
+            log.debug("store_not_read error=%r", str(error))
+            found = None
+        if found is None:
+            self._failed_ns = self._clock.monotonic_ns()
+        self._last = found or self._last
+
+    async def _ask(self, began_ns: int) -> StoreView:
+        records = await read_records(self._store, self._prefix)
+        nodes = await read_nodes(self._store, self._prefix)
+        return StoreView(records, nodes.cordons, began_ns)
+
+
+def _shown(record: JobRecord, said: str, read_ns: int, ahead_ns: int) -> JobView:
+    """Return what a standby shows of a job; `ahead_ns` is the wall clock less the monotonic one."""
+    since_ns = min(read_ns, record.since_unix_ns - ahead_ns) if record.since_unix_ns else read_ns
+    return JobView(record, f"{said}; then: {record.reason}", since_ns, ())

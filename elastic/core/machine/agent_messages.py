@@ -1,0 +1,457 @@
+"""Messages of agents, applied to the coordinator's state.
+
+Rule: a report describes the present. What was missed while a stream was broken is repaired by
+comparing the report with what the job wants: the worker is sent its group again, or told to leave
+it, or to end.
+"""
+
+from __future__ import annotations
+
+from elastic.core.cluster_messages import Drain
+from elastic.core.config import ns
+from elastic.core.copy_messages import CopiesHeld, CopyFailed
+from elastic.core.events.coordinator import (
+    AgentConnected,
+    AgentDisconnected,
+    AgentMessageReceived,
+    CloseSession,
+    Persist,
+    SendAgent,
+)
+from elastic.core.link_messages import LinksTried
+from elastic.core.machine import charges, copies, health, links, reports, requests, saves, suspicion
+from elastic.core.machine import node_liveness as absence
+from elastic.core.machine import report_coalescing as waves
+from elastic.core.machine.announcing import all_save_where_they_leave, announcement, tell
+from elastic.core.machine.jobs import ClusterState, JobState, WorkerState
+from elastic.core.machine.nodes import NodeState
+from elastic.core.machine.reconcile import end_job, remind_of_leavers, stop_order
+from elastic.core.messages import (
+    PROTOCOL_MAJOR,
+    PROTOCOL_MINOR,
+    DrainNotice,
+    ForgetWorker,
+    Hello,
+    LeaveGroup,
+    NodeHealth,
+    Progress,
+    Pulse,
+    Refusal,
+    Reported,
+    StartWorker,
+    StopWorker,
+    Welcome,
+    WorkerUpdate,
+)
+from elastic.core.policy import failure as failure_policy
+from elastic.core.world import (
+    ExitCause,
+    ExitKind,
+    Failure,
+    JobPhase,
+    NodePhase,
+    WorkerId,
+    WorkerPhase,
+    WorkerReport,
+)
+
+# ---------------------------------------------------------------- connections
+
+
+def on_connected(cluster: ClusterState, event: AgentConnected) -> None:
+    """Register a node, or refuse it with the reason."""
+    node = event.hello.node
+    refusal = _refuse(cluster, event.hello)
+    if refusal is not None:
+        cluster.do(SendAgent(event.session, refusal), CloseSession(event.session, refusal.reason))
+        cluster.note("agent_refused", node=node.node_id, reason=refusal.reason)
+        return
+    state = _enter(cluster, event)
+    cluster.do(SendAgent(event.session, Welcome(cluster.name, cluster.term, cluster.history)))
+    if event.hello.draining:
+        start_drain(cluster, state, event.hello.drain_reason, event.hello.drain_timeout_ns)
+    elif state.draining:
+        _report_drain(cluster, state)
+    copies.take_held(cluster, state, event.hello.copies)
+    _compare(cluster, state, event.hello)
+    cluster.book.settle(state)
+    cluster.touch_active()
+    cluster.note(
+        "node_registered",
+        node=node.node_id,
+        slots=node.num_slots,
+        workers=len(event.hello.workers),
+        host=node.host,
+    )
+
+
+def _refuse(cluster: ClusterState, hello: Hello) -> Refusal | None:
+    """Return why this agent may not register, None if it may."""
+    if hello.protocol_major != PROTOCOL_MAJOR:
+        theirs = f"{hello.protocol_major}.{hello.protocol_minor}"
+        return Refusal(
+            f"agent {hello.node.node_id} speaks protocol {theirs}, the coordinator "
+            f"{PROTOCOL_MAJOR}.{PROTOCOL_MINOR}: install the same major version of elastic-torch",
+            final=True,
+        )
+    known = cluster.book.nodes.get(hello.node.node_id)
+    if known is None or known.unconfirmed:
+        return None
+    if hello.node.incarnation < known.node.incarnation:
+        return Refusal(
+            f"node {hello.node.node_id} belongs to an agent that started later "
+            f"(incarnation {known.node.incarnation}, yours is {hello.node.incarnation}): "
+            f"this agent is stale, end it or give it another --node-id",
+            final=True,
+        )
+    if known.is_live() and hello.node.incarnation != known.node.incarnation:
+        return Refusal(
+            f"node {hello.node.node_id} is in use by another live agent on {known.node.host}: "
+            f"give this one another --node-id",
+            final=False,
+        )
+    return None
+
+
+def _enter(cluster: ClusterState, event: AgentConnected) -> NodeState:
+    """Write the node into the books under its new session."""
+    node = event.hello.node
+    book = cluster.book
+    state = book.nodes.get(node.node_id)
+    if state is None or state.phase in (NodePhase.LOST, NodePhase.LEFT):
+        serial = state.last_serial if state is not None else cluster.first_serial
+        copies_before = state.copies if state is not None else ()
+        before, state = (
+            state,
+            NodeState(
+                node, NodePhase.READY, cluster.now_ns, last_serial=serial, copies=copies_before
+            ),
+        )
+        book.nodes[node.node_id] = state
+        if before is not None and before.node.incarnation == node.incarnation:
+            # Only its link was gone: what is wrong with it is wrong with it still.
+            state.faults, state.faulty_why = before.faults, before.faulty_why
+            state.faulty_until_ns = before.faulty_until_ns
+    elif not state.unconfirmed and state.node.incarnation != node.incarnation:
+        lose_node_workers(cluster, state, "its agent was started anew")
+        state.draining, state.released, state.leave_by_ns = False, False, None
+        state.announced = ""
+        health.forgive(cluster, state)
+    if state.session is not None:
+        cluster.do(CloseSession(state.session, "replaced by a newer connection"))
+    state.node, state.doors = node, event.hello.doors
+    state.protocol_minor = event.hello.protocol_minor
+    book.came(state, cluster.now_ns)
+    book.bind(state, event.session)
+    state.reports_due = max(0, event.hello.reports_due)
+    health.take_problems(cluster, state, event.hello.problems)
+    suspicion.received(cluster, state)
+    phase = NodePhase.DRAINING if state.draining else NodePhase.READY
+    state.move(phase, cluster.now_ns, state.reason if state.draining else "")
+    return state
+
+
+def _compare(cluster: ClusterState, state: NodeState, hello: Hello) -> None:
+    """Hold all that the agent says against the books."""
+    said = {report.worker_id: report for report in hello.workers}
+    for worker_id in sorted(set(state.held) - set(said)):
+        job, worker = _find(cluster, worker_id)
+        if job is None or worker is None:
+            continue
+        unheard = worker.report.phase is WorkerPhase.STARTING and worker.report.pid == 0
+        if unheard and worker.stop_cause is None and not job.has_ended():
+            tell(cluster, worker, StartWorker(worker_id, job.spec, ahead=job.is_in_place()))
+        else:
+            cause = ExitCause(ExitKind.LOST, detail="its agent does not know it any more")
+            lose_worker(cluster, job, worker_id, cause)
+    for report in hello.workers:
+        take_report(cluster, state, report)
+        _resume(cluster, report)
+
+
+def _find(cluster: ClusterState, worker_id: WorkerId) -> tuple[JobState | None, WorkerState | None]:
+    job = cluster.job_of(worker_id)
+    return job, job.workers[worker_id] if job else None
+
+
+def _resume(cluster: ClusterState, report: WorkerReport) -> None:
+    """Say again to a worker what it may have missed while its agent was away."""
+    job = cluster.jobs.get(report.job_id)
+    worker = job.workers.get(report.worker_id) if job else None
+    if job is None or worker is None:
+        return
+    if worker.stop_cause is not None:
+        tell(cluster, worker, stop_order(cluster, job, worker))
+        return
+    if worker.reported_ns < job.announced_ns:
+        # Nobody is late for what it could not hear; once, so that a link that flaps gains nothing.
+        worker.reported_ns = cluster.now_ns
+    is_member = job.is_open and job.is_member(report.worker_id)
+    if is_member and report.generation < job.generation:
+        tell(cluster, worker, announcement(cluster, job, report.worker_id))
+        saves.remind(cluster, job, worker)
+        remind_of_leavers(cluster, job, [report.worker_id])
+    elif is_member:
+        if job.is_end_announced():
+            over = (report.worker_id, job.generation, False, "the group is over")
+            tell(cluster, worker, LeaveGroup(*over, follows=True))
+        elif job.asked:
+            told = (report.worker_id, job.generation, True, "planned change")
+            can_save = job.is_save_requested and all_save_where_they_leave(cluster, job)
+            tell(cluster, worker, LeaveGroup(*told, saves=can_save))
+        saves.remind(cluster, job, worker)
+        remind_of_leavers(cluster, job, [report.worker_id])
+    elif report.spent or report.phase in (WorkerPhase.FORMING, WorkerPhase.TRAINING):
+        leave = LeaveGroup(report.worker_id, report.generation, False, "the group is over")
+        tell(cluster, worker, leave)
+
+
+def on_disconnected(cluster: ClusterState, event: AgentDisconnected) -> None:
+    """A stream ended: the node has a moment to come back, then it is lost."""
+    state = cluster.book.of_session(event.session)
+    if state is None:
+        return
+    cluster.book.unbind(state)
+    if state.released:
+        state.move(NodePhase.LEFT, cluster.now_ns, state.reason)
+        state.draining = False
+        lose_node_workers(cluster, state, "its node left")
+        cluster.note("node_left", node=state.node.node_id, reason=state.reason)
+    else:
+        state.move(NodePhase.DISCONNECTED, cluster.now_ns, event.reason)
+        state.lost_at_ns = cluster.now_ns + ns(cluster.config.node_grace_s)
+        if absence.is_for_our_sake(cluster, state):
+            absence.extend_grace(cluster, state)
+        cluster.note("node_disconnected", node=state.node.node_id, reason=event.reason)
+        absence.check_broken_groups(cluster, state)
+    cluster.book.settle(state)
+    cluster.touch_active()
+
+
+def give_up(cluster: ClusterState, state: NodeState, reason: str) -> None:
+    """A node does not answer: take it for lost now, as its stream will tell in the end."""
+    if state.session is not None:
+        cluster.do(CloseSession(state.session, reason))
+        on_disconnected(cluster, AgentDisconnected(state.session, reason))
+        if not state.grace_extended:
+            state.lost_at_ns = cluster.now_ns
+
+
+def start_drain(cluster: ClusterState, state: NodeState, reason: str, timeout_ns: int) -> None:
+    """The node is about to leave: its workers go at a boundary, or at the deadline."""
+    leave_by_ns = cluster.now_ns + timeout_ns
+    if state.draining and state.leave_by_ns is not None:
+        if leave_by_ns < state.leave_by_ns:
+            state.leave_by_ns = leave_by_ns
+            _report_groups(cluster, state)
+        cluster.touch_active()
+        return
+    state.draining, state.leave_by_ns = True, leave_by_ns
+    state.announced = reason or "told to leave"
+    _report_groups(cluster, state)
+    if state.is_live():
+        state.move(NodePhase.DRAINING, cluster.now_ns, reason)
+    cluster.book.settle(state)
+    cluster.touch_active()
+    cluster.note(
+        "drain_started",
+        node=state.node.node_id,
+        reason=reason,
+        timeout_s=f"{timeout_ns / 1e9:g}",
+    )
+
+
+def order_drain(cluster: ClusterState, state: NodeState, reason: str, timeout_ns: int) -> int:
+    """An operator wants the node to leave: its agent is told, who knows it longer than we may.
+
+    Returns:
+        Nanoseconds until it has left; fewer than wished for if it drains already, and sooner.
+    """
+    start_drain(cluster, state, reason, timeout_ns)
+    _report_drain(cluster, state)
+    return max(0, (state.leave_by_ns or 0) - cluster.now_ns)
+
+
+def _report_drain(cluster: ClusterState, state: NodeState) -> None:
+    """Tell an agent that its node drains.
+
+    With time for workers to be stopped: until then we end them, and the agent only without us.
+    """
+    if state.session is None:
+        return
+    left_ns = max(ns(cluster.config.stop_grace_s), (state.leave_by_ns or 0) - cluster.now_ns)
+    cluster.do(SendAgent(state.session, Drain(state.announced, left_ns)))
+
+
+def _report_groups(cluster: ClusterState, state: NodeState) -> None:
+    """Let every member of every group with workers on this node know that it is to leave, soon."""
+    for worker_id in sorted(state.held):
+        job = cluster.job_of(worker_id)
+        if job is not None:
+            job.has_news_of_leavers = True
+
+
+def lose_node_workers(cluster: ClusterState, state: NodeState, why: str) -> None:
+    """All workers of a node are gone; each job is charged for one loss at most."""
+    charged: set[str] = set()
+    for worker_id in sorted(state.held):
+        job, _ = _find(cluster, worker_id)
+        if job is None:
+            state.held.pop(worker_id)
+            continue
+        cause = ExitCause(ExitKind.LOST, detail=f"node {state.node.node_id}: {why}")
+        lose_worker(cluster, job, worker_id, cause, charge=job.job_id not in charged)
+        charged.add(job.job_id)
+
+
+# ---------------------------------------------------------------- workers
+
+
+def on_reported(cluster: ClusterState, event: AgentMessageReceived) -> None:
+    """Take one message of a registered agent; what comes over an old session is ignored."""
+    state = cluster.book.of_session(event.session)
+    if state is None:
+        return
+    suspicion.received(cluster, state)
+    message = event.message
+    if isinstance(message, WorkerUpdate):
+        take_report(cluster, state, message.report)
+    elif isinstance(message, Reported):
+        if state.has(message.report.worker_id):
+            reports.take_metrics(cluster, event.session, message.report)
+        if state.reports_due:
+            state.reports_due -= 1
+            if not state.reports_due:
+                cluster.touch_active()
+    elif isinstance(message, Progress) and state.has(message.worker_id):
+        reports.take_progress(cluster, message)
+    elif isinstance(message, Pulse):
+        suspicion.take_pulse(cluster, state, message)
+    elif isinstance(message, DrainNotice):
+        start_drain(cluster, state, message.reason, message.timeout_ns)
+    elif isinstance(message, CopiesHeld):
+        copies.take_held(cluster, state, message.copies)
+    elif isinstance(message, CopyFailed):
+        copies.on_failed(cluster, state, message)
+    elif isinstance(message, LinksTried):
+        links.take_tried(cluster, state, message)
+    elif isinstance(message, NodeHealth):
+        health.take_problems(cluster, state, message.problems)
+
+
+def take_report(cluster: ClusterState, state: NodeState, report: WorkerReport) -> None:
+    """Take what an agent says about a worker into the books; it speaks for its own node only."""
+    if not state.has(report.worker_id):
+        return
+    job = cluster.jobs.get(report.job_id)
+    known = job is not None and report.worker_id in job.workers
+    if report.phase is WorkerPhase.EXITED:
+        if job is not None and known:
+            job.workers[report.worker_id].update(report, cluster.now_ns)
+            cause = report.exit or ExitCause(ExitKind.LOST, detail="its agent gave no cause")
+            lose_worker(cluster, job, report.worker_id, cause, failure=report.failure)
+        _answer(cluster, state, ForgetWorker(report.worker_id))
+        return
+    if job is None or report.generation > job.generation:
+        why = "its job is not known here" if job is None else "it is from another history"
+        grace = ns(cluster.config.stop_grace_s)
+        _answer(cluster, state, StopWorker(report.worker_id, grace, why))
+        return
+    if not known:
+        other = cluster.job_of(report.worker_id)
+        if other is not None:
+            lose_worker(cluster, other, report.worker_id, ExitCause(ExitKind.LOST))
+        cluster.add_worker(job, state, report)
+        cluster.note("worker_adopted", job.job_id, worker=report.worker_id)
+    worker = job.workers[report.worker_id]
+    before = worker.report
+    was_in_place = job.is_in_place() if report.in_place is not before.in_place else None
+    worker.update(report, cluster.now_ns)
+    cluster.charge(job, worker)
+    if before.phase is WorkerPhase.TRAINING and report.phase is WorkerPhase.READY:
+        _stands_still(cluster, job, report.worker_id)
+    if report.micro_batches > 0 and report.generation == job.generation:
+        requests.on_cut(cluster, job, report.micro_batches)
+    if was_in_place is not None and job.is_in_place() is not was_in_place:
+        cluster.replan = True  # It can be saved at any step, and may make room for others.
+    if report.phase is WorkerPhase.FINISHED and report.generation == job.generation:
+        job.finished[report.worker_id] = report.result
+        cluster.replan = True
+    if not waves.may_wait(cluster, job, worker, before):
+        cluster.touch(job)
+    if absence.is_broken(job, worker) and job.is_open:
+        absence.suspect_silent_nodes(cluster, job)
+
+
+def _answer(cluster: ClusterState, state: NodeState, message: ForgetWorker | StopWorker) -> None:
+    if state.session is not None:
+        cluster.do(SendAgent(state.session, message))
+
+
+def lose_worker(
+    cluster: ClusterState,
+    job: JobState,
+    worker_id: WorkerId,
+    cause: ExitCause,
+    *,
+    failure: Failure | None = None,
+    charge: bool = True,
+) -> None:
+    """Strike a worker that is gone, and let the failure policy say what that means."""
+    rank = job.rank_of(worker_id)
+    worker = cluster.remove_worker(job, worker_id)
+    if rank >= 0 and job.is_open:
+        absence.suspect_silent_nodes(cluster, job, only_away=True)
+    what = failure_policy.describe(worker.stop_cause or cause)
+    cluster.note("worker_gone", job.job_id, worker=worker_id, rank=rank, cause=what)
+    if rank >= 0 and job.is_open:
+        _stands_still(cluster, job, worker_id)
+        job.lost.append(f"{worker_id} (rank {rank}) {what}")
+    failure = failure or worker.report.failure
+    has_failed = job.phase is JobPhase.FAILED  # Others may fail in the same moment.
+    if failure is not None and (has_failed or worker.stop_cause is None):
+        is_news = job.note_failure(rank, failure)
+        if has_failed and is_news:
+            cluster.do(Persist((job.record(),)))
+    if job.has_ended() or not charge:
+        return
+    if worker.stop_cause is not None:
+        cause, failure = worker.stop_cause, None
+    node = cluster.book.nodes.get(worker.node_id)
+    if node is not None:
+        is_ordered = worker.stop_cause is not None
+        health.take_exit(cluster, node, worker.stop_cause or cause, ordered=is_ordered)
+    decision = failure_policy.judge_exit(
+        job.spec,
+        job.history,
+        cause,
+        failure,
+        cluster.config,
+        announced=node.announced if node else "",
+    )
+    judgement = decision.value
+    is_users = judgement.history.failures > job.history.failures
+    if charges.is_charged_already(job, worker, judgement):
+        return
+    job.history = judgement.history
+    if is_users:
+        job.failure = failure or Failure("WorkerExited", f"worker {worker_id} {what}")
+        job.failed_worker = f"{worker_id} (rank {rank})" if rank >= 0 else worker_id
+        job.note_failure(rank, job.failure)
+    if judgement.job_fails:
+        end_job(cluster, job, JobPhase.FAILED, decision.reason)
+        return
+    job.restart_at_ns = max(job.restart_at_ns, cluster.now_ns + judgement.delay_ns)
+    if is_users:
+        cluster.do(Persist((job.record(),)))
+
+
+def _stands_still(cluster: ClusterState, job: JobState, worker_id: WorkerId) -> None:
+    """A member of the newest group is not in it any more: the others wait for the next one."""
+    if job.is_member(worker_id) and job.paused_ns is None:
+        job.paused_ns = cluster.now_ns
+
+
+def placeholder(job: JobState, worker_id: WorkerId) -> WorkerReport:
+    """Return the report of a member that is known from the journal only."""
+    return WorkerReport(worker_id, job.job_id, WorkerPhase.TRAINING, job.generation)

@@ -1,0 +1,92 @@
+"""Members that leave the train function for good while others still wait for them.
+
+A rank that returns or calls `sys.exit(0)` has finished, and cannot be told from the first of all
+members to do so. It closes its group a moment later (`machine.worker.LET_GO_NS`). Members that need
+nothing from it go on and finish; those that wait for it see their group break.
+
+Rule: if a group breaks without a loss while one of its members has finished, that member is the
+cause. This counts as a failure of user code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+
+from elastic.core.config import NS_PER_S
+from elastic.core.machine import leaving
+from elastic.core.machine import timeouts as lateness
+from elastic.core.machine.jobs import ClusterState, JobState, WorkerState
+from elastic.core.policy import failure as failure_policy
+from elastic.core.policy.decision import Decision
+from elastic.core.world import Failure, WorkerPhase
+
+LOSS_NS = 2 * NS_PER_S
+"""A node that died silently is known to be lost within this: until then it may be that which broke
+the group."""
+RANKS_MAX = 8
+"""So many are named."""
+
+
+class EarlyLeaveOutcome(Enum):
+    """What becomes of a broken group that members had left before."""
+
+    WAIT = "wait"
+    """Somebody may be lost."""
+    AGAIN = "again"
+    """It is formed anew, and those who left run again."""
+    FAIL = "fail"
+
+
+def has_left(job: JobState) -> bool:
+    """Return whether a member of the newest group has finished."""
+    return any(_has_finished(job, worker) for _, worker in _members(job))
+
+
+def judge(cluster: ClusterState, job: JobState) -> Decision[EarlyLeaveOutcome]:
+    """Decide whether who left has broken a group, and charge the job for it."""
+    if leaving.nodes_of(cluster, job) or lateness.is_somebody_behind(job):
+        return Decision(EarlyLeaveOutcome.AGAIN, "the group changes")
+    members = _members(job)
+    left = [(rank, worker) for rank, worker in members if _has_finished(job, worker)]
+    others = [rank for rank, worker in members if not _has_finished(job, worker)]
+    hows = {rank: worker.report.left or "has finished" for rank, worker in left}
+    first = left[0][0]
+    same = [rank for rank, how in hows.items() if how == hows[first]]
+    verb = "trains" if len(others) == 1 else "train"
+    what = f"{_ranks(same)} {hows[first]}; {_ranks(others)} still {verb}"
+    broken = [w.since_ns for _, w in members if w.report.phase is WorkerPhase.BROKEN]
+    until_ns = min(broken, default=cluster.now_ns) + LOSS_NS
+    if cluster.now_ns < until_ns:
+        return Decision(EarlyLeaveOutcome.WAIT, what, until_ns)
+    where = ", ".join(f"rank {rank} {how}" for rank, how in hows.items())
+    failure = Failure("LeftEarly", what, position=where)
+    decision = failure_policy.judge_left(job.spec, job.history, failure, cluster.config)
+    job.history = decision.value.history
+    job.failure = failure
+    job.failed_worker = f"{left[0][1].report.worker_id} (rank {first})"
+    job.note_failure(first, failure)
+    if decision.value.job_fails:
+        return Decision(EarlyLeaveOutcome.FAIL, decision.reason)
+    cluster.note("left_early", job.job_id, generation=job.generation, reason=what)
+    return Decision(EarlyLeaveOutcome.AGAIN, decision.reason)
+
+
+def _members(job: JobState) -> list[tuple[int, WorkerState]]:
+    ids = job.member_ids() if job.is_open else ()
+    return [(rank, job.workers[w]) for rank, w in enumerate(ids) if w in job.workers]
+
+
+def _has_finished(job: JobState, worker: WorkerState) -> bool:
+    report = worker.report
+    return report.phase is WorkerPhase.FINISHED and report.generation == job.generation
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    """Return "rank 1", "ranks 0, 2 and 3", "ranks 0, 1, ... and 92 more"."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if len(ranks) > RANKS_MAX:
+        named = ", ".join(map(str, ranks[:RANKS_MAX]))
+        return f"ranks {named} and {len(ranks) - RANKS_MAX} more"
+    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"

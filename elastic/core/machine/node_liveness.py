@@ -1,0 +1,95 @@
+"""Nodes whose stream has ended: how long they may be silent, and when they are suspected.
+
+Rule: the end of a stream is not the death of a node. Workers that train with a dead node notice by
+themselves and report it. After a restart or a suspend of this coordinator, streams of healthy nodes
+have ended too.
+"""
+
+from __future__ import annotations
+
+from elastic.core.config import ns
+from elastic.core.events.coordinator import WokeFromSuspend
+from elastic.core.machine.jobs import ClusterState, JobState, WorkerState
+from elastic.core.machine.nodes import NodeState
+from elastic.core.world import NodePhase, WorkerPhase
+
+WAKING_S = 2.0
+"""What ends so soon after this coordinator slept has ended for that."""
+AWAY_GRACE_S = 2.0
+"""Grace for silent nodes of a group that is broken or short of a member, after a restart or suspend
+of the coordinator: their agents may be reconnecting with reports that were not delivered. The group
+is not replaced before."""
+
+
+def on_woke(cluster: ClusterState, event: WokeFromSuspend) -> None:
+    """We slept: agents have taken us for dead, and come back as after a restart of ours.
+
+    Their groups train meanwhile, or tell us of who is missing as soon as the first member is back.
+    """
+    book = cluster.book
+    book.woke_ns = cluster.now_ns
+    for state in book.unsettled_nodes():
+        if state.phase is not NodePhase.DISCONNECTED:
+            continue
+        if state.is_away() or state.since_ns < cluster.now_ns - event.slept_ns:
+            # It was away before: no more than a moment to come back, or it would be for ever.
+            until_ns = cluster.now_ns + ns(AWAY_GRACE_S)
+            state.lost_at_ns = max(state.lost_at_ns or 0, until_ns)
+        else:
+            extend_grace(cluster, state)
+            check_broken_groups(cluster, state)
+    cluster.note("woke", slept_s=f"{event.slept_ns / 1e9:.1f}")
+    cluster.touch_active()
+
+
+def is_for_our_sake(cluster: ClusterState, state: NodeState) -> bool:
+    """Return whether a stream that ends now has ended because we slept.
+
+    Ten thousand that have ended are heard of one after the other.
+    """
+    woke_ns = cluster.book.woke_ns
+    if woke_ns is None:
+        return False
+    since_ns = cluster.now_ns - woke_ns
+    is_unreceived = state.received_ns <= woke_ns
+    return since_ns < ns(cluster.config.adoption_grace_s if is_unreceived else WAKING_S)
+
+
+def extend_grace(cluster: ClusterState, state: NodeState) -> None:
+    """Wait for a node whose stream has ended for our sake, as after a restart of ours."""
+    state.grace_extended = True
+    until_ns = cluster.now_ns + ns(cluster.config.adoption_grace_s)
+    state.lost_at_ns = max(state.lost_at_ns or 0, until_ns)
+
+
+def check_broken_groups(cluster: ClusterState, state: NodeState) -> None:
+    """If a group with members on this node is known to be broken, the node is the cause."""
+    for worker_id in sorted(state.held):
+        job = cluster.job_of(worker_id)
+        if job is None or not job.is_open or not job.is_member(worker_id):
+            continue
+        members = [job.workers[w] for w in job.member_ids() if w in job.workers]
+        if any(is_broken(job, member) for member in members):
+            state.lost_at_ns = cluster.now_ns + _timeout_ns(state)
+
+
+def is_broken(job: JobState, worker: WorkerState) -> bool:
+    """Return whether a worker says that the newest group is broken."""
+    report = worker.report
+    return report.phase is WorkerPhase.BROKEN and report.generation == job.generation
+
+
+def suspect_silent_nodes(cluster: ClusterState, job: JobState, *, only_away: bool = False) -> None:
+    """The group is known to be broken: a node that is silent at this moment is the cause."""
+    for worker_id in job.member_ids():
+        worker = job.workers.get(worker_id)
+        node = cluster.node_of(worker) if worker else None
+        if node is None or node.phase is not NodePhase.DISCONNECTED or node.lost_at_ns is None:
+            continue
+        if node.is_away() or not only_away:
+            node.lost_at_ns = min(node.lost_at_ns, cluster.now_ns + _timeout_ns(node))
+
+
+def _timeout_ns(state: NodeState) -> int:
+    """Return how long a silent node of a broken group may still come back."""
+    return ns(AWAY_GRACE_S) if state.is_away() else 0

@@ -1,0 +1,559 @@
+"""What follows from the facts for one job: form, ask, suspend, start, stop, end.
+
+Rule: `reconcile_job` runs after every event that touched the job. It asks the policies and turns
+their answers into effects. A group is persisted before any member is sent its announcement.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import replace
+from math import inf
+
+from elastic.core.config import ns
+from elastic.core.events.coordinator import Persist
+from elastic.core.machine import (
+    announcing,
+    copies,
+    invariants,
+    leaving,
+    links,
+    queueing,
+    saves,
+    versions,
+)
+from elastic.core.machine import early_leave as early
+from elastic.core.machine import timeouts as lateness
+from elastic.core.machine.announcing import tell
+from elastic.core.machine.jobs import ClusterState, JobState, WorkerState
+from elastic.core.messages import Announce, LeaveGroup, StartWorker, StopWorker
+from elastic.core.policy import failure, membership
+from elastic.core.policy.membership import GroupAction, GroupPlan
+from elastic.core.policy.pacing import forming_is_long_after_ns
+from elastic.core.policy.ranks import assign_ranks
+from elastic.core.telemetry import Telemetry
+from elastic.core.world import (
+    NO_GENERATION,
+    ExitCause,
+    ExitKind,
+    Group,
+    JobPhase,
+    Member,
+    NodeId,
+    WorkerId,
+    WorkerPhase,
+    WorkerReport,
+)
+from elastic.errors import check
+
+ROUNDS_MAX = 8
+"""A job comes to rest in two or three rounds; more mean that two policies contradict."""
+
+
+def reconcile_job(cluster: ClusterState, job: JobState) -> None:
+    """Bring the job to rest under what is known now."""
+    job.wake_ns, before = None, job.generation
+    if job.has_ended():
+        _stop_all(cluster, job)
+        copies.end(cluster, job)
+        return
+    if job.phase is JobPhase.PAUSED:
+        return
+    if announcing.report_first(cluster, job):
+        job.wake_ns = cluster.now_ns + 1
+        return
+    wake(job, links.settle(cluster, job))
+    if job.has_news_of_leavers:
+        # Once for all that came together: a cloud may take a thousand nodes at one moment.
+        job.has_news_of_leavers = False
+        remind_of_leavers(cluster, job, job.member_ids())
+    for worker_id in versions.strangers(cluster, job):
+        stop_worker(cluster, job, worker_id, versions.CAUSE)
+    if job.anew_ns is not None:
+        # A member whose process is spent has a successor before the next group is decided. Else
+        # one that joins would train without it, and be spent itself when the successor joins.
+        _start_workers(cluster, job)
+    for _ in range(ROUNDS_MAX):
+        _give_up_stuck(cluster, job)
+        if _is_complete(job):
+            end_job(cluster, job, JobPhase.SUCCEEDED, "all workers finished")
+            return
+        if not _settle_group(cluster, job):
+            break
+    else:
+        check(False, f"job {job.job_id} does not come to rest: {job.reason}")
+    if job.has_ended():
+        return
+    if job.generation > before and announcing.is_large(cluster, job):
+        job.wake_ns = cluster.now_ns + 1  # All else has time until they are told.
+        return
+    _save_before_they_leave(cluster, job)
+    _stop_leavers(cluster, job)
+    _stop_surplus(cluster, job)
+    if _start_workers(cluster, job) and not job.is_open:
+        _settle_group(cluster, job)
+    _say_why_waiting(cluster, job)
+    _watch_health(cluster, job)
+    wake(job, copies.settle(cluster, job))
+
+
+def end_job(cluster: ClusterState, job: JobState, phase: JobPhase, reason: str) -> None:
+    """Write down how the job ended, then tell every worker to end."""
+    job.move(phase, cluster.now_ns)
+    job.is_open = False
+    job.reason = reason
+    # No worker starts for it any more, and two hundred ended jobs are remembered.
+    job.spec = replace(job.spec, entry=replace(job.spec.entry, payload=b""))
+    if phase is JobPhase.SUCCEEDED:
+        job.failure, job.failed_worker, job.rank_failures = None, "", ()
+        job.result = job.finished[job.member_ids()[0]]
+    cluster.do(Persist((job.record(),)))
+    cluster.note("job_ended", job.job_id, phase=phase.value, reason=reason)
+    cluster.touch(job)
+    cluster.touch_active()
+
+
+def stop_worker(
+    cluster: ClusterState, job: JobState, worker_id: WorkerId, cause: ExitCause
+) -> None:
+    """Tell a worker to end, once; from here on it counts as absent."""
+    worker = job.workers[worker_id]
+    if worker.stop_cause is not None:
+        return
+    worker.stop_cause = cause
+    cluster.charge(job, worker)
+    cluster.replan = True
+    tell(cluster, worker, stop_order(cluster, job, worker))
+
+
+def stop_order(cluster: ClusterState, job: JobState | None, worker: WorkerState) -> StopWorker:
+    """Return what a worker is told that is to end.
+
+    A job that a user stops has its script asked: with SIGTERM, if it has a handler of its own.
+    """
+    cause = worker.stop_cause or ExitCause(ExitKind.STOPPED)
+    asks = job is not None and job.phase is JobPhase.STOPPED and not job.hurries
+    grace_s = 0.0 if cause.kind is ExitKind.HUNG else cluster.config.stop_grace_s
+    if asks and job is not None:
+        grace_s = max(grace_s, job.spec.grace_s)
+    return StopWorker(worker.report.worker_id, ns(grace_s), cause.detail, asks)
+
+
+def hurry(cluster: ClusterState, job: JobState) -> None:
+    """End the workers of a job that has ended, whatever their scripts are doing."""
+    job.hurries = True
+    for worker_id in sorted(job.workers):
+        if job.workers[worker_id].stop_cause is not None:
+            tell(cluster, job.workers[worker_id], stop_order(cluster, job, job.workers[worker_id]))
+
+
+def _report_group(
+    cluster: ClusterState, worker: WorkerState, message: Announce | LeaveGroup
+) -> None:
+    """Tell a worker of the newest group; its time runs from now on if its agent is there."""
+    if cluster.node_of(worker).session is not None:
+        worker.reported_ns = cluster.now_ns
+    tell(cluster, worker, message)
+
+
+def remind_of_leavers(cluster: ClusterState, job: JobState, workers: Iterable[WorkerId]) -> None:
+    """Tell these members of the newest group which nodes of it are to leave, if there are any."""
+    news = leaving.news(cluster, job)
+    for worker_id in workers if news is not None else ():
+        worker = job.workers.get(worker_id)
+        if worker is not None and news is not None:
+            tell(cluster, worker, replace(news, worker_id=worker_id))
+
+
+# ---------------------------------------------------------------- the group
+
+
+def _settle_group(cluster: ClusterState, job: JobState) -> bool:
+    """Ask the membership policy and do what it says; True if that may change its next answer."""
+    limits = queueing.limits_now(cluster, job)
+    if limits is None:
+        wake(job, cluster.hold_until_ns)
+        job.waits_for = f"project {job.spec.project} may be at its limit: not all nodes are back"
+        return False
+    candidates = [*job.candidates(cluster.book).values()]
+    current = replace(job.current(), is_saving=lateness.is_saving(cluster, job))
+    decision = membership.decide(limits, current, candidates, cluster.now_ns, cluster.config)
+    wake(job, decision.wake_ns)
+    plan = decision.value
+    if plan.shows:
+        lateness.show_all(cluster, job, decision.reason)
+    is_ended = plan.act is GroupAction.FORM or (
+        plan.act is GroupAction.SUSPEND and bool(plan.members)
+    )
+    if plan.cause == "broken" and is_ended:
+        if early.has_left(job):
+            verdict = early.judge(cluster, job)
+            wake(job, verdict.wake_ns)
+            if verdict.value is early.EarlyLeaveOutcome.WAIT:
+                _holds(job, verdict.reason)
+                return False
+            if verdict.value is early.EarlyLeaveOutcome.FAIL:
+                end_job(cluster, job, JobPhase.FAILED, verdict.reason)
+                return False
+            decision = replace(decision, reason=verdict.reason)
+        elif _fails_by_break(cluster, job):
+            return False
+    if plan.act is GroupAction.FORM:
+        if leaving.exhausts_budget(cluster, job, plan.members):
+            end_job(cluster, job, JobPhase.FAILED, job.reason)
+            return False
+        _form(cluster, job, plan, decision.reason)
+        _holds(job, membership.forming(0, len(plan.members)))
+        return False
+    if plan.act is GroupAction.ASK:
+        ask(cluster, job, plan, decision.reason)
+        _holds(job, decision.reason)
+        return False
+    if plan.act is GroupAction.SUSPEND:
+        if leaving.exhausts_budget(cluster, job, plan.members):
+            end_job(cluster, job, JobPhase.FAILED, job.reason)
+            return False
+        _suspend(cluster, job, plan, decision.reason)
+        return True
+    if plan.act is GroupAction.WAIT:
+        job.waits_for = decision.reason
+    else:
+        _holds(job, decision.reason)
+    return False
+
+
+def _holds(job: JobState, reason: str) -> None:
+    """The group stands, or comes together: say so."""
+    job.waits_for, job.reason = "", links.explain(job, reason)
+
+
+def _fails_by_break(cluster: ClusterState, job: JobState) -> bool:
+    """Charge a group that broke without a loss; return whether the job has ended for it.
+
+    While one of its nodes is on its way out, that is what broke it; while a member is on its way
+    in, the others have only waited for it, and its time is bounded.
+    """
+    if leaving.nodes_of(cluster, job) or lateness.is_somebody_behind(job):
+        return False
+    links.check_into_broken(cluster, job)
+    decision = failure.judge_break(job.history, cluster.config)
+    job.history = decision.value.history
+    if decision.value.job_fails:
+        end_job(cluster, job, JobPhase.FAILED, decision.reason)
+    return decision.value.job_fails
+
+
+def _form(cluster: ClusterState, job: JobState, plan: GroupPlan, reason: str) -> None:
+    """Number, rank, persist and announce the next group."""
+    node_of = {w: job.workers[w].node_id for w in plan.members}
+    places = assign_ranks(plan.members, node_of, job.member_ids())
+    before = set(job.member_ids()) if job.is_open else set()
+    job.generation += 1
+    job.group = Group(
+        generation=job.generation,
+        members=tuple(
+            Member(p.worker_id, p.node_id, p.rank, job.workers[p.worker_id].report.store_address)
+            for p in places
+        ),
+        reason=plan.cause,
+        key=_key_of_group(cluster, job),
+    )
+    job.placed = job.group, places
+    job.is_open, job.asked, job.is_save_requested, job.stuck = True, False, False, ""
+    job.anew_ns = None
+    if plan.cause != "broken" or job.training_since_ns is not None:
+        job.links.nowhere_ns = cluster.now_ns
+    job.announced_ns, job.training_since_ns = cluster.now_ns, None
+    soonest_s = min(cluster.config.form_timeout_s, job.spec.hang_timeout_s or inf)
+    wake(job, cluster.now_ns + ns(soonest_s))
+    cluster.polls[job.job_id] = cluster.now_ns + forming_is_long_after_ns(len(places))
+    job.first_steps, job.finished = {}, {}
+    if job.is_fresh:
+        job.is_fresh = False
+        job.protected_until_ns = cluster.now_ns + ns(cluster.config.preemption_min_run_s)
+    job.preempted_by = ""
+    job.reason = reason
+    cluster.replan = True
+    job.ledger.group_formed()
+    for worker in job.workers.values():
+        cluster.charge(job, worker)
+    invariants.check_bounds(job)
+    job.move(JobPhase.RUNNING, cluster.now_ns)
+    cluster.do(Persist((job.record(),)))
+    announce = announcing.announcer(cluster, job)
+    for place in places:
+        worker = job.workers[place.worker_id]
+        worker.steps, worker.telemetry = 0, Telemetry()
+        _report_group(cluster, worker, announce(place))
+        saves.remind(cluster, job, worker)
+    remind_of_leavers(cluster, job, plan.members)
+    for worker_id in sorted(before - set(plan.members)):
+        if worker_id in job.workers:
+            leave = LeaveGroup(worker_id, job.generation - 1, False, reason)
+            _report_group(cluster, job.workers[worker_id], leave)
+    cluster.note(
+        "group_formed",
+        job.job_id,
+        generation=job.generation,
+        world_size=len(places),
+        cause=plan.cause,
+        reason=reason,
+    )
+
+
+def _key_of_group(cluster: ClusterState, job: JobState) -> str:
+    """Return the secret by which the members of the newest generation know each other."""
+    name = f"group\n{job.job_id}\n{job.generation}".encode()
+    return hashlib.blake2b(name, key=cluster.secret, digest_size=32).hexdigest()
+
+
+def ask(cluster: ClusterState, job: JobState, plan: GroupPlan, reason: str) -> None:
+    """Ask every member to leave at the next boundary; a later request replaces an earlier one.
+
+    That they save is persisted, so that a new coordinator allows the longer timeout of a save. They
+    are told before it is durable: losing the flag costs a shorter timeout, never correctness.
+    """
+    is_news, job.asked, job.is_save_requested = (
+        job.is_save_requested or plan.saves,
+        True,
+        plan.saves,
+    )
+    can_save = plan.saves and announcing.all_save_where_they_leave(cluster, job)
+    for worker_id in job.member_ids():
+        worker = job.workers[worker_id]
+        leave = LeaveGroup(worker_id, job.generation, True, plan.cause, saves=can_save)
+        tell(cluster, worker, leave)
+    if is_news:
+        cluster.do(Persist((job.record(),)))
+    cluster.note(
+        "change_planned", job.job_id, generation=job.generation, cause=plan.cause, reason=reason
+    )
+
+
+def _suspend(cluster: ClusterState, job: JobState, plan: GroupPlan, reason: str) -> None:
+    """Let the members leave at once; they keep their state and wait, or are replaced."""
+    job.is_open, job.asked, job.is_save_requested = False, False, False
+    job.anew_ns = cluster.now_ns if plan.members else None
+    cluster.replan = True
+    job.announced_ns = cluster.now_ns
+    job.reason = reason
+    for worker in job.workers.values():
+        cluster.charge(job, worker)
+    job.move(JobPhase.PENDING, cluster.now_ns)
+    cluster.do(Persist((job.record(),)))
+    for worker_id in job.member_ids():
+        if worker_id in job.workers:
+            leave = LeaveGroup(worker_id, job.generation, False, plan.cause)
+            _report_group(cluster, job.workers[worker_id], leave)
+    cluster.note("group_suspended", job.job_id, generation=job.generation, reason=reason)
+
+
+def _say_why_waiting(cluster: ClusterState, job: JobState) -> None:
+    """Keep why the job waits, if it does; log it when it changes."""
+    gave_way = f"preempted by {job.preempted_by}; " if job.preempted_by else ""
+    full = f"waiting: {gave_way}{links.explain(job, job.waits_for)}"
+    if job.waits_for and job.reason != full and not job.paused:
+        job.reason = full
+        cluster.note("waiting", job.job_id, reason=full.removeprefix("waiting: "))
+
+
+def _is_complete(job: JobState) -> bool:
+    """Return whether every member that is left has finished this generation.
+
+    That is not enough when the leader was lost before it finished, which writes what remains of a
+    run as a rule; nor when user code raised in a member after others had returned.
+    """
+    if not job.is_open or job.member_ids()[0] not in job.finished:
+        return False
+    if job.failure_generation == job.generation:
+        return False
+    left = [job.workers[w] for w in job.member_ids() if w in job.workers]
+    return bool(left) and all(
+        w.report.phase is WorkerPhase.FINISHED and w.report.generation == job.generation
+        for w in left
+    )
+
+
+def _give_up_stuck(cluster: ClusterState, job: JobState) -> None:
+    """Kill members that never came to train, and others that were told to leave and did not.
+
+    Who forms a group waits for those who are not there yet. When all are there and none comes out
+    of it, nobody can tell which one hangs: the group is formed anew, and that one will be missing.
+    """
+    members = job.member_ids() if job.is_open else ()
+    first_out: list[int | None] = []
+    for worker_id in [*members, *sorted(set(job.workers).difference(members))]:
+        worker = job.workers.get(worker_id)
+        if worker is None or worker.stop_cause is not None:
+            continue
+        report, since_ns = worker.report, max(job.announced_ns, worker.reported_ns)
+        lingers_since_ns, worker.lingers_since_ns = worker.lingers_since_ns, None
+        is_forming = report.phase is WorkerPhase.FORMING
+        if members and report.generation >= job.generation:  # Only members have been told of it.
+            if is_forming and not first_out:
+                first_out.append(lateness.first_out_ns(job))
+            if not is_forming or (out_ns := first_out[0]) is None:
+                continue
+            since_ns = max(since_ns, out_ns)
+        if not cluster.node_of(worker).is_live():
+            continue
+        what = f"join generation {job.generation}"
+        is_member = job.is_open and job.is_member(worker_id)
+        if is_member and report.phase is WorkerPhase.TRAINING:
+            worker.lingers_since_ns = since_ns = lingers_since_ns or since_ns
+        elif is_member:
+            pass
+        elif report.phase in (WorkerPhase.FORMING, WorkerPhase.TRAINING):
+            # From the first group without it: those that follow are no reason to wait longer.
+            since_ns = lingers_since_ns or max(since_ns, worker.since_ns)
+            worker.lingers_since_ns = since_ns
+            what = f"leave generation {report.generation}"
+        else:
+            continue
+        limit_s = lateness.patience_s(cluster, job, worker)
+        wake_ns = lateness.show_first(cluster, worker, since_ns, limit_s, f"has to {what}")
+        if wake_ns is not None:
+            wake(job, wake_ns)
+            continue
+        detail = f"did not {what} within {limit_s:g} s"
+        stop_worker(cluster, job, worker_id, ExitCause(ExitKind.HUNG, detail=detail))
+
+
+def _save_before_they_leave(cluster: ClusterState, job: JobState) -> None:
+    """Wish for a checkpoint in time, if the group cannot do without the nodes that leave."""
+    decision = leaving.save_is_due(cluster, job)
+    wake(job, decision.wake_ns)
+    if not decision.value:
+        return
+    job.saved_before_ns = cluster.now_ns
+    wake(job, leaving.save_is_due(cluster, job).wake_ns)
+    saves.wish(cluster, job, reason=decision.reason)
+
+
+# ---------------------------------------------------------------- workers
+
+
+def _start_workers(cluster: ClusterState, job: JobState) -> bool:
+    """Start as many further workers as max and the nodes allow; True if any was started."""
+    members = [job.workers[w] for w in job.member_ids() if w in job.workers]
+    if job.is_open and any(w.report.phase is WorkerPhase.FINISHED for w in members):
+        return False
+    if job.must_release_workers():
+        return False
+    alive = [w for w in job.workers.values() if w.stop_cause is None]
+    have = len(alive)
+    if cluster.book.leaving or job.yields or job.links.out:
+        have -= sum(1 for w in alive if job.is_to_leave(w, cluster.node_of(w)))
+    if have >= job.limits.max_workers:
+        return False
+    not_before = max(job.restart_at_ns, cluster.hold_until_ns)
+    if cluster.now_ns < not_before:
+        wake(job, not_before)
+        return False
+    hosting: dict[NodeId, int] = {}
+    for worker in alive:
+        hosting[worker.node_id] = hosting.get(worker.node_id, 0) + 1
+    nodes, in_place = queueing.place(cluster, job, hosting, have), job.is_in_place()
+    for node_id in nodes:
+        state = cluster.book.nodes[node_id]
+        worker_id = state.next_worker_id()
+        report = WorkerReport(worker_id, job.job_id, WorkerPhase.STARTING, NO_GENERATION)
+        worker = cluster.add_worker(job, state, report)
+        tell(cluster, worker, StartWorker(worker_id, job.spec, ahead=in_place))
+        cluster.note("worker_starting", job.job_id, worker=worker_id, node=node_id)
+    if (
+        not nodes
+        and not job.is_open
+        and not any(w.report.phase is WorkerPhase.STARTING for w in alive)
+    ):
+        job.waits_for = queueing.explain(cluster, job, hosting, have)
+    return bool(nodes)
+
+
+def _stop_leavers(cluster: ClusterState, job: JobState) -> None:
+    """End workers on draining nodes, and those given back, as soon as no group needs them."""
+    if not cluster.book.leaving and not job.yields:
+        return
+    for worker_id in sorted(job.workers):
+        node = cluster.node_of(job.workers[worker_id])
+        if job.is_open and job.is_member(worker_id):
+            continue
+        if node.draining or worker_id in job.yields:
+            detail = f"node drains: {node.reason}" if node.draining else "given back to another job"
+            stop_worker(cluster, job, worker_id, ExitCause(ExitKind.STOPPED, detail=detail))
+
+
+def _stop_surplus(cluster: ClusterState, job: JobState) -> None:
+    """End workers above max that no group needs: first who must stay out of it, then the newest."""
+    out = job.links.out
+    if len(job.workers) <= job.limits.max_workers:
+        return
+    alive = [
+        worker_id
+        for worker_id, worker in sorted(job.workers.items())
+        if worker.stop_cause is None
+        and not cluster.node_of(worker).draining
+        and not job.gives_back(worker_id)
+    ]
+    idle = [w for w in alive if not (job.is_open and job.is_member(w))]
+    idle.sort(key=lambda w: (job.workers[w].node_id not in out, -job.workers[w].since_ns, w))
+    high = job.limits.max_workers
+    for worker_id in idle[: max(0, len(alive) - high)]:
+        cause = ExitCause(ExitKind.STOPPED, detail=f"max_workers={high} is reached")
+        stop_worker(cluster, job, worker_id, cause)
+
+
+def _stop_all(cluster: ClusterState, job: JobState) -> None:
+    """End every worker of a job that has ended."""
+    for worker_id in sorted(job.workers):
+        cause = ExitCause(ExitKind.STOPPED, detail=f"job {job.phase.value}")
+        stop_worker(cluster, job, worker_id, cause)
+
+
+def _watch_health(cluster: ClusterState, job: JobState) -> None:
+    """Note when the whole group trains, and forgive losses once it has trained long enough."""
+    if not job.is_open or job.group is None:
+        return
+    if job.training_since_ns is not None and not job.history.losses:
+        return
+    members = [job.workers.get(w) for w in job.member_ids()]
+    training = (WorkerPhase.TRAINING, WorkerPhase.FINISHED)
+    # What the journal believes of a member is no evidence that it trains.
+    is_training = all(
+        w
+        and w.report.phase in training
+        and w.report.generation == job.generation
+        and not cluster.node_of(w).unconfirmed
+        for w in members
+    )
+    if not is_training and job.training_since_ns is None:
+        lateness.watch_forming(cluster, job)
+    if is_training and job.training_since_ns is None:
+        job.training_since_ns = cluster.now_ns
+        if not lateness.does_somebody_wait(cluster, job):
+            cluster.polls.pop(job.job_id, None)
+        took_ms = (cluster.now_ns - job.announced_ns) // 1_000_000
+        cluster.note("group_training", job.job_id, generation=job.generation, took_ms=took_ms)
+    if job.training_since_ns is not None and job.history.losses:
+        until = job.training_since_ns + ns(cluster.config.healthy_after_s)
+        if cluster.now_ns < until:
+            wake(job, until)
+        elif lateness.does_somebody_wait(cluster, job):
+            # A group that stands still is not healthy however long it does, or a hang that comes
+            # again in every group would never end the job.
+            wake(job, cluster.now_ns + ns(1.0))
+        else:
+            forgive(job)
+
+
+def forgive(job: JobState) -> None:
+    """The job made progress: a row of losses is over."""
+    job.history = type(job.history)(job.history.failures, 0, job.history.last)
+    job.restart_at_ns = 0
+
+
+def wake(job: JobState, moment: int | None) -> None:
+    """Look at the job again at `moment`, or earlier if something else says so."""
+    if moment is not None:
+        job.wake_ns = moment if job.wake_ns is None else min(job.wake_ns, moment)

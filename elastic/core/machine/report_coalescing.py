@@ -1,0 +1,128 @@
+"""Reports that all workers of a job send one after the other, and of which only the last matters.
+
+Rule: a report may be held back only if no decision depends on it while others are missing, and only
+for a limited time. In a group of ten thousand each decision costs tens of milliseconds, and each
+member reports twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from enum import Enum
+
+from elastic.core.config import NS_PER_S
+from elastic.core.machine.jobs import ClusterState, JobState, WorkerState
+from elastic.core.policy.membership import WAITING_PHASES
+from elastic.core.world import NO_GENERATION, Generation, WorkerId, WorkerPhase, WorkerReport
+
+POLL_NS, POLL_NS_PER_WORKER = NS_PER_S // 10, 50_000
+"""What users see of a wave is not older than the larger one: half a second with ten thousand."""
+UNDER_WAY = (WorkerPhase.FORMING, WorkerPhase.TRAINING)
+
+
+class ReportKind(Enum):
+    """What the workers do one after the other."""
+
+    COME_UP = "come up"
+    """Members of a new group begin to train."""
+    LEAVE = "leave"
+    """Members stop at a boundary."""
+    START = "start"
+    """Workers of a job without a group become ready."""
+
+
+@dataclass
+class PendingReports:
+    """Who has not said it yet.
+
+    Attributes:
+        left: workers that may hold back; the last of them does, as far as is known.
+    """
+
+    kind: ReportKind
+    generation: Generation
+    left: list[WorkerId] = field(default_factory=list)
+
+
+def may_wait(
+    cluster: ClusterState, job: JobState, worker: WorkerState, before: WorkerReport
+) -> bool:
+    """Return whether a report can wait for those of others, and remember to look in time.
+
+    Args:
+        cluster: all there is.
+        job: of the worker.
+        worker: with the report.
+        before: what was known of it.
+    """
+    kind = _kind(cluster, job, worker, before)
+    if kind is None:
+        return False
+    wave = job.wave
+    if wave is None or (wave.kind, wave.generation) != (kind, job.generation):
+        ids: Iterable[WorkerId] = job.workers if kind is ReportKind.START else job.member_ids()
+        wave = job.wave = PendingReports(kind, job.generation, list(ids))
+        if kind is not ReportKind.COME_UP:
+            return False  # Time counts from the first one.
+    holds_back = _HOLDS_BACK[kind]
+    while wave.left:
+        other = job.workers.get(wave.left[-1])
+        if other is not None and holds_back(cluster, job, other):
+            pause_ns = max(POLL_NS, POLL_NS_PER_WORKER * len(job.workers))
+            check_ns = cluster.now_ns + pause_ns
+            job.wake_ns = check_ns if job.wake_ns is None else min(job.wake_ns, check_ns)
+            return True
+        wave.left.pop()
+    job.wave = None
+    return False
+
+
+def _kind(
+    cluster: ClusterState, job: JobState, worker: WorkerState, before: WorkerReport
+) -> ReportKind | None:
+    """Return the wave that a report belongs to, None for one from which something may follow."""
+    report, generation = worker.report, job.generation
+    if (
+        worker.stop_cause is not None
+        or job.must_release_workers()
+        or cluster.node_of(worker).draining
+    ):
+        return None
+    if not job.is_open:
+        is_first = generation == NO_GENERATION and before.phase is WorkerPhase.STARTING
+        return ReportKind.START if is_first and report.phase is WorkerPhase.READY else None
+    if report.generation != generation or not job.is_member(report.worker_id):
+        return None
+    is_fresh = before.generation < generation or before.phase in UNDER_WAY
+    if not is_fresh or report.copies_every != job.copies.every_n_steps:
+        return None
+    if report.phase in UNDER_WAY and job.training_since_ns is None:
+        return ReportKind.COME_UP
+    return ReportKind.LEAVE if report.phase is WorkerPhase.READY and job.asked else None
+
+
+def _is_behind(cluster: ClusterState, job: JobState, worker: WorkerState) -> bool:
+    report = worker.report
+    # What the journal believes of a member is no evidence that it trains.
+    return (
+        report.generation != job.generation
+        or report.phase in (WorkerPhase.FORMING, WorkerPhase.READY)
+        or cluster.node_of(worker).unconfirmed
+    )
+
+
+def _is_inside(_: ClusterState, job: JobState, worker: WorkerState) -> bool:
+    report = worker.report
+    return report.generation != job.generation or report.phase not in WAITING_PHASES
+
+
+def _is_starting(_: ClusterState, job: JobState, worker: WorkerState) -> bool:
+    return worker.report.phase is WorkerPhase.STARTING and worker.stop_cause is None
+
+
+_HOLDS_BACK: dict[ReportKind, Callable[[ClusterState, JobState, WorkerState], bool]] = {
+    ReportKind.COME_UP: _is_behind,
+    ReportKind.LEAVE: _is_inside,
+    ReportKind.START: _is_starting,
+}

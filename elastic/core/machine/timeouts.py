@@ -1,0 +1,124 @@
+"""How long members may take to join a group, or to leave one.
+
+Rule: the time of a member that waits for others does not count; it counts for those it waits for.
+"""
+
+from __future__ import annotations
+
+from elastic.core.config import NS_PER_S, ns
+from elastic.core.machine.announcing import tell
+from elastic.core.machine.jobs import ClusterState, JobState, WorkerState
+from elastic.core.messages import DumpStacks
+from elastic.core.policy.pacing import forming_is_long_after_ns
+from elastic.core.world import WorkerPhase
+
+DUMP_NS = 3 * NS_PER_S // 10
+"""Between asking for stacks and killing: writing them takes some milliseconds, more when the
+machine is loaded."""
+
+
+def is_somebody_behind(job: JobState) -> bool:
+    """Return whether a member of the newest group has not come into it yet."""
+    return any(w.report.generation < job.generation for w in _members(job))
+
+
+def first_out_ns(job: JobState) -> int | None:
+    """Return since when members that still form can be late, None while they cannot.
+
+    None while any member has not joined (the others wait for it) or none trains yet (the culprit
+    is unknown). Time counts from the first member that trains, so that a link that was cut and has
+    healed is charged to nobody.
+    """
+    members = _members(job)
+    if any(w.report.generation < job.generation for w in members):
+        return None
+    out = (WorkerPhase.TRAINING, WorkerPhase.FINISHED)
+    return min((w.since_ns for w in members if w.report.phase in out), default=None)
+
+
+def watch_forming(cluster: ClusterState, job: JobState) -> None:
+    """Have a group looked at that forms for long, of another coordinator's once all are back."""
+    members = _members(job)
+    if job.job_id not in cluster.polls and not any(cluster.node_of(w).unconfirmed for w in members):
+        cluster.polls[job.job_id] = cluster.now_ns + forming_is_long_after_ns(len(members))
+
+
+def does_somebody_wait(cluster: ClusterState, job: JobState) -> bool:
+    """Return whether a member of the newest group says that it waits for its peers, or may."""
+    return any(may_wait(cluster, job, worker) for worker in _members(job))
+
+
+def may_wait(cluster: ClusterState, job: JobState, worker: WorkerState) -> bool:
+    """Return whether a member says that it waits, or stands for long where nobody can tell.
+
+    That is said of who has begun something in a group within its group, which takes others.
+    """
+    sight = worker.sight
+    if sight is None or sight.generation != job.generation:
+        return False
+    hides = bool(sight.begun) and stands(cluster, job, worker)
+    return hides or sight.waits(job.generation, cluster.now_ns)
+
+
+def _members(job: JobState) -> list[WorkerState]:
+    return [job.workers[w] for w in job.member_ids() if w in job.workers] if job.is_open else []
+
+
+def patience_s(cluster: ClusterState, job: JobState, worker: WorkerState) -> float:
+    """Return how long a worker may take to come out of the group that it is in, or into one."""
+    report = worker.report
+    limit_s = cluster.config.form_timeout_s
+    if not report.in_place or report.phase is not WorkerPhase.TRAINING:
+        return limit_s
+    # Its loop leaves by itself, at its next micro-batch: user code between epochs may take.
+    limit_s = max(limit_s, job.spec.collective_timeout_s)
+    return min(limit_s, job.spec.hang_timeout_s) if stands(cluster, job, worker) else limit_s
+
+
+def stands(cluster: ClusterState, job: JobState, worker: WorkerState) -> bool:
+    """Return whether the main thread of a worker has not moved for longer than it may."""
+    sight, hang_s = worker.sight, job.spec.hang_timeout_s
+    if not hang_s or sight is None or not sight.stands(worker.report.generation, cluster.now_ns):
+        return False
+    return cluster.now_ns - (sight.still_since_ns or 0) >= ns(hang_s)
+
+
+def is_saving(cluster: ClusterState, job: JobState) -> bool:
+    """Return whether members save where they leave, and none that has not left stands still."""
+    if not (job.is_save_requested and job.is_in_place()):
+        return False
+    inside = [job.workers[w] for w in job.member_ids() if w in job.workers]
+    return not any(
+        w.report.phase is WorkerPhase.TRAINING and stands(cluster, job, w) for w in inside
+    )
+
+
+def show_all(cluster: ClusterState, job: JobState, why: str) -> None:
+    """Have the stacks of all members of the newest group written."""
+    for worker in _members(job):
+        tell(cluster, worker, DumpStacks(worker.report.worker_id, why))
+
+
+def show_first(
+    cluster: ClusterState, worker: WorkerState, since_ns: int, limit_s: float, why: str
+) -> int | None:
+    """Have the stacks of a worker written that is about to be killed for being late.
+
+    Args:
+        cluster: all there is.
+        worker: which is waited for.
+        since_ns: from when on.
+        limit_s: how long that may be.
+        why: for people.
+
+    Returns:
+        When to look again, None when it can be killed.
+    """
+    until_ns = since_ns + ns(limit_s)
+    if cluster.now_ns < until_ns - DUMP_NS:
+        return until_ns - DUMP_NS
+    if worker.shown_ns < until_ns - DUMP_NS:  # Also if it was late before, and then was not.
+        worker.shown_ns = cluster.now_ns
+        tell(cluster, worker, DumpStacks(worker.report.worker_id, why))
+    until_ns = max(until_ns, worker.shown_ns + DUMP_NS)
+    return until_ns if cluster.now_ns < until_ns else None

@@ -1,0 +1,193 @@
+"""Facts of the queue: what a job demands, what it is granted, and how jobs are named in reasons.
+
+Rule: only the plan that a draft is part of changes it; everything else is frozen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+from dataclasses import dataclass, field
+
+from elastic.core.config import JobSpec
+from elastic.core.policy.packing import WorkerPlacer
+from elastic.core.world import JobId, NodeId, WorkerId
+
+Seat = tuple[WorkerId, NodeId]
+NAMED_MAX = 3
+"""So many other jobs are named in a reason."""
+
+
+@dataclass(frozen=True)
+class Demand:
+    """One job that wants workers.
+
+    Attributes:
+        spec: needs, and the bounds that hold now.
+        sequence: order of submission.
+        seats: its workers on nodes that may be used, in the order in which it would keep them.
+        away: its workers on nodes that do not answer at the moment.
+        out: nodes on which no more of its workers may start, whatever room they have.
+        trains: a group of it is out there.
+        is_ending: members of its group have finished: it is left alone.
+        keeps_state: its workers hold training state, or had a group at some time.
+        in_place: its group leaves at a step boundary, not only at a report.
+        stays: why it does not give way as a whole, "" if it may.
+        spared_until_ns, spared_because: nor before this moment, and why.
+    """
+
+    spec: JobSpec
+    sequence: int
+    seats: tuple[Seat, ...] = ()
+    away: int = 0
+    out: frozenset[NodeId] = frozenset()
+    trains: bool = False
+    is_ending: bool = False
+    keeps_state: bool = False
+    in_place: bool = False
+    stays: str = "does not give way"
+    spared_until_ns: int = 0
+    spared_because: str = ""
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """What one job may have.
+
+    Attributes:
+        size: workers in all, 0 if it is not admitted and holds none.
+        starts: on which nodes how many of them are new.
+        yields: workers that it has and gives back at its next boundary, or at once if no group
+            needs them.
+        reason: why it must wait and what would let it run, "" if nothing of the queue is in its
+            way.
+        yields_to: the job for which it is to leave all its slots, once its state is saved, and
+            with which priority: "j-1 (priority 10 over 0)"; "" for none.
+    """
+
+    job_id: JobId
+    size: int
+    starts: tuple[tuple[NodeId, int], ...] = ()
+    yields: tuple[WorkerId, ...] = ()
+    reason: str = ""
+    yields_to: str = ""
+
+
+@dataclass
+class AllocationDraft:
+    """A grant in the making.
+
+    Attributes:
+        kept: its seats that are counted.
+        tried: so many of its seats need not be looked at again. What was found full or barred stays
+            so while the plan grows; whoever takes something back sets this to 0.
+        starts, num_starts: new workers by node, and in all.
+    """
+
+    claim: Demand
+    kept: dict[WorkerId, NodeId] = field(default_factory=dict)
+    tried: int = 0
+    starts: dict[NodeId, int] = field(default_factory=dict)
+    num_starts: int = 0
+    is_admitted: bool = False
+    reason: str = ""
+    dealer: WorkerPlacer | None = None
+    yields_to: AllocationDraft | None = None
+
+    @property
+    def size(self) -> int:
+        """Return how many workers it has in the plan so far."""
+        return len(self.kept) + self.claim.away + self.num_starts
+
+    def hosting(self) -> dict[NodeId, int]:
+        """Return how many of its workers are counted on each node."""
+        found = dict(self.starts)
+        for node_id in self.kept.values():
+            found[node_id] = found.get(node_id, 0) + 1
+        return found
+
+    def holds(self, nodes: Container[NodeId]) -> int:
+        """Return how many workers it has in the plan so far, if any is on one of these nodes."""
+        if not any(node_id in nodes for node_id in self.hosting()):
+            return 0
+        return len(self.kept) + self.num_starts
+
+    def unkept(self) -> list[Seat]:
+        """Return its seats that are not counted yet."""
+        return [seat for seat in self.claim.seats if seat[0] not in self.kept]
+
+
+def rank(claim: Demand) -> tuple[int, int]:
+    """Return what jobs are sorted by: priority, then age."""
+    return -claim.spec.priority, claim.sequence
+
+
+def listed(names: Sequence[str]) -> str:
+    """Return "n1, n2, n3, ..."."""
+    return ", ".join(names[:NAMED_MAX]) + (", ..." if len(names) > NAMED_MAX else "")
+
+
+def named(claim: Demand) -> str:
+    """Return "j-1 (priority 10)"."""
+    return f"{claim.spec.job_id} (priority {claim.spec.priority})"
+
+
+def over(first: AllocationDraft, draft: AllocationDraft) -> str:
+    """Return "j-1 (priority 10 over 0)"."""
+    spec = first.claim.spec
+    return f"{spec.job_id} (priority {spec.priority} over {draft.claim.spec.priority})"
+
+
+def gives(draft: AllocationDraft) -> str:
+    """Say what a job that trains gives back, and when."""
+    claim, count = draft.claim, len(draft.unkept())
+    if draft.yields_to is not None:
+        how = "a checkpoint is written" if claim.in_place else "it has reported a checkpoint"
+        return f"{named(claim)} gives way with all {count} as soon as {how}"
+    where = "step boundary" if claim.in_place else "report"
+    return f"{named(claim)} gives {count} back at its next {where}"
+
+
+def holders(held: Sequence[tuple[AllocationDraft, int]]) -> str:
+    """Say which jobs keep how many workers, and by which right.
+
+    Args:
+        held: jobs that keep some.
+    """
+    mins = [(d, n) for d, n in held if d.is_admitted and not d.claim.is_ending]
+    parts = [f"{named(d.claim)} keeps {n}" for d, n in mins[:NAMED_MAX]]
+    said = []
+    if parts:
+        more = f" and {len(mins) - NAMED_MAX} more" if len(mins) > NAMED_MAX else ""
+        right = "is its min" if len(mins) == 1 else "are their mins"
+        said.append(f"{', '.join(parts)}{more}, which {right}")
+    # A job that trains keeps what it has while others of its workers leave or are lost.
+    others = [(d, n) for d, n in held if not d.is_admitted or d.claim.is_ending]
+    for d, n in others[:NAMED_MAX]:
+        why = ", and is about to end" if d.claim.is_ending else ", and lacks workers itself"
+        said.append(f"{named(d.claim)} keeps {n}{why}")
+    return "; ".join(said)
+
+
+def blocker(claim: Demand) -> str:
+    """Say what keeps workers of a job from nodes on which no other job holds any."""
+    said = []
+    if claim.away:
+        said.append(f"workers of its own ({claim.away}) are on nodes that do not answer")
+    if claim.out:
+        said.append(f"none may start on {listed(sorted(claim.out))}, cut off from its other nodes")
+    return " and ".join(said) or "the nodes on which its workers are have no more room"
+
+
+def workers(spec: JobSpec, count: int) -> str:
+    """Return "4 workers of GPU=1"."""
+    amounts = " ".join(f"{n}={a:g}" for n, a in spec.resources_per_worker.as_dict().items())
+    return f"{count} worker{'' if count == 1 else 's'}{' of ' if amounts else ''}{amounts}"
+
+
+def behind(draft: AllocationDraft, ahead: AllocationDraft) -> str:
+    """Say that free slots are kept for another job."""
+    spec = draft.claim.spec
+    return (
+        f"needs {workers(spec, spec.min_workers)}; free slots are kept for {named(ahead.claim)}, "
+        f"which comes first and needs {ahead.claim.spec.min_workers}"
+    )

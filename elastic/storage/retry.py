@@ -1,0 +1,68 @@
+"""Doing something again until it works, the time is over, or it is plain that it will not.
+
+Rule: only what may safely be done twice comes here. Pauses grow and are drawn at random, because
+all workers of a run meet the same fault at the same moment; none is longer than a slice at a time,
+so that an exception that another thread raises in this one arrives.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+import tenacity
+
+from elastic.storage.faults import is_passing, reason_of
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+TIMEOUT_S = 30.0
+"""How long a passing fault is waited out by default."""
+FIRST_PAUSE_S = 0.2
+PAUSE_S_MAX = 5.0
+SLICE_S = 0.02
+
+
+def with_timeout(action: Callable[[], T], patience_s: float, what: str) -> T:
+    """Do it, and again after a passing fault.
+
+    Args:
+        action: may be done any number of times.
+        patience_s: no attempt begins later than this after the first; 0 for one attempt.
+        what: is tried, for the log.
+
+    Returns:
+        What it returned.
+
+    Raises:
+        Exception: the last attempt's.
+    """
+    if patience_s <= 0:
+        return action()
+
+    def tell(state: tenacity.RetryCallState) -> None:
+        error = state.outcome.exception() if state.outcome else None
+        log.warning(
+            "storage_retries what=%r attempt=%d pause_s=%.1f reason=%r",
+            what, state.attempt_number, state.upcoming_sleep, reason_of(error) if error else "",
+        )  # fmt: skip
+
+    attempts = tenacity.Retrying(
+        retry=tenacity.retry_if_exception(is_passing),
+        wait=tenacity.wait_random_exponential(multiplier=FIRST_PAUSE_S, max=PAUSE_S_MAX),
+        stop=tenacity.stop_before_delay(patience_s),
+        sleep=_pause,
+        before_sleep=tell,
+        reraise=True,
+    )
+    return attempts(action)
+
+
+def _pause(seconds: float) -> None:
+    until = time.monotonic() + seconds
+    while (left := until - time.monotonic()) > 0:
+        time.sleep(min(left, SLICE_S))

@@ -1,0 +1,208 @@
+"""Mailboxes between the control thread and the main thread of a worker.
+
+Rule: the control thread never waits here. The main thread waits for orders only while it has
+nothing to do, and for the answer to a report in slices, so that `GroupChanged` can be raised in
+between.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+from dataclasses import dataclass, field
+
+from elastic.core.events.worker import (
+    CloseGroup,
+    EnterTrain,
+    FormGroup,
+    NotifyPreemption,
+    RequestCheckpoint,
+    RequestLeave,
+    ResolveReport,
+    Setup,
+    WorkerEvent,
+)
+from elastic.core.messages import Progress
+from elastic.core.world import NO_GENERATION, Generation, RefusalCode, ReportKind
+from elastic.worker.base.activity import Activity
+
+Order = Setup | FormGroup | EnterTrain | CloseGroup
+"""What the main thread can be told to do; it does one at a time."""
+
+WAIT_SLICE_S = 0.02
+"""An exception that another thread raises in this one arrives between two slices."""
+REPORTED_S = 1.0
+"""How long the main thread waits at most until the agent was told of its work."""
+
+
+@dataclass(frozen=True)
+class SilenceNotice:
+    """The agent is to hear now for how long the main thread may keep the control thread silent.
+
+    Attributes:
+        told: set once it was sent.
+    """
+
+    told: threading.Event = field(default_factory=threading.Event)
+
+
+@dataclass
+class ReportAnswer:
+    """What the coordinator says to one report.
+
+    Attributes:
+        accepted, reason, code: valid once `ready` is set.
+    """
+
+    ready: threading.Event = field(default_factory=threading.Event)
+    accepted: bool = False
+    reason: str = ""
+    code: RefusalCode = RefusalCode.NONE
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait for the answer at most so long; return whether it is there."""
+        slices = max(1, round(timeout_s / WAIT_SLICE_S))
+        return any(self.ready.wait(WAIT_SLICE_S) for _ in range(slices))
+
+
+class Mailboxes:
+    """Mailboxes in both directions; every method may be called by any thread.
+
+    Attributes:
+        activity: what the main thread shows of itself.
+        is_asked: the script was sent SIGTERM, for it to end.
+    """
+
+    def __init__(self) -> None:
+        """Open the descriptor that wakes the control thread."""
+        self.activity = Activity()
+        self.is_asked = False
+        self._orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
+        self._posted: queue.SimpleQueue[WorkerEvent | Progress | SilenceNotice] = (
+            queue.SimpleQueue()
+        )
+        self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._lock = threading.Lock()
+        self._request: RequestLeave | None = None
+        self._rests: Generation = NO_GENERATION
+        self._save_request: RequestCheckpoint | None = None
+        self._preemption: NotifyPreemption | None = None
+        self._is_preemption_seen = False
+        self._aborted: Generation = NO_GENERATION
+        self._answers: dict[tuple[Generation, ReportKind, int], ReportAnswer] = {}
+
+    # ------------------------------------------------------------ main thread -> control thread
+
+    def post(self, item: WorkerEvent | Progress) -> None:
+        """Tell the machine what happened, or the agent how far we are; returns at once."""
+        self._posted.put(item)
+        os.eventfd_write(self._wake_fd, 1)
+
+    def deliver(self) -> None:
+        """Do nothing: the control thread hears of what is posted by itself."""
+
+    def report_work(self) -> None:
+        """Have the agent hear, before this returns, whether the main thread says that it works."""
+        item = SilenceNotice()
+        self._posted.put(item)
+        os.eventfd_write(self._wake_fd, 1)
+        item.told.wait(REPORTED_S)
+
+    def fileno(self) -> int:
+        """Return a descriptor that is readable while something is posted."""
+        return self._wake_fd
+
+    def take_posted(self) -> list[WorkerEvent | Progress | SilenceNotice]:
+        """Return what was posted since the last call, in order."""
+        try:
+            os.eventfd_read(self._wake_fd)
+        except BlockingIOError:
+            return []
+        items: list[WorkerEvent | Progress | SilenceNotice] = []
+        while True:
+            try:
+                items.append(self._posted.get_nowait())
+            except queue.Empty:
+                return items
+
+    def expect_answer(self, generation: Generation, kind: ReportKind, index: int) -> ReportAnswer:
+        """Ask to be told what becomes of a report; call this before the report is posted."""
+        with self._lock:
+            return self._answers.setdefault((generation, kind, index), ReportAnswer())
+
+    # ------------------------------------------------------------ control thread -> main thread
+
+    def give_order(self, order: Order) -> None:
+        """Put an order into the main thread's box."""
+        self._orders.put(order)
+
+    def wait_for_order(self) -> Order:
+        """Wait, for as long as it takes, for the next order."""
+        return self._orders.get()
+
+    def set_request(self, wish: RequestLeave) -> None:
+        """Let the next boundary of the wish's generation be the last."""
+        self._rests = wish.generation if wish.saves else self._rests
+        self._request = wish
+
+    def wish(self, generation: Generation) -> RequestLeave | None:
+        """Return how and why this generation is to be left at its next boundary, None if not.
+
+        Whoever needs more than one of these facts asks once: it may change between two questions.
+        """
+        wish = self._request
+        return wish if wish is not None and wish.generation == generation else None
+
+    def is_called_off(self, generation: Generation) -> bool:
+        """Return whether this generation was to save where it leaves, and need not any more."""
+        wish = self.wish(generation)
+        return wish is not None and not wish.saves and self._rests == generation
+
+    def set_save_request(self, wish: RequestCheckpoint) -> None:
+        """Let the wish's generation take a checkpoint soon."""
+        self._save_request = wish
+
+    def save_request(self, generation: Generation) -> int:
+        """Return the number of the newest wish for a checkpoint in this generation, 0 for none."""
+        wish = self._save_request
+        return wish.request if wish is not None and wish.generation == generation else 0
+
+    def set_preemption(self, told: NotifyPreemption) -> None:
+        """Let user code know of nodes that leave the group."""
+        with self._lock:
+            self._preemption, self._is_preemption_seen = told, False
+
+    def preemption(self, generation: Generation, now_ns: int) -> NotifyPreemption | None:
+        """Return what is known of nodes that leave this generation's group, None if none do.
+
+        A group that can do without them has often left them behind before user code asks: what
+        nobody has seen yet is told once in the next group too, unless its time is over.
+        """
+        with self._lock:
+            told = self._preemption
+            if told is None or generation < told.generation:
+                return None
+            is_old = self._is_preemption_seen or now_ns >= told.deadline_ns
+            if generation > told.generation and is_old:
+                self._preemption = None
+                return None
+            self._is_preemption_seen = True
+            return told
+
+    def set_aborted(self, generation: Generation) -> None:
+        """Remember that this group is over, before it is aborted."""
+        self._aborted = max(self._aborted, generation)
+
+    def was_aborted(self, generation: Generation) -> bool:
+        """Return whether this group, formed or not, is over by order."""
+        return generation <= self._aborted
+
+    def resolve(self, effect: ResolveReport) -> None:
+        """Answer a report; one that nobody waits for is dropped."""
+        with self._lock:
+            answer = self._answers.pop((effect.generation, effect.kind, effect.index), None)
+        if answer is not None:
+            answer.accepted, answer.reason = effect.accepted, effect.reason
+            answer.code = effect.code
+            answer.ready.set()

@@ -1,0 +1,276 @@
+"""Where the time of this worker goes, and how its steps go; told to the agent about once a second.
+
+A stretch of time ends where the next begins, so that all of them add up to the whole. Within a step
+they are kept apart until it is known what it came to: what was computed for a step that broke is
+done again.
+
+Who is waited for: all ranks leave an exchange together, so what each did between two of them can be
+compared without comparing clocks. The rank that worked longest is the one that the others have
+waited for. Each tells with its next gradients how long that was.
+
+Rule: a switch reads the clock, adds two numbers, and allocates nothing that lasts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from elastic.core.config import NS_PER_S
+from elastic.core.messages import Progress
+from elastic.core.telemetry import (
+    CATEGORIES,
+    DATA_WAIT,
+    PRODUCTIVE,
+    REDONE,
+    REFORM,
+    START,
+    STRAGGLER_WAIT,
+    Goodput,
+    Telemetry,
+)
+from elastic.core.world import NO_GENERATION, Generation, WorkerId
+from elastic.runtime.clock import Clock, SystemClock
+
+INTERVAL_NS = NS_PER_S
+"""Least time between two messages after the first step's."""
+SILENCE_NS = 2 * NS_PER_S
+"""Who has made no step for so long is asked by the control thread."""
+COMPUTE, EXCHANGE, COMMIT = range(len(CATEGORIES), len(CATEGORIES) + 3)
+"""Parts of a step that are no categories: they become one or the other when it is over."""
+
+
+@dataclass(frozen=True)
+class TimingSample:
+    """What the training loop knows of itself, asked for when something is told.
+
+    Attributes:
+        bytes_sent: gradients sent in this group so far.
+        epoch, step, num_epochs, num_steps, logged: as in `Telemetry`.
+    """
+
+    bytes_sent: int = 0
+    epoch: int = 0
+    step: int = 0
+    num_epochs: int = 0
+    num_steps: int = 0
+    logged: str = ""
+
+
+class Timing:
+    """The times of one worker, over all groups and calls of its train function.
+
+    Attributes:
+        steps: that are over in this generation.
+        busy_ns: how long this rank worked between the last two exchanges, 0 if not known.
+    """
+
+    def __init__(self, clock: Clock | None = None) -> None:
+        """Begin with the clock stopped; `enter` and `resume` let it run."""
+        self._clock = clock or SystemClock()
+        self._now = self._clock.monotonic_ns
+        self._tell: Callable[[Progress], None] = lambda _: None
+        self._worker_id, self._generation = WorkerId(""), NO_GENERATION
+        self._at, self._since_ns = START, 0
+        self._spent = [0] * (COMMIT + 1)
+        self.steps, self._first_unix_ns, self._reported_ns = 0, 0, 0
+        self.busy_ns, self._pending_ns, self._cycle_ns = 0, 0, 0
+        self._has_trained = False
+        # Of the window that is told next.
+        self._window_ns, self._window_steps, self._data_ns = 0, 0, 0
+        self._compute_ns = self._exchange_ns = 0
+        self._straggler_ns = self._commit_ns = self._samples = self._tokens = self._bytes = 0
+        self._waited_for: dict[int, int] = {}
+        self._last = Telemetry()
+
+    # ------------------------------------------------------------------- groups and calls
+
+    def enter(
+        self, worker_id: WorkerId, generation: Generation, tell: Callable[[Progress], None]
+    ) -> None:
+        """Be in another group; `tell` must return at once."""
+        self._settle_exchange(())
+        self._worker_id, self._generation, self._tell = worker_id, generation, tell
+        self.steps, self._first_unix_ns, self._reported_ns = 0, 0, 0
+        self.busy_ns, self._cycle_ns, self._bytes = 0, 0, 0
+        self._begin_window(0)
+        self._last = Telemetry()
+
+    def call_begins(self) -> None:
+        """The train function is called: until it trains it starts, or comes back."""
+        self._at = REFORM if self._has_trained else START
+
+    def resume(self) -> None:
+        """Let the clock run: this worker is in a group."""
+        self._since_ns = self._since_ns or self._now()
+
+    def stop(self) -> None:
+        """Stop the clock, and tell all: from here on others know better what this worker does."""
+        if self._since_ns:
+            self.switch(self._at)
+            self._since_ns = 0
+            self._fold()
+            self._settle_exchange(())
+            self._tell(self._progress())
+
+    # ------------------------------------------------------------------- stretches
+
+    def switch(self, to: int) -> int:
+        """Begin to spend time on something else; return what it was spent on."""
+        if self._since_ns:
+            now_ns = self._now()
+            self._spent[self._at] += now_ns - self._since_ns
+            self._since_ns = now_ns
+        before, self._at = self._at, to
+        return before
+
+    @contextmanager
+    def spending(self, on: int) -> Iterator[None]:
+        """Spend the time of this block on something, and then go on with what it was before."""
+        before = self.switch(on)
+        try:
+            yield
+        finally:
+            self.switch(before)
+
+    def begin_wait(self) -> int:
+        """Wait for others from here on; return what to `switch` to afterwards.
+
+        Outside of steps a wait is part of what is done there, such as reading a checkpoint.
+        """
+        return self.switch(EXCHANGE if self._at >= COMPUTE else self._at)
+
+    def sees_no_steps(self) -> None:
+        """The train function trains in a way of its own: all of that is taken for steps."""
+        if self._at in (START, REFORM):
+            self._has_trained = True
+            self.switch(COMPUTE)
+
+    # ------------------------------------------------------------------- a step
+
+    def exchanged(self, busy: Sequence[float], samples: int, tokens: int) -> None:
+        """All of a step has come that needs other ranks: it is committed from here on.
+
+        Args:
+            busy: `busy_ns` of all ranks, by rank, as they told it with this step.
+            samples: of the step.
+            tokens: that it counts, 0 if those are its samples.
+        """
+        self.switch(COMMIT)
+        self._settle_exchange(busy)
+        now_ns, waited_ns = self._since_ns, self._spent[EXCHANGE]
+        self._spent[EXCHANGE] = 0
+        self.busy_ns = now_ns - self._cycle_ns - waited_ns if self._cycle_ns else 0
+        self._pending_ns, self._cycle_ns = waited_ns, now_ns
+        self._samples += samples
+        self._tokens += tokens
+
+    def _settle_exchange(self, busy: Sequence[float]) -> None:
+        """Find out for whom we have waited in the exchange before this one."""
+        pending_ns, self._pending_ns = self._pending_ns, 0
+        most = max(busy, default=0.0) if self.busy_ns else 0.0
+        late_ns = min(pending_ns, max(0, int(most) - self.busy_ns))
+        self._spent[STRAGGLER_WAIT] += late_ns
+        self._spent[PRODUCTIVE] += pending_ns - late_ns
+        self._exchange_ns += pending_ns
+        self._straggler_ns += late_ns
+        if most:
+            # Also by the one who was waited for: by how much the mean of the others was shorter.
+            rank, known = busy.index(most), [one for one in busy if one]
+            by_ns = int(most - sum(known) / len(known))
+            self._waited_for[rank] = self._waited_for.get(rank, 0) + by_ns
+
+    def note_step(self, look: Callable[[], TimingSample] = TimingSample) -> None:
+        """Count a step that is over and counts; the first is told at once, with the time of day."""
+        self.steps += 1
+        self._has_trained = True
+        self.switch(COMPUTE if self._at in (COMMIT, START, REFORM) else self._at)
+        self._window_steps += 1
+        self._fold()
+        now_ns = self._since_ns or self._now()
+        if self.steps == 1:
+            self._first_unix_ns = self._clock.unix_ns()
+        elif now_ns < self._reported_ns + INTERVAL_NS:
+            return
+        self._tell(self._told(look(), now_ns))
+
+    def _fold(self) -> None:
+        """What was computed since the last step counts."""
+        spent = self._spent
+        spent[PRODUCTIVE] += spent[COMPUTE] + spent[COMMIT]
+        self._compute_ns += spent[COMPUTE]
+        self._commit_ns += spent[COMMIT]
+        spent[COMPUTE] = spent[COMMIT] = 0
+
+    def void(self) -> None:
+        """What was computed since the last step was in vain, and whoever was waited for is gone."""
+        self.switch(REFORM)
+        spent = self._spent
+        spent[REDONE] += spent[COMPUTE] + spent[COMMIT]
+        spent[REFORM] += spent[EXCHANGE]
+        spent[COMPUTE] = spent[EXCHANGE] = spent[COMMIT] = 0
+
+    # ------------------------------------------------------------------- telling
+
+    def overdue(self) -> Progress | None:
+        """Return what is to be told if no step tells it, None if it is not due; any thread."""
+        since_ns, now_ns = self._since_ns, self._now()
+        if not since_ns or now_ns < self._reported_ns + SILENCE_NS:
+            return None
+        self._reported_ns = now_ns
+        at, spent = self._at, self._spent[: len(CATEGORIES)]
+        if at < len(CATEGORIES):
+            spent[at] += now_ns - since_ns
+        return self._progress(spent)
+
+    def spent(self) -> Goodput:
+        """Return where the time went so far; whole once the clock is stopped."""
+        return Goodput(*self._spent[: len(CATEGORIES)])
+
+    def _told(self, seen: TimingSample, now_ns: int) -> Progress:
+        wall_ns = now_ns - self._window_ns if self._window_ns else 0
+        late = self._straggler(wall_ns)
+        self._last = Telemetry(
+            steps=self._window_steps if wall_ns else 0,
+            wall_ns=wall_ns,
+            data_wait_ns=self._spent[DATA_WAIT] - self._data_ns,
+            compute_ns=self._compute_ns,
+            exchange_ns=self._exchange_ns,
+            straggler_wait_ns=self._straggler_ns,
+            commit_ns=self._commit_ns,
+            bytes_sent=seen.bytes_sent - self._bytes,
+            samples=self._samples,
+            tokens=self._tokens,
+            straggler=late,
+            epoch=seen.epoch,
+            step=seen.step,
+            num_epochs=seen.num_epochs,
+            num_steps=seen.num_steps,
+            logged=seen.logged,
+        )
+        self._bytes = seen.bytes_sent
+        self._begin_window(now_ns)
+        return self._progress()
+
+    def _straggler(self, wall_ns: int) -> int:
+        """Return the rank that was waited for, if that took a noticeable part of the time."""
+        rank = max(self._waited_for, key=self._waited_for.__getitem__, default=-1)
+        is_late = rank >= 0 and self._waited_for[rank] >= NOTICED * wall_ns
+        return rank if is_late and wall_ns else -1
+
+    def _begin_window(self, now_ns: int) -> None:
+        self._window_ns, self._reported_ns, self._window_steps = now_ns, now_ns, 0
+        self._data_ns, self._compute_ns, self._exchange_ns = self._spent[DATA_WAIT], 0, 0
+        self._straggler_ns = self._commit_ns = self._samples = self._tokens = 0
+        self._waited_for.clear()
+
+    def _progress(self, spent: Sequence[int] | None = None) -> Progress:
+        goodput = self.spent() if spent is None else Goodput(*spent)
+        return Progress(
+            self._worker_id, self._generation, self.steps, self._first_unix_ns, goodput, self._last
+        )
+
+
+NOTICED = 0.05
+"""A rank is named as the one that others wait for when that takes such a part of the time."""

@@ -1,0 +1,1 @@
+"""Checkpoints: copied between two steps, written, recorded, marked, validated and deleted."""

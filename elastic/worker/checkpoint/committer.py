@@ -1,0 +1,327 @@
+"""How a checkpoint comes to count: one order, for automatic and for reported ones.
+
+    1. parts      every member's files, each under its name only once it is whole and on the disk
+    2. votes      every member has said that its part is there: a note beside it for a snapshot,
+                  which is written while groups come and go (`writing`), a vote in the group's
+                  store for a report, whose members are all there (`agreement`)
+    3. prepared   `_PREPARED`: the marker's text, which names every file with its checksum
+    4. record     the coordinator has the path among its records, which are durable, for a
+                  generation that is current
+    5. marker     `_COMMITTED`: the same text
+    6. pruning    what the policy drops; of each, the marker goes before its first file
+
+The record makes a checkpoint count, and the marker is the sign of it for whoever has storage
+alone. Each line is durable before the next one begins, and whoever is killed between two of them
+loses nothing:
+
+    before 4      No record names it. What counted before is untouched, because 6 comes last. What
+                  was written lies there without a marker, is nobody's checkpoint, and is swept away
+                  by 6 of a later one.
+    4 and 5       The record names it, and 3 says what it is made of. The coordinator names it to
+                  every later group (`Assignment.checkpoint`, `.saved`) and to whoever resumes the
+                  run by name; they write the marker (`RunDirectory.finish`) before they read it,
+                  write anything under its name, or commit a newer one.
+    within 6      One more is there than was asked for, until the next commit. The coordinator has
+                  dropped it in the write that recorded the newer one, so no record names what is
+                  not there.
+
+A group that is over is refused in 4 and writes no marker. An answer that is lost is not a refusal:
+so nothing is deleted on the strength of one. What was recorded after all is named to the next
+group; an automatic checkpoint, which is a state of committed steps in whichever group, is offered
+again there, and recorded once.
+
+While the coordinator is away, 4 waits on this thread, with no memory of a snapshot held, and
+training goes on: of automatic checkpoints the newest waits behind the one that is asked about;
+every reported one waits its turn.
+
+Rule: this thread alone asks and writes markers, one checkpoint after the other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from elastic.core.config import JobSpec
+from elastic.core.events.worker import CheckpointWritten, UserReported
+from elastic.core.world import Generation, RefusalCode, ReportKind
+from elastic.errors import StorageError
+from elastic.storage.marker import CheckpointMarker
+from elastic.storage.run_directory import RunDirectory
+from elastic.worker.base.mailboxes import WAIT_SLICE_S, ReportAnswer
+from elastic.worker.checkpoint.pruning import prune
+from elastic.worker.checkpoint.snapshot import CheckpointAbandoned, polls
+
+log = logging.getLogger(__name__)
+
+CONSENT_S = 60.0
+"""How long a generation may take to form that can record an automatic checkpoint."""
+SLOW_S = 60.0
+FINISH_S = 600.0
+"""How long the end of a train function waits for reported checkpoints to count."""
+
+
+class CoordinatorLink(Protocol):
+    """The way to the coordinator."""
+
+    def post(self, item: UserReported | CheckpointWritten) -> None:
+        """Tell what happened."""
+        ...
+
+    def expect_answer(self, generation: Generation, kind: ReportKind, index: int) -> ReportAnswer:
+        """Ask to be told what becomes of a report; called before it is posted."""
+        ...
+
+
+@dataclass(eq=False)
+class Commit:
+    """A checkpoint whose parts are all there, and what becomes of it.
+
+    Attributes:
+        name: of its directory.
+        marker: what it is made of.
+        event: returns what the coordinator is told in a generation. Automatic ones are told to
+            whichever generation is current, reported ones to their own.
+        ended: called by the committer's thread once it counts or was given up.
+        is_asked: the coordinator was told.
+        is_recorded: it counts, and its marker is written as soon as storage takes it.
+        path: set once it counts.
+        error: what storage said, if it was given up for that.
+        over: set when nothing more happens to it.
+    """
+
+    name: str
+    marker: CheckpointMarker
+    event: Callable[[Generation], UserReported | CheckpointWritten]
+    ended: Callable[[Commit], None] = lambda commit: None
+    is_asked: bool = False
+    is_recorded: bool = False
+    path: str = ""
+    error: str = ""
+    over: threading.Event = field(default_factory=threading.Event)
+
+
+class Committer:
+    """Makes the checkpoints of one process count, over all its groups.
+
+    Attributes:
+        generation: of the group that this worker is in now.
+        unfinished: returns the names of automatic checkpoints that are still being written.
+    """
+
+    def __init__(self, run: RunDirectory, spec: JobSpec, line: CoordinatorLink) -> None:
+        """Start nothing yet.
+
+        Args:
+            run: the run directory.
+            spec: which job this is, and which checkpoints are kept.
+            line: to the coordinator.
+        """
+        self.generation = 0
+        self.unfinished: Callable[[], Collection[str]] = tuple
+        self._run, self._spec, self._line = run, spec, line
+        self._changed = threading.Condition()
+        # The first is being committed; None is the end.
+        self._waiting: list[Commit | None] = []
+        self._asked_since = 0.0
+        # Recorded, and perhaps without a marker.
+        self._recorded: set[str] = set()
+        self._checks = False
+        self._thread: threading.Thread | None = None
+
+    # ------------------------------------------------------------------- any thread
+
+    def enter(self, generation: Generation, recorded: Sequence[str], *, leads: bool) -> None:
+        """Be in this group from here on.
+
+        Args:
+            generation: of the group.
+            recorded: paths of the newest checkpoints that the coordinator has recorded; those of
+                other runs are not ours to touch.
+            leads: see to it now that they have markers, and not only before the next commit.
+        """
+        self.generation = generation
+        names = {self._run.name_of(path) for path in recorded} - {""}
+        with self._changed:
+            self._recorded |= names
+            if names and leads:
+                self._checks = True
+                self._wake()
+
+    def put(self, commit: Commit) -> None:
+        """Have a checkpoint committed; an automatic one overtakes those that wait to be asked."""
+        overtaken: list[Commit] = []
+        with self._changed:
+            if commit.marker.kind is ReportKind.AUTOMATIC:
+                behind = [one for one in self._waiting[1:] if one is not None]
+                overtaken = [one for one in behind if one.marker.kind is ReportKind.AUTOMATIC]
+                self._waiting = [one for one in self._waiting if one not in overtaken]
+            self._waiting.append(commit)
+            self._wake()
+        for one in overtaken:
+            self._run.discard(one.name)  # Nobody was told of it.
+            self._end(one)
+
+    def _wake(self) -> None:
+        self._changed.notify_all()
+        if self._thread is None:
+            self._thread = threading.Thread(
+                target=self._work, name="elastic-committer", daemon=True
+            )
+            self._thread.start()
+
+    def wait(self, commit: Commit, patience_s: float) -> bool:
+        """Wait until a commit is over, in slices that an interrupt can end.
+
+        Storage has the time that it takes; the coordinator has `patience_s` to answer, for this
+        one or for one before it.
+
+        Returns:
+            Whether it is over.
+        """
+        while not commit.over.wait(WAIT_SLICE_S):
+            since = self._asked_since
+            if since and time.monotonic() - since > patience_s:
+                return False
+        return True
+
+    def finish(self, is_over: Callable[[], bool]) -> None:
+        """Wait until every reported checkpoint counts or was given up.
+
+        Args:
+            is_over: whether the group is; also a sign of life of this thread.
+        """
+        deadline = time.monotonic() + FINISH_S
+        while commit := self._last_reported():
+            if commit.over.wait(WAIT_SLICE_S) or is_over():
+                return
+            if time.monotonic() > deadline:
+                log.warning(
+                    "checkpoint_left name=%s: not recorded in %.0f s", commit.name, FINISH_S
+                )
+                return
+
+    def _last_reported(self) -> Commit | None:
+        with self._changed:
+            waiting = [one for one in self._waiting if one is not None]
+        return next(
+            (one for one in reversed(waiting) if one.marker.kind is ReportKind.SCRIPT), None
+        )
+
+    def close(self) -> None:
+        """Let the thread end once it has committed what it was given; nothing is given after."""
+        with self._changed:
+            self._waiting.append(None)
+            self._changed.notify_all()
+
+    # ------------------------------------------------------------------- the thread
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting or self._checks)
+                self._checks, waiting = False, list(self._waiting)
+            if not waiting:
+                with contextlib.suppress(StorageError):  # The next commit says so.
+                    self._finish_recorded()
+                continue
+            commit = waiting[0]
+            if commit is None:
+                return
+            try:
+                self._commit(commit)
+            except Exception as error:
+                is_known = isinstance(
+                    error, (CheckpointAbandoned, StorageError, ValueError, OSError)
+                )
+                commit.error = "" if isinstance(error, CheckpointAbandoned) else str(error)
+                log.warning(
+                    "checkpoint_failed name=%s reason=%r: training goes on",
+                    commit.name,
+                    str(error),
+                    exc_info=not is_known,
+                )
+            finally:
+                with self._changed:
+                    self._waiting.pop(0)
+                self._end(commit)
+
+    def _end(self, commit: Commit) -> None:
+        try:
+            commit.ended(commit)
+        finally:
+            commit.over.set()
+
+    def _commit(self, commit: Commit) -> None:
+        began, run, name = time.monotonic(), self._run, commit.name
+        self._finish_recorded()
+        run.prepare(name, commit.marker)
+        self._ask(commit)
+        commit.is_recorded = True
+        with self._changed:
+            self._recorded.add(name)
+        is_there = run.finish(name)
+        with self._changed:
+            self._recorded.discard(name)
+        if not is_there:
+            commit.is_recorded = False
+            raise CheckpointAbandoned("somebody has deleted it meanwhile")
+        commit.path = run.checkpoint_path(name)
+        log.info("checkpoint_durable path=%s s=%.2f", commit.path, time.monotonic() - began)
+        try:
+            prune(run, self._spec, commit.marker, unfinished={name, *self.unfinished()})
+        except StorageError as error:
+            # The next one tries again; the room it takes up is no reason to stop training.
+            log.warning("prune_failed path=%s error=%r", run.path, str(error))
+
+    def _finish_recorded(self) -> None:
+        """Write the markers that recorded checkpoints lack.
+
+        Raises:
+            StorageError: one cannot be written; it is tried again before the next commit.
+        """
+        with self._changed:
+            names = sorted(self._recorded)
+        for name in names:
+            self._run.finish(name)
+            with self._changed:
+                self._recorded.discard(name)
+
+    def _ask(self, commit: Commit) -> None:
+        """Wait until the coordinator has recorded the checkpoint.
+
+        Raises:
+            GivenUp: it refuses.
+        """
+        marker, is_bound = commit.marker, commit.marker.kind is ReportKind.SCRIPT
+        for _ in polls(CONSENT_S):
+            generation = marker.generation if is_bound else self.generation
+            answer = self._line.expect_answer(generation, marker.kind, marker.index)
+            commit.is_asked = True
+            self._line.post(commit.event(generation))
+            self._wait_answer(commit.name, answer)
+            if answer.accepted:
+                return
+            if is_bound or answer.code in (RefusalCode.JOB_ENDED, RefusalCode.JOB_UNKNOWN):
+                break
+        raise CheckpointAbandoned(f"the coordinator refuses it: {answer.reason}")
+
+    def _wait_answer(self, name: str, answer: ReportAnswer) -> None:
+        began = warned = self._asked_since = time.monotonic()
+        try:
+            while not answer.wait(1.0):
+                now = time.monotonic()
+                if now - warned > SLOW_S:
+                    warned = now
+                    log.warning(
+                        "checkpoint_waits name=%s: the coordinator has not answered for %.0f s",
+                        name,
+                        now - began,
+                    )
+        finally:
+            self._asked_since = 0.0

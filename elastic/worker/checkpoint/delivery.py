@@ -1,0 +1,282 @@
+"""Ways in which a checkpoint comes into the run directory, other than at once.
+
+The members that bring a part have met before: each knows how many they are. Each then has its
+files uploaded, by us or by a function of the user's, or finds them lying there, and all agree as
+in any other report. That is done by the thread that reports, or in the background by one of its
+own, while training goes on.
+
+Rule: in the background nothing of the main thread's is used: it has a connection to the group's
+store of its own, because a store's client makes one caller wait for the other. What is under way
+when the group changes is given up: its generation can commit nothing any more.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+import torch.distributed as dist
+
+from elastic.errors import GroupError, StorageError, UsageError
+from elastic.storage.files import Files
+from elastic.storage.run_directory import CHECKPOINTS, RunDirectory
+from elastic.worker.base.mailboxes import WAIT_SLICE_S
+from elastic.worker.checkpoint.report_votes import (
+    ReportOutcome,
+    ReportPart,
+    ReportVote,
+    ReportVotes,
+)
+from elastic.worker.checkpoint.reported_checkpoints import PendingReport, ReportedCheckpoints
+
+log = logging.getLogger(__name__)
+
+LINGER_S = 60.0
+"""How long a checkpoint waits for an upload to the same directory that was given up."""
+
+
+class CheckpointUploadMode(Enum):
+    """How the files of a reported checkpoint come into the run directory."""
+
+    SYNC = "SYNC"
+    """`train.report` copies them, and returns when the checkpoint counts."""
+    ASYNC = "ASYNC"
+    """They are copied in the background, one checkpoint at a time, while training goes on."""
+    NO_UPLOAD = "NO_UPLOAD"
+    """They lie there already."""
+
+
+@dataclass(frozen=True)
+class DeliveredParts:
+    """What one member brings to a checkpoint.
+
+    Attributes:
+        path: of the local directory with its files; with NO_UPLOAD, of the checkpoint.
+        mode: how they come into the run directory.
+        upload: the user's own way: takes the checkpoint's name, and returns the path of its
+            directory in the run directory, with the files in it.
+        release: called once the files lie in the run directory, and are not needed here any more;
+            what a script wrote is its own as long as they do not.
+        validation: how the checkpoint is to be validated, JSON, "" if it is not; that of the
+            member that commits it counts.
+    """
+
+    path: str
+    mode: CheckpointUploadMode = CheckpointUploadMode.SYNC
+    upload: Callable[[str], str] | None = None
+    release: Callable[[], None] = lambda: None
+    validation: str = ""
+
+    @property
+    def way(self) -> str:
+        """Return what all members must do alike, "" for the plain way."""
+        if self.upload is not None:
+            return f"{self.mode.value} with checkpoint_upload_fn"
+        return "" if self.mode is CheckpointUploadMode.SYNC else self.mode.value
+
+
+NO_PART = DeliveredParts("")
+"""What a member brings that has no files, and goes on only once the others' count."""
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """A checkpoint whose parts are on their way.
+
+    Attributes:
+        turn: which one.
+        name: of its directory.
+        brought: our part.
+        members: how many bring one.
+        readers: how many wait for the outcome.
+    """
+
+    turn: PendingReport
+    name: str
+    brought: DeliveredParts
+    members: int
+    readers: int
+
+    def make(
+        self, reported: ReportedCheckpoints, agreement: ReportVotes, go_on: Callable[[], None]
+    ) -> ReportOutcome:
+        """Bring our part, and agree with the others on what becomes of it.
+
+        Args:
+            reported: of the generation.
+            agreement: used by this thread only.
+            go_on: called between two files, and before the marker; raises to end this here.
+
+        Raises:
+            GroupError: the group changed.
+            DistError: its store is gone.
+        """
+        key = self.turn.key
+        part = self._copy(reported, agreement, go_on)
+        agreement.add_part(key, part)
+        agreement.vote(key, ReportVote(waits=True, has_checkpoint=True), voters=self.members)
+        agreement.wait_closed(key)
+        go_on()
+        outcome = reported.conclude(agreement, self.turn)
+        if not self.turn.leaves:
+            agreement.forget(key, self.readers)
+        if outcome.path:
+            self.brought.release()
+        return outcome
+
+    def _copy(
+        self, reported: ReportedCheckpoints, agreement: ReportVotes, go_on: Callable[[], None]
+    ) -> ReportPart:
+        """Have our files in the run directory; a failure is told to all, not raised here."""
+        run, rank, brought = reported.run, reported.place.rank, self.brought
+
+        def claim(path: str) -> bool:
+            go_on()
+            return agreement.claim(self.turn.key, path)
+
+        if run is None:
+            return ReportPart(rank, self.name, error="the job has no run directory")
+        name, problem = self.name, ""
+        if brought.upload is not None:
+            try:
+                name = name_in(run, brought.upload(name), "checkpoint_upload_fn returned")
+            except (GroupError, dist.DistError):
+                raise
+            except Exception as error:
+                problem = f"checkpoint_upload_fn: {type(error).__name__}: {error}"
+            # What others upload must be whole before anyone looks at it.
+            gate = f"{self.turn.key}-uploaded"
+            agreement.vote(gate, ReportVote(waits=True), voters=self.members)
+            agreement.wait_closed(gate)
+            agreement.forget(gate, self.members)
+        if problem:
+            return ReportPart(rank, name, error=problem)
+        try:
+            reported.check_free(name)
+            if self.turn.owns_files:
+                wait_given_up(name)
+                return ReportPart(rank, name, run.upload(Path(brought.path), name, claim=claim))
+            return ReportPart(rank, name, run.weigh(name, claim=claim))
+        except StorageError as error:
+            return ReportPart(rank, name, error=str(error))
+
+
+def name_in(run: RunDirectory, path: str, what: str) -> str:
+    """Return the name of the checkpoint at a path that lies in the run directory.
+
+    Args:
+        run: the run directory.
+        path: local, or an fsspec URL.
+        what: the user did to name it, for the error.
+
+    Raises:
+        UsageError: it lies elsewhere.
+    """
+    found, folder = Files(path), Files(f"{run.path}/{CHECKPOINTS}")
+    place, above = found.root.rstrip("/"), folder.root
+    if found.is_local and folder.is_local:
+        place, above = os.path.realpath(place), os.path.realpath(above)
+    parent, _, name = place.rpartition("/")
+    if parent != above or type(found.fs) is not type(folder.fs):
+        raise UsageError(
+            f"train.report: {what} {path}, expected a directory in {folder.path}: write the "
+            f"checkpoint there (train.get_context().get_storage() is the run directory)"
+        )
+    return str(name)
+
+
+class BackgroundDelivery:
+    """One delivery in a thread of its own.
+
+    Attributes:
+        outcome: what became of it, once it is over; None if an error ended it.
+    """
+
+    def __init__(
+        self, delivery: Delivery, reported: ReportedCheckpoints, agreement: ReportVotes
+    ) -> None:
+        """Begin nothing yet; see `Delivery.make`."""
+        self.delivery = delivery
+        self._reported, self._agreement = reported, agreement
+        self._given_up = False
+        self.outcome: ReportOutcome | None = None
+        self._error: BaseException | None = None
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="elastic-upload", daemon=True)
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    def is_over(self) -> bool:
+        """Return whether it has ended, in whatever way."""
+        return self._over.is_set()
+
+    def wait(self, is_group_over: Callable[[], bool]) -> ReportOutcome:
+        """Wait for the end, in slices, so that a change of the group finds this thread awake.
+
+        Args:
+            is_group_over: asked between two slices; also a sign of life of this thread.
+
+        Raises:
+            GroupError: the group is over.
+            Exception: whatever ended the upload, a broken store among it.
+        """
+        while not self._over.wait(WAIT_SLICE_S):
+            if is_group_over():
+                raise GroupError("the group is over, and so is the upload of its checkpoint")
+        if self.outcome is None:
+            raise self._error or GroupError("the upload was given up")
+        return self.outcome
+
+    def give_up(self, why: str) -> None:
+        """Let nothing come of it any more; again is no harm."""
+        if self._given_up:
+            return
+        self._given_up = True
+        if self.outcome is None:
+            log.warning("checkpoint_given_up name=%s: %s", self.delivery.name, why)
+        if not self._over.is_set():
+            # The group need not wait: storage may take long, and the thread ends by itself.
+            _given_up.append(self)
+
+    def _go_on(self) -> None:
+        if self._given_up:
+            raise GroupError("the upload was given up")
+
+    def _run(self) -> None:
+        try:
+            self._agreement.watch_also(self._go_on)
+            self.outcome = self.delivery.make(self._reported, self._agreement, self._go_on)
+        except BaseException as error:  # Raised again by whoever waits.
+            self._error = error
+        finally:
+            self._over.set()
+
+
+_given_up: list[BackgroundDelivery] = []
+
+
+def wait_given_up(name: str) -> None:
+    """Wait until no upload of this process that was given up writes to this checkpoint any more.
+
+    Two of one name are rare: by default a name is never used twice.
+
+    Raises:
+        StorageError: one still does after `LINGER_S`.
+    """
+    _given_up[:] = [background for background in _given_up if not background.is_over()]
+    until = time.monotonic() + LINGER_S
+    while any(one.delivery.name == name and not one.is_over() for one in _given_up):
+        if time.monotonic() > until:
+            raise StorageError(
+                f"an upload to checkpoint {name} that was given up has not ended for {LINGER_S:g} "
+                f"s: storage hangs; use another checkpoint_dir_name"
+            )
+        time.sleep(WAIT_SLICE_S)

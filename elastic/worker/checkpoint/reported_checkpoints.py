@@ -1,0 +1,272 @@
+"""Reported checkpoints: what the parts that members bring to one come to.
+
+The lead, the lowest rank that brought a part, makes a checkpoint of them, has it committed
+(`committing`), and tells the others. What a report tells the coordinator it tells once.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from elastic.core.events.worker import NotifyPreemption, RequestLeave, UserReported, WorkerEvent
+from elastic.core.messages import Progress
+from elastic.core.world import CheckpointStatus, Generation, JobId, ReportKind
+from elastic.errors import StorageError
+from elastic.runtime.clock import Clock
+from elastic.storage.marker import UNKNOWN, CheckpointMarker, StoredFile
+from elastic.storage.run_directory import RunDirectory
+from elastic.worker.base.mailboxes import ReportAnswer
+from elastic.worker.checkpoint.committer import Commit, Committer
+from elastic.worker.checkpoint.report_votes import Index, ReportOutcome, ReportPart, ReportVotes
+
+log = logging.getLogger(__name__)
+
+TIMEOUT_S = 1.0
+"""How long a report waits for the coordinator to record its checkpoint, before training goes on."""
+LEAVING_TIMEOUT_S = 10.0
+"""The same where all members leave once it is recorded."""
+
+
+class ReportLink(Protocol):
+    """The way from the training thread to the coordinator; nothing here waits."""
+
+    def post(self, item: WorkerEvent | Progress) -> None:
+        """Tell what happened."""
+        ...
+
+    def deliver(self) -> None:
+        """Tell now, in this thread, what others have posted, if whoever listens is in it."""
+        ...
+
+    def report_work(self) -> None:
+        """Have the agent hear now whether the main thread says that it works."""
+        ...
+
+    def wish(self, generation: Generation) -> RequestLeave | None:
+        """Return how and why this generation is to be left at its next boundary, None if not."""
+        ...
+
+    def is_called_off(self, generation: Generation) -> bool:
+        """Return whether this generation was to save where it leaves, and need not any more."""
+        ...
+
+    def save_request(self, generation: Generation) -> int:
+        """Return the number of the newest wish for a checkpoint in this generation, 0 for none."""
+        ...
+
+    def preemption(self, generation: Generation, now_ns: int) -> NotifyPreemption | None:
+        """Return what is known of nodes that leave this generation's group, None if none do."""
+        ...
+
+    def expect_answer(self, generation: Generation, kind: ReportKind, index: int) -> ReportAnswer:
+        """Ask to be told what becomes of a report; called before it is posted."""
+        ...
+
+
+@dataclass(frozen=True)
+class ReportOrigin:
+    """Where in the run a report is made."""
+
+    job_id: JobId
+    generation: Generation
+    rank: int
+    world_size: int
+
+
+@dataclass(frozen=True)
+class PendingReport:
+    """One checkpoint on its way.
+
+    Attributes:
+        key: of its agreement in the group's store.
+        index: of the report in what the coordinator is told.
+        metrics: of the report, JSON.
+        leaves: every member leaves the group with it, if it is recorded.
+        owns_files: we have written what is in its directory, and may delete it.
+        validation: how it is to be validated, JSON, "" if it is not.
+    """
+
+    key: Index
+    index: int
+    metrics: str
+    leaves: bool = False
+    owns_files: bool = True
+    validation: str = ""
+
+
+class ReportedCheckpoints:
+    """The reported checkpoints of one generation.
+
+    Used by one thread at a time: the one that makes reports, or the one that uploads for it while
+    it makes none with a checkpoint.
+
+    Attributes:
+        pending: names of checkpoints that are recorded, or wait for that, and may have no marker.
+    """
+
+    def __init__(
+        self,
+        place: ReportOrigin,
+        run: RunDirectory | None,
+        *,
+        link: ReportLink,
+        clock: Clock,
+        committer: Committer | None,
+        on_commit: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Begin a generation; see `Reporter`."""
+        self.place, self.run = place, run
+        self.pending: set[str] = set()
+        self._link, self._clock, self._committer = link, clock, committer
+        self._on_commit = on_commit
+        self._newest_posted = -1
+        self._lock = threading.Lock()
+
+    def post(self, index: int, metrics: str) -> None:
+        """Tell the coordinator of a report without a checkpoint; done once for each."""
+        self._note_posted(index)
+        place = self.place
+        self._link.post(UserReported(place.generation, place.rank, metrics, "", index))
+
+    def _note_posted(self, index: int) -> None:
+        with self._lock:  # An upload in the background tells of an older report.
+            self._newest_posted = max(self._newest_posted, index)
+
+    def has_posted(self, index: int) -> bool:
+        """Return whether the report of this number, the newest one, was told."""
+        return self._newest_posted >= index
+
+    def check_free(self, name: str) -> None:
+        """Refuse the name of a checkpoint that is recorded, or may be, and has no marker yet.
+
+        Raises:
+            StorageError: this is one.
+        """
+        if name in self.pending:
+            raise StorageError(f"a checkpoint {name} was reported already; use another name")
+
+    def conclude(self, agreement: ReportVotes, turn: PendingReport) -> ReportOutcome:
+        """Commit as the lead, or hear from it what became of the checkpoint.
+
+        Args:
+            agreement: in which all parts are known.
+            turn: which checkpoint.
+        """
+        parts = agreement.parts(turn.key)
+        if parts[0].rank != self.place.rank:
+            self.post(turn.index, turn.metrics)
+            return agreement.wait_outcome(turn.key)
+        outcome = self._commit(turn, parts)
+        claimed = {file.path for part in parts for file in part.files}
+        agreement.report_outcome(turn.key, outcome, tuple(sorted(claimed)))
+        return outcome
+
+    def finish(self, is_over: Callable[[], bool]) -> None:
+        """The train function returned: wait for what is on its way; see `Committer.finish`."""
+        if self._committer is not None:
+            self._committer.finish(is_over)
+        self._link.deliver()
+
+    def _commit(self, turn: PendingReport, parts: tuple[ReportPart, ...]) -> ReportOutcome:
+        """Have the checkpoint committed; without the coordinator all go on, and it comes later."""
+        name, committer = parts[0].name, self._committer
+        try:
+            marker = self._marker(turn, parts)
+        except StorageError as error:
+            self.post(turn.index, turn.metrics)
+            return ReportOutcome(error=str(error))
+        if committer is None or self.run is None:
+            return ReportOutcome(error="the job has no run directory")
+        place, path = self.place, self.run.checkpoint_path(name)
+        status = CheckpointStatus.COMMITTED
+        if turn.validation:
+            status = CheckpointStatus.PENDING_VALIDATION
+        told = UserReported(place.generation, place.rank, turn.metrics, path, turn.index, status)
+
+        def ended(commit: Commit) -> None:
+            if commit.path:
+                self._on_commit()
+            elif not commit.is_asked:
+                self.post(turn.index, turn.metrics)
+
+        commit = Commit(name, marker, lambda generation: told, ended)
+        self._note_posted(turn.index)
+        committer.put(commit)
+        is_over = committer.wait(commit, LEAVING_TIMEOUT_S if turn.leaves else TIMEOUT_S)
+        self._link.deliver()
+        if not is_over:
+            log.warning(
+                "checkpoint_waits path=%s: the coordinator has not recorded it yet; %s",
+                path,
+                "the group is not left here" if turn.leaves else "training goes on",
+            )
+            return ReportOutcome(path=path, is_pending=True)
+        if commit.is_recorded and not commit.path:
+            return ReportOutcome(path=path, is_pending=True)  # It has no marker yet.
+        leaves = turn.leaves and bool(commit.path)
+        return ReportOutcome(path=commit.path, error=commit.error, leaves=leaves)
+
+    def _marker(self, turn: PendingReport, parts: tuple[ReportPart, ...]) -> CheckpointMarker:
+        """Return the marker if the parts make a checkpoint, else remove what there is of it.
+
+        Raises:
+            StorageError: why it does not count.
+        """
+        run, name = self.run, parts[0].name
+        if run is None:
+            raise StorageError("the job has no run directory")
+        self.check_free(name)
+        run.check_free(name)
+        refusal = _refusal(parts)
+        if refusal:
+            if turn.owns_files:
+                run.discard(name)
+            raise StorageError(f"checkpoint {name} was not committed: {refusal}")
+        files = _files_of(parts)
+        if turn.owns_files:
+            run.clear(name, kept={file.path for file in files})
+        return CheckpointMarker(
+            job_id=self.place.job_id,
+            generation=self.place.generation,
+            index=turn.index,
+            world_size=self.place.world_size,
+            unix_ns=self._clock.unix_ns(),
+            metrics=turn.metrics,
+            files=files,
+            validation=turn.validation,
+        )
+
+
+def _refusal(parts: tuple[ReportPart, ...]) -> str:
+    """Return why these parts make no checkpoint, "" if they do."""
+    failed = [f"rank {part.rank}: {part.error}" for part in parts if part.error]
+    if failed:
+        more = f" (and {len(failed) - 1} more ranks failed)" if len(failed) > 1 else ""
+        return failed[0] + more
+    names = sorted({part.name for part in parts})
+    if len(names) > 1:
+        return f"members reported it under different names: {', '.join(names)}"
+    seen: dict[str, tuple[int, int]] = {}
+    for part in parts:
+        for file in part.files:
+            rank, other = seen.setdefault(file.path, (part.rank, file.size))
+            if other != file.size:
+                return (
+                    f"ranks {rank} and {part.rank} both have a file {file.path}, of {other} and "
+                    f"{file.size} bytes; give each rank's file a name of its own"
+                )
+    return ""
+
+
+def _files_of(parts: tuple[ReportPart, ...]) -> tuple[StoredFile, ...]:
+    """Return every file once, as the member knows it that wrote it."""
+    files: dict[str, StoredFile] = {}
+    for part in parts:
+        for file in part.files:
+            if file.path not in files or file.crc32 != UNKNOWN:
+                files[file.path] = file
+    return tuple(files[path] for path in sorted(files))

@@ -1,0 +1,531 @@
+"""`train.report`: metrics are kept at once, a checkpoint counts for all members or for none.
+
+Without a checkpoint a report waits for nobody. With one, be it that only others have its files, all
+wait until it counts: members store their files, everyone votes (`agreement`), and the lead, the
+lowest rank that brought files, has it committed and tells the others (`reported`). While the
+coordinator is away they go on, and it counts later. Where the files come later, or are there
+already, the vote comes first (`delivery`). If a planned change is due and every member waits here,
+all leave at this very report, once the coordinator has recorded the checkpoint: nothing is lost.
+
+Rule: every member calls `report` equally often in a generation; the n-th calls belong together.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch.distributed as dist
+
+from elastic.core.config import JobSpec
+from elastic.core.world import EntryKind
+from elastic.errors import GroupError, StorageError, UsageError
+from elastic.runtime.clock import Clock
+from elastic.storage.marker import CheckpointMarker
+from elastic.storage.run_directory import RunDirectory
+from elastic.worker.base.interrupt import GroupChanged
+from elastic.worker.checkpoint.committer import Committer
+from elastic.worker.checkpoint.delivery import (
+    NO_PART,
+    BackgroundDelivery,
+    CheckpointUploadMode,
+    DeliveredParts,
+    Delivery,
+    name_in,
+    wait_given_up,
+)
+from elastic.worker.checkpoint.pruning import kept_names
+from elastic.worker.checkpoint.report_votes import (
+    Index,
+    ReportOutcome,
+    ReportPart,
+    ReportVote,
+    ReportVotes,
+    VoteCount,
+)
+from elastic.worker.checkpoint.reported_checkpoints import (
+    PendingReport,
+    ReportedCheckpoints,
+    ReportLink,
+    ReportOrigin,
+)
+
+log = logging.getLogger(__name__)
+
+METRICS_BYTES_MAX = 1024 * 1024
+REQUEST_TIMEOUT_S = 10.0
+"""How long a member without a checkpoint of its own waits because of a planned change."""
+
+
+class Reporter:
+    """The reports of one generation; used by the thread that made it.
+
+    Attributes:
+        reports_since: reports made after the newest checkpoint in this generation.
+        has_left: the members agreed to leave this generation.
+    """
+
+    def __init__(
+        self,
+        place: ReportOrigin,
+        run: RunDirectory | None,
+        *,
+        agreement: ReportVotes,
+        link: ReportLink,
+        clock: Clock,
+        newest_checkpoint: str = "",
+        committer: Committer | None = None,
+        spec: JobSpec | None = None,
+        on_commit: Callable[[], None] = lambda: None,
+        is_over: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Begin a generation.
+
+        Args:
+            place: of this member.
+            run: the run directory, None if the job has none.
+            agreement: of this generation's group.
+            link: to the coordinator.
+            clock: for the time of day in files.
+            newest_checkpoint: path of the one that this generation begins with.
+            committer: makes checkpoints count, None if the job has no run directory.
+            spec: which checkpoints are kept, None for all.
+            on_commit: called when a checkpoint of ours counts, by the thread that committed it.
+            is_over: whether the group is to be left at once.
+        """
+        self.reports_since = 0
+        self.has_left = False
+        self._is_reported = False
+        self._newest_checkpoint = newest_checkpoint
+        self._place = place
+        self._run = run
+        self._agreement = agreement
+        self._link = link
+        self._clock = clock
+        self._reported = ReportedCheckpoints(
+            place, run, link=link, clock=clock, committer=committer, on_commit=on_commit
+        )
+        self._spec = spec
+        self._pending = self._recorded = ""
+        if run is not None and (first := run.name_of(newest_checkpoint)):
+            self._recorded = first
+            self._reported.pending.add(first)
+        self._aside: ReportVotes | None = None
+        self._is_over = is_over
+        self._index = 0
+        self._background: BackgroundDelivery | None = None
+        self._in_place = False
+        self._thread = (os.getpid(), threading.get_ident())
+
+    @property
+    def newest_checkpoint(self) -> str:
+        """Return the path of the newest checkpoint that this member knows of, "" for none.
+
+        It is recorded; whoever recorded it may have been killed before its marker was written.
+        """
+        with contextlib.suppress(StorageError):
+            if self._recorded and self._run is not None:
+                self._run.finish(self._recorded)
+                self._recorded = ""
+        under_way, pending = self._background, self._pending
+        if under_way is not None and under_way.is_over() and under_way.outcome is not None:
+            if not under_way.outcome.is_pending:
+                return under_way.outcome.path or self._newest_checkpoint
+            pending = under_way.outcome.path
+        with contextlib.suppress(StorageError):
+            name = self._run.name_of(pending) if self._run is not None else ""
+            if name and self._run is not None and self._run.is_committed(name):
+                self._newest_checkpoint = pending
+        return self._newest_checkpoint
+
+    def report(
+        self, metrics: str, checkpoint: str | DeliveredParts | None = None, name: str | None = None
+    ) -> None:
+        """Keep metrics, and commit a checkpoint together with the other members.
+
+        Args:
+            metrics: JSON object.
+            checkpoint: local directory with this member's files, or how they come to the run
+                directory; `NO_PART` if it has none and waits for the others', None if it has none.
+            name: of the checkpoint's directory, the same on all members; by default made from
+                job, generation and number of the report, so that it is never used twice.
+
+        Raises:
+            StorageError: a member could not store its part; raised by every member that waits for
+                it. Of an upload in the background, at the next report or at the end.
+            GroupChanged: the members agreed to leave the group here.
+            UsageError: called from another thread, with metrics that are not an object, or with a
+                checkpoint that the members bring in different ways.
+        """
+        meets, brought = checkpoint is not None, _copied(checkpoint)
+        name = self._check_call(metrics, brought, name)
+        late = self._settle_upload(must_end=brought is not None)
+        index, self._index = self._index, self._index + 1
+        self.reports_since += 1
+        name = name or self._default_name(index)
+        self._keep_metrics(index, metrics, checkpoint=name if brought is not None else "")
+        self._begin_part(index, name, brought)
+        requests = self._link.wish(self._place.generation) is not None
+        waits = requests or meets
+        self._agreement.vote(index, ReportVote(waits, requests, brought is not None))
+        tally = VoteCount()
+        if waits:
+            patience_s = None if meets else REQUEST_TIMEOUT_S
+            tally = self._agreement.wait_closed(index, patience_s=patience_s)
+        wish = brought.validation if brought is not None else ""
+        turn = PendingReport(index, index, metrics, leaves=tally.leaves(), validation=wish)
+        if tally.with_checkpoint == 0:
+            self._reported.post(index, metrics)
+        elif brought is None:
+            self._reported.post(index, metrics)
+            self._receive(turn, tally.waiting)
+        else:
+            self._complete(turn, name, brought, tally)
+        if late:
+            raise late
+
+    def report_in_place(
+        self,
+        metrics: str,
+        checkpoint: str | DeliveredParts | None = None,
+        name: str | None = None,
+        *,
+        where: str,
+        voters: int,
+    ) -> None:
+        """Do as `report`, in a loop that goes on when the group changes.
+
+        Nobody leaves here, because such a loop leaves between steps. When the group breaks while
+        its members wait for each other, the checkpoint is given up, and training goes on.
+
+        Args:
+            metrics: JSON object.
+            checkpoint: local directory with this member's files, or how they come to the run
+                directory; None if it has none.
+            name: of the checkpoint's directory.
+            where: names the report, the same on all members: its place in the run.
+            voters: how many members of this group will make it; others have made it before.
+        """
+        self._in_place = True
+        meets, brought = checkpoint is not None, _copied(checkpoint)
+        name = self._check_call(metrics, brought, name)
+        late = self._settle_upload(must_end=brought is not None)
+        index, self._index = self._index, self._index + 1
+        self.reports_since += 1
+        name = name or f"checkpoint-{self._place.job_id}-g{self._place.generation:06d}-{where}"
+        named = name if brought is not None else ""
+        self._keep_metrics(index, metrics, where, checkpoint=named)
+        try:
+            if self._is_over():
+                raise GroupError("it is over already")
+            self._begin_part(where, name, brought)
+            self._agreement.vote(
+                where, ReportVote(meets, False, brought is not None), voters=voters
+            )
+            tally = self._agreement.wait_closed(where) if meets else VoteCount()
+            wish = brought.validation if brought is not None else ""
+            turn = PendingReport(where, index, metrics, validation=wish)
+            if brought is not None:
+                self._complete(turn, name, brought, tally)
+            else:
+                self._reported.post(index, metrics)
+                if tally.with_checkpoint:
+                    self._receive(turn, tally.waiting)
+                elif meets:
+                    self._agreement.forget(where, tally.waiting)
+        except (GroupError, dist.DistError) as error:
+            if not self._reported.has_posted(index):
+                self._reported.post(index, metrics)
+            if brought is not None:
+                log.warning("checkpoint_given_up name=%s: the group changed: %s", name, error)
+        if late:
+            raise late
+
+    def kept(
+        self, found: Sequence[tuple[str, CheckpointMarker]]
+    ) -> list[tuple[str, CheckpointMarker]]:
+        """Return those of some checkpoints that are to be kept; others may not be gone yet."""
+        kept = kept_names(found, self._spec) if self._spec is not None else dict(found)
+        return [pair for pair in found if pair[0] in kept]
+
+    def is_uploading(self) -> bool:
+        """Return whether a checkpoint of ours is being uploaded in the background."""
+        return self._background is not None and not self._background.is_over()
+
+    def position(self) -> str:
+        """Return where in the run we are, in words that are the same after a fresh start.
+
+        Reports are counted from the newest checkpoint: that is where the next attempt begins.
+        """
+        name = self._newest_checkpoint.rpartition("/")[2]
+        return f"report {self.reports_since}" + (f" after {name}" if name else "")
+
+    def is_at_start(self) -> bool:
+        """Return whether the run has no report and no checkpoint to tell its place by."""
+        return not self.reports_since and not self._newest_checkpoint
+
+    def finish(self) -> None:
+        """The train function returned: end what is under way, and delete what is not to be kept.
+
+        Raises:
+            StorageError: the last checkpoint could not be stored.
+            GroupError: the group broke before it was; not for a loop that goes on in place.
+        """
+        problem = self._settle_upload(must_end=True)
+        self._reported.finish(self._is_over)
+        if problem:
+            raise problem
+
+    def close(self) -> None:
+        """The generation is over: nothing comes of what is still under way."""
+        background, self._background = self._background, None
+        if background is not None:
+            background.give_up("the group changed, or the train function was left")
+
+    def flush(self) -> None:
+        """The train function is over, however it ended: let all that was reported be seen.
+
+        Not part of `close`: storage that is slow must not hold up the next group.
+        """
+        try:
+            if self._run is not None:
+                self._run.flush_metrics()
+        except StorageError as error:
+            log.warning("metrics_lost error=%r", str(error))
+
+    def _check_call(
+        self, metrics: str, brought: DeliveredParts | None, name: str | None
+    ) -> str | None:
+        """Refuse a call that cannot work; return the checkpoint's name, None for the default."""
+        if self.has_left:
+            self._leave()
+        if (os.getpid(), threading.get_ident()) != self._thread:
+            raise UsageError(
+                "train.report was called from another thread or process than the one that runs "
+                "the train function; hand the values over and report them there"
+            )
+        if len(metrics) > METRICS_BYTES_MAX:
+            raise UsageError(
+                f"train.report: metrics have {len(metrics)} characters as JSON, at most "
+                f"{METRICS_BYTES_MAX} are kept; write large data into a checkpoint"
+            )
+        if not isinstance(json.loads(metrics), dict):
+            raise UsageError(f"train.report: metrics {metrics[:80]}: expected a dict")
+        if brought is None:
+            return name
+        if self._run is None:
+            raise UsageError(
+                "train.report: the job has no run directory for checkpoints; give it one "
+                "(RunConfig(storage_path=...), or --storage-path)"
+            )
+        if name is not None and ("/" in name or not name.strip(".")):
+            raise UsageError(
+                f"train.report: checkpoint_dir_name={name!r}: expected the name of one directory, "
+                f"without slashes; it is made in {self._run.path}/checkpoints"
+            )
+        if brought.mode is not CheckpointUploadMode.NO_UPLOAD:
+            return name
+        return name_in(self._run, brought.path, "checkpoint_upload_mode=NO_UPLOAD for")
+
+    def _default_name(self, index: int) -> str:
+        place = self._place
+        return f"checkpoint-{place.job_id}-g{place.generation:06d}-{index:06d}"
+
+    # ------------------------------------------------------------ this member's share
+
+    def _keep_metrics(
+        self, index: int, metrics: str, where: str = "", *, checkpoint: str = ""
+    ) -> None:
+        """Write the line, or let it wait for storage, which is told once until it goes well."""
+        if self._run is None:
+            return
+        record: dict[str, Any] = {
+            "generation": self._place.generation,
+            "rank": self._place.rank,
+            "index": index,
+            "unix_ns": self._clock.unix_ns(),
+            "world_size": self._place.world_size,
+            "metrics": json.loads(metrics),
+        }
+        if checkpoint:
+            record["checkpoint"] = checkpoint
+        if index == 0 and self._newest_checkpoint:
+            record["resumed_from"] = self._newest_checkpoint.rpartition("/")[2]
+        if where:
+            record["at"] = where  # A run that goes back tells this place again.
+        try:
+            self._run.append_metrics(self._place.rank, record)
+            self._is_reported = False
+        except StorageError as error:
+            if not self._is_reported:
+                log.warning(
+                    "metrics_kept error=%r: training goes on; they are written once storage takes "
+                    "them",
+                    str(error),
+                )
+            self._is_reported = True
+
+    def _begin_part(self, key: Index, name: str, brought: DeliveredParts | None) -> None:
+        """Tell the others of our part, before our vote: that it is stored, or that it comes."""
+        if brought is not None and brought.way:
+            self._agreement.report_way(key, brought.way)
+        elif brought is not None:
+            self._agreement.add_part(key, self._store(key, name, Path(brought.path)))
+
+    def _store(self, key: Index, name: str, source: Path) -> ReportPart:
+        """Copy this member's files; a failure is told to all, not raised here."""
+        run, rank = self._run, self._place.rank
+        if run is None:
+            return ReportPart(rank, name, error="the job has no run directory")
+        try:
+            self._reported.check_free(name)
+            wait_given_up(name)
+            files = run.upload(source, name, claim=lambda path: self._agreement.claim(key, path))
+        except StorageError as error:
+            return ReportPart(rank, name, error=str(error))
+        return ReportPart(rank, name, files)
+
+    # ------------------------------------------------------------ all together
+
+    def _complete(
+        self, turn: PendingReport, name: str, brought: DeliveredParts, tally: VoteCount
+    ) -> None:
+        """See to it that a checkpoint counts that we brought a part of; all bring theirs alike."""
+        members = tally.with_checkpoint
+        ways = self._agreement.ways(turn.key)
+        alike = members if brought.way else 0
+        if ways != (brought.way,) * alike:
+            self._reported.post(turn.index, turn.metrics)
+            raise UsageError(
+                f"train.report: {members} ranks brought parts of one checkpoint in different ways "
+                f"(this one: {brought.way or 'SYNC'}; not SYNC: {', '.join(ways) or 'none'}): pass "
+                f"the same checkpoint_upload_mode and checkpoint_upload_fn on every rank"
+            )
+        if not brought.way:
+            outcome = self._reported.conclude(self._agreement, turn)
+            self._agreement.forget(turn.key, tally.waiting)
+            if outcome.path:
+                brought.release()
+            self._take(outcome)
+            return
+        self._agreement.forget(turn.key, tally.waiting)
+        owns_files = brought.upload is None and brought.mode is not CheckpointUploadMode.NO_UPLOAD
+        turn = replace(turn, key=_later(turn.key), owns_files=owns_files)
+        is_aside = brought.mode is CheckpointUploadMode.ASYNC and not turn.leaves
+        readers = members if is_aside else tally.waiting
+        delivery = Delivery(turn, name, brought, members, readers)
+        if is_aside:
+            if self._aside is None:
+                self._aside = self._agreement.open_again()
+            # Known before it runs, so that whatever ends this call can give it up.
+            self._background = BackgroundDelivery(delivery, self._reported, self._aside)
+            self._background.start()
+        else:
+            self._take(delivery.make(self._reported, self._agreement, lambda: None))
+
+    def _receive(self, turn: PendingReport, waiting: int) -> None:
+        """Learn, without a part of our own, what became of the others' checkpoint.
+
+        Not of one that is uploaded in the background, while all train on.
+        """
+        ways = self._agreement.ways(turn.key)
+        if ways:
+            self._agreement.forget(turn.key, waiting)
+        if ways and not turn.leaves and any(map(_is_aside, ways)):
+            return
+        key = _later(turn.key) if ways else turn.key
+        outcome = self._agreement.wait_outcome(key)
+        if not turn.leaves:
+            self._agreement.forget(key, waiting)
+        self._take(outcome)
+
+    def _settle_upload(self, *, must_end: bool) -> StorageError | None:
+        """Take what became of the upload in the background; wait for it if it must end now.
+
+        Returns:
+            Why it failed, for the end of this report: members may hear of it one report apart,
+            and each must make all of them.
+        """
+        background = self._background
+        if background is None or not (must_end or background.is_over()):
+            return None
+        try:
+            outcome = background.wait(self._is_over)
+        except (GroupError, dist.DistError):
+            self.close()
+            if not self._in_place:
+                raise
+            return None
+        except Exception:
+            self._background = None
+            raise
+        self._background = None
+        if outcome.error:
+            return StorageError(outcome.error)
+        self._go_on_from(outcome, self._index - 1 - background.delivery.turn.index)
+        return None
+
+    def _take(self, outcome: ReportOutcome) -> None:
+        """Go on from what became of a checkpoint."""
+        if outcome.error:
+            raise StorageError(outcome.error)
+        self._go_on_from(outcome, 0)
+        if outcome.leaves:
+            self.has_left = True
+            self._leave()
+
+    def _go_on_from(self, outcome: ReportOutcome, reports_since: int) -> None:
+        """Count from this checkpoint, unless the group is over, which has refused it."""
+        if not outcome.path:
+            return
+        self.reports_since = reports_since
+        if outcome.is_pending:
+            self._pending = outcome.path
+            self._reported.pending.add(outcome.path.rpartition("/")[2])
+        else:
+            self._newest_checkpoint, self._pending = outcome.path, ""
+            self._reported.pending.clear()
+
+    def _leave(self) -> NoReturn:
+        generation = self._place.generation
+        wish = self._link.wish(generation)
+        raise GroupChanged(wish.reason if wish is not None else "", generation)
+
+
+def _is_aside(way: str) -> bool:
+    return way.startswith(CheckpointUploadMode.ASYNC.value)
+
+
+def _copied(checkpoint: str | DeliveredParts | None) -> DeliveredParts | None:
+    if checkpoint is NO_PART:
+        return None
+    return DeliveredParts(checkpoint) if isinstance(checkpoint, str) else checkpoint
+
+
+def _later(key: Index) -> Index:
+    """Return the key of what is agreed on once the parts are there; it outlives later reports."""
+    return f"{key}-later"
+
+
+def place_of_failure(reporter: Reporter | None, kind: EntryKind, generation: int) -> str:
+    """Return where in the run a failure happened, for telling repeats.
+
+    A script that has reported nothing keeps its place by itself, if at all: where it stands is
+    not known, so that none of its failures repeats another, and max_failures alone counts.
+
+    Args:
+        reporter: of the call that failed, None before the first group.
+        kind: of what was called.
+        generation: the group that it was called in.
+    """
+    position = reporter.position() if reporter is not None else ""
+    if kind is EntryKind.FUNCTION or (reporter is not None and not reporter.is_at_start()):
+        return position
+    return f"{position} of generation {generation}".lstrip()

@@ -1,0 +1,75 @@
+"""A state of the run in memory, on its way to storage."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from elastic.core.policy.cursor import Cursor
+from elastic.core.policy.shares import TensorRows
+from elastic.runtime.snapshot_memory import SnapshotMark
+from elastic.worker.state.arena import SnapshotSlot, StateLayout
+
+POLL_S_MIN, POLL_S_MAX = 0.01, 0.5
+
+
+@dataclass(frozen=True)
+class StateSnapshot:
+    """A state of the run in this node's memory, and what is to be done with it.
+
+    Attributes:
+        generation, rank, world_size: of the group that took it.
+        mark: of it.
+        slot, layout: where it lies.
+        pieces: what this rank writes of it.
+        skeleton: what is no tensor.
+        cursor: where in the run it was taken.
+        about: values for people.
+        aliases: other names of shared parameters, by model.
+        done: set once it is durable, or given up.
+        request: number of the newest wish for a checkpoint that it was taken after.
+        prints: checksums of what must be alike on all ranks; see `likeness`.
+    """
+
+    generation: int
+    rank: int
+    world_size: int
+    mark: SnapshotMark
+    slot: SnapshotSlot
+    layout: StateLayout
+    pieces: tuple[TensorRows, ...]
+    skeleton: bytes
+    cursor: Cursor
+    about: Mapping[str, Any]
+    aliases: tuple[Mapping[str, str], ...]
+    done: threading.Event
+    request: int = 0
+    prints: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """Return its name, the same on all members and never used twice in a job."""
+        return name_of(self.mark.steps, self.generation, self.mark.number)
+
+
+def name_of(steps: int, generation: int, number: int) -> str:
+    """Return the name of a snapshot."""
+    return f"s{steps:09d}-g{generation:06d}-{number:06d}"
+
+
+class CheckpointAbandoned(Exception):
+    """A checkpoint comes to nothing, and training goes on."""
+
+
+def polls(timeout_s: float) -> Iterator[None]:
+    """Yield until the time is over, less and less often."""
+    deadline, pause_s = time.monotonic() + timeout_s, POLL_S_MIN
+    while True:
+        yield
+        if time.monotonic() >= deadline:
+            return
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, POLL_S_MAX)

@@ -1,0 +1,498 @@
+"""Automatic checkpoints: the state is copied between two steps, and written as training goes on.
+
+The training loop pays for one copy of this worker's share into the agent's memory (`arena.py`). A
+thread of its own then writes this rank's part to storage; the thread of rank 0 waits for all
+parts, and has the checkpoint committed (`committing`).
+
+Rule: nothing that storage does or does not do reaches the training loop. What cannot be written is
+told and given up, and the last good checkpoint stays.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from elastic.core.policy.cursor import Cursor
+from elastic.core.policy.saving import SavingPlan, is_due
+from elastic.core.policy.shares import TensorRows, share_of
+from elastic.core.world import SNAPSHOT_SLOTS
+from elastic.runtime.snapshot_memory import SnapshotMark
+from elastic.worker.base.mailboxes import WAIT_SLICE_S
+from elastic.worker.checkpoint.checkpoint_writer import CheckpointWriter, PartFailure
+from elastic.worker.checkpoint.snapshot import StateSnapshot, name_of
+from elastic.worker.state.arena import SnapshotSlot, StateLayout
+from elastic.worker.state.replica_checksums import NOTHING_OWN, PerRankState, combined, state_prints
+from elastic.worker.state.replication_progress import ReplicationProgress
+from elastic.worker.state.sharded_state import (
+    Held,
+    answered_by,
+    held_by,
+    spread_of,
+    with_held,
+)
+from elastic.worker.state.transfer import (
+    Trace,
+    places_print,
+    split_and_trace,
+    tensors_of,
+    write_skeleton,
+)
+
+log = logging.getLogger(__name__)
+
+FINISH_S = 600.0
+"""How long the end of a train function waits for what is still being written."""
+FINISH_REPORTED_S = 10.0
+"""How long it does so without a word."""
+
+LEAVING_S = 30.0
+"""How long members of a sharded model that leave by plan wait for its checkpoint."""
+
+
+@dataclass(frozen=True)
+class RankInfo:
+    """Where this worker is in its group, as far as copies and parts are concerned.
+
+    Attributes:
+        generation, rank, world_size: of the group.
+        local_rank, local_world_size: among the group's workers on this node.
+    """
+
+    generation: int = 0
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+
+
+@dataclass(frozen=True)
+class SnapshotLayout:
+    """How a state lies in memory, and what of it is ours; the same from one snapshot to the next.
+
+    Attributes:
+        trace: of the state that it was made for.
+        seat: ours.
+        layout: of all tensors, as far as this node has them.
+        places: fingerprint of the tensors and their places.
+        pieces: what we copy.
+        written: what we write to storage.
+    """
+
+    trace: Trace
+    seat: RankInfo
+    layout: StateLayout
+    places: int
+    pieces: tuple[TensorRows, ...]
+    written: tuple[TensorRows, ...]
+
+
+class Snapshotter:
+    """The automatic checkpoints of one process, over all its groups.
+
+    Attributes:
+        plan: how often to storage.
+        copies: how often to memory alone, from where the agent sends it to another node.
+        arrival: whether the newest has come there, if that matters.
+        number: of the newest snapshot that this worker knows of; part of the run's state.
+        last_steps: steps of the run that were committed when it was taken; likewise.
+        last_generation: in which it was taken; likewise.
+    """
+
+    def __init__(self, paths: Sequence[str], writer: CheckpointWriter | None) -> None:
+        """Take nothing yet.
+
+        Args:
+            paths: of the agent's memory for the job, one for each slot; empty for our own.
+            writer: writes to storage; None keeps snapshots in memory only.
+        """
+        self.plan, self.copies = SavingPlan(), SavingPlan()
+        self.arrival = ReplicationProgress()
+        self.is_async = True
+        self.number, self.last_steps, self.last_generation = 0, 0, 0
+        self._paths, self._writer = tuple(paths), writer
+        self._slots: list[SnapshotSlot] = []
+        self._arrangement: SnapshotLayout | None = None
+        self._prints: dict[str, int] = {}
+        self._rank_info = RankInfo()
+        self._last_s = time.monotonic()
+        self._served = 0
+        self._warming: threading.Thread | None = None
+        self._is_warm = False
+        self._is_stored = False
+        # What memory is kept for it: one that grows a little is not to move all the rest.
+        self._skeleton_room = 0
+        self._beside = ThreadPoolExecutor(1, thread_name_prefix="elastic-skeleton")
+
+    def configure(self, options: Mapping[str, Any]) -> None:
+        """Take what the user chose."""
+        every_n, every_s = options.get("every_n_steps"), options.get("every_s")
+        self.plan = SavingPlan(int(every_n or 0), float(every_s or 0.0))
+        self.copies = SavingPlan(int(options.get("copies_every") or 0))
+        self.is_async = bool(options.get("async_save", True))
+
+    def enter(self, seat: RankInfo) -> None:
+        """Be in this group from here on."""
+        # Memory of our own holds all of the state: nobody else on this node can write to it.
+        self._rank_info = seat if self._paths else replace(seat, local_rank=0, local_world_size=1)
+        self._served = 0  # A wish that came to nothing is told again to the next group.
+        self.arrival.forget()  # What this group goes on from stays until it has taken two.
+        if self._writer is not None:
+            self._writer.generation = seat.generation
+
+    def memory(self) -> int:
+        """Return what tells this node's shared memory from any other, 0 if we have none."""
+        if not self._paths:
+            return 0
+        try:
+            return self._all_slots()[0].identity
+        except OSError as error:
+            log.warning("no_shared_memory paths=%s error=%r", self._paths, str(error))
+            self._use_own_memory()
+            return 0
+
+    def agree_on_memory(self, memories: Sequence[int]) -> None:
+        """Do without the agent's memory for good, if not all workers of this node have it.
+
+        Each would wait for the others' share of every snapshot otherwise.
+
+        Args:
+            memories: what `memory` returned, by rank.
+        """
+        seat = self._rank_info
+        if not self._paths or len(memories) != seat.world_size:
+            return
+        first = seat.rank - seat.local_rank
+        here = set(memories[first : first + seat.local_world_size])
+        if 0 in here or len(here) != 1:
+            log.warning(
+                "shared_memory_left: not all workers of this node have it; each keeps its "
+                "snapshots in memory of its own, which ends with it"
+            )
+            self._use_own_memory()
+
+    def _use_own_memory(self) -> None:
+        self._paths, self._slots, self._arrangement = (), [], None
+        self.arrival.is_awaited = False
+        self._rank_info = replace(self._rank_info, local_rank=0, local_world_size=1)
+
+    # ------------------------------------------------------------------- when
+
+    def wants(self, steps: int, request: int) -> bool:
+        """Return whether this worker asks for a snapshot after a step.
+
+        Args:
+            steps: committed in the run, with that step.
+            request: number of the newest wish of a user in this generation, 0 for none.
+        """
+        if request > self._served:
+            return True
+        waited_s = time.monotonic() - self._last_s if self._rank_info.rank == 0 else 0.0
+        return is_due(self.plan, steps=steps, last_steps=self.last_steps, waited_s=waited_s).value
+
+    def wants_copy(self, steps: int) -> bool:
+        """Return whether a snapshot for another node is due after a step: alike on all members."""
+        return is_due(self.copies, steps=steps, last_steps=self.last_steps, waited_s=0.0).value
+
+    def is_busy(self) -> bool:
+        """Return whether no other one is begun now: storage, or another node, is slow.
+
+        One that somebody has wished for is not given up for a newer one, whoever wishes for that.
+        """
+        return self._is_full() or (self._writer is not None and self._writer.is_requested_for())
+
+    def _is_full(self) -> bool:
+        """Return whether there is no room for another one."""
+        if not self._slots:
+            return False
+        slot = self._slot_of(self.number + 1)
+        if self._is_being_written(slot) or slot.is_sent():
+            return True
+        return self.arrival.is_missing(self._slot_of)
+
+    def await_copies(self) -> None:
+        """From here on no snapshot is begun before the one before has come to other nodes."""
+        self.arrival.is_awaited = bool(self._paths)  # The agent does not know memory of our own.
+
+    def wait_for_room(self, is_over: Callable[[], bool], timeout_s: float = FINISH_S) -> None:
+        """Wait until there is room for another one; not in a group that is over, nor for ever."""
+        deadline, writer = time.monotonic() + timeout_s, self._writer
+        try:
+            while self._is_full() and not is_over() and time.monotonic() < deadline:
+                if writer is not None:
+                    writer.is_awaited = True
+                time.sleep(WAIT_SLICE_S)
+        finally:
+            if writer is not None:
+                writer.is_awaited = False
+
+    def wait_durable(
+        self, is_over: Callable[[], bool], beat: Callable[[], None], timeout_s: float = LEAVING_S
+    ) -> None:
+        """Wait until what was taken is durable or given up; for a while, and in a living group."""
+        deadline = time.monotonic() + timeout_s
+        while self._writer is not None and not self._writer.finish(WAIT_SLICE_S):
+            if is_over() or time.monotonic() > deadline:
+                return
+            beat()
+
+    def has_taken(self, steps: int) -> bool:
+        """Return whether this group has taken one for storage after so many steps."""
+        last = [self.last_steps, self.last_generation, self._is_stored]
+        return [steps, self._rank_info.generation, True] == last
+
+    def last(self) -> list[int]:
+        """Return number, steps and generation of the newest snapshot that we know of."""
+        return [self.number, self.last_steps, self.last_generation]
+
+    def go_on(self, last: Sequence[int]) -> None:
+        """Go on from where the run stands, as `last` has said it."""
+        self.number, self.last_steps, self.last_generation = last
+
+    # ------------------------------------------------------------------- taking
+
+    def warm_up(self, state: Callable[[], Any]) -> None:
+        """Have memory found for snapshots, beside the training loop; once."""
+        if self._is_warm or not (self.plan.is_on or self.copies.is_on):
+            return
+        self._is_warm = True
+        values, tensors, trace = split_and_trace(state())
+        layout = self._arranged(values, tensors, trace).layout
+        self._skeleton_room = 2 * len(write_skeleton(values))
+        num_bytes = layout.data_bytes + self._skeleton_room
+
+        def find() -> None:
+            try:
+                for slot in self._all_slots():
+                    slot.warm_up(num_bytes)
+            except OSError as error:
+                log.warning("snapshot_memory bytes=%d error=%r", num_bytes, str(error))
+
+        self._warming = threading.Thread(target=find, name="elastic-warm-up", daemon=True)
+        self._warming.start()
+
+    def _end_warming(self) -> None:
+        if self._warming is not None:
+            self._warming.join()
+            self._warming = None
+
+    def take(
+        self,
+        state: Callable[[], Any],
+        cursor: Cursor,
+        steps: int,
+        *,
+        request: int = 0,
+        about: Mapping[str, Any] | None = None,
+        aliases: Sequence[Mapping[str, str]] = (),
+        own: PerRankState = NOTHING_OWN,
+        durable: bool = True,
+    ) -> threading.Event:
+        """Copy our share of the state, and have it written.
+
+        All members of the group take the same snapshot.
+
+        Args:
+            state: returns the state; it must know what `last` says then.
+            cursor: where in the run this is.
+            steps: committed in the run.
+            request: the wish that this serves.
+            about: values that people want to see beside it.
+            aliases: see `checkpoint_files.write_rest`.
+            own: see `likeness.state_prints`.
+            durable: False to leave it in memory only.
+
+        Returns:
+            Set once it is durable, or given up.
+
+        Raises:
+            UsageError: the state holds what cannot be saved.
+            OSError: there is not enough memory, or the one before the last is still being written.
+        """
+        # First of all: members agree on the number even if one of them cannot take it.
+        self.go_on([self.number + 1, steps, self._rank_info.generation])
+        began, self._is_stored = time.monotonic(), durable
+        if durable:
+            self._last_s, self._served = began, max(request, self._served)
+        self._end_warming()
+        try:
+            slot, mark, arrangement, skeleton = self._copy(state(), steps, own)
+        except Exception as error:
+            if durable:
+                self._report_failed(steps, error)
+            raise
+        log.info(
+            "snapshot number=%d epoch=%d step=%d bytes=%d ms=%.1f", self.number, cursor.epoch,
+            cursor.step, mark.data_bytes, (time.monotonic() - began) * 1e3,
+        )  # fmt: skip
+        done, seat = threading.Event(), self._rank_info
+        if self._writer is None or not durable:
+            done.set()
+            return done
+        self._writer.put(
+            StateSnapshot(
+                generation=seat.generation,
+                rank=seat.rank,
+                world_size=seat.world_size,
+                mark=mark,
+                slot=slot,
+                layout=arrangement.layout,
+                pieces=arrangement.written,
+                skeleton=skeleton,
+                cursor=cursor,
+                about=dict(about or {}),
+                aliases=tuple(aliases),
+                done=done,
+                request=request,
+                prints=self._prints,
+            )
+        )
+        return done
+
+    def _report_failed(self, steps: int, error: Exception) -> None:
+        """Let the others not wait for our part of a snapshot that we could not take."""
+        if self._writer is not None:
+            name = name_of(steps, self._rank_info.generation, self.number)
+            self._writer.tell(PartFailure(self._rank_info.rank, name, str(error)))
+
+    def _copy(
+        self, state: Any, steps: int, own: PerRankState
+    ) -> tuple[SnapshotSlot, SnapshotMark, SnapshotLayout, bytes]:
+        """Copy our share into the slot whose turn it is."""
+        values, tensors, trace = split_and_trace(state)
+        arrangement = self._arranged(values, tensors, trace)
+        layout, pieces = arrangement.layout, arrangement.pieces
+        self._prints = state_prints(state, own)
+        seat, slot = self._rank_info, self._slot_of(self.number)
+        if self._is_being_written(slot):
+            raise OSError(f"snapshot {self.number}: one in the same place is still being written")
+        slot.unmark(seat.local_rank)
+        slot.reserve(layout.data_bytes + self._skeleton_room)
+        # The copy leaves the interpreter to this: plain values, which nobody changes any more.
+        writing = self._beside.submit(write_skeleton, values)
+        if layout.held:
+            tensors = [answered_by(seat.rank, tensor) for tensor in tensors]
+        ours = [tensors[piece.tensor] for piece in pieces]
+        devices = {tensor.device for tensor in ours if tensor.is_cuda}
+        if devices:
+            slot.pin()
+        slot.put(layout, tensors, pieces)
+        for device in devices:
+            torch.cuda.current_stream(device).synchronize()
+        skeleton = writing.result()
+        text = with_held(skeleton, layout.held)
+        mark = SnapshotMark(
+            self.number, seat.generation, steps, seat.local_world_size, layout.data_bytes,
+            arrangement.places ^ combined(self._prints), len(text), zlib.crc32(text),
+        )  # fmt: skip
+        self._skeleton_room = max(self._skeleton_room, 2 * len(text))
+        slot.reserve(mark.num_bytes)
+        if seat.local_rank == 0:
+            slot.put_skeleton(layout, text)
+        self.arrival.begin(self.number, seat.generation)
+        slot.mark(seat.local_rank, mark)
+        return slot, mark, arrangement, skeleton
+
+    def _arranged(
+        self, values: Any, tensors: Sequence[torch.Tensor], trace: Trace
+    ) -> SnapshotLayout:
+        """Return how this state lies in memory; for hundreds of tensors that takes a while."""
+        seat, known = self._rank_info, self._arrangement
+        if known is None or known.seat != seat or known.trace != trace:
+            spreads = [spread_of(tensor) for tensor in tensors]
+            held: Held = ()
+            if any(spread is not None for spread in spreads):
+                # Ranks are contiguous on a node.
+                first = seat.rank - seat.local_rank
+                held = held_by(spreads, range(first, first + seat.local_world_size))
+            layout = StateLayout.of(tensors_of(values), held)
+            copied, written = (
+                share_of(layout.extents(), spreads, rank=seat.rank, part=part, parts=parts)
+                for part, parts in (
+                    (seat.local_rank, seat.local_world_size),
+                    (seat.rank, seat.world_size),
+                )
+            )
+            known = SnapshotLayout(trace, seat, layout, places_print(values), copied, written)
+            self._arrangement = known
+        return known
+
+    # ------------------------------------------------------------------- what is held
+
+    def held(self) -> int:
+        """Return the steps of the newest snapshot in this node's memory, -1 if there is none."""
+        try:
+            return max((mark.steps for _, mark in self._whole()), default=-1)
+        except OSError as error:
+            log.warning("snapshot_unreadable error=%r", str(error))
+            return -1
+
+    def read_held(self, steps: int) -> tuple[str, Any]:
+        """Return the state in this node's memory, and what tells it from others of as many steps.
+
+        Its tensors are copies.
+
+        Raises:
+            ValueError: there is none of so many steps, or it is damaged.
+        """
+        for slot, mark in self._whole():
+            if mark.steps == steps:
+                return f"generation {mark.generation}, number {mark.number}", slot.state(mark)
+        raise ValueError(f"no snapshot of step {steps} in this node's memory")
+
+    def held_snapshots(self) -> list[tuple[SnapshotSlot, SnapshotMark]]:
+        """Return the snapshots in this node's memory, newest first; none if it cannot be read."""
+        try:
+            return sorted(self._whole(), key=lambda pair: pair[1].steps, reverse=True)
+        except OSError as error:
+            log.warning("snapshot_unreadable error=%r", str(error))
+            return []
+
+    def _whole(self) -> list[tuple[SnapshotSlot, SnapshotMark]]:
+        found = []
+        for slot in self._all_slots():
+            mark = slot.whole()
+            if mark is not None:
+                found.append((slot, mark))
+        return found
+
+    def _slot_of(self, number: int) -> SnapshotSlot:
+        return self._all_slots()[number % SNAPSHOT_SLOTS]
+
+    def _is_being_written(self, slot: SnapshotSlot) -> bool:
+        return self._writer is not None and self._writer.reads(slot)
+
+    def _all_slots(self) -> list[SnapshotSlot]:
+        if not self._slots:
+            paths = self._paths or ("",) * SNAPSHOT_SLOTS
+            self._slots = [SnapshotSlot(path) for path in paths]
+        return self._slots
+
+    # ------------------------------------------------------------------- the end
+
+    def finish(self) -> None:
+        """Wait until what was taken is durable, or given up."""
+        if self._writer is None or self._writer.finish(FINISH_REPORTED_S):
+            return
+        log.warning(
+            "checkpoint_awaited: the train function has returned, and its last checkpoint is still "
+            "being written; waits for %.0f s at most",
+            FINISH_S,
+        )
+        if not self._writer.finish(FINISH_S):
+            log.warning("checkpoint_left: storage has not taken it in %.0f s", FINISH_S)
+
+    def close(self) -> None:
+        """Take nothing any more; memory and thread end with what is still being written."""
+        self._slots = []
+        self._beside.shutdown(wait=False)
+        if self._writer is not None:
+            self._writer.close()

@@ -1,0 +1,1 @@
+"""Micro-batches out of the user's DataLoader."""

@@ -1,0 +1,381 @@
+"""Micro-batches out of the user's DataLoader, by number: from anywhere, in the order asked for.
+
+Rule: which samples a micro-batch has is asked of `DataPlan` alone; `SampleFeed` reads them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
+from torch.utils.data.distributed import DistributedSampler
+
+from elastic.core.policy.cursor import Cursor, DataPlan, Permutation, shuffle_seed
+from elastic.core.policy.microbatch import Span
+from elastic.errors import UsageError, check
+from elastic.worker.data.feed import Key, SampleFeed, check_prefetch
+from elastic.worker.data.sampler_order import OrderedSampler, SamplerOrders
+from elastic.worker.data.seeding import ReadRequest, SeededCollate, SeededDataset
+from elastic.worker.reduce.step_share import MicroBatch, StepShare, WeighedShare
+
+BLOCK_SAMPLES = 1024
+BLOCK_PIECES = 64
+"""Sample ids are computed for this much at once: NumPy's calls cost more than the numbers."""
+
+
+Weigh = Callable[[Any], Any]
+"""Says of a micro-batch's value what it counts, such as the number of its tokens."""
+WEIGHT_PARTS, WEIGHT_MAX = 2.0**20, 2.0**32
+"""Weights are multiples of 1 / WEIGHT_PARTS: sums of a step's are exact, in whatever order."""
+
+
+def weight_of(weigh: Weigh | None, value: Any, count: int) -> float:
+    """Return what a micro-batch counts.
+
+    Args:
+        weigh: the user's; None to count samples.
+        value: of the micro-batch.
+        count: its samples; without any it counts nothing.
+
+    Raises:
+        UsageError: the user's function returns no such number.
+    """
+    if weigh is None or not count:
+        return float(count)
+    found = weigh(value)
+    try:
+        number = float(found)
+    except (TypeError, ValueError):
+        number = -1.0
+    if not 0 <= number < WEIGHT_MAX:
+        raise UsageError(
+            f"prepare_data_loader(weigh=...): weigh returned {found!r} for a micro-batch; expected "
+            f"one number, from 0 to 2**32, such as its count of tokens that the loss is a mean of"
+        )
+    return round(number * WEIGHT_PARTS) / WEIGHT_PARTS
+
+
+class MicroBatchLoader:
+    """Yields the micro-batches that a rank holds, step after step, over the ends of epochs.
+
+    What was prefetched before a deal and is wanted after it is kept. What was handed out already,
+    and is wanted again because its step is done again, is read again: the training loop may have
+    changed its tensors.
+
+    Attributes:
+        epochs: how the data is cut into steps and micro-batches.
+    """
+
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        *,
+        num_micro_batches: int,
+        seed: int,
+        weigh: Weigh | None = None,
+    ) -> None:
+        """Take over what the user's loader does; nothing is started before the first `next`.
+
+        Args:
+            loader: the user's; it is not read itself.
+            num_micro_batches: V, of a step.
+            seed: of the shuffle and of augmentation; 0 <= seed < 2**63.
+            weigh: says what a micro-batch counts, None to count samples.
+
+        Raises:
+            UsageError: its samples cannot be asked for by number, or there are none.
+        """
+        size, shuffle, sampler = _order_of(loader, seed)
+        self.epochs = DataPlan(
+            num_samples=size,
+            micro_batch=int(loader.batch_size or 0),
+            num_micro_batches=num_micro_batches,
+            seed=seed,
+            shuffle=shuffle,
+            drop_last=loader.drop_last,
+        )
+        self._order: _Order | None = None
+        self._weigh = weigh
+        self._share: WeighedShare | None = None
+        self._sampler = sampler
+        self._feed = SampleFeed(loader, _ByNumber(loader, seed, sampler), seed=seed)
+
+    def deal(self, cursor: Cursor, held: Span) -> None:
+        """Let `next` go on here: these micro-batches of this step, then those of the next step.
+
+        Args:
+            cursor: any step of any epoch, also one before the present.
+            held: the micro-batches of each step; at least one.
+        """
+        check(0 <= cursor.step < self.epochs.steps, f"{cursor} of {self.epochs.steps} steps")
+        check(
+            0 <= held[0] < held[1] <= self.epochs.num_micro_batches,
+            f"micro-batches {held} of {self.epochs.num_micro_batches}",
+        )
+        if self._order is not None and self._order.is_at(cursor, held):
+            return  # As at the beginning of each epoch.
+        self._order = _Order(self.epochs, cursor, held)
+        self._feed.follow(self._order)
+
+    def next(self) -> MicroBatch:
+        """Return the next micro-batch; there always is one.
+
+        The process's random state is anything afterwards if there are no worker processes: seed
+        it, as the step engine does.
+
+        Raises:
+            Exception: what the dataset or the collate_fn raised, as DataLoader raises it. The
+                next call tries the same micro-batch once more.
+        """
+        value, order = self._feed.take(), self._order
+        check(order is not None, "a loader was read before micro-batches were dealt")
+        epoch, step, number = order.key  # type: ignore[union-attr]
+        order.advance()  # type: ignore[union-attr]
+        first, last = self.epochs.positions(step, number)
+        weight = weight_of(self._weigh, value, last - first)
+        return MicroBatch(Cursor(epoch, step), number, last - first, value, weight)
+
+    def close(self) -> None:
+        """End the worker processes and forget what they read; again is no harm."""
+        self._feed.close()
+
+    def has_step(self, cursor: Cursor) -> bool:
+        """Return whether there is such a step."""
+        return cursor.step < self.epochs.steps
+
+    def steps_of(self, epoch: int) -> int:
+        """Return the steps of an epoch, all of which have as many."""
+        del epoch
+        return self.epochs.steps
+
+    def order_print(self, epoch: int) -> int:
+        """Return a number that differs where a sampler of the user's orders an epoch otherwise."""
+        return self._sampler.print(epoch) if isinstance(self._sampler, OrderedSampler) else 0
+
+    def share(self, batch: MicroBatch, rank: int, world_size: int) -> StepShare | WeighedShare:
+        """Return what a rank has to do in the step of a micro-batch that it has taken."""
+        epochs, order = self.epochs, self._order
+        if self._weigh is None:
+            return StepShare.of(epochs, batch.cursor.step, rank=rank, world_size=world_size)
+        if self._share is None or order is None or batch.micro_batch == order.first:
+            self._share = WeighedShare(
+                batch.cursor,
+                epochs.micro_batch,
+                rank=rank,
+                world_size=world_size,
+                num_micro_batches=epochs.num_micro_batches,
+            )
+        self._share.note(batch.micro_batch, batch.count, batch.weight)
+        return self._share
+
+
+class _ByNumber:
+    """What the inner loader reads."""
+
+    def __init__(self, loader: DataLoader[Any], seed: int, sampler: Any) -> None:
+        self.dataset = SeededDataset(loader.dataset, seed)
+        self.collate = SeededCollate(loader.collate_fn, seed)
+        self._sampler = sampler
+
+    def processes(self, allowed: int) -> int:
+        return allowed
+
+    def request(self, tag: int, piece: _Piece) -> ReadRequest:
+        numbers = piece.numbers
+        sampler = self._sampler
+        order = sampler.of(piece.key[0]) if isinstance(sampler, OrderedSampler) else sampler
+        indices = numbers if order is None else [order[place] for place in numbers]
+        return ReadRequest(tag, piece.key[0], indices, numbers)
+
+    def turn_of(self, key: Key) -> int | None:
+        del key
+        return None
+
+
+# --------------------------------------------------------------------------- what is wanted
+
+
+class _Piece(NamedTuple):
+    """A micro-batch to be read."""
+
+    key: Key
+    numbers: list[int]
+    """Sample ids; places in the sampler if the user has one."""
+
+
+class _Order:
+    """The endless order in which one deal wants micro-batches.
+
+    Attributes:
+        key: the one that is wanted now.
+    """
+
+    def __init__(self, epochs: DataPlan, cursor: Cursor, held: Span) -> None:
+        self._epochs = epochs
+        self._held = held
+        self.key: Key = (cursor.epoch, cursor.step, held[0])
+
+    @property
+    def first(self) -> int:
+        """Return the number of a step's first micro-batch that is wanted."""
+        return self._held[0]
+
+    def is_at(self, cursor: Cursor, held: Span) -> bool:
+        """Return whether this is the order of such a deal, as it is now."""
+        return self._held == held and self.key == (cursor.epoch, cursor.step, held[0])
+
+    def wants(self, key: Key) -> bool:
+        """Return whether a micro-batch is wanted, now or later."""
+        return self._held[0] <= key[2] < self._held[1] and key >= self.key
+
+    def advance(self) -> None:
+        """The present micro-batch was handed out."""
+        self.key = self._after(self.key)
+
+    def _after(self, key: Key) -> Key:
+        epoch, step, number = key
+        if number + 1 < self._held[1]:
+            return epoch, step, number + 1
+        if step + 1 < self._epochs.steps:
+            return epoch, step + 1, self._held[0]
+        return epoch + 1, 0, self._held[0]
+
+    def pieces(self, key: Key) -> Iterator[_Piece]:
+        """Yield what is wanted from a micro-batch on, with its sample ids."""
+        while True:
+            keys: list[Key] = []
+            places: list[range] = []
+            epoch, size = key[0], 0
+            while key[0] == epoch and len(keys) < BLOCK_PIECES and size < BLOCK_SAMPLES:
+                keys.append(key)
+                places.append(self._places(key))
+                size += len(places[-1])
+                key = self._after(key)
+            numbers = self._numbers(epoch, places)
+            end = 0
+            for one, place in zip(keys, places, strict=True):
+                begin, end = end, end + len(place)
+                yield _Piece(one, numbers[begin:end])
+
+    def _places(self, key: Key) -> range:
+        _, step, number = key
+        first, last = self._epochs.positions(step, number)
+        if first == last:
+            first, last = self._epochs.stand_in(step)
+        return range(first, last)
+
+    def _numbers(self, epoch: int, places: Sequence[range]) -> list[int]:
+        """Return the sample ids at these places of an epoch's order."""
+        if not self._epochs.shuffle:
+            return [place for some in places for place in some]
+        positions = np.concatenate([np.arange(one.start, one.stop) for one in places])
+        seed = shuffle_seed(self._epochs.seed, epoch)
+        permutation = Permutation(self._epochs.num_samples, seed)
+        numbers: list[int] = permuted(permutation, positions.astype(np.uint64)).tolist()
+        return numbers
+
+
+def permuted(permutation: Permutation, positions: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Return the numbers at many positions at once: for each the same as `permutation.at`."""
+    numbers: NDArray[np.uint64] = permutation.encipher(positions)
+    outside = np.flatnonzero(numbers >= permutation.size)
+    while outside.size:
+        numbers[outside] = permutation.encipher(numbers[outside])
+        outside = outside[numbers[outside] >= permutation.size]
+    return numbers
+
+
+# --------------------------------------------------------------------------- what is refused
+
+
+def _order_of(loader: DataLoader[Any], seed: int) -> tuple[int, bool, Any]:
+    """Return the length of an epoch, whether we shuffle, and the user's sampler if that orders it.
+
+    Raises:
+        UsageError: the loader's samples have no numbers, or no order that we could know.
+    """
+    _check_batches(loader)
+    check_prefetch(loader)
+    sampler: Any = loader.sampler
+    own = _is_indexed(sampler) or isinstance(sampler, OrderedSampler)
+    of_all = isinstance(sampler, DistributedSampler)  # It knows of ranks; we deal out by ourselves.
+    is_torchs = of_all or is_plain(sampler, RandomSampler) or type(sampler) is SequentialSampler
+    size = _length_of(loader.dataset) if is_torchs else 0
+    if not of_all:
+        size = _length_of(sampler, "sampler")
+    if size < 1:
+        what = f"sampler ({type(sampler).__name__})" if own else "dataset"
+        raise UsageError(
+            f"prepare_data_loader: the {what} is empty, there is nothing to train on; expected "
+            f"at least 1 sample"
+        )
+    if own:
+        return size, False, sampler
+    if is_shuffle(sampler, loader.dataset):
+        return size, True, None
+    if isinstance(sampler, DistributedSampler) or type(sampler) is SequentialSampler:
+        return size, False, None
+    return size, False, SamplerOrders(sampler, seed)
+
+
+def _check_batches(loader: DataLoader[Any]) -> None:
+    if isinstance(loader.dataset, IterableDataset):
+        raise UsageError(
+            f"prepare_data_loader: {type(loader.dataset).__name__} is an IterableDataset, whose "
+            f"samples cannot be asked for by number; use a dataset with __getitem__ and __len__"
+        )
+    if loader.batch_sampler is None:
+        raise UsageError(
+            "prepare_data_loader: the loader has batch_size=None; give it the size of a "
+            "micro-batch, the samples that one worker computes at a time"
+        )
+    if loader.batch_size is None or not is_plain(loader.batch_sampler, BatchSampler):
+        raise UsageError(
+            f"prepare_data_loader: the loader has its own batch_sampler "
+            f"({type(loader.batch_sampler).__name__}), whose batches cannot be dealt out; use "
+            f"batch_size with shuffle=True, or with a sampler that has __getitem__ and __len__"
+        )
+
+
+def is_plain(sampler: Any, kind: type) -> bool:
+    """Return whether this is torch's own sampler of a kind, or torchdata's of the same name.
+
+    Those of its StatefulDataLoader draw the same; that they have a state is of no account here.
+    """
+    cls = type(sampler)
+    is_stateful = cls.__module__.startswith("torchdata.") and cls.__name__ == kind.__name__
+    return cls is kind or is_stateful
+
+
+def is_shuffle(sampler: Any, dataset: Any) -> bool:
+    """Return whether a sampler draws every sample once, as DataLoader(shuffle=True) does."""
+    if isinstance(sampler, DistributedSampler):
+        return bool(sampler.shuffle)
+    if not is_plain(sampler, RandomSampler) or sampler.replacement:
+        return False
+    return bool(len(sampler) == len(sampler.data_source) == _length_of(dataset))
+
+
+def _is_indexed(sampler: Any) -> bool:
+    kind = type(sampler)
+    is_sized = hasattr(kind, "__getitem__") and hasattr(kind, "__len__")
+    return is_sized and not isinstance(sampler, Mapping)
+
+
+def _length_of(dataset: Any, what: str = "dataset") -> int:
+    try:
+        return len(dataset)
+    except (TypeError, NotImplementedError) as error:
+        raise UsageError(
+            f"prepare_data_loader: the {what} ({type(dataset).__name__}) does not know its "
+            f"length, which the steps of an epoch follow from; give it __len__"
+        ) from error

@@ -1,0 +1,101 @@
+"""What order a sampler of the user's gives to an epoch: the same on every rank, whenever asked.
+
+Samplers draw from a generator of their own, from torch's, NumPy's or Python's. All of these are
+seeded for the epoch while one is asked, and are afterwards as they were.
+"""
+
+from __future__ import annotations
+
+import random
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+
+from elastic.core.policy.cursor import derive
+from elastic.errors import UsageError
+from elastic.worker.data.seeding import seed_everything
+
+SAMPLER = 4
+"""Purpose of these seeds, beside those in cursor.py and feed.py."""
+KEPT = 2
+"""Epochs whose order is kept: the end of one is read while the next one is prefetched."""
+
+
+@runtime_checkable
+class OrderedSampler(Protocol):
+    """A sampler whose order of any epoch can be asked for at once; it has a length."""
+
+    def of(self, epoch: int) -> Sequence[Any]:
+        """Return what the dataset is asked for, by place in the epoch."""
+        ...
+
+    def print(self, epoch: int) -> int:
+        """Return a number of 32 bits that differs where the order of an epoch does."""
+        ...
+
+
+class SamplerOrders:
+    """The orders of a sampler that has a length, and whose numbers cannot be asked for by place."""
+
+    def __init__(self, sampler: Any, seed: int) -> None:
+        """Ask nothing yet.
+
+        Args:
+            sampler: the user's; iterated over once for each epoch.
+            seed: of the run.
+        """
+        self._sampler, self._seed, self._size = sampler, seed, len(sampler)
+        self._known: dict[int, tuple[list[Any], int]] = {}
+
+    def __len__(self) -> int:
+        return self._size
+
+    def of(self, epoch: int) -> Sequence[Any]:
+        """Return the order of an epoch.
+
+        Raises:
+            UsageError: the sampler gives another number of samples than it has said.
+        """
+        if epoch not in self._known:
+            if callable(getattr(self._sampler, "set_epoch", None)):
+                self._sampler.set_epoch(epoch)
+            with _seeded(derive(self._seed, SAMPLER, epoch), self._sampler):
+                order = list(self._sampler)
+            if len(order) != self._size:
+                raise UsageError(
+                    f"prepare_data_loader: the sampler ({type(self._sampler).__name__}) gave "
+                    f"{len(order)} samples in epoch {epoch}, and its length was {self._size}: "
+                    f"give it a __len__ that holds in every epoch, or use "
+                    f"torch.utils.data.Subset and shuffle="
+                )
+            while len(self._known) >= KEPT:
+                del self._known[min(self._known)]
+            self._known[epoch] = order, zlib.crc32(repr(order).encode())
+        return self._known[epoch][0]
+
+    def print(self, epoch: int) -> int:
+        """Return a number that differs where the order of an epoch does."""
+        self.of(epoch)
+        return self._known[epoch][1]
+
+
+@contextmanager
+def _seeded(seed: int, sampler: Any) -> Iterator[None]:
+    """Have everything that a sampler may draw from seeded, and put back afterwards."""
+    found = getattr(sampler, "generator", None)
+    own = found if isinstance(found, torch.Generator) else torch.Generator()
+    theirs = own.get_state()
+    before = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    seed_everything(seed)
+    own.manual_seed(seed)
+    try:
+        yield
+    finally:
+        torch.set_rng_state(before[0])
+        np.random.set_state(before[1])
+        random.setstate(before[2])
+        own.set_state(theirs)

@@ -1,0 +1,181 @@
+"""Random states that depend on the run and on nothing else: of a process, and of reading samples.
+
+Rule: what a sample looks like after augmentation is a function of (seed, epoch, sample), whoever
+reads it: any worker process of a DataLoader, any rank, for the first time or once more.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import ConcatDataset, Subset, TensorDataset, default_collate, get_worker_info
+
+from elastic.core.policy.cursor import AUGMENT, MASK_32, Cursor, derive, sample_seed, step_seed
+from elastic.core.policy.streams import Data
+
+FIRST_SEED = 0
+"""What is random before the first step is seeded with this, unless the train function does."""
+COLLATE = 1
+"""So that a micro-batch of one sample is not collated with the numbers that the sample had."""
+
+
+def seed_everything(seed: int) -> None:
+    """Seed all of this process's generators: torch's (CPU, CUDA once it is in use), NumPy, random.
+
+    7 µs without CUDA; `torch.manual_seed` alone takes more than ten times as long, because it asks
+    every backend there could be.
+
+    Args:
+        seed: 0 <= seed < 2**63. NumPy takes the lower 32 bits.
+    """
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        for generator in torch.cuda.default_generators:
+            generator.manual_seed(seed)
+    np.random.seed(seed & MASK_32)
+    random.seed(seed)
+
+
+def seed_step(data: Data | None, cursor: Cursor, shard: int = 0) -> None:
+    """Have optimizers that draw (noise, stochastic rounding) do so alike on all ranks.
+
+    Each comes from another micro-batch, and there are as many ranks as there happen to be.
+
+    Args:
+        data: has the seed of the run.
+        cursor: the step that they do.
+        shard: number of our part of the weights, 0 where all ranks have all of them.
+    """
+    seed_everything(step_seed(data.seed if data is not None else FIRST_SEED, cursor, shard))
+
+
+@dataclass(frozen=True)
+class ReadRequest:
+    """What a DataLoader is asked to read: the samples of one micro-batch.
+
+    Attributes:
+        tag: comes back with the batch.
+        epoch: passes over the data before this one.
+        indices: what the dataset is asked for.
+        numbers: the samples' numbers, which their seeds depend on; mostly the indices.
+    """
+
+    tag: int
+    epoch: int
+    indices: Sequence[Any]
+    numbers: Sequence[int]
+
+
+@dataclass(frozen=True)
+class ReadSamples:
+    """Samples as the dataset gave them, on their way to be collated."""
+
+    request: ReadRequest
+    samples: Any
+
+
+@dataclass(frozen=True)
+class SeededDataset:
+    """A dataset that reads requests, with the random state set for each sample.
+
+    Afterwards the process's random state is anything: whoever reads in the training process has
+    to seed it again, as the step engine does before each micro-batch.
+
+    Attributes:
+        dataset: the user's.
+        seed: of the run.
+    """
+
+    dataset: Any
+    seed: int
+
+    def __getitems__(self, request: ReadRequest) -> ReadSamples:
+        """Read the samples of a request."""
+        epoch, numbers = request.epoch, request.numbers
+        if _draws_nothing(self.dataset):
+            samples = self._read(request.indices)
+        elif _reads_many(self.dataset):
+            seed_everything(_seed_of_all(self.seed, epoch, numbers))
+            samples = self.dataset.__getitems__(request.indices)
+        else:
+            samples = []
+            for index, number in zip(request.indices, numbers, strict=True):
+                seed_everything(sample_seed(self.seed, epoch, number))
+                samples.append(self.dataset[index])
+        return ReadSamples(request, samples)
+
+    def _read(self, indices: Sequence[Any]) -> Any:
+        if _reads_many(self.dataset):
+            return self.dataset.__getitems__(indices)
+        return [self.dataset[index] for index in indices]
+
+
+@dataclass(frozen=True)
+class SeededCollate:
+    """The user's collate_fn; one that draws (to mask words, say) does so from a state set for it.
+
+    Attributes:
+        collate: the user's, or torch's own.
+        seed: of the run.
+    """
+
+    collate: Callable[[Any], Any]
+    seed: int
+
+    def __call__(self, read: ReadSamples) -> tuple[int, Any]:
+        """Return the tag of the request, and the batch."""
+        request = read.request
+        if self.collate is not default_collate:
+            seed = _seed_of_all(self.seed, request.epoch, request.numbers)
+            seed_everything(derive(seed, COLLATE))
+        return request.tag, self.collate(read.samples)
+
+
+@dataclass(frozen=True)
+class LoaderWorkerInit:
+    """What runs first in each worker process of a DataLoader.
+
+    Attributes:
+        user: the user's worker_init_fn; None if there is none.
+    """
+
+    user: Callable[[int], Any] | None
+
+    def __call__(self, worker_id: int) -> None:
+        """Let get_worker_info() tell of the user's dataset, then run the user's function."""
+        info = get_worker_info()
+        if info is not None:
+            # It forbids assignments, in each version of torch in another way.
+            users = getattr(info.dataset, "dataset", info.dataset)
+            object.__setattr__(info, "dataset", users)
+        if self.user is not None:
+            self.user(worker_id)
+
+
+def _seed_of_all(seed: int, epoch: int, numbers: Sequence[int]) -> int:
+    """Return the seed of what is done to all samples of a micro-batch at once."""
+    return derive(seed, AUGMENT, epoch, *numbers)
+
+
+def _reads_many(dataset: Any) -> bool:
+    """Return whether a dataset reads many samples in one call of its own making.
+
+    Subset has such a method only to pass it on; what it reads one by one is seeded one by one.
+    """
+    while type(dataset) is Subset:
+        dataset = dataset.dataset
+    return callable(getattr(dataset, "__getitems__", None))
+
+
+def _draws_nothing(dataset: Any) -> bool:
+    """Return whether a dataset is known to be free of randomness, so that seeding is a waste."""
+    if type(dataset) is Subset:
+        return _draws_nothing(dataset.dataset)
+    if type(dataset) is ConcatDataset:
+        return all(_draws_nothing(part) for part in dataset.datasets)
+    return type(dataset) is TensorDataset

@@ -1,0 +1,1 @@
+"""The step engine, and all that a loop over `train.epochs()` meets."""

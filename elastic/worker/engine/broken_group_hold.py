@@ -1,0 +1,57 @@
+"""Where a script meets a group that broke: the thread that does is held there.
+
+A script would go on with an error that it takes for one of its own: `except Exception: continue`
+around a step leaves out what is left of an epoch, and saves that. It gets none: the process is
+about to be replaced, and until then nothing of it runs that could act on half an answer.
+
+Rule: only what came out of a lost connection is held back. All other errors are the script's.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from elastic.worker.group.c10d import look_up, parts
+
+
+@contextmanager
+def held_back(met: Callable[[BaseException], None]) -> Iterator[None]:
+    """Have errors of collectives looked at before a script sees them, for the length of a block.
+
+    Args:
+        met: called with each, in the thread that met it; does not return if it is held there.
+    """
+    undo: list[tuple[Any, str, Any]] = []
+    for owner, name in (
+        (parts().work, "wait"),
+        # What waits in C++: the reduction of DistributedDataParallel, and its buffers.
+        (torch.autograd, "_engine_run_backward"),
+        (DistributedDataParallel, "_pre_forward"),
+        (DistributedDataParallel, "_post_forward"),
+    ):
+        real = look_up(owner, name)
+        undo.append((owner, name, real))
+        setattr(owner, name, _checked_at(real, met))
+    try:
+        yield
+    finally:
+        for owner, name, real in reversed(undo):
+            setattr(owner, name, real)
+
+
+def _checked_at(real: Callable[..., Any], met: Callable[[BaseException], None]) -> Any:
+    @functools.wraps(real)
+    def call(*args: Any, **named: Any) -> Any:
+        try:
+            return real(*args, **named)
+        except RuntimeError as error:
+            met(error)
+            raise
+
+    return call

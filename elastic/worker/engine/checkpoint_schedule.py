@@ -1,0 +1,538 @@
+"""The step engine's side of automatic checkpoints: when one is taken, and how one is read again.
+
+Rule: whether a snapshot is taken, and which one is read, is the same for all members: both follow
+from rows that everyone has told everyone.
+"""
+
+from __future__ import annotations
+
+import logging
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict
+from enum import Enum
+from functools import partial
+from typing import Any, TypeVar, cast
+
+from elastic.core.events.worker import CopiesRequested, MicroBatchesDeclared, RequestLeave
+from elastic.core.policy.cursor import Cursor
+from elastic.core.policy.streams import Data
+from elastic.errors import StorageError, UsageError, check
+from elastic.storage.marker import CheckpointMarker
+from elastic.storage.run_directory import RunDirectory
+from elastic.worker.base.mailboxes import WAIT_SLICE_S
+from elastic.worker.checkpoint.checkpoint_reader import read_checkpoint
+from elastic.worker.checkpoint.snapshotter import FINISH_S, LEAVING_S, RankInfo, Snapshotter
+from elastic.worker.data.stream_book import StreamBook
+from elastic.worker.engine.context import WorkerContext
+from elastic.worker.engine.logbook import Logbook
+from elastic.worker.engine.peer_copies import PeerCopies
+from elastic.worker.engine.sharded_restore import ShardedRestorer
+from elastic.worker.reduce.step_metadata import StepMetadata, send_metadata
+from elastic.worker.state.replica_checksums import PerRankState
+from elastic.worker.state.sharded_state import with_expected
+from elastic.worker.state.train_state import State, TrainState
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+WARM_UP_AT = 2
+"""Steps of this process after which memory for snapshots is found: a recovery is over by then."""
+FIRST_COPY_AT = WARM_UP_AT + 1
+"""Steps of a group after which the rows of a sharded model, dealt anew, are copied at first."""
+
+
+class CheckpointScheduler:
+    """Automatic checkpoints of one call of the train function.
+
+    Attributes:
+        steps: committed in the run.
+        is_due: a snapshot is to be taken at this boundary.
+        rests: all members leave at this boundary, and none goes on soon.
+    """
+
+    def __init__(self, objects: TrainState, logbook: Logbook, streams: StreamBook) -> None:
+        """Begin before the first step.
+
+        Args:
+            objects: what the train function has prepared and registered.
+            logbook: what it has logged.
+            streams: what is known of a dataset that is read as streams.
+        """
+        self.steps, self.is_due, self._is_stored, self.rests = 0, False, False, False
+        self._boundaries, self._steps_here, self._told, self._is_sharded = 0, 0, 0, False
+        self._logbook, self._streams = logbook, streams
+        self._objects = objects
+        self._saver: Snapshotter | None = None
+        self._place: WorkerContext | None = None
+        # What was read last and no step has followed yet. A group may break while its members
+        # read, and they must not begin again: reading may take longer than the time between kills.
+        self._read: Found | None = None
+        self._read_shards: dict[tuple[str, int, int], State] = {}
+        self._options: Mapping[str, Any] = {}
+        self._data: Mapping[str, Any] = {}
+
+    @property
+    def is_sharded(self) -> bool:
+        """Return whether every member has rows of the model, and none all of it."""
+        return self._objects.is_sharded
+
+    def go_on(self, logbook: Logbook, streams: StreamBook, steps: int) -> None:
+        """Go on from where an earlier call of the train function stood."""
+        self._logbook, self._streams, self.steps = logbook, streams, steps
+
+    def configure(self, options: Mapping[str, Any]) -> None:
+        """Take what the user chose."""
+        self._options = options
+        if self._saver is not None:
+            self._saver.configure(options)
+
+    def enter(self, place: WorkerContext) -> None:
+        """Be in this group from here on."""
+        self._place, self._saver, self._steps_here = place, place.saver, 0
+        if self._saver is not None:
+            self._saver.configure(self._options)
+            self._saver.enter(
+                RankInfo(
+                    place.generation,
+                    place.world_rank,
+                    place.world_size,
+                    place.local_rank,
+                    place.local_world_size,
+                )
+            )
+
+    # ------------------------------------------------------------------- saving
+
+    def flags(self, wish: RequestLeave | None) -> tuple[bool, bool, bool]:
+        """Return what we tell with a step, after which we know of this wish to leave.
+
+        These are `saves`, `busy` and `rests` of its row.
+        """
+        saver = self._saver
+        if saver is None or self._place is None:
+            return False, True, False
+        rests = wish is not None and wish.saves
+        return saver.wants(self.steps + 1, self._request()), saver.is_busy(), rests
+
+    def committed(self, rows: Sequence[StepMetadata]) -> None:
+        """Count a step, and decide from everyone's rows whether it is saved."""
+        self.steps += 1
+        self._steps_here += 1
+        self._read = None
+        self._read_shards.clear()
+        self.rests = any(row.rests for row in rows)
+        self._is_stored = self.rests or any(row.saves for row in rows)
+        has_room = self.rests or not any(row.busy for row in rows)  # Who rests waits for room.
+        self.is_due = (self._is_stored or self._is_copied()) and has_room
+
+    def _is_copied(self) -> bool:
+        """Decide whether the state is for another node; the coordinator is told that we want it."""
+        saver, place = self._saver, self._place
+        if saver is None or place is None or not saver.copies.is_on:
+            return False
+        if self._told != place.generation:
+            self._told, self._is_sharded = place.generation, self.is_sharded
+            if self._is_sharded:
+                saver.await_copies()
+            place.link.post(CopiesRequested(saver.copies.every_n_steps, self._is_sharded))
+        is_first = saver.last_generation != place.generation
+        if self._is_sharded and is_first and self._steps_here >= FIRST_COPY_AT:
+            return True  # Until then a loss would be the second of what the group has gone on from.
+        return saver.wants_copy(self.steps)
+
+    def at_boundary(self, cursor: Cursor, data: Data | None, is_over: Callable[[], bool]) -> None:
+        """Take a snapshot if one is due: the user's code for the step is through.
+
+        Args:
+            cursor: the next step.
+            data: how the data is cut.
+            is_over: whether the group is; then nobody waits for storage.
+        """
+        saver = self._saver
+        if saver is None:
+            return
+        if not self.is_due:
+            self._boundaries += 1
+            if self._boundaries == WARM_UP_AT:
+                self._try(lambda: saver.warm_up(lambda: self.take(cursor, data)))
+            return
+        self.is_due, request = False, self._request()
+        if self.rests:
+            saver.wait_for_room(lambda: self._goes_on(is_over), LEAVING_S)
+
+        def take() -> None:
+            done = saver.take(
+                lambda: self.take(cursor, data),
+                cursor,
+                self.steps,
+                request=request,
+                durable=self._is_stored,  # Not by our own plan or wish: some hear of one later.
+                about=self._logbook.latest,
+                aliases=self._objects.aliases(),
+                own=PerRankState(self._objects.caches(), self._objects.own),
+            )
+            while not saver.is_async and not done.wait(WAIT_SLICE_S) and not is_over():
+                self._show_life()
+
+        self._try(take)
+
+    def _show_life(self) -> None:
+        """Who waits for storage is not hung, while the others wait for it in the next step."""
+        activity = self._place.activity if self._place is not None else None
+        if activity is not None and activity.beats:  # At 0 nobody judges it.
+            activity.beats += 1
+
+    def at_end(self, cursor: Cursor, data: Data | None, is_over: Callable[[], bool]) -> None:
+        """The last epoch is over: save it, unless this group has done that.
+
+        What an earlier one began may have come to nothing, and nothing comes after this.
+        """
+        saver = self._saver
+        if saver is not None and saver.plan.is_on and not saver.has_taken(self.steps):
+            saver.wait_for_room(is_over)
+            self.is_due = self._is_stored = True
+            self.at_boundary(cursor, data, is_over)
+
+    def before_leaving(
+        self, cursor: Cursor, data: Data | None, is_over: Callable[[], bool]
+    ) -> None:
+        """Save the state that only the members have, because all of them leave here by plan.
+
+        Those of a job that rests end. Of a sharded model none could go on with its rows alone, and
+        some may not come back. So they wait until it is durable.
+
+        Args:
+            cursor: the next step.
+            data: how the data is cut.
+            is_over: whether the group is, so that there is nobody to wait for.
+        """
+        saver = self._saver
+        if saver is None or not (self.rests or self.is_sharded):
+            return
+        if not saver.has_taken(self.steps):
+            saver.wait_for_room(is_over, LEAVING_S)
+            self.is_due = self._is_stored = True
+            self.at_boundary(cursor, data, is_over)
+        if self.rests:  # It has time, until the coordinator says otherwise.
+            saver.wait_durable(lambda: self._goes_on(is_over), self._show_life, FINISH_S)
+        if self.is_sharded:  # Those that go on wait for it, too.
+            saver.wait_durable(is_over, self._show_life, LEAVING_S)
+
+    def _goes_on(self, is_over: Callable[[], bool]) -> bool:
+        """Return whether a job that was to rest need not: its group is over, or it was called off.
+
+        That it rests others may have told us, before we hear of it. Who asks waits: it is not hung.
+        """
+        self._show_life()
+        place = self._place
+        return is_over() or (place is not None and place.link.is_called_off(place.generation))
+
+    def take(self, cursor: Cursor, data: Data | None) -> State:
+        """Return the state of the run; its tensors are the live ones.
+
+        Args:
+            cursor: the next step.
+            data: how the data is cut, None while that is not known.
+        """
+        saver = self._saver
+        return {
+            "objects": self._objects.take(),
+            "cursor": [cursor.epoch, cursor.step],
+            "logged": self._logbook.state(),
+            "streams": self._streams.sent(cursor, all_of_it=True),
+            "steps": self.steps,
+            "saved": saver.last() if saver is not None else [0, 0, 0],
+            "data": _plain(data) if data is not None else dict(self._data),
+        }
+
+    def put(self, state: State) -> Cursor:
+        """Make this the state of the run, as far as this member is concerned.
+
+        Returns:
+            Where it stands.
+
+        Raises:
+            UsageError: it is the state of other objects; nothing was changed then.
+        """
+        with self._working("moves the state that it received to its device"):
+            self._objects.put(state["objects"])
+        self._logbook.load_state(state["logged"])
+        self._streams.receive([state["streams"]])
+        self.steps, self._data = state["steps"], state["data"]
+        if self._saver is not None:
+            self._saver.go_on(state["saved"])
+        return Cursor(*state["cursor"])
+
+    def agree_on_number(self, group: Any) -> None:
+        """Know the newest snapshot that any member knows of; all members call this.
+
+        One that is behind the last epoch may have taken one, and others that are before its gate
+        have the same state without having received it.
+
+        Raises:
+            RuntimeError: the group broke.
+        """
+        saver = self._saver
+        rows = send_metadata(group, [float(one) for one in saver.last()] if saver else [0.0])
+        if saver is not None:
+            saver.go_on([int(one) for one in max(rows)[:3]])
+
+    def memory(self) -> int:
+        """Return which memory of this node we have for snapshots, 0 for none."""
+        return self._saver.memory() if self._saver is not None else 0
+
+    def agree_on_memory(self, memories: Sequence[int]) -> None:
+        """Have memory for snapshots as all workers of this node have it, or each its own."""
+        if self._saver is not None:
+            self._saver.agree_on_memory(memories)
+
+    def known_streams(self, cursor: Cursor) -> bytes:
+        """Return what we have read of streams, for the others."""
+        return self._streams.sent(cursor)
+
+    def learn_streams(self, shared: Sequence[bytes]) -> None:
+        """Take what the others have read of streams."""
+        self._streams.receive(shared)
+
+    def check_data(self, epochs: Data, cursor: Cursor) -> None:
+        """Refuse to go on in the middle of an epoch with data that is cut in another way.
+
+        The coordinator is told how many members can share a step.
+
+        Raises:
+            UsageError: naming what differs.
+        """
+        if self._place is not None:
+            self._place.link.post(MicroBatchesDeclared(epochs.num_micro_batches))
+        known, self._data = self._data, {}
+        mine = _plain(epochs)
+        wrong = [name for name, value in known.items() if mine.get(name) != value]
+        if cursor.step and wrong:
+            was, now = (
+                ", ".join(f"{n}={known[n]}" for n in wrong),
+                ", ".join(f"{n}={mine.get(n)}" for n in wrong),
+            )
+            raise UsageError(
+                f"this run stands at step {cursor.step} of epoch {cursor.epoch}, with {was}; the "
+                f"loader has {now}: go on with the same data, batch_size, seed and "
+                f"prepare_data_loader(global_batch_size=...), or begin a new run"
+            )
+
+    def _working(self, what: str) -> AbstractContextManager[None]:
+        """Enter what takes this member's own time, although others wait for it meanwhile."""
+        return self._place.activity.working(what) if self._place is not None else nullcontext()
+
+    def _request(self) -> int:
+        place = self._place
+        return place.link.save_request(place.generation) if place is not None else 0
+
+    def _try(self, take: Callable[[], None]) -> None:
+        """Training goes on without a checkpoint that cannot be taken."""
+        try:
+            take()
+        except (UsageError, OSError, MemoryError, RuntimeError) as error:
+            log.warning("snapshot_failed steps=%d reason=%r", self.steps, str(error))
+        except Exception:
+            # State_dict is the user's own, and may raise anything.
+            log.exception("snapshot_failed steps=%d", self.steps)
+
+    # ------------------------------------------------------------------- reading
+
+    def restore(self, group: Any, begin: Cursor) -> State | None:
+        """Return the newest state that this node's memory or storage has.
+
+        Every member of a group in which nobody has the state of the run calls this. A member that
+        finds nothing, or less than others, receives the state from them afterwards.
+
+        Args:
+            group: the process group that stands.
+            begin: where the train function begins by itself; an earlier state is passed over.
+
+        Returns:
+            What was saved, None if there is none for us.
+
+        Raises:
+            RuntimeError: the group broke.
+            StorageError: there are checkpoints, and nobody can read any of them.
+        """
+        saver, place = self._saver, self._place
+        if saver is None or place is None:
+            return None
+        if self._objects.is_sharded:
+            return self._restore_shards(group, saver, begin)
+        run = RunDirectory(place.run_path) if place.run_path else None
+        problems: list[str] = []
+
+        def listed() -> list[Candidate] | None:
+            with self._working(f"lists the checkpoints in {place.run_path}"):
+                return (
+                    _attempt(lambda: _candidates(run, place.saved), place.run_path, problems)
+                    if run
+                    else []
+                )
+
+        known = listed() if place.world_rank == 0 else []
+        # Whatever fails on one member alone is no reason to keep the others waiting in a row.
+        mine = UNKNOWN if known is None else max((steps for steps, _, _ in known), default=-1)
+        held = saver.held()
+        copies = PeerCopies.of(place)
+        kept = int(self._read[1]["steps"]) if self._read is not None else UNKNOWN
+        rows = send_metadata(group, [float(mine), float(held), float(copies.newest()), float(kept)])
+        newest, best_held = int(rows[0][0]), int(max(row[1] for row in rows))
+        best_copy, best_kept = (int(max(row[i] for row in rows)) for i in (2, 3))
+        fetches = [int(row[2]) for row in rows].index(best_copy) == place.world_rank
+
+        def from_memory() -> Found | None:
+            if held < best_held:
+                return None
+            with self._working("reads a snapshot in this node's memory"):
+                return _attempt(lambda: saver.read_held(held), "this node's memory", problems)
+
+        def from_copy() -> Found | None:
+            with self._working("reads a snapshot in another node's memory"):
+                return _attempt(copies.read, "another node's memory", problems) if fetches else None
+
+        def from_storage(above: int, most: int) -> Found | None:
+            wanted = [one for one in known or listed() or () if above < one[0] <= most]
+            with self._working(f"reads a checkpoint of {place.run_path}"):
+                self._read = _read_newest(run, wanted, problems) if run else None
+            return self._read
+
+        # What is newest first; if they are equal, what is nearest.
+        levels = [(best_held, from_memory), (best_copy, from_copy)]
+        levels.sort(key=lambda level: -level[0])
+        is_kept = best_kept >= max(newest, best_held, best_copy, 0)
+        sources: list[tuple[bool, Callable[[], Found | None]]] = []
+        sources.append((is_kept, lambda: self._read if kept == best_kept else None))
+        most = newest
+        for steps, read in levels:
+            sources.append((newest > steps, partial(from_storage, steps, most)))
+            sources.append((steps >= 0, read))
+            most = min(most, steps)
+        sources.append((newest >= 0, partial(from_storage, UNKNOWN, most)))
+        for _, read in [source for source in sources if source[0]]:
+            is_over, state = _agreed(group, read())
+            if is_over:
+                return _unless_before(state, begin)
+        if max(newest, best_held, best_copy) >= 0 or newest == UNKNOWN:
+            raise _none_readable(place.run_path, problems)
+        return None
+
+    def _restore_shards(self, group: Any, saver: Snapshotter, begin: Cursor) -> State | None:
+        """Do the same for a model of which every member has rows; all come to them, or none."""
+        place = self._place
+        path, rank = (place.run_path, place.world_rank) if place is not None else ("", 0)
+        saved = place.saved if place is not None else ""
+        run = RunDirectory(path) if path else None
+        objects = self._objects
+        ours = {"objects": with_expected(objects.take(), objects.optimizers)}
+
+        def listed() -> Sequence[Candidate] | None:
+            if run is None:
+                return []
+            with self._working(f"lists the checkpoints in {path}"):
+                return _attempt(lambda: _candidates(run, saved), path, restorer.problems)
+
+        def read(name: str, marker: CheckpointMarker | None) -> State:
+            check(run is not None, "a checkpoint without a run directory")
+            there = cast("RunDirectory", run)
+            if marker is None and (marker := there.marker(name)) is None:
+                raise ValueError("others list it, and it is not there for this worker")
+            ours_of_it = name, rank, group.size()
+            if ours_of_it not in self._read_shards:
+                with self._working(f"reads its part of checkpoint {name} of {path}"):
+                    state = read_checkpoint(there, name, marker, ours=ours, rank=rank)
+                self._read_shards = {ours_of_it: state}
+            return self._read_shards[ours_of_it]
+
+        copies = PeerCopies.of(place) if place is not None else None
+        restorer = ShardedRestorer(group, saver, ours, listed=listed, read=read, copies=copies)
+        state, is_any = restorer.restore()
+        if state is None and is_any:
+            raise _none_readable(path, restorer.problems)
+        return _unless_before(state, begin)
+
+
+def _none_readable(path: str, problems: Sequence[str]) -> StorageError:
+    return StorageError(
+        f"{path}: the checkpoints of this run cannot be read: "
+        f"{'; '.join(problems) or 'see the other workers'}; let this storage be reached, "
+        f"or move them away to begin anew"
+    )
+
+
+def _plain(data: Data) -> dict[str, Any]:
+    """Return how data is cut in numbers and strings."""
+    fields = asdict(data)
+    return {name: v.value if isinstance(v, Enum) else v for name, v in fields.items()}
+
+
+def _agreed(group: Any, found: Found | None) -> tuple[bool, State | None]:
+    """Keep what we have found if it is what everybody goes on from.
+
+    Members may find different things, if one of them cannot read the newest. Those of as many
+    steps need not be the same: after a loss, steps are done again.
+
+    Returns:
+        Whether anybody has found anything, and ours, if it is that; who has none receives it.
+    """
+    steps, name = (found[1]["steps"], zlib.crc32(found[0].encode())) if found else (-1, 0)
+    rows = [(row[0], row[1]) for row in send_metadata(group, [float(steps), float(name)])]
+    best = max(rows, key=lambda row: row[0])  # Of equal ones the lowest rank's.
+    is_it = found is not None and best == (steps, name)
+    return best[0] >= 0, found[1] if found is not None and is_it else None
+
+
+def _unless_before(state: State | None, begin: Cursor) -> State | None:
+    if state is not None and Cursor(*state["cursor"]) < begin:
+        log.info("restore_skipped: the train function begins at epoch %d itself", begin.epoch)
+        return None
+    return state
+
+
+UNKNOWN = -2
+"""Stands for the steps of the newest checkpoint where storage cannot be asked."""
+Candidate = tuple[int, str, CheckpointMarker]
+"""Steps of the run, name, marker."""
+Found = tuple[str, State]
+"""What tells a saved state from others of as many steps, and the state."""
+
+
+def _candidates(run: RunDirectory, recorded: str = "") -> list[Candidate]:
+    """Return the automatic checkpoints that count, newest first.
+
+    Args:
+        run: the run directory.
+        recorded: path of the newest one, as the coordinator knows it: whoever had it recorded may
+            have been killed before its marker was written.
+    """
+    if name := run.name_of(recorded):
+        run.finish(name)
+    found = reversed(run.automatic())
+    return [(int(marker.about("steps", 0)), name, marker) for name, marker in found]
+
+
+def _read_newest(
+    run: RunDirectory, candidates: Sequence[Candidate], problems: list[str]
+) -> Found | None:
+    """Return the newest state that is whole, None if none is; problems are added."""
+    for _, name, marker in candidates:
+        path = run.checkpoint_path(name)
+        state = _attempt(lambda n=name, m=marker: read_checkpoint(run, n, m), path, problems)  # type: ignore[misc]
+        if state is not None:
+            epoch, step = state["cursor"]
+            log.info("restored path=%s epoch=%d step=%d", path, epoch, step)
+            return name, state
+    return None
+
+
+def _attempt(read: Callable[[], T], where: str, problems: list[str]) -> T | None:
+    try:
+        return read()
+    except Exception as error:  # Bytes that are no state raise whatever their reader meets.
+        problems.append(f"{where}: {error}")
+        log.warning("checkpoint_refused path=%s reason=%r: it is not used", where, str(error))
+        return None

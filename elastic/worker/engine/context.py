@@ -1,0 +1,172 @@
+"""What a train function can know of its place in the run, and say about it.
+
+Rule: there is one context per call of the train function, also in a process without an agent;
+`current()` is the only door to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, cast
+
+from elastic.core.telemetry import CHECKPOINT_STALL
+from elastic.core.world import Generation, JobId, WorkerId
+from elastic.errors import check
+from elastic.worker.base.activity import Activity
+from elastic.worker.base.timing import Timing
+from elastic.worker.checkpoint.delivery import DeliveredParts
+from elastic.worker.checkpoint.reported_checkpoints import ReportLink
+from elastic.worker.checkpoint.reporting import Reporter
+from elastic.worker.checkpoint.snapshotter import Snapshotter
+from elastic.worker.checkpoint.validating import Validator
+from elastic.worker.group.peer_sockets import PeerAddress
+
+if TYPE_CHECKING:
+    from elastic.worker.engine.step_engine import StepEngine
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerContext:
+    """One worker in one generation.
+
+    Attributes:
+        job_id, job_name: of the job.
+        run_path: the run directory as an fsspec path, "" if the job has none.
+        worker_id: "node/serial".
+        generation: of the group.
+        cause: why this group was formed: start, lost, join, drain, broken, resume.
+        world_rank, world_size: in the group.
+        local_rank, local_world_size: among the group's workers on this node.
+        node_rank, num_nodes: of this node among the group's nodes.
+        devices: accelerators that are this worker's own, such as ("cuda:3",); () on CPU.
+        max_workers: the largest group that the job may have.
+        reach: how the other members reach this one.
+        config: what the user gave to the train function; None for scripts.
+        options: what the library passed along with the train function.
+        activity: what the control thread can see of the training loop.
+        is_local: there is no agent; the train function runs in the user's own process.
+        copies: "host:port" of agents of other nodes that hold a copy of the run's state.
+        copies_key: proves to them that it is ours.
+        copies_dealt: of those that have rows of a sharded model, they are only our share.
+        copies_fingerprints: of the certificates that those agents made for themselves, see there.
+        tls: paths of this node's certificate, its key and the authority; empty if it has none.
+        saver: takes automatic checkpoints, over all calls of the train function.
+        validator: has reported checkpoints validated, over all calls of the train function; None
+            without a run directory.
+        engine: of this call's training loop.
+        join: puts a worker that runs ahead of its group into it, and returns the context there;
+            None for one that has its place. Until then rank and world size say nothing.
+        shielded: returns a context manager in which the train function is not interrupted.
+    """
+
+    job_id: JobId
+    job_name: str
+    run_path: str
+    worker_id: WorkerId
+    generation: Generation
+    cause: str
+    world_rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    node_rank: int
+    num_nodes: int
+    devices: tuple[str, ...] = ()
+    max_workers: int = 1
+    reach: PeerAddress = field(default_factory=PeerAddress)
+    config: Any = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    is_local: bool = False
+    saved: str = ""
+    copies: tuple[str, ...] = ()
+    copies_key: str = field(default="", repr=False)
+    copies_dealt: bool = False
+    copies_fingerprints: tuple[str, ...] = ()
+    tls: tuple[str, ...] = ()
+    reporter: Reporter | None = field(repr=False)
+    link: ReportLink = field(repr=False)
+    activity: Activity = field(default_factory=Activity, repr=False)
+    saver: Snapshotter | None = field(default=None, repr=False)
+    validator: Validator | None = field(default=None, repr=False)
+    engine: StepEngine | None = field(default=None, repr=False)
+    join: Callable[[], WorkerContext] | None = field(default=None, repr=False)
+    shielded: Callable[[], AbstractContextManager[Any]] = field(default=nullcontext, repr=False)
+
+    @property
+    def device(self) -> str:
+        """Return the first accelerator of this worker, "cpu" if it has none."""
+        return self.devices[0] if self.devices else "cpu"
+
+    @property
+    def newest_checkpoint(self) -> str:
+        """Return the path of the newest committed checkpoint, "" if there is none."""
+        return self.the_reporter().newest_checkpoint
+
+    def report(
+        self,
+        metrics: str,
+        checkpoint: str | DeliveredParts | None = None,
+        *,
+        name: str | None = None,
+    ) -> None:
+        """Keep metrics, and commit a checkpoint with the other members; see `Reporter.report`.
+
+        Args:
+            metrics: JSON object.
+            checkpoint: local directory with this member's files, or how they come to the run
+                directory; None for none.
+            name: of the checkpoint's directory, None for one that is never used twice.
+
+        Raises:
+            StorageError: the checkpoint or the metrics could not be stored.
+            GroupChanged: all members leave the group here.
+        """
+        if self.engine is not None and self.engine.has_begun:
+            report = self.engine.report
+        else:
+            report = self.the_reporter().report
+            self.timing.sees_no_steps()
+        if checkpoint is None:
+            report(metrics, checkpoint, name)
+            return
+        with self.timing.spending(CHECKPOINT_STALL):
+            report(metrics, checkpoint, name)
+
+    def the_reporter(self) -> Reporter:
+        """Return the reporter of a worker that has its place."""
+        check(self.reporter is not None, "a worker without a place in a group reports")
+        return cast("Reporter", self.reporter)
+
+    def note_step(self) -> None:
+        """Count one iteration of a training loop without steps of ours."""
+        self.timing.note_step()
+        self.activity.has_stepped = True
+
+    @property
+    def timing(self) -> Timing:
+        """Return where this worker's time goes."""
+        return self.activity.timing
+
+    def at_boundary(self) -> bool:
+        """Return whether a planned change waits for a boundary.
+
+        If so, a report with a checkpoint now lets it happen at once. Other members may learn of
+        it a moment earlier or later: it is a hint, and what all do is agreed in `report`.
+        """
+        return self.link.wish(self.generation) is not None
+
+
+_current: WorkerContext | None = None
+
+
+def current() -> WorkerContext | None:
+    """Return this process's context, None if it does not run a train function."""
+    return _current
+
+
+def set_current(context: WorkerContext | None) -> None:
+    """Begin, or end with None, the time in which `current()` gives this context."""
+    global _current
+    _current = context

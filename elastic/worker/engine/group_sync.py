@@ -1,0 +1,281 @@
+"""What the members of a new group exchange before they train: identity, position, needs.
+
+Rule: all members receive the same table and compute the same decision from it. If some cannot train
+together, all raise the same error, and none waits for one that has given up.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.profiler import record_function
+
+from elastic.core.policy.cursor import Cursor, derive
+from elastic.core.policy.recovery import RunPosition, next_places, plan_transfers
+from elastic.core.policy.streams import Data, StreamPlan
+from elastic.errors import UsageError
+from elastic.worker.data.stream_book import StreamBook
+from elastic.worker.engine.logbook import Logbook
+from elastic.worker.group.member_links import MemberEntry, join_links, open_links
+from elastic.worker.group.peer_sockets import PeerAddress
+from elastic.worker.reduce.reducer import OptimizerUnit
+from elastic.worker.reduce.step_metadata import send_metadata
+from elastic.worker.state.transfer import transfer
+
+
+@dataclass(frozen=True)
+class SyncResult:
+    """What came of a meeting.
+
+    Attributes:
+        state: what we received, None if we needed nothing.
+        cursors: where each member stands now, by rank.
+        places: where each member will run code of its own again, by rank.
+        num_bytes: of state that we sent or received.
+        nobody: no member has the state of the run, and nothing was sent.
+        shared: what each member knows of streams of data, as `StreamBook.sent` has it; empty if
+            nobody knows anything.
+        memories: which memory of its node each member has for snapshots, by rank; 0 for none.
+    """
+
+    state: Any
+    cursors: tuple[Cursor, ...]
+    places: tuple[Cursor, ...]
+    num_bytes: int
+    nobody: bool = False
+    shared: tuple[bytes, ...] = ()
+    memories: tuple[int, ...] = ()
+
+
+def synchronize(
+    group: Any,
+    standing: RunPosition,
+    units: Sequence[OptimizerUnit],
+    epochs: Data | None,
+    take: Callable[[], Any],
+    reach: PeerAddress,
+    *,
+    begins: bool = True,
+    shared: bytes = b"",
+    memory: int = 0,
+) -> SyncResult:
+    """Find out who is how far, connect directly, and send state to those who need it.
+
+    Args:
+        group: the process group that stands.
+        standing: how far we are.
+        units: the parameters that we have prepared.
+        epochs: how our data is cut, None if we do not know it yet.
+        take: returns our state, called only if it is sent.
+        reach: how the others reach us.
+        begins: where nobody has the state of the run, rank 0's is that of its beginning.
+        shared: what we know of streams of data.
+        memory: which memory of its node we have for snapshots, 0 for none.
+
+    Raises:
+        RuntimeError: the group broke; nothing of ours has changed.
+        UsageError: members cannot train together; all of them raise it.
+    """
+    threads = torch.get_num_threads()
+    entry = open_links(group, reach).entry if group.size() > 1 else MemberEntry()
+    data = _data_print(epochs)
+    mine = MemberInfo(standing, _model_print(units), data, threads, entry, len(shared), memory)
+    told = report_all(group, mine)
+    check_alike(told)
+    if group.size() > 1:
+        join_links(group, [one.entry for one in told])
+    standings = [one.standing for one in told]
+    memories = tuple(one.memory for one in told)
+    if not begins and not any(one.has_state for one in standings):
+        return SyncResult(None, (), (), 0, nobody=True, memories=memories)
+    plan = plan_transfers(standings).value
+    with record_function("elastic::transfer"):
+        state, num_bytes = transfer(group, plan, take)
+    source = plan.source_of(group.rank())
+    if source is not None and told[source].threads != threads:
+        torch.set_num_threads(told[source].threads)
+    parts = _share_all(group, shared, [one.num_shared for one in told])
+    places = next_places(standings, plan)
+    return SyncResult(state, plan.cursors, places, num_bytes, shared=parts, memories=memories)
+
+
+def share_book(group: Any, book: StreamBook, cursor: Cursor) -> bool:
+    """Let every member know where every stream can be continued; returns True.
+
+    So that, when one of them dies, whoever reads its streams next need not count from their first
+    sample.
+
+    Args:
+        group: the process group that stands.
+        book: ours.
+        cursor: the next step to be committed, the same on all members.
+
+    Raises:
+        RuntimeError: the group broke.
+    """
+    if group.size() > 1:
+        mine = book.sent(cursor)
+        sizes = [int(row[0]) for row in send_metadata(group, [float(len(mine))])]
+        book.receive(_share_all(group, mine, sizes))
+    return True
+
+
+def share_bytes(group: Any, mine: bytes) -> tuple[bytes, ...]:
+    """Exchange bytes of any length; returns everyone's, by rank.
+
+    Args:
+        group: the process group that stands.
+        mine: what the others are to know; not empty.
+
+    Raises:
+        RuntimeError: the group broke.
+    """
+    if group.size() == 1:
+        return (mine,)
+    sizes = [int(row[0]) for row in send_metadata(group, [float(len(mine))])]
+    return _share_all(group, mine, sizes)
+
+
+def _share_all(group: Any, mine: bytes, sizes: Sequence[int]) -> tuple[bytes, ...]:
+    """Exchange bytes of any length; nothing is sent if nobody has any.
+
+    Args:
+        group: the process group that stands.
+        mine: what the others are to know.
+        sizes: bytes that each member has, by rank.
+
+    Returns:
+        Everyone's, by rank; empty if nobody has any.
+
+    Raises:
+        RuntimeError: the group broke.
+    """
+    longest = max(sizes)
+    if not longest or group.size() == 1:
+        return ()
+    sent = torch.frombuffer(bytearray(mine.ljust(longest, b"\0")), dtype=torch.uint8)
+    parts = [torch.empty(longest, dtype=torch.uint8) for _ in sizes]
+    dist.all_gather(parts, sent, group=group)
+    return tuple(part[:size].numpy().tobytes() for part, size in zip(parts, sizes, strict=True))
+
+
+def share_latest(group: Any, cursors: Sequence[Cursor], logbook: Logbook) -> None:
+    """Let those hear of an epoch's last values who have not passed its gate, as others have.
+
+    Args:
+        group: the process group that stands.
+        cursors: where each member stands after a meeting.
+        logbook: ours.
+
+    Raises:
+        RuntimeError: the group broke.
+    """
+    furthest = max(cursors)
+    if min(cursors) < furthest:
+        rows = send_metadata(group, logbook.latest_row())
+        if cursors[group.rank()] < furthest:
+            logbook.take_latest(rows[cursors.index(furthest)])
+
+
+@dataclass(frozen=True)
+class MemberInfo:
+    """What a member tells of itself when a group meets.
+
+    Attributes:
+        standing: how far it is.
+        model: fingerprint of what it prepared, 0 <= it < 2**63.
+        data: fingerprint of its data and batch, 0 if it does not know them yet.
+        threads: CPU threads of one operation; their number can change the last bit of a sum.
+        entry: where it lets the others in.
+        num_shared: bytes of what it knows of streams of data.
+        memory: which memory of its node it has for snapshots, 0 for none.
+    """
+
+    standing: RunPosition
+    model: int
+    data: int
+    threads: int
+    entry: MemberEntry
+    num_shared: int = 0
+    memory: int = 0
+
+
+def report_all(group: Any, mine: MemberInfo) -> list[MemberInfo]:
+    """Exchange what everyone tells of itself; returns it by rank.
+
+    Raises:
+        RuntimeError: the group broke.
+    """
+    if group.size() == 1:
+        return [mine]
+    standing = mine.standing
+    row = torch.tensor(
+        [
+            int(standing.has_state), standing.cursor.epoch, standing.cursor.step, standing.steps,
+            int(standing.is_inside), mine.model, mine.data, mine.threads, mine.num_shared,
+            mine.memory, *mine.entry.numbers(),
+        ],
+        dtype=torch.int64,
+    )  # fmt: skip
+    rows = [torch.empty_like(row) for _ in range(group.size())]
+    dist.all_gather(rows, row, group=group)
+    told = []
+    for one in rows:
+        has_state, epoch, step, steps, inside, *one_by_one = one.tolist()
+        model, data, threads, num_shared, memory, *entry = one_by_one
+        standing = RunPosition(bool(has_state), Cursor(epoch, step), steps, bool(inside))
+        told.append(
+            MemberInfo(standing, model, data, threads, MemberEntry.of(entry), num_shared, memory)
+        )
+    return told
+
+
+def _model_print(units: Sequence[OptimizerUnit]) -> int:
+    """Return a number that is equal where the same parameters were prepared."""
+    parts = []
+    for unit in units:
+        for name, parameter in unit.parameters:
+            parts += [zlib.crc32(name.encode()), *parameter.shape, *parameter.stride()]
+    return derive(len(parts), *parts)
+
+
+def _data_print(epochs: Data | None) -> int:
+    """Return a number that is equal where the same data is cut in the same way; 0 for unknown."""
+    if epochs is None:
+        return 0
+    if isinstance(epochs, StreamPlan):
+        return epochs.fingerprint
+    flags = int(epochs.shuffle) + 2 * int(epochs.drop_last)
+    sizes = (epochs.num_samples, epochs.micro_batch, epochs.num_micro_batches)
+    return derive(epochs.seed, *sizes, flags) | 1
+
+
+def check_alike(told: Sequence[MemberInfo]) -> None:
+    """Refuse members that cannot train together.
+
+    Raises:
+        UsageError: they have prepared different parameters or data.
+    """
+    for rank, one in enumerate(told):
+        if one.model != told[0].model:
+            raise UsageError(
+                f"rank {rank} has prepared other parameters than rank 0 (their names, shapes "
+                f"or strides differ): every worker must build the same model from the same config"
+            )
+    # Epochs may have loaders of their own, and a member may be in the next epoch already.
+    by_epoch: dict[int, dict[int, int]] = {}
+    for rank, one in enumerate(told):
+        if one.data:
+            by_epoch.setdefault(one.standing.cursor.epoch, {})[one.data] = rank
+    known = max(by_epoch.values(), key=len, default={})
+    if len(known) > 1:
+        raise UsageError(
+            f"ranks {', '.join(map(str, sorted(known.values())))} have data sets of different "
+            f"length, or other batch sizes, seeds or shuffling: every worker must prepare the same "
+            f"loader from the same data"
+        )

@@ -1,0 +1,205 @@
+"""`train.log`: values of a training loop, averaged over whole steps whatever the world size.
+
+Rule: a rank's values of a step travel with the next step's gradients, and with the last ones at
+the end of an epoch; nothing waits for them, and no value is counted twice. Those of `train.steps`
+are averaged before the optimizer steps (`step_values.py`), for whoever drives the loop asks then.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from elastic.core.policy.cursor import Cursor
+
+log = logging.getLogger(__name__)
+
+VALUES_MAX = 28
+"""Names that can be logged; they share a message of fixed size with what else travels there."""
+
+
+SUM = "+"
+"""Marks names whose values are added up."""
+
+
+class Logbook:
+    """Values of the step at hand, of the one before, and their averages over all ranks.
+
+    Attributes:
+        latest: averages of the newest step that all ranks have told of; the same on all of them.
+        sums: what `add_up` was given in the last step of `train.steps`, over all micro-batches.
+    """
+
+    def __init__(self) -> None:
+        """Begin empty."""
+        self._sums: dict[str, tuple[Any, float]] = {}
+        self._done: dict[str, tuple[float, float]] = {}
+        self._averages: dict[str, tuple[float, float]] = {}
+        # Of one step of `train.steps`, by micro-batch.
+        self._of_micro_batches: dict[int, dict[str, tuple[Any, float]]] = {}
+        # What the others tell with the next step, in the order in which they do.
+        self._names: list[str] = []
+        self._warned = False
+        self.latest: dict[str, float] = {}
+        self.sums: dict[str, float] = {}
+
+    def add_up(self, values: Mapping[str, Any], *, counts: bool) -> None:
+        """Note values of one micro-batch that are added up rather than averaged.
+
+        Args:
+            values: names to numbers, or tensors of one element.
+            counts: the micro-batch has samples; names are told without, too.
+        """
+        self.add({SUM + name: value for name, value in values.items()}, float(counts))
+
+    def add(self, values: Mapping[str, Any], weight: float) -> None:
+        """Note values of one micro-batch.
+
+        Args:
+            values: names to numbers, or tensors of one element; those are read a step later, so
+                that nothing waits for a device.
+            weight: what the micro-batch counts.
+        """
+        for name, value in values.items():
+            value = value.detach() if hasattr(value, "detach") else value
+            total, weights = self._sums.get(name, (0.0, 0.0))
+            if weight:  # Never multiplied by zero, which leaves what is infinite.
+                total, weights = total + value * weight, weights + weight
+            self._sums[name] = (total, weights)
+
+    def end_micro_batch(self, number: int) -> None:
+        """What was noted since the last call is this micro-batch's."""
+        self._of_micro_batches[number], self._sums = self._sums, {}
+
+    def take_micro_batches(self) -> dict[int, dict[str, tuple[float, float]]]:
+        """Return (sum, weight) of each name, by micro-batch of the step at hand."""
+        taken, self._of_micro_batches = self._of_micro_batches, {}
+        return {
+            number: {name: (float(total), weight) for name, (total, weight) in sums.items()}
+            for number, sums in taken.items()
+        }
+
+    def take_totals(self, totals: Mapping[str, tuple[float, float]]) -> None:
+        """Take (sum, weight) of each name over all micro-batches of a step, whole on all ranks."""
+        self.sums = {}
+        for name, (total, weight) in totals.items():
+            if name.startswith(SUM):
+                self.sums[name.removeprefix(SUM)] = total
+            else:
+                self._count(name, total, weight)
+
+    def _count(self, name: str, total: float, weight: float) -> None:
+        if weight:
+            self.latest[name] = total / weight
+            so_far, weights = self._averages.get(name, (0.0, 0.0))
+            self._averages[name] = (so_far + total, weights + weight)
+
+    def forget_step(self) -> None:
+        """The step at hand is done again: drop its values."""
+        self._sums, self._of_micro_batches = {}, {}
+
+    def commit_step(self) -> None:
+        """The step at hand counts: its values are to travel with the next message."""
+        self._done = {name: (float(s), w) for name, (s, w) in self._sums.items()}
+        self._sums = {}
+
+    def row(self) -> list[float]:
+        """Return what the others must know of our last committed step: names, sums, weights."""
+        names = sorted(self._done)[:VALUES_MAX]
+        if not names:
+            return [0.0, 0.0]
+        weight = max(w for _, w in self._done.values())
+        return [fingerprint(names), weight, *(self._done[name][0] for name in names)]
+
+    def take_rows(self, rows: Sequence[Sequence[float]]) -> None:
+        """Average what all ranks said of the last step; ranks that were not there say nothing."""
+        names = self._reported_names()
+        mine = fingerprint(names)
+        said = [row for row in rows if len(row) > 1 and row[1] > 0]
+        if not names or not said:
+            return
+        if any(row[0] != mine for row in said):
+            if not self._warned:
+                self._warned = True
+                log.warning(
+                    "log_ignored names=%s: the ranks log different names in the same step",
+                    ",".join(names),
+                )
+            return
+        weight = sum(row[1] for row in said)
+        for number, name in enumerate(names):
+            self._count(name, sum(row[2 + number] for row in said), weight)
+
+    def _reported_names(self) -> list[str]:
+        """Return what rows are about; one that has just joined knows it from the others."""
+        if self._done:
+            self._names = sorted(self._done)[:VALUES_MAX]
+        self._done = {}
+        return list(self._names)
+
+    def latest_row(self) -> list[float]:
+        """Return the latest averages for members that have missed them."""
+        names = [name for name in self._names if name in self.latest]
+        return [fingerprint(names), 1.0, *(self.latest[name] for name in names)]
+
+    def latest_json(self) -> str:
+        """Return the latest averages as a JSON object; what is no number there is a word."""
+        known = self.latest.items()
+        return json.dumps({n: value if math.isfinite(value) else str(value) for n, value in known})
+
+    def take_latest(self, row: Sequence[float]) -> None:
+        """Take what a member tells that has heard of everyone's last step, as we have not."""
+        names = self._reported_names()
+        if row[0] == fingerprint(names):
+            self.latest.update(zip(names, row[2:], strict=False))
+
+    def receive(self, latest: Mapping[str, float], names: Sequence[str]) -> None:
+        """Go on from another member's state: what we did not tell yet counts no more.
+
+        Args:
+            latest: averages of the newest step.
+            names: those that are told with the next step.
+        """
+        self.forget_step()
+        self._done, self._names = {}, list(names)
+        self.latest = dict(latest)
+
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps; the same on all ranks."""
+        averages = {name: list(pair) for name, pair in self._averages.items()}
+        return {"latest": dict(self.latest), "names": list(self._names), "averages": averages}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from a checkpoint."""
+        self.receive(state["latest"], state["names"])
+        self._averages = {name: (pair[0], pair[1]) for name, pair in state["averages"].items()}
+
+    def take_averages(self) -> dict[str, float]:
+        """Return averages over all steps since the last call."""
+        averages = {name: total / weight for name, (total, weight) in self._averages.items()}
+        self._averages = {}
+        return averages
+
+
+class ReportNumbering:
+    """Names the reports of one group by their place in the run, the same on all ranks."""
+
+    def __init__(self) -> None:
+        """Begin before the first report."""
+        self._at, self._count = Cursor(), 0
+
+    def next(self, cursor: Cursor) -> str:
+        """Return the name of a report that is made here; the first one, then the second."""
+        if self._at != cursor:
+            self._at, self._count = cursor, 0
+        self._count += 1
+        return f"e{cursor.epoch:05d}-s{cursor.step:07d}-{self._count}"
+
+
+def fingerprint(names: Sequence[str]) -> float:
+    """Return a number that is equal where the names are."""
+    return float(zlib.crc32("\0".join(names).encode()))

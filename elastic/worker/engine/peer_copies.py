@@ -1,0 +1,200 @@
+"""Copies of the run's state in the memory of other nodes.
+
+Rule: what cannot be reached is as if it were not there; what is read is what was taken, byte for
+byte, or is refused.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from elastic.core.world import JobId
+from elastic.errors import ElasticError, check
+from elastic.runtime.copy_wire import (
+    ASK,
+    FETCH,
+    LIST,
+    TEXT,
+    CopyConnection,
+    CopyRequest,
+    calling,
+    lock_of,
+)
+from elastic.runtime.peer_tls import PeerTls
+from elastic.runtime.snapshot_memory import SnapshotMark
+from elastic.worker.state.arena import SnapshotSlot
+
+if TYPE_CHECKING:
+    from elastic.worker.engine.context import WorkerContext
+
+log = logging.getLogger(__name__)
+
+TEXT_BYTES_MAX = 1 << 28
+"""Of what is no tensor in a state: who names more lies, or would be better off with tensors."""
+
+
+@dataclass(frozen=True)
+class ShardCopy:
+    """A copy of a node's rows of a sharded model.
+
+    Attributes:
+        address: "host:port" of the agent that holds it.
+        source: the node whose rows they are.
+        mark: of it.
+        text: all that is no tensor, and which rows they are.
+    """
+
+    address: str
+    source: str
+    mark: SnapshotMark
+    text: bytes
+
+
+class PeerCopies:
+    """The copies that the coordinator knew of when it formed this group.
+
+    Attributes:
+        is_dealt: members share out whom they ask, and seek elsewhere what one could not give.
+    """
+
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        job_id: JobId,
+        key: str,
+        *,
+        tls: Sequence[str] = (),
+        fingerprints: Sequence[str] = (),
+        node_id: str = "",
+        is_dealt: bool = False,
+    ) -> None:
+        """Ask nobody yet.
+
+        Args:
+            addresses: "host:port" of the agents that hold one.
+            job_id: whose state it is.
+            key: of the job.
+            tls: paths of this node's certificate, its key and the authority; empty if it has none.
+            fingerprints: of the certificates that those agents made for themselves, by the order
+                of addresses; empty if they made none.
+            node_id: of this node.
+            is_dealt: of the agents that have nodes' rows, others ask those that are not here; all
+                members know that.
+        """
+        self._tls = tuple(tls)
+        self._fingerprints = dict(zip(addresses, fingerprints, strict=False))
+        self._node_id, self.is_dealt = node_id, is_dealt
+        self._addresses, self._job_id, self._key = tuple(addresses), job_id, key
+        self._best: tuple[str, SnapshotMark] | None = None
+
+    @staticmethod
+    def of(place: WorkerContext) -> PeerCopies:
+        """Return those that a member of a group was told of."""
+        return PeerCopies(
+            place.copies,
+            place.job_id,
+            place.copies_key,
+            tls=place.tls,
+            fingerprints=place.copies_fingerprints,
+            node_id=place.worker_id.rpartition("/")[0],
+            is_dealt=place.copies_dealt,
+        )
+
+    def _calling(self, address: str) -> AbstractContextManager[CopyConnection]:
+        """Connect to an agent, as its node and ours require; see `calling`."""
+        fingerprint = self._fingerprints.get(address, "")
+        return calling(address, tls=lock_of(PeerTls.at(self._tls), address, fingerprint))
+
+    def share(self, rank: int, size: int) -> tuple[str, ...]:
+        """Return which agents this member asks for the rows that they have."""
+        return self._addresses if self.is_dealt else self._addresses[rank::size]
+
+    def list_shards(
+        self, rank: int, size: int, here: Collection[SnapshotMark] = ()
+    ) -> list[ShardCopy]:
+        """Return all copies of nodes' rows that lie with this member's part of the agents.
+
+        Args:
+            rank: ours; every member asks some of the agents.
+            size: of the group.
+            here: of the snapshots in this node's own memory, which nobody else need give.
+        """
+        found = []
+        for address in self.share(rank, size):
+            try:
+                with self._calling(address) as line:
+                    copies = line.ask(CopyRequest(LIST, self._job_id), self._key).copies
+            except (ElasticError, OSError) as error:
+                log.warning("copy_unreachable address=%s error=%r", address, str(error))
+                continue
+            for source, mark in copies:
+                is_wanted = source and not (source == self._node_id and mark in here)
+                shard = self._shard(address, source, mark) if is_wanted else None
+                found += [shard] if shard is not None else []
+        return found
+
+    def _shard(self, address: str, source: str, mark: SnapshotMark) -> ShardCopy | None:
+        """Return what a copy is said to be; None if it is not there any more, or no such copy."""
+        try:
+            return ShardCopy(address, source, mark, self._text(address, source, mark))
+        except (ElasticError, OSError, ValueError) as error:
+            log.warning("copy_refused address=%s source=%r error=%r", address, source, str(error))
+            return None
+
+    def _text(self, address: str, source: str, mark: SnapshotMark) -> bytes:
+        """Return what is no tensor of a copy; ValueError if it is not what was taken."""
+        if mark.skeleton_bytes > TEXT_BYTES_MAX:
+            raise ValueError(f"{mark.skeleton_bytes} bytes that are no tensor")
+        text = bytearray(mark.skeleton_bytes)
+        with self._calling(address) as line:
+            line.ask(CopyRequest(TEXT, self._job_id, mark, source), self._key)
+            if line.read_body(memoryview(text)) != mark.skeleton_crc:
+                raise ValueError(f"the text of the copy of {source} is not what was taken")
+        return bytes(text)
+
+    def fetch_shard(self, shard: ShardCopy) -> SnapshotSlot:
+        """Return a copy in memory of our own; raises as `read`."""
+        return self._fetch(shard.address, shard.mark, shard.source)
+
+    def newest(self) -> int:
+        """Return the steps of the newest copy that can be reached, -1 if there is none."""
+        for address in self._addresses:
+            try:
+                with self._calling(address) as line:
+                    mark = line.ask(CopyRequest(ASK, self._job_id), self._key).mark
+            except (ElasticError, OSError) as error:
+                log.warning("copy_unreachable address=%s error=%r", address, str(error))
+                continue
+            if mark is not None and (self._best is None or mark.steps > self._best[1].steps):
+                self._best = address, mark
+        return self._best[1].steps if self._best is not None else -1
+
+    def read(self) -> tuple[str, Any]:
+        """Return the state in the newest copy, and what tells it from others of as many steps.
+
+        Raises:
+            ElasticError: the agent that has it refuses.
+            ValueError: it is not what was taken.
+            OSError: it cannot be reached, or there is no memory for it.
+        """
+        check(self._best is not None, "a copy is read that was not asked for")
+        address, mark = self._best or ("", SnapshotMark(0, 0, 0, 0, 0, 0, 0, 0))
+        state = self._fetch(address, mark).state(mark)
+        return f"generation {mark.generation}, number {mark.number}", state
+
+    def _fetch(self, address: str, mark: SnapshotMark, source: str = "") -> SnapshotSlot:
+        began, slot = time.monotonic(), SnapshotSlot()
+        with self._calling(address) as line:
+            line.ask(CopyRequest(FETCH, self._job_id, mark, source), self._key)
+            slot.fill(mark, line.read_body)
+        log.info(
+            "copy_fetched address=%s%s generation=%d steps=%d bytes=%d ms=%.0f",
+            address, f" source={source!r}" if source else "", mark.generation, mark.steps,
+            mark.num_bytes, (time.monotonic() - began) * 1e3,
+        )  # fmt: skip
+        return slot

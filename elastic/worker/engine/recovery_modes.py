@@ -1,0 +1,65 @@
+"""How a training loop comes from one group into the next: in place, or by being called again.
+
+Rule: the loop knows no more of the worker's main loop than `GroupProvider`, and the main loop no
+more of the loop's state than `ResumeState`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from elastic.core.policy.cursor import Cursor
+from elastic.worker.base.interrupt import GroupChanged
+from elastic.worker.data.stream_book import StreamBook
+from elastic.worker.engine.logbook import Logbook
+from elastic.worker.state.train_state import State
+
+
+class ReenterRequested(GroupChanged):
+    """The train function must be called again in the group that stands; state is kept for it."""
+
+
+class GroupProvider(Protocol):
+    """Where groups come from: the worker's main loop, or nowhere in a run of one process."""
+
+    def rejoin(self, generation: int, error: BaseException | None, at_boundary: bool) -> Any:
+        """Leave a group that is over, and have `StepEngine.enter` called in the next that stands.
+
+        Args:
+            generation: the group that is left.
+            error: what came out of it, None if it was left by order.
+            at_boundary: all members leave it here.
+        """
+        ...
+
+    def is_called_back(self, generation: int) -> bool:
+        """Return whether this group is over by order."""
+        ...
+
+    def defer(self, on: bool) -> None:
+        """While on, do not interrupt the train function for a new group: it will ask."""
+        ...
+
+
+@dataclass(frozen=True)
+class ResumeState:
+    """What a call of the train function leaves to the next one in this process.
+
+    Attributes:
+        state: of the run.
+        cursor: where it stands.
+        logbook: what was logged.
+        generation: the group that has agreed on it already, 0 if none has.
+        places: in this group, where each member runs code of its own again, by rank.
+        steps: committed in the run.
+        streams: what is known of a dataset that is read as streams.
+    """
+
+    state: State
+    cursor: Cursor
+    logbook: Logbook
+    generation: int = 0
+    places: tuple[Cursor, ...] = ()
+    steps: int = 0
+    streams: StreamBook = field(default_factory=StreamBook)

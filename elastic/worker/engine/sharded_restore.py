@@ -1,0 +1,377 @@
+"""How the members of a new group get the state of a sharded model, of which none has all.
+
+Each member reports which rows are in its node's memory, of which snapshots, and which copies of
+other nodes' rows the agents hold that it has asked. If all rows of one snapshot are there, they are
+sent to the ranks that need them now; otherwise each member reads its rows from storage, from a
+listing that one member makes for all. If a copy cannot be fetched, another copy of the same rows is
+used.
+
+Rule: all members resume from the same snapshot or checkpoint, or none does: they exchange what is
+there, all choose alike, and what one member could not read is used by none. No member holds more
+than its own rows of a sharded tensor, plus those of a lost node while it passes them on.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+
+from elastic.core.policy.shares import RowRange, RowSources, TensorRows
+from elastic.errors import check
+from elastic.storage.marker import CheckpointMarker
+from elastic.worker.checkpoint.snapshotter import Snapshotter
+from elastic.worker.engine.group_sync import share_bytes
+from elastic.worker.engine.peer_copies import PeerCopies, ShardCopy
+from elastic.worker.engine.sharded_choice import (
+    SnapshotInfo,
+    SnapshotKey,
+    SnapshotOffer,
+    SnapshotSource,
+    Stretches,
+    choices,
+    sources_of,
+)
+from elastic.worker.group import c10d
+from elastic.worker.reduce.step_metadata import send_metadata
+from elastic.worker.state.arena import SnapshotMark, SnapshotSlot, StateLayout, dtype_of, extent_of
+from elastic.worker.state.sharded_state import Held, like, places_of, rows_of, without_held
+from elastic.worker.state.train_state import State
+from elastic.worker.state.transfer import (
+    TAG,
+    TensorSpec,
+    bytes_of,
+    read_skeleton,
+    tensors_of,
+    unpack,
+)
+
+log = logging.getLogger(__name__)
+
+OTHERS_S = 60.0
+"""After so long no further node is asked for a copy that could not be fetched: what is older, or in
+storage, is there at once."""
+IN_TIME, LATE = 1.0, 2.0
+"""What a member says when it has fetched all that it was to fetch; the same below zero if not."""
+GONE = (ConnectionRefusedError, TimeoutError)
+"""Says of an agent that it will not give its other copies either."""
+Candidate = tuple[int, str, CheckpointMarker]
+"""Steps of the run, name, marker."""
+
+
+@dataclass(frozen=True)
+class MemorySnapshot:
+    """A snapshot in this node's memory, or of another node in ours.
+
+    Attributes:
+        slot: where it lies.
+        skeleton: what is no tensor, as bytes.
+        layout: where which rows lie.
+    """
+
+    slot: SnapshotSlot
+    skeleton: bytes
+    layout: StateLayout
+
+    @staticmethod
+    def of(slot: SnapshotSlot, mark: SnapshotMark) -> MemorySnapshot:
+        """Look at the snapshot in a slot.
+
+        Raises:
+            Exception: it is damaged.
+        """
+        skeleton, layout = _read_text(slot.skeleton(mark))
+        return MemorySnapshot(slot, skeleton, layout)
+
+
+def _read_text(text: bytes) -> tuple[bytes, StateLayout]:
+    """Return skeleton and layout of a snapshot; raises whatever bytes that are none lead to."""
+    skeleton, held = without_held(text)
+    return skeleton, StateLayout.of(tensors_of(read_skeleton(skeleton)), held or ())
+
+
+def _stretches(layout: StateLayout) -> Stretches:
+    """Return the rows of sharded tensors that are there."""
+    held: Held = layout.held
+    totals = layout.extents()
+    return {n: (totals[n].rows, one) for n, one in enumerate(held) if one is not None}
+
+
+def _key_of(mark: SnapshotMark) -> SnapshotKey:
+    return SnapshotKey(mark.steps, mark.generation, mark.number, mark.tensors)
+
+
+class ShardedRestorer:
+    """Finds and reads the state of one group that has none."""
+
+    def __init__(
+        self,
+        group: Any,
+        saver: Snapshotter,
+        ours: Any,
+        *,
+        listed: Callable[[], Sequence[Candidate] | None],
+        read: Callable[[str, CheckpointMarker | None], State],
+        copies: PeerCopies | None = None,
+    ) -> None:
+        """Look for nothing yet.
+
+        Args:
+            group: the process group that stands; of a CPU backend for CPU tensors.
+            saver: knows this node's memory.
+            ours: our state, from which it follows how a saved one is sharded here.
+            listed: returns the checkpoints in storage, newest first; None if it cannot be asked.
+            read: returns the state in one, sharded as ours is; where others have listed it, the
+                marker is still to be read.
+            copies: of other nodes' snapshots, None for none.
+        """
+        self._group, self._rank, self._size = group, group.rank(), group.size()
+        self._saver, self._ours = saver, ours
+        self._listed, self._read, self._copies = listed, read, copies
+        self.problems: list[str] = []
+
+    def restore(self) -> tuple[State | None, bool]:
+        """Return the newest state that is whole, and whether there is anything at all.
+
+        Raises:
+            RuntimeError: the group broke.
+        """
+        here = self._in_memory()
+        shards = self._offered()
+        candidates, told = self._tell(here, [offer for offer, _ in shards])
+        markers = {name: marker for _, name, marker in candidates or ()}
+        for choice in choices(told):
+            if isinstance(choice, SnapshotKey):
+                sources, ours = self._gathered(choice, told, here, [one for _, one in shards])
+                state = self._from_members(sources, ours) if sources else None
+                where = f"memory copies={sum(source.offer >= 0 for source in sources)}"
+            else:
+                state, where = self._from_storage(choice, markers.get(choice)), choice
+            if all(row[0] > 0 for row in send_metadata(self._group, [float(state is not None)])):
+                steps = state["steps"] if state is not None else 0
+                log.info("restored_shards from=%s steps=%d", where, steps)
+                return state, True
+        unknown = all(one.checkpoints is None for one in told)
+        return None, unknown or bool(choices(told))
+
+    def _tell(
+        self, here: Mapping[SnapshotKey, MemorySnapshot], offers: Sequence[SnapshotOffer]
+    ) -> tuple[Sequence[Candidate] | None, list[SnapshotInfo]]:
+        """Return what we have listed of storage, and what everyone tells.
+
+        One lists for all. If it cannot, the others try.
+        """
+        candidates: Sequence[Candidate] | None = None
+        told: list[SnapshotInfo] = []
+        for lists in (self._rank == 0, self._rank > 0):
+            candidates = self._listed() if lists else candidates
+            names = None if candidates is None else tuple((s, name) for s, name, _ in candidates)
+            mine = SnapshotInfo(
+                {k: _stretches(one.layout) for k, one in here.items()}, names, (*offers,)
+            )
+            told = [SnapshotInfo.of(text) for text in share_bytes(self._group, mine.to_bytes())]
+            if told[0].checkpoints is not None:
+                break
+        return candidates, told
+
+    def _in_memory(self) -> dict[SnapshotKey, MemorySnapshot]:
+        found = {}
+        for slot, mark in self._saver.held_snapshots():
+            try:
+                found[_key_of(mark)] = MemorySnapshot.of(slot, mark)
+            except Exception as error:  # Bytes that are no state raise whatever their reader meets.
+                self._note("this node's memory", error)
+        return found
+
+    def _offered(self) -> list[tuple[SnapshotOffer, ShardCopy]]:
+        """Return the copies of rows that are with the agents which are ours to ask."""
+        found = []
+        here = [mark for _, mark in self._saver.held_snapshots()]
+        copies = self._copies.list_shards(self._rank, self._size, here) if self._copies else ()
+        for shard in copies:
+            try:
+                rows = _stretches(_read_text(shard.text)[1])
+            except Exception as error:  # As above.
+                self._note(f"a copy at {shard.address}", error)
+            else:
+                offer = SnapshotOffer(_key_of(shard.mark), shard.source, shard.address, rows)
+                found.append((offer, shard))
+        return found
+
+    def _note(self, where: str, error: object) -> None:
+        self.problems.append(f"{where}: {error}")
+        log.warning("checkpoint_refused path=%s reason=%r: it is not used", where, str(error))
+
+    def _from_storage(self, name: str, marker: CheckpointMarker | None) -> State | None:
+        try:
+            return self._read(name, marker)
+        except Exception as error:  # As above.
+            self._note(name, error)
+            return None
+
+    # ------------------------------------------------------------------- from memory
+
+    def _gathered(
+        self,
+        key: SnapshotKey,
+        told: Sequence[SnapshotInfo],
+        here: Mapping[SnapshotKey, MemorySnapshot],
+        shards: Sequence[ShardCopy],
+    ) -> tuple[list[SnapshotSource], dict[int, MemorySnapshot]]:
+        """Have all copies of rows fetched that a snapshot needs, from other nodes where some fail.
+
+        Each is tried once. All hear what has failed, and choose others alike, if all know how.
+
+        Args:
+            key: of the snapshot.
+            told: by all members, by rank.
+            here: what is in this node's memory.
+            shards: our own offers, in their order.
+
+        Returns:
+            Who has, together, all rows, nobody if they are not to be had; and what is ours of
+            those, by number.
+
+        Raises:
+            RuntimeError: the group broke.
+        """
+        fetched: dict[int, MemorySnapshot] = {}
+        failed: set[tuple[int, int]] = set()
+        until_s = time.monotonic() + OTHERS_S
+        is_sought = self._copies is not None and self._copies.is_dealt
+        while sources := sources_of(key, told, failed):
+            wanted = [one.offer for one in sources if one.rank == self._rank and one.offer >= 0]
+            self._fetch(wanted, shards, fetched)
+            if all(one.offer < 0 for one in sources):
+                break
+            missing = [offer for offer in wanted if offer not in fetched]
+            patience = LATE if time.monotonic() > until_s else IN_TIME
+            said = send_metadata(self._group, [-patience if missing else patience])
+            if all(row[0] > 0 for row in said):
+                break
+            # A member of an earlier version goes on to the next snapshot at once, and all with it.
+            if not is_sought or any(abs(row[0]) == LATE for row in said):
+                return [], {}
+            texts = share_bytes(self._group, json.dumps(missing).encode())
+            failed |= {(rank, n) for rank, text in enumerate(texts) for n in json.loads(text)}
+            log.info("copies_sought_elsewhere steps=%d failed=%d", key.steps, len(failed))
+        ours = {
+            number: here[key] if one.offer < 0 else fetched[one.offer]
+            for number, one in enumerate(sources)
+            if one.rank == self._rank
+        }
+        return sources, ours
+
+    def _fetch(
+        self, wanted: Sequence[int], shards: Sequence[ShardCopy], fetched: dict[int, MemorySnapshot]
+    ) -> None:
+        """Fetch those of our offers that are wanted and not there yet."""
+        check(self._copies is not None or not wanted, "a copy is fetched that nobody has listed")
+        copies, gone = cast("PeerCopies", self._copies), set()
+        for offer in wanted:
+            shard = shards[offer]
+            if offer in fetched or shard.address in gone:
+                continue
+            try:
+                fetched[offer] = MemorySnapshot.of(copies.fetch_shard(shard), shard.mark)
+            except Exception as error:  # As above.
+                self._note(f"the copy of {shard.source} at {shard.address}", error)
+                # Who has the rows of many nodes would have us wait as many times.
+                gone |= {shard.address} if isinstance(error, GONE) else set()
+
+    def _from_members(
+        self, sources: Sequence[SnapshotSource], ours: Mapping[int, MemorySnapshot]
+    ) -> State:
+        """Have the rows that we need of a snapshot that is whole in the memory of these.
+
+        Args:
+            sources: who has, together, all rows.
+            ours: those that we are, by number.
+
+        Raises:
+            RuntimeError: the group broke.
+        """
+        text = ours[0].skeleton if 0 in ours else b""
+        skeleton = read_skeleton(self._spread(text, sources[0].rank))
+        specs = tensors_of(skeleton)
+        places = places_of(skeleton, self._ours)
+        rows = {number: rows_of(tensor, self._rank) for number, tensor in places.items()}
+        wanted = [rows.get(spec.number) or _all_of(spec) for spec in specs]
+        reported_wanted = share_bytes(self._group, json.dumps(wanted).encode())
+        wants = [[RowRange(*one) for one in json.loads(text)] for text in reported_wanted]
+        tensors = [_room(spec, wanted[spec.number]) for spec in specs]
+        works = []
+        for spec in specs:
+            held = [(source.rank, _held(source.stretches, spec)) for source in sources]
+            takers = [one[spec.number] for one in wants]
+            givers = RowSources(held, takers)
+            for taker, taken in enumerate(takers):
+                if taker != self._rank and not givers.may_give(self._rank, taken):
+                    continue
+                for number, part in givers.of(taker, taken):
+                    ends = sources[number].rank, taker
+                    works += self._pass_on(spec, part, ends, ours.get(number), tensors, wanted)
+        c10d.wait_messages(works)
+        placed = [
+            like(places[n], tensor) if n in places else tensor for n, tensor in enumerate(tensors)
+        ]
+        state: State = unpack(skeleton, placed)
+        return state
+
+    def _pass_on(
+        self,
+        spec: TensorSpec,
+        part: RowRange,
+        ends: tuple[int, int],
+        here: MemorySnapshot | None,
+        tensors: Sequence[torch.Tensor],
+        wanted: Sequence[RowRange],
+    ) -> list[Any]:
+        """Send, receive or copy rows, if one of the ends is ours; returns what to wait for."""
+        giver, taker = ends
+        if self._rank not in ends:
+            return []
+        target = tensors[spec.number]
+        if target.dim():
+            target = target[part.first - wanted[spec.number].first :][: part.rows]
+        if giver == self._rank and here is not None:
+            source = here.slot.chunk(here.layout, TensorRows(spec.number, *part))
+            if giver == taker:
+                target.copy_(source)
+                return []
+            if not source.numel():
+                return []
+            return [self._group.send([bytes_of(source)], taker, TAG + spec.number)]
+        if not target.numel():
+            return []
+        return [self._group.recv([bytes_of(target)], giver, TAG + spec.number)]
+
+    def _spread(self, mine: bytes, source: int) -> bytes:
+        """Return what one rank has, on all ranks."""
+        size = int(send_metadata(self._group, [float(len(mine))])[source][0])
+        if self._size == 1:
+            return mine
+        is_mine = self._rank == source
+        text = torch.empty(size, dtype=torch.uint8)
+        if is_mine:
+            text = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+        torch.distributed.broadcast(text, group=self._group, group_src=source)
+        return text.numpy().tobytes()
+
+
+def _all_of(spec: TensorSpec) -> RowRange:
+    return RowRange(0, extent_of(spec).rows)
+
+
+def _held(stretches: Stretches, spec: TensorSpec) -> tuple[RowRange, ...]:
+    return stretches[spec.number][1] if spec.number in stretches else (_all_of(spec),)
+
+
+def _room(spec: TensorSpec, rows: RowRange) -> torch.Tensor:
+    shape = (rows.rows, *spec.shape[1:]) if spec.shape else ()
+    return torch.empty(shape, dtype=dtype_of(spec))

@@ -1,0 +1,76 @@
+"""How a member of a new group comes to the state of the run: from others, from memory, or storage.
+
+Rule: state is what a member holds that has trained. Only where nobody has is a snapshot or a
+checkpoint read, and only where there is none does the run begin.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from elastic.core.policy.cursor import Cursor
+from elastic.core.policy.recovery import RunPosition
+from elastic.core.policy.streams import Data
+from elastic.worker.engine.checkpoint_schedule import CheckpointScheduler
+from elastic.worker.engine.group_sync import SyncResult, synchronize
+from elastic.worker.group.c10d import default_group
+from elastic.worker.group.peer_sockets import PeerAddress
+from elastic.worker.reduce.reducer import OptimizerUnit
+
+
+def catch_up(
+    keeper: CheckpointScheduler,
+    standing: RunPosition,
+    data: Data | None,
+    units: Sequence[OptimizerUnit],
+    reach: PeerAddress,
+) -> tuple[SyncResult, Cursor]:
+    """Find out who is how far, and give everyone the same state.
+
+    Args:
+        keeper: knows our state, and reads what was saved.
+        standing: how far we are.
+        data: how the data is cut, None while that is not known.
+        units: the parameters that we have prepared.
+        reach: how the others reach us.
+
+    Returns:
+        What came of it, and where we stand now.
+
+    Raises:
+        RuntimeError: the group broke.
+        UsageError: members cannot train together.
+        StorageError: there are checkpoints, and none can be read.
+    """
+    group, cursor = default_group(), standing.cursor
+
+    def meet_again(begins: bool) -> SyncResult:
+        return synchronize(
+            group,
+            standing,
+            units,
+            data,
+            lambda: keeper.take(cursor, data),
+            reach,
+            begins=begins,
+            shared=keeper.known_streams(cursor),
+            memory=keeper.memory(),
+        )
+
+    met = meet_again(False)
+    keeper.agree_on_memory(met.memories)
+    if met.nobody:
+        saved = keeper.restore(group, cursor)
+        if saved is not None:
+            cursor = keeper.put(saved)
+        if saved is not None or keeper.is_sharded:
+            # Of a sharded model nobody could send the beginning: each has made its own rows.
+            standing = replace(standing, has_state=True, cursor=cursor)
+        met = meet_again(True)
+    keeper.learn_streams(met.shared)
+    if met.state is not None:
+        cursor = keeper.put(met.state)
+    if min(met.cursors) < max(met.cursors):  # The same on all members.
+        keeper.agree_on_number(group)
+    return met, cursor

@@ -1,0 +1,784 @@
+"""The step engine: a plain training loop goes through kills, joins and drains without leaving it.
+
+One object per call of the train function. The loop asks it for micro-batches and tells it of
+optimizer steps; in between it reduces gradients, commits, and, whenever the group is over, joins
+the next one, receives state if it is behind, and does the broken step again.
+
+It has two doors. A plain loop reads micro-batches, and asks in each iteration for everything that
+happens once in a step (`micro_batches`). A loop over steps computes all micro-batches of one, and
+asks once, when nothing of it needs another rank any more (`steps`).
+
+Rule: state changes in one place, `_commit`, and groups change in one place, `_change_group`, which
+is reached only while the loop asks for its next micro-batch. There the user's code for the last
+one is through, and all state belongs to whole steps.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from typing import Any, TypeVar
+
+import torch
+from torch.profiler import record_function
+
+from elastic.core.policy.cursor import Cursor, micro_batch_seed
+from elastic.core.policy.microbatch import deal
+from elastic.core.policy.recovery import RunPosition
+from elastic.core.policy.streams import Data
+from elastic.core.telemetry import (
+    CHECKPOINT_STALL,
+    DATA_WAIT,
+    REFORM,
+    RESTORE,
+    USER,
+)
+from elastic.errors import GroupError, InvariantViolation, UsageError, check
+from elastic.worker.base.interrupt import GroupChanged
+from elastic.worker.base.timing import COMPUTE, TimingSample
+from elastic.worker.data.seeding import seed_everything, seed_step
+from elastic.worker.data.stream_book import StreamBook
+from elastic.worker.data.streams import MicroBatches
+from elastic.worker.engine import usage_errors as complaints
+from elastic.worker.engine.checkpoint_schedule import CheckpointScheduler
+from elastic.worker.engine.context import WorkerContext
+from elastic.worker.engine.divergence import Divergence, differ
+from elastic.worker.engine.group_sync import share_book, share_bytes, share_latest
+from elastic.worker.engine.logbook import Logbook, ReportNumbering
+from elastic.worker.engine.outcome import is_group_broken
+from elastic.worker.engine.preparation import ObjectRegistry
+from elastic.worker.engine.prepared_optimizers import (
+    OPEN,
+    IterationPhase,
+    modules_know,
+    scalers_know,
+    strangers_refused,
+)
+from elastic.worker.engine.recovery_modes import GroupProvider, ReenterRequested, ResumeState
+from elastic.worker.engine.state_recovery import catch_up
+from elastic.worker.engine.step_values import StepValues
+from elastic.worker.engine.whole_step import WholeStep
+from elastic.worker.group.c10d import default_group
+from elastic.worker.reduce.reducer import OptimizerUnit, Reducer
+from elastic.worker.reduce.sharded_reduce import Padding, ShardedReducer, make_reducer, recovery_of
+from elastic.worker.reduce.step_metadata import (
+    StepMetadata,
+    halves,
+    rates_print,
+    read_rows,
+    send_metadata,
+    whole,
+)
+from elastic.worker.reduce.step_share import MicroBatch, StepShare, WeighedShare
+from elastic.worker.reduce.tree_exchange import MicroBatchPartition
+from elastic.worker.state.pending_steps import PendingOptimizerSteps, has_gradients, parameters_of
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class StepEngine(ObjectRegistry):
+    """What the prepared objects of one call of the train function share.
+
+    Attributes:
+        cursor: the next step to be committed.
+        state: the prepared and registered objects.
+        logbook: what `train.log` said.
+        has_begun: the loop over epochs runs, so that groups change in place.
+        keeps: what is reached stays in this process: the loop has run, or the user has it called
+            again here.
+        seed: of shuffling, unless the loader brings its own.
+        recovery: how this worker comes into the next group, as in `FailureConfig`.
+        at_close: what is to be done at the end of the call.
+        metadata: of the trainer, for the script.
+        streams: what is known of a dataset that is read as streams.
+        data: how the data is cut, None while no loader was read.
+    """
+
+    def __init__(self, home: GroupProvider, *, carry: ResumeState | None = None) -> None:
+        """Begin; `enter` says in which group.
+
+        Args:
+            home: where groups come from.
+            carry: what an earlier call of the train function has reached in this process.
+        """
+        super().__init__()
+        self.cursor = Cursor()
+        self.logbook, self.streams = Logbook(), StreamBook()
+        self.seed, self.recovery = 0, "auto"
+        self._home, self._carry = home, carry
+        self.keeps = carry is not None
+        self._place: WorkerContext | None = None
+        self._consistency = "bitwise"
+        self.metadata: dict[str, Any] = {}
+        self._has_state, self._phase = False, IterationPhase.OUTSIDE
+        self._reducer: Reducer | ShardedReducer | None = None
+        self._units: dict[int, OptimizerUnit] = {}
+        self._keeper = CheckpointScheduler(self.state, self.logbook, self.streams)
+        self._loader: MicroBatches | None = None
+        self.data: Data | None = None
+        self._batch: MicroBatch | None = None
+        self._epoch: int | None = None
+        self._error: BaseException | None = None
+        self._leaves, self._ends, self._stepped, self._rates = False, False, 0, 0
+        self._passed: int | None = None
+        self._share: StepShare | WeighedShare | None = None
+        self._num_epochs = 0
+        # Where each member of this group runs code of its own next; and our reports in it.
+        self._places: tuple[Cursor, ...] = ()
+        self._reports, self._due, self._padding = (
+            ReportNumbering(),
+            PendingOptimizerSteps(),
+            Padding(),
+        )
+        self._values, self._by_steps = StepValues(None), False
+        self._watch, self._meets = Divergence(self.state), False
+        self._asked: list[torch.optim.Optimizer] = []  # To step, in this iteration.
+        self._stack, self.at_close = ExitStack(), ExitStack()
+
+    def configure(self, options: Mapping[str, Any]) -> None:
+        """Take what the user chose, from what is known of this call."""
+        self._consistency = str(options.get("consistency", self._consistency))
+        self.metadata = dict(options.get("metadata", self.metadata))
+        self.recovery = str(options.get("recovery", self.recovery))
+        self._keeper.configure(options)
+        if self.recovery == "reenter" and not self.keeps:
+            self.keeps = True
+            self._home.defer(False)
+
+    def enter(self, context: WorkerContext) -> None:
+        """Be in this group from here on."""
+        self._place = context
+        self._keeper.enter(context)
+
+    def close(self) -> None:
+        """The call of the train function is over, however it ended; again is no harm."""
+        self._end()
+        self.at_close.close()
+
+    def bytes_sent(self) -> int:
+        """Return the bytes of gradients that this rank has sent in its present group."""
+        return self._the_reducer().bytes_sent
+
+    # ------------------------------------------------------------------- epochs
+
+    def epochs(self, total: int, start: int = 0) -> Iterator[int]:
+        """Yield the numbers of the epochs that are left to do; see `train.epochs`."""
+        self.cursor = max(self.cursor, Cursor(start, 0))
+        if not self.state.optimizers:
+            raise complaints.no_optimizer()
+        self._num_epochs = total
+        self._begin()
+        try:
+            while self.cursor.epoch < total:
+                epoch = self._epoch = self.cursor.epoch
+                yield epoch
+                if self.cursor.epoch == epoch:
+                    self.cursor = Cursor(epoch + 1, 0)
+            with self._context.timing.spending(CHECKPOINT_STALL):
+                self._keeper.at_end(self.cursor, self.data, self._is_broken)
+        finally:
+            self._end()
+
+    def _begin(self) -> None:
+        """Meet the group: everyone's objects are prepared, and get the same state."""
+        if self.has_begun:
+            raise UsageError("train.epochs: a loop over it is running already")
+        complaints.check_forward(self.state.models)
+        self._units = self.state.units()
+        units, activity = list(self._units.values()), self._context.activity
+        self.recovery = recovery_of(self.state, self.recovery)
+        self._reducer, self._padding = make_reducer(
+            self.state, units, consistency=self._consistency, activity=activity
+        )
+        self._stack.enter_context(scalers_know(self))
+        self._stack.enter_context(modules_know(self._reducer.parameters_zeroed))
+        names = self._watch.begin()
+        self._stack.enter_context(strangers_refused(names, lambda: self._due.is_stepping))
+        self.has_begun = self.keeps = True
+        self._home.defer(self.recovery in ("auto", "in_place"))
+        if self._context.join is not None:
+            self._context.join()  # Everything is built: from here on the others may wait for us.
+        carry, self._carry = self._carry, None
+        if carry is not None:
+            self.state.put(carry.state)
+            self.cursor, self.logbook, self._has_state = carry.cursor, carry.logbook, True
+            self.streams = carry.streams
+            self._keeper.go_on(carry.logbook, carry.streams, carry.steps)
+            if carry.generation == self._context.generation:
+                self._places = carry.places
+                self._attach()
+                return
+        self._change_group(is_first=True)
+
+    def _end(self) -> None:
+        """The loop is left: from here on the train function is like any other."""
+        if not self.has_begun:
+            return  # Also when a generator of a call that is long over is finalized.
+        self._phase = IterationPhase.OUTSIDE
+        self._epoch = self._passed = None
+        self._the_reducer().close()
+        self._reducer, self.has_begun = None, False
+        self._stack.close()
+        self._home.defer(False)
+
+    # ------------------------------------------------------------------- micro-batches
+
+    def micro_batches(self, loader: MicroBatches) -> Iterator[Any]:
+        """Yield this rank's micro-batches until the epoch is over for the whole group.
+
+        Raises:
+            UsageError: not inside the loop over epochs, or while another loader is read.
+        """
+        self._by_steps = False
+        return self._iterations(loader, lambda: self._open_iteration(loader))
+
+    def steps(self, loader: MicroBatches, moved: Callable[[Any], Any]) -> Iterator[WholeStep]:
+        """Yield the steps of an epoch, each to be computed by its receiver; see `train.steps`.
+
+        Args:
+            loader: where their micro-batches come from.
+            moved: what becomes of a micro-batch before it is given to the user.
+
+        Raises:
+            UsageError: as `micro_batches`, or a step was not computed or not stepped.
+        """
+        self._by_steps = True
+        return self._iterations(loader, lambda: WholeStep(self, loader, moved))
+
+    def _iterations(self, loader: MicroBatches, give: Callable[[], T]) -> Iterator[T]:
+        """Yield what an iteration of the loop is given, until the epoch is over for all."""
+        epoch, is_first = self._open_pass(loader), True
+        try:
+            while True:
+                self._close_iteration(is_first)
+                is_first = False
+                if self._ends:
+                    self._go_to_end(loader)
+                if self._leaves or self._phase is IterationPhase.VOID or self._is_broken():
+                    self._change_group()
+                if self.cursor.epoch != epoch:
+                    # The others are in a later epoch: their code after this one has run, ours not.
+                    raise ReenterRequested(
+                        "the others are in a later epoch", self._context.generation
+                    )
+                if loader.has_step(self.cursor):
+                    yield give()
+                elif self._pass_gate():
+                    self._passed = epoch
+                    break
+        finally:
+            if self._phase is IterationPhase.COMMITTED:
+                self._due.end()
+                self.logbook.commit_step()  # The loop was left after a step.
+            self.state.put_late()
+            self._phase, self._batch, self._ends = IterationPhase.OUTSIDE, None, False
+            self._padding.forget()
+            self._forget_step()
+            if self._reducer is not None:
+                self._reducer.rest()
+            # User code between epochs may take as long as it likes.
+            self._context.activity.reset()
+            self._context.timing.switch(USER)
+
+    def compute(self, loader: MicroBatches) -> Iterator[Any]:
+        """Yield our micro-batches of one step, until all of it that needs others is done.
+
+        A group that breaks meanwhile is left for the next, where the step is dealt out anew. If
+        its members have committed the step already, it is over for us, too:
+            `IterationPhase.ADOPTED`.
+        """
+        here = self.cursor
+        while self._phase is not IterationPhase.SETTLED:
+            value = self._open_iteration(loader)
+            is_last, self._phase = self._phase is IterationPhase.DUE, IterationPhase.COMPUTING
+            yield value
+            self._context.activity.beats += 1
+            if self._batch is not None and not self._padding.is_under_way:
+                self.logbook.end_micro_batch(self._batch.micro_batch)
+            self._batch = None
+            if not self._is_broken() and (not is_last or self._settle()):
+                continue
+            with self.state.registered_later():
+                self._change_group()
+            if self.cursor != here:
+                self._phase = IterationPhase.ADOPTED
+                self._units_show_zeros()
+                return
+
+    def add_up(self, values: Mapping[str, Any]) -> None:
+        """Add these up over the micro-batches of the step at hand; see `WholeStep.add`."""
+        if self._batch is not None:
+            self.logbook.add_up(values, counts=self._batch.count > 0)
+
+    def end_epoch(self) -> None:
+        """Let the step at hand be the epoch's last one; see `WholeStep.end_epoch`."""
+        self._ends = (
+            self._phase is not IterationPhase.OUTSIDE
+        )  # Without a step at hand it is over already.
+
+    def skip(self) -> None:
+        """Let the step at hand count without any optimizer's; see `WholeStep.skip`."""
+        if self._phase is IterationPhase.SETTLED:
+            self._commit()
+
+    def takes_closures(self) -> bool:
+        """Return whether a step is at hand that its receiver has not begun to compute."""
+        return self._by_steps and self._phase is IterationPhase.OUTSIDE
+
+    def has_computed(self) -> bool:
+        """Return whether we have done all of the step at hand that needs other ranks."""
+        return self._phase in (IterationPhase.SETTLED, IterationPhase.COMMITTED)
+
+    def is_computed(self) -> bool:
+        """Return whether that is done, by us or by others."""
+        return self.has_computed() or self._phase is IterationPhase.ADOPTED
+
+    def _go_to_end(self, loader: MicroBatches) -> None:
+        """Leave the rest of the epoch out; whoever joins here finds nothing left in it either."""
+        self._ends, epoch = False, self.cursor.epoch
+        if not loader.steps_of(epoch):
+            self.streams.end(epoch, self.cursor.step)
+        self.cursor = Cursor(epoch, loader.steps_of(epoch))
+
+    def _open_pass(self, loader: MicroBatches) -> int:
+        if self._epoch is None:
+            raise complaints.outside_epochs()
+        if self._phase is not IterationPhase.OUTSIDE:
+            raise complaints.two_at_once()
+        if self._passed == self._epoch:
+            raise complaints.read_again(self._epoch)
+        self.state.check_known(self._units)
+        self._loader, self.data = loader, loader.epochs
+        self._keeper.check_data(loader.epochs, self.cursor)
+        self._deal()
+        return self._epoch
+
+    def _deal(self) -> None:
+        """Ask the loader for our micro-batches of the present group."""
+        loader = self._loader
+        if loader is None or not loader.has_step(self.cursor):
+            return
+        place = self._context
+        held = deal(place.world_rank, place.world_size, loader.epochs.num_micro_batches)
+        loader.deal(self.cursor, held)
+
+    def _open_iteration(self, loader: MicroBatches) -> Any:
+        """Return the next micro-batch, with everything set for it."""
+        timing = self._context.timing
+        timing.switch(DATA_WAIT)
+        is_again, batch = self._padding.is_under_way, self._padding.take(loader.next)
+        timing.switch(COMPUTE)
+        check(batch.cursor == self.cursor, f"micro-batch of {batch.cursor}, not of {self.cursor}")
+        reducer, epochs, place = self._the_reducer(), loader.epochs, self._context
+        share = loader.share(batch, place.world_rank, place.world_size)
+        first, last = share.held
+        if batch.micro_batch == first and not is_again:
+            self._context.activity.at(self.cursor.epoch, self.cursor.step)
+            self._share = share
+            wish = place.link.wish(place.generation)  # Once: it may change.
+            told = tuple(self.logbook.row()), *self._keeper.flags(wish)
+            row = StepMetadata(
+                wish is not None, self.cursor, self._stepped, *told, rates=self._rates,
+                busy_ns=float(timing.busy_ns),
+                print=self._watch.told(
+                    self._keeper.steps, place.world_size, loader.order_print(self.cursor.epoch)
+                ),
+            )  # fmt: skip
+            reducer.begin_step(share, row.numbers())
+            self._padding.begin_step(share)
+        is_last, padded = batch.micro_batch == last - 1, self._padding.pad(batch)
+        if padded is None:
+            reducer.begin_micro_batch(batch.micro_batch)
+        self._batch, self._asked = padded or batch, []
+        self._phase = IterationPhase.DUE if is_last and padded is None else IterationPhase.GATHERING
+        seed_everything(micro_batch_seed(epochs.seed, self.cursor, batch.micro_batch))
+        return self._batch.value
+
+    def _close_iteration(self, is_first: bool) -> None:
+        """The loop asks for more: the user's code for the last micro-batch, or step, is through."""
+        self._batch = None
+        self._context.activity.beats += 1
+        if self._phase in (IterationPhase.DUE, IterationPhase.SETTLED) and len(self._due):
+            self._commit()  # Of several optimizers not all were asked to step.
+        elif self._phase in OPEN and not (self._asked or self._is_broken()):
+            raise complaints.not_stepped(self.cursor)
+        elif self._phase is IterationPhase.SETTLED:
+            raise complaints.step_not_stepped(self.cursor)
+        elif not is_first and self._phase in (IterationPhase.OUTSIDE, IterationPhase.COMPUTING):
+            raise complaints.step_not_computed(self.cursor)
+        if self._phase is IterationPhase.ADOPTED:
+            self._note_step()
+            self.state.put_late()
+            self._forget_step()
+            self._phase = IterationPhase.OUTSIDE
+        if self._phase is IterationPhase.COMMITTED:
+            self._note_step()
+            self._due.end()
+            self.logbook.commit_step()  # Only now: plain loops log after `optimizer.step()`.
+            self._phase = IterationPhase.OUTSIDE
+            if self.streams.is_due(self.cursor, self._keeper.is_due):
+                self._together(lambda: share_book(default_group(), self.streams, self.cursor))
+            before = self._context.timing.switch(CHECKPOINT_STALL)
+            self._keeper.at_boundary(self.cursor, self.data, self._is_broken)
+            self._context.timing.switch(before)
+
+    def _note_step(self) -> None:
+        self._context.timing.note_step(self._check)
+        self._context.activity.has_stepped = True
+
+    def _check(self) -> TimingSample:
+        """Return what is told of this loop about once a second."""
+        epoch, step = self.cursor.epoch, self.cursor.step
+        loader, rank = self._loader, self._context.world_rank
+        return TimingSample(
+            bytes_sent=self._the_reducer().bytes_sent,
+            epoch=epoch,
+            step=step,
+            num_epochs=self._num_epochs,
+            num_steps=loader.steps_of(epoch) or 0 if loader is not None else 0,
+            logged=self.logbook.latest_json() if rank == 0 else "",
+        )
+
+    # ------------------------------------------------------------------- optimizer steps
+
+    def optimizer_step(self, optimizer: torch.optim.Optimizer, real: Callable[[], Any]) -> None:
+        """Take a call of `optimizer.step()`; the last of a step's commits it.
+
+        Raises:
+            UsageError: it would change the weights of this rank alone, or not at all.
+        """
+        if self.has_begun and self._phase is not IterationPhase.OUTSIDE:
+            if optimizer in self._asked and self._phase not in (
+                IterationPhase.VOID,
+                IterationPhase.ADOPTED,
+            ):
+                raise complaints.stepped_twice(optimizer)
+            if self._phase is IterationPhase.COMPUTING:
+                raise complaints.stepped_inside(optimizer)
+            self._take_step(optimizer, real)
+            return
+        if self._epoch is not None and has_gradients(optimizer):
+            raise complaints.stepped_outside(optimizer, self.state.models)
+        real()
+
+    def optimizer_skipped(self, optimizer: Any) -> None:
+        """Count a step that a scaler left out, because gradients overflowed."""
+        if optimizer not in self._asked and self._phase is not IterationPhase.OUTSIDE:
+            self._take_step(optimizer, lambda: None)
+
+    def _take_step(self, optimizer: torch.optim.Optimizer, real: Callable[[], Any]) -> None:
+        self._asked.append(optimizer)
+        unit, reducer = self._units[id(optimizer)], self._the_reducer()
+        if self._phase is IterationPhase.GATHERING:
+            reducer.unit_stepped(unit)
+        if self._phase not in (IterationPhase.DUE, IterationPhase.SETTLED):
+            return
+        if self._phase is IterationPhase.DUE and (self._is_broken() or not reducer.settle(unit)):
+            self._make_void()
+            return
+        reducer.unit_stepped(unit)
+        self._due.add(optimizer, real)
+        if len(self._due) < len(self._units):
+            self._due.hold_back(optimizer, (p for u in self._units.values() for p in u.shared))
+        else:
+            self._commit()
+
+    def optimizer_zeroed(self, optimizer: Any) -> None:
+        """Forget what was gathered for an optimizer that has not stepped in this iteration."""
+        if self.has_begun and self._phase is not IterationPhase.OUTSIDE:
+            self._the_reducer().unit_zeroed(self._units[id(optimizer)])
+
+    def _settle(self) -> bool:
+        """Have all of a step that needs other ranks: after that, to commit it is a local matter."""
+        reducer = self._the_reducer()
+        if not all(reducer.settle(unit) for unit in self._units.values()):
+            self._make_void()
+            return False
+        if self._ranks_differ():
+            return False
+        for unit in self._units.values():
+            reducer.unit_stepped(unit)  # What backward gives from here on is of no step.
+        said, place = self.logbook.take_micro_batches(), self._context
+        deal = MicroBatchPartition(
+            place.world_rank, place.world_size, self._the_loader().epochs.num_micro_batches
+        )
+        totals = self._together(lambda: self._values.totals(deal, said))
+        if totals is None:
+            self._make_void()
+            return False
+        with place.shielded():
+            if not self._settle_buffers():
+                return False
+            self.logbook.take_totals(totals)
+            self._phase, self._asked = IterationPhase.SETTLED, []
+            return True
+
+    def _settle_buffers(self) -> bool:
+        """Do the last of a step that needs other ranks.
+
+        From here until it is committed the state is nobody's: half of it is the next step's.
+        """
+        # An aborted NCCL collective ends without an error, so that order counts.
+        if not self._the_reducer().settle_buffers(lambda: not self._is_broken()):
+            self._make_void()
+            return False
+        self._has_state = False
+        return True
+
+    def _commit(self) -> None:
+        """Apply the step. Members that could not are sent the state of those that could."""
+        self.state.check_still_known(self._units)
+        rows, share = read_rows(self._the_reducer().rows), self._share
+        busy, samples = [row.busy_ns for row in rows], share.samples if share is not None else 0
+        self._context.timing.exchanged(busy, samples, share.tokens if share is not None else 0)
+        if self._phase is not IterationPhase.SETTLED and self._ranks_differ():
+            return
+        # No interrupt in the middle of a step. If it raises, `_has_state` stays False, and this
+        # member receives the state from another one.
+        with self._context.shielded(), record_function("elastic::commit"):
+            if self._phase is not IterationPhase.SETTLED and not self._settle_buffers():
+                return
+            self._stepped = self._due.bits(self.state.optimizers)
+            self._rates = rates_print(self.state.optimizers)
+            seed_step(self.data, self.cursor, self.state.shard_number)
+            self._due.do()
+            self.cursor = Cursor(self.cursor.epoch, self.cursor.step + 1)
+            self._phase, self._has_state = IterationPhase.COMMITTED, True
+            self._leaves = any(row.requests for row in rows)
+            self._keeper.committed(rows)
+            self.logbook.take_rows([row.values for row in rows])
+
+    def _ranks_differ(self) -> bool:
+        """Return whether the rows of a step show that ranks differ; then it is void."""
+        if not differ([row.print for row in read_rows(self._the_reducer().rows)]):
+            return False
+        self._together(self._heal)
+        return True
+
+    def _heal(self) -> None:
+        """Ranks differ, as all of them know: let the odd ones receive what most have, or raise.
+
+        Raises:
+            RuntimeError: the group broke.
+            UsageError: most ranks have not the same.
+        """
+        self._the_reducer().abandon()  # Buffers are what they were before the step.
+        verdict = self._watch.hear(share_bytes(default_group(), self._watch.said()))
+        if not verdict.can_heal:
+            names = self._watch.names()
+            steps = [p for one in self.state.optimizers for p in parameters_of(one)]
+            raise complaints.differs(verdict, self.cursor, {names.get(id(p), "") for p in steps})
+        rank = self._context.world_rank
+        self._has_state = rank not in verdict.odd
+        teller = min({*range(self._context.world_size)} - {*verdict.odd})
+        log.log(
+            logging.WARNING if rank == teller else logging.INFO,
+            "state_differed ranks=%s tensors=%d first=%s epoch=%d step=%d: they receive the "
+            "others' state, and the step is done again; is the memory of their nodes in order?",
+            ",".join(map(str, verdict.odd)), len(verdict.names), "".join(verdict.names[:1]),
+            self.cursor.epoch, self.cursor.step,
+        )  # fmt: skip
+        self._phase, self._meets = IterationPhase.VOID, True  # All of us, in this group.
+
+    def _make_void(self) -> None:
+        self._error = self._error or self._the_reducer().broken
+        self._the_reducer().abandon()
+        self._phase = IterationPhase.VOID
+
+    def _forget_step(self) -> None:
+        """Whatever the broken step has left behind is not to be seen by the next attempt."""
+        self.logbook.forget_step()
+        self._due.forget()
+        self.state.forget_step()
+
+    # ------------------------------------------------------------------- what prepared objects ask
+
+    def is_due(self, optimizer: Any) -> bool:
+        """Return whether the gradients of this optimizer are those that it steps with."""
+        if self._phase is IterationPhase.DUE:
+            is_settled = self._the_reducer().settle(self._units[id(optimizer)])
+            if not is_settled or self._is_broken():
+                self._make_void()
+        return self._phase in (IterationPhase.OUTSIDE, IterationPhase.DUE, IterationPhase.SETTLED)
+
+    def has_stepped(self) -> bool:
+        """Return whether what follows an optimizer step happens now."""
+        return self._phase in (IterationPhase.OUTSIDE, IterationPhase.COMMITTED)
+
+    def once(self, call: Callable[[], Any], *, thing: object = None) -> Any:
+        """Do for the step what a loop asks for in each iteration: now, with it, or not at all."""
+        is_now = self.has_stepped()
+        if thing is not None:
+            self._due.at_end(
+                thing, call if self._phase in (IterationPhase.DUE, IterationPhase.SETTLED) else None
+            )
+        elif self._phase in (IterationPhase.DUE, IterationPhase.SETTLED):
+            self._due.add_call(call)
+        return call() if is_now else None
+
+    def is_prepared(self, optimizer: Any) -> bool:
+        """Return whether this optimizer takes part."""
+        return id(optimizer) in self._units
+
+    def log(self, values: Mapping[str, Any]) -> None:
+        """Average these over the step; see `train.log`."""
+        if self._batch is not None:
+            self.logbook.add(values, self._batch.weight)
+        elif self._phase in (IterationPhase.SETTLED, IterationPhase.COMMITTED):
+            self.logbook.add(values, 1.0)  # Of a whole step, once.
+
+    def report(self, metrics: str, checkpoint: Any, name: str | None) -> None:
+        """Report once per step, or once between epochs; see `train.report`."""
+        if not self.has_stepped():
+            return  # The report of a step is made once, where its gradients are complete.
+        # Members that had come further when this group was formed have made this report before.
+        voters = sum(1 for one in self._places if one <= self.cursor)
+        where = self._reports.next(self.cursor)
+        reporter = self._context.the_reporter()
+        reporter.report_in_place(metrics, checkpoint, name, where=where, voters=voters)
+
+    # ------------------------------------------------------------------- groups
+
+    def _is_broken(self) -> bool:
+        return self._the_reducer().broken is not None or self._is_called_back()
+
+    def _is_called_back(self) -> bool:
+        return self._home.is_called_back(self._context.generation)
+
+    def _change_group(self, *, is_first: bool = False) -> None:
+        """Join the newest group, until one stands in which all have the same state.
+
+        The first group stands already, and has only to meet; so has one of which some differ.
+        """
+        began = time.monotonic()
+        reducer = self._the_reducer()
+        error = self._error or reducer.broken
+        if error is not None and not (self._is_called_back() or is_group_broken(error)):
+            raise error  # Not the others' fault: again it would be no better.
+        at_boundary = self._leaves and error is None
+        timing = self._context.timing
+        if not is_first:
+            timing.void()
+        self._forget_step()
+        self._phase = IterationPhase.OUTSIDE
+        stays, self._meets = is_first or self._meets, False
+        while True:
+            reducer.attach(None)
+            if not stays:
+                if at_boundary:
+                    with timing.spending(CHECKPOINT_STALL):
+                        self._keeper.before_leaving(self.cursor, self.data, self._is_called_back)
+                if self.recovery in ("reenter", "restart"):
+                    raise GroupChanged("the group changes", self._context.generation) from error
+                self._home.rejoin(self._context.generation, error, at_boundary)
+            stays = at_boundary = False
+            self._leaves, self._error = False, None
+            timing.switch(REFORM if self._has_state else RESTORE)
+            try:
+                num_bytes = self._agree()
+                break
+            except (RuntimeError, GroupError) as failure:
+                if not (self._is_called_back() or is_group_broken(failure)):
+                    raise
+                error = None if self._is_called_back() else failure
+        self._attach()
+        timing.switch(USER)
+        place = self._context
+        log.info(
+            "%s generation=%d world_size=%d epoch=%d step=%d bytes=%d ms=%.1f",
+            "met" if is_first else "recovered rung=in_place", place.generation, place.world_size,
+            self.cursor.epoch, self.cursor.step, num_bytes, (time.monotonic() - began) * 1e3,
+        )  # fmt: skip
+
+    def _attach(self) -> None:
+        group = default_group()
+        self._the_reducer().attach(group)
+        self._values = StepValues(group if group.size() > 1 else None)
+        self._stepped, self._rates, self._reports = 0, 0, ReportNumbering()
+        self._watch.begin()
+        self._deal()
+
+    def _agree(self) -> int:
+        """Find out who is how far, and send state to those who need it.
+
+        Returns:
+            Bytes that we sent or received.
+        """
+        steps = (self._loader or self.streams).steps_of(self.cursor.epoch)
+        standing = RunPosition(
+            self._has_state, self.cursor, steps, self._epoch == self.cursor.epoch
+        )
+        with self._context.activity.waiting():
+            units, reach = list(self._units.values()), self._context.reach
+            met, self.cursor = catch_up(self._keeper, standing, self.data, units, reach)
+        self._has_state, self._places = True, met.places
+        share_latest(default_group(), met.cursors, self.logbook)
+        return met.num_bytes
+
+    def _pass_gate(self) -> bool:
+        """Wait until everyone has committed the epoch's last step; False if the group broke.
+
+        A member that goes on to the code after the loop can then be followed by all others, who
+        have the same state.
+        """
+        if max(self._places, default=self.cursor) > self.cursor:
+            return True  # Others of this group have passed it in the one before.
+        all_of_it = halves(self._watch.of_all(self._context.world_size))
+        row = [*map(float, all_of_it), *self.logbook.row()]
+        rows = self._together(lambda: send_metadata(default_group(), row))
+        if rows is not None and differ([whole(*row[:2]) for row in rows]):
+            self._together(self._heal)
+            return False
+        self.logbook.take_rows([row[2:] for row in rows or ()])
+        return rows is not None
+
+    def _together(self, exchange: Callable[[], Any]) -> Any:
+        """Do what all members do here; None if the group broke."""
+        try:
+            with self._context.activity.waiting():
+                return exchange()
+        except RuntimeError as error:
+            if not (self._is_called_back() or is_group_broken(error)):
+                raise
+            self._error, self._phase = error, IterationPhase.VOID
+            return None
+
+    def carry(self, *, in_this_group: bool = False) -> ResumeState | None:
+        """Return what the next call of the train function goes on from, None if nothing.
+
+        Args:
+            in_this_group: it is called in the group that has agreed on this state.
+        """
+        # What is sharded comes from the memory of all nodes, or from storage.
+        if self._carry is not None or not self._has_state or self.state.is_sharded:
+            return self._carry
+        state, agreed = self.state.take(), self._context.generation if in_this_group else 0
+        return ResumeState(
+            state, self.cursor, self.logbook, agreed, self._places, self._keeper.steps, self.streams
+        )
+
+    @property
+    def _context(self) -> WorkerContext:
+        if self._place is None:
+            raise InvariantViolation("the step engine is asked before a group stands")
+        return self._place
+
+    def _the_loader(self) -> MicroBatches:
+        if self._loader is None:
+            raise InvariantViolation("no loader is read")
+        return self._loader
+
+    def _units_show_zeros(self) -> None:
+        """Let loops look at gradients of a step that others have done."""
+        for unit in self._units.values():
+            for _, parameter in unit.parameters:
+                parameter.grad = torch.zeros_like(parameter)
+
+    def _the_reducer(self) -> Reducer | ShardedReducer:
+        if self._reducer is None:
+            raise UsageError("the loop over train.epochs() is over")
+        return self._reducer

@@ -1,0 +1,188 @@
+"""What the step engine says to code that uses it in a way that cannot work.
+
+Rule: each text says what was found and what to write instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from elastic.core.policy.cursor import Cursor
+from elastic.errors import UsageError
+from elastic.worker.engine.prepared_optimizers import is_training
+
+if TYPE_CHECKING:
+    from elastic.worker.engine.divergence import DivergenceResult
+
+
+def no_optimizer() -> UsageError:
+    """A loop over epochs began, and nothing is there to be stepped."""
+    return UsageError(
+        "train.epochs: no optimizer was prepared; call prepare_optimizer(optimizer) before the "
+        "loop, so that its steps are those of the whole group"
+    )
+
+
+def check_early(what: str, has_begun: bool) -> None:
+    """Refuse what is prepared inside the loop.
+
+    Raises:
+        UsageError: it has begun.
+    """
+    if has_begun:
+        raise UsageError(
+            f"{what} was called inside the loop over train.epochs(): call it before, so that a "
+            f"worker that joins later finds the same objects when it receives their state"
+        )
+
+
+def outside_epochs() -> UsageError:
+    """A loader was read to train with, and no epoch runs."""
+    return UsageError(
+        "a prepared loader was read outside the loop over train.epochs(): write "
+        "'for epoch in train.epochs(n): for batch in loader: ...'"
+    )
+
+
+def two_at_once() -> UsageError:
+    """A loader was read to train with, while another one is."""
+    return UsageError(
+        "two prepared loaders are read at the same time: train with one of them, and read the "
+        "other inside torch.no_grad(), or leave it unprepared"
+    )
+
+
+def read_again(epoch: int) -> UsageError:
+    """A second pass of training in one epoch; its steps would have the numbers of the first."""
+    return UsageError(
+        f"a second pass over a prepared loader began in epoch {epoch}, whose steps are all done: "
+        f"train in one pass per epoch (train.epochs(2 * n) for two), and evaluate inside "
+        f"torch.no_grad() or after model.eval()"
+    )
+
+
+def check_forward(models: Sequence[nn.Module]) -> None:
+    """Refuse layers that change their weights in forward, each rank by what it has read.
+
+    Raises:
+        UsageError: naming one.
+    """
+    for number, model in enumerate(models):
+        for name, part in model.named_modules():
+            if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.max_norm is not None:
+                raise UsageError(
+                    f"model {number}, {name}: {type(part).__name__}(max_norm={part.max_norm}) "
+                    f"changes its weights in forward, on each rank those of its own samples, so "
+                    f"that they differ between ranks: leave max_norm out, and limit all rows where "
+                    f"train.stepped() says so, as by weight.data.renorm_(2, 0, max_norm)"
+                )
+
+
+def differs(verdict: DivergenceResult, cursor: Cursor, stepped: Container[str]) -> UsageError:
+    """Ranks have different weights, and nobody knows whose are right."""
+    names, odd = verdict.names, ", ".join(map(str, verdict.odd))
+    first = names[0] if names else "the state"
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    who = f"rank {odd} and the other ranks" if verdict.is_majority else f"rank 0 and rank {odd}"
+    if first.startswith("the order"):
+        what = (
+            "the sampler must give every rank the same: let it draw from its generator attribute, "
+            "or from torch's, NumPy's or Python's own generators, which are seeded for each epoch, "
+            "and keep nothing from the epochs before"
+        )
+    elif first.startswith("registered "):
+        what = (
+            "register what is the same on all ranks, and change it once for each step, where "
+            "train.stepped() says so"
+        )
+    elif "(buffer)" in first:
+        what = (
+            "forward in training mode, or code of this script, has changed it outside of a step on "
+            "each rank by itself: call model.eval() for what is not trained with, and change it "
+            "only by values that are the same on all ranks"
+        )
+    elif first not in stepped:
+        what = (
+            "no prepared optimizer steps it, so that something else has changed it on each rank by "
+            "itself: write optimizer = prepare_optimizer(optimizer) for what trains it, before the "
+            "loop over train.epochs()"
+        )
+    else:
+        what = (
+            "something has changed it on each rank by itself: prepare every optimizer that steps "
+            "it by prepare_optimizer(optimizer), and change weights otherwise only by values that "
+            "are the same on all ranks, where train.stepped() says so"
+        )
+    again = (
+        f"; that was so {verdict.healed} times before, and the others' state has not helped"
+        if verdict.is_majority and verdict.healed
+        else ""
+    )
+    return UsageError(
+        f"{first}{more}: {who} have different values before step {cursor.step} of epoch "
+        f"{cursor.epoch}{again}: {what}"
+    )
+
+
+def not_stepped(cursor: Cursor) -> UsageError:
+    """An iteration ended without a call of `optimizer.step()`."""
+    return UsageError(
+        f"optimizer.step() was not called in step {cursor.step} of epoch {cursor.epoch}: call it "
+        f"in every iteration; to add up gradients of several batches, give prepare_data_loader a "
+        f"larger global_batch_size; to leave a batch out, call zero_grad() and step() all the "
+        f"same: it adds nothing then"
+    )
+
+
+def stepped_twice(optimizer: object) -> UsageError:
+    """An optimizer was asked to step once more in the same iteration."""
+    return UsageError(
+        f"{type(optimizer).__name__}.step() was called twice in one iteration over a prepared "
+        f"loader: an iteration belongs to one step of the whole group, and gradients after it are "
+        f"of this rank alone; call it once for each batch, and let the data set repeat those that "
+        f"are to be trained with several times"
+    )
+
+
+def stepped_outside(optimizer: object, models: Sequence[nn.Module]) -> UsageError:
+    """An optimizer was asked to step with gradients that nobody has reduced."""
+    evaluates = models and not any(is_training(model) for model in models)
+    why = (
+        "all models are in evaluation mode, so that prepared loaders are read to evaluate: call "
+        "model.train() before the loop over batches, and eval() for the layers that need it"
+        if evaluates
+        else "train with the batches of a prepared loader, and leave it after the step"
+    )
+    return UsageError(
+        f"{type(optimizer).__name__}.step() was called in an epoch, with gradients of this rank "
+        f"alone, which belong to no step of the group: {why}"
+    )
+
+
+def step_not_stepped(cursor: Cursor) -> UsageError:
+    """A step of `train.steps` was computed, and no optimizer asked to step."""
+    return UsageError(
+        f"optimizer.step() was not called in step {cursor.step} of epoch {cursor.epoch}: call it "
+        f"once for each step of train.steps(), after its micro-batches; call step.skip() for one "
+        f"that is to change nothing"
+    )
+
+
+def step_not_computed(cursor: Cursor) -> UsageError:
+    """A loop over `train.steps` went on before a step's micro-batches were all computed."""
+    return UsageError(
+        f"step {cursor.step} of epoch {cursor.epoch} was left before all of its micro-batches were "
+        f"computed: read it to its end ('for batch in step: ...'), or call step.run(compute)"
+    )
+
+
+def stepped_inside(optimizer: object) -> UsageError:
+    """An optimizer was asked to step in the middle of a step of `train.steps`."""
+    return UsageError(
+        f"{type(optimizer).__name__}.step() was called while the micro-batches of a step are "
+        f"computed: call it behind them, once, outside of 'for batch in step' and of what step.run "
+        f"calls"
+    )

@@ -1,0 +1,111 @@
+"""One optimizer step as a whole: what a loop over `train.steps` holds in its hands.
+
+Rule: once a step's micro-batches are through, nothing of it needs another rank. `p.grad` is the
+gradient of the whole step, buffers are those after it, and `optimizer.step()` cannot turn void.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from elastic.errors import UsageError
+from elastic.worker.data.streams import MicroBatches
+
+if TYPE_CHECKING:
+    from elastic.worker.engine.step_engine import StepEngine
+
+
+class WholeStep:
+    """A step: its micro-batches are computed first, then each optimizer steps once.
+
+        for batch in step:              # this rank's micro-batches
+            loss = model(batch)
+            loss.backward()
+            train.log(loss=loss)
+        optimizer.step()                # once, on every rank
+        scheduler.step()
+        optimizer.zero_grad()
+        print(step.averages["loss"])    # of the whole step
+
+    If a worker is lost on the way, the step is dealt out anew and its micro-batches are computed
+    again, inside the same `for`. If others have done the step already, this rank has their state
+    afterwards: then `optimizer.step()` and all that follows it does nothing, gradients are zeros,
+    and the iteration counts like any other. So a loop has one iteration for each optimizer step,
+    at every world size and whatever happens; only a worker that comes later begins at the step
+    where the others are, with their state of all registered objects.
+
+    Between the micro-batches and `optimizer.step()` do what is the same on all ranks: clip, look
+    at gradients, set rates. A step that is to change nothing, as after an overflow, is told by
+    `skip()`; a `torch.amp.GradScaler` that leaves a step out is understood.
+    """
+
+    def __init__(
+        self, engine: StepEngine, loader: MicroBatches, moved: Callable[[Any], Any]
+    ) -> None:
+        """Begin; see `StepEngine.steps`."""
+        self._engine, self._loader, self._moved = engine, loader, moved
+        self._is_begun = False
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield this rank's micro-batches of the step; once."""
+        if self._is_begun:
+            raise UsageError("the micro-batches of a step were read already; read them once")
+        self._is_begun = True
+        for value in self._engine.compute(self._loader):
+            yield self._moved(value)
+
+    def run(self, compute: Callable[[Any], Mapping[str, Any] | None]) -> dict[str, float]:
+        """Have every micro-batch of the step computed, and return the step's averages.
+
+        Args:
+            compute: does forward and backward of one micro-batch; it may be called again with
+                others if the group changes. What it returns, names to numbers or tensors of one
+                element, is averaged as by `train.log`.
+        """
+        for batch in self:
+            values = compute(batch)
+            if values:
+                self._engine.log(values)
+        return self.averages
+
+    @property
+    def averages(self) -> dict[str, float]:
+        """Return what was logged in the micro-batches, averaged over the whole step.
+
+        The same bits on all ranks, at every world size.
+
+        Raises:
+            UsageError: the micro-batches are not through.
+        """
+        if not (self._is_begun and self._engine.is_computed()):
+            raise UsageError(
+                "step.averages: this step is not computed: read its micro-batches first, or it "
+                "is over, and another one has begun"
+            )
+        return dict(self._engine.logbook.latest)
+
+    def add(self, **values: Any) -> None:
+        """Add values up over all micro-batches of the step, such as counts of tokens.
+
+        Args:
+            values: of the micro-batch that is computed now: numbers, or tensors of one element.
+        """
+        self._engine.add_up(values)
+
+    @property
+    def sums(self) -> dict[str, float]:
+        """Return what `add` was given, over the whole step; nothing of a step that others did."""
+        return dict(self._engine.logbook.sums) if self._engine.has_computed() else {}
+
+    def end_epoch(self) -> None:
+        """Let this be the last step of its epoch; on all ranks or on none.
+
+        The loop over `train.steps` ends when it is asked for the next one. Who leaves it by
+        `break` instead may leave behind a worker that has not committed this step yet.
+        """
+        self._engine.end_epoch()
+
+    def skip(self) -> None:
+        """Let the step count without a change of weights; on all ranks or on none."""
+        self._engine.skip()

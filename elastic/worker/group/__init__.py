@@ -1,0 +1,1 @@
+"""torch.distributed groups that form, break and form again in one process."""

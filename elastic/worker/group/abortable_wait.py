@@ -1,0 +1,187 @@
+"""Waits for gloo that end with their group, because gloo itself never wakes some of them.
+
+When a connection breaks, gloo completes the operations that are queued on it, but not the one in
+progress: a receive of which a part has arrived, or a send that the kernel accepted in part, is
+never woken and blocks until the group's timeout of half an hour (gloo/transport/tcp/pair.cc:
+signalException walks through what is pending; prepareRead and write have taken these out). After
+the kill of a peer in the middle of a 20 MB message nearly all members block like that.
+
+Rule: no thread blocks inside gloo on something that only a peer can complete. Collectives are
+polled in slices. A send or receive, which gloo would cancel at the end of a slice, is waited for by
+a thread that can be abandoned. A wait is given up only once its group is over, gloo has closed all
+of its connections, and none of gloo's threads is busy: until then it may still write into the
+buffers. `ProcessGroups.drop` waits for the same.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+from elastic.worker.group import c10d
+from elastic.worker.group.group_resources import GroupResources
+
+log = logging.getLogger(__name__)
+
+SLICE_S = 0.05
+SLICE = timedelta(seconds=SLICE_S)
+QUIET_S = 0.1
+"""How long after the end of the last connection no thread of gloo's may have done anything."""
+MESSAGES = frozenset((12, 13, 14))
+"""Numbers of torch's OpType: SEND, RECV, RECVANYSOURCE."""
+
+Wait = Callable[..., Any]
+
+
+class AbortableWait:
+    """Stands where `Work.wait` is called; for any thread."""
+
+    def __init__(self, life: Callable[[], GroupResources | None]) -> None:
+        """Wait in whichever life is the present one.
+
+        Args:
+            life: returns it, None while there is no group.
+        """
+        self._life = life
+        self._standbys = threading.local()
+
+    def wait(self, real: Wait, work: Any, *args: Any, **named: Any) -> Any:
+        """Wait for a work, as `Work.wait` does.
+
+        Args:
+            real: torch's own.
+            work: which.
+            *args: a timeout, if the caller has one: he gets what torch makes of it.
+            **named: the same.
+
+        Raises:
+            RuntimeError: it failed, or its group is over.
+        """
+        life = self._life()
+        if life is None or args or named or not c10d.all_by_gloo():
+            # NCCL's works look the same, and their time is the device's.
+            return real(work, *args, **named)
+        if work._get_op_type() in MESSAGES:
+            return self._in_another_thread(life, lambda: _each(real, [work], life.timeout))
+        return _in_slices(life, real, work)
+
+    def wait_messages(self, real: Wait, works: Sequence[Any]) -> None:
+        """Wait for messages that gloo carries, one after the other, whatever else there is.
+
+        Raises:
+            RuntimeError: one failed, or the group is over.
+        """
+        life = self._life()
+        if life is None:
+            _each(real, works)
+        elif works:
+            self._in_another_thread(life, lambda: _each(real, works, life.timeout))
+
+    def _in_another_thread(self, life: GroupResources, call: Callable[[], Any]) -> Any:
+        standby = getattr(self._standbys, "mine", None) or WaitThread()
+        # Whoever is left behind, by an exception of a signal handler's too, is asked nothing again.
+        self._standbys.mine = None
+        answer = standby.ask(call)
+        over = _Over(life)
+        while not answer.is_there.wait(SLICE_S):
+            if over.is_certain():
+                standby.leave()
+                raise over.error()
+        self._standbys.mine = standby
+        return answer.take()
+
+
+def _in_slices(life: GroupResources, real: Wait, work: Any) -> Any:
+    over = _Over(life)
+    while True:
+        began = time.monotonic()
+        try:
+            return real(work, SLICE)
+        except RuntimeError:
+            if work.is_completed():
+                return real(work)  # Its own error, or it was done in this moment.
+            if time.monotonic() - began < SLICE_S / 2:
+                raise  # Not for the end of the slice.
+            if over.is_certain():
+                raise over.error() from None
+
+
+def _each(real: Wait, works: Sequence[Any], *timeout: timedelta) -> bool:
+    """Wait for messages; without a timeout gloo gives up after that with which the group formed."""
+    return all([real(work, *timeout) for work in works])  # noqa: C419 - each, whatever it returns
+
+
+class _Over:
+    """Whether nothing of a life can end a wait any more."""
+
+    def __init__(self, life: GroupResources) -> None:
+        self._life = life
+        self._quiet = life.quiet()
+
+    def is_certain(self) -> bool:
+        return self._life.has_closed_all() and self._quiet.lasts(QUIET_S)
+
+    def error(self) -> RuntimeError:
+        log.info("forgotten_by_gloo generation=%d: a wait was given up", self._life.generation)
+        return RuntimeError(
+            f"{self._life.spec}: Connection closed: the group is over, and gloo did not say so"
+        )
+
+
+class CallResult:
+    """What a call returned or raised, once it is there."""
+
+    def __init__(self) -> None:
+        """Nothing yet."""
+        self.is_there = threading.Event()
+        self.value: Any = None
+        self.error: BaseException | None = None
+
+    def take(self) -> Any:
+        """Return it, or raise it."""
+        if self.error is not None:
+            raise self.error
+        return self.value
+
+
+class WaitThread:
+    """A thread that makes calls for one other, who may leave it behind in one of them."""
+
+    def __init__(self) -> None:
+        """Start it."""
+        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], CallResult] | None]
+        self._calls = queue.SimpleQueue()
+        threading.Thread(
+            target=_serve, args=(self._calls,), name="elastic-wait", daemon=True
+        ).start()
+
+    def ask(self, call: Callable[[], Any]) -> CallResult:
+        """Have a call made; returns at once."""
+        answer = CallResult()
+        self._calls.put((call, answer))
+        return answer
+
+    def leave(self) -> None:
+        """Let the thread end when its call does."""
+        self._calls.put(None)
+
+    def __del__(self) -> None:
+        """The thread that asked is gone."""
+        self._calls.put(None)
+
+
+def _serve(calls: queue.SimpleQueue[tuple[Callable[[], Any], CallResult] | None]) -> None:
+    # No method of the standby's: it would keep itself alive.
+    while (asked := calls.get()) is not None:
+        call, answer = asked
+        try:
+            answer.value = call()
+        except BaseException as error:
+            answer.error = error
+        answer.is_there.set()
+        del asked, call, answer

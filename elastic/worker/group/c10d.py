@@ -1,0 +1,478 @@
+"""The private parts of torch.distributed that forming groups in a running process needs.
+
+Rule: each name is looked up once, by `parts()`, and a torch that lacks one is refused with what to
+install. All private names of torch stand in `torch_names`.
+
+Three seams are enough. `ProcessGroupGloo`, as torch's own group builder sees it, is where each
+group (the default one, `new_group`, a device mesh) makes its sockets. `init_process_group` and
+`destroy_process_group` are what a script written for torchrun calls at its start and end.
+`Work.wait` is where Python waits for other ranks (see `waits`).
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh
+
+from elastic.errors import GroupError, UsageError
+from elastic.worker.base.torch_names import TORCH_RANGE
+
+log = logging.getLogger(__name__)
+
+MAPS = (
+    "pg_map",
+    "pg_names",
+    "pg_group_ranks",
+    "pg_backend_config",
+    "pg_to_tag",
+    "tags_to_pg",
+    "pg_coalesce_state",
+)
+"""What torch's own destroy_process_group empties."""
+
+PARTS_MAX, PART_RANKS_MAX = 64, 8192
+"""Of what a worker tells of groups within its group, twice a second while it waits."""
+
+NCCL_ENVIRONMENT = {
+    # 2: an error in a collective ends its communicator, never the process (1 and 3 do).
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",
+    # The monitor kills a process whose watchdog is slow, which an abort can make it.
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_PROPAGATE_ERROR": "0",
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
+    # The blocking kind cannot be aborted while it connects.
+    "TORCH_NCCL_USE_COMM_NONBLOCKING": "1",
+}
+"""Read by torch when it makes an NCCL group."""
+
+
+@dataclass(frozen=True)
+class PrivateNames:
+    """The private names, as found in the torch that is installed."""
+
+    world: Any
+    gloo: Any
+    gloo_options: Any
+    work: Any
+    update_default: Callable[[Any], None]
+    unregister_all: Callable[[], None]
+
+
+@functools.cache
+def parts() -> PrivateNames:
+    """Look the private names up.
+
+    Raises:
+        GroupError: this torch lacks one of them.
+    """
+    gloo = look_up(distributed_c10d, "ProcessGroupGloo")
+    world = look_up(distributed_c10d, "_world")
+    for name in (*MAPS, "default_pg", "group_count"):
+        look_up(world, name)
+    look_up(gloo, "create_device")
+    return PrivateNames(
+        world=world,
+        gloo=gloo,
+        gloo_options=look_up(gloo, "_Options"),
+        work=_work(),
+        update_default=look_up(distributed_c10d, "_update_default_pg"),
+        unregister_all=look_up(distributed_c10d, "_unregister_all_process_groups"),
+    )
+
+
+def _work() -> Any:
+    work = look_up(distributed_c10d, "Work")
+    for name in ("wait", "is_completed", "_get_op_type"):
+        look_up(work, name)
+    return work
+
+
+def look_up(owner: Any, name: str) -> Any:
+    """Return a private name of torch's.
+
+    Raises:
+        GroupError: this torch lacks it.
+    """
+    found = getattr(owner, name, None)
+    if found is None and not hasattr(owner, name):
+        where = getattr(owner, "__name__", type(owner).__name__)
+        raise GroupError(
+            f"torch {torch.__version__} has no {where}.{name}, which forming groups in a running "
+            f"process needs; install {TORCH_RANGE}"
+        )
+    return found
+
+
+def forget_all_groups() -> list[Any]:
+    """Put torch.distributed back to where a fresh process stands; nothing is destroyed.
+
+    `destroy_process_group` waits 10 ms for each connection. What counts is that survivors and
+    newcomers agree on `group_count`: it is part of every store key of the groups to come.
+
+    Returns:
+        What torch referred to, for the caller to let go of where it may take its time.
+    """
+    found = parts()
+    groups: list[Any] = list(found.world.pg_map)
+    groups += list(found.world.pg_map.values())
+    found.update_default(None)
+    for name in MAPS:
+        getattr(found.world, name).clear()
+    comms = getattr(found.world, "comms", None)
+    if comms:
+        groups += list(comms)
+        comms.clear()
+    found.unregister_all()
+    found.world.group_count = 0
+    _outdate_meshes()
+    return groups
+
+
+_meshes: dict[int, weakref.ref[Any]] = {}
+"""The device meshes of this process, by identity: by value old ones equal new ones."""
+
+
+def _note_mesh(mesh: Any) -> None:
+    key = id(mesh)
+    _meshes[key] = weakref.ref(mesh, lambda _: _meshes.pop(key, None))
+
+
+def _outdate_meshes() -> None:
+    """Have the meshes of groups that are forgotten differ from all that are to come.
+
+    What torch remembers of a tensor's layout names its mesh, and with it our rank and our groups as
+    they were. It is looked up by mesh, and two of the same shape are equal for torch: after a group
+    has changed a rank would then talk in a group that is gone, or for another rank.
+    """
+    while _meshes:
+        mesh = _meshes.popitem()[1]()
+        if mesh is not None:
+            mesh._thread_id = (mesh._thread_id, id(mesh))  # Compared, and no part of a kept hash.
+    if "torch.distributed.tensor" in sys.modules:
+        debug = importlib.import_module("torch.distributed.tensor.debug")
+        # Since it is never found any more, for the sake of memory alone.
+        getattr(debug, "_clear_sharding_prop_cache", lambda: None)()
+
+
+def all_groups() -> list[Any]:
+    """Return the process groups that torch knows now, newest first; any thread."""
+    return list(parts().world.pg_map)[::-1]
+
+
+def issued() -> tuple[int, ...]:
+    """Return how many collectives each group of this process has begun; any thread.
+
+    As torch counts them, -1 for a backend that does not count; other numbers, too, once groups are
+    made or forgotten.
+    """
+    numbers = []
+    for group in all_groups():
+        try:
+            numbers.append(int(group._get_sequence_number_for_group()))
+        except (AttributeError, RuntimeError):
+            numbers.append(-1)
+    return tuple(numbers)
+
+
+def begun_in_parts() -> tuple[tuple[str, tuple[int, ...], int], ...]:
+    """Return name, ranks and number of collectives begun of each group that has not all ranks.
+
+    Any thread. Empty if they are many, or one of them does not count: nothing follows from a part.
+    In the group of all ranks we send messages of our own, which torch counts too.
+    """
+    world = parts().world
+    size, found = len(all_ranks_of(world.default_pg)), []
+    for group in all_groups():
+        ranks = all_ranks_of(group)
+        if 1 < len(ranks) < size:
+            count = int(group._get_sequence_number_for_group())
+            found.append((str(world.pg_names[group]), ranks, count))
+    if len(found) > PARTS_MAX or sum(len(ranks) for _, ranks, _ in found) > PART_RANKS_MAX:
+        return ()
+    return tuple(sorted(found))
+
+
+def all_by_gloo() -> bool:
+    """Return whether all groups of this process carry everything by gloo; any thread."""
+    backends = [str(backend) for backend, _ in list(parts().world.pg_map.values())]
+    names = [part.rpartition(":")[2] for backend in backends for part in backend.split(",")]
+    return set(names) == {"gloo"}
+
+
+def all_ranks_of(group: Any) -> tuple[int, ...]:
+    """Return the ranks in the default group of a group's members, ascending; any thread."""
+    return tuple(sorted(parts().world.pg_group_ranks.get(group, {})))
+
+
+@contextmanager
+def same_excepthook() -> Iterator[None]:
+    """Undo what init_process_group does to sys.excepthook: it wraps it once more each time."""
+    hook = sys.excepthook
+    try:
+        yield
+    finally:
+        sys.excepthook = hook
+
+
+# ------------------------------------------------------------------------------------------ seams
+
+
+class GlooBuilder:
+    """Stands where torch's group builder looks for ProcessGroupGloo; `make` builds instead.
+
+    torch also asks `isinstance(backend, ProcessGroupGloo)`, and others read attributes of it;
+    both are answered by the real class.
+    """
+
+    def __init__(self, real: Any, make: Callable[..., Any]) -> None:
+        """Keep the class, and what is called in its place: make(real, store, rank, size, s)."""
+        self._real = real
+        self._make = make
+
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        """Build a gloo backend, with our device if torch's builder asks in its usual way."""
+        timeout = named.get("timeout")
+        if len(args) == 3 and set(named) == {"timeout"} and timeout is not None:
+            return self._make(self._real, *args, timeout.total_seconds())
+        return self._real(*args, **named)
+
+    def __instancecheck__(self, instance: Any) -> bool:
+        return isinstance(instance, self._real)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+
+class WaitHook(Protocol):
+    """What waits for works in torch's place; see `waits.Waits`."""
+
+    def wait(self, real: Callable[..., Any], work: Any, *args: Any, **named: Any) -> Any:
+        """Wait for a work, as torch's `Work.wait` does, which is `real`."""
+        ...
+
+    def wait_messages(self, real: Callable[..., Any], works: Sequence[Any]) -> None:
+        """Wait for messages that gloo carries."""
+        ...
+
+
+@dataclass(frozen=True)
+class DefaultGroup:
+    """The default group that a script finds when it asks for one."""
+
+    rank: int
+    world_size: int
+    backend: str
+
+
+class TorchPatches:
+    """Puts ours in torch's places, and torch's own back."""
+
+    def __init__(
+        self,
+        make_gloo: Callable[..., Any],
+        *,
+        standing: Callable[[], DefaultGroup | None],
+        let_go: Callable[[Any], bool],
+        waits: WaitHook,
+    ) -> None:
+        """Change nothing yet.
+
+        Args:
+            make_gloo: builds a gloo backend, called as make_gloo(class, store, rank, size, s).
+            standing: the group that stands now, None if there is none.
+            let_go: told of a subgroup that the script destroys; returns whether torch may.
+            waits: waits for works.
+        """
+        self._make_gloo = make_gloo
+        self._standing = standing
+        self._let_go = let_go
+        self._waits = waits
+        self._wait_messages: Callable[[Sequence[Any]], None] | None = None
+        self._undo: list[tuple[Any, str, Any]] = []
+        self.init_process_group = dist.init_process_group
+
+    def install(self) -> None:
+        """Take the places."""
+        found = parts()
+        self._put(distributed_c10d, "ProcessGroupGloo", GlooBuilder(found.gloo, self._make_gloo))
+        for name, ours in (
+            ("init_process_group", self._adopt),
+            ("destroy_process_group", self._destroy),
+        ):
+            real = getattr(distributed_c10d, name)
+            wrapped = functools.wraps(real)(functools.partial(ours, real))
+            self._put(distributed_c10d, name, wrapped)
+            self._put(dist, name, wrapped)
+        self._put_waits(found.work)
+        begin = DeviceMesh.__init__
+
+        @functools.wraps(begin)
+        def begin_known(mesh: Any, *args: Any, **named: Any) -> None:
+            begin(mesh, *args, **named)
+            _note_mesh(mesh)
+
+        self._put(DeviceMesh, "__init__", begin_known)
+
+    def _put_waits(self, work_type: Any) -> None:
+        real, waits = work_type.wait, self._waits
+
+        @functools.wraps(real)
+        def wait(work: Any, *args: Any, **named: Any) -> Any:
+            return waits.wait(real, work, *args, **named)
+
+        def wait_messages(works: Sequence[Any]) -> None:
+            waits.wait_messages(real, works)
+
+        self._put(work_type, "wait", wait)
+        self._wait_messages = wait_messages
+        _messages.append(wait_messages)
+
+    def remove(self) -> None:
+        """Give the places back."""
+        if self._wait_messages in _messages:
+            _messages.remove(self._wait_messages)
+        while self._undo:
+            setattr(*self._undo.pop())
+
+    def _put(self, owner: Any, name: str, value: Any) -> None:
+        self._undo.append((owner, name, getattr(owner, name)))
+        setattr(owner, name, value)
+
+    def _adopt(self, real: Callable[..., None], *args: Any, **named: Any) -> None:
+        """Let a script that makes its own default group have the one that stands."""
+        group = self._standing()
+        if group is None:
+            real(*args, **named)
+            return
+        names = ("backend", "init_method", "timeout", "world_size", "rank")
+        asked = dict(zip(names, args, strict=False)) | named
+        for name, ours in (("world_size", group.world_size), ("rank", group.rank)):
+            if asked.get(name, -1) not in (-1, ours):
+                raise UsageError(
+                    f"init_process_group({name}={asked[name]}): this worker is rank {group.rank} "
+                    f"of {group.world_size}, and its group stands already; leave {name} out, or "
+                    f"read it from the environment (RANK, WORLD_SIZE)"
+                )
+        if asked.get("timeout") is not None:
+            look_up(distributed_c10d, "_set_pg_timeout")(asked["timeout"])
+        backend = str(asked.get("backend") or group.backend).lower()
+        if backend not in (group.backend, "undefined"):
+            log.warning(
+                "backend_differs asked=%s formed=%s: the script gets the group that stands; set "
+                "the backend in TorchConfig to change it",
+                backend,
+                group.backend,
+            )
+
+    def _destroy(self, real: Callable[..., None], group: Any = None) -> None:
+        """Let a script end its groups; the default one is the runtime's, and stays."""
+        if self._standing() is None:
+            real(group)
+            return
+        if group is None or group is parts().world.default_pg:
+            log.debug("destroy_ignored: the default group ends with its generation")
+            return
+        if self._let_go(group):
+            real(group)
+
+
+_messages: list[Callable[[Sequence[Any]], None]] = []
+"""How to wait for messages, while our own waits stand."""
+
+
+def wait_messages(works: Sequence[Any]) -> None:
+    """Wait for messages that gloo carries, whatever else carries tensors in this group.
+
+    Raises:
+        RuntimeError: one failed, or the group is over.
+    """
+    if _messages:
+        _messages[-1](works)
+        return
+    for work in works:
+        work.wait()
+
+
+# ------------------------------------------------------------------------------------------- NCCL
+
+
+def start_nccl_aborts(groups: list[Any]) -> list[threading.Thread]:
+    """Abort every NCCL communicator of these groups, each in a thread of its own.
+
+    One after the other can deadlock: an abort waits for kernels that wait for a peer that has
+    not yet aborted its other communicator. Never followed by destroy: once one member aborts, a
+    clean end is not to be had.
+
+    Returns:
+        The threads, to be joined before new communicators are made.
+    """
+    threads = []
+    for group in groups:
+        backend = _nccl_backend(group)
+        if backend is not None:
+            thread = threading.Thread(
+                target=_abort_one, args=(backend,), name="elastic-nccl-abort", daemon=True
+            )
+            thread.start()
+            threads.append(thread)
+    return threads
+
+
+def any_nccl_error(groups: list[Any]) -> bool:
+    """Return whether a communicator of these groups has met an error."""
+    for group in groups:
+        backend = _nccl_backend(group)
+        ask = getattr(backend, "get_error", None)
+        if ask is None:
+            continue
+        try:
+            if getattr(ask(), "name", "SUCCESS") != "SUCCESS":
+                return True
+        except RuntimeError:
+            return True  # the communicator is past answering
+    return False
+
+
+def default_group() -> Any:
+    """Return the process group that stands."""
+    return distributed_c10d._get_default_group()
+
+
+def has_nccl(group: Any) -> bool:
+    """Return whether a group carries tensors of a device by NCCL."""
+    return _nccl_backend(group) is not None
+
+
+def _nccl_backend(group: Any) -> Any:
+    try:
+        backend = group._get_backend(torch.device("cuda"))
+    except (AttributeError, RuntimeError):
+        return None  # a group for the CPU only
+    backend = getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG=DETAIL
+    return backend if hasattr(backend, "abort") and "nccl" in _name_of(backend) else None
+
+
+def _name_of(backend: Any) -> str:
+    name = getattr(backend, "name", "")
+    return str(name() if callable(name) else name).lower()
+
+
+def _abort_one(backend: Any) -> None:
+    try:
+        backend.abort()
+    except Exception as error:  # the communicator may never have been made
+        log.info("nccl_abort_failed error=%r", str(error))

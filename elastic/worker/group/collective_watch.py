@@ -1,0 +1,280 @@
+"""Tells whether the main thread works, waits for peers, or makes no progress.
+
+Code that does not know of us may take long for good reasons: an evaluation, a compiler, a
+checkpoint written by hand. A thread that works is never reported as hung. Work is recognised by the
+interpreter (the main thread executes bytecode) or by where it is: in a sleep with a limit, or in a
+compiler.
+
+Waiting for peers is recognised in two ways, because `fully_shard` and collectives of the script's
+own report nothing: torch counts the collectives that each group has begun, and the stack of a
+thread that waits in one ends inside torch.distributed.
+
+Rule: nothing here blocks the main thread or interrupts its system calls. What cannot be classified
+counts as work.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import sys
+import sysconfig
+import threading
+from enum import Enum
+from types import FrameType
+
+import torch
+
+from elastic.core.world import CollectiveCount
+from elastic.worker.group import abortable_wait as waits
+from elastic.worker.group import c10d
+
+LATE_NS = 300_000_000
+"""What is between looks further apart does not count: nobody knows what was then."""
+
+TORCH = os.path.join(os.path.dirname(torch.__file__), "")
+DISTRIBUTED = "distributed/"
+INSTALLED = (
+    *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
+    os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), ""),
+    "<frozen",
+)
+"""Where code is that is not the script's."""
+PLUMBING = ("_ops.py", "_library/", "_dynamo/", "utils/")
+"""Files of torch through which a call goes on its way down."""
+COMPILING = ("_dynamo/convert_frame.py", "_inductor/compile_fx.py")
+OPERATORS = "_ops.py"
+COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
+"""Namespaces of operators; compiled models call them without torch.distributed's files."""
+SHARDING = ("fsdp/", "tensor/", "_composable/", "_functional_collectives.py")
+"""Under `DISTRIBUTED`: what a sharded model and its optimizer call collectives through."""
+CALLED = ("distributed_c10d.py", "c10d_logger.py", "utils.py")
+"""Under `DISTRIBUTED`: what everyone calls collectives through."""
+
+
+OURS = os.path.join(os.path.dirname(os.path.abspath(__file__)), "")
+WAITS = (waits.AbortableWait.wait.__code__, waits.AbortableWait.wait_messages.__code__)
+"""Where we wait in torch's place."""
+WAITS_DEPTH = 8
+"""Frames of that, and of `threading` below it."""
+
+
+class BlockedIn(Enum):
+    """Where a thread is.
+
+    `CALLED` is a collective that the script calls by itself. With a sharded model it may be in one
+    of many groups, of which we know nothing: it counts as work. While torch is `COMPILING`, which
+    may take minutes, and while it is `ASLEEP` for a given time, it works.
+    """
+
+    ELSEWHERE = "elsewhere"
+    SHARDING = "sharding"
+    CALLED = "called"
+    COMPILING = "compiling"
+    ASLEEP = "asleep"
+
+
+NAPS = {
+    "x86_64": ("35", "230"),
+    "aarch64": ("101", "115"),
+}.get(platform.machine(), ())
+"""Numbers of the system calls nanosleep and clock_nanosleep, in which `time.sleep` waits."""
+
+
+class BytecodeProbe:
+    """Finds out whether the main thread runs bytecode, by a call that the interpreter does there.
+
+    Its stack alone does not show it: a loop around one long call is seen in that call each time.
+    A pending call runs between two instructions of the main thread, and interrupts nothing.
+    """
+
+    def __init__(self) -> None:
+        """Ask for nothing yet."""
+        self._has_run = True
+        self._call = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(self._run)
+
+    def has_run(self) -> bool:
+        """Return whether the main thread has run bytecode since the last time, and ask again."""
+        if not self._has_run:
+            return False
+        self._has_run = ctypes.pythonapi.Py_AddPendingCall(self._call, None) != 0
+        return True
+
+    def _run(self, _: object) -> int:
+        self._has_run = True
+        return 0
+
+
+class CollectiveWatch:
+    """Looks at the main thread of a worker."""
+
+    def __init__(self) -> None:
+        """Begin with nothing seen."""
+        self._probe = BytecodeProbe()
+        self._moves = 0
+        self._place: tuple[int, ...] = ()
+        self._where = ""
+        self._checked_ns = 0
+        self._since_ns = 0
+        self._has_moved = True
+
+    def look(
+        self, beats: int, now_ns: int, is_sharded: bool = False, work: str = ""
+    ) -> tuple[int, int]:
+        """Take one look, for as long as the loop itself does not say that it waits.
+
+        Args:
+            beats: how far the training loop says it is; 0 for a script that has none of ours.
+            now_ns: monotonic.
+            is_sharded: the model is.
+            work: what it says that it does, however still it may look.
+
+        Returns:
+            A number that differs from the last one's if the main thread has moved, and since when
+            it has been seen in a collective, in nanoseconds until now; 0 if it is not in one.
+        """
+        try:
+            return self._check(beats, now_ns, is_sharded, bool(work))
+        except Exception:
+            # Who cannot be seen is not accused, and goes on training.
+            self._move()
+            return beats + self._moves, 0
+
+    def begun(self) -> tuple[CollectiveCount, ...]:
+        """Return what this process has begun in groups within its group.
+
+        Nothing if it has moved at the last look: what is said of who moves is that it moves.
+        """
+        try:
+            return (
+                ()
+                if self._has_moved
+                else tuple(CollectiveCount(*one) for one in c10d.begun_in_parts())
+            )
+        except Exception:
+            return ()  # Whom it waits for cannot be told.
+
+    def place(self) -> str:
+        """Return the innermost function of the script that the main thread is in, for people."""
+        return self._where
+
+    def _check(self, beats: int, now_ns: int, is_sharded: bool, works: bool) -> tuple[int, int]:
+        stack, self._where = seen_stack(threading.main_thread())
+        place = (beats, *c10d.issued(), *stack)
+        self._has_moved = False
+        late_ns, self._checked_ns = now_ns - self._checked_ns, now_ns
+        if late_ns > LATE_NS and self._since_ns:
+            self._since_ns += late_ns
+        if place != self._place or works:
+            self._place = place
+            self._move()
+            return beats + self._moves, 0
+        stance = blocked_in_of(threading.main_thread())
+        runs = self._probe.has_run()
+        waits = stance is BlockedIn.SHARDING or (stance is BlockedIn.CALLED and not is_sharded)
+        if waits:
+            self._since_ns = self._since_ns or now_ns
+            return beats + self._moves, max(1, now_ns - self._since_ns)
+        if runs or stance is not BlockedIn.ELSEWHERE or self._since_ns:
+            self._move()
+        return beats + self._moves, 0
+
+    def _move(self) -> None:
+        self._moves += 1
+        self._since_ns = 0
+        self._has_moved = True
+
+
+def blocked_in_of(thread: threading.Thread) -> BlockedIn:
+    """Return where a thread is, by its stack."""
+    # Nothing may keep the frame: it would keep the tensors in it.
+    frame = _outside_of_waits(sys._current_frames().get(thread.ident or 0))
+    found = _blocked_in(frame)
+    if found is BlockedIn.ELSEWHERE and is_asleep():
+        return BlockedIn.ASLEEP
+    return _elsewhere(frame) if found is BlockedIn.ELSEWHERE else found
+
+
+def seen_stack(thread: threading.Thread) -> tuple[tuple[int, ...], str]:
+    """Return a print of a thread's stack, which differs once it has moved, and where it is.
+
+    Returns:
+        Which code runs and at which instruction, from the innermost frame outwards; and the
+        innermost function that is of no installed package, as "evaluate (train.py:12)".
+    """
+    found: list[int] = []
+    where = ""
+    # Our own waits go round in slices, which is no movement.
+    frame = _outside_of_waits(sys._current_frames().get(thread.ident or 0))
+    while frame is not None:
+        code = frame.f_code
+        found += (id(code), frame.f_lasti)
+        if not where and not code.co_filename.startswith(INSTALLED):
+            name = os.path.basename(code.co_filename)
+            where = f"{code.co_name} ({name}:{frame.f_lineno})"
+        frame = frame.f_back
+    return tuple(found), where
+
+
+def is_asleep() -> bool:
+    """Return whether the main thread sleeps for a time that it has given itself."""
+    try:
+        # Not `native_id`: after a fork it is still that of the process before.
+        with open(f"/proc/self/task/{os.getpid()}/syscall") as file:
+            return file.read().split(" ", 1)[0] in NAPS
+    except OSError:
+        return False  # Some containers do not show it.
+
+
+def _outside_of_waits(frame: FrameType | None) -> FrameType | None:
+    """Return the frame that waits in our `Work.wait`, if the innermost one does; itself if not."""
+    inner = frame
+    for _ in range(WAITS_DEPTH):
+        if inner is None:
+            break
+        if inner.f_code in WAITS:
+            # Between it and torch's function stands what we have put in the place of torch's own.
+            while inner is not None and inner.f_code.co_filename.startswith(OURS):
+                inner = inner.f_back
+            return inner
+        inner = inner.f_back
+    return frame
+
+
+def _elsewhere(frame: FrameType | None) -> BlockedIn:
+    """Return what a thread does from here outwards that waits in no collective."""
+    while frame is not None:
+        if frame.f_code.co_filename.removeprefix(TORCH) in COMPILING:
+            return BlockedIn.COMPILING
+        frame = frame.f_back
+    return BlockedIn.ELSEWHERE
+
+
+def _blocked_in(frame: FrameType | None) -> BlockedIn:
+    """Go outwards from the innermost frame, for as long as that is torch's own way down."""
+    found = BlockedIn.ELSEWHERE
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not file.startswith(TORCH):
+            return found
+        part = file[len(TORCH) :]
+        if part.startswith(DISTRIBUTED):
+            part = part[len(DISTRIBUTED) :]
+            if part.startswith(SHARDING):
+                return BlockedIn.SHARDING
+            if not part.startswith(CALLED):
+                return found
+            found = BlockedIn.CALLED
+        elif part == OPERATORS and _is_collective(frame.f_locals.get("self")):
+            return BlockedIn.SHARDING
+        elif not part.startswith(PLUMBING):
+            return found
+        frame = frame.f_back
+    return found
+
+
+def _is_collective(operator: object) -> bool:
+    """Return whether this is one of torch's operators for collectives."""
+    name = getattr(operator, "_qualified_op_name", "") or getattr(operator, "_name", "")
+    return str(name).partition("::")[0] in COLLECTIVES

@@ -1,0 +1,108 @@
+"""Ends a process whose main thread is blocked for good inside torch's C++.
+
+`waits` makes Python's waits end with their group. DistributedDataParallel and some operators wait
+in C++, where no exception can be raised; if gloo never completes such a wait, only the end of the
+process or the group's timeout (half an hour) ends it. The process then kills itself, a minute
+before the coordinator would.
+
+Rule: kill only if all of these hold. The group is over and all of its connections are closed. No
+gloo thread runs, and one of them waits with a timeout (idle ones wait without). The main thread
+waits without a timeout at a place where torch waits for other ranks. The process used less than
+`BUSY` of a processor for `STOOD_S`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from elastic.worker.group.collective_watch import TORCH, BlockedIn, blocked_in_of
+from elastic.worker.group.gloo_threads import sleeps_for_ever, wait_for_peers
+from elastic.worker.group.group import ProcessGroups
+from elastic.worker.group.group_resources import GroupResources
+
+log = logging.getLogger(__name__)
+
+STOOD_S = 2.0
+LATE_S = 0.5
+"""Looks further apart are not one sight: nobody knows what was between them."""
+BUSY = 0.1
+"""Of a processor: more than our own threads use, and less than anybody who trains."""
+PLACES = (
+    os.path.join(TORCH, "autograd", "graph.py"),
+    os.path.join(TORCH, "nn", "parallel", "distributed.py"),
+    os.path.join(TORCH, "futures", "__init__.py"),
+)
+"""Where DistributedDataParallel and futures wait, beside what the watch for collectives knows."""
+
+Place = tuple[int, int, int]
+"""Generation, innermost frame of the main thread, and where in it."""
+
+
+class StuckWaitWatchdog:
+    """Looks at a main thread that has been told to leave its group, and has not."""
+
+    def __init__(self, groups: ProcessGroups, end: Callable[[], None] | None = None) -> None:
+        """See nothing yet.
+
+        Args:
+            groups: of this process.
+            end: ends the process; by SIGKILL if None.
+        """
+        self._groups = groups
+        self._end = end if end is not None else _end
+        self._seen: Place | None = None
+        self._since = self._spent = self._checked = 0.0
+
+    def look(self) -> None:
+        """Take one look, some times a second; end the process if nothing else can help."""
+        life = self._groups.over()
+        place = _place_of_main(life.generation) if life is not None else None
+        now, spent = time.monotonic(), time.process_time()
+        is_late, self._checked = now - self._checked > LATE_S, now
+        is_still = spent - self._spent <= BUSY * (now - self._since)
+        if life is None or place is None or place != self._seen or is_late:
+            self._seen, self._since, self._spent = place, now, spent
+            return
+        if now - self._since < STOOD_S:
+            return
+        if not is_still or not is_forgotten(life):
+            self._since, self._spent = now, spent
+            return
+        log.error(
+            "forgotten_by_gloo: a message was cut in its middle, and torch waits for its end, in "
+            "C++; this process ends, and is replaced"
+        )
+        with contextlib.suppress(Exception):  # A script may have closed it.
+            faulthandler.dump_traceback(sys.__stderr__ or sys.stderr)
+        self._end()
+
+
+def is_forgotten(life: GroupResources) -> bool:
+    """Return whether the main thread waits for good, and gloo for a peer of this life."""
+    main = threading.main_thread().native_id or 0
+    return sleeps_for_ever(main) and wait_for_peers(life.threads)
+
+
+def _place_of_main(generation: int) -> Place | None:
+    """Return where the main thread stands, None if it is not where torch waits for others."""
+    main = threading.main_thread()
+    frame: Any = sys._current_frames().get(main.ident or 0)
+    if frame is None:
+        return None
+    is_known = frame.f_code.co_filename in PLACES
+    if not is_known and blocked_in_of(main) not in (BlockedIn.SHARDING, BlockedIn.CALLED):
+        return None
+    return generation, id(frame), frame.f_lasti
+
+
+def _end() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,436 @@
+"""torch.distributed groups that form, break and form again inside one living process.
+
+Rule: the main thread never waits inside torch for something that only a peer can end. Connecting
+and forming run in a thread that can be left behind; a collective is freed by shutting the group's
+sockets down, or given up once they are closed (see `waits`). So `abort`, from any thread at any
+moment, gives the main thread back within milliseconds, and the old group is dropped, never
+destroyed, on the way to the next one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, TypeVar
+
+from torch._C._distributed_c10d import PrefixStore
+
+from elastic.core.messages import PROTOCOL_MINOR
+from elastic.core.policy.dialects import dialect_of
+from elastic.errors import ConfigError, GroupError
+from elastic.worker.group import c10d
+from elastic.worker.group.abortable_wait import AbortableWait
+from elastic.worker.group.gloo_threads import numbers_of_gloo
+from elastic.worker.group.group_resources import AT_WORK_S, BackgroundReaper, GroupResources
+from elastic.worker.group.group_store import GroupStore, StoreAddress
+from elastic.worker.group.sockets import (
+    WatchedDescriptor,
+    ends_print,
+    find_event_loop,
+    open_listener,
+    shut_listener,
+    socket_inodes,
+)
+
+log = logging.getLogger(__name__)
+
+Made = TypeVar("Made")
+
+BACKENDS = ("gloo", "nccl", "cpu:gloo,cuda:nccl")
+NO_GENERATION = 0
+NCCL_ABORT_S = 30.0
+"""An abort of NCCL that takes longer will not end; the process has to."""
+HURRY_S = 1e-4
+"""How long a thread in a hurry waits for the interpreter; Python's own value is 5 ms."""
+
+
+def _prefix(spec: GroupSpec) -> str:
+    """Return what all keys of a group begin with.
+
+    A coordinator keeps members apart that do not speak alike, but for those of an earlier version,
+    which know nothing of it: such a group is not to form.
+    """
+    return f"{spec.job_id}/{spec.generation}/{dialect_of(PROTOCOL_MINOR)}"
+
+
+@dataclass(frozen=True)
+class GroupSpec:
+    """One worker's place in one group.
+
+    Attributes:
+        generation: >= 1; a group of a later generation has a greater number.
+        rank: 0 to world_size - 1.
+        world_size: >= 1.
+        leader_address: "host:port" of the leader's `StoreServer`.
+        backend: "gloo", "nccl" or "cpu:gloo,cuda:nccl".
+        host: address of this machine that gloo binds to.
+        timeout_s: of each collective; the backstop, not the detector.
+        job_id: part of every store key.
+        key: secret of the generation, by which members know each other.
+        form_timeout_s: how long forming may take, at most `timeout_s`. Less than the coordinator's
+            (60 s): who cannot form says so, and is not taken for one that hangs.
+    """
+
+    generation: int
+    rank: int
+    world_size: int
+    leader_address: str
+    backend: str
+    host: str
+    timeout_s: float
+    job_id: str
+    key: str = field(repr=False)
+    form_timeout_s: float = 45.0
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot form."""
+        if self.generation <= NO_GENERATION or not 0 <= self.rank < self.world_size:
+            raise ConfigError(
+                f"generation={self.generation} rank={self.rank} world_size={self.world_size}: "
+                f"expected generation >= 1 and 0 <= rank < world_size"
+            )
+        if not self.key:
+            raise ConfigError(
+                f"{self}: expected a secret of the generation, without which anybody could be a "
+                f"member; the coordinator is older than this worker and gives none"
+            )
+        if self.backend not in BACKENDS:
+            raise ConfigError(f"backend={self.backend!r}: expected one of {', '.join(BACKENDS)}")
+        if not (self.timeout_s > 0 and self.form_timeout_s > 0):
+            raise ConfigError(
+                f"timeout_s={self.timeout_s} form_timeout_s={self.form_timeout_s}: expected > 0"
+            )
+
+    def __str__(self) -> str:
+        return (
+            f"rank {self.rank} of {self.world_size}, generation {self.generation} of job "
+            f"{self.job_id}, leader {self.leader_address}"
+        )
+
+
+class ProcessGroups:
+    """The process's default group, one generation after the other.
+
+    `form` and `drop` are for the main thread; `abort`, `peer_hung_up` and `received_bytes` for any.
+    """
+
+    def __init__(self) -> None:
+        """Take torch's seams (see `c10d`), so that no later import can pass them by.
+
+        Raises:
+            GroupError: this torch lacks what is needed.
+        """
+        self._lock = threading.Lock()
+        self._abort_lock = threading.Lock()
+        self._life: GroupResources | None = None
+        self._fence = NO_GENERATION
+        self._reaper = BackgroundReaper()
+        self._seams = c10d.TorchPatches(
+            self._make_gloo,
+            standing=self._standing,
+            let_go=self._let_go,
+            waits=AbortableWait(lambda: self._life),
+        )
+        self._seams.install()
+
+    # ------------------------------------------------------------------------------- main thread
+
+    def form(self, spec: GroupSpec) -> None:
+        """Drop the old group and form this one as torch's default group.
+
+        Raises:
+            GroupError: it could not be formed in time, or was aborted; torch.distributed is then
+                as it was before any group.
+        """
+        self.drop()
+        began = time.monotonic()
+        limit_s = min(spec.timeout_s, spec.form_timeout_s)
+        life = GroupResources(generation=spec.generation, deadline=began + limit_s, spec=spec)
+        with self._lock:
+            is_over = spec.generation <= self._fence
+            if not is_over:
+                self._life = life
+        if is_over:
+            raise GroupError(f"{spec}: not formed, this generation was aborted before it began")
+        try:
+            self._connect(life, spec)
+            self._init(life, spec)
+            if life.aborted:
+                raise GroupError("aborted by order")
+        except BaseException as error:
+            seconds = time.monotonic() - began
+            self.drop()
+            if not isinstance(error, Exception):
+                raise
+            raise GroupError(f"{spec}: not formed after {seconds:.1f} s: {error}") from error
+        log.info(
+            "group_formed generation=%d rank=%d world_size=%d backend=%s ms=%.1f",
+            spec.generation, spec.rank, spec.world_size, spec.backend,
+            (time.monotonic() - began) * 1e3,
+        )  # fmt: skip
+
+    def drop(self) -> None:
+        """Forget the group, so that torch.distributed is as in a fresh process.
+
+        Its connections are shut down, so all members must have left the group, or it must be
+        broken. What torch holds is taken apart in the background, as far as user code lets go.
+        Takes milliseconds, mostly; a second where gloo does not close a connection by itself.
+
+        Raises:
+            GroupError: gloo does not come to rest, or NCCL does not let go of its communicators;
+                the process must be replaced.
+        """
+        with self._lock:
+            life, self._life = self._life, None
+        if life is not None:
+            self._abort(life)
+            life.abort_nccl()  # once more: a group may have been made while it was aborted
+            is_quiet = life.join_gloo()
+            self._reaper.release_later([life, *c10d.forget_all_groups()], life.release)
+            if not is_quiet:
+                raise GroupError(
+                    f"{life.spec}: gloo has been at work for {AT_WORK_S:.0f} s since the group is "
+                    f"over, and may write where this process trains; it must be replaced"
+                )
+            if not life.join_nccl(NCCL_ABORT_S):
+                raise GroupError(
+                    f"{life.spec}: NCCL has not ended its communicators after {NCCL_ABORT_S:.0f} "
+                    f"s; this process cannot form another group and must be replaced"
+                )
+        self._reaper.release_later(c10d.forget_all_groups())
+
+    def close(self) -> None:
+        """Drop the group and give torch its own functions back; for the end of the process."""
+        self.drop()
+        self._seams.remove()
+        self._reaper.close()
+
+    @property
+    def spec(self) -> GroupSpec | None:
+        """The place in the group that stands, None while there is none."""
+        life = self._life
+        return life.spec if life is not None and life.stands else None
+
+    @property
+    def store(self) -> PrefixStore:
+        """The group's key-value store, for the main thread; `abort` ends what waits in it.
+
+        Raises:
+            GroupError: no group stands.
+        """
+        life = self._life
+        if life is None or life.store is None or not life.stands:
+            raise GroupError("no group stands, so there is no store; form one first")
+        return PrefixStore(f"{_prefix(life.spec)}/elastic", life.store)
+
+    # -------------------------------------------------------------------------------- any thread
+
+    def abort(self, generation: int | None = None) -> None:
+        """Free whoever is blocked in the group, or in forming it; again is no harm.
+
+        What was blocked raises: `GroupError` out of `form` and `new_group`, RuntimeError out of
+        gloo collectives. NCCL collectives end without an error and with meaningless results, so
+        with NCCL the main thread must be told first (`Interrupter.interrupt`).
+
+        Args:
+            generation: abort this one and all before it, also one that `form` has not begun;
+                a later one is left alone. None for the present one, whichever it is.
+        """
+        with self._lock:
+            if generation is not None:
+                self._fence = max(self._fence, generation)
+            life = self._life
+        if life is not None and (generation is None or life.generation <= generation):
+            self._abort(life)
+
+    def peer_hung_up(self) -> bool:
+        """Return whether the group is broken: aborted, or a connection to a member is gone.
+
+        Tells an error that a lost member caused from one of the user's own.
+        """
+        life = self._life
+        return life is not None and life.is_broken()
+
+    def over(self) -> GroupResources | None:
+        """Return a group that is over, and nobody has dropped; None if there is no such."""
+        life = self._life
+        return life if life is not None and life.has_closed_all() else None
+
+    def received_bytes(self) -> int:
+        """Return what has come from the other members, as far as that can be known."""
+        life = self._life
+        return life.received_bytes() if life is not None else 0
+
+    # ------------------------------------------------------------------------------------ inside
+
+    def _abort(self, life: GroupResources) -> None:
+        with self._abort_lock, _hurry():
+            if life.abort():
+                log.info("group_aborted generation=%d", life.generation)
+
+    def _connect(self, life: GroupResources, spec: GroupSpec) -> None:
+        """Connect to the leader's store; the leader does so too, like everyone else."""
+        where = StoreAddress(spec.leader_address, spec.generation, spec.key)
+
+        def connect() -> GroupStore:
+            store = GroupStore.connect(where, life.left_s, lambda: life.aborted)
+            if life.aborted:
+                store.close()
+            return store
+
+        life.store = self._left_behind_if_need_be(life, connect, life.left_s())
+        if life.aborted:
+            life.store.cut()
+        life.store.set_timeout(timedelta(seconds=spec.timeout_s))
+
+    def _init(self, life: GroupResources, spec: GroupSpec) -> None:
+        if "nccl" in spec.backend:
+            os.environ.update(c10d.NCCL_ENVIRONMENT)
+        with c10d.same_excepthook():
+            self._seams.init_process_group(
+                backend=spec.backend,
+                store=PrefixStore(_prefix(spec), life.store),
+                rank=spec.rank,
+                world_size=spec.world_size,
+                timeout=timedelta(seconds=spec.timeout_s),
+            )
+        life.stands = True
+
+    def _make_gloo(self, real: Any, store: Any, rank: int, size: int, timeout_s: float) -> Any:
+        """Build a gloo backend on this generation's device; called by torch, for every group."""
+        life = self._life
+        if life is None:  # a group of the user's own, outside of ours
+            return real(store, rank, size, timeout=timedelta(seconds=timeout_s))
+        if life.device is None:
+            known = socket_inodes()
+            life.device = real.create_device(hostname=life.spec.host)
+            life.loop = find_event_loop(known)
+            if life.loop is None:
+                raise GroupError(
+                    "cannot tell which sockets are gloo's (/proc/self/fdinfo does not list what "
+                    "an epoll set watches), so a broken group could not be aborted; run on Linux, "
+                    "with GLOO_DEVICE_TRANSPORT unset or TCP"
+                )
+        limit_s = min(timeout_s, life.spec.form_timeout_s if life.stands else life.left_s())
+        options = c10d.parts().gloo_options()
+        options._devices = [life.device]
+        options._timeout = timedelta(seconds=limit_s)
+        before = frozenset(life.loop.watched()) if life.loop else frozenset()
+        threads = numbers_of_gloo()
+
+        def build() -> Any:
+            backend = real(store, rank, size, options)
+            if size > 1:
+                _check_ends(life, store, rank, size, before)
+            return backend
+
+        # Nobody but the members of a group that forms has a reason to connect.
+        open_listener(life.loop)
+        try:
+            backend = self._left_behind_if_need_be(life, build, limit_s)
+        except GroupError as error:
+            if not life.stands:
+                raise  # `form` says whose it is
+            raise GroupError(f"{life.spec}: a subgroup was not formed: {error}") from error
+        finally:
+            shut_listener(life.loop)
+        backend._set_default_timeout(timedelta(seconds=timeout_s))
+        life.add_backend(backend, before, threads)
+        return backend
+
+    def _left_behind_if_need_be(
+        self, life: GroupResources, call: Callable[[], Made], limit_s: float
+    ) -> Made:
+        """Run a call of torch's that may block where nothing reaches it, and wait for it.
+
+        A constructor of gloo waits for peers that may have stopped, TCPStore's for a server that
+        may have (without any timeout, in torch 2.13). On abort or timeout the thread is left
+        behind; its sockets are cut, it ends by itself, and what it still makes is buried.
+        """
+        future: Future[Made] = Future()
+        life.begin_wait(future)
+        try:
+            threading.Thread(
+                target=_fulfil,
+                args=(future, call, self._reaper.release_later),
+                name="elastic-form",
+                daemon=True,
+            ).start()
+            return future.result(timeout=limit_s)
+        except FutureTimeout:
+            if future.done():  # the call's own
+                raise
+            raise GroupError(f"timed out after {limit_s:.1f} s") from None
+        finally:
+            life.end_wait()
+            future.cancel()
+
+    def _standing(self) -> c10d.DefaultGroup | None:
+        spec = self.spec
+        return c10d.DefaultGroup(spec.rank, spec.world_size, spec.backend) if spec else None
+
+    def _let_go(self, group: Any) -> bool:
+        life = self._life
+        return life is None or life.let_go(group)
+
+
+@contextlib.contextmanager
+def _hurry() -> Iterator[None]:
+    """Let this thread have the interpreter soon, also from a main thread that computes."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(HURRY_S)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
+
+
+def _check_ends(
+    life: GroupResources, store: Any, rank: int, size: int, before: frozenset[WatchedDescriptor]
+) -> None:
+    """See that both ends of each of gloo's new connections are a member's.
+
+    gloo takes whoever connects first for the member that it waits for. Each connection of two
+    members goes into the prints of both, so that all of them come to nothing together.
+
+    Raises:
+        GroupError: somebody else is connected to one of us.
+    """
+    now = life.loop.watched() if life.loop else ()
+    mine = ends_print((one for one in now if one not in before), life.spec.key.encode())
+    store.set(f"ends/{rank}", mine.hex())
+    total = 0
+    for one in store.multi_get([f"ends/{other}" for other in range(size)]):
+        total ^= int(bytes(one), 16)
+    if total:
+        raise GroupError(
+            "somebody who is no member has connected to a member while the group formed, or "
+            "addresses are translated between the nodes, which must not be"
+        )
+
+
+def _fulfil(
+    future: Future[Made],
+    call: Callable[[], Made],
+    release_later: Callable[[list[Any]], None] | None = None,
+) -> None:
+    try:
+        made = call()
+    except BaseException as error:
+        with contextlib.suppress(InvalidStateError):  # nobody waits any more
+            future.set_exception(error)
+        return
+    try:
+        future.set_result(made)
+    except InvalidStateError:
+        if release_later is not None:
+            release_later([made])

@@ -1,0 +1,327 @@
+"""The connections of one generation, from the first attempt to form to the last reference.
+
+Rule: `abort` may be called from any thread at any time. After it no thread of this generation
+blocks on a peer, except in waits that gloo never wakes (see `waits`). Teardown takes up to 10 ms
+for each connection, so the reaper thread does it in the background.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, InvalidStateError
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from elastic.errors import GroupError
+from elastic.worker.group import c10d
+from elastic.worker.group import peer_sockets as mesh
+from elastic.worker.group.gloo_threads import IdleDetector, numbers_of_gloo, wait_for_peers
+from elastic.worker.group.sockets import (
+    GlooEpoll,
+    WatchedDescriptor,
+    any_hung_up,
+    end_reading,
+    received_bytes,
+)
+
+log = logging.getLogger(__name__)
+
+BURIAL_S = 2.0
+KEEP_UP_S = 0.2
+"""How long after an abort our peers' connections are kept up: they are told to leave, too, and
+until they have, a connection that is reset can make gloo forget what they wait for."""
+CLOSE_S = 1.0
+"""How long gloo may take to close connections that have ended; it takes some microseconds."""
+SILENT_S = 0.1
+"""How long after a connection was silenced gloo may still read from it."""
+AT_WORK_S = 30.0
+"""How long gloo may take to copy or add up what had come, once nothing more comes."""
+QUIET_POLLS_S = 0.005
+POLL_S = 0.0005
+"""Between two looks."""
+FORGOTTEN_POLL_S = 1.0
+
+
+@dataclass
+class GlooBackend:
+    """A gloo backend and the connections that it made."""
+
+    backend: Any
+    sockets: tuple[WatchedDescriptor, ...]
+
+
+@dataclass
+class GroupResources:
+    """What there is to cut when a generation ends.
+
+    Attributes:
+        generation: whose life this is.
+        deadline: `time.monotonic()` by which the group must stand.
+        spec: the `GroupSpec`, for messages.
+        store: the group's store, once the leader has answered.
+        device: gloo's device; all groups of a generation share one, and no two generations do.
+        loop: the device's event loop.
+        stands: the default group is formed.
+        aborted: it is over.
+        threads: numbers of the threads in which gloo carries out its collectives.
+    """
+
+    generation: int
+    deadline: float
+    spec: Any
+    store: Any = None
+    device: Any = None
+    loop: GlooEpoll | None = None
+    stands: bool = False
+    aborted: bool = False
+    threads: frozenset[int] = frozenset()
+    _backends: list[GlooBackend] = field(default_factory=list)
+    _waiting: Future[Any] | None = None
+    _nccl: list[threading.Thread] = field(default_factory=list)
+    _handles: list[socket.socket] = field(default_factory=list)
+    _quiet_at: float = 0.0
+    _cut_at: float = 0.0
+    _silenced_at: float = 0.0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def left_s(self) -> float:
+        """Return the seconds left for forming, at least a little."""
+        return max(0.01, self.deadline - time.monotonic())
+
+    # ---------------------------------------------------------------------------------- waiting
+
+    def begin_wait(self, future: Future[Any]) -> None:
+        """Let `abort` end a wait for this future.
+
+        Raises:
+            GroupError: this life is over.
+        """
+        with self._lock:
+            if self.aborted:
+                raise GroupError("aborted by order")
+            self._waiting = future
+
+    def end_wait(self) -> None:
+        """Nobody waits any more."""
+        with self._lock:
+            self._waiting = None
+
+    # --------------------------------------------------------------------------------- backends
+
+    def add_backend(
+        self, backend: Any, before: frozenset[WatchedDescriptor], threads: frozenset[int]
+    ) -> None:
+        """Remember a gloo backend, and connections and threads made since `before`, `threads`."""
+        self.threads |= numbers_of_gloo() - threads
+        now = self.loop.watched() if self.loop else ()
+        sockets = tuple(one for one in now if one not in before)
+        self._backends.append(GlooBackend(backend, sockets))
+
+    def let_go(self, group: Any) -> bool:
+        """Forget a subgroup's connections, because user code destroys it.
+
+        Returns:
+            Whether it may be destroyed: not if its connections could then pass for lost ones.
+        """
+        try:
+            backend = group._get_backend(torch.device("cpu"))
+        except (AttributeError, RuntimeError):
+            return True  # not gloo
+        for index, known in enumerate(self._backends):
+            if known.backend is backend:
+                del self._backends[index]
+                return True
+        return False
+
+    # ------------------------------------------------------------------------------- any thread
+
+    def abort(self) -> bool:
+        """Cut every connection and end every wait of this generation.
+
+        Returns:
+            Whether this was the first time.
+        """
+        with self._lock:
+            is_first, self.aborted = not self.aborted, True
+            waiting = self._waiting
+        if waiting is not None:
+            with contextlib.suppress(InvalidStateError):
+                waiting.set_exception(GroupError("aborted by order"))
+        self._cut()
+        if is_first:
+            self.abort_nccl()
+        return is_first
+
+    def abort_nccl(self) -> None:
+        """Begin to abort every NCCL communicator there is now; again is no harm."""
+        if "nccl" in self.spec.backend:
+            self._nccl += c10d.start_nccl_aborts(c10d.all_groups())
+
+    def is_broken(self) -> bool:
+        """Return whether this life is over, or a member has closed a connection."""
+        if self.aborted:
+            return True
+        backends = list(self._backends)
+        if any(any_hung_up(known.sockets) for known in backends):
+            return True
+        return "nccl" in self.spec.backend and c10d.any_nccl_error(c10d.all_groups())
+
+    def has_closed_all(self) -> bool:
+        """Return whether this life is over, and gloo has closed all connections of its groups.
+
+        Nothing more comes then; a thread of gloo's may still copy or add up what has come.
+        """
+        if not self._cut_at:
+            return False
+        ours = {one.inode for known in list(self._backends) for one in known.sockets}
+        with self._lock:  # the event loop's descriptor is its own until `release`
+            left = ours.intersection(one.inode for one in self.loop.watched()) if self.loop else ()
+            now = time.monotonic()
+            if not left or now - self._cut_at < CLOSE_S:
+                return not left
+            if self.loop is not None and not self._silenced_at:
+                self.loop.silence(ours)
+                self._silenced_at = now
+            return now - self._silenced_at > SILENT_S
+
+    @property
+    def timeout(self) -> timedelta:
+        """How long a message may be waited for."""
+        return timedelta(seconds=self.spec.timeout_s)
+
+    def quiet(self) -> IdleDetector:
+        """Return what looks at the threads of gloo's in which this life's collectives run."""
+        return IdleDetector(self.threads, are_all=not self._backends or bool(numbers_of_gloo()))
+
+    def join_gloo(self) -> bool:
+        """Wait until nothing of gloo's is at work for this life, once aborted.
+
+        Returns:
+            Whether it came to that, in `CLOSE_S` and `AT_WORK_S`; mostly it takes milliseconds.
+        """
+        while not self.has_closed_all():
+            time.sleep(POLL_S)
+        quiet, end = self.quiet(), time.monotonic() + AT_WORK_S
+        while not quiet.lasts(QUIET_POLLS_S):
+            if time.monotonic() > end:
+                return False
+            time.sleep(POLL_S)
+        return True
+
+    def received_bytes(self) -> int:
+        """Return what has come from the other members."""
+        ours = mesh.received_bytes()
+        return ours + sum(received_bytes(known.sockets) for known in list(self._backends))
+
+    def join_nccl(self, timeout_s: float) -> bool:
+        """Wait until NCCL's aborts are done; return whether they are."""
+        deadline = time.monotonic() + timeout_s
+        for thread in self._nccl:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._nccl)
+
+    def release(self) -> None:
+        """Let go of everything, once aborted; takes its time.
+
+        The device's own reference first: then it is a backend that ends it, which torch does
+        without holding the interpreter.
+        """
+        time.sleep(max(0.0, self._quiet_at - time.monotonic()))
+        with self._lock:
+            handles, self._handles = self._handles, []
+            self.loop = None
+            self.device = None
+        for handle in handles:
+            handle.close()
+        # Whoever lets go last of a group waits for what it has forgotten: it must not be a script.
+        while wait_for_peers(self.threads):
+            time.sleep(FORGOTTEN_POLL_S)
+        self._backends.clear()
+        store, self.store = self.store, None
+        if store is not None:
+            store.close()
+
+    def _cut(self) -> None:
+        with self._lock:  # the event loop's descriptor is its own until `release`
+            if self.loop is not None:
+                self._handles += end_reading(self.loop.watched())
+                self._quiet_at = time.monotonic() + KEEP_UP_S
+        store = self.store
+        if store is not None:
+            store.cut()
+        mesh.cut_all()
+        self._cut_at = self._cut_at or time.monotonic()
+
+
+Grave = tuple[list[Any], Callable[[], None] | None]
+
+
+class BackgroundReaper:
+    """Lets go of what takes long to take apart, in a thread.
+
+    A group in which gloo has forgotten somebody ends with that one's timeout: whoever comes while
+    a thread is at it gets another one.
+    """
+
+    def __init__(self) -> None:
+        """Start nothing yet."""
+        self._reaper: ReaperThread | None = None
+        self._lock = threading.Lock()
+
+    def release_later(self, things: list[Any], first: Callable[[], None] | None = None) -> None:
+        """Let go of these things, after a last call; the caller keeps no reference."""
+        if not things:
+            return
+        with self._lock:
+            if self._reaper is None or self._reaper.is_busy:
+                self._end(self._reaper)
+                self._reaper = ReaperThread()
+            self._reaper.is_busy = True
+            self._reaper.graves.put((things, first))
+
+    def close(self) -> None:
+        """Finish, within reason."""
+        with self._lock:
+            digger, self._reaper = self._reaper, None
+        self._end(digger)
+        if digger is not None:
+            digger.thread.join(BURIAL_S)
+
+    @staticmethod
+    def _end(digger: ReaperThread | None) -> None:
+        if digger is not None:
+            digger.graves.put(None)
+
+
+class ReaperThread:
+    """One thread of the undertaker's.
+
+    Attributes:
+        graves: what it is to let go of; None for the end.
+        is_busy: it has a grave.
+    """
+
+    def __init__(self) -> None:
+        """Start it."""
+        self.graves: queue.SimpleQueue[Grave | None] = queue.SimpleQueue()
+        self.is_busy = False
+        self.thread = threading.Thread(target=self._dig, name="elastic-undertaker", daemon=True)
+        self.thread.start()
+
+    def _dig(self) -> None:
+        while (grave := self.graves.get()) is not None:
+            things, first = grave
+            if first is not None:
+                first()
+            things.clear()
+            del grave, things, first
+            self.is_busy = False

@@ -1,0 +1,287 @@
+"""What the engine's own traffic in one group goes over: connections, and memory of one's own node.
+
+Each group has its links, from the meeting of its members on: a mesh of connections to those that
+plans name as partners, and the knowledge of whose memory can be read in place. Exchanges that are
+under way register here, and all of them get further whenever anyone waits for anything.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+from elastic.core.policy.exchange_plan import (
+    GroupShape,
+    flat_shape,
+    partners,
+    rows_plan,
+    shape_of,
+    tree_plan,
+)
+from elastic.errors import InvariantViolation
+from elastic.worker.group.peer_sockets import PeerAddress, PeerEndpoint, PeerSockets
+from elastic.worker.group.shared_memory import PeerMemory
+
+FEW = 16
+"""Up to so many ranks what is small goes from all to all: one message's time and not log W."""
+FINE = 1 << 60
+"""Elements of a bucket that is cut nowhere between two of its elements."""
+TAGS = 1 << 20
+"""From here on tags are those of buckets."""
+TAGS_OF_ONE = 128
+"""Of a bucket: two for each depth of a plan."""
+
+
+@dataclass(frozen=True)
+class MemberEntry:
+    """How a member is found by the others.
+
+    Attributes:
+        door: where it lets them in.
+        node: a number that is equal on members of one node, and on no others.
+        pid, number, inode: of its process, and of descriptor and file of an empty memory file of
+            it: who finds that one can read the others as well.
+    """
+
+    door: PeerEndpoint = field(default_factory=PeerEndpoint)
+    node: int = 0
+    pid: int = 0
+    number: int = 0
+    inode: int = 0
+
+    def numbers(self) -> list[int]:
+        """Return it as numbers of 64 bits."""
+        return [*self.door.numbers(), self.node, self.pid, self.number, self.inode]
+
+    @staticmethod
+    def of(numbers: Sequence[int]) -> MemberEntry:
+        """Read such numbers."""
+        *door, node, pid, number, inode = numbers
+        return MemberEntry(PeerEndpoint.of(door), node, pid, number, inode)
+
+    def is_readable(self) -> bool:
+        """Return whether this process may open that one's files."""
+        with suppress(OSError):
+            return os.stat(f"/proc/{self.pid}/fd/{self.number}").st_ino == self.inode
+        return False
+
+
+class MemberLinks:
+    """This rank's links in one group.
+
+    Attributes:
+        mesh: the connections.
+        shape: how exchanges of what is large join the ranks; of what is small `small_shape`.
+        memory: by rank, of those whose memory we read in place; empty if nobody's.
+    """
+
+    def __init__(self, rank: int, world_size: int, reach: PeerAddress) -> None:
+        """Open the door; `join` makes the connections.
+
+        Raises:
+            OSError: this machine does not have the address.
+        """
+        self.rank, self.world_size = rank, world_size
+        self.mesh = PeerSockets(reach)
+        probe = os.memfd_create("elastic-links", os.MFD_CLOEXEC)
+        weakref.finalize(self, os.close, probe).atexit = False
+        self.entry = MemberEntry(
+            self.mesh.door, _node_number(reach.node), os.getpid(), probe, os.fstat(probe).st_ino
+        )
+        self.shape = self.small_shape = flat_shape(world_size)
+        self.memory: dict[int, PeerMemory] = {}
+        self._entries: Sequence[MemberEntry] = ()
+        self._due: deque[Callable[[], None]] = deque()
+        self._made = 0
+
+    def join(self, entries: Sequence[MemberEntry]) -> bool:
+        """Connect to our partners among these, by rank.
+
+        Returns:
+            Whether we can read the memory of all others of our node; what counts is that all can.
+
+        Raises:
+            RuntimeError: somebody could not be reached.
+        """
+        self._entries = entries
+        nodes = [0]
+        for before, entry in pairwise(entries):
+            nodes.append(nodes[-1] + (entry.node != before.node))
+        self.shape = shape_of(nodes)
+        if self.world_size > FEW:
+            self.small_shape = self.shape
+        wanted = None if self.world_size <= FEW else partners_of(self.rank, self.shape)
+        try:
+            self.mesh.join(self.rank, [entry.door for entry in entries], partners=wanted)
+        except OSError as error:
+            raise RuntimeError(
+                f"mesh: rank {self.rank} at {self.entry.door.address} could not connect to all "
+                f"others ({error}): Connection closed; members must reach each other at the "
+                f"addresses that their agents announce (--host)"
+            ) from error
+        here = [
+            entry for entry, node in zip(entries, nodes, strict=True) if node == nodes[self.rank]
+        ]
+        return all(entry.is_readable() for entry in here)
+
+    def share(self) -> None:
+        """Read the memory of others of our node from now on: all members have said they can."""
+        first, last = next(
+            (one.ranks for one in _local_groups(self.shape) if self.rank in range(*one.ranks)),
+            (self.rank, self.rank + 1),
+        )
+        self.memory = {
+            rank: PeerMemory(self._entries[rank].pid)
+            for rank in range(first, last)
+            if rank != self.rank
+        }
+
+    # ------------------------------------------------------------------------ what is under way
+
+    def next_tag(self) -> int:
+        """Return the first of `TAGS_OF_ONE` tags that no other exchange of this group has.
+
+        All ranks make the same exchanges in the same order, because they do the same steps; also
+        those of a later training loop in the same group.
+        """
+        self._made += 1
+        return TAGS + TAGS_OF_ONE * self._made
+
+    def call_soon(self, call: Callable[[], None]) -> None:
+        """Have something called once everyone is through who is at it now."""
+        self._due.append(call)
+
+    def progress(self) -> None:
+        """Let all exchanges get as far as they can; waits for nobody.
+
+        Raises:
+            RuntimeError: the group broke.
+        """
+        self.mesh.poll()
+        self._call()
+
+    def wait_until(self, is_there: Callable[[], bool]) -> None:
+        """Let all exchanges get further until something is there.
+
+        Raises:
+            RuntimeError: the group broke, or nothing came in time.
+        """
+        self.mesh.wait_until(is_there, meanwhile=self._call)
+
+    def wait(self, rank: int, tag: int) -> None:
+        """Wait for a message of whoever has expected it, and let exchanges get further.
+
+        Raises:
+            RuntimeError: the group broke, or nothing came in time.
+        """
+        self.mesh.wait(rank, tag, self._call)
+
+    def _call(self) -> None:
+        while self._due:
+            self._due.popleft()()
+
+
+def partners_of(rank: int, shape: GroupShape) -> frozenset[int]:
+    """Return all ranks that a rank talks to, whatever is exchanged."""
+    talks = partners(tree_plan(rank, shape.world_size, shape, FINE, 1))
+    for one in rows_plan(rank, shape):
+        talks |= {*one.sends, *(other for other, _ in one.receives)}
+    return talks
+
+
+def _local_groups(shape: GroupShape) -> list[GroupShape]:
+    if shape.is_local:
+        return [shape]
+    return [found for one in shape.groups for found in _local_groups(one)]
+
+
+def _node_number(node: str) -> int:
+    """Return a number of 63 bits, for a node's name on this machine."""
+    try:
+        machine = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
+    except OSError:
+        return os.getpid()  # Nobody's memory can be read here.
+    digest = hashlib.blake2b(f"{machine}/{node}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+# ----------------------------------------------------------------------------- links of groups
+
+_links: WeakKeyDictionary[Any, MemberLinks] = WeakKeyDictionary()
+_open: WeakKeyDictionary[Any, MemberLinks] = WeakKeyDictionary()
+
+
+def links_of(group: Any) -> MemberLinks:
+    """Return the links of a group whose members have met.
+
+    Raises:
+        InvariantViolation: they have not.
+    """
+    links = _links.get(group)
+    if links is None:
+        raise InvariantViolation("the members of this group have not connected to each other yet")
+    return links
+
+
+def open_links(group: Any, reach: PeerAddress) -> MemberLinks:
+    """Return our links in this group, which the others must be told of before they are joined.
+
+    Raises:
+        RuntimeError: this machine does not have the address.
+    """
+    known = _links.get(group) or _open.get(group)
+    if known is None:
+        try:
+            known = _open[group] = MemberLinks(group.rank(), group.size(), reach)
+        except OSError as error:
+            raise RuntimeError(
+                f"mesh: Connection closed: rank {group.rank()} cannot listen on {reach.host} "
+                f"({error}); give the agent --host with an address of this machine"
+            ) from error
+    return known
+
+
+def join_links(group: Any, entries: Sequence[MemberEntry]) -> None:
+    """Connect to our partners in this group, unless that is done; all members do so.
+
+    Raises:
+        RuntimeError: the group broke, or somebody cannot be reached.
+    """
+    if group in _links:
+        return
+    links = _open[group]
+    shares = links.join(entries)
+    told = [torch.zeros(1) for _ in entries]
+    dist.all_gather(told, torch.tensor([float(shares)]), group=group)
+    if all(bool(one) for one in told):
+        links.share()
+    del _open[group]
+    _links[group] = links
+
+
+def connect(group: Any, reach: PeerAddress) -> None:
+    """Tell each other where we are, and connect, unless that is done; all members do so.
+
+    Those who train over `train.epochs()` have met before; members of plain loops may not have.
+
+    Raises:
+        RuntimeError: the group broke, or somebody cannot be reached.
+    """
+    if group.size() == 1 or group in _links:
+        return
+    mine = torch.tensor(open_links(group, reach).entry.numbers(), dtype=torch.int64)
+    told = [torch.empty_like(mine) for _ in range(group.size())]
+    dist.all_gather(told, mine, group=group)
+    join_links(group, [MemberEntry.of(one.tolist()) for one in told])

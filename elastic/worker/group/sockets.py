@@ -1,0 +1,279 @@
+"""The sockets of a torch group: found exactly, shut down from any thread, asked for hang-ups.
+
+Rule: a socket is named by (descriptor, inode), and nothing is done to a descriptor whose inode
+has changed since: a number that was closed and handed out again may belong to anyone. What gloo
+itself watches (the epoll set of its device, as the kernel prints it) is the list of a group's
+sockets; nobody else's can be in it, whatever other threads open meanwhile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import hashlib
+import os
+import platform
+import re
+import select
+import socket
+import stat
+import struct
+from collections.abc import Iterable, Iterator, Set
+from dataclasses import dataclass
+from typing import Any
+
+DESCRIPTORS = "/proc/self/fd"
+# "tfd:  12 events:  19 data: 5650  pos:0 ino:8b57 sdev:9", one line for each watched descriptor.
+WATCHED_LINE = re.compile(
+    r"^tfd:\s*(\d+)\s.*\bdata:\s*([0-9a-f]+)\s.*\bino:([0-9a-f]+)\b", re.MULTILINE
+)
+EPOLL_CTL_MOD = 3
+EPOLL_EVENT = struct.Struct("=IQ" if platform.machine() in ("x86_64", "i686") else "=I4xQ")
+"""`struct epoll_event`, events and data; x86 packs it."""
+POLL_RDHUP = getattr(select, "POLLRDHUP", 0x2000)
+TCP_INFO_BYTES = 192
+BYTES_RECEIVED_AT = 128
+"""In `struct tcp_info`: tcpi_bytes_received, since Linux 4.1."""
+PRINT_BYTES = 16
+SO_ATTACH_FILTER, SO_DETACH_FILTER = 26, 27
+_DROP = ctypes.create_string_buffer(struct.pack("=HBBI", 0x06, 0, 0, 0), 8)
+DROP_ALL = struct.pack("@HP", 1, ctypes.addressof(_DROP))
+"""A `struct sock_fprog` of one instruction: return 0, keep nothing of the packet."""
+GONE = POLL_RDHUP | select.POLLHUP | select.POLLERR | select.POLLNVAL
+
+
+@dataclass(frozen=True)
+class WatchedDescriptor:
+    """A descriptor and the inode it stood for when it was listed."""
+
+    descriptor: int
+    inode: int
+
+
+@dataclass(frozen=True)
+class GlooEpoll:
+    """The epoll set of one gloo device; it lives as long as the device does."""
+
+    descriptor: int
+
+    def watched(self) -> tuple[WatchedDescriptor, ...]:
+        """Return all that the device watches now: its pipe, its listener, its pairs."""
+        return tuple(one for one, _ in self._lines())
+
+    def silence(self, inodes: Set[int]) -> None:
+        """Let the device hear of these sockets no more; it keeps them until it is taken apart.
+
+        gloo goes round for ever with one on which a message was broken off whose receiver is gone:
+        it neither reads on nor sees the end.
+        """
+        change = ctypes.CDLL(None, use_errno=True).epoll_ctl
+        for one, data in self._lines():
+            if one.inode in inodes:
+                # Once, because the kernel tells of a reset whatever it is asked for.
+                event = EPOLL_EVENT.pack(select.EPOLLONESHOT, data)
+                change(self.descriptor, EPOLL_CTL_MOD, one.descriptor, event)
+
+    def _lines(self) -> list[tuple[WatchedDescriptor, int]]:
+        """Return what is watched, and what the device is told with it."""
+        try:
+            with open(f"/proc/self/fdinfo/{self.descriptor}", encoding="ascii") as lines:
+                text = lines.read()
+        except FileNotFoundError:
+            return []
+        return [
+            (WatchedDescriptor(int(number), int(inode, 16)), int(data, 16))
+            for number, data, inode in WATCHED_LINE.findall(text)
+        ]
+
+
+def socket_inodes() -> frozenset[int]:
+    """Return the inodes of every socket that this process holds now."""
+    return frozenset(one.inode for one in _sockets())
+
+
+def find_event_loop(known: frozenset[int]) -> GlooEpoll | None:
+    """Find the epoll set of a gloo device that was made since `known` was taken.
+
+    Such a set holds one listening socket that is not in `known`, and a pipe to wake the loop.
+    A server that another thread opens at the same moment looks different: asyncio wakes itself
+    through a socket pair.
+
+    Returns:
+        The event loop, or None if the kernel does not tell (no /proc, no epoll).
+    """
+    for descriptor in _descriptors():
+        if _link(descriptor) != "anon_inode:[eventpoll]":
+            continue
+        loop = GlooEpoll(descriptor)
+        watched = loop.watched()
+        listeners = [one for one in watched if one.inode not in known and _is_listener(one)]
+        pipes = [one for one in watched if _link(one.descriptor).startswith("pipe:")]
+        if len(listeners) == 1 and len(pipes) == 1:
+            return loop
+    return None
+
+
+def end_reading(sockets: Iterable[WatchedDescriptor]) -> list[socket.socket]:
+    """Let gloo read the end of these connections, at once; it then fails and closes them.
+
+    Only the reading side, although both would free whoever waits. A thread that begins to send
+    at that very moment would be refused by the kernel (EPIPE) before gloo has read the end; gloo
+    then queues what could not be sent, and forgets to tell its sender when the pair closes: the
+    sender waits out its timeout. 35 of 750 members hung like that when groups that reduce all
+    the time were aborted with SHUT_RDWR, and none with SHUT_RD.
+
+    `close` would not do: it wakes nobody who is blocked on the same socket, and the number would
+    be free for others while its owner still uses it. What is no connection is left alone; a
+    listener above all, whose owner would be woken without end.
+
+    Returns:
+        Handles on those that were still connected. While they are open, gloo's own `close` does
+        not reset the connection, which could make the peer's gloo forget a sender in its turn.
+    """
+    handles = []
+    for one in sockets:
+        with _duplicate(one) as sock:
+            if sock is None or _listens(sock):
+                continue
+            with contextlib.suppress(OSError):  # not connected any more: what we wanted
+                sock.shutdown(socket.SHUT_RD)
+                handles.append(sock.dup())
+    return handles
+
+
+def any_hung_up(sockets: Iterable[WatchedDescriptor]) -> bool:
+    """Return whether one of these connections has ended: by its peer, by an error, or by us.
+
+    gloo closes its end as soon as it sees the peer's, so a socket that is gone counts.
+    """
+    for one in sockets:
+        with _duplicate(one) as sock:
+            if sock is None:
+                return True
+            poll = select.poll()
+            poll.register(sock, POLL_RDHUP)
+            if any(event & GONE for _, event in poll.poll(0)):
+                return True
+    return False
+
+
+def received_bytes(sockets: Iterable[WatchedDescriptor]) -> int:
+    """Return what has come over these connections since they stand, 0 where no kernel tells."""
+    found = 0
+    for one in sockets:
+        with _duplicate(one) as sock, contextlib.suppress(OSError, struct.error, AttributeError):
+            if sock is not None:
+                told = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO_BYTES)
+                found += struct.unpack_from("=Q", told, BYTES_RECEIVED_AT)[0]
+    return found
+
+
+def ends_print(sockets: Iterable[WatchedDescriptor], key: bytes) -> bytes:
+    """Return a print of connections that is the same at both of their ends.
+
+    The exclusive or of one print for each: those of all members of a group come to nothing.
+
+    Args:
+        sockets: what is no connection of two addresses is left out.
+        key: a secret, so that nobody can choose what his connection adds.
+    """
+    total = 0
+    for one in sockets:
+        with _duplicate(one) as sock, contextlib.suppress(OSError):
+            if sock is None or _listens(sock):
+                continue
+            ends = sorted([_plain(sock.getsockname()), _plain(sock.getpeername())])
+            text = " ".join(ends).encode()
+            digest = hashlib.blake2b(text, key=key[:64], digest_size=PRINT_BYTES).digest()
+            total ^= int.from_bytes(digest, "big")
+    return total.to_bytes(PRINT_BYTES, "big")
+
+
+def shut_listener(loop: GlooEpoll | None) -> None:
+    """Let nobody connect to a gloo device any more.
+
+    Its listener stays, since gloo would go round for ever without it: the kernel drops what comes
+    for it. Who has connected stays connected.
+    """
+    _set_filter(loop, SO_ATTACH_FILTER, DROP_ALL)
+
+
+def open_listener(loop: GlooEpoll | None) -> None:
+    """Let members of a group that forms connect to a gloo device again."""
+    _set_filter(loop, SO_DETACH_FILTER, bytes(4))
+
+
+def _set_filter(loop: GlooEpoll | None, option: int, value: bytes) -> None:
+    for one in loop.watched() if loop is not None else ():
+        with _duplicate(one) as sock, contextlib.suppress(OSError):
+            if sock is not None and _listens(sock):
+                sock.setsockopt(socket.SOL_SOCKET, option, value)
+
+
+def _plain(name: tuple[Any, ...]) -> str:
+    """Return a socket's name as text; IPv4 in IPv6 becomes plain IPv4."""
+    host = str(name[0]).partition("%")[0].removeprefix("::ffff:")
+    return f"{host} {name[1]}"
+
+
+def _descriptors() -> list[int]:
+    return [int(name) for name in os.listdir(DESCRIPTORS)]
+
+
+def _link(descriptor: int) -> str:
+    try:
+        return os.readlink(f"{DESCRIPTORS}/{descriptor}")
+    except OSError:
+        return ""  # closed since it was listed
+
+
+def _sockets() -> Iterator[WatchedDescriptor]:
+    for descriptor in _descriptors():
+        link = _link(descriptor)
+        if link.startswith("socket:["):
+            yield WatchedDescriptor(descriptor, int(link[len("socket:[") : -1]))
+
+
+@contextlib.contextmanager
+def _duplicate(one: WatchedDescriptor) -> Iterator[socket.socket | None]:
+    """Yield a handle on the socket, or None if it is gone or no internet socket.
+
+    One of our own, which its owner cannot close under us; the owner's, if this process may open no
+    more: to act on a number that may pass to another is less bad than not to cut a connection.
+    """
+    is_own = True
+    try:
+        descriptor = os.dup(one.descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EMFILE, errno.ENFILE):
+            yield None
+            return
+        is_own, descriptor = False, one.descriptor
+    try:
+        status = os.fstat(descriptor)
+    except OSError:
+        yield None  # closed in this moment, and not ours
+        return
+    if status.st_ino != one.inode or not stat.S_ISSOCK(status.st_mode):
+        if is_own:
+            os.close(descriptor)
+        yield None
+        return
+    sock = socket.socket(fileno=descriptor)
+    try:
+        yield sock if sock.family in (socket.AF_INET, socket.AF_INET6) else None
+    finally:
+        if is_own:
+            sock.close()
+        else:
+            sock.detach()
+
+
+def _is_listener(one: WatchedDescriptor) -> bool:
+    with _duplicate(one) as sock:
+        return sock is not None and _listens(sock)
+
+
+def _listens(sock: socket.socket) -> bool:
+    return bool(sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))

@@ -1,0 +1,433 @@
+"""The rendezvous store of rank 0, for the groups that it leads; one thread serves all members.
+
+Rule: a client is unauthenticated until it has proven that it knows the secret of a generation that
+we serve. Unauthenticated clients can read and change nothing. Each costs a descriptor and a few
+bytes for a limited time; their number is limited, the oldest of the host with the most goes first,
+and they are logged once a minute.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import selectors
+import socket
+import threading
+import time
+from collections import Counter, deque
+from dataclasses import dataclass, field
+
+from elastic.errors import GroupError
+from elastic.runtime.rpc import format_endpoint
+from elastic.worker.group import store_wire as wire
+from elastic.worker.group.store_wire import StoreVerb
+
+log = logging.getLogger(__name__)
+
+BACKLOG = 1024
+"""Members that may connect to a leader at the same moment."""
+STRANGERS_MAX = 256
+"""Connections that have shown nothing yet, or are of a generation that we do not know yet."""
+STRANGER_S = 5.0
+"""Who has something to show does so within a round trip; members try again."""
+REPORTED_S = 60.0
+READ_BYTES = 1 << 18
+TICK_S = 0.1
+"""How exactly waits and strangers are timed."""
+NO_ROOM_S = 0.1
+"""How long nobody is let in once this process may open no more files."""
+
+
+@dataclass
+class _Space:
+    """The keys of one generation.
+
+    Attributes:
+        key: the generation's secret.
+        values: what was set.
+        members: connections of its members.
+        waiting: who waits for keys.
+        wanted: by whom keys are waited for that are not there.
+    """
+
+    key: str
+    values: dict[bytes, bytes] = field(default_factory=dict)
+    members: set[_StoreClient] = field(default_factory=set)
+    waiting: dict[_StoreClient, _Wait] = field(default_factory=dict)
+    wanted: dict[bytes, set[_StoreClient]] = field(default_factory=dict)
+
+
+@dataclass
+class _Wait:
+    """A member that waits for keys.
+
+    Attributes:
+        wants_values: or only that they are there.
+        until: `time.monotonic()`.
+        missing: keys that are not there.
+    """
+
+    keys: list[bytes]
+    wants_values: bool
+    until: float
+    missing: set[bytes] = field(default_factory=set)
+
+
+@dataclass(eq=False)
+class _StoreClient:
+    """One connection.
+
+    Attributes:
+        host: where it comes from.
+        greeting: what it was sent first.
+        since: `time.monotonic()`.
+        generation, claim: what a stranger says, once he has said it.
+        space: a member's.
+        unsent: what the kernel has not taken yet.
+    """
+
+    sock: socket.socket
+    host: str
+    greeting: bytes
+    since: float
+    generation: int = 0
+    claim: bytes = b""
+    space: _Space | None = None
+    read: bytearray = field(default_factory=bytearray)
+    unsent: deque[memoryview] = field(default_factory=deque)
+
+
+class StoreServer:
+    """A store that listens before anyone is told of it.
+
+    Every worker has one, so that any of them can lead a later generation.
+
+    Attributes:
+        address: "host:port".
+    """
+
+    def __init__(self, host: str) -> None:
+        """Listen on a free port of this address.
+
+        Raises:
+            GroupError: this machine does not have the address.
+        """
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        try:
+            self._listener = socket.create_server((host, 0), family=family, backlog=BACKLOG)
+        except OSError as error:
+            raise GroupError(
+                f"the rendezvous store cannot listen on {host}: {error}; give the agent --host "
+                f"with an address of this machine that the other nodes can reach"
+            ) from error
+        self.address = format_endpoint(host, self._listener.getsockname()[1])
+        self._listener.setblocking(False)
+        self._spaces: dict[int, _Space] = {}
+        self._strangers: dict[_StoreClient, None] = {}
+        self._reported_at = -REPORTED_S
+        self._unreported = 0
+        self._shut_until = 0.0
+        self._checked_at = 0.0
+        self._orders: deque[tuple[int, str]] = deque()
+        self._is_closed = False
+        self._selector = selectors.DefaultSelector()
+        self._bell, self._rung = socket.socketpair()
+        self._bell.setblocking(False)
+        self._rung.setblocking(False)
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._selector.register(self._rung, selectors.EVENT_READ)
+        self._thread = threading.Thread(target=self._serve, name="elastic-store", daemon=True)
+        self._thread.start()
+
+    def admit(self, generation: int, key: str) -> None:
+        """Serve the members of a generation that we lead; older ones end with their members.
+
+        Args:
+            generation: greater than those before.
+            key: its secret, which members prove that they have.
+        """
+        self._orders.append((generation, key))
+        self._ring()
+
+    def close(self) -> None:
+        """End all connections, and stop listening."""
+        self._is_closed = True
+        self._ring()
+        self._thread.join()
+
+    def _ring(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            self._bell.send(b"\0")
+
+    # ---------------------------------------------------------------- the thread
+
+    def _serve(self) -> None:
+        while not self._is_closed:
+            for key, events in self._selector.select(TICK_S if self._is_timed() else None):
+                if key.fileobj is self._listener:
+                    self._accept()
+                elif key.fileobj is self._rung:
+                    self._rung.recv(READ_BYTES)
+                else:
+                    self._turn(key.data, events)
+            while self._orders:
+                self._admit(*self._orders.popleft())
+            self._check_at_the_clock()
+        for peer in [*self._strangers, *(p for s in self._spaces.values() for p in s.members)]:
+            peer.sock.close()
+        self._selector.close()
+        for sock in (self._listener, self._bell, self._rung):
+            sock.close()
+
+    def _is_timed(self) -> bool:
+        """Return whether something is to happen at a time."""
+        waits = any(space.waiting for space in self._spaces.values())
+        return waits or bool(self._strangers) or bool(self._shut_until)
+
+    def _check_at_the_clock(self) -> None:
+        now = time.monotonic()
+        if now - self._checked_at < TICK_S:
+            return
+        self._checked_at = now
+        for peer in [one for one in self._strangers if one.since + STRANGER_S <= now]:
+            self._turn_away(peer, "has proven nothing in time")
+        for space in self._spaces.values():
+            for peer in [one for one, wait in space.waiting.items() if wait.until <= now]:
+                _forget_wait(space, peer)
+                self._answer(peer, wire.TIMED_OUT)
+        if self._shut_until and self._shut_until <= now:
+            self._shut_until = 0.0
+            self._selector.register(self._listener, selectors.EVENT_READ)
+
+    def _admit(self, generation: int, key: str) -> None:
+        self._spaces = {number: one for number, one in self._spaces.items() if one.members}
+        self._spaces.setdefault(generation, _Space(key))
+        for peer in [one for one in self._strangers if one.claim]:
+            self._check_at_claim(peer)
+
+    # ---------------------------------------------------------------- strangers
+
+    def _accept(self) -> None:
+        try:
+            sock, address = self._listener.accept()
+        except (BlockingIOError, ConnectionError):
+            return
+        except OSError as error:
+            log.warning("store_lets_nobody_in seconds=%.1f error=%r", NO_ROOM_S, str(error))
+            self._selector.unregister(self._listener)
+            self._shut_until = time.monotonic() + NO_ROOM_S
+            return
+        if len(self._strangers) >= STRANGERS_MAX:
+            ((crowd, _),) = Counter(one.host for one in self._strangers).most_common(1)
+            oldest = next(one for one in self._strangers if one.host == crowd)
+            self._turn_away(oldest, f"is one of {STRANGERS_MAX} that have proven nothing")
+        sock.setblocking(False)
+        greeting = wire.MAGIC + os.urandom(wire.NONCE_BYTES)
+        peer = _StoreClient(sock, str(address[0]), greeting, time.monotonic())
+        self._strangers[peer] = None
+        self._selector.register(sock, selectors.EVENT_READ, peer)
+        try:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            sock.send(greeting)
+        except OSError:
+            self._turn_away(peer, "has hung up")
+
+    def _listen_to_stranger(self, peer: _StoreClient) -> None:
+        try:
+            said = peer.sock.recv(wire.HELLO_BYTES + 1 - len(peer.read))
+        except BlockingIOError:
+            return
+        except OSError:
+            said = b""
+        peer.read += said
+        if not said or len(peer.read) > wire.HELLO_BYTES or peer.claim:
+            # Who only looks whether somebody listens has said nothing; that is no news.
+            self._turn_away(peer, "talks like no member" if peer.read else "")
+            return
+        if len(peer.read) == wire.HELLO_BYTES:
+            peer.claim = bytes(peer.read)
+            (peer.generation,) = wire.GENERATION.unpack_from(peer.claim, wire.NONCE_BYTES)
+            self._check_at_claim(peer)
+
+    def _check_at_claim(self, peer: _StoreClient) -> None:
+        """Let a member in; one of a generation that we have not heard of waits a little."""
+        space = self._spaces.get(peer.generation)
+        if space is None:
+            if peer.generation < max(self._spaces, default=0):
+                self._turn_away(peer, "is of a generation that is over")
+            return
+        said = (peer.greeting, peer.claim[: -wire.PROOF_BYTES])
+        theirs = wire.proof(space.key, "client", *said)
+        if not wire.is_proof(peer.claim[-wire.PROOF_BYTES :], theirs):
+            self._turn_away(peer, "does not know the generation's secret")
+            return
+        del self._strangers[peer]
+        peer.read.clear()
+        peer.space = space
+        space.members.add(peer)
+        self._send(peer, wire.proof(space.key, "server", *said))
+
+    def _turn_away(self, peer: _StoreClient, why: str) -> None:
+        del self._strangers[peer]
+        self._selector.unregister(peer.sock)
+        peer.sock.close()
+        if not why:
+            return
+        self._unreported += 1
+        now = time.monotonic()
+        if now - self._reported_at >= REPORTED_S:
+            log.warning(
+                "stranger_turned_away host=%s count=%d reason='it %s': only members of the group "
+                "can use a worker's store",
+                peer.host, self._unreported, why,
+            )  # fmt: skip
+            self._reported_at, self._unreported = now, 0
+
+    # ---------------------------------------------------------------- members
+
+    def _turn(self, peer: _StoreClient, events: int) -> None:
+        """Read from a connection, or write to it, what can be."""
+        if peer.space is None:
+            if peer in self._strangers:
+                self._listen_to_stranger(peer)
+            return
+        if peer not in peer.space.members:
+            return  # It ended in this round.
+        try:
+            if events & selectors.EVENT_WRITE:
+                self._send_rest(peer)
+            if events & selectors.EVENT_READ:
+                said = peer.sock.recv(READ_BYTES)
+                if not said:
+                    raise ConnectionResetError
+                peer.read += said
+                self._take_frames(peer, peer.space)
+        except BlockingIOError:
+            return
+        except (OSError, ValueError, UnicodeError) as error:
+            if not isinstance(error, OSError):
+                log.warning("store_member_cut host=%s error=%r", peer.host, str(error)[:200])
+            self._let_go(peer)
+
+    def _let_go(self, peer: _StoreClient) -> None:
+        space = peer.space
+        if space is not None:
+            space.members.discard(peer)
+            _forget_wait(space, peer)
+            is_old = space is not self._spaces.get(max(self._spaces, default=0))
+            if is_old and not space.members:
+                self._spaces = {n: one for n, one in self._spaces.items() if one is not space}
+        with contextlib.suppress(KeyError, ValueError):
+            self._selector.unregister(peer.sock)
+        peer.sock.close()
+
+    def _take_frames(self, peer: _StoreClient, space: _Space) -> None:
+        at = 0
+        while peer in space.members and len(peer.read) - at >= wire.LENGTH.size:
+            (size,) = wire.LENGTH.unpack_from(peer.read, at)
+            if size > wire.FRAME_BYTES_MAX:
+                raise ValueError(f"a request of {size} bytes")
+            end = at + wire.LENGTH.size + size
+            if len(peer.read) < end:
+                break
+            verb, fields = wire.unpacked(bytes(peer.read[at + wire.LENGTH.size : end]))
+            at = end
+            self._do(peer, space, StoreVerb(verb), fields)
+        del peer.read[:at]
+
+    def _do(self, peer: _StoreClient, space: _Space, verb: StoreVerb, fields: list[bytes]) -> None:
+        """Carry out a request.
+
+        Raises:
+            ValueError: it is none.
+        """
+        values = space.values
+        if verb in wire.WAITING:
+            ms, *keys = fields
+            until = time.monotonic() + int(ms) / 1e3
+            wait = _Wait(keys, verb is StoreVerb.MULTI_GET, until)
+            if peer in space.waiting:
+                raise ValueError("a request before the answer to the last")
+            space.waiting[peer] = wait
+            self._answer_if_there(peer, space, wait)
+        elif verb is StoreVerb.CHECK:
+            self._answer(peer, wire.DONE, _yes(all(key in values for key in fields)))
+        elif verb is StoreVerb.COUNT:
+            self._answer(peer, wire.DONE, b"%d" % len(values))
+        elif verb is StoreVerb.DELETE:
+            (key,) = fields
+            self._answer(peer, wire.DONE, _yes(values.pop(key, None) is not None))
+        elif verb is StoreVerb.ADD:
+            key, number = fields
+            # As text, as torch's has it.
+            values[key] = b"%d" % (int(values.get(key) or b"0") + int(number))
+            self._answer(peer, wire.DONE, values[key])
+            self._report_waiting(space, key)
+        elif verb is StoreVerb.COMPARE_SET:
+            key, expected, desired = fields
+            if values.get(key, b"") == expected:
+                values[key] = desired
+                self._report_waiting(space, key)
+            self._answer(peer, wire.DONE, values.get(key, expected))
+        elif verb is StoreVerb.APPEND:
+            key, value = fields
+            values[key] = values.get(key, b"") + value
+            self._report_waiting(space, key)
+        else:
+            values.update(zip(fields[::2], fields[1::2], strict=True))
+            for key in fields[::2]:
+                self._report_waiting(space, key)
+
+    def _report_waiting(self, space: _Space, key: bytes) -> None:
+        for peer in space.wanted.pop(key, ()):
+            wait = space.waiting[peer]
+            wait.missing.discard(key)
+            if not wait.missing:
+                self._answer_if_there(peer, space, wait)
+
+    def _answer_if_there(self, peer: _StoreClient, space: _Space, wait: _Wait) -> None:
+        wait.missing = {key for key in wait.keys if key not in space.values}
+        if wait.missing:
+            for key in wait.missing:
+                space.wanted.setdefault(key, set()).add(peer)
+            return
+        del space.waiting[peer]
+        found = [space.values[key] for key in wait.keys] if wait.wants_values else []
+        self._answer(peer, wire.DONE, *found)
+
+    def _answer(self, peer: _StoreClient, status: int, *fields: bytes) -> None:
+        self._send(peer, wire.packed(status, fields))
+
+    def _send(self, peer: _StoreClient, data: bytes) -> None:
+        peer.unsent.append(memoryview(data))
+        try:
+            self._send_rest(peer)
+        except OSError:
+            self._let_go(peer)
+
+    def _send_rest(self, peer: _StoreClient) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while peer.unsent:
+                data = peer.unsent[0]
+                sent = peer.sock.send(data, socket.MSG_NOSIGNAL)
+                if sent == len(data):
+                    peer.unsent.popleft()
+                else:
+                    peer.unsent[0] = data[sent:]
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.unsent else 0)
+        if self._selector.get_key(peer.sock).events != events:
+            self._selector.modify(peer.sock, events, peer)
+
+
+def _forget_wait(space: _Space, peer: _StoreClient) -> None:
+    wait = space.waiting.pop(peer, None)
+    for key in wait.missing if wait is not None else ():
+        wanting = space.wanted.get(key, set())
+        wanting.discard(peer)
+        if not wanting:
+            space.wanted.pop(key, None)
+
+
+def _yes(is_so: bool) -> bytes:
+    return b"1" if is_so else b"0"

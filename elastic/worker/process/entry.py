@@ -1,0 +1,214 @@
+"""The entry point of a job: a pickled function, a script or a module, ready to be called.
+
+Rule: everything that can be found wrong before a group forms is found by `load`. A function that
+is called again has its own copy of the config each time: what an earlier generation changed in it,
+or what a failed attempt left half done, does not leak into the next one.
+"""
+
+from __future__ import annotations
+
+import atexit
+import importlib.util
+import inspect
+import logging
+import os
+import runpy
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import cloudpickle
+
+from elastic.core.world import Entry, EntryKind
+from elastic.errors import UsageError
+from elastic.worker.process.error_file import error_file
+from elastic.worker.process.importing import import_ahead, put_first
+
+RUN_NAME = "__main__"
+
+
+@dataclass(frozen=True)
+class EntryCall:
+    """One call of the entry point, not made yet.
+
+    Attributes:
+        run: makes it, and returns what the train function returned; None for scripts, whose
+            `sys.exit()` comes out as it is.
+        config: what the user passed to the train function.
+        options: what the library passed along with the function.
+    """
+
+    run: Callable[[], Any]
+    config: Any = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+def pack(function: Callable[..., Any], config: Any, options: Mapping[str, Any]) -> bytes:
+    """Return the payload of a FUNCTION entry.
+
+    Raises:
+        UsageError: something in it cannot be pickled.
+    """
+    try:
+        return bytes(cloudpickle.dumps((function, config, dict(options))))
+    except Exception as error:
+        raise UsageError(
+            f"the train function {getattr(function, '__name__', function)!r} or its config cannot "
+            f"be sent to workers ({type(error).__name__}: {error}); create what cannot be pickled "
+            f"(files, locks, connections, loaders) inside the function"
+        ) from error
+
+
+def load(entry: Entry, *, imports_ahead: bool = True) -> Callable[[], EntryCall]:
+    """Prepare this process for an entry point, and check that it can be called.
+
+    Changes the working directory and `sys.path`.
+
+    Args:
+        entry: of the job.
+        imports_ahead: packages that a script needs first may be imported before it has a group,
+            so before the environment names its rank.
+
+    Returns:
+        A function that prepares one call; it is to be used anew for each.
+
+    Raises:
+        UsageError: the directory, the script or the module is not on this node.
+        Exception: whatever unpickling the function raises, such as ImportError.
+    """
+    if entry.working_dir:
+        try:
+            os.chdir(entry.working_dir)
+        except OSError as error:
+            raise UsageError(
+                f"working directory {entry.working_dir} cannot be entered on this node "
+                f"({error.strerror}); every node needs it, shared or copied"
+            ) from error
+    for directory in reversed(entry.python_path):
+        put_first(directory)
+    if entry.kind is EntryKind.FUNCTION:
+        sys.argv = [RUN_NAME]  # What its modules would read there are our own flags.
+        _function_call(entry)  # An import error is known before the group forms.
+        return lambda: _function_call(entry)
+    folders = [os.getcwd(), *entry.python_path]
+    run: Callable[[], None]
+    if entry.kind is EntryKind.SCRIPT:
+        path = _script_path(entry)
+        if imports_ahead:
+            import_ahead(path, folders)
+        run = partial(_run_script, path, entry.args)
+    else:
+        _check_module(entry)
+        run = partial(_run_module, entry)
+    return lambda: EntryCall(partial(_run_to_end, run))
+
+
+def _run_to_end(run: Callable[[], None]) -> None:
+    """Run a script until it ends, which it may do by `sys.exit`."""
+    with error_file():
+        run()
+
+
+def end_script() -> None:
+    """Do what Python does where a script ends, in a process that runs no other one.
+
+    Its threads and the work in its executors are waited for, and what it registered with `atexit`
+    has the time that it takes: a checkpoint that a thread still writes belongs to its success.
+    """
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+
+
+def _function_call(entry: Entry) -> EntryCall:
+    function, config, options = cloudpickle.loads(entry.payload)
+    if not callable(function):
+        raise UsageError(f"the train function of {entry.target} is a {type(function).__name__}")
+    if level := options.get("log_level"):
+        logging.getLogger("elastic").setLevel(level)
+    return EntryCall(lambda: call_with_config(function, config), config, options)
+
+
+def call_with_config(function: Callable[..., Any], config: Any) -> Any:
+    """Call a train function with its config, or without if it takes no argument.
+
+    Raises:
+        UsageError: it needs more than one argument.
+    """
+    if not takes_config(function):
+        return function()
+    return function({} if config is None else config)
+
+
+def takes_config(function: Callable[..., Any]) -> bool:
+    """Return whether a train function is called with its config, rather than with nothing.
+
+    Raises:
+        UsageError: it needs more than one argument.
+    """
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except ValueError:
+        return True  # Some functions in C do not say.
+    positional = [
+        parameter
+        for parameter in parameters
+        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+    ]
+    needed = [p.name for p in positional if p.default is p.empty]
+    keywords = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty]
+    if len(needed) > 1 or keywords:
+        raise UsageError(
+            f"the train function takes {', '.join(needed + keywords)}: expected one argument, the "
+            f"config, or none; put all of them into train_loop_config"
+        )
+    return bool(positional) or any(p.kind is p.VAR_POSITIONAL for p in parameters)
+
+
+def _script_path(entry: Entry) -> str:
+    path = Path(entry.target).expanduser().absolute()
+    if not path.is_file():
+        raise UsageError(
+            f"script {path} is not on this node; every node needs it at this path, shared or "
+            f"copied, or give --working-dir"
+        )
+    return str(path)
+
+
+def _run_script(path: str, args: tuple[str, ...]) -> None:
+    put_first(str(Path(path).parent))
+    sys.argv = [path, *args]
+    if Path(path).suffix != ".py":
+        runpy.run_path(path, run_name=RUN_NAME)  # Compiled, or an archive.
+        return
+    # As Python itself; for runpy a script is of a package "", and not of none.
+    main, before = ModuleType(RUN_NAME), sys.modules[RUN_NAME]
+    loader = SourceFileLoader(RUN_NAME, path)
+    vars(main).update(__file__=path, __cached__=None, __loader__=loader)
+    sys.modules[RUN_NAME] = main
+    try:
+        exec(compile(loader.get_data(path), path, "exec", dont_inherit=True), vars(main))
+    finally:
+        sys.modules[RUN_NAME] = before
+
+
+def _check_module(entry: Entry) -> None:
+    # Only its first part: to find others, packages are run, which may look at their rank.
+    try:
+        found = importlib.util.find_spec(entry.target.partition(".")[0]) is not None
+    except (ModuleNotFoundError, ValueError):
+        found = False
+    if not found:
+        raise UsageError(
+            f"module {entry.target} is not on this node; looked in {', '.join(sys.path)}"
+        )
+
+
+def _run_module(entry: Entry) -> None:
+    sys.argv = [entry.target, *entry.args]
+    runpy.run_module(entry.target, run_name=RUN_NAME, alter_sys=True)

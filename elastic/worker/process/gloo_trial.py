@@ -1,0 +1,130 @@
+"""Tries out what we rely on in gloo: two members in one process, and their connections cut.
+
+How a broken collective is told, and what gloo's threads are called, is no interface of torch's: a
+release that changes it would have a lost peer count as a failure of user code, or buffers reused
+while gloo still writes into them, and nothing would say so.
+
+Rule: run in a process of its own, because it starts threads. Once for each torch: who passed is
+remembered.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import socket
+import stat
+import sys
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from elastic.core.broken import broken_words_in
+from elastic.worker.group.gloo_threads import NAME, numbers_of_gloo
+from elastic.worker.process.main import die_with_parent
+
+TIMEOUT = datetime.timedelta(seconds=20)
+"""Of a healthy trial some milliseconds are used."""
+
+
+def try_gloo() -> list[str]:
+    """Return what is not as we rely on, a sentence for each; [] if all is well."""
+    before = _sockets()
+    members = _pair()
+    try:
+        return _differences(members, _sockets() - before)
+    except Exception as error:
+        return [f"a trial of gloo failed: {type(error).__name__}: {error}"]
+
+
+def _pair() -> list[Any]:
+    """Return two connected members."""
+    store = dist.HashStore()
+    made: list[Any] = [None, None]
+    gloo = distributed_c10d.ProcessGroupGloo
+
+    def make(rank: int) -> None:
+        made[rank] = gloo(store, rank, 2, TIMEOUT)
+
+    threads = [threading.Thread(target=make, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return made
+
+
+def _differences(members: list[Any], sockets: set[int]) -> list[str]:
+    found = []
+    if not numbers_of_gloo():
+        found.append(f"no thread is called {NAME}, as those in which gloo carries out collectives")
+    works = [member.allreduce([torch.ones(4)]) for member in members]
+    for work in works:
+        work.wait()
+    waits = members[0].allreduce([torch.ones(4)])
+    if not sockets:
+        found.append("gloo opened no sockets that could be cut")
+    for number in sockets:
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as cut:
+            cut.shutdown(socket.SHUT_RDWR)
+    try:
+        waits.wait()
+        found.append("a collective whose connections were cut returned as if nothing had happened")
+    except RuntimeError as error:
+        if not broken_words_in(str(error)):
+            found.append(f"gloo tells of a cut connection in other words: {error}")
+    return found
+
+
+def _sockets() -> set[int]:
+    """Return the connections of this process."""
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                continue
+            with socket.socket(fileno=os.dup(int(name))) as one:
+                # gloo ends the process if what it listens at is cut.
+                if not one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                    found.add(int(name))
+    return found
+
+
+def passed_file(environ: Mapping[str, str]) -> Path:
+    """Return the file whose being there says that this torch has passed."""
+    base = environ.get("XDG_CACHE_HOME") or Path(environ.get("HOME") or "/tmp") / ".cache"
+    version = torch.__version__.replace("/", "-")
+    return Path(base) / "elastic-torch" / f"gloo-passed-{version}-{torch.version.git_version[:12]}"
+
+
+def try_once_beside(environ: Mapping[str, str], agent: socket.socket) -> None:
+    """Try gloo in a fork of this process, which goes on meanwhile, unless this torch has passed.
+
+    What differs is printed: to the agent's log, from the zygote.
+
+    Args:
+        environ: of this process.
+        agent: this process's connection, which ends with it alone.
+    """
+    path = passed_file(environ)
+    if path.exists() or os.fork():
+        return
+    try:
+        agent.close()
+        die_with_parent()
+        differences = try_gloo()
+        for each in differences:
+            print(f"torch {torch.__version__} is not as expected: {each}", file=sys.stderr)
+        if not differences:
+            with contextlib.suppress(OSError):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.touch()
+        sys.stderr.flush()
+    finally:
+        os._exit(0)

@@ -1,0 +1,586 @@
+"""The main thread of a worker: takes one order at a time and answers it with one event.
+
+Rule: user code runs only inside `_call`. Of a call that ended early nothing is left: its frames are
+released and its group is dropped before the answer is posted. The group of a call that returned is
+kept until the order to close it, because the other members usually return within moments. Code
+outside a loop over `train.epochs()` is called once in a process: for the next group the agent gives
+the worker's place to a new process.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from typing import Any, NoReturn
+
+import torch
+
+from elastic.core.config import TRACKERS_VARIABLE
+from elastic.core.events.worker import (
+    CloseGroup,
+    EnterTrain,
+    FormGroup,
+    GroupFailed,
+    GroupFormed,
+    LoopStateChanged,
+    Setup,
+    SetupFailed,
+    StoreOpened,
+    TrainLeft,
+    TrainRaised,
+    TrainReturned,
+    WorkerEvent,
+)
+from elastic.core.messages import Assign
+from elastic.core.world import NO_GENERATION, Assignment, EntryKind
+from elastic.errors import ConfigError, GroupError, InvariantViolation, ProgramFailed, UsageError
+from elastic.runtime.clock import Clock
+from elastic.storage.run_directory import RunDirectory
+from elastic.worker.base.devices import Devices
+from elastic.worker.base.interrupt import GroupChanged, Interrupter
+from elastic.worker.base.mailboxes import Mailboxes
+from elastic.worker.checkpoint.checkpoint_writer import CheckpointWriter
+from elastic.worker.checkpoint.committer import Committer
+from elastic.worker.checkpoint.report_votes import ReportVotes, peers_watch
+from elastic.worker.checkpoint.reported_checkpoints import ReportOrigin
+from elastic.worker.checkpoint.reporting import Reporter, place_of_failure
+from elastic.worker.checkpoint.shared_storage import SharedStorage
+from elastic.worker.checkpoint.snapshotter import Snapshotter
+from elastic.worker.checkpoint.validating import Validator
+from elastic.worker.data.seeding import FIRST_SEED, seed_everything
+from elastic.worker.engine import outcome
+from elastic.worker.engine.broken_group_hold import held_back
+from elastic.worker.engine.context import WorkerContext, current, set_current
+from elastic.worker.engine.recovery_modes import ReenterRequested, ResumeState
+from elastic.worker.engine.step_engine import StepEngine
+from elastic.worker.group.group import GroupSpec, ProcessGroups
+from elastic.worker.group.peer_sockets import PeerAddress
+from elastic.worker.group.store_server import StoreServer
+from elastic.worker.process import entry, environment
+from elastic.worker.process.control import flush_output
+from elastic.worker.process.early_run import joining_on_demand
+from elastic.worker.process.tracking import Trackers
+
+log = logging.getLogger(__name__)
+
+BOTH_BACKENDS = "cpu:gloo,cuda:nccl"
+"""With accelerators: tensors may be on either side, and gloo's connections show a lost peer."""
+
+TrainEvent = TrainReturned | TrainLeft | TrainRaised
+
+
+class Runner:
+    """Sets up once, then forms and trains, generation after generation."""
+
+    def __init__(
+        self,
+        exchange: Mailboxes,
+        *,
+        groups: ProcessGroups,
+        interrupter: Interrupter,
+        started_with: Mapping[str, str],
+        clock: Clock,
+    ) -> None:
+        """Begin as a spare.
+
+        Args:
+            exchange: where orders come from and answers go.
+            groups: the process's default group.
+            interrupter: lets the control thread end a call.
+            started_with: the environment of this process.
+            clock: for telemetry and files.
+        """
+        self._exchange = exchange
+        self._groups = groups
+        self._interrupter = interrupter
+        self._started_with = started_with
+        self._clock = clock
+        self._assign: Assign | None = None
+        self._devices: Devices | None = None
+        self._server: StoreServer | None = None
+        self._prepare: Callable[[], entry.EntryCall] | None = None
+        self._run_directory: RunDirectory | None = None
+        self._shared = SharedStorage(None)
+        self._committer: Committer | None = None
+        self._saver: Snapshotter | None = None
+        self._validator: Validator | None = None
+        self._trackers: Trackers | None = None
+        # Of the call of the train function that runs now; `rejoin` moves it to other groups.
+        self._called: entry.EntryCall | None = None
+        self._assignment: Assignment | None = None
+        self._reporter: Reporter | None = None
+        self._engine: StepEngine | None = None
+        self._carry: ResumeState | None = None
+        self._is_ahead = False
+        self._exited = ""
+        self._put_back: Callable[[], None] = lambda: None
+
+    def run(self) -> NoReturn:
+        """Do what is ordered until the control thread ends the process."""
+        with held_back(self._met):
+            self._run_orders()
+
+    def _run_orders(self) -> NoReturn:
+        while True:
+            order = self._exchange.wait_for_order()
+            if isinstance(order, Setup):
+                event: WorkerEvent = self._set_up(order.assign)
+                if order.assign.ahead and isinstance(event, StoreOpened):
+                    event = self._run_ahead(order.assign)
+                self._exchange.post(event)
+            elif isinstance(order, FormGroup):
+                self._exchange.post(self._form(order.assignment))
+            elif isinstance(order, CloseGroup):
+                self._drop()
+            else:
+                self._exchange.post(self._train(order.assignment))
+
+    # ------------------------------------------------------------ set up and form
+
+    def _set_up(self, assign: Assign) -> StoreOpened | SetupFailed:
+        spec = assign.spec
+        try:
+            devices = self._devices = Devices(assign)
+            os.environ.update(environment.for_job(assign, self._started_with) | devices.env())
+            self._assign = assign
+            self._server = StoreServer(assign.host)
+            self._run_directory = RunDirectory(spec.run_path) if spec.run_path else None
+            self._shared = SharedStorage(self._run_directory)
+            if self._run_directory is not None:
+                self._committer = Committer(self._run_directory, spec, self._exchange)
+            self._saver = Snapshotter(assign.snapshots, self._writer(assign))
+            if self._run_directory is not None:
+                self._validator = Validator(self._run_directory, spec, self._exchange)
+                wanted = dict(spec.entry.env).get(TRACKERS_VARIABLE, "")
+                self._trackers = Trackers(self._run_directory.path, wanted)
+            self._prepare = entry.load(spec.entry, imports_ahead=not spec.own_steps)
+        except BaseException as error:
+            # Also what a module of the user's does while it is imported, such as sys.exit.
+            failure = outcome.failure_of(error, "set-up")
+            print(failure.traceback, file=sys.stderr)
+            return SetupFailed(failure)
+        # What was imported stays: collections between two groups need not visit it (20 ms).
+        gc.collect()
+        gc.freeze()
+        log.info("worker_set_up worker=%s store=%s", assign.worker_id, self._server.address)
+        return StoreOpened(self._server.address)
+
+    def _run_ahead(self, assign: Assign) -> SetupFailed | TrainEvent:
+        """Call the train function while its group-to-be trains; it joins when it needs the group.
+
+        Until then it is set-up as far as anyone can tell, and what it raises is its failure.
+        """
+        self._is_ahead = True
+        event = self._call(assign, None)
+        if not self._is_ahead:
+            return self._after_call(event)
+        if isinstance(event, TrainRaised):
+            return SetupFailed(event.failure)
+        self.join()  # It returned without ever asking; that counts in the group.
+        if isinstance(event, TrainReturned):
+            return replace(event, generation=self._place.generation)
+        return TrainLeft(self._place.generation, at_boundary=False)
+
+    def join(self) -> WorkerContext:
+        """Be in a group from here on; does nothing for a train function that is in one."""
+        context = current()
+        if self._is_ahead:
+            self._is_ahead = False
+            self._put_back()
+            if self._server is None:
+                raise InvariantViolation("told to join before set-up")
+            self._exchange.post(StoreOpened(self._server.address))
+            context = self._await_group()
+        if context is None:
+            raise InvariantViolation("no train function runs")
+        return context
+
+    def _form(self, assignment: Assignment) -> GroupFormed | GroupFailed:
+        assign, devices = self._assigned(), self._its_devices()
+        os.environ.update(devices.enter(assignment))
+        backend = assign.spec.backend
+        if backend == "auto":
+            backend = BOTH_BACKENDS if assign.devices else "gloo"
+        try:
+            spec = GroupSpec(
+                generation=assignment.generation,
+                rank=assignment.rank,
+                world_size=assignment.world_size,
+                leader_address=assignment.leader_address,
+                backend=backend,
+                host=assign.host,
+                timeout_s=assign.spec.collective_timeout_s,
+                job_id=assign.spec.job_id,
+                key=assignment.group_key,
+            )
+            if assignment.rank == 0 and self._server is not None:
+                self._server.admit(assignment.generation, assignment.group_key)
+            self._groups.form(spec)
+            if "nccl" in backend:
+                devices.started()
+        except (ConfigError, GroupError) as error:
+            return GroupFailed(assignment.generation, str(error))
+        return GroupFormed(assignment.generation)
+
+    # ------------------------------------------------------------ train
+
+    def _train(self, assignment: Assignment) -> TrainEvent:
+        """Call the train function in the group that stands, and leave nothing of it behind."""
+        return self._after_call(self._call(self._assigned(), assignment))
+
+    def _after_call(self, event: TrainEvent) -> TrainEvent:
+        flush_output()
+        if not isinstance(event, TrainReturned):
+            self._drop()
+        gc.collect()
+        return event
+
+    def _call(self, assign: Assign, assignment: Assignment | None) -> TrainEvent:
+        """Call user code and say how it ended."""
+        self._place = _place_of(assign, assignment)
+        self._reporter, self._exited = None, ""
+        try:
+            result = self._call_again(assign, assignment)
+            generation, left = self._place.generation, self._how_it_left()
+            return TrainReturned(generation, outcome.result_json(result), left)
+        except BaseException as error:
+            event = self._ended_early(self._place.generation, error)
+            event = self._recovered_by(event)
+            self._leave_engine()
+            outcome.forget_frames(error)
+            return event
+        finally:
+            self._exchange.activity.timing.stop()
+            if self._reporter is not None:
+                self._reporter.close()
+                self._reporter.flush()
+            self._leave_engine()
+            set_current(None)
+
+    def _call_again(self, assign: Assign, assignment: Assignment | None) -> Any:
+        """Call user code until it needs no other place in its own code to go on from."""
+        prepare = self._prepare
+        if prepare is None:
+            raise InvariantViolation("told to train before set-up")
+        while True:
+            call = prepare()
+            self._called = call
+            if assignment is not None:
+                self._set_threads(assign, assignment)
+            engine = StepEngine(self, carry=self._carry)
+            self._engine, self._carry = engine, None
+            engine.configure(call.options)
+            if self._validator is not None:
+                self._validator.configure(call.options.get("validation"))
+            self._exchange.activity.timing.call_begins()
+            context = self._enter(assign, assignment)
+            # Weights that a train function draws are then the same in every run of it.
+            seed_everything(FIRST_SEED)
+            self._exchange.activity.reset()
+            try:
+                with ExitStack() as stack:
+                    if assignment is None:
+                        self._put_back = stack.enter_context(joining_on_demand(self.join))
+                    return self._interrupter.run(context.generation, partial(self._run, call))
+            except ReenterRequested as again:
+                log.info("recovers rung=reenter reason=%r", again.reason)
+                assignment = self._assignment or assignment
+                self._leave_engine(in_this_group=True)
+                outcome.forget_frames(again)
+
+    def _set_threads(self, assign: Assign, assignment: Assignment) -> None:
+        entry_env = dict(assign.spec.entry.env)
+        threads = environment.num_threads(assignment, entry_env, self._started_with)
+        if threads is not None:
+            torch.set_num_threads(threads)
+
+    def _run(self, call: entry.EntryCall) -> Any:
+        """Call user code, and wait for all that it has begun; that ends when the group is over."""
+        try:
+            result = call.run()
+        except SystemExit as end:
+            if end.code not in (None, 0):
+                raise
+            result, self._exited = None, outcome.where_raised(end) or "its end"
+        if self._committer is not None:
+            self._committer.finish(lambda: self._is_over(self._place.generation))
+        if self._saver is not None:
+            self._saver.finish()
+        if self._validator is not None:
+            self._validator.finish(lambda: self._is_over(self._place.generation))
+        if self._reporter is not None:
+            self._reporter.finish()
+        if self._trackers is not None:
+            self._trackers.finish()
+        is_script = self._assigned().spec.entry.kind is not EntryKind.FUNCTION
+        if is_script and (self._engine is None or not self._engine.keeps):
+            entry.end_script()
+        return result
+
+    def _how_it_left(self) -> str:
+        """Say where user code has returned, for those who still train."""
+        engine, where = self._engine, ""
+        if engine is not None and engine.data is not None:
+            where = f" in epoch {engine.cursor.epoch}, step {engine.cursor.step}"
+        if self._exited:
+            return f"left{where} at {self._exited} (exit 0)"
+        return f"left{where} (returned)"
+
+    def _enter(self, assign: Assign, assignment: Assignment | None) -> WorkerContext:
+        """Let user code find itself in the group that stands; None while there is none."""
+        self._assignment = assignment
+        self._place = _place_of(assign, assignment)
+        if assignment is not None:
+            timing = self._exchange.activity.timing
+            timing.enter(assign.worker_id, assignment.generation, self._exchange.post)
+            timing.resume()
+            place = environment.for_generation(assign, assignment, self._started_with)
+            os.environ.update(place | self._its_devices().place(assignment))
+            if self._reporter is not None:
+                self._reporter.close()
+            if self._committer is not None:
+                recorded = (assignment.checkpoint, assignment.saved)
+                self._committer.enter(assignment.generation, recorded, leads=assignment.rank == 0)
+            self._reporter = self._make_reporter(assign, assignment)
+            self._check_storage(assignment)
+            if self._validator is not None:
+                self._validator.enter(assignment.generation, assignment.rank)
+            if self._trackers is not None:
+                self._trackers.enter(assignment.rank)
+        self._its_devices().choose()
+        context = self._context(assign, assignment)
+        if self._engine is not None:
+            self._engine.enter(context)
+        set_current(context)
+        return context
+
+    def _check_storage(self, assignment: Assignment) -> None:
+        """Refuse a run directory that is not the one of the other nodes."""
+        self._shared.check(
+            assignment,
+            self._groups.store,
+            is_over=lambda: self._exchange.was_aborted(assignment.generation),
+        )
+
+    def _leave_engine(self, *, in_this_group: bool = False) -> None:
+        """The call is over; what its loop has reached is kept for the next one."""
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            self._carry = engine.carry(in_this_group=in_this_group)
+            engine.close()
+
+    def _ended_early(self, generation: int, error: BaseException) -> TrainEvent:
+        """Say what an exception out of user code means, and print it if it is user code's."""
+        reporter = self._reporter
+        if isinstance(error, GroupChanged):
+            at_boundary = reporter is not None and reporter.has_left
+            log.info("train_left generation=%d at_boundary=%s", generation, at_boundary)
+            return TrainLeft(generation, at_boundary)
+        exit_code = outcome.exit_code_of(error) if isinstance(error, SystemExit) else None
+        place = place_of_failure(reporter, self._assigned().spec.entry.kind, generation)
+        failure = outcome.failure_of(error, place)
+        is_broken = (
+            outcome.is_group_broken(error)
+            or self._exchange.was_aborted(generation)
+            or self._groups.peer_hung_up()
+        )
+        if is_broken:
+            log.info("group_broken generation=%d error=%s", generation, failure.error_type)
+        if isinstance(error, SystemExit) and self._exchange.is_asked and not is_broken:
+            log.info("script_ended code=%s: as it was asked to", exit_code)
+        elif not isinstance(error, ProgramFailed):  # Which has said so itself.
+            # Of a broken group it is for the log: whoever follows the job is not shown it.
+            print(failure.traceback.rstrip("\n"), file=sys.stderr)
+        return TrainRaised(generation, failure, group_broken=is_broken, exit_code=exit_code)
+
+    def _recovered_by(self, event: TrainEvent) -> TrainEvent:
+        """Say by which rung of the recovery ladder this worker goes on, if it may."""
+        is_broken = isinstance(event, TrainRaised) and event.group_broken
+        if self._engine is None or not (is_broken or isinstance(event, TrainLeft)):
+            return event
+        recovery = self._engine.recovery
+        why = "the train function was left" + (": its group broke" if is_broken else "")
+        if recovery == "in_place":
+            text = (
+                f"FailureConfig(recovery='in_place'), but {why} outside of what train.epochs() "
+                f"and prepared objects can repair; use recovery='auto'"
+            )
+            failure = outcome.failure_of(UsageError(text))
+            return TrainRaised(event.generation, failure, group_broken=False)
+        rung = "restart" if recovery == "restart" else "reenter"
+        if rung == "reenter" and not self._engine.keeps:
+            rung = "fresh_process"
+        log.info("recovers rung=%s generation=%d reason=%r", rung, event.generation, why)
+        if rung == "restart":
+            flush_output()
+            os.kill(os.getpid(), signal.SIGKILL)  # A spare takes the place.
+        return event
+
+    def _met(self, error: BaseException) -> None:
+        """Keep user code from an error of a group that is over; it is called nowhere else again."""
+        engine, context = self._engine, current()
+        if engine is None or context is None or engine.keeps or engine.recovery == "in_place":
+            return  # A loop goes on by itself, and whoever asked for nothing else is to be told so.
+        generation = context.generation
+        is_over = self._exchange.was_aborted(generation) or self._groups.peer_hung_up()
+        if not (is_over and outcome.is_group_broken(error)):
+            return
+        failure = outcome.failure_of(error)
+        log.info("held_back generation=%d error=%s", generation, failure.error_type)
+        flush_output()
+        self._exchange.post(TrainRaised(generation, failure, group_broken=True))
+        while True:
+            threading.Event().wait()
+
+    # ------------------------------------------------------------ groups that change under a loop
+
+    def rejoin(
+        self, generation: int, error: BaseException | None, at_boundary: bool
+    ) -> WorkerContext:
+        """Leave a group for a loop that goes on, and return where it is in the next one.
+
+        Called on the main thread, deep inside user code, which stays where it is meanwhile.
+        """
+        if error is None:
+            self._exchange.post(TrainLeft(generation, at_boundary))
+        else:
+            failure = outcome.failure_of(error)
+            self._exchange.post(TrainRaised(generation, failure, group_broken=True))
+        return self._await_group()
+
+    def _await_group(self) -> WorkerContext:
+        """Form what is announced, until a group stands; the main loop of a worker that is busy."""
+        self._exchange.activity.timing.stop()
+        while True:
+            order = self._exchange.wait_for_order()
+            if isinstance(order, FormGroup):
+                self._exchange.post(self._form(order.assignment))
+            elif isinstance(order, EnterTrain):
+                self._interrupter.move(order.assignment.generation)
+                return self._enter(self._assigned(), order.assignment)
+            else:
+                raise InvariantViolation("told to set up in the middle of a loop")
+
+    def is_called_back(self, generation: int) -> bool:
+        """Return whether this group is over by order."""
+        return self._interrupter.is_over(generation) or self._exchange.was_aborted(generation)
+
+    def defer(self, on: bool) -> None:
+        """While on, do not interrupt the train function for a new group: it will ask."""
+        self._interrupter.defer(on)
+        self._exchange.post(LoopStateChanged(on))
+
+    def _drop(self) -> None:
+        """Cut our connections, so that members who still wait for us in the group go on too."""
+        try:
+            self._groups.drop()
+        except GroupError as error:
+            # Told as a lost process, because it is no fault of user code.
+            log.critical("group_undroppable error=%r", str(error))
+            flush_output()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    # ------------------------------------------------------------ what user code finds
+
+    def _writer(self, assign: Assign) -> CheckpointWriter | None:
+        run, committer = self._run_directory, self._committer
+        if run is None or committer is None:
+            return None
+        return CheckpointWriter(run, assign.spec.job_id, committer=committer, clock=self._clock)
+
+    def _make_reporter(self, assign: Assign, assignment: Assignment) -> Reporter:
+        place = ReportOrigin(
+            assignment.job_id, assignment.generation, assignment.rank, assignment.world_size
+        )
+        return Reporter(
+            place,
+            self._run_directory,
+            agreement=ReportVotes(
+                self._groups.store,
+                assignment.rank,
+                world_size=assignment.world_size,
+                watch=peers_watch(self._groups.peer_hung_up),
+            ),
+            is_over=lambda: self._is_over(place.generation),
+            link=self._exchange,
+            clock=self._clock,
+            newest_checkpoint=assignment.checkpoint,
+            committer=self._committer,
+            spec=assign.spec,
+            on_commit=self._validator.look if self._validator is not None else lambda: None,
+        )
+
+    def _is_over(self, generation: int) -> bool:
+        """Look whether a group is over; who asks waits for storage, and is not hung."""
+        activity = self._exchange.activity
+        if activity.beats:  # At 0 nobody judges it.
+            activity.beats += 1
+        return self.is_called_back(generation)
+
+    def _context(self, assign: Assign, assignment: Assignment | None) -> WorkerContext:
+        spec = assign.spec
+        call = self._called or entry.EntryCall(lambda: None)
+        place = assignment or Assignment(
+            spec.job_id, assign.worker_id, NO_GENERATION, 0, 0, 0, 0, 0, 0, leader_address=""
+        )
+        return WorkerContext(
+            job_id=spec.job_id,
+            job_name=spec.name,
+            run_path=spec.run_path,
+            worker_id=assign.worker_id,
+            generation=place.generation,
+            cause=place.cause,
+            world_rank=place.rank,
+            world_size=place.world_size,
+            local_rank=place.local_rank,
+            local_world_size=place.local_world_size,
+            node_rank=place.node_rank,
+            num_nodes=place.num_nodes,
+            devices=self._its_devices().names(),
+            max_workers=spec.max_workers,
+            reach=PeerAddress(
+                assign.host, spec.collective_timeout_s, assign.worker_id.rpartition("/")[0]
+            ),
+            config=call.config,
+            options=call.options,
+            saved=place.saved,
+            copies=place.copies,
+            copies_key=place.copies_key,
+            copies_dealt=place.copies_dealt,
+            copies_fingerprints=place.copies_fingerprints,
+            tls=assign.tls,
+            reporter=self._reporter,
+            link=self._exchange,
+            activity=self._exchange.activity,
+            saver=self._saver,
+            validator=self._validator,
+            engine=self._engine,
+            join=self.join if assignment is None else None,
+            shielded=self._interrupter.shielded,
+        )
+
+    def _its_devices(self) -> Devices:
+        if self._devices is None:
+            raise InvariantViolation("told to form a group before set-up")
+        return self._devices
+
+    def _assigned(self) -> Assign:
+        if self._assign is None:
+            raise InvariantViolation("told to form a group before set-up")
+        return self._assign
+
+
+def _place_of(assign: Assign, assignment: Assignment | None) -> ReportOrigin:
+    if assignment is None:
+        return ReportOrigin(assign.spec.job_id, NO_GENERATION, 0, 0)
+    return ReportOrigin(
+        assignment.job_id, assignment.generation, assignment.rank, assignment.world_size
+    )

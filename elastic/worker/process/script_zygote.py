@@ -1,0 +1,142 @@
+"""A fork of the zygote that has made the imports of one script, and forks workers for it.
+
+A worker that takes the place of another would import for seconds what the one before had, while all
+others wait for it.
+
+Rule: what is imported here must not know that it is not in a worker yet. A package that asks for a
+worker's place (its rank, its devices) while it is imported is imported by each worker for itself;
+where something has started a thread or a child, or touched an accelerator, nothing is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import socket
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from elastic.worker.process.early_run import PLACE
+from elastic.worker.process.importing import import_ahead, put_first
+
+OURS = ("ELASTIC_", "TORCHELASTIC_")
+DEVICES = "CUDA_VISIBLE_DEVICES"
+BETWEEN = frozenset({"os", "collections", "importlib", "elastic", "__main__"})
+"""Packages that stand between whoever asks and us, and are not those who ask."""
+
+_asking: set[str] = set()
+
+
+@dataclass(frozen=True)
+class ImportedScript:
+    """A script, as far as its imports depend on it.
+
+    Attributes:
+        path: of it.
+        folders: its working directory, or "", and where it finds modules of its own.
+        env: variables that its job sets.
+        modules: to import instead of what it imports first; empty for that.
+    """
+
+    path: str
+    folders: tuple[str, ...]
+    env: Mapping[str, str]
+    modules: tuple[str, ...] = ()
+
+    @classmethod
+    def read(cls, text: str) -> ImportedScript:
+        """Return what the agent told."""
+        told = json.loads(text)
+        return cls(told["path"], tuple(told["folders"]), told["env"])
+
+
+class _WatchedEnviron(os._Environ):  # type: ignore[type-arg]
+    """`os.environ` of a process that has no place yet."""
+
+    def __getitem__(self, key: str) -> str:
+        _note(key)
+        return str(super().__getitem__(key))
+
+    def __contains__(self, key: object) -> bool:
+        _note(key)
+        return super().__contains__(key)
+
+
+def _note(key: object) -> None:
+    """Remember the packages that are being imported where a variable is asked for."""
+    if not (key in PLACE or key == DEVICES or str(key).startswith(OURS)):
+        return
+    frame: Any = sys._getframe(2)
+    while frame is not None:
+        _asking.add(str(frame.f_globals.get("__name__", "")).partition(".")[0])
+        frame = frame.f_back
+    _asking.difference_update(BETWEEN)
+
+
+@contextmanager
+def _watching() -> Iterator[None]:
+    plain = os.environ.__class__
+    os.environ.__class__ = _WatchedEnviron
+    try:
+        yield
+    finally:
+        os.environ.__class__ = plain
+
+
+def grow(script: ImportedScript, zygote: socket.socket) -> None:
+    """Make a script's imports in this process, which ends if they are of no use to its workers.
+
+    Args:
+        script: whose.
+        zygote: is told then what is left to import, as JSON, [] for nothing.
+    """
+    os.environ.update(script.env)
+    working_dir, *folders = script.folders
+    with contextlib.suppress(OSError):
+        os.chdir(working_dir or ".")
+    for folder in reversed(folders):
+        put_first(folder)
+    sys.argv = [script.path]
+    known = frozenset(sys.modules)
+    with _watching():
+        if script.modules:
+            for name in script.modules:
+                with contextlib.suppress(Exception, SystemExit):
+                    importlib.import_module(name)
+        else:
+            import_ahead(script.path, [os.getcwd(), *folders])
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()  # Or each fork of this process would do so.
+    has_begun = threading.active_count() > 1 or torch.cuda.is_initialized() or _has_children()
+    if has_begun or _asking:
+        left = [] if has_begun else _without(_asking, known)
+        with contextlib.suppress(OSError):
+            # Longer than what is told of a worker that was forked.
+            zygote.send(json.dumps(left).encode().ljust(64))
+        os._exit(0)
+    gc.collect()
+    gc.freeze()
+
+
+def _without(asking: set[str], known: frozenset[str]) -> Sequence[str]:
+    """Return what was imported, in this order, of packages that have not asked."""
+    new = [name for name in sys.modules if name not in known]
+    out = asking | sys.stdlib_module_names
+    return [name for name in new if name.partition(".")[0] not in out]
+
+
+def _has_children() -> bool:
+    try:
+        with open(f"/proc/self/task/{os.getpid()}/children", encoding="ascii") as file:
+            return bool(file.read().split())
+    except OSError:  # A kernel without that list.
+        return False

@@ -1,0 +1,72 @@
+"""Trackers beside training: rank 0 keeps a process that tells them what the run reports.
+
+A tracker may be slow, or away, and its code may leak or fork: so it has a process of its own, which
+reads the run directory. Whoever is rank 0 next starts another, which goes on where that one was.
+
+Rule: nothing here is used by the training loop. The end of a train function waits for what is left
+to be told, at most `FINISH_S`; `elastic track` tells the rest, or all of it, later.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import subprocess
+import sys
+
+log = logging.getLogger(__name__)
+
+FINISH_S = 10.0
+MODULE = "elastic.worker.process.tracking_process"
+
+
+class Trackers:
+    """The tracking process of one worker, while that is rank 0."""
+
+    def __init__(self, run_path: str, wanted: str) -> None:
+        """Start nothing yet.
+
+        Args:
+            run_path: of the run directory.
+            wanted: trackers, as `storage.trackers.parse_trackers` reads them; "" for none.
+        """
+        self._run_path, self._wanted = run_path, wanted
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def enter(self, rank: int) -> None:
+        """Be this rank from here on; called from the thread that outlives the group."""
+        if rank != 0 or not self._wanted:
+            self.close()
+        elif self._process is None or self._process.poll() is not None:
+            command = [sys.executable, "-m", MODULE, str(os.getpid()), self._run_path]
+            # The end of its input asks it to finish.
+            self._process = subprocess.Popen(
+                [*command, self._wanted], stdin=subprocess.PIPE, start_new_session=False
+            )
+            log.info("tracking_started trackers=%s pid=%d", self._wanted, self._process.pid)
+
+    def finish(self) -> None:
+        """Let all that was reported be told, for a while."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        if process.stdin is not None:
+            with contextlib.suppress(OSError):
+                process.stdin.close()
+        try:
+            process.wait(FINISH_S)
+        except subprocess.TimeoutExpired:
+            log.warning(
+                "tracking_left trackers=%s: not all was told in %.0f s; 'elastic track %s' does",
+                self._wanted, FINISH_S, self._run_path,
+            )  # fmt: skip
+            process.kill()
+            process.wait()
+
+    def close(self) -> None:
+        """Tell nothing any more: another worker is rank 0, and goes on."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.wait()

@@ -1,0 +1,303 @@
+"""The process that spares are forked from: `python -m elastic.worker.process.zygote`.
+
+Importing torch takes 3 s of a processor; a node whose workers are killed again and again would
+spend its time on that. The zygote has imported everything once, and forks when the agent asks, in
+some 20 ms. For the workers of a script it first forks a nursery, which makes the script's imports
+and forks in its place.
+
+Rule: it starts no thread and touches no accelerator, so that a fork of it behaves like a process
+started by itself. The agent is a child subreaper: it adopts what is forked here, which ends with
+the agent like any worker.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import select
+import signal
+import socket
+import struct
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import click
+
+from elastic.worker.process.main import (
+    EXIT_AGENT_GONE,
+    be_worker,
+    check_protocol,
+    die_with_parent,
+    has_agent,
+    name_process,
+    warm_up_here,
+)
+
+if TYPE_CHECKING:
+    from elastic.worker.process.script_zygote import ImportedScript
+
+BORN = struct.Struct("<qq")
+"""An answer: the number that was asked for, and the pid, or minus the error's number."""
+ADOPTION_PAUSE_S = 0.0005
+REQUEST_BYTES_MAX = 192_000
+"""More than the agent tells of a script, and than the names of all modules that one imports."""
+IMPORTS_S = 120.0
+"""A script's imports that take longer are left to its workers."""
+SCRIPT_ZYGOTES_MAX = 2
+"""Scripts whose imports are kept: those that run now, as a rule."""
+
+
+@dataclass
+class ScriptZygote:
+    """A fork that makes a script's imports and forks its workers; see `nursery`.
+
+    Attributes:
+        sock: to it; None once it is gone, or of no use: its workers are forked here.
+        gives_up_at: when its imports have taken too long; None once they are made.
+        waiting: the ends that it was sent of workers that it has not forked yet, by number.
+    """
+
+    script: ImportedScript
+    sock: socket.socket | None = None
+    pid: int = 0
+    gives_up_at: float | None = None
+    waiting: dict[int, tuple[int, int]] = field(default_factory=dict)
+
+    def end(self) -> None:
+        """Let it go; its workers live on."""
+        if self.sock is not None:
+            self.sock.close()
+            self.sock = None
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+            os.waitpid(self.pid, 0)
+
+
+class WorkerZygote:
+    """Forks whenever the agent asks."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        """Begin without nurseries.
+
+        Args:
+            sock: to the agent. A request is `agent.zygote.Wish.text`, with a pipe's end and an
+                output as descriptors.
+        """
+        self._sock = sock
+        self._script_zygotes: dict[str, ScriptZygote] = {}
+
+    def serve(self) -> int:
+        """Fork for ever; returns in the forked ones only.
+
+        Returns:
+            The end of the pipe to the agent.
+        """
+        while True:
+            for sock in self._wait():
+                pipe_fd = self._ask() if sock is self._sock else self._receive(sock)
+                if pipe_fd is not None:
+                    return pipe_fd
+            for nursery in list(self._script_zygotes.values()):
+                late = nursery.gives_up_at
+                if late is not None and time.monotonic() >= late:
+                    pipe_fd = self._is_gone(nursery)
+                    if pipe_fd is not None:
+                        return pipe_fd
+
+    def _wait(self) -> list[socket.socket]:
+        """Return who has something to say, none if an import has taken too long."""
+        socks = [n.sock for n in self._script_zygotes.values() if n.sock is not None]
+        moments = [
+            n.gives_up_at for n in self._script_zygotes.values() if n.gives_up_at is not None
+        ]
+        timeout = max(0.0, min(moments) - time.monotonic()) if moments else None
+        return select.select([self._sock, *socks], [], [], timeout)[0]
+
+    def _ask(self) -> int | None:
+        """Take a request; returns the end of its pipe in the process that it asked for."""
+        request, descriptors, _, _ = socket.recv_fds(self._sock, REQUEST_BYTES_MAX, 2)
+        if not request:
+            os._exit(EXIT_AGENT_GONE)
+        number, job, script = request.decode().split(" ", 2)
+        pipe_fd, output_fd = descriptors
+        if not job:
+            return self._fork_here(int(number), pipe_fd, output_fd)
+        nursery = self._script_zygotes.get(job)
+        is_new = nursery is None
+        if nursery is None:
+            nursery = self._script_zygotes[job] = ScriptZygote(_read(script))
+        # Before a nursery is forked, which would keep them open: then a worker's output, and the
+        # pipe of one that died, had no end as long as the nursery lives.
+        nursery.waiting[int(number)] = pipe_fd, output_fd
+        if is_new:
+            if (end := self._begin(nursery)) is not None:
+                return end
+            for old in [*self._script_zygotes][:-SCRIPT_ZYGOTES_MAX]:
+                if not self._script_zygotes[old].waiting:
+                    self._script_zygotes.pop(old).end()
+        return self._pass_on(nursery, [int(number)])
+
+    def _begin(self, nursery: ScriptZygote) -> int | None:
+        """Fork a nursery; returns the end of a pipe in workers that it forks."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        nursery.pid = os.fork()
+        if nursery.pid == 0:
+            die_with_parent()
+            name_process("elastic-nursery")
+            ours.close()
+            self._let_go()
+            from elastic.worker.process.script_zygote import grow
+
+            grow(nursery.script, theirs)
+            theirs.send(BORN.pack(0, 0))
+            self._sock, self._script_zygotes = theirs, {}
+            return self.serve()
+        theirs.close()
+        nursery.sock = ours
+        nursery.gives_up_at = time.monotonic() + IMPORTS_S
+        return None
+
+    def _pass_on(self, nursery: ScriptZygote, numbers: Iterable[int]) -> int | None:
+        """Have a nursery fork workers; or do it here, if there is none."""
+        for number in numbers:
+            if nursery.sock is not None:
+                with contextlib.suppress(OSError):  # Its end is heard of in a moment.
+                    descriptors = nursery.waiting[number]
+                    socket.send_fds(nursery.sock, [f"{number}  ".encode()], descriptors)
+            else:
+                pipe_fd = self._fork_here(number, *nursery.waiting.pop(number))
+                if pipe_fd is not None:
+                    return pipe_fd
+        return None
+
+    def _receive(self, sock: socket.socket) -> int | None:
+        """Take what a nursery says: its imports are made, a worker is born, or it is of no use."""
+        (nursery,) = [one for one in self._script_zygotes.values() if one.sock is sock]
+        try:
+            answer = sock.recv(REQUEST_BYTES_MAX)
+        except OSError:
+            answer = b""
+        if len(answer) == BORN.size:
+            nursery.gives_up_at = None
+            number, _ = BORN.unpack(answer)
+            if number:
+                for fd in nursery.waiting.pop(number):
+                    os.close(fd)
+                self._sock.send(answer)
+            return None
+        modules = tuple(json.loads(answer)) if answer else ()
+        if not modules or nursery.script.modules:
+            return self._is_gone(nursery)
+        nursery.end()
+        nursery.script = replace(nursery.script, modules=modules)
+        if (pipe_fd := self._begin(nursery)) is not None:
+            return pipe_fd
+        return self._pass_on(nursery, list(nursery.waiting))
+
+    def _is_gone(self, nursery: ScriptZygote) -> int | None:
+        print(f"the imports of {nursery.script.path} are left to its workers", file=sys.stderr)
+        nursery.end()
+        nursery.gives_up_at = None
+        return self._pass_on(nursery, list(nursery.waiting))
+
+    def _let_go(self) -> None:
+        """A fork that is no zygote keeps nothing of what we speak with, or hold for others."""
+        self._sock.close()
+        for nursery in self._script_zygotes.values():
+            if nursery.sock is not None:
+                nursery.sock.close()
+            for descriptors in nursery.waiting.values():
+                for fd in descriptors:
+                    os.close(fd)
+
+    def _fork_here(self, number: int, pipe_fd: int, output_fd: int) -> int | None:
+        """Fork a worker and tell of it; returns the end of its pipe in the worker."""
+        reading, writing = os.pipe()
+        pid = _fork(writing)
+        if pid == 0:
+            for fd in (1, 2):
+                os.dup2(output_fd, fd)
+            for fd in (output_fd, reading, writing):
+                os.close(fd)
+            self._let_go()
+            return pipe_fd
+        for fd in (pipe_fd, output_fd, writing):
+            os.close(fd)
+        # Once the one between us is waited for, the agent has adopted what it forked.
+        answer = os.read(reading, 32)
+        os.close(reading)
+        if pid > 0:
+            os.waitpid(pid, 0)
+        self._sock.send(BORN.pack(number, int(answer or -errno.ECHILD)))
+        return None
+
+
+def _read(script: str) -> ImportedScript:
+    from elastic.worker.process.script_zygote import ImportedScript
+
+    return ImportedScript.read(script)
+
+
+def _fork(writing: int) -> int:
+    """Fork a process that forks a worker, writes the worker's pid, and ends.
+
+    Returns:
+        That one's pid; 0 in the worker, once the agent is its parent; -1 if nothing was forked.
+    """
+    try:
+        between = os.fork()
+    except OSError as error:
+        os.write(writing, str(-(error.errno or 1)).encode())
+        return -1
+    if between:
+        return between
+    me = os.getpid()
+    try:
+        worker = os.fork()
+    except OSError as error:
+        os.write(writing, str(-(error.errno or 1)).encode())
+        os._exit(1)
+    if worker:
+        os.write(writing, str(worker).encode())
+        os._exit(0)
+    os.setsid()
+    while os.getppid() == me:
+        time.sleep(ADOPTION_PAUSE_S)
+    return 0
+
+
+@click.command(help="The process that spares are forked from; started by elastic-agent.")
+@click.option("--socket-fd", type=int, required=True, help="Inherited socket to the agent.")
+@click.option("--protocol", default="", help="Of the agent; empty: ours.")
+def main(socket_fd: int, protocol: str) -> None:
+    """Import everything, then fork until the agent ends."""
+    check_protocol(protocol)
+    die_with_parent()
+    name_process("elastic-zygote")
+    sock = socket.socket(fileno=socket_fd)
+    if not has_agent(sock):
+        sys.exit(EXIT_AGENT_GONE)
+    os.set_inheritable(socket_fd, False)
+    # A signal to the whole node is left to the agent, as workers do.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    import numpy as np
+
+    from elastic.worker.base.torch_names import check_torch
+    from elastic.worker.process.gloo_trial import try_once_beside
+
+    started_with = warm_up_here()
+    check_torch(started_with)
+    try_once_beside(started_with, sock)
+    pipe_fd = WorkerZygote(sock).serve()
+    np.random.seed()  # As Python's own does after a fork; or all would draw the same.
+    be_worker(pipe_fd, started_with)
+
+
+if __name__ == "__main__":
+    main()

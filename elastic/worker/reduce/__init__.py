@@ -1,0 +1,1 @@
+"""Gradients: buckets, their exchange, and the sum in the order of the tree."""

@@ -1,0 +1,72 @@
+"""What `p.grad` holds before a step is complete, and in a step that is void.
+
+Loops compute norms, clip or log without checking that there is a gradient. With one micro-batch for
+each rank there always is one; with fewer ranks than micro-batches there must be one, too.
+
+Rule: it is a copy, and changes to it have no effect. Backward never accumulates into it: -0.0 + 0.0
+has other bits than -0.0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+
+import torch
+
+from elastic.worker.reduce.buckets import Bucket, FlatTensor
+
+
+def expose_partial_grad(bucket: Bucket, leaf: FlatTensor, idle: FlatTensor) -> None:
+    """Show what a micro-batch has given so far.
+
+    Args:
+        bucket: of the parameters.
+        leaf: with the gradients that were moved.
+        idle: memory that nobody needs now.
+    """
+    if not any(bucket.used):
+        return
+    idle.tensor.copy_(leaf.tensor)
+    for place, parameter in enumerate(bucket.parameters):
+        if bucket.used[place]:
+            parameter.grad = idle.views[place]
+
+
+def show_zeros(buckets: Sequence[Bucket]) -> None:
+    """Show zeros where backward has been; what it has given may still be on its way to others.
+
+    All look at the same memory: a survivor is to be in the next group soon.
+    """
+    bare = [
+        (parameter, bucket.strides[place])
+        for bucket in buckets
+        for place, parameter in enumerate(bucket.parameters)
+        if parameter.grad is None and (bucket.used[place] or place in bucket.touched)
+    ]
+    sizes: dict[tuple[torch.dtype, torch.device], int] = {}
+    for parameter, _ in bare:
+        kind = (parameter.dtype, parameter.device)
+        sizes[kind] = max(sizes.get(kind, 0), parameter.numel())
+    # Without memory for that the loop has to do without.
+    with suppress(RuntimeError):
+        zeros = {kind: torch.zeros(n, dtype=kind[0], device=kind[1]) for kind, n in sizes.items()}
+        for parameter, strides in bare:
+            own = zeros[parameter.dtype, parameter.device]
+            parameter.grad = own.as_strided(parameter.shape, strides)
+
+
+def hide(buckets: Sequence[Bucket]) -> None:
+    """Take away what is shown."""
+    for bucket in buckets:
+        for place, parameter in enumerate(bucket.parameters):
+            if is_shown(bucket, place):
+                parameter.grad = None
+
+
+def is_shown(bucket: Bucket, place: int) -> bool:
+    """Return whether what is in `p.grad` was taken already, or made of that by the loop."""
+    if bucket.used[place]:
+        return True
+    shown = bucket.seen.views[place] if bucket.seen is not None else None
+    return shown is not None and bucket.parameters[place].grad is shown

@@ -1,0 +1,217 @@
+"""A few numbers from everyone to everyone, with each step: wishes, logged values, flags.
+
+Rule: what all members must do alike is checked here before a step is committed, because gradients
+of different steps would be added without a sign of it.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from elastic.core.policy.cursor import Cursor
+from elastic.core.policy.exchange_plan import RowsRound, rows_plan
+from elastic.core.policy.microbatch import Span
+from elastic.errors import UsageError, check
+from elastic.worker.group.member_links import MemberLinks, links_of
+
+ROW = 44
+"""Numbers in a row as it is sent."""
+TAG = 1
+"""Those of buckets are above it."""
+STEP_BITS = 32
+HEAD = 7
+"""Numbers before the logged ones."""
+WISHES, SAVES, BUSY, RESTS = 1, 2, 4, 8
+"""Bits of a row's first number."""
+Row = tuple[float, ...]
+"""A row as it was received: `ROW` numbers."""
+Divisor = float | Callable[[Sequence[Row]], float]
+"""What a step's sum is divided by: a number, or one that follows from what all ranks told."""
+
+
+@dataclass(frozen=True)
+class StepMetadata:
+    """What one rank tells of itself with the gradients of a step.
+
+    Attributes:
+        requests: it knows of a planned change.
+        saves: it asks for a snapshot after the step.
+        busy: it has no room for one.
+        rests: it knows that all leave after the step, and come back later or never.
+        rates: fingerprint of the learning rates that they stepped by, 0 before the first step.
+        print: checksum of a part of the weights before this step, 0 for none; see `divergence`.
+        busy_ns: how long it worked between its last two exchanges, 0 if not known; see `timing`.
+        cursor: the step that its gradients belong to.
+        stepped: bits of the optimizers that stepped last in this group, 0 before the first step.
+        values: what it has logged.
+    """
+
+    requests: bool
+    cursor: Cursor
+    stepped: int
+    values: tuple[float, ...] = ()
+    saves: bool = False
+    busy: bool = False
+    rests: bool = False
+    rates: int = 0
+    print: int = 0
+    busy_ns: float = 0.0
+
+    def numbers(self) -> list[float]:
+        """Return the row as it is sent: each number is exact in a float64."""
+        where = (self.cursor.epoch << STEP_BITS) + self.cursor.step
+        flags = self.requests * WISHES + self.saves * SAVES + self.busy * BUSY + self.rests * RESTS
+        head = (flags, where, self.stepped, self.rates, *halves(self.print), self.busy_ns)
+        return [*map(float, head), *self.values]
+
+    @staticmethod
+    def of(numbers: Sequence[float]) -> StepMetadata:
+        """Read such a row."""
+        epoch, step = divmod(int(numbers[1]), 1 << STEP_BITS)
+        values, flags = tuple(numbers[HEAD:]), int(numbers[0])
+        return StepMetadata(
+            bool(flags & WISHES),
+            Cursor(epoch, step),
+            int(numbers[2]),
+            values,
+            bool(flags & SAVES),
+            bool(flags & BUSY),
+            bool(flags & RESTS),
+            int(numbers[3]),
+            whole(*numbers[4:6]),
+            numbers[6],
+        )
+
+
+def halves(number: int) -> tuple[int, int]:
+    """Return 64 bits as two numbers, each of which is exact in a float64."""
+    return divmod(number, 1 << 32)
+
+
+def whole(high: float, low: float) -> int:
+    """Return the number of these halves."""
+    return (int(high) << 32) + int(low)
+
+
+def read_rows(rows: Sequence[Sequence[float]]) -> list[StepMetadata]:
+    """Read what all ranks told, and refuse ranks that do not do the same.
+
+    Raises:
+        UsageError: they are in different steps, other optimizers of theirs have stepped, or by
+            other learning rates.
+    """
+    told = [StepMetadata.of(row) for row in rows]
+    for rank, one in enumerate(told):
+        first = told[0].cursor
+        if one.cursor != first:
+            raise UsageError(
+                f"rank {rank} is in step {one.cursor.step} of epoch {one.cursor.epoch}, rank 0 in "
+                f"step {first.step} of epoch {first.epoch}: ranks have different numbers of "
+                f"micro-batches in a step, so that code which leaves the loop over a prepared "
+                f"loader must not count iterations; let it decide after train.stepped(), by "
+                f"train.get_context().get_step() or train.get_logged()"
+            )
+        if one.stepped != told[0].stepped:
+            raise UsageError(
+                f"rank {rank} has stepped other optimizers than rank 0 in the step before step "
+                f"{first.step} of epoch {first.epoch}: whether an optimizer steps must not "
+                f"depend on the number of an iteration or on a rank; let it depend on "
+                f"train.get_context().get_step()"
+            )
+        if one.rates != told[0].rates:
+            raise UsageError(
+                f"rank {rank} had other learning rates than rank 0 in the step before step "
+                f"{first.step} of epoch {first.epoch}, so that their weights differ: a rate must "
+                f"not depend on the number of an iteration, on a loss, or on anything else that a "
+                f"rank has for itself; let it depend on train.get_context().get_step() or "
+                f"train.get_logged()"
+            )
+    return told
+
+
+def rates_print(optimizers: Iterable[Any]) -> int:
+    """Return a number that is equal where the learning rates are; those in tensors are left out."""
+    rates = [group.get("lr") for optimizer in optimizers for group in optimizer.param_groups]
+    return zlib.crc32(repr([float(one) for one in rates if isinstance(one, (int, float))]).encode())
+
+
+def fill_row(row: Any, values: Sequence[float]) -> None:
+    """Write these numbers into a row, and zeros behind them.
+
+    Args:
+        row: a NumPy array of float64: writing through a tensor takes ten times as long.
+        values: at most as many.
+    """
+    check(len(values) <= len(row), f"{len(values)} numbers: at most {len(row)}")
+    row[: len(values)] = values
+    row[len(values) :] = 0.0
+
+
+class MetadataExchange:
+    """Rows of numbers, the newest of each rank; handed on over the edges that buckets take."""
+
+    def __init__(self, rank: int, world_size: int, group: Any, size: int = ROW) -> None:
+        """Allocate the rows.
+
+        Args:
+            rank: ours.
+            world_size: W.
+            group: the process group, whose members have met; None for a group of one.
+            size: numbers of a row, the same on all ranks.
+        """
+        self._rows = torch.zeros(world_size, size, dtype=torch.float64)
+        self._all = self._rows.numpy()
+        self._mine = self._all[rank]
+        self._links = links_of(group) if group is not None else None
+        self._rounds = rows_plan(rank, self._links.small_shape) if self._links else ()
+
+    def start(self, values: Sequence[float]) -> None:
+        """Send ours; returns at once."""
+        fill_row(self._mine, values)
+        if self._links is not None:
+            for one in self._rounds:
+                for source, ranks in one.receives:
+                    self._links.mesh.expect(source, TAG, [self._bytes(ranks)])
+            self._send(self._links, self._rounds[0])
+
+    def finish(self) -> list[Row]:
+        """Return everyone's, by rank.
+
+        Raises:
+            RuntimeError: the group broke.
+        """
+        if self._links is not None:
+            for number, one in enumerate(self._rounds):
+                if number:
+                    self._send(self._links, one)
+                for source, _ in one.receives:
+                    self._links.wait(source, TAG)
+            self._links.mesh.flush()
+        return [tuple(row) for row in self._rows.tolist()]
+
+    def _send(self, links: MemberLinks, one: RowsRound) -> None:
+        for other in one.sends:
+            links.mesh.send(other, TAG, [self._bytes(one.held)])
+
+    def _bytes(self, ranks: Span) -> memoryview:
+        return self._all[slice(*ranks)].reshape(-1).view("uint8").data
+
+
+def send_metadata(group: Any, values: Sequence[float]) -> list[Row]:
+    """Exchange a few numbers at once, and return everyone's by rank.
+
+    Args:
+        group: the process group that stands, whose members have met.
+        values: at most `ROW`; the rest is zeros.
+
+    Raises:
+        RuntimeError: the group broke.
+    """
+    exchange = MetadataExchange(group.rank(), group.size(), group if group.size() > 1 else None)
+    exchange.start(values)
+    return exchange.finish()

@@ -1,0 +1,154 @@
+"""What carries the messages of an exchange: our own connections, or a group of torch's.
+
+Rule: what is sent or received belongs to the transport until `wait_until` and `flush` have
+returned, or the group is gone.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+from elastic.worker.group.member_links import MemberLinks
+
+Message = tuple[int, int, Sequence[torch.Tensor]]
+"""Rank of the other one, tag, and flat tensors, one after the other."""
+
+
+class Transport(Protocol):
+    """Point-to-point messages, and whoever waits for them.
+
+    Attributes:
+        has_tags: tags tell messages apart; otherwise their order does, so that all ranks must begin
+            exchanges in the same order.
+    """
+
+    has_tags: bool
+
+    def expect(self, receives: Sequence[Message], then: Callable[[], None]) -> None:
+        """Say where messages go, from when on there is room for them.
+
+        Args:
+            receives: of one round.
+            then: called for each of them that is there.
+        """
+        ...
+
+    def post(
+        self, sends: Sequence[Message], receives: Sequence[Message], then: Callable[[], None]
+    ) -> None:
+        """Begin the round whose receives these are; returns at once."""
+        ...
+
+    def call_soon(self, call: Callable[[], None]) -> None:
+        """Call this, but not from within."""
+        ...
+
+    def progress(self) -> None:
+        """Get further without waiting for anybody."""
+        ...
+
+    def wait_until(self, is_there: Callable[[], bool]) -> None:
+        """Get further until something is there; raises RuntimeError if the group broke."""
+        ...
+
+    def flush(self) -> None:
+        """Wait until nothing of ours is on its way; raises RuntimeError if the group broke."""
+        ...
+
+
+class SocketTransport:
+    """CPU tensors over the group's own connections."""
+
+    has_tags = True
+
+    def __init__(self, links: MemberLinks) -> None:
+        """Use these."""
+        self._mesh = links.mesh
+        self.call_soon = links.call_soon
+        self.progress = links.progress
+        self.wait_until = links.wait_until
+        self.flush = links.mesh.flush
+        self._views: dict[tuple[int, int], list[memoryview]] = {}
+
+    def expect(self, receives: Sequence[Message], then: Callable[[], None]) -> None:
+        """Let the messages be written to their places; see `Transport`."""
+        for rank, tag, tensors in receives:
+            views = self._views.get((rank, tag))
+            if views is None:
+                views = self._views[rank, tag] = [bytes_of(tensor) for tensor in tensors]
+            self._mesh.expect(rank, tag, views, then)
+
+    def post(
+        self, sends: Sequence[Message], receives: Sequence[Message], then: Callable[[], None]
+    ) -> None:
+        """Send; what is received is expected since long ago."""
+        del receives, then
+        for rank, tag, tensors in sends:
+            self._mesh.send(rank, tag, [bytes_of(tensor) for tensor in tensors])
+
+
+class GroupTransport:
+    """Tensors of a device over torch's group, by NCCL; waiting is the device's, in its stream.
+
+    Rounds of exchanges that are under way take turns, in the order in which they began: so all
+    ranks issue what they have in common in the same order.
+    """
+
+    has_tags = False
+
+    def __init__(self, group: Any) -> None:
+        """Use this process group."""
+        self._group = group
+        self._due = _due_of.setdefault(group, deque())
+
+    def expect(self, receives: Sequence[Message], then: Callable[[], None]) -> None:
+        """Do nothing yet: NCCL receives when it sends."""
+
+    def post(
+        self, sends: Sequence[Message], receives: Sequence[Message], then: Callable[[], None]
+    ) -> None:
+        """Enqueue a round; it is waited for when its turn comes."""
+        operations = [
+            dist.P2POp(kind, tensor, group=self._group, group_peer=rank)
+            for kind, messages in ((dist.isend, sends), (dist.irecv, receives))
+            for rank, _, tensors in messages
+            for tensor in tensors
+        ]
+        works = dist.batch_isend_irecv(operations) if operations else []
+
+        def wait() -> None:
+            for work in works:
+                work.wait()
+            for _ in receives:
+                then()
+
+        self._due.append(wait)
+
+    def call_soon(self, call: Callable[[], None]) -> None:
+        """Call this in its turn."""
+        self._due.append(call)
+
+    def progress(self) -> None:
+        """Leave all to the device until somebody waits, lest its stream does."""
+
+    def wait_until(self, is_there: Callable[[], bool]) -> None:
+        """Do round after round; see `Transport`."""
+        while not is_there():
+            self._due.popleft()()
+
+    def flush(self) -> None:
+        """Do nothing more: whoever was waited for has been sent to as well."""
+
+
+_due_of: WeakKeyDictionary[Any, deque[Callable[[], None]]] = WeakKeyDictionary()
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """Return the bytes of a flat tensor, not a copy."""
+    return tensor.view(torch.uint8).numpy().data

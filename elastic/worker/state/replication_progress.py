@@ -1,0 +1,57 @@
+"""Whether the newest snapshot of a sharded model has been replicated to another node.
+
+The rows of one node are of use only together with those of all other nodes, of the same snapshot.
+So the next snapshot is not begun before the present one has been replicated
+(`replication.is_awaited` says why).
+
+Rule: a node to which the agent replicates nothing is not waited for.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from elastic.core.policy.replication import CopyMode, CopyProgress, is_awaited
+from elastic.worker.state.arena import SnapshotSlot
+
+
+class ReplicationProgress:
+    """What this worker knows of the way of its group's newest snapshot.
+
+    Attributes:
+        is_awaited: the model is sharded, and its snapshots are brought to other nodes.
+    """
+
+    def __init__(self) -> None:
+        """Wait for nothing."""
+        self.is_awaited = False
+        self._newest = (0, 0)
+        self._since_s = 0.0
+
+    def begin(self, number: int, generation: int) -> None:
+        """Our part of this snapshot is there; earlier ones are none of our business any more."""
+        self._newest, self._since_s = (number, generation), time.monotonic()
+
+    def forget(self) -> None:
+        """There is none yet, but of other groups: this one goes on from one of those."""
+        self._newest = (0, 0)
+
+    def is_missing(self, slot_of: Callable[[int], SnapshotSlot]) -> bool:
+        """Return whether the next snapshot has to wait.
+
+        Args:
+            slot_of: returns where the snapshot of a number lies.
+        """
+        if not self.is_awaited or not self._newest[0]:
+            return False
+        slot = slot_of(self._newest[0])
+        bringing, arrived = slot.brought()
+        if bringing is CopyMode.OFF or arrived == self._newest:
+            return False
+        mark = slot.whole()
+        is_whole = mark is not None and (mark.number, mark.generation) == self._newest
+        waited_s = time.monotonic() - self._since_s
+        return is_awaited(
+            CopyProgress(bringing, is_whole, has_arrived=False, waited_s=waited_s)
+        ).value

@@ -1,0 +1,349 @@
+"""What the state of a run consists of, and how it is taken and put back.
+
+Rule: parameters and buffers are copied in place, so that user code, optimizers and the reducer
+go on with the very tensors that they know. Everything else goes through `state_dict`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from elastic.errors import UsageError
+from elastic.worker.state.pending_steps import parameters_of
+from elastic.worker.state.sharded_state import has_shards, put_shards_back, shard_number
+
+State = dict[str, Any]
+
+
+@dataclass
+class OptimizerUnit:
+    """The parameters that one prepared optimizer steps; buckets never mix units.
+
+    Attributes:
+        name: for people.
+        parameters: (name, parameter) of those that require gradients.
+        shared: more that the optimizer steps, which are another unit's already.
+    """
+
+    name: str
+    parameters: list[tuple[str, nn.Parameter]]
+    shared: list[nn.Parameter] = field(default_factory=list)
+
+
+class Stateful(Protocol):
+    """What can be registered: an EMA, a sampler, a counter of the user's own."""
+
+    def state_dict(self) -> Any:
+        """Return the state: tensors, arrays and plain Python values."""
+        ...
+
+    def load_state_dict(self, state: Any) -> Any:
+        """Take such a state."""
+        ...
+
+
+class TrainState:
+    """The objects that a train function has prepared and registered, in order.
+
+    Every member prepares the same objects in the same order, which is how they know each other's.
+    """
+
+    def __init__(self) -> None:
+        """Begin with nothing."""
+        self.models: list[nn.Module] = []
+        self.optimizers: list[torch.optim.Optimizer] = []
+        self.schedulers: list[Stateful] = []
+        self.scalers: list[Stateful] = []
+        self.registered: dict[str, Stateful] = {}
+        # Names of registered objects that each rank may have otherwise.
+        self.own: set[str] = set()
+        # Of the optimizers: how many parameters they have, and those that want no gradients.
+        self._num_known, self._frozen = 0, list[nn.Parameter]()
+        # What registered objects are given once the iteration is over, and whether they are.
+        self._late: Mapping[str, Any] = {}
+        self._is_late = False
+        # States of scalers that the run has used already, and this member not yet.
+        self._unused_scalers: list[Any] = []
+
+    def register(self, name: str, thing: Stateful, *, is_own: bool = False) -> None:
+        """Add an object of the user's own.
+
+        Args:
+            name: of it in the run's state.
+            thing: the object.
+            is_own: ranks may have other values, such as who writes files and shows progress. Who
+                joins gets the leader's.
+
+        Raises:
+            UsageError: it cannot give or take its state, or the name is taken by another one.
+        """
+        if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
+            raise UsageError(
+                f"train.register({name}=...): a {type(thing).__name__} has no state_dict and "
+                f"load_state_dict; give it both, or register an object that has"
+            )
+        if self.registered.get(name, thing) is not thing:
+            raise UsageError(f"train.register({name}=...): another object has this name already")
+        self.registered[name] = thing
+        if is_own:
+            self.own.add(name)
+
+    def add_scaler(self, scaler: Stateful) -> None:
+        """Add a scaler, once; in the order of their first use, the same on all members."""
+        if not any(scaler is known for known in self.scalers):
+            self.scalers.append(scaler)
+            if self._unused_scalers:
+                scaler.load_state_dict(self._unused_scalers.pop(0))
+
+    def check_known(self, units: Mapping[int, OptimizerUnit]) -> None:
+        """Refuse parameters that want gradients, and that none of these units has.
+
+        Raises:
+            UsageError: naming them.
+        """
+        known = {id(p) for unit in units.values() for _, p in unit.parameters}
+        unknown = [
+            name
+            for unit in self.units().values()
+            for name, parameter in unit.parameters
+            if id(parameter) not in known
+        ]
+        if unknown:
+            raise unknown_parameters(unknown)
+        every = [p for one in self.optimizers for p in parameters_of(one)]
+        self._num_known = len(every)
+        self._frozen = [p for p in every if not p.requires_grad and id(p) not in known]
+
+    def check_still_known(self, units: Mapping[int, OptimizerUnit]) -> None:
+        """Do the same in the middle of an epoch, where it has to cost little."""
+        groups = (group for one in self.optimizers for group in one.param_groups)
+        num = sum(len(group["params"]) for group in groups)
+        if num != self._num_known or any(p.requires_grad for p in self._frozen):
+            self.check_known(units)
+
+    def units(self) -> dict[int, OptimizerUnit]:
+        """Return the parameters that each optimizer steps, by its id; a shared one goes once."""
+        names = {
+            id(parameter): name
+            for model in self.models
+            for name, parameter in model.named_parameters()
+        }
+        taken: set[int] = set()
+        units = {}
+        for number, optimizer in enumerate(self.optimizers):
+            unit = units[id(optimizer)] = OptimizerUnit(f"optimizer {number}", [])
+            for options in optimizer.param_groups:
+                for parameter in options["params"]:
+                    if parameter.requires_grad and id(parameter) in taken:
+                        unit.shared.append(parameter)
+                    elif parameter.requires_grad:
+                        taken.add(id(parameter))
+                        name = names.get(id(parameter), f"parameter {len(taken)}")
+                        unit.parameters.append((name, parameter))
+        return units
+
+    @property
+    def is_sharded(self) -> bool:
+        """Return whether every member has rows of the models' parameters, and none all of them."""
+        return has_shards(self.models)
+
+    @property
+    def shard_number(self) -> int:
+        """The same on all members that have the same part of the weights; 0 if all have all."""
+        # Of optimizers: modules show whole parameters while they are gathered.
+        return shard_number(p for one in self.optimizers for p in parameters_of(one))
+
+    def aliases(self) -> list[dict[str, str]]:
+        """Return for each model the other names of shared parameters, each with its first one."""
+        found = []
+        for model in self.models:
+            first = {id(parameter): name for name, parameter in model.named_parameters()}
+            every = model.named_parameters(remove_duplicate=False)
+            found.append({name: first[id(p)] for name, p in every if first[id(p)] != name})
+        return found
+
+    def caches(self) -> list[set[str]]:
+        """List for each model the buffers that `state_dict` leaves out; ranks may differ there."""
+        return [
+            {
+                f"{path}.{own} (buffer)" if path else f"{own} (buffer)"
+                for path, part in model.named_modules()
+                for own in part._non_persistent_buffers_set
+            }
+            for model in self.models
+        ]
+
+    def forget_step(self) -> None:
+        """A step is done again: scalers have not seen its gradients. Their scale stays."""
+        for scaler in self.scalers:
+            getattr(scaler, "_per_optimizer_states", {}).clear()
+
+    def take(self) -> State:
+        """Return the state as nested containers; tensors are the live ones, not copies."""
+        put_shards_back(self.models)
+        return {
+            "models": [dict(_tensors(model)) for model in self.models],
+            "loose": self.loose(),
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            "schedulers": [scheduler.state_dict() for scheduler in self.schedulers],
+            "scalers": [
+                *(scaler.state_dict() for scaler in self.scalers),
+                *self._unused_scalers,
+            ],
+            "registered": {
+                name: self._late[name] if name in self._late else thing.state_dict()
+                for name, thing in self.registered.items()
+            },
+        }
+
+    def put(self, state: State) -> None:
+        """Make this state ours.
+
+        Raises:
+            UsageError: it is the state of other objects; nothing was changed then.
+        """
+        mine = self.take()
+        if len(state["models"]) == len(self.models):
+            pairs = zip(self.models, mine["models"], state["models"], strict=True)
+            theirs = [_without_caches(*one) for one in pairs]
+            state = {**state, "models": theirs}
+        _check_same(mine, state)
+        with torch.no_grad():
+            for ours, theirs in zip(mine["models"], state["models"], strict=True):
+                for name, tensor in ours.items():
+                    tensor.copy_(theirs[name])
+            for tensor, other in zip(mine["loose"], state["loose"], strict=True):
+                tensor.copy_(other)
+        for optimizer, theirs in zip(self.optimizers, state["optimizers"], strict=True):
+            _load(optimizer, theirs)
+        for kind in ("schedulers", "scalers"):
+            # Scalers are known from their first use on: there may be more than we have met.
+            for thing, theirs in zip(getattr(self, kind), state[kind], strict=False):
+                thing.load_state_dict(theirs)
+        self._unused_scalers = state["scalers"][len(self.scalers) :]
+        self._late = state["registered"]
+        if not self._is_late:
+            self.put_late()
+
+    @contextmanager
+    def registered_later(self) -> Iterator[None]:
+        """Let `put` leave registered objects alone until `put_late`.
+
+        A loop counts in them what the step at hand has done; whoever sent their state has counted
+        that step.
+        """
+        self._is_late = True
+        try:
+            yield
+        finally:
+            self._is_late = False
+
+    def put_late(self) -> None:
+        """Give registered objects what was held back for them."""
+        late, self._late = self._late, {}
+        for name, state in late.items():
+            self.registered[name].load_state_dict(state)
+
+    def loose(self) -> list[torch.Tensor]:
+        """Return the parameters that an optimizer has and no prepared model."""
+        known = {id(tensor) for model in self.models for _, tensor in _tensors(model)}
+        return [
+            parameter
+            for optimizer in self.optimizers
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if id(parameter) not in known
+        ]
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield parameters and all buffers, also those that `state_dict` leaves out."""
+    yield from model.named_parameters()
+    for name, buffer in model.named_buffers():
+        yield f"{name} (buffer)", buffer
+
+
+def _without_caches(model: nn.Module, ours: State, theirs: State) -> State:
+    """Take out what only one of two states has, or of another size, and say what is left of theirs.
+
+    Only buffers that `state_dict` leaves out: tables that grow with what forward meets, such as
+    those of rotary embeddings. Who needs a larger one makes it.
+    """
+    left = dict(theirs)
+    for path, part in model.named_modules():
+        for own_name in part._non_persistent_buffers_set:
+            name = f"{path}.{own_name} (buffer)" if path else f"{own_name} (buffer)"
+            mine, other = ours.get(name), theirs.get(name)
+            if mine is None or other is None or mine.shape != other.shape:
+                ours.pop(name, None)
+                left.pop(name, None)
+    return left
+
+
+def _load(optimizer: torch.optim.Optimizer, state: State) -> None:
+    """Give an optimizer this state as its sender has it.
+
+    torch gives each tensor its parameter's type, which would round what is kept in a wider one, and
+    keeps the strides of what was received, which fused optimizers take to be the parameter's.
+    """
+    optimizer.load_state_dict(state)
+    if not ("state" in state and "param_groups" in state):
+        return  # Of an optimizer with a form of its own.
+    groups = zip(optimizer.param_groups, state["param_groups"], strict=True)
+    for parameter, number in (
+        pair
+        for ours, others in groups
+        for pair in zip(ours["params"], others["params"], strict=True)
+    ):
+        kept = optimizer.state.get(parameter, {})
+        theirs = state["state"].get(number, {})
+        if not (isinstance(kept, dict) and isinstance(theirs, dict)):
+            continue
+        for name, sent in theirs.items():
+            value = kept.get(name)
+            if type(value) is not torch.Tensor or not isinstance(sent, torch.Tensor):
+                continue
+            like = parameter if value.shape == parameter.shape else value
+            own = torch.empty_like(like, dtype=sent.dtype, device=value.device, requires_grad=False)
+            if (value.dtype, value.stride()) != (own.dtype, own.stride()):
+                kept[name] = own.copy_(sent)
+
+
+def _check_same(ours: State, theirs: State) -> None:
+    """Raise UsageError unless both are states of the same objects."""
+    for kind in ("models", "loose", "optimizers", "schedulers"):
+        if len(ours[kind]) != len(theirs[kind]):
+            raise UsageError(_differs(f"{kind} prepared", len(ours[kind]), len(theirs[kind])))
+    if set(ours["registered"]) != set(theirs["registered"]):
+        names = (sorted(ours["registered"]), sorted(theirs["registered"]))
+        raise UsageError(_differs("registered objects", *names))
+    for number, (mine, other) in enumerate(zip(ours["models"], theirs["models"], strict=True)):
+        shapes = {name: tuple(tensor.shape) for name, tensor in mine.items()}
+        others = {name: tuple(tensor.shape) for name, tensor in other.items()}
+        for name in sorted(set(shapes) | set(others)):
+            if shapes.get(name) != others.get(name):
+                what = f"model {number}, {name}"
+                raise UsageError(_differs(what, shapes.get(name), others.get(name)))
+
+
+def _differs(what: str, ours: object, theirs: object) -> str:
+    return (
+        f"{what}: {ours} in this worker, {theirs} in the state that it received: every worker must "
+        f"prepare the same objects in the same order, whenever its train function is called"
+    )
+
+
+def unknown_parameters(names: list[str]) -> UsageError:
+    """Parameters that were frozen, or in no optimizer, when the loop began."""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return UsageError(
+        f"{', '.join(names[:3])}{more}: parameters of a prepared optimizer that required no "
+        f"gradient, or were not there, when the loop over train.epochs() began, so that their "
+        f"gradients are not reduced: unfreeze and add them before it (freeze them inside it)"
+    )
