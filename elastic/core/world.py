@@ -317,6 +317,7 @@ class Assignment:
         node_devices: accelerators that the job's workers of this node have, in the order of the
             workers; the agent adds them.
         group_key: by which the members of the group know each other; a secret.
+        holders: members that trained in a group before, and so have the state; 0 if unknown.
     """
 
     job_id: JobId
@@ -338,6 +339,7 @@ class Assignment:
     node_devices: tuple[str, ...] = ()
     group_key: str = field(default="", repr=False)
     saved: str = ""
+    holders: int = 0
 
 
 class Strategy(Enum):

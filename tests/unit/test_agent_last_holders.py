@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from elastic.core.events.agent import ConnectionLost, Kill, ProcessStopped
-from elastic.core.messages import Announce, StartWorker, Warm
+from elastic.core.messages import Announce, Progress, StartWorker, Warm
 from tests.unit.agent_under_test import W1, W2, Agent, announce, of, spec, with_worker
 
 
@@ -49,3 +49,21 @@ def test_who_was_kept_has_its_time_again_when_another_runs() -> None:
     agent.do(ProcessStopped(1, False))
     assert not of(agent.pass_time(0.3), Kill)
     assert [kill.process_id for kill in of(agent.pass_time(0.3), Kill)] == [2]
+
+
+def test_one_that_joins_has_no_state_before_its_first_step() -> None:
+    agent = with_worker()
+    agent.hear(StartWorker(W2, spec()))
+    agent.process(2, Warm(1002))
+    in_group(agent, 1)
+    agent.process(1, Progress(W1, 1, 1))
+    for rank, worker in enumerate((W1, W2)):
+        told = replace(announce(worker, 2).assignment, world_size=2, rank=rank, holders=1)
+        agent.hear(Announce(told))
+    agent.do(ProcessStopped(1, True))
+    assert not of(agent.pass_time(5), Kill)
+    agent.do(ProcessStopped(1, False))
+    agent.process(1, Progress(W1, 2, 2))
+    agent.process(2, Progress(W2, 2, 2))
+    agent.do(ProcessStopped(1, True))
+    assert [kill.process_id for kill in of(agent.pass_time(0.6), Kill)] == [1]

@@ -236,6 +236,10 @@ class AgentMachine:
         """Pass on what a worker says of its main thread."""
         books = self._books
         if isinstance(message, Progress):
+            if message.steps:
+                worker.has_state = True
+            if message.steps and message.generation >= worker.wanted_in:
+                worker.holders = 0  # Its group made a step: all have received the state.
             if books.spreading.hold(message, books.now_ns):
                 return
         elif books.workers.is_changed(worker):
@@ -293,23 +297,33 @@ class AgentMachine:
     def _spare_holders(self) -> None:
         """Let stopped workers be that may be the last who have their job's newest state.
 
-        Those of a group whose members are all here, and all stopped: to kill them would lose steps
-        that somebody may go on with. And all while no coordinator hears of it, for nobody could
-        replace them.
+        Those of a group whose members are all here, and all stopped: to kill them would lose
+        committed steps. Members that have joined and not received the state yet do not count. And
+        all while no coordinator is connected, for nobody could replace them.
         """
         books = self._books
-        is_received, running = books.connection.is_registered(), set()
+        is_received = books.connection.is_registered()
         held = []
         for worker in books.workers.all():
             process = books.processes.get(worker.process_id)
             if process is not None and worker.group_size:
                 held.append((worker, process))
-                if process.stopped_since_ns is None:
-                    running.add(worker.report.job_id)
-        members = Counter(worker.report.job_id for worker, _ in held)
+        stopped = Counter(
+            (worker.report.job_id, worker.has_state)
+            for worker, process in held
+            if process.stopped_since_ns is not None
+        )
+        members = Counter((worker.report.job_id, worker.has_state) for worker, _ in held)
         for worker, process in held:
-            job_id = worker.report.job_id
-            is_last = members[job_id] >= worker.group_size and job_id not in running
+            ours = [(worker.report.job_id, True)]
+            if not worker.holders:
+                ours.append((worker.report.job_id, False))
+            here = sum(members[one] for one in ours)
+            is_last = (
+                here >= (worker.holders or worker.group_size)
+                and here == sum(stopped[one] for one in ours)
+                and (worker.has_state or not worker.holders)
+            )
             is_spared = is_last or not is_received
             if process.stopped_since_ns is not None and is_spared is not process.is_spared:
                 if is_spared:

@@ -150,6 +150,7 @@ def _forward(
         return
     if isinstance(message, Announce):
         worker.group_size = message.assignment.world_size
+        worker.holders = message.assignment.holders
         if worker.devices:
             devices = books.workers.devices_of(worker.report.job_id)
             message = Announce(replace(message.assignment, node_devices=devices))

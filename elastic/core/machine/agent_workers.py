@@ -46,6 +46,8 @@ class AgentWorker:
         wanted_in: the newest generation that its process was told to be in, or that it is to wait
             for, which it may not have heard of yet.
         group_size: members of the newest group that it was told of.
+        holders: how many of them have the state of the run; 0 if all do, or it is not known.
+        has_state: it has taken part in a step.
     """
 
     spec: JobSpec
@@ -58,6 +60,8 @@ class AgentWorker:
     ended_itself: bool = False
     wanted_in: Generation = NO_GENERATION
     group_size: int = 0
+    holders: int = 0
+    has_state: bool = False
 
     @property
     def worker_id(self) -> WorkerId:

@@ -106,6 +106,7 @@ def announcer(cluster: ClusterState, job: JobState) -> Callable[[RankPlace], Ann
             cause=group.reason,
             group_key=group.key,
             saved=job.latest_saved(),
+            holders=len(job.holders),
             copies=tuple(at for at, _ in ways),
             copies_dealt=is_dealt,
             copies_key=key,

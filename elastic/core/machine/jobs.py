@@ -105,6 +105,8 @@ class JobState:
         restart_at_ns: no worker is started before (back-off).
         wake_ns: when this job must be looked at again.
         first_steps: wall clock at the end of each member's first step in this generation.
+        holders: members of `group` that were in a group that committed a step; empty after a
+            restart of the coordinator.
         finished: what the train function returned, of each member that finished; outlives it.
         rank_failures, failed_in: what members have raised, and in which generation.
         failure_generation, loss_generation: the newest that was charged for a failure, a loss.
@@ -178,6 +180,7 @@ class JobState:
     restart_at_ns: int = 0
     wake_ns: int | None = None
     first_steps: dict[WorkerId, int] = field(default_factory=dict)
+    holders: frozenset[WorkerId] = frozenset()
     finished: dict[WorkerId, str] = field(default_factory=dict)
     stuck: str = ""
     ends_announced: Generation = NO_GENERATION
