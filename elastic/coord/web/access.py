@@ -56,7 +56,8 @@ HEADERS = {
     "img-src 'self'; connect-src 'self'; form-action 'self'; base-uri 'none'; "
     "frame-ancestors 'none'",
     "x-content-type-options": "nosniff",
-    "referrer-policy": "no-referrer",
+    # With "no-referrer" browsers send "Origin: null" with our own forms.
+    "referrer-policy": "same-origin",
     "cross-origin-resource-policy": "same-origin",
     "cross-origin-opener-policy": "same-origin",
 }
@@ -140,27 +141,28 @@ class Gate:
         request = Request(scope, receive)
         try:
             self._check_origin(request)
-            if request.url.path == "/login" and self.asks_token:
+            if request.scope["path"] == "/login" and self.asks_token:
                 with self._endpoint.stranger(_host(request)):
                     response = await self._login(request)
                 await response(scope, receive, send_with_headers)
-            elif request.url.path == "/logout" and request.method == "POST":
+            elif request.scope["path"] == "/logout" and request.method == "POST":
                 response = self._logout(request)
                 await response(scope, receive, send_with_headers)
-            elif request.url.path.startswith("/assets/"):
+            elif request.scope["path"].startswith("/assets/"):
                 with self._endpoint.stranger(_host(request)):
                     await self._app(scope, receive, send_with_headers)
             else:
                 caller = self.identify(request)
                 scope["state"] = {**scope.get("state", {}), "caller": caller, "gate": self}
                 who = caller.name or _host(request)
-                is_stream = request.url.path.endswith("/stream")
+                is_stream = request.scope["path"].endswith("/stream")
                 with self._endpoint.user(who, streams=is_stream):
                     await self._app(scope, receive, send_with_headers)
         except ElasticError as error:
+            path: str = request.scope["path"]
             self._audit.refused(
-                f"{request.method} {request.url.path[:100]}",
-                peer=f"http:{_host(request)}", kind=type(error).__name__, reason=str(error),
+                f"{request.method} {path[:100]}",
+                peer=_peer(request), kind=type(error).__name__, reason=str(error),
             )  # fmt: skip
             await self._refusal(request, error)(scope, receive, send_with_headers)
 
@@ -201,7 +203,11 @@ class Gate:
         """
         origin = request.headers.get("origin", "")
         host = request.headers.get("host", "")
-        if request.method != "GET" and origin and urlsplit(origin).netloc != host:
+        try:
+            sent_from = urlsplit(origin).netloc
+        except ValueError:
+            sent_from = "null"
+        if request.method != "GET" and origin and sent_from != host:
             raise Refused(f"a page of {origin} may not send anything to this coordinator")
         opens = not self.asks_token and not self._locks.asks_certificate
         if opens and self._is_local and not is_loopback(urlsplit(f"//{host}").hostname or ""):
@@ -218,7 +224,10 @@ class Gate:
             body += chunk
             if len(body) > FORM_BYTES_MAX:
                 raise Refused(f"a login of more than {FORM_BYTES_MAX} bytes")
-        fields = parse_qs(body.decode("utf-8", "replace"), max_num_fields=8)
+        try:
+            fields = parse_qs(body.decode("utf-8", "replace"), max_num_fields=8)
+        except ValueError as error:
+            raise Refused(f"not a login: {error}") from None
         token = fields.get("token", [""])[0].strip()
         then = _then(fields.get("then", ["/"])[0])
         caller = self._locks.identify(token, b"", _host(request), self._clock.unix_ns())
@@ -243,7 +252,7 @@ class Gate:
         if "text/html" not in request.headers.get("accept", ""):
             return PlainTextResponse(f"{text}\n", status, headers)
         if status == 401 and self.asks_token:
-            then = request.url.path if request.url.path != "/login" else "/"
+            then = request.scope["path"] if request.scope["path"] != "/login" else "/"
             had_token = bool(_word(request.headers)) or request.method == "POST"
             return HTMLResponse(login_page(text if had_token else "", then), status, headers)
         return HTMLResponse(plain_page("Refused", text), status, headers)
@@ -268,6 +277,12 @@ def _word(headers: Mapping[str, str]) -> str:
     except CookieError:
         return ""
     return morsel.value if morsel is not None else ""
+
+
+def _peer(request: Request) -> str:
+    """Return who asks as gRPC writes it, host and port."""
+    port = request.client.port if request.client is not None else 0
+    return f"http:{_host(request)}:{port}"
 
 
 def _then(path: str) -> str:

@@ -132,7 +132,7 @@ class Site:
 
     async def _page(self, make: Callable[[Request], Any], request: Request) -> Page:
         """Return a page, which is made at most once in half a tick for all who look."""
-        key = request.url.path.removesuffix("/stream") or "/"
+        key = request.scope["path"].removesuffix("/stream") or "/"
         now_ns = self.desk.clock.monotonic_ns()
         made_ns, page = self._made.get(key, (0, None))
         if page is None or now_ns - made_ns > TICK_S * 0.5e9:
@@ -147,7 +147,7 @@ class Site:
     def _showing(self, make: Callable[[Request], Any]) -> Callable[[Request], Any]:
         async def show(request: Request) -> Response:
             page = await self._page(make, request)
-            path = request.url.path.rstrip("/")
+            path = request.scope["path"].rstrip("/")
             user = shown_name(request.state.caller)
             return HTMLResponse(document(page, user=user, stream=f"{path}/stream"))
 
@@ -265,7 +265,7 @@ async def _on_error(request: Request, error: Exception) -> Response:
 
 
 async def _on_missing(request: Request, _: Exception) -> Response:
-    return _told(request, 404, f"there is no page {request.url.path[:200]!r} here")
+    return _told(request, 404, f"there is no page {request.scope['path'][:200]!r} here")
 
 
 def _told(request: Request, status: int, text: str) -> Response:

@@ -6,6 +6,7 @@ replaced are used from the next connection on.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import socket
@@ -34,17 +35,44 @@ log = logging.getLogger(__name__)
 
 CONNECTIONS_MAX = 1000
 IDLE_S = 20
+STALL_S = 60.0
 CERTIFICATES_POLL_S = 5.0
 
 
 class _Protocol(H11Protocol):
-    """Tells the application which certificate a connection has shown."""
+    """Tells the application which certificate a connection has shown; ends idle connections."""
+
+    _stalled: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
+        if len(self.connections) > CONNECTIONS_MAX:
+            transport.abort()
+            return
+        # Else one that says nothing would keep its descriptor for ever.
+        self.loop.call_later(IDLE_S, self._end_silent)
         secured = transport.get_extra_info("ssl_object")
         shown = secured.getpeercert(binary_form=True) if secured is not None else None
         self.app_state = {**self.app_state, "certificate": shown or b""}
+
+    def _end_silent(self) -> None:
+        if self.cycle is None:
+            self.transport.abort()
+
+    def pause_writing(self) -> None:
+        """End a reader that takes nothing for long: its stream holds what others could have."""
+        super().pause_writing()
+        self._stalled = self.loop.call_later(STALL_S, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._stalled is not None:
+            self._stalled.cancel()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        if self._stalled is not None:
+            self._stalled.cancel()
 
 
 class _Server(uvicorn.Server):
