@@ -35,6 +35,7 @@ from elastic.storage.marker import (
     METADATA,
     OURS,
     PREPARED,
+    VALIDATED,
     CheckpointMarker,
     StoredFile,
 )
@@ -208,8 +209,33 @@ class RunDirectory:
             StorageError: it cannot be written, or a checkpoint of this name counts already.
         """
         self.check_free(name)
+        files = self.checkpoint(name)
         with _as("cannot commit", self.checkpoint_path(name)):
-            self.checkpoint(name).write(PREPARED, marker.to_json().encode())
+            # Of a checkpoint that had this name before, and was set aside.
+            for sign in (DAMAGED, VALIDATED):
+                if files.exists(sign):
+                    files.delete(sign)
+            files.write(PREPARED, marker.to_json().encode())
+
+    def prepared(self, name: str) -> CheckpointMarker | None:
+        """Return what the marker of a checkpoint will say, None if nothing is prepared.
+
+        Raises:
+            StorageError: it cannot be read.
+        """
+        files = self.checkpoint(name)
+        try:
+            text = files.read(PREPARED)
+        except StorageError as error:
+            if isinstance(error.__cause__, (FileNotFoundError, NotADirectoryError)):
+                return None
+            raise
+        try:
+            return CheckpointMarker.from_json(text.decode())
+        except ValueError as error:
+            self.set_aside(name, f"what was prepared of it cannot be read: {error}")
+            log.warning("checkpoint_damaged path=%s error=%r", files.path, str(error))
+            return None
 
     def finish(self, name: str) -> bool:
         """Write the marker of a checkpoint that the coordinator has recorded; again is no harm.
@@ -223,14 +249,11 @@ class RunDirectory:
         files = self.checkpoint(name)
         if files.exists(MARKER):
             return True
-        if files.exists(DAMAGED) or not files.exists(PREPARED):
+        if files.exists(DAMAGED):
             return False
-        try:
-            marker = CheckpointMarker.from_json(files.read(PREPARED).decode())
-        except ValueError as error:
-            self.set_aside(name, f"what was prepared of it cannot be read: {error}")
-            log.warning("checkpoint_damaged path=%s error=%r", files.path, str(error))
-            return False
+        marker = self.prepared(name)
+        if marker is None:
+            return files.exists(MARKER)  # Another member may have finished it just now.
         self.commit(name, marker)
         return True
 
@@ -287,8 +310,10 @@ class RunDirectory:
         Raises:
             StorageError: something cannot be deleted.
         """
-        if self.is_committed(name):
-            self.files.delete(f"{_folder(name)}/{MARKER}")
+        # What is prepared goes first, or it could be finished again, without files.
+        for sign in (PREPARED, MARKER):
+            if self.checkpoint(name).exists(sign):
+                self.files.delete(f"{_folder(name)}/{sign}")
         self.files.delete(_folder(name))
 
     def names(self, prefix: str = "") -> list[str]:

@@ -81,8 +81,12 @@ def _record(cluster: ClusterState, job: JobState, report: Report) -> None:
     # With its first one it may make room for others.
     cluster.replan = cluster.replan or not job.checkpoints
     # In order of reports, not of arrival: one that is told again, or late, is not the newest.
+    # Automatic ones come from one thread, in order; their index may begin anew.
     records = (*job.checkpoints, record)
-    _keep(job, sorted(records, key=lambda c: (c.generation, c.automatic, c.index)))
+    order = sorted(
+        records, key=lambda c: (c.generation, c.automatic, 0 if c.automatic else c.index)
+    )
+    _keep(job, order)
     if record in job.checkpoints:
         cluster.do(Persist((job.record(),)))
         cluster.note("checkpoint_recorded", job.job_id, path=report.checkpoint)

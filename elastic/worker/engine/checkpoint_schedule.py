@@ -509,9 +509,17 @@ def _candidates(run: RunDirectory, recorded: str = "") -> list[Candidate]:
         recorded: path of the newest one, as the coordinator knows it: whoever had it recorded may
             have been killed before its marker was written.
     """
+    found = run.automatic()
     if name := run.name_of(recorded):
-        run.finish(name)
-    found = reversed(run.automatic())
+        try:
+            if run.finish(name):
+                found = run.automatic()
+        except StorageError as error:
+            # Storage that refuses writes can be read all the same.
+            log.warning("marker_missing name=%s error=%r", name, str(error))
+            if (prepared := run.prepared(name)) is not None:
+                found.append((name, prepared))
+    found.reverse()
     return [(int(marker.about("steps", 0)), name, marker) for name, marker in found]
 
 
