@@ -11,8 +11,6 @@ DOCS_INSTALLED := $(VENV)/.docs-installed
 
 # For example: make test PYTEST_FLAGS="-x -k sqlite"
 PYTEST_FLAGS ?=
-# Half of the tests mostly wait for processes of their own: one more than there are cores.
-TEST_PROCESSES ?= $(shell echo $$(( $$(getconf _NPROCESSORS_ONLN) + 1 )))
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test lint pytest chaos test-gpu docs proto install clean
@@ -39,7 +37,7 @@ lint: $(INSTALLED)  ## style, format and types
 # Tests that share a cluster are one process's (tests/conftest.py). Where twenty tests fail, others
 # would, too.
 pytest: $(INSTALLED)  ## the tests without the checks
-	@$(BIN)/python -m pytest -m "not slow and not gpu" -n $(TEST_PROCESSES) --dist loadgroup \
+	@$(BIN)/python -m pytest -m "not slow and not gpu" -n logical --dist loadgroup \
 		--no-loadscope-reorder --durations 10 --maxfail 20 $(PYTEST_FLAGS) tests
 
 chaos: $(INSTALLED)  ## the tests that take minutes or hours

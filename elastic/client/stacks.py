@@ -20,7 +20,7 @@ from elastic.core.world import WorkerId
 
 THREAD = re.compile(r"^(?:Current thread|Thread) 0x[0-9a-f]+.*\(most recent call first\):")
 FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$')
-BEGIN = "/elastic/worker/entry.py:"
+BEGIN = "/elastic/worker/process/entry.py:"
 """Calls user code; what is below is the same for all."""
 TAIL_LINES = 1000
 """Of each worker's output: its stacks are at the end of it."""

@@ -96,6 +96,7 @@ def test_scripts_that_end_their_process_with_success_have_finished(
     run.assert_nothing_is_left()
 
 
+@pytest.mark.slow
 def test_ranks_that_wait_for_each_other_run_their_script_again(
     launched: Callable[..., Script], tmp_path: Path
 ) -> None:

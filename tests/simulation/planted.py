@@ -292,7 +292,7 @@ def takes_probed_nodes_for_silent(patch: Patch) -> None:
         if asked_ns is not None:
             cluster.probes[state.node.node_id] = asked_ns
 
-    patch.setattr(suspicion, "heard", received)
+    patch.setattr(suspicion, "received", received)
 
 
 @bug

@@ -13,12 +13,12 @@ from tests.patience import DEADLINE_S
 
 FULL = """
 import os, resource, socket
-from elastic.worker.group.sockets import Watched, any_hung_up, end_reading
+from elastic.worker.group.sockets import WatchedDescriptor, any_hung_up, end_reading
 
 server = socket.create_server(("127.0.0.1", 0))
 ours = socket.create_connection(server.getsockname())
 theirs, _ = server.accept()
-one = Watched(ours.fileno(), os.fstat(ours.fileno()).st_ino)
+one = WatchedDescriptor(ours.fileno(), os.fstat(ours.fileno()).st_ino)
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
 try:
     while True:

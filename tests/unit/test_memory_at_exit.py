@@ -9,9 +9,9 @@ from tests.patience import DEADLINE_S
 
 CODE = """
 import atexit, os
-from elastic.worker.state.arena import Slot
+from elastic.worker.state.arena import SnapshotSlot
 
-slot = Slot()
+slot = SnapshotSlot()
 number = slot._fd
 atexit._run_exitfuncs()  # As a worker does on its way out, beside the thread that writes.
 os.fstat(number)

@@ -48,7 +48,7 @@ def seen_while(code: str) -> bool:
         def look():
             watch, moves = CollectiveWatch(), []
             begun.wait()
-            for _ in range({looks}):
+            for _ in range({polls}):
                 moves.append(watch.look(1, time.monotonic_ns())[0])
                 time.sleep(0.05)
             print(len(set(moves[4:])), flush=True)

@@ -29,11 +29,11 @@ def test_the_next_first_rank_adds_what_is_not_there(tmp_path: Path) -> None:
 
 
 DUMP = """Thread 0x00007f (most recent call first):
-  File "/x/elastic/worker/control.py", line 7 in _turn
+  File "/x/elastic/worker/process/control.py", line 7 in _turn
 
 Current thread 0x00007e (most recent call first):
   File "/home/me/train.py", line {line} in step
-  File "/x/elastic/worker/entry.py", line 195 in _run_script
+  File "/x/elastic/worker/process/entry.py", line 195 in _run_script
 """
 
 

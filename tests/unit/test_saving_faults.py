@@ -99,7 +99,7 @@ def test_a_member_that_could_not_even_say_that_it_did_not_write_says_so_later(
     faults: Faults, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The others would wait for its part for ten minutes."""
-    monkeypatch.setattr(writing, "UNTOLD_S", 0.05)
+    monkeypatch.setattr(writing, "UNREPORTED_S", 0.05)
     run = run_on(faults)
     faults.add("denied", on="write", match="*part-00001.d*")
     fault = faults.add("denied", on="write", match="*part-00001.failed*")

@@ -211,7 +211,7 @@ def test_it_does_not_wait_for_ever(why: str, monkeypatch: pytest.MonkeyPatch) ->
         set_copying(memory.descriptor, CopyMode.ON)
         memory.slot.unmark(0)
     assert memory.waits()
-    monkeypatch.setattr(replication, "UNTOLD_S", 0.0)
+    monkeypatch.setattr(replication, "UNREPORTED_S", 0.0)
     assert not memory.waits()
 
 

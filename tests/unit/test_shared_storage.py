@@ -46,8 +46,8 @@ def at(path: Path | str, patience_s: float = 0) -> SharedStorage:
 
 @pytest.fixture(autouse=True)
 def _hurry(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_storage, "LOOKS_S", 0.2)
-    monkeypatch.setattr(shared_storage, "LOOK_PAUSE_S", 0.02)
+    monkeypatch.setattr(shared_storage, "POLLS_S", 0.2)
+    monkeypatch.setattr(shared_storage, "POLL_PAUSE_S", 0.02)
 
 
 def test_nodes_that_share_a_directory_train(tmp_path: Path) -> None:

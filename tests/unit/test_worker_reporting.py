@@ -165,7 +165,7 @@ def test_the_same_file_from_several_ranks_is_stored_once_if_it_has_one_size(
 def test_nobody_leaves_while_the_coordinator_does_not_record_the_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reported, "LEAVING_PATIENCE_S", 0.05)
+    monkeypatch.setattr(reported, "LEAVING_TIMEOUT_S", 0.05)
     links = [Coordinator(request_reason="join", answers=False) for _ in range(2)]
 
     def train(rank: Rank) -> None:
@@ -182,7 +182,7 @@ def test_nobody_leaves_while_the_coordinator_does_not_record_the_checkpoint(
 def test_without_a_coordinator_training_goes_on_and_the_markers_come_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reported, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(reported, "TIMEOUT_S", 0.05)
     links, run = [Coordinator(answers=False) for _ in range(2)], tmp_path / "run"
 
     def train(rank: Rank) -> None:
