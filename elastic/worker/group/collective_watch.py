@@ -26,6 +26,7 @@ from types import FrameType
 
 import torch
 
+import elastic
 from elastic.core.world import CollectiveCount
 from elastic.worker.group import abortable_wait as waits
 from elastic.worker.group import c10d
@@ -34,10 +35,11 @@ LATE_NS = 300_000_000
 """What is between looks further apart does not count: nobody knows what was then."""
 
 TORCH = os.path.join(os.path.dirname(torch.__file__), "")
+PACKAGE = os.path.dirname(os.path.abspath(elastic.__file__))
 DISTRIBUTED = "distributed/"
 INSTALLED = (
     *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
-    os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), ""),
+    os.path.join(PACKAGE, ""),
     "<frozen",
 )
 """Where code is that is not the script's."""
@@ -53,7 +55,7 @@ CALLED = ("distributed_c10d.py", "c10d_logger.py", "utils.py")
 """Under `DISTRIBUTED`: what everyone calls collectives through."""
 
 
-OURS = os.path.join(os.path.dirname(os.path.abspath(__file__)), "")
+OURS = os.path.join(PACKAGE, "worker", "")
 WAITS = (waits.AbortableWait.wait.__code__, waits.AbortableWait.wait_messages.__code__)
 """Where we wait in torch's place."""
 WAITS_DEPTH = 8
