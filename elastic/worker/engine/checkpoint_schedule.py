@@ -509,17 +509,16 @@ def _candidates(run: RunDirectory, recorded: str = "") -> list[Candidate]:
         recorded: path of the newest one, as the coordinator knows it: whoever had it recorded may
             have been killed before its marker was written.
     """
-    found = run.automatic()
+    unmarked = []
     if name := run.name_of(recorded):
         try:
-            if run.finish(name):
-                found = run.automatic()
+            run.finish(name)
         except StorageError as error:
             # Storage that refuses writes can be read all the same.
             log.warning("marker_missing name=%s error=%r", name, str(error))
             if (prepared := run.prepared(name)) is not None:
-                found.append((name, prepared))
-    found.reverse()
+                unmarked.append((name, prepared))
+    found = [*unmarked, *reversed(run.automatic())]
     return [(int(marker.about("steps", 0)), name, marker) for name, marker in found]
 
 
