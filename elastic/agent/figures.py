@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -23,8 +22,8 @@ from elastic.core.events.agent import (
 from elastic.core.messages import Announce, Assign, Progress, Warm, WorkerUpdate
 from elastic.core.telemetry import NS_PER_S, Telemetry
 from elastic.core.world import ExitKind, WorkerPhase
-from elastic.errors import Unavailable
 from elastic.runtime.exposition import CONTENT_TYPE, Family, exposition
+from elastic.runtime.listening import bind
 from elastic.runtime.rpc import format_endpoint
 
 log = logging.getLogger(__name__)
@@ -141,16 +140,7 @@ class FiguresServer:
         """
         self._text: Callable[[], str] = str
         self._open = 0
-        self._socket = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            self._socket.bind((host, port))
-        except OSError as error:
-            self._socket.close()
-            raise Unavailable(
-                f"cannot listen on {format_endpoint(host, port)} for --metrics "
-                f"({error.strerror or error}): free it, or choose another"
-            ) from error
+        self._socket = bind(host, port, "--metrics", "free it, or choose another")
         self.address = format_endpoint(host, self._socket.getsockname()[1])
 
     async def run(self, text: Callable[[], str]) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import socket
 import ssl
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -25,10 +24,10 @@ from elastic.coord.server_limits import AdmissionLimiter, ServerLimits
 from elastic.coord.web.access import Gate
 from elastic.coord.web.app import Site
 from elastic.coord.web.studies import Studies
-from elastic.errors import Unavailable
 from elastic.runtime.access import TlsFiles, file_signature
 from elastic.runtime.clock import Clock
 from elastic.runtime.exposition import Histogram
+from elastic.runtime.listening import bind
 from elastic.runtime.rpc import format_endpoint, is_loopback
 
 log = logging.getLogger(__name__)
@@ -116,17 +115,7 @@ class PageServer:
             Unavailable: the address cannot be bound.
         """
         host, port = listen
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._socket = socket.socket(family, socket.SOCK_STREAM)
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            self._socket.bind((host, port))
-        except OSError as error:
-            self._socket.close()
-            raise Unavailable(
-                f"cannot listen on {format_endpoint(host, port)} for the page "
-                f"({error.strerror or error}): free it, or choose another --http"
-            ) from error
+        self._socket = bind(host, port, "the page", "free it, or choose another --http")
         self._host, self._locks, self._audit, self._clock = host, locks, audit, clock
         self._tls, self._studies, self._answered = tls, studies, answered
         scheme = "https" if tls is not None else "http"
