@@ -7,7 +7,7 @@ worker that was accepted is reported until the coordinator acknowledges that it 
 
 from __future__ import annotations
 
-from collections import Counter
+from collections.abc import Sequence
 
 from elastic.core.config import AgentConfig, ns
 from elastic.core.copy_messages import NO_ENDPOINTS, CopyEndpoints, CopyFailed
@@ -302,29 +302,15 @@ class AgentMachine:
         all while no coordinator is connected, for nobody could replace them.
         """
         books = self._books
-        is_received = books.connection.is_registered()
+        is_connected = books.connection.is_registered()
         held = []
         for worker in books.workers.all():
             process = books.processes.get(worker.process_id)
             if process is not None and worker.group_size:
                 held.append((worker, process))
-        stopped = Counter(
-            (worker.report.job_id, worker.has_state)
-            for worker, process in held
-            if process.stopped_since_ns is not None
-        )
-        members = Counter((worker.report.job_id, worker.has_state) for worker, _ in held)
         for worker, process in held:
-            ours = [(worker.report.job_id, True)]
-            if not worker.holders:
-                ours.append((worker.report.job_id, False))
-            here = sum(members[one] for one in ours)
-            is_last = (
-                here >= (worker.holders or worker.group_size)
-                and here == sum(stopped[one] for one in ours)
-                and (worker.has_state or not worker.holders)
-            )
-            is_spared = is_last or not is_received
+            is_last = process.stopped_since_ns is not None and _is_last(worker, process, held)
+            is_spared = is_last or not is_connected
             if process.stopped_since_ns is not None and is_spared is not process.is_spared:
                 if is_spared:
                     why = "nobody else has its state" if is_last else "no coordinator hears of it"
@@ -339,8 +325,8 @@ class AgentMachine:
         if not departure.is_draining() or departure.is_ending():
             return
         # A coordinator that was greeted counts on this node already: it must hear that we leave.
-        is_received = books.connection.phase is ConnectionPhase.GREETED
-        is_known = is_received or books.connection.is_registered()
+        is_connected = books.connection.phase is ConnectionPhase.GREETED
+        is_known = is_connected or books.connection.is_registered()
         is_alone = not is_known and books.reports.are_received()
         if books.now_ns >= departure.stop_at_ns:
             books.begin_end(EXIT_DRAINED, f"the time to drain is over: {departure.reason}")
@@ -398,3 +384,19 @@ def _is_chatter(event: AgentEvent) -> bool:
     if isinstance(event, CoordinatorMessageReceived):
         return isinstance(event.message, Probe)
     return isinstance(event, (Tick, CopiesChanged))
+
+
+def _is_last(
+    worker: AgentWorker, process: ProcessState, held: Sequence[tuple[AgentWorker, ProcessState]]
+) -> bool:
+    """Return whether a stopped worker and others that are stopped here alone have the state."""
+    holders = [
+        other_process
+        for other, other_process in held
+        if other.report.job_id == worker.report.job_id and (other.has_state or not worker.holders)
+    ]
+    return (
+        process in holders
+        and len(holders) >= (worker.holders or worker.group_size)
+        and all(holder.stopped_since_ns is not None for holder in holders)
+    )
