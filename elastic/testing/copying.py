@@ -200,7 +200,7 @@ class CopyHost:
         self.node_id, self.host, self.is_up = node_id, host, is_up
         self.life = 0
         self.held: dict[JobId, Age] = {}
-        self._is_reported_to_open = False
+        self._must_open = False
         self._keys: dict[JobId, str] = {}
         self._orders: dict[JobId, Replicate] = {}
         self._copying, self._post, self._has_memory = copying, post, has_memory
@@ -221,11 +221,11 @@ class CopyHost:
     @property
     def is_clear_open(self) -> bool:
         """Return whether those are answered who know no certificates of an agent's own."""
-        return self._is_reported_to_open or (self.node_id, self.life) in self._copying.old
+        return self._must_open or (self.node_id, self.life) in self._copying.old
 
     def died(self) -> None:
         """The agent is gone, and its memory."""
-        self._is_reported_to_open = False
+        self._must_open = False
         self.held, self._keys, self._orders = {}, {}, {}
         self._copying.shards.died(self.node_id)
 
@@ -240,7 +240,7 @@ class CopyHost:
         job_id = order.job_id
         if isinstance(order, KeepCopy):
             self._keys[job_id] = order.key
-            self._is_reported_to_open |= not order.tls_only
+            self._must_open |= not order.tls_only
         elif isinstance(order, DropCopy):
             known = [one for one in self._all() if order.source in (ALL_ALIKE, one.source)]
             if any(

@@ -174,7 +174,7 @@ class Simulation:
         self.holders = self._check_at_holders()
         self.submissions: dict[str, JobSpec] = {}
         # Which life of which agent was told that an operator wants it to leave.
-        self.is_leave_requested: dict[NodeId, int] = {}
+        self.leave_requested: dict[NodeId, int] = {}
         self.stops: set[JobId] = set()
 
     def _let_versions_differ(self) -> None:
@@ -219,7 +219,7 @@ class Simulation:
         agent = self.by_node[stream.node_id]
         # One that is frozen may have given the stream up by the time it reads this.
         if isinstance(message, Drain) and stream.agent_side and not agent.is_frozen:
-            self.is_leave_requested[stream.node_id] = agent.life
+            self.leave_requested[stream.node_id] = agent.life
             if self.seed % 10 == REPLACED_SEED:
                 self.timeline.after(0, self._replace)
         if isinstance(message, Release) and stream.agent_side and not agent.is_frozen:
@@ -438,10 +438,7 @@ class Simulation:
                 record = self.disk.records.get(process.job_id)
                 if record is None or record.phase.value not in ("pending", "running", "paused"):
                     return f"worker {process.worker_id} of an ended job still runs"
-            if (
-                agent.machine is not None
-                and self.is_leave_requested.get(agent.node_id) == agent.life
-            ):
+            if agent.machine is not None and self.leave_requested.get(agent.node_id) == agent.life:
                 return f"node {agent.node_id}, which an operator wants to leave, is still there"
             for job_id in sorted(agent.copies.jobs()):
                 if job_id in self.checkers.ended:

@@ -123,7 +123,7 @@ class Controller:
                         self._is_leaving = True
                         self._view.say("the trials that run are stopped; Ctrl-C again leaves them")
                         self._stop_all("interrupted in its script")
-                    self._check_around()
+                    self._check_all()
                     self._fill()
                     self._receive()
                     self._settle()
@@ -575,7 +575,7 @@ class Controller:
 
     # -------------------------------------------------------------------------- now and then
 
-    def _check_around(self) -> None:
+    def _check_all(self) -> None:
         """Count the nodes, and see whether somebody wants the study to stop."""
         now = time.monotonic()
         budget = self._plan.time_budget_s

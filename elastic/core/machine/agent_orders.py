@@ -156,7 +156,7 @@ def _forward(
             message = Announce(replace(message.assignment, node_devices=devices))
         books.spreading.announced(message.assignment, books.now_ns)
     elif isinstance(message, LeaveGroup) and not message.at_boundary:
-        books.spreading.is_leave_requested(message, books.now_ns)
+        books.spreading.leave_requested(message, books.now_ns)
         if not message.follows and books.workers.is_changed(worker):
             books.workers.tell(worker)  # Nothing comes that would be told instead.
     process = books.processes.get(worker.process_id)

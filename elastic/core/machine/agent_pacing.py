@@ -56,7 +56,7 @@ class Pacer:
                 place.generation, after_ns, at_ns, at_ns, every_ns
             )
 
-    def is_leave_requested(self, order: LeaveGroup, now_ns: int) -> None:
+    def leave_requested(self, order: LeaveGroup, now_ns: int) -> None:
         """A worker is told to leave its group at once, maybe because another one follows.
 
         With twice the time: what it says of that one replaces this.

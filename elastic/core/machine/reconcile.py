@@ -248,8 +248,8 @@ def _form(cluster: ClusterState, job: JobState, plan: GroupPlan, reason: str) ->
     """Number, rank, persist and announce the next group."""
     node_of = {w: job.workers[w].node_id for w in plan.members}
     places = assign_ranks(plan.members, node_of, job.member_ids())
-    before_all = frozenset(job.member_ids())
-    before = before_all if job.is_open else frozenset()
+    former = frozenset(job.member_ids())
+    before = former if job.is_open else frozenset()
     job.generation += 1
     job.group = Group(
         generation=job.generation,
@@ -269,7 +269,7 @@ def _form(cluster: ClusterState, job: JobState, plan: GroupPlan, reason: str) ->
     soonest_s = min(cluster.config.form_timeout_s, job.spec.hang_timeout_s or inf)
     wake(job, cluster.now_ns + ns(soonest_s))
     cluster.polls[job.job_id] = cluster.now_ns + forming_is_long_after_ns(len(places))
-    job.holders = (before_all if job.first_steps else job.holders) & set(plan.members)
+    job.holders = (former if job.first_steps else job.holders) & set(plan.members)
     job.first_steps, job.finished = {}, {}
     if job.is_fresh:
         job.is_fresh = False

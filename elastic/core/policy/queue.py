@@ -110,7 +110,9 @@ class _Plan:
             if not claim.trains and not claim.is_ending:
                 continue
             # Those that are away do not count here: they may turn out to be lost.
-            self._keep_ranks(draft, len(claim.seats) if claim.is_ending else claim.spec.min_workers)
+            self._keep_workers(
+                draft, len(claim.seats) if claim.is_ending else claim.spec.min_workers
+            )
             draft.is_admitted = claim.is_ending or draft.size >= claim.spec.min_workers
 
     def admit_waiting(self) -> None:
@@ -223,7 +225,7 @@ class _Plan:
             # They count for their project: none may keep another job of it from its min.
             while count and self._excess(draft.claim.spec, count):
                 count -= 1
-            self._keep_ranks(draft, count)
+            self._keep_workers(draft, count)
 
     def grow(self) -> None:
         """Deal what is left, one replica at a time."""
@@ -269,7 +271,7 @@ class _Plan:
 
     # ------------------------------------------------------------ seats and nodes
 
-    def _keep_ranks(self, draft: AllocationDraft, limit: int) -> int:
+    def _keep_workers(self, draft: AllocationDraft, limit: int) -> int:
         """Count up to `limit` of its workers where they are; return how many."""
         need, seats, count = draft.claim.spec.resources_per_worker, draft.claim.seats, 0
         while count < limit and draft.tried < len(seats):
@@ -292,7 +294,7 @@ class _Plan:
         spec = draft.claim.spec
         need = spec.resources_per_worker
         rank_infos_before, tried_before = len(draft.kept), draft.tried
-        missing = count - self._keep_ranks(draft, count)
+        missing = count - self._keep_workers(draft, count)
         chosen = self._choose(draft, missing) if missing else []
         if len(chosen) == missing:
             for node_id in chosen:
