@@ -93,6 +93,7 @@ def main() -> None:
     if case == "deadlock" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         dist.recv(torch.zeros(1), src=1 - dist.get_rank())
     if case == "leave":  # As scripts do whose threads or libraries would not let them end.
+        dist.barrier()  # Who still connects would miss a rank that has ended.
         time.sleep(dist.get_rank())
         os._exit(0)
     os.makedirs(folder, exist_ok=True)
