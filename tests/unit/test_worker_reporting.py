@@ -18,7 +18,7 @@ from elastic.core.config import JobSpec
 from elastic.core.events.worker import RequestLeave, UserReported, WorkerEvent
 from elastic.core.messages import Progress
 from elastic.core.world import Generation, JobId, ReportKind
-from elastic.errors import StorageError, UsageError
+from elastic.errors import GroupError, StorageError, UsageError
 from elastic.runtime.clock import SystemClock
 from elastic.storage.run_directory import RunDirectory
 from elastic.testing.faulty_storage import Faults
@@ -78,6 +78,8 @@ class Rank:
     rank: int
     reporter: Reporter
     link: Coordinator
+    barrier: threading.Barrier
+    """Of all ranks, until one of them fails."""
 
     def report(self, metrics: dict[str, Any], checkpoint: Path | None = None) -> None:
         path = None if checkpoint is None else str(checkpoint)
@@ -89,6 +91,11 @@ def run_group(
 ) -> list[BaseException | None]:
     """Run `train` on as many ranks as there are links; return what each raised."""
     store = dist.HashStore()
+    barrier = threading.Barrier(len(links))
+
+    def watch() -> None:
+        if barrier.broken:
+            raise GroupError("another rank has failed")
 
     def one(rank: int) -> BaseException | None:
         run = RunDirectory(str(run_path))
@@ -97,13 +104,16 @@ def run_group(
             ReportOrigin(JobId("j1"), 2, rank, len(links)),
             run,
             committer=committer,
-            agreement=ReportVotes(store, rank, world_size=len(links)),
+            agreement=ReportVotes(store, rank, world_size=len(links), watch=watch),
             link=links[rank],
             clock=SystemClock(),
             newest_checkpoint="before",
         )
         try:
-            train(Rank(rank, reporter, links[rank]))
+            train(Rank(rank, reporter, links[rank], barrier))
+        except AssertionError as error:
+            barrier.abort()
+            return error
         except BaseException as error:
             return error
         finally:
@@ -171,6 +181,7 @@ def test_nobody_leaves_while_the_coordinator_does_not_record_the_checkpoint(
     def train(rank: Rank) -> None:
         rank.report({}, directory(tmp_path / f"first{rank.rank}", model="x"))
         assert committed(tmp_path / "run") == []
+        rank.barrier.wait(DEADLINE_S)
         links[rank.rank].come_back()
         rank.report({}, directory(tmp_path / f"second{rank.rank}", model="x"))
 
@@ -192,6 +203,7 @@ def test_without_a_coordinator_training_goes_on_and_the_markers_come_later(
             assert rank.reporter.newest_checkpoint == "before"
         with pytest.raises(StorageError, match="000002 was reported already"):
             rank.reporter.report("{}", str(tmp_path / f"e0r{rank.rank}"), names[-1])
+        rank.barrier.wait(DEADLINE_S)
         links[rank.rank].come_back()
         rank.reporter.finish()
         wait_for(lambda: committed(run) == names)
