@@ -27,8 +27,8 @@ from rich.table import Table
 
 from elastic.core.view import JobView, NodeView
 from elastic.core.world import JobPhase, NodePhase
-from elastic.testing.chaos_jobs import chaos_job
 from elastic.testing.local_cluster import LocalCluster
+from tests.harness.chaos_jobs import chaos_job
 
 HANG_TIMEOUT_S = 2.0
 

@@ -3,7 +3,7 @@
     python -m bench.recovery --kills 10
 
 Ours are three nodes with one worker each on this machine, SQLite store, gloo, in
-`elastic/testing/jobs/steps_job.py`; torchrun is one node with three workers, with a plain DDP
+`tests/harness/jobs/steps_job.py`; torchrun is one node with three workers, with a plain DDP
 script and checkpoints. Ray Train and torchft are measured where they are installed: Ray with the
 same script as torchrun, torchft with its own wrappers. Victims and moments are drawn. All write a
 line after each optimizer step, from which all is computed (`bench/marks.py`). Prints one table.
@@ -34,8 +34,8 @@ from bench.peers import ray_train, torchft_replicas, torchrun
 from elastic.core.view import JobView, WorkerView
 from elastic.core.world import ENDED, Entry, JobPhase
 from elastic.errors import Unavailable
-from elastic.testing.chaos_jobs import ChaosJob, chaos_job
 from elastic.testing.local_cluster import TIMEOUT_S, LocalCluster
+from tests.harness.chaos_jobs import ChaosJob, chaos_job
 
 OURS = "ours"
 WORLD = 3

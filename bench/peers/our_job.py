@@ -16,7 +16,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from elastic import train
-from elastic.testing.jobs import steps_job
+from tests.harness.jobs import steps_job
 
 
 def main() -> None:

@@ -1,1 +1,1 @@
-"""The public test kit: simulator, faults, checkers."""
+"""What users test with: a cluster of real processes on one machine, made to be broken."""

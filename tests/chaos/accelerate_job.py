@@ -15,9 +15,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from elastic import train
-from elastic.testing.jobs.steps_job import Orders, is_over, trace
-from elastic.testing.jobs.struck_job import run
 from elastic.train.accelerate import prepare_accelerator
+from tests.harness.jobs.steps_job import Orders, is_over, trace
+from tests.harness.jobs.struck_job import run
 
 SAMPLES, MICRO_BATCH, GLOBAL_BATCH = 50, 4, 16
 

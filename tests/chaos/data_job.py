@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 
 from elastic import data, train
-from elastic.testing.jobs.steps_job import CLASSES, WithLedger, digest, is_over, trace
 from elastic.train.torch import TorchTrainer, prepare_model, prepare_optimizer
+from tests.harness.jobs.steps_job import CLASSES, WithLedger, digest, is_over, trace
 
 V = 8
 """Micro-batches of a step: global batch 32, 4 in a micro-batch."""

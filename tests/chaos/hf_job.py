@@ -28,9 +28,9 @@ from transformers import (
 )
 
 from elastic import train
-from elastic.testing.jobs.steps_job import Orders, is_over, trace
-from elastic.testing.jobs.struck_job import run
 from elastic.train.huggingface.transformers import prepare_trainer
+from tests.harness.jobs.steps_job import Orders, is_over, trace
+from tests.harness.jobs.struck_job import run
 
 SAMPLES, EVALUATED = 36, 9
 MICRO_BATCH, GLOBAL_BATCH = 2, 8

@@ -19,13 +19,13 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from torch.utils.data import DataLoader, Dataset
 
 from elastic import train
-from elastic.testing.jobs.steps_job import Orders, is_over, trace
-from elastic.testing.jobs.struck_job import run
 from elastic.train.lightning import (
     RayDDPStrategy,
     RayLightningEnvironment,
     prepare_trainer,
 )
+from tests.harness.jobs.steps_job import Orders, is_over, trace
+from tests.harness.jobs.struck_job import run
 
 SAMPLES, LENGTH = 34, 12
 MICRO_BATCH, GLOBAL_BATCH = 2, 8

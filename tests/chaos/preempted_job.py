@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from elastic import train
-from elastic.testing.jobs import steps_job
+from tests.harness.jobs import steps_job
 
 
 def diary() -> Path | None:

@@ -10,8 +10,8 @@ from typing import Any
 
 from elastic.core.view import JobView
 from elastic.core.world import ENDED, JobPhase, WorkerPhase
-from elastic.testing.chaos_jobs import ChaosJob, chaos_job, with_script
 from elastic.testing.local_cluster import LocalCluster
+from tests.harness.chaos_jobs import ChaosJob, chaos_job, with_script
 
 DIARY = Path(__file__).with_name("preempted_job.py")
 """The script of jobs that keep a diary."""

@@ -18,13 +18,13 @@ import torch.nn.functional as F
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from elastic import train
-from elastic.testing.jobs.steps_job import Samples, WithLedger, digest, is_over, trace
 from elastic.train.torch import (
     TorchTrainer,
     prepare_data_loader,
     prepare_model,
     prepare_optimizer,
 )
+from tests.harness.jobs.steps_job import Samples, WithLedger, digest, is_over, trace
 
 KINDS = (
     "plain",

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from elastic.core.view import JobView
 from elastic.core.world import ENDED, JobPhase, WorkerPhase
-from elastic.testing.chaos_jobs import ChaosJob
 from elastic.testing.local_cluster import LocalCluster
-from elastic.testing.traces import Reference, compare
+from tests.harness.chaos_jobs import ChaosJob
+from tests.harness.traces import Reference, compare
 from tests.patience import wait_for
 
 WORKERS = 3

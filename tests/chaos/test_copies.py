@@ -1,6 +1,6 @@
 """A run whose nodes die goes on from the memory of another one: real processes, real signals.
 
-The script of `elastic.testing.jobs.steps_job` ends with the hash of weights and optimizer state,
+The script of `tests.harness.jobs.steps_job` ends with the hash of weights and optimizer state,
 which must be that of a run in one process that nobody disturbed.
 """
 
@@ -14,9 +14,9 @@ import pytest
 
 from elastic.core.view import JobView
 from elastic.core.world import ENDED, WorkerPhase
-from elastic.testing.chaos_jobs import ChaosJob, chaos_job, with_arguments
 from elastic.testing.local_cluster import LocalCluster
 from tests.chaos.three_nodes import NEVER, NODES, cluster, members, running
+from tests.harness.chaos_jobs import ChaosJob, chaos_job, with_arguments
 from tests.patience import wait_for
 
 __all__ = ["cluster", "running"]

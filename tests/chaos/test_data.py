@@ -18,9 +18,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from elastic.core.world import ENDED
-from elastic.testing.chaos_jobs import chaos_job, with_arguments, with_script
 from elastic.testing.local_cluster import LocalCluster
 from tests.chaos.test_streams import trains_in
+from tests.harness.chaos_jobs import chaos_job, with_arguments, with_script
 from tests.patience import wait_for
 
 SCRIPT = Path(__file__).with_name("data_job.py")

@@ -11,8 +11,8 @@ import pytest
 from elastic.core.view import JobView
 from elastic.core.world import ENDED
 from elastic.storage.verify import verify
-from elastic.testing.chaos_jobs import chaos_job
 from elastic.testing.local_cluster import LocalCluster
+from tests.harness.chaos_jobs import chaos_job
 from tests.integration.s3_server import BUCKET, Trouble, s3
 from tests.patience import wait_for
 

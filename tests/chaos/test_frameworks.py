@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from elastic.testing.chaos_jobs import chaos_job, with_script
 from elastic.testing.local_cluster import LocalCluster
-from elastic.testing.traces import Reference
 from tests.chaos.scripts import Script
 from tests.chaos.struck import WORKERS, Run
+from tests.harness.chaos_jobs import chaos_job, with_script
+from tests.harness.traces import Reference
 
 JOBS = {
     "accelerate": "accelerate_job.py",

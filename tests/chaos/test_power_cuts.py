@@ -16,7 +16,7 @@ __all__ = ["s3"]
 
 def cut(cuts: int, storage: str, seed: int, life_s: float = 0.9) -> str:
     """Cut the power so often; returns what was found."""
-    call = [sys.executable, "-m", "elastic.testing.power_cuts", "--cuts", str(cuts)]
+    call = [sys.executable, "-m", "tests.harness.power_cuts", "--cuts", str(cuts)]
     done = subprocess.run(
         [*call, "--storage", storage, "--seed", str(seed), "--life", str(life_s)],
         capture_output=True,

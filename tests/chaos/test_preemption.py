@@ -16,9 +16,9 @@ import pytest
 
 from elastic.core.view import JobView
 from elastic.core.world import ENDED, NodePhase
-from elastic.testing.chaos_jobs import ChaosJob, chaos_job
 from elastic.testing.local_cluster import LocalCluster
 from tests.chaos.shared import assert_nothing_done_twice, diaries, with_diary
+from tests.harness.chaos_jobs import ChaosJob, chaos_job
 from tests.metadata_server import Cloud, serving
 from tests.patience import DEADLINE_S, wait_for
 

@@ -20,11 +20,11 @@ import pytest
 
 from elastic.core.view import JobView
 from elastic.core.world import ENDED, JobPhase
-from elastic.testing.chaos import check_logs
-from elastic.testing.chaos_jobs import chaos_job, with_arguments
 from elastic.testing.local_cluster import LocalCluster, start_of
-from elastic.testing.traces import Reference, compare, lines_of
 from tests.chaos.struck import PLACES, WORKERS, Run, assert_kept
+from tests.harness.chaos import check_logs
+from tests.harness.chaos_jobs import chaos_job, with_arguments
+from tests.harness.traces import Reference, compare, lines_of
 from tests.patience import wait_for
 
 HANG_TIMEOUT_S = 3.0

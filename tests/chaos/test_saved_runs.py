@@ -14,8 +14,8 @@ from elastic.core.view import JobView
 from elastic.core.world import ENDED
 from elastic.storage.run_directory import RunDirectory
 from elastic.storage.verify import verify
-from elastic.testing.chaos_jobs import ChaosJob, chaos_job, with_arguments
 from elastic.testing.local_cluster import LocalCluster
+from tests.harness.chaos_jobs import ChaosJob, chaos_job, with_arguments
 
 SAVED_AT = 4
 

@@ -25,8 +25,8 @@ from elastic.core.view import JobView
 from elastic.core.world import ENDED, Entry, EntryKind, JobId, JobPhase, WorkerPhase
 from elastic.storage.run_directory import RunDirectory
 from elastic.storage.verify import verify
-from elastic.testing.chaos_jobs import ENDLESS, JOBS
 from elastic.testing.local_cluster import LocalCluster
+from tests.harness.chaos_jobs import ENDLESS, JOBS
 from tests.patience import DEADLINE_S
 
 SCRIPT = JOBS / "sharded_job.py"

@@ -16,9 +16,9 @@ import pytest
 
 from elastic.core.view import JobView
 from elastic.core.world import ENDED, WorkerPhase
-from elastic.testing.chaos import Chaos, draw_faults
-from elastic.testing.chaos_jobs import ChaosJob, chaos_job, with_arguments
 from elastic.testing.local_cluster import LocalCluster
+from tests.harness.chaos import Chaos, draw_faults
+from tests.harness.chaos_jobs import ChaosJob, chaos_job, with_arguments
 
 KILLS = 6
 STEPS_MIN = 3

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from elastic.core.world import ENDED
 from elastic.storage.run_directory import RunDirectory
-from elastic.testing.chaos_jobs import chaos_job
 from elastic.testing.local_cluster import LocalCluster
+from tests.harness.chaos_jobs import chaos_job
 from tests.patience import wait_for
 
 

@@ -17,9 +17,9 @@ import pytest
 
 from elastic.core.view import JobView
 from elastic.core.world import ENDED, WorkerPhase
-from elastic.testing.chaos import Chaos, draw_kills
-from elastic.testing.chaos_jobs import ChaosJob, chaos_job, with_arguments, with_script
 from elastic.testing.local_cluster import LocalCluster
+from tests.harness.chaos import Chaos, draw_kills
+from tests.harness.chaos_jobs import ChaosJob, chaos_job, with_arguments, with_script
 
 SCRIPT = Path(__file__).with_name("streams_job.py")
 STEPS = 40

@@ -12,8 +12,8 @@ from elastic.core.config import TRACKERS_VARIABLE
 from elastic.core.world import ENDED
 from elastic.storage.metrics import Numbering
 from elastic.storage.run_directory import RunDirectory
-from elastic.testing.chaos_jobs import chaos_job
 from elastic.testing.local_cluster import LocalCluster
+from tests.harness.chaos_jobs import chaos_job
 from tests.patience import wait_for
 
 

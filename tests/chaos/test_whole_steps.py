@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from elastic.testing.chaos_jobs import chaos_job, with_arguments
 from elastic.testing.local_cluster import LocalCluster
-from elastic.testing.traces import Reference
 from tests.chaos.struck import WORKERS, Run
+from tests.harness.chaos_jobs import chaos_job, with_arguments
+from tests.harness.traces import Reference
 
 
 @pytest.mark.parametrize("model", ["cnn", pytest.param("gpt", marks=pytest.mark.slow)])

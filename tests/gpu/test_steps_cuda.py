@@ -10,9 +10,9 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from elastic.core.world import Resources  # noqa: E402
-from elastic.testing.chaos import Chaos, draw_kills  # noqa: E402
-from elastic.testing.chaos_jobs import chaos_job, with_arguments  # noqa: E402
 from elastic.testing.local_cluster import LocalCluster  # noqa: E402
+from tests.harness.chaos import Chaos, draw_kills  # noqa: E402
+from tests.harness.chaos_jobs import chaos_job, with_arguments  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,

@@ -17,7 +17,7 @@ from elastic.errors import NotFound
 from elastic.storage.marker import MARKER, UNKNOWN, CheckpointMarker, StoredFile
 from elastic.storage.run_directory import RunDirectory
 from elastic.storage.verify import VerifyResult, checkpoints_at, verify
-from elastic.testing.faulty_storage import Faults
+from tests.harness.faulty_storage import Faults
 
 CONTENTS = {
     "model.bin": bytes(range(256)) * 3,

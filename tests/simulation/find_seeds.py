@@ -13,8 +13,8 @@ import sys
 import pytest
 
 from elastic.errors import ElasticError
-from elastic.testing.simulator import Simulation
 from tests.simulation import planted, planted_crowds, planted_leavers, planting
+from tests.simulation.simulator import Simulation
 
 SEEDS_MAX = 1500
 PLANTED_IN = (planted, planted_crowds, planted_leavers)

@@ -33,7 +33,7 @@ from elastic.core.policy import (
 )
 from elastic.core.policy.decision import Decision
 from elastic.core.world import Group, RefusalCode
-from elastic.testing import coordinators, terms
+from tests.simulation import coordinators, terms
 from tests.simulation.planting import Patch, bug
 
 

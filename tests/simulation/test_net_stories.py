@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 import pytest
 
-from elastic.testing.draws import SHARED_SEED
-from elastic.testing.faults import Mix
-from elastic.testing.simulator import Simulation
-from elastic.testing.world import S
 from tests.chaos.net.play import STORIES
+from tests.simulation.draws import SHARED_SEED
+from tests.simulation.faults import Mix
+from tests.simulation.simulator import Simulation
+from tests.simulation.world import S
 
 SEEDS = 6
 STRIKES_AT = 25 * S

@@ -9,10 +9,10 @@ import sys
 
 import pytest
 
-from elastic.testing.simulator import run_seed
 from tests.patience import DEADLINE_S
 from tests.simulation import planting
 from tests.simulation.find_seeds import catching_seed
+from tests.simulation.simulator import run_seed
 
 SEEDS = 100
 SEEDS_AT_ONCE = 25
@@ -55,7 +55,7 @@ def assert_right(seeds: range) -> None:
 
 def test_a_seed_replays_exactly_under_every_hash_seed() -> None:
     code = (
-        "import hashlib;from elastic.testing.simulator import run_seed;"
+        "import hashlib;from tests.simulation.simulator import run_seed;"
         "print(hashlib.sha256('\\n'.join(run_seed(7, transcript=True)[1]).encode()).hexdigest())"
     )
     digests = {

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from elastic.storage.verify import verify
-from elastic.testing.faulty_storage import Faults
 from elastic.worker.checkpoint import checkpoint_writer as writing
+from tests.harness.faulty_storage import Faults
 from tests.patience import DEADLINE_S
 from tests.unit.saving_under_test import Run
 

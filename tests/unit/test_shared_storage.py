@@ -13,9 +13,9 @@ import torch.distributed as dist
 from elastic.core.world import Assignment, JobId, WorkerId
 from elastic.errors import StorageNotShared
 from elastic.storage.run_directory import RunDirectory
-from elastic.testing.faulty_storage import Faults
 from elastic.worker.checkpoint import shared_storage
 from elastic.worker.checkpoint.shared_storage import SharedStorage
+from tests.harness.faulty_storage import Faults
 from tests.patience import DEADLINE_S
 
 NEVER: Callable[[], bool] = lambda: False  # noqa: E731

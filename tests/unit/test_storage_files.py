@@ -17,7 +17,7 @@ from elastic.storage.files import Files
 from elastic.storage.marker import MARKER, CheckpointMarker, StoredFile
 from elastic.storage.outputs import OutputFile
 from elastic.storage.run_directory import RunDirectory
-from elastic.testing.faulty_storage import Faults
+from tests.harness.faulty_storage import Faults
 
 
 @pytest.fixture

@@ -21,7 +21,6 @@ from elastic.core.world import Generation, JobId, ReportKind
 from elastic.errors import GroupError, StorageError, UsageError
 from elastic.runtime.clock import SystemClock
 from elastic.storage.run_directory import RunDirectory
-from elastic.testing.faulty_storage import Faults
 from elastic.worker.base.interrupt import GroupChanged
 from elastic.worker.base.mailboxes import ReportAnswer
 from elastic.worker.checkpoint import report_votes as agreement
@@ -31,6 +30,7 @@ from elastic.worker.checkpoint.delivery import NO_PART, CheckpointUploadMode, De
 from elastic.worker.checkpoint.report_votes import ReportVotes
 from elastic.worker.checkpoint.reported_checkpoints import ReportOrigin
 from elastic.worker.checkpoint.reporting import Reporter
+from tests.harness.faulty_storage import Faults
 from tests.patience import DEADLINE_S, wait_for
 from tests.strategies import SCRIPT
 

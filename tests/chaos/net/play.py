@@ -18,9 +18,9 @@ from pathlib import Path
 
 from elastic.core.view import JobView
 from elastic.core.world import ENDED
-from elastic.testing.chaos_jobs import ChaosJob, chaos_job
 from tests.chaos.net.cluster import AGENTS, COORDINATORS, MEMBERS, NetCluster
 from tests.chaos.net.switch import CUT, Link
+from tests.harness.chaos_jobs import ChaosJob, chaos_job
 from tests.patience import DEADLINE_S
 
 KILLING_S = 300.0

@@ -15,13 +15,13 @@ from dataclasses import dataclass, field
 
 from elastic.core.events.coordinator import NodeDrainRequested
 from elastic.core.world import JobId, JobPhase, NodeId
-from elastic.testing.checkers import Checkers
-from elastic.testing.coordinators import CoordinatorHost
-from elastic.testing.copying import Copying, Trained
-from elastic.testing.disk import Disk
-from elastic.testing.hosts import AgentHost
-from elastic.testing.network import Conditions
-from elastic.testing.world import MS, S, Timeline
+from tests.simulation.checkers import Checkers
+from tests.simulation.coordinators import CoordinatorHost
+from tests.simulation.copying import Copying, Trained
+from tests.simulation.disk import Disk
+from tests.simulation.hosts import AgentHost
+from tests.simulation.network import Conditions
+from tests.simulation.world import MS, S, Timeline
 
 POLL_NS = 500 * MS
 CALM_NODE_NS = 36 * S

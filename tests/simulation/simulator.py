@@ -1,7 +1,7 @@
 """A whole cluster on a virtual clock: real machines, everything else simulated, one seed.
 
-    python -m elastic.testing.simulator --seeds 500 --first 0
-    python -m elastic.testing.simulator --seeds 1 --first 4711 --transcript
+    python -m tests.simulation.simulator --seeds 500 --first 0
+    python -m tests.simulation.simulator --seeds 1 --first 4711 --transcript
 
 The seed draws the configuration (nodes, bounds, delays, fault mix, scripts). A run has a safety
 phase, in which faults strike and nothing wrong may happen, and a liveness phase, in which all is
@@ -45,17 +45,17 @@ from elastic.core.policy.dialects import SINCE_MINORS
 from elastic.core.policy.hang import FIRST_TIMES
 from elastic.core.world import JobId, Node, NodeId
 from elastic.errors import ElasticError
-from elastic.testing import crowd, draws, holders
-from elastic.testing.checkers import Checkers, CheckFailed
-from elastic.testing.coordinators import CoordinatorHost
-from elastic.testing.disk import Disk
-from elastic.testing.faults import PREEMPTIONS_ONLY, Faults, draw_mix
-from elastic.testing.goodput_checks import GoodputChecks
-from elastic.testing.hosts import AgentHost
-from elastic.testing.network import Conditions, Network, Stream
-from elastic.testing.terms import LeaseStore
-from elastic.testing.training import DataPlane, Script
-from elastic.testing.world import MS, S, Timeline
+from tests.simulation import crowd, draws, holders
+from tests.simulation.checkers import Checkers, CheckFailed
+from tests.simulation.coordinators import CoordinatorHost
+from tests.simulation.disk import Disk
+from tests.simulation.faults import PREEMPTIONS_ONLY, Faults, draw_mix
+from tests.simulation.goodput_checks import GoodputChecks
+from tests.simulation.hosts import AgentHost
+from tests.simulation.network import Conditions, Network, Stream
+from tests.simulation.terms import LeaseStore
+from tests.simulation.training import DataPlane, Script
+from tests.simulation.world import MS, S, Timeline
 
 SAFETY_NS = 60 * S
 LIVENESS_NS = 240 * S
@@ -478,9 +478,8 @@ def main(seeds: int, first: int, transcript: bool) -> None:
             if not transcript:
                 print("\n".join(run_seed(seed, transcript=True)[1][-60:]))
             print(f"seed {seed} failed: {failure}")
-            print(
-                f"replay: python -m elastic.testing.simulator --seeds 1 --first {seed} --transcript"
-            )
+            replay = f"--seeds 1 --first {seed} --transcript"
+            print(f"replay: python -m tests.simulation.simulator {replay}")
             sys.exit(1)
         faults += outcome.faults
         groups += outcome.groups

@@ -17,12 +17,12 @@ from elastic.core.messages import (
     Welcome,
 )
 from elastic.core.world import ExitCause, ExitKind, Node, NodeId, SessionId
-from elastic.testing.coordinators import CoordinatorHost
-from elastic.testing.copying import CopyHost
-from elastic.testing.network import Network, Stream
-from elastic.testing.process import PIDS_OF_A_LIFE, SimProcess
-from elastic.testing.training import DataPlane
-from elastic.testing.world import MS, Alarm, Timeline
+from tests.simulation.coordinators import CoordinatorHost
+from tests.simulation.copying import CopyHost
+from tests.simulation.network import Network, Stream
+from tests.simulation.process import PIDS_OF_A_LIFE, SimProcess
+from tests.simulation.training import DataPlane
+from tests.simulation.world import MS, Alarm, Timeline
 
 
 class AgentHost:

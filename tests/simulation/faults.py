@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 
 from elastic.core.events.agent import DrainSignalled, HealthChanged, ProcessStopped
 from elastic.core.world import ExitCause, ExitKind, JobId, NodeId
-from elastic.testing.blame import Blame
-from elastic.testing.coordinators import CoordinatorHost
-from elastic.testing.hosts import AgentHost
-from elastic.testing.network import Network
-from elastic.testing.process import SimProcess
-from elastic.testing.training import DataPlane
-from elastic.testing.world import MS, S, Timeline
+from tests.simulation.blame import Blame
+from tests.simulation.coordinators import CoordinatorHost
+from tests.simulation.hosts import AgentHost
+from tests.simulation.network import Network
+from tests.simulation.process import SimProcess
+from tests.simulation.training import DataPlane
+from tests.simulation.world import MS, S, Timeline
 
 NOTICE_NS_MIN = 30 * S
 """Longer than any script needs to its next boundary, with all that comes before and after."""

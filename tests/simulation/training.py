@@ -29,13 +29,13 @@ from elastic.core.world import (
     JobId,
     NodeId,
 )
-from elastic.testing import parts
-from elastic.testing.checkers import Checkers
-from elastic.testing.copying import Copying, Trained
-from elastic.testing.links import Links
-from elastic.testing.process import SimProcess
-from elastic.testing.scripts import Leaving, Loops, Script
-from elastic.testing.world import MS, Timeline
+from tests.simulation import parts
+from tests.simulation.checkers import Checkers
+from tests.simulation.copying import Copying, Trained
+from tests.simulation.links import Links
+from tests.simulation.process import SimProcess
+from tests.simulation.scripts import Leaving, Loops, Script
+from tests.simulation.world import MS, Timeline
 
 
 @dataclass

@@ -12,10 +12,10 @@ from enum import Enum
 
 from elastic.core.config import JobSpec
 from elastic.core.world import Entry, EntryKind, JobId, NodeId
-from elastic.testing.crowd_checks import CrowdChecks
-from elastic.testing.disk import Disk
-from elastic.testing.scripts import Script
-from elastic.testing.world import MS, S, Timeline
+from tests.simulation.crowd_checks import CrowdChecks
+from tests.simulation.disk import Disk
+from tests.simulation.scripts import Script
+from tests.simulation.world import MS, S, Timeline
 
 EVERY, FIRST = 8, 3
 """Seeds 3, 11, 19, ... have such a job."""

@@ -10,9 +10,9 @@ from collections.abc import Callable
 
 from elastic.core.events.shared import Note
 from elastic.core.world import NodeId, WorkerId
-from elastic.testing.links import Links
-from elastic.testing.network import Conditions
-from elastic.testing.world import S, Timeline
+from tests.simulation.links import Links
+from tests.simulation.network import Conditions
+from tests.simulation.world import S, Timeline
 
 HUNG = "killed because it hung"
 REMEMBERED_NS = 60 * S

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from elastic.core.events.worker import CheckpointWritten, TrainLeft, WorkerEvent
 from elastic.core.world import Generation, JobId
-from elastic.testing.world import MS, Timeline
+from tests.simulation.world import MS, Timeline
 
 BOUNDARY_SAVES = 500_000
 """What is saved where all leave is numbered from here on, above what anybody wishes for."""

@@ -13,8 +13,8 @@ from elastic.core.config import JobSpec
 from elastic.core.events.coordinator import JobRecord
 from elastic.core.world import Assignment, Generation, JobId, NodeId, WorkerId
 from elastic.errors import ElasticError
-from elastic.testing.crowd_checks import CrowdChecks
-from elastic.testing.row_checks import RowChecks
+from tests.simulation.crowd_checks import CrowdChecks
+from tests.simulation.row_checks import RowChecks
 
 LEFT_S_MAX = 30.0
 """A coordinator that is replaced meanwhile hears of it again, and judges anew."""

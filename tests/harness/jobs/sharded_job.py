@@ -27,7 +27,6 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from elastic import train
-from elastic.testing.jobs.steps_job import CLASSES, Samples, TinyGPT, check_ledger, digest, is_over
 from elastic.train.torch import (
     TorchTrainer,
     prepare_data_loader,
@@ -35,6 +34,7 @@ from elastic.train.torch import (
     prepare_optimizer,
     prepare_scheduler,
 )
+from tests.harness.jobs.steps_job import CLASSES, Samples, TinyGPT, check_ledger, digest, is_over
 
 
 class Orders:

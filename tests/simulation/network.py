@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from elastic.core.messages import AgentMessage, CoordinatorMessage, Hello
 from elastic.core.world import NodeId, SessionId
-from elastic.testing.world import MS, Timeline
+from tests.simulation.world import MS, Timeline
 
 
 @dataclass

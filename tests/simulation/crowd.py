@@ -22,11 +22,11 @@ from elastic.core.events.coordinator import (
 )
 from elastic.core.projects import ProjectShare
 from elastic.core.world import Entry, EntryKind, JobId, NodeId
-from elastic.testing.crowd_checks import CrowdChecks
-from elastic.testing.disk import Disk
-from elastic.testing.leavers import Leavers, Story, Users
-from elastic.testing.training import Script
-from elastic.testing.world import MS, S, Timeline
+from tests.simulation.crowd_checks import CrowdChecks
+from tests.simulation.disk import Disk
+from tests.simulation.leavers import Leavers, Story, Users
+from tests.simulation.training import Script
+from tests.simulation.world import MS, S, Timeline
 
 EVERY = 4
 """Seeds 3, 7, 11, ... have a crowd."""

@@ -13,8 +13,8 @@ from typing import NamedTuple
 from elastic.core.policy import replication
 from elastic.core.policy.replication import CopyMode, CopyProgress
 from elastic.core.world import ALL_ALIKE, SNAPSHOT_SLOTS, Generation, HeldCopy, JobId, NodeId
-from elastic.testing.checkers import Checkers
-from elastic.testing.world import S, Timeline
+from tests.simulation.checkers import Checkers
+from tests.simulation.world import S, Timeline
 
 FIRST_AT = 3
 """Steps of a group after which it takes its first snapshot."""

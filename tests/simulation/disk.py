@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from elastic.core.events import coordinator as events
 from elastic.core.world import JobId, JobPhase
-from elastic.testing.checkers import Checkers, DurableGroup
+from tests.simulation.checkers import Checkers, DurableGroup
 
 
 class Disk:

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from elastic.testing.checkers import Checkers
-from elastic.testing.world import MS, S, Timeline
+from tests.simulation.checkers import Checkers
+from tests.simulation.world import MS, S, Timeline
 
 TTL_NS = 2 * S
 RENEW_NS = 400 * MS

@@ -13,9 +13,9 @@ from elastic.core.copy_messages import CopyEndpoints, CopyOrder, DropCopy, KeepC
 from elastic.core.events.agent import AgentEvent, CopiesChanged, PushFailed
 from elastic.core.policy.replication import CopyMode
 from elastic.core.world import ALL_ALIKE, Assignment, Generation, HeldCopy, JobId, NodeId
-from elastic.testing.checkers import Checkers
-from elastic.testing.shards import Shards, Snapshot
-from elastic.testing.world import MS, S, Timeline
+from tests.simulation.checkers import Checkers
+from tests.simulation.shards import Shards, Snapshot
+from tests.simulation.world import MS, S, Timeline
 
 POLL_NS = 200 * MS
 TIMEOUT_NS = 3 * S

@@ -44,11 +44,11 @@ from elastic.core.world import (
     NodeId,
     WorkerId,
 )
-from elastic.testing import parts
-from elastic.testing.world import MS, Timeline
+from tests.simulation import parts
+from tests.simulation.world import MS, Timeline
 
 if TYPE_CHECKING:
-    from elastic.testing.training import DataPlane
+    from tests.simulation.training import DataPlane
 
 PIDS_OF_A_LIFE = 100_000
 """Each life of an agent numbers its processes from the next multiple on."""

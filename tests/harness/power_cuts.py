@@ -1,7 +1,7 @@
 """Cut the power of everything, again and again, and let the same script go on.
 
-    python -m elastic.testing.power_cuts --cuts 300
-    python -m elastic.testing.power_cuts --cuts 300 --storage s3://bucket/runs
+    python -m tests.harness.power_cuts --cuts 300
+    python -m tests.harness.power_cuts --cuts 300 --storage s3://bucket/runs
 
 One process trains and saves its state every few steps; SIGKILL ends it at a moment that a seed
 draws, while it writes, commits or deletes as likely as not, and it is started again under the same
@@ -27,9 +27,9 @@ from pathlib import Path
 
 from elastic.storage.integrity import verify
 from elastic.storage.run_directory import RunDirectory
-from elastic.testing.chaos_jobs import ENDLESS, HASHES, ChaosFailed, undisturbed
-from elastic.testing.jobs import steps_job
 from elastic.worker.process.main import warm_up_here
+from tests.harness.chaos_jobs import ENDLESS, HASHES, ChaosFailed, undisturbed
+from tests.harness.jobs import steps_job
 
 NAME = "cut"
 OPTIONS = ("--width", "64", "--samples", "1000")
@@ -184,7 +184,7 @@ def main() -> None:
     args = parser.parse_args()
     if not args.one_thread:
         # As the run that it is compared with; torch counts its threads when it is imported.
-        again = [sys.executable, "-m", "elastic.testing.power_cuts", *sys.argv[1:], "--one-thread"]
+        again = [sys.executable, "-m", "tests.harness.power_cuts", *sys.argv[1:], "--one-thread"]
         os.execvp("env", ["env", "OMP_NUM_THREADS=1", *again])
     warm_up_here()
     began = time.monotonic()

@@ -1,8 +1,8 @@
 """Real processes under faults that a seed draws: whatever is killed, the job ends right.
 
-    python -m elastic.testing.chaos --kills 1200 --every 2
-    python -m elastic.testing.chaos --seed 7 --events 20 --every 2
-    python -m elastic.testing.chaos --job epochs --seeds 50
+    python -m tests.harness.chaos --kills 1200 --every 2
+    python -m tests.harness.chaos --seed 7 --events 20 --every 2
+    python -m tests.harness.chaos --job epochs --seeds 50
 
 A small cluster trains while workers, agents, nodes and the coordinator are killed and stopped,
 nodes drain and come back: half of the faults within 300 ms of the one before. Then all is healed.
@@ -30,9 +30,9 @@ import click
 from elastic.core.view import JobView
 from elastic.core.world import ENDED
 from elastic.errors import ElasticError
-from elastic.testing.breaking import Breaker
-from elastic.testing.chaos_jobs import ChaosFailed, ChaosJob, Verdict, chaos_job
 from elastic.testing.local_cluster import LocalCluster, start_of
+from tests.harness.breaking import Breaker
+from tests.harness.chaos_jobs import ChaosFailed, ChaosJob, Verdict, chaos_job
 
 BURST_S = 0.3
 WEIGHTS = {

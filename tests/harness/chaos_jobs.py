@@ -16,7 +16,7 @@ from elastic.core.view import JobView
 from elastic.core.world import Entry, EntryKind, JobId, JobPhase
 from elastic.errors import ElasticError
 from elastic.storage.marker import MARKER
-from elastic.testing.traces import compare, traced
+from tests.harness.traces import compare, traced
 
 JOBS = Path(__file__).with_name("jobs")
 EPOCHS_MIN = 5

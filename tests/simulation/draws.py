@@ -10,12 +10,12 @@ from dataclasses import replace
 
 from elastic.core.config import AgentConfig, CoordinatorConfig, JobSpec
 from elastic.core.world import Entry, EntryKind, JobId, Strategy
-from elastic.testing import crowd
-from elastic.testing.faults import BROKEN_SEED
-from elastic.testing.network import Conditions
-from elastic.testing.scripts import Script
-from elastic.testing.terms import Candidate, LeaseStore
-from elastic.testing.world import MS, S, Timeline
+from tests.simulation import crowd
+from tests.simulation.faults import BROKEN_SEED
+from tests.simulation.network import Conditions
+from tests.simulation.scripts import Script
+from tests.simulation.terms import Candidate, LeaseStore
+from tests.simulation.world import MS, S, Timeline
 
 SPREADS_S = (0.0001, 0.0001, 0.01, 0.05)
 """For each member of a group, some of them as in groups of hundreds and thousands."""

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 from elastic.core.events.agent import LinksProbed
 from elastic.core.link_messages import LinksTried, TryLinks
 from elastic.core.world import Generation, JobId, NodeId
-from elastic.testing.world import MS, S, Timeline
+from tests.simulation.world import MS, S, Timeline
 
 if TYPE_CHECKING:
-    from elastic.testing.hosts import AgentHost
+    from tests.simulation.hosts import AgentHost
 
 LIMIT_NS = 3 * S
 """Whoever tries to connect gives up after this."""

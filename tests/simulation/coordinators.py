@@ -21,10 +21,10 @@ from elastic.core.messages import (
 )
 from elastic.core.view import ClusterView
 from elastic.core.world import SessionId
-from elastic.testing.disk import Disk
-from elastic.testing.network import Network
-from elastic.testing.terms import Candidate
-from elastic.testing.world import MS, Alarm, S, Timeline
+from tests.simulation.disk import Disk
+from tests.simulation.network import Network
+from tests.simulation.terms import Candidate
+from tests.simulation.world import MS, Alarm, S, Timeline
 
 SUSPEND_NS = 1 * S
 """The driver notices a nap of this length."""

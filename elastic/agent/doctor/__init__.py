@@ -1,1 +1,0 @@
-"""`elastic-agent doctor`: is this machine fit to be a node, and what to do where it is not."""
