@@ -115,7 +115,6 @@ def job_specs(draw: st.DrawFn) -> JobSpec:
         hang_timeout_s=draw(st.floats(0, allow_nan=False, allow_infinity=False)),
         max_failures=draw(st.integers(-1, 2**31 - 1)),
         run_path=draw(TEXTS),
-        project=draw(TEXTS),
         num_to_keep=draw(st.integers(1, 2**31 - 1) | st.just(-1)),
         score_attribute=draw(TEXTS),
         score_order=draw(st.sampled_from(["max", "min"])),

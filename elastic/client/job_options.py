@@ -46,10 +46,6 @@ OPTIONS = (
         show_default=True, help="Of jobs that wait, those with a greater one go first.",
     ),
     _option(
-        "--project", default="", show_default=False, metavar="NAME",
-        help="Label; the coordinator divides by projects, and may limit them.",
-    ),
-    _option(
         "--preemptible/--non-preemptible", default=True, show_default=True,
         help="Whether it gives way as a whole, saved, when a job of higher priority waits.",
     ),
@@ -69,7 +65,7 @@ OPTIONS = (
     ),
 )  # fmt: skip
 
-AMONG_JOBS = ("max_preemptions", "priority", "project", "preemptible")
+AMONG_JOBS = ("max_preemptions", "priority", "preemptible")
 """Those that say nothing where a job is alone."""
 
 
@@ -92,7 +88,6 @@ class JobOptions:
     labels: dict[str, str] = field(default_factory=dict)
     max_preemptions: int = -1
     priority: int = 0
-    project: str = ""
     preemptible: bool = True
     hang_timeout: float = 30.0
     env: dict[str, str] = field(default_factory=dict)
@@ -121,7 +116,6 @@ class JobOptions:
             label_selector=sorted_pairs(self.labels),
             preemption_limit=self.max_preemptions + 1,
             priority=self.priority,
-            project=self.project,
             non_preemptible=not self.preemptible,
             hang_timeout_s=self.hang_timeout,
         )

@@ -90,7 +90,6 @@ def job_as_dict(view: JobView, now_ns: int) -> dict[str, Any]:
         "min_workers": record.bounds[0],
         "max_workers": record.bounds[1],
         "priority": spec.priority,
-        "project": spec.project,
         "submitter": record.submitter,
         "failures": record.failures,
         "losses": record.losses,
@@ -202,15 +201,15 @@ def print_jobs(jobs: tuple[JobView, ...], now_ns: int, console: Console) -> None
     if not jobs:
         console.print("no jobs")
         return
-    with_turn = any(view.record.spec.priority or view.record.spec.project for view in jobs)
-    turn = ("priority", "project") if with_turn else ()
+    with_priority = any(view.record.spec.priority for view in jobs)
+    turn = ("priority",) if with_priority else ()
     table = new_table("job", "name", *turn, "phase", "since", "workers", "generation", "reason")
     for view in jobs:
         spec = view.record.spec
         table.add_row(
             spec.job_id,
             spec.name,
-            *((str(spec.priority), escape(spec.project) or "-") if with_turn else ()),
+            *((str(spec.priority),) if with_priority else ()),
             coloured(view.record.phase.value),
             duration(now_ns - view.since_ns),
             f"{world_size(view)} of {bounds(view)}",
@@ -233,7 +232,6 @@ def print_job(view: JobView, now_ns: int, console: Console) -> None:
         ("state", state),
         ("entry", " ".join((spec.entry.target, *spec.entry.args))),
         ("run", spec.run_path),
-        ("project", spec.project),
         ("submitter", record.submitter),
         ("priority", _priority(view)),
         ("metrics", metrics_line(parsed_metrics(record.metrics))),

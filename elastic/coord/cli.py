@@ -28,8 +28,7 @@ from elastic.coord.collector import stop_collector
 from elastic.coord.serve import PREFIX, ServeOptions, parse_http, parse_listen, serve
 from elastic.coord.server_probe import fetch_health, first_answer
 from elastic.coord.store_access import StoreFiles
-from elastic.core.config import PREEMPTIONS, CoordinatorConfig
-from elastic.core.projects import parse_project
+from elastic.core.config import CoordinatorConfig
 from elastic.errors import (
     ElasticError,
     Fenced,
@@ -222,18 +221,8 @@ def main() -> None:
     "More than a round trip and the longest pause of an agent on a loaded machine.",
 )  # fmt: skip
 @click.option(
-    "--project", "projects", multiple=True, metavar="NAME:weight=2,max_workers=8,GPU=8",
-    help="Share and limits of a project's jobs, any of them; may be repeated. Others have weight 1 "
-    "and no limit. Standbys need the same.",
-)  # fmt: skip
-@click.option(
     "--max-jobs", type=click.IntRange(min=1), default=CoordinatorConfig.jobs_max, metavar="N",
     show_default=True, help="Jobs that have not ended, at once.",
-)  # fmt: skip
-@click.option(
-    "--max-jobs-per-submitter", type=click.IntRange(min=1), metavar="N",
-    default=CoordinatorConfig.jobs_per_submitter_max, show_default=True,
-    help="The same of one name of token or certificate.",
 )  # fmt: skip
 @click.option(
     "--silence", type=click.FloatRange(SILENCE_S_MIN, SILENCE_S_MAX), metavar="SECONDS",
@@ -242,26 +231,9 @@ def main() -> None:
     "With thousands of agents 6 saves most of the pings; a group that trains notices by itself.",
 )  # fmt: skip
 @click.option(
-    "--preemption", type=click.Choice(PREEMPTIONS), default=CoordinatorConfig.preemption,
-    show_default=True,
-    help="What jobs that train give to one of strictly higher priority: what is above their mins "
-    "(shrink), or all, if that is not enough (whole). Standbys need the same.",
-)  # fmt: skip
-@click.option(
-    "--preemption-deadline", type=click.FloatRange(min=0), metavar="SECONDS",
+    "--preemption-deadline", type=click.FloatRange(min=0, min_open=True), metavar="SECONDS",
     default=CoordinatorConfig.preemption_deadline_s, show_default=True,
     help="A job that gives way has so long for a checkpoint, and again to reach a boundary.",
-)  # fmt: skip
-@click.option(
-    "--preemption-min-run", type=click.FloatRange(min=0), metavar="SECONDS",
-    default=CoordinatorConfig.preemption_min_run_s, show_default=True,
-    help="A job that has begun does not give way as a whole before.",
-)  # fmt: skip
-@click.option(
-    "--preemption-retry", type=click.FloatRange(min=0, min_open=True), metavar="SECONDS",
-    default=CoordinatorConfig.preemption_retry_s, show_default=True,
-    help="One without any checkpoint, which cannot be saved by the deadline, trains on, and is "
-    "passed over so long.",
 )  # fmt: skip
 @click.option(
     "--tether-fd", type=int, default=-1, metavar="FD",
@@ -300,13 +272,8 @@ def serve_command(log_level: str, **settings: Any) -> None:
             silence_s=settings["silence"],
             config=CoordinatorConfig(
                 probe_timeout_s=settings["probe_timeout"],
-                projects=tuple(parse_project(text) for text in settings["projects"]),
                 jobs_max=settings["max_jobs"],
-                jobs_per_submitter_max=settings["max_jobs_per_submitter"],
-                preemption=settings["preemption"],
                 preemption_deadline_s=settings["preemption_deadline"],
-                preemption_min_run_s=settings["preemption_min_run"],
-                preemption_retry_s=settings["preemption_retry"],
             ),
         )
         stop_collector()

@@ -84,7 +84,6 @@ class JobsService:
     async def Submit(self, request: jobs_pb2.SubmitRequest) -> jobs_pb2.SubmitResponse:
         """Submit a job; it gets its id here unless the request names one."""
         spec = spec_of(request)
-        check_text("project", spec.project)
         del request  # It holds the function once more.
         if spec.job_id:
             check_name("job id", spec.job_id)

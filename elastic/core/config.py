@@ -10,7 +10,6 @@ import re
 import signal
 from dataclasses import dataclass, field
 
-from elastic.core.projects import ProjectShare, check_projects
 from elastic.core.world import Entry, JobId, Resources, Strategy
 from elastic.errors import ConfigError
 
@@ -24,11 +23,6 @@ TRACKERS_VARIABLE = "ELASTIC_TRACKERS"
 """In a job's environment: where its metrics are shown, see `storage.trackers`."""
 VIRTUAL_LOCAL_RANK = "ELASTIC_VIRTUAL_LOCAL_RANK"
 """Variable of a job's environment; "1": each worker sees its own GPU only, and LOCAL_RANK is 0."""
-PREEMPT_SHRINK, PREEMPT_WHOLE = "shrink", "whole"
-PREEMPTIONS = (PREEMPT_SHRINK, PREEMPT_WHOLE)
-"""What a job of higher priority may take from those that train: what is above their mins, or all.
-"""
-
 KNOWN_ACCELERATORS = (
     "A10", "A10G", "A30", "A40", "A100", "A6000", "B100", "B200", "B300", "GB200", "GB300", "GH200",
     "H20", "H100", "H200", "K80", "L4", "L40", "L40S", "P4", "P100", "RTX3090", "RTX4090",
@@ -99,7 +93,6 @@ class JobSpec:
         preemption_limit: the job fails once so many nodes were taken from its groups by announced
             drains (a notice of the cloud, SIGTERM, an operator); 0 for never.
         run_path: the run directory, storage_path/name, as an fsspec path.
-        project: label for accounting and shares, free text; "" for none.
         num_to_keep: checkpoints that are kept; -1 for all.
         score_attribute, score_order: which are the best ones; "" for the newest.
         resume_from: path of the reported checkpoint that the job begins with, "" for none: until
@@ -128,7 +121,6 @@ class JobSpec:
     max_failures: int = 0
     preemption_limit: int = 0
     run_path: str = ""
-    project: str = ""
     num_to_keep: int = -1
     score_attribute: str = ""
     score_order: str = "max"
@@ -232,19 +224,11 @@ class CoordinatorConfig:
             within `fault_window_s`, and more than twice as many as on any other, keep new workers
             off it for `quarantine_s` from the last one.
         jobs_max: jobs that have not ended, at once.
-        jobs_per_submitter_max: of these, the ones that were submitted with one name of token or
-            certificate; users without a name have no limit of their own.
         ended_jobs_kept: ended jobs that are remembered.
         report_first_min: members of a group with so many are told that it is over before the next
             one is worked out, and then of that; the others of both at once.
-        projects: shares and limits of projects; others have weight 1 and no limit.
-        preemption: what is taken from jobs that train for one of strictly higher priority:
-            "shrink" for what is above their mins, "whole" for all, if that is not enough.
         preemption_deadline_s: a job that gives way has so long for a checkpoint, and again to reach
             a boundary; then it goes on later from the newest checkpoint that it has.
-        preemption_min_run_s: a job that has begun is not taken down before.
-        preemption_retry_s: a job that has nothing to go on from, and whose checkpoint does not come
-            within preemption_deadline_s, is passed over so long, or until it has one.
     """
 
     start_timeout_s: float = 10.0
@@ -264,40 +248,30 @@ class CoordinatorConfig:
     fault_window_s: float = 600.0
     quarantine_s: float = 600.0
     jobs_max: int = 1000
-    jobs_per_submitter_max: int = 500
     ended_jobs_kept: int = 200
     report_first_min: int = 2000
-    projects: tuple[ProjectShare, ...] = ()
-    preemption: str = PREEMPT_WHOLE
     preemption_deadline_s: float = 60.0
-    preemption_min_run_s: float = 60.0
-    preemption_retry_s: float = 900.0
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
-        check_projects(self.projects)
         for name in (
             "start_timeout_s", "node_grace_s", "adoption_grace_s", "adoption_s_max",
             "broken_grace_s", "form_timeout_s", "boundary_timeout_s", "boundary_save_s",
             "stop_grace_s", "restart_delay_s_max", "healthy_after_s", "fault_window_s",
-            "quarantine_s", "preemption_deadline_s", "preemption_min_run_s",
+            "quarantine_s",
         ):  # fmt: skip
             if not 0 <= getattr(self, name) < float("inf"):
                 raise ConfigError(
                     f"coordinator: {name}={getattr(self, name)}: expected a finite number >= 0"
                 )
-        if self.preemption not in PREEMPTIONS:
-            raise ConfigError(
-                f"coordinator: preemption={self.preemption!r}: expected {' or '.join(PREEMPTIONS)}"
-            )
-        for name in ("probe_timeout_s", "preemption_retry_s"):
+        for name in ("probe_timeout_s", "preemption_deadline_s"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise ConfigError(
                     f"coordinator: {name}={getattr(self, name)}: expected a finite number > 0"
                 )
         for name in (
-            "crash_loop_limit", "node_faults_max", "jobs_max", "jobs_per_submitter_max",
-            "ended_jobs_kept", "report_first_min",
+            "crash_loop_limit", "node_faults_max", "jobs_max", "ended_jobs_kept",
+            "report_first_min",
         ):  # fmt: skip
             if getattr(self, name) < 1:
                 raise ConfigError(f"coordinator: {name}={getattr(self, name)}: expected >= 1")

@@ -349,7 +349,6 @@ class RunConfig:
             them while the train function runs.
         worker_runtime_env: the same in Ray's words: {"env_vars": {...}}.
         priority: on a cluster with several jobs, those with a greater one go first; -1000 to 1000.
-        project: label that the cluster divides by, and may have limits for.
         preemptible: False: the job keeps its min also when one of higher priority waits.
     """
 
@@ -367,7 +366,6 @@ class RunConfig:
     worker_env: Mapping[str, str] | None = None
     worker_runtime_env: Mapping[str, Any] | None = None
     priority: int = 0
-    project: str = ""
     preemptible: bool = True
 
     def __post_init__(self) -> None:
@@ -394,7 +392,6 @@ class RunConfig:
         expect_environment(self, "worker_env")
         what = f"an int, -{PRIORITY_MAX} to {PRIORITY_MAX}"
         take_int(self, "priority", what, low=-PRIORITY_MAX, high=PRIORITY_MAX)
-        expect(self, "project", str, "a str")
         expect_bool(self, "preemptible")
         if self.worker_runtime_env is not None:
             env = {**worker_env(self.worker_runtime_env), **(self.worker_env or {})}

@@ -34,7 +34,6 @@ OPTIONS: Mapping[str, str] = {
     "log_to_file": NO_OPTION,
     "logging_config": NO_OPTION,
     "priority": "--priority",
-    "project": "--project",
     "preemptible": "--non-preemptible",
     "backend": "--backend",
     "timeout_s": NO_OPTION,

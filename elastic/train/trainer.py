@@ -663,7 +663,6 @@ class DataParallelTrainer:
             hang_timeout_s=self.run_config.failure_config.hang_timeout_s,
             run_path=self._run_path(name),
             priority=self.run_config.priority,
-            project=self.run_config.project,
             non_preemptible=not self.run_config.preemptible,
             num_to_keep=checkpoints.num_to_keep or -1,
             score_attribute=checkpoints.checkpoint_score_attribute or "",

@@ -15,13 +15,12 @@ from tests.chaos.shared import assert_nothing_done_twice, end, job_of, train_wit
 
 @pytest.fixture(scope="module")
 def full(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
-    """Give two nodes of two slots, on which nobody is spared for having just begun."""
+    """Give two nodes of two slots."""
     with LocalCluster(
         nodes=2,
         workers_per_node=2,
         spares=1,
         directory=tmp_path_factory.mktemp("full"),
-        coordinator_args=("--preemption-min-run", "0"),
     ) as running:
         yield running
 

@@ -11,7 +11,7 @@ from elastic.testing.local_cluster import LocalCluster
 from tests.chaos.shared import assert_nothing_done_twice, end, job_of, train_with, with_diary
 from tests.harness.faulty_storage import Faults
 
-TIMES = ("--preemption-min-run", "0", "--preemption-deadline", "2", "--preemption-retry", "2")
+TIMES = ("--preemption-deadline", "2")
 
 
 @pytest.mark.slow

@@ -242,7 +242,7 @@ def test_the_token_opens_every_command_and_a_wrong_one_none(tmp_path: Path, scri
 
 JOB_KEYS = {
     "job_id", "name", "phase", "since_s", "reason", "generation", "world_size",
-    "min_workers", "max_workers", "priority", "project", "failures", "losses", "preemptions",
+    "min_workers", "max_workers", "priority", "failures", "losses", "preemptions",
     "preemptible", "preempted_by", "submitter",
     "checkpoints", "latest_checkpoint", "run_path", "entry", "metrics", "failed_worker", "failure",
     "workers", "copies",

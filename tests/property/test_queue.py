@@ -13,7 +13,6 @@ from elastic.core.config import JobSpec
 from elastic.core.policy import eviction, queue
 from elastic.core.policy.demands import Allocation, Demand
 from elastic.core.policy.packing import NodeCapacity
-from elastic.core.projects import ProjectShare
 from elastic.core.world import JobId, NodeId, Resources, Strategy, WorkerId
 from tests.strategies import SCRIPT
 
@@ -30,7 +29,6 @@ def specs(draw: st.DrawFn, number: int, *, plain: bool) -> JobSpec:
         job_id=JobId(f"j{number}"), name=f"job{number}", entry=SCRIPT,
         min_workers=replica * low, max_workers=replica * draw(st.integers(low, low + 4)),
         workers_per_replica=replica, priority=draw(st.integers(0, 2)),
-        project=draw(st.sampled_from(["", "a", "b"])),
         strategy=Strategy.PACK if plain else draw(st.sampled_from(Strategy)),
         resources_per_worker=Resources() if plain else draw(st.sampled_from([Resources(), GPU])),
         accelerator_type="" if plain else draw(st.sampled_from(["", "", "H100"])),
@@ -53,30 +51,17 @@ def room_lists(draw: st.DrawFn, *, plain: bool) -> list[NodeCapacity]:
     return found
 
 
-@st.composite
-def share_lists(draw: st.DrawFn) -> list[ProjectShare]:
-    return [
-        ProjectShare(
-            project=name, weight=draw(st.sampled_from([1.0, 2.0])),
-            max_workers=draw(st.sampled_from([0, 0, 3, 6])),
-            max_resources=draw(st.sampled_from([Resources(), Resources.of({"GPU": 2})])),
-        )
-        for name in draw(st.lists(st.sampled_from(["", "a"]), unique=True))
-    ]  # fmt: skip
-
-
 @dataclass
 class Small:
     """A cluster in which everything that was planned has happened by the next look."""
 
     rooms: list[NodeCapacity]
-    shares: list[ProjectShare]
     claims: list[Demand] = field(default_factory=list)
     serial: int = 0
     is_whole: bool = False
 
     def look(self) -> dict[JobId, Allocation]:
-        decision = queue.decide(self.claims, self._rooms_now(), self.shares)
+        decision = queue.decide(self.claims, self._rooms_now())
         return {grant.job_id: grant for grant in decision.value}
 
     def _rooms_now(self) -> list[NodeCapacity]:
@@ -118,11 +103,6 @@ class Small:
                 assert len(set(nodes)) <= 1
             if spec.strategy is Strategy.STRICT_SPREAD:
                 assert len(set(nodes)) == len(nodes)
-        for share in self.shares:
-            mine = [c for c in self.claims if c.spec.project == share.project]
-            count = sum(len(c.seats) for c in mine)
-            gpu = sum(len(c.seats) for c in mine if c.spec.resources_per_worker == GPU)
-            assert not share.excess(count, Resources.of({"GPU": gpu}))
 
     def to_rest(self) -> None:
         for _ in range(ROUNDS_TO_REST):
@@ -137,7 +117,7 @@ class Small:
 @LIMITS
 @given(st.data())
 def test_arrivals_and_ends_keep_all_guarantees_and_come_to_rest(data: st.DataObject) -> None:
-    small = Small(data.draw(room_lists(plain=False)), data.draw(share_lists()))
+    small = Small(data.draw(room_lists(plain=False)))
     for number in range(data.draw(st.integers(1, 6))):
         if small.claims and data.draw(st.booleans()):
             small.claims.remove(data.draw(st.sampled_from(small.claims)))
@@ -152,7 +132,7 @@ def test_arrivals_and_ends_keep_all_guarantees_and_come_to_rest(data: st.DataObj
 def test_jobs_that_give_way_come_to_rest_too_and_only_for_greater_priorities(
     data: st.DataObject,
 ) -> None:
-    small = Small(data.draw(room_lists(plain=False)), data.draw(share_lists()), is_whole=True)
+    small = Small(data.draw(room_lists(plain=False)), is_whole=True)
     for number in range(data.draw(st.integers(1, 6))):
         if small.claims and data.draw(st.booleans()):
             small.claims.remove(data.draw(st.sampled_from(small.claims)))
@@ -168,7 +148,7 @@ def test_jobs_that_give_way_come_to_rest_too_and_only_for_greater_priorities(
 def test_on_equal_slots_nobody_waits_while_lower_ones_hold_what_it_needs(
     data: st.DataObject,
 ) -> None:
-    small = Small(data.draw(room_lists(plain=True)), [], is_whole=True)
+    small = Small(data.draw(room_lists(plain=True)), is_whole=True)
     slots = sum(room.slots for room in small.rooms)
     for number in range(data.draw(st.integers(1, 6))):
         spec = data.draw(specs(number, plain=True))
@@ -211,10 +191,8 @@ def test_the_order_of_claims_and_rooms_does_not_matter(data: st.DataObject) -> N
         Demand(data.draw(specs(number, plain=False)), sequence=number)
         for number in range(data.draw(st.integers(0, 4)))
     ]
-    expected = queue.decide(claims, rooms, ())
-    shuffled = queue.decide(
-        data.draw(st.permutations(claims)), data.draw(st.permutations(rooms)), ()
-    )
+    expected = queue.decide(claims, rooms)
+    shuffled = queue.decide(data.draw(st.permutations(claims)), data.draw(st.permutations(rooms)))
     assert shuffled == expected
 
 
@@ -226,7 +204,7 @@ def test_a_job_that_fits_alone_runs_before_any_that_came_later_with_no_greater_p
     """Small jobs come and go for ever; as soon as the first ones have ended it is its turn."""
     rooms = list(data.draw(room_lists(plain=True)))
     slots = sum(room.slots for room in rooms)
-    small = Small(rooms, [])
+    small = Small(rooms)
     for number in range(data.draw(st.integers(0, 3))):
         small.claims.append(Demand(data.draw(specs(number, plain=True)), sequence=number))
     small.to_rest()
@@ -236,7 +214,7 @@ def test_a_job_that_fits_alone_runs_before_any_that_came_later_with_no_greater_p
     )
     small.claims.append(Demand(big, sequence=10))
     for number in range(11, 17):
-        later = replace(data.draw(specs(number, plain=True)), project=big.project)
+        later = data.draw(specs(number, plain=True))
         later = replace(later, priority=min(later.priority, big.priority))
         small.claims.append(Demand(later, sequence=number))
         small.to_rest()
@@ -250,36 +228,24 @@ def test_a_job_that_fits_alone_runs_before_any_that_came_later_with_no_greater_p
         small.to_rest()
 
 
-def naive(claims: Sequence[Demand], slots: int, shares: Sequence[ProjectShare]) -> dict[str, int]:
+def naive(claims: Sequence[Demand], slots: int) -> dict[str, int]:
     """Count equal slots for jobs of which none runs yet, by the rules of the docstring."""
-    weights = {share.project: share.weight for share in shares}
-    limits = {s.project: s.max_workers for s in shares if s.max_workers}
     sizes = {claim.spec.job_id: 0 for claim in claims}
-    used: Counter[str] = Counter()
 
-    def turn(claim: Demand, *, counting: bool) -> tuple[float, ...]:
-        spec = claim.spec
-        mine = sizes[spec.job_id] if counting else 0
-        share = used[spec.project] / weights.get(spec.project, 1.0)
-        return -spec.priority, share, mine, claim.sequence
+    def turn(claim: Demand, *, counting: bool) -> tuple[int, ...]:
+        mine = sizes[claim.spec.job_id] if counting else 0
+        return -claim.spec.priority, mine, claim.sequence
 
     def give(claim: Demand, count: int) -> bool:
-        spec = claim.spec
-        if used[spec.project] + count > limits.get(spec.project, 10**9):
-            return False
         if sum(sizes.values()) + count > slots:
             return False
-        sizes[spec.job_id] += count
-        used[spec.project] += count
+        sizes[claim.spec.job_id] += count
         return True
 
-    waiting, is_kept = list(claims), False
-    while waiting:
-        claim = min(waiting, key=lambda c: turn(c, counting=False))
-        waiting.remove(claim)
-        low, project = claim.spec.min_workers, claim.spec.project
-        within = used[project] + low <= limits.get(project, 10**9)
-        if low <= slots and within and (is_kept or not give(claim, low)):
+    is_kept = False
+    for claim in sorted(claims, key=lambda c: turn(c, counting=False)):
+        low = claim.spec.min_workers
+        if low <= slots and (is_kept or not give(claim, low)):
             is_kept = True
     able = [claim for claim in claims if sizes[claim.spec.job_id]]
     while able:
@@ -293,11 +259,10 @@ def naive(claims: Sequence[Demand], slots: int, shares: Sequence[ProjectShare]) 
 @given(st.data())
 def test_on_equal_slots_the_sizes_are_those_of_naive_arithmetic(data: st.DataObject) -> None:
     rooms = data.draw(room_lists(plain=True))
-    shares = [replace(s, max_resources=Resources()) for s in data.draw(share_lists())]
     claims = [
         Demand(data.draw(specs(number, plain=True)), sequence=number)
         for number in range(data.draw(st.integers(0, 6)))
     ]
-    grants = queue.decide(claims, rooms, shares).value
+    grants = queue.decide(claims, rooms).value
     sizes = {grant.job_id: grant.size for grant in grants}
-    assert sizes == naive(claims, sum(room.slots for room in rooms), shares)
+    assert sizes == naive(claims, sum(room.slots for room in rooms))

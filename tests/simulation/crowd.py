@@ -1,4 +1,4 @@
-"""What users do with several jobs in a simulated run: priorities, projects, pause, scale, cordon.
+"""What users do with several jobs in a simulated run: priorities, pause, scale, cordon.
 
 Rule: only every fourth seed has a crowd, and its dice are its own, so that the other seeds are
 drawn as if there were none. In the liveness phase all that was paused is resumed and every cordon
@@ -20,7 +20,6 @@ from elastic.core.events.coordinator import (
     ResumeRequested,
     ScaleRequested,
 )
-from elastic.core.projects import ProjectShare
 from elastic.core.world import Entry, EntryKind, JobId, NodeId
 from tests.simulation.crowd_checks import CrowdChecks
 from tests.simulation.disk import Disk
@@ -49,24 +48,12 @@ def has_crowd(seed: int) -> bool:
     return seed % EVERY == EVERY - 1
 
 
-def draw_projects(seed: int) -> tuple[ProjectShare, ...]:
-    """Return the shares of the coordinator's configuration."""
-    if not has_crowd(seed):
-        return ()
-    rng = random.Random(f"projects {seed}")
-    return (
-        ProjectShare(project="a", weight=rng.choice([0.5, 1.0, 3.0])),
-        ProjectShare(project="b", max_workers=rng.choice([2, 4, 8])),
-    )
-
-
 @dataclass(frozen=True)
 class Place:
-    """Where users are: the store, the nodes' ids, and the shares of projects."""
+    """Where users are: the store, and the nodes' ids."""
 
     disk: Disk
     nodes: list[str]
-    projects: tuple[ProjectShare, ...]
 
 
 class Crowd:
@@ -102,9 +89,6 @@ class Crowd:
         self._requests = 0
         self._jobs: list[JobId] = []
         self.more_jobs = self._rng.randint(1, 3) if self._is_there else 0
-        for share in place.projects:
-            if share.max_workers:
-                checks.limits[share.project] = share.max_workers
         if self._is_there and self._rng.random() < 0.5:
             self._at(5, 50, self._cordon_some_node)
         self.leavers = Leavers(
@@ -118,7 +102,7 @@ class Crowd:
         rng = self._rng
         # Several of them have to end one after the other, within the liveness phase.
         script = replace(script, steps=min(script.steps, 100), step_ns=min(script.step_ns, 50 * MS))
-        spec = replace(spec, priority=rng.choice([0, 0, 1, 5]), project=rng.choice(["", "a", "b"]))
+        spec = replace(spec, priority=rng.choice([0, 0, 1, 5]))
         if rng.random() < 0.5:
             script = replace(script, micro_batches=spec.max_workers + rng.randint(0, 3))
             self._checks.micro_batches[spec.job_id] = script.micro_batches
@@ -194,10 +178,6 @@ class Crowd:
             return ""
         cordoned = [cordon.node_id for cordon in self._place.disk.nodes.cordons]
         return "no worker starts on a cordoned node" if said["node"] in cordoned else ""
-
-    def limit(self, project: str) -> int:
-        """Return how many workers a project may have."""
-        return self._checks.limits.get(project, NO_LIMIT)
 
     def heal(self) -> None:
         """Let everything go on, now and as long as something does not."""

@@ -1,4 +1,4 @@
-"""What must hold when several jobs share a cluster: limits, bounds, pauses, cordons.
+"""What must hold when several jobs share a cluster: bounds, pauses, cordons.
 
 Rule: as for all checkers, only what became visible outside is compared: records as they become
 durable, and what users asked for. A property that does not hold is returned by name, "" for none.
@@ -6,11 +6,10 @@ durable, and what users asked for. A property that does not hold is returned by 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from elastic.core.events.coordinator import JobRecord
-from elastic.core.world import JobId, WorkerId
+from elastic.core.world import JobId
 
 
 @dataclass
@@ -18,7 +17,6 @@ class CrowdChecks:
     """Properties of queue, pause and scale, over one run.
 
     Attributes:
-        limits: largest number of workers of a project, for projects that have one.
         resumes: jobs that some user wanted to go on.
         asked: (min, max) that users asked for, by job.
         bounds: (min, max) of each job, as it is durable.
@@ -26,10 +24,8 @@ class CrowdChecks:
         went_for: for whom each job was asked last to make room.
         unsaved: a job of which storage takes no checkpoint, "" for none.
         careful: jobs to which nothing happens but what leaves them time to save.
-        is_alive: whether a worker's process is there: a group is durable longer than its members.
     """
 
-    limits: dict[str, int] = field(default_factory=dict)
     resumes: dict[JobId, None] = field(default_factory=dict)
     asked: dict[JobId, list[tuple[int, int]]] = field(default_factory=dict)
     bounds: dict[JobId, tuple[int, int]] = field(default_factory=dict)
@@ -37,7 +33,6 @@ class CrowdChecks:
     went_for: dict[str, str] = field(default_factory=dict)
     unsaved: str = ""
     careful: set[JobId] = field(default_factory=set)
-    is_alive: Callable[[WorkerId], bool] = lambda worker_id: True
     _records: dict[JobId, JobRecord] = field(default_factory=dict)
 
     def persisted(self, record: JobRecord) -> str:
@@ -57,7 +52,7 @@ class CrowdChecks:
         if high > most and not record.spec.own_steps and not self._has_own_loop(record):
             return "no group is larger than a step has micro-batches"
         is_news = record.preempted_by and (before is None or not before.preempted_by)
-        return (self._taken_down(record) if is_news else "") or self._above_limit(record, before)
+        return self._taken_down(record) if is_news else ""
 
     def _has_own_loop(self, record: JobRecord) -> bool:
         """Return whether its code has shown that its steps are not shared out by us."""
@@ -90,17 +85,3 @@ class CrowdChecks:
             and self.went_for.get(one.spec.job_id) == job_id
         ]
         return "nobody gives way in vain" if left and self.waits(job_id) else ""
-
-    def _above_limit(self, record: JobRecord, before: JobRecord | None) -> str:
-        """Return what is wrong if a new group takes its project above the limit."""
-        if before is not None and before.generation == record.generation:
-            return ""
-        project = record.spec.project
-        sizes = [
-            sum(self.is_alive(member.worker_id) for member in other.group.members)
-            for other in self._records.values()
-            if other.spec.project == project and other.group and other.phase.value == "running"
-        ]
-        if sum(sizes) > self.limits.get(project, sum(sizes)):
-            return f"no project has more workers than its limit ({sizes})"
-        return ""

@@ -10,7 +10,6 @@ from dataclasses import replace
 
 from elastic.core.config import AgentConfig, CoordinatorConfig, JobSpec
 from elastic.core.world import Entry, EntryKind, JobId, Strategy
-from tests.simulation import crowd
 from tests.simulation.faults import BROKEN_SEED
 from tests.simulation.network import Conditions
 from tests.simulation.scripts import Script
@@ -40,10 +39,7 @@ def draw_config(seed: int, timeline: Timeline, conditions: Conditions) -> Coordi
         quarantine_s=5.0,
         # Longer than a healthy agent needs to answer, with all the delay that there is.
         probe_timeout_s=max(0.6, 2 * conditions.delay_max_ns / S + 0.2),
-        projects=crowd.draw_projects(seed),
         preemption_deadline_s=5.0,
-        preemption_min_run_s=2.0,
-        preemption_retry_s=10.0,
         report_first_min=2
         if seed % REPORTED_FIRST_EVERY == 3
         else CoordinatorConfig.report_first_min,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from elastic.core import copy_messages, projects
+from elastic.core import copy_messages
 from elastic.core.machine import (
     announcing,
     coordinator,
@@ -25,12 +25,6 @@ from elastic.core.policy import (
 from elastic.core.policy.decision import Decision
 from elastic.core.world import JobPhase
 from tests.simulation.planting import Patch, bug
-
-
-@bug
-def forgets_the_limits_of_projects(patch: Patch) -> None:
-    """Every project may have all there is."""
-    patch.setattr(projects.ProjectShare, "excess", lambda self, count, taken: "")
 
 
 @bug
@@ -196,7 +190,7 @@ def takes_no_job_down(patch: Patch) -> None:
 @bug
 def takes_jobs_down_that_have_nothing_to_go_on_from(patch: Patch) -> None:
     """A job is not asked whether it has a checkpoint, and is cut off without one."""
-    patch.setattr(eviction, "why_it_stays", lambda spec, mode, **facts: "")
+    patch.setattr(eviction, "why_it_stays", lambda spec, **facts: "")
     patch.setattr(jobs.JobState, "_leave_by_ns", lambda self: self.release_deadline_ns)
 
 

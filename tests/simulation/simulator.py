@@ -141,9 +141,6 @@ class Simulation:
             for i in range(rng.randint(1, 12))
         ]
         self.by_node = {agent.node_id: agent for agent in self.agents}
-        self.checkers.crowd.is_alive = lambda worker_id: any(
-            process.worker_id == worker_id for agent in self.agents for process in agent.workers()
-        )
         self.network.wire(
             self._to_coordinator,
             self._to_agent,
@@ -163,7 +160,7 @@ class Simulation:
             host.on_step = GoodputChecks(self.checkers.failed).stepped
         self.crowd = crowd.Crowd(
             self.timeline,
-            crowd.Place(self.disk, [str(a.node_id) for a in self.agents], config.projects),
+            crowd.Place(self.disk, [str(a.node_id) for a in self.agents]),
             self.checkers.crowd,
             lambda event: self.coordinator.post(event),
             fail=self.checkers.failed,
@@ -447,7 +444,7 @@ class Simulation:
 
     def _can_never_run(self, record: JobRecord) -> bool:
         slots = sum(agent.node.num_slots for agent in self.agents)
-        return min(slots, self.crowd.limit(record.spec.project)) < record.bounds[0]
+        return slots < record.bounds[0]
 
 
 def run_seed(seed: int, *, transcript: bool = False) -> tuple[Outcome | None, list[str], str]:

@@ -43,7 +43,7 @@ def options(script: Path | str, **changes: Any) -> SubmitOptions:
         working_dir="",
     )
     names = {each.name for each in fields(JobOptions)} & set(changes)
-    shared = JobOptions(**{"priority": 3, "project": "vision"} | {n: changes.pop(n) for n in names})
+    shared = JobOptions(**{"priority": 3} | {n: changes.pop(n) for n in names})
     return replace(given, **changes, shared=shared)
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from elastic.core.events.coordinator import AgentMessageReceived, Forget
@@ -20,7 +18,7 @@ from elastic.core.world import (
     WorkerPhase,
     WorkerReport,
 )
-from tests.unit.coordinator_under_test import CONFIG, STOPPED, Coordinator, running
+from tests.unit.coordinator_under_test import STOPPED, Coordinator, running
 
 
 def started(coordinator: Coordinator) -> list[str]:
@@ -98,25 +96,6 @@ def test_jobs_beyond_the_limit_are_refused_by_both_numbers() -> None:
     )
     coordinator.stop("a")
     assert coordinator.submit("e").error == ""
-
-
-def test_one_submitter_cannot_fill_the_queue_for_others_nor_after_a_restart() -> None:
-    coordinator = Coordinator(replace(CONFIG, jobs_max=10, jobs_per_submitter_max=2))
-    for name in "ab":
-        assert coordinator.submit(name, by="bob").error == ""
-    coordinator.restart()
-    reply = coordinator.submit("c", by="bob")
-    assert (reply.error, reply.text) == (
-        "exhausted",
-        "bob has 2 jobs that have not ended, at most 2 of one submitter are taken (elastic-coord "
-        "serve --max-jobs-per-submitter): wait for one to end, or stop one",
-    )
-    assert coordinator.submit("c", by="eve").error == ""
-    for name in "def":
-        assert coordinator.submit(name).error == "", "who has no name has no limit of its own"
-    coordinator.stop("a")
-    assert coordinator.submit("g", by="bob").error == ""
-    assert coordinator.job("g").record.submitter == "bob"
 
 
 @pytest.mark.parametrize(

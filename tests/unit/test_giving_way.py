@@ -11,7 +11,7 @@ from elastic.core.messages import LeaveGroup
 from elastic.core.world import JobPhase, ReportKind, WorkerPhase
 from tests.unit.coordinator_under_test import CONFIG, STOPPED, Coordinator, running
 
-AT_ONCE = replace(CONFIG, preemption_min_run_s=0, preemption_deadline_s=10)
+AT_ONCE = replace(CONFIG, preemption_deadline_s=10)
 TO_B = "b (priority 5 over 0)"
 
 

@@ -1,19 +1,15 @@
-"""Who may have how many workers: priority, share and age, whole mins, limits, and the reasons."""
+"""Why a job of several has to wait, in words."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
 
-import pytest
-
 from elastic.core.config import JobSpec
 from elastic.core.policy.demands import Demand
 from elastic.core.policy.packing import NodeCapacity
 from elastic.core.policy.queue import decide
-from elastic.core.projects import ProjectShare, check_projects, parse_project
 from elastic.core.world import JobId, NodeId, Resources, Strategy, WorkerId
-from elastic.errors import ConfigError
 from tests.strategies import SCRIPT
 
 GPU = Resources.of({"GPU": 1})
@@ -42,10 +38,8 @@ def room(node: str, slots: int, free: int | None = None, **changes: Any) -> Node
     return NodeCapacity(NodeId(node), slots, gpus, slots if free is None else free, **changes)
 
 
-def grants(
-    *claims: Demand, rooms: list[NodeCapacity], shares: list[ProjectShare] | None = None
-) -> Any:
-    return {str(g.job_id): g for g in decide(claims, rooms, shares or []).value}
+def grants(*claims: Demand, rooms: list[NodeCapacity]) -> Any:
+    return {str(g.job_id): g for g in decide(claims, rooms).value}
 
 
 def test_in_vain_says_what_keeps_it_from_nodes_that_nobody_holds() -> None:
@@ -62,30 +56,3 @@ def test_in_vain_says_what_keeps_it_from_nodes_that_nobody_holds() -> None:
         "needs 2 workers by PACK, and no other job is in its way: none may start on n2, cut off "
         "from its other nodes; waits for that to change"
     )
-
-
-# ---------------------------------------------------------------- what a project may have
-
-
-def test_a_project_is_read_from_one_word() -> None:
-    assert parse_project("red:weight=2.5,max_workers=8,GPU=4") == ProjectShare(
-        project="red", weight=2.5, max_workers=8, max_resources=Resources.of({"GPU": 4})
-    )
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "", "red", "red:", "red:weight", "red:weight=", "red:weight=x", "red:weight=0",
-        "red:weight=-1", "red:weight=inf", "red:weight=nan", "red:max_workers=1.5", "red:=3",
-        "red:weight=1,weight=2", "red:GPU=0", "red:weight=1,,GPU=1",
-    ],
-)  # fmt: skip
-def test_what_is_no_project_is_refused_with_what_one_looks_like(text: str) -> None:
-    with pytest.raises(ConfigError, match=r"expected NAME:weight=2,max_workers=8,GPU=8"):
-        parse_project(text)
-
-
-def test_a_project_is_described_once() -> None:
-    with pytest.raises(ConfigError, match="'red' is described twice"):
-        check_projects([ProjectShare(project="red"), ProjectShare(project="red")])

@@ -202,7 +202,7 @@ def test_alone_a_job_has_the_size_of_one_node_and_shares_its_gpus() -> None:
 GIVEN = (
     "--resources=CPU=2", "--placement-strategy=STRICT_SPREAD", "--accelerator-type=H100",
     "--label=zone=a", "--label=disk=ssd", "--max-preemptions=3", "--priority=-5",
-    "--project=vision", "--non-preemptible", "--env=A=1",
+    "--non-preemptible", "--env=A=1",
 )  # fmt: skip
 
 
@@ -222,7 +222,7 @@ def test_submit_and_run_make_the_same_of_the_options_that_both_have(script: str)
     assert job.resources_per_worker == Resources.of({"CPU": 2, "GPU": 1})
     assert (job.strategy, job.accelerator_type) == (Strategy.STRICT_SPREAD, "H100")
     assert job.label_selector == (("disk", "ssd"), ("zone", "a"))
-    assert (job.preemption_limit, job.priority, job.project) == (4, -5, "vision")
+    assert (job.preemption_limit, job.priority) == (4, -5)
     assert job.non_preemptible
     assert dict(job.entry.env) == {"A": "1"}
 

@@ -8,7 +8,7 @@ from elastic.core.messages import LeaveGroup, SaveState
 from elastic.core.world import JobPhase, ReportKind, WorkerPhase
 from tests.unit.coordinator_under_test import CONFIG, Coordinator, running
 
-AT_ONCE = replace(CONFIG, preemption_min_run_s=0, preemption_deadline_s=60)
+AT_ONCE = replace(CONFIG, preemption_deadline_s=60)
 
 
 def paused(*, in_place: bool = True) -> Coordinator:

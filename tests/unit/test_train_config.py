@@ -66,7 +66,6 @@ from elastic.train.config import TorchConfig
         (lambda: RunConfig(name=""), "''.*1 to 100"),
         (lambda: RunConfig(priority=1001), "priority=1001: expected an int, -1000 to 1000"),
         (lambda: RunConfig(priority=0.5), "priority=0.5"),  # type: ignore[arg-type]
-        (lambda: RunConfig(project=None), "project=None"),  # type: ignore[arg-type]
         (lambda: RunConfig(worker_env={"A": 1}), r"worker_env\['A'\]=1"),  # type: ignore[dict-item]
         (lambda: TorchConfig(backend="mpi"), "'mpi'.*gloo or nccl"),
         (lambda: TorchConfig(timeout_s=0), "timeout_s=0"),

@@ -107,7 +107,7 @@ def _jobs(view: ClusterView, history: History, unix_ns: int) -> Iterator[Family]
     for job in view.jobs:
         record, job_id = job.record, job.record.spec.job_id
         spec, own = record.spec, history.of(job_id)
-        info.add(1, job=job_id, name=spec.name, run=spec.run_path, project=spec.project)
+        info.add(1, job=job_id, name=spec.name, run=spec.run_path)
         for phase in JobPhase:
             state.add(record.phase is phase, job=job_id, state=phase.value)
         if has_ended(job):

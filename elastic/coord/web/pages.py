@@ -216,8 +216,8 @@ def _head(job: JobView, history: JobHistory, clocks: Clocks) -> Part:
         "entry": record.spec.entry.target,
         "run": record.spec.run_path or "–",
     }
-    more = {"project": record.spec.project, "submitter": record.submitter}
-    facts |= {name: told for name, told in more.items() if told}
+    if record.submitter:
+        facts["submitter"] = record.submitter
     items = (
         element("div", element("dt", name), element("dd", value)) for name, value in facts.items()
     )

@@ -269,7 +269,7 @@ class CoordinatorMachine:
             cluster.do(Reply(event.request_id, "already_exists", text))
         elif refusal:
             cluster.do(Reply(event.request_id, "invalid", refusal))
-        elif over := requests.too_many_jobs(cluster, event.submitter):
+        elif over := requests.too_many_jobs(cluster):
             cluster.do(Reply(event.request_id, "exhausted", over))
         elif event.only_asks:
             cluster.do(Reply(event.request_id, "", spec.job_id))

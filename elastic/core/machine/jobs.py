@@ -134,9 +134,8 @@ class JobState:
         request_again_ns: a pause that is late does not wish for a checkpoint again before.
         preempted_by: the job that it gave way to, "" once it trains again.
         submitter: by which token or certificate, "" if users are not told from each other.
-        is_fresh: it has not trained yet since it was submitted, resumed or preempted.
-        protected_until_ns: it does not give way before, because it had just begun.
-        passed_over_until_ns: nor before this, because it could not be saved when it was to.
+        passed_over_until_ns: it does not give way before, because it could not be saved when it
+            was to.
         micro_batches: that its steps are shared out in, as its members said last in this
             coordinator's life; 0 while it is not known.
         reported: (generation, index) of the newest metrics of this coordinator's life.
@@ -202,8 +201,6 @@ class JobState:
     request_again_ns: int = 0
     preempted_by: str = ""
     submitter: str = ""
-    is_fresh: bool = True
-    protected_until_ns: int = 0
     passed_over_until_ns: int = 0
     micro_batches: int = 0
     yields: frozenset[WorkerId] = frozenset()

@@ -85,7 +85,7 @@ def _mind_time(cluster: ClusterState, job: JobState) -> None:
     if job.pause_request and not (job.is_saved or job.releases_all):
         if now_ns >= job.request_again_ns:
             saves.wish(cluster, job)
-            job.request_again_ns = now_ns + ns(cluster.config.preemption_retry_s)
+            job.request_again_ns = now_ns + eviction.retry_ns(cluster.config)
         settle.wake(job, job.request_again_ns)
 
 
@@ -114,7 +114,7 @@ def _leave(cluster: ClusterState, job: JobState) -> None:
 def _train_on(cluster: ClusterState, job: JobState) -> None:
     """It would lose all that it has done: the queue is to find another one, or to wait."""
     cluster.note("gives_way_in_vain", job.job_id, to=job.yields_to)
-    job.passed_over_until_ns = cluster.now_ns + ns(cluster.config.preemption_retry_s)
+    job.passed_over_until_ns = cluster.now_ns + eviction.retry_ns(cluster.config)
     cluster.replan = True
 
 
@@ -204,7 +204,6 @@ def _pause(cluster: ClusterState, job: JobState) -> None:
     job.waits_for = ""
     job.reason = f"paused by a user: elastic resume {job.job_id}"
     job.save_request, job.wake_ns = 0, None
-    job.is_fresh = True
     cluster.do(Persist((job.record(),)))
     cluster.note("job_paused", job.job_id, generation=job.generation)
 
@@ -214,6 +213,5 @@ def _wait_again(cluster: ClusterState, job: JobState) -> None:
     job.preempted_by = job.yields_to
     job.reason = f"waiting: preempted by {job.preempted_by}; its workers end"
     job.save_request = 0
-    job.is_fresh = True
     cluster.do(Persist((job.record(),)))
     cluster.note("job_preempted", job.job_id, by=job.preempted_by, generation=job.generation)

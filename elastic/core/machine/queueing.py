@@ -7,10 +7,9 @@ draining node does: at a boundary, and nothing is done twice.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
-from elastic.core.config import JobSpec
 from elastic.core.machine import versions
 from elastic.core.machine.jobs import ClusterState, JobState, WorkerState
 from elastic.core.machine.nodes import NodeState
@@ -19,8 +18,7 @@ from elastic.core.policy.decision import Decision
 from elastic.core.policy.demands import NAMED_MAX, Allocation, Demand, listed
 from elastic.core.policy.dialects import Dialect
 from elastic.core.policy.packing import NodeCapacity
-from elastic.core.projects import ProjectShare
-from elastic.core.world import JobId, NodeId, Resources, Strategy, WorkerId, WorkerPhase
+from elastic.core.world import JobId, NodeId, Strategy, WorkerId, WorkerPhase
 
 DIALECT_LABEL = "elastic/dialect"
 """No label of a user's has this name while a plan is made; see `dialects`."""
@@ -90,10 +88,8 @@ def _yields(job: JobState, grant: Allocation | None) -> tuple[WorkerId, ...]:
 
 
 def _grants(cluster: ClusterState, jobs: list[JobState]) -> dict[JobId, Allocation]:
-    """Return what each job may have; nothing for a job without rival and limit."""
-    projects = cluster.config.projects
-    limited = {share.project for share in projects}
-    if len(jobs) < 2 and not any(job.spec.project in limited for job in jobs):
+    """Return what each job may have; nothing for a job without a rival."""
+    if len(jobs) < 2:
         return {}
     states = [s for s in cluster.book.ordered() if s.may_host()]
     rooms = [room_of(cluster, state) for state in states]
@@ -102,7 +98,7 @@ def _grants(cluster: ClusterState, jobs: list[JobState]) -> dict[JobId, Allocati
         # A label as good as any: what is wanted, and where it is, is all that a plan need know.
         rooms = [_labelled(room, s.dialect) for room, s in zip(rooms, states, strict=True)]
         claims = [_selecting(cluster, job, c) for job, c in zip(jobs, claims, strict=True)]
-    decision = queue.decide(claims, rooms, projects, now_ns=cluster.now_ns)
+    decision = queue.decide(claims, rooms, now_ns=cluster.now_ns)
     cluster.replan_at_ns = decision.wake_ns
     return {grant.job_id: grant for grant in decision.value}
 
@@ -134,10 +130,9 @@ def claim_of(cluster: ClusterState, job: JobState) -> Demand:
     """Return a job as the plan sees it."""
     alive = {w: job.workers[w] for w in _by_preference(job) if job.workers[w].stop_cause is None}
     nodes = {worker_id: cluster.node_of(worker) for worker_id, worker in alive.items()}
-    spared = eviction.spared_until(
+    passed_over = eviction.passed_over_until(
         cluster.config,
-        protected_ns=job.protected_until_ns,
-        passed_over_ns=job.passed_over_until_ns,
+        until_ns=job.passed_over_until_ns,
         num_checkpoints=len(job.checkpoints),
     )
     limits = job.limits
@@ -164,13 +159,10 @@ def claim_of(cluster: ClusterState, job: JobState) -> Demand:
         keeps_state=job.generation > 0,
         in_place=job.is_in_place(),
         stays=eviction.why_it_stays(
-            job.spec,
-            cluster.config.preemption,
-            in_place=job.is_in_place(),
-            num_checkpoints=len(job.checkpoints),
+            job.spec, in_place=job.is_in_place(), num_checkpoints=len(job.checkpoints)
         ),
-        spared_until_ns=spared.value,
-        spared_because=spared.reason,
+        passed_over_until_ns=passed_over.value,
+        passed_over_why=passed_over.reason,
     )
 
 
@@ -206,7 +198,7 @@ def place(
     Returns:
         Nothing when nothing can or need be started; `explain` says why.
     """
-    return _within_project(cluster, job, _place(cluster, job, hosting, have).value, have)
+    return _place(cluster, job, hosting, have).value
 
 
 def explain(cluster: ClusterState, job: JobState, hosting: Mapping[NodeId, int], have: int) -> str:
@@ -215,9 +207,6 @@ def explain(cluster: ClusterState, job: JobState, hosting: Mapping[NodeId, int],
     reason = grant.reason if grant is not None else ""
     if not reason and have >= job.limits.min_workers:
         return job.waits_for  # Not for more workers: the group says what for.
-    if _place(cluster, job, hosting, have).value:
-        project = job.spec.project or "(none)"
-        return f"project {project} is at its limit until workers of it have ended"
     if not reason:
         offers = [state.offer(hosting.get(state.node.node_id, 0)) for state in _open(cluster, job)]
         reason = placement.place(job.limits, offers, have).reason
@@ -267,76 +256,3 @@ def _open(cluster: ClusterState, job: JobState) -> list[NodeState]:
     dialect, out = versions.dialect(cluster, job), job.links.out
     states = [s for s in versions.hosts(cluster) if s.node.node_id not in out]
     return [s for s in states if s.dialect == dialect]
-
-
-def _within_project(
-    cluster: ClusterState, job: JobState, nodes: tuple[NodeId, ...], have: int
-) -> tuple[NodeId, ...]:
-    """Return as many of the chosen nodes as the project's limits allow at this moment.
-
-    The plan counts what will be; workers that were told to end may still run. Gang: none if the
-    job would stay below min.
-    """
-    share = _share_of(cluster, job)
-    if share is None or not nodes:
-        return nodes
-    fellows = [other for other in cluster.jobs.values() if other.spec.project == job.spec.project]
-    taken = [(other.spec.resources_per_worker, len(other.workers)) for other in fellows]
-    need, count = job.spec.resources_per_worker, len(nodes)
-    while count and _exceeds(share, [*taken, (need, count)]):
-        count -= 1
-    return nodes[:count] if have + count >= job.limits.min_workers else ()
-
-
-def limits_now(cluster: ClusterState, job: JobState) -> JobSpec | None:
-    """Return the bounds that a group may have at this moment; None if it waits for the first plan.
-
-    After a restart no plan is made before agents had time to come back. Workers are adopted
-    meanwhile that had been given up and replaced: the project's limits hold all the same. So a
-    group does not grow then, and one that waits has what the others have left.
-    """
-    limits, left = job.limits, _left_now(cluster, job)
-    if left is None:
-        return limits
-    if not job.is_open and left < min(len(job.workers), limits.min_workers):
-        return None
-    have = min(limits.max_workers, len(job.workers))
-    if job.is_open:
-        have = min(have, len(job.member_ids()))
-    fit = min(have, left) // limits.workers_per_replica * limits.workers_per_replica
-    return replace(limits, max_workers=min(limits.max_workers, max(limits.min_workers, fit)))
-
-
-def _left_now(cluster: ClusterState, job: JobState) -> int | None:
-    """Return how many workers the groups of others leave a job; None once there is a plan."""
-    share = _share_of(cluster, job) if cluster.now_ns < cluster.hold_until_ns else None
-    if share is None:
-        return None
-    taken = [
-        (other.spec.resources_per_worker, len(other.member_ids()))
-        for other in cluster.active()
-        if other is not job and other.is_open and other.spec.project == job.spec.project
-    ]
-    need, count = job.spec.resources_per_worker, min(job.limits.max_workers, len(job.workers))
-    while count and _exceeds(share, [*taken, (need, count)]):
-        count -= 1
-    return count
-
-
-def _share_of(cluster: ClusterState, job: JobState) -> ProjectShare | None:
-    """Return what the job's project may have, None if nothing is said of it."""
-    return next((s for s in cluster.config.projects if s.project == job.spec.project), None)
-
-
-def _exceeds(share: ProjectShare, parts: Sequence[tuple[Resources, int]]) -> bool:
-    """Return whether so many workers with such needs are more than a project may have."""
-    return bool(share.excess(sum(count for _, count in parts), _sum(parts)))
-
-
-def _sum(parts: Iterable[tuple[Resources, int]]) -> Resources:
-    """Return what so many workers with such needs take together."""
-    total: dict[str, int] = {}
-    for part, count in parts:
-        for name, amount in part.milli if count else ():
-            total[name] = total.get(name, 0) + count * amount
-    return Resources(tuple((name, total[name]) for name in sorted(total)))

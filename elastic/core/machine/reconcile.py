@@ -171,14 +171,9 @@ def remind_of_leavers(cluster: ClusterState, job: JobState, workers: Iterable[Wo
 
 def _settle_group(cluster: ClusterState, job: JobState) -> bool:
     """Ask the membership policy and do what it says; True if that may change its next answer."""
-    limits = queueing.limits_now(cluster, job)
-    if limits is None:
-        wake(job, cluster.hold_until_ns)
-        job.waits_for = f"project {job.spec.project} may be at its limit: not all nodes are back"
-        return False
     candidates = [*job.candidates(cluster.book).values()]
     current = replace(job.current(), is_saving=lateness.is_saving(cluster, job))
-    decision = membership.decide(limits, current, candidates, cluster.now_ns, cluster.config)
+    decision = membership.decide(job.limits, current, candidates, cluster.now_ns, cluster.config)
     wake(job, decision.wake_ns)
     plan = decision.value
     if plan.shows:
@@ -271,9 +266,6 @@ def _form(cluster: ClusterState, job: JobState, plan: GroupPlan, reason: str) ->
     cluster.polls[job.job_id] = cluster.now_ns + forming_is_long_after_ns(len(places))
     job.holders = (former if job.first_steps else job.holders) & set(plan.members)
     job.first_steps, job.finished = {}, {}
-    if job.is_fresh:
-        job.is_fresh = False
-        job.protected_until_ns = cluster.now_ns + ns(cluster.config.preemption_min_run_s)
     job.preempted_by = ""
     job.reason = reason
     cluster.replan = True

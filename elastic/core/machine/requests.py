@@ -26,22 +26,15 @@ CORDONS_BYTES_MAX = 512 * 1024
 """They are one record, and a store takes no more than 1 MiB in a commit."""
 
 
-def too_many_jobs(cluster: ClusterState, submitter: str) -> str:
-    """Return why no further job is taken of this submitter, "" if one is."""
-    config, active = cluster.config, list(cluster.active())
-    if len(active) >= config.jobs_max:
-        return (
-            f"{len(active)} jobs have not ended, at most {config.jobs_max} are taken "
-            f"(elastic-coord serve --max-jobs): wait for one to end, or stop one"
-        )
-    theirs = sum(1 for job in active if job.submitter == submitter)
-    if submitter and theirs >= config.jobs_per_submitter_max:
-        return (
-            f"{submitter} has {theirs} jobs that have not ended, at most "
-            f"{config.jobs_per_submitter_max} of one submitter are taken (elastic-coord serve "
-            f"--max-jobs-per-submitter): wait for one to end, or stop one"
-        )
-    return ""
+def too_many_jobs(cluster: ClusterState) -> str:
+    """Return why no further job is taken, "" if one is."""
+    most, active = cluster.config.jobs_max, sum(1 for _ in cluster.active())
+    if active < most:
+        return ""
+    return (
+        f"{active} jobs have not ended, at most {most} are taken (elastic-coord serve "
+        f"--max-jobs): wait for one to end, or stop one"
+    )
 
 
 def on_stop(cluster: ClusterState, event: StopRequested) -> None:

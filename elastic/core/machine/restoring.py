@@ -56,7 +56,6 @@ def restore(record: JobRecord, now_ns: int, unix_ahead_ns: int | None = None) ->
         stopping=record.stopping,
         preempted_by=record.preempted_by,
         submitter=record.submitter,
-        is_fresh=not is_open,
         links=LinkBook(nowhere_ns=now_ns),
         unix_ahead_ns=unix_ahead_ns,
         former=record.former,

@@ -32,7 +32,7 @@ class Demand:
         keeps_state: its workers hold training state, or had a group at some time.
         in_place: its group leaves at a step boundary, not only at a report.
         stays: why it does not give way as a whole, "" if it may.
-        spared_until_ns, spared_because: nor before this moment, and why.
+        passed_over_until_ns, passed_over_why: nor before this moment, and why.
     """
 
     spec: JobSpec
@@ -45,8 +45,8 @@ class Demand:
     keeps_state: bool = False
     in_place: bool = False
     stays: str = "does not give way"
-    spared_until_ns: int = 0
-    spared_because: str = ""
+    passed_over_until_ns: int = 0
+    passed_over_why: str = ""
 
 
 @dataclass(frozen=True)

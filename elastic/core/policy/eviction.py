@@ -1,9 +1,8 @@
 """Which of the jobs that train give way as a whole, so that one of higher priority can start.
 
-Rule: strictly lower priority only, never for fairness alone; and no more of them than it takes. A
-job that has just begun is left alone for a while, and one that could not go on from where it stood
-is not touched at all. A job leaves saved, or with an older checkpoint once its time is over; one
-that has none, and cannot be saved by then, is passed over.
+Rule: strictly lower priority only, and no more of them than it takes. One that could not go on from
+where it stood is not touched at all. A job leaves saved, or with an older checkpoint once its time
+is over; one that has none, and cannot be saved by then, is passed over for a while.
 """
 
 from __future__ import annotations
@@ -11,24 +10,24 @@ from __future__ import annotations
 from collections.abc import Callable
 from enum import Enum
 
-from elastic.core.config import PREEMPT_WHOLE, CoordinatorConfig, JobSpec
+from elastic.core.config import CoordinatorConfig, JobSpec, ns
 from elastic.core.policy.decision import Decision
 
 Fits = Callable[[tuple[int, ...]], bool]
 """Says whether the job fits if these gave way, and leaves everything as it was."""
 
+DEADLINES_PASSED_OVER = 2
+"""A job that could not be saved by its deadline is asked again after so many of them."""
 
-def why_it_stays(spec: JobSpec, mode: str, *, in_place: bool, num_checkpoints: int) -> str:
+
+def why_it_stays(spec: JobSpec, *, in_place: bool, num_checkpoints: int) -> str:
     """Return why a job that trains keeps its min, whoever waits; "" if it may give way.
 
     Args:
         spec: of the job that trains.
-        mode: `CoordinatorConfig.preemption`.
         in_place: its loop can be saved at any step.
         num_checkpoints: recorded so far.
     """
-    if mode != PREEMPT_WHOLE:
-        return "no job is taken down for another one here (elastic-coord serve --preemption)"
     if spec.non_preemptible:
         return "was submitted as not preemptible"
     if not spec.run_path:
@@ -38,26 +37,31 @@ def why_it_stays(spec: JobSpec, mode: str, *, in_place: bool, num_checkpoints: i
     return ""
 
 
-def spared_until(
-    config: CoordinatorConfig, *, protected_ns: int, passed_over_ns: int, num_checkpoints: int
+def retry_ns(config: CoordinatorConfig) -> int:
+    """Return how long after a save that did not come the next one is asked for."""
+    return DEADLINES_PASSED_OVER * ns(config.preemption_deadline_s)
+
+
+def passed_over_until(
+    config: CoordinatorConfig, *, until_ns: int, num_checkpoints: int
 ) -> Decision[int]:
-    """Decide until when a job that trains, and may give way, is left alone all the same.
+    """Decide until when a job that may give way is left alone, because it could not be saved.
 
     Args:
         config: times for the reason.
-        protected_ns: until then it has just begun.
-        passed_over_ns: until then it is passed over, because it could not be saved.
-        num_checkpoints: recorded so far; with one it loses little.
+        until_ns: `retry_ns` after its time was over, 0 if it never was.
+        num_checkpoints: recorded so far; with one it can always go on.
 
     Returns:
-        The moment, on the clock of the arguments; one in the past for a job that is not spared.
+        The moment, on the clock of `until_ns`; 0 for a job that is not passed over.
     """
-    if num_checkpoints or passed_over_ns <= protected_ns:
-        return Decision(protected_ns, "has just begun, and is left alone for a while")
+    if num_checkpoints or not until_ns:
+        return Decision(0, "")
+    deadline_s = config.preemption_deadline_s
     return Decision(
-        passed_over_ns,
-        f"wrote no checkpoint within {config.preemption_deadline_s:g} s and has none to go on "
-        f"from: it is asked again after {config.preemption_retry_s:g} s, or once it has one",
+        until_ns,
+        f"wrote no checkpoint within {deadline_s:g} s and has none to go on from: it is asked "
+        f"again after {DEADLINES_PASSED_OVER * deadline_s:g} s, or once it has one",
     )
 
 

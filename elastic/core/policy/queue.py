@@ -4,14 +4,14 @@ Rule, in this order:
 
 1. A job that trains keeps its min, unless one of strictly higher priority cannot start otherwise:
    then as few jobs as possible, of the lowest priority, give way as a whole (`eviction`), and wait.
-2. Jobs that wait are admitted by priority, then by the share that their project has already (its
-   workers by its weight), then by age. A job is admitted with its whole min or holds nothing.
+2. Jobs that wait are admitted by priority, then by age. A job is admitted with its whole min or
+   holds nothing.
 3. Behind the first one that does not fit, free slots that it could use are kept: a stream of small
    jobs cannot starve it. Later ones may only have what it could never use. One that would not fit
-   if it were alone, or whose project is at its limit, keeps nothing from others.
-4. What is left goes to all that were admitted, replica by replica, by the same order: elastic jobs
-   grow into free slots, those that are kept for a waiting job too, and give them back at a boundary
-   when it can start.
+   if it were alone keeps nothing from others.
+4. What is left goes to all that were admitted, replica by replica, by priority, then to the
+   smallest: elastic jobs grow into free slots, those that are kept for a waiting job too, and give
+   them back at a boundary when it can start.
 
 The answer depends on who is there, and hardly on who sits where: a plan that has been carried out
 is planned again the same way, so that nobody grows and shrinks in turn.
@@ -24,7 +24,6 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator, Sequence
 
-from elastic.core.config import JobSpec
 from elastic.core.policy import eviction
 from elastic.core.policy.decision import Decision
 from elastic.core.policy.demands import (
@@ -42,35 +41,28 @@ from elastic.core.policy.demands import (
     workers,
 )
 from elastic.core.policy.packing import FreeCapacity, NodeCapacity, WorkerPlacer, together
-from elastic.core.projects import ProjectShare
-from elastic.core.world import NodeId, Resources
+from elastic.core.world import NodeId
 
 
 def decide(
-    claims: Sequence[Demand],
-    rooms: Sequence[NodeCapacity],
-    projects: Sequence[ProjectShare],
-    *,
-    now_ns: int = 0,
+    claims: Sequence[Demand], rooms: Sequence[NodeCapacity], *, now_ns: int = 0
 ) -> Decision[tuple[Allocation, ...]]:
     """Divide the cluster.
 
     Args:
         claims: every job that has not ended and is not paused, in any order.
         rooms: the nodes on which workers may start, in any order.
-        projects: shares and limits; others have weight 1 and no limit.
-        now_ns: the moment, on the clock of `Demand.spared_until_ns`.
+        now_ns: the moment, on the clock of `Demand.passed_over_until_ns`.
 
     Returns:
         One grant for each claim, by order of submission; when to ask again if somebody waits for a
-        job that is spared for a while.
+        job that is passed over for a while.
 
     Guarantees (tests/property/test_queue.py):
         No node holds more than it has. Who is admitted has min, in whole replicas; who trains
-        keeps it, but for one of higher priority. No project grows above its limits. Carried out,
-        the same plan comes again.
+        keeps it, but for one of higher priority. Carried out, the same plan comes again.
     """
-    plan = _Plan(sorted(claims, key=lambda c: c.sequence), rooms, projects, now_ns)
+    plan = _Plan(sorted(claims, key=lambda c: c.sequence), rooms, now_ns)
     plan.keep_training()
     plan.admit_waiting()
     plan.keep_survivors()
@@ -84,22 +76,13 @@ class _Plan:
     """All drafts, and what they leave of the nodes."""
 
     def __init__(
-        self,
-        claims: Sequence[Demand],
-        rooms: Sequence[NodeCapacity],
-        projects: Sequence[ProjectShare],
-        now_ns: int,
+        self, claims: Sequence[Demand], rooms: Sequence[NodeCapacity], now_ns: int
     ) -> None:
         self.now_ns = now_ns
         self.wake_ns: int | None = None
         self.drafts = [AllocationDraft(claim) for claim in claims]
         self.space = FreeCapacity(rooms)
-        self._shares = {share.project: share for share in projects}
-        self._workers: dict[str, int] = {}
-        self._taken: dict[str, dict[str, int]] = {}
         self._barred: dict[NodeId, AllocationDraft] = {}
-        for claim in claims:
-            self._count(claim.spec, claim.away)
 
     # ------------------------------------------------------------ the four steps
 
@@ -126,16 +109,10 @@ class _Plan:
             if shape.fitting(spec) + cordoned + draft.claim.away < spec.min_workers:
                 continue  # Not with these nodes: what is missing is said where workers are placed.
             ahead = next((self._barred[n] for n in shape.capacity if n in self._barred), None)
-            above = self._excess(spec, need)
             can_have = any(node_id not in self._barred for node_id in shape.capacity)
-            if (not above and self._place(draft, need)) or (
-                can_have and self._evict(draft, need, waiting)
-            ):
+            if self._place(draft, need) or (can_have and self._evict(draft, need, waiting)):
                 draft.is_admitted = True
                 draft.yields_to = None  # It was moved: elsewhere it fits.
-                continue
-            if above:
-                draft.reason = self._at_limit(spec, above)
                 continue
             if ahead is not None:
                 draft.reason = behind(draft, ahead)
@@ -156,8 +133,8 @@ class _Plan:
                 continue
             if claim.stays or not other.kept:
                 continue
-            if claim.spared_until_ns > self.now_ns:
-                self._ask_again(claim.spared_until_ns)
+            if claim.passed_over_until_ns > self.now_ns:
+                self._ask_again(claim.passed_over_until_ns)
                 continue
             able.append(other)
 
@@ -183,7 +160,7 @@ class _Plan:
         kept, starts, num_starts = len(draft.kept), dict(draft.starts), draft.num_starts
         for victim in victims:
             self._release(victim, 0)
-        fits = not self._excess(draft.claim.spec, need) and self._place(draft, need)
+        fits = self._place(draft, need)
         for other in self.drafts:
             other.tried = 0  # There was more room, or there is now.
         if fits and keep:
@@ -193,13 +170,11 @@ class _Plan:
             for node_id, count in draft.starts.items():
                 for _ in range(count - starts.get(node_id, 0)):
                     self.space.give(node_id, draft.claim.spec.resources_per_worker, is_new=True)
-                    self._count(draft.claim.spec, -1)
             draft.starts, draft.num_starts = starts, num_starts
         for victim, before in zip(victims, seats, strict=True):
             for node_id in before.values():
                 self.space.take(node_id, victim.claim.spec.resources_per_worker, is_new=False)
             victim.kept = before
-            self._count(victim.claim.spec, len(before))
         return fits
 
     def _release(self, draft: AllocationDraft, count: int) -> None:
@@ -208,7 +183,6 @@ class _Plan:
         for worker_id in over:
             node_id = draft.kept.pop(worker_id)
             self.space.give(node_id, draft.claim.spec.resources_per_worker, is_new=False)
-        self._count(draft.claim.spec, -len(over))
         draft.dealer = None
 
     def _ask_again(self, moment: int) -> None:
@@ -221,11 +195,7 @@ class _Plan:
             draft.tried = 0
             if draft.is_admitted or draft.claim.trains or not draft.claim.keeps_state:
                 continue
-            count = len(draft.claim.seats)
-            # They count for their project: none may keep another job of it from its min.
-            while count and self._excess(draft.claim.spec, count):
-                count -= 1
-            self._keep_workers(draft, count)
+            self._keep_workers(draft, len(draft.claim.seats))
 
     def grow(self) -> None:
         """Deal what is left, one replica at a time."""
@@ -235,7 +205,7 @@ class _Plan:
             step = spec.workers_per_replica
             # After a loss a job may hold a part of a replica.
             step -= draft.size % step
-            if draft.size + step > spec.max_workers or self._excess(spec, step):
+            if draft.size + step > spec.max_workers:
                 continue
             if self._place(draft, step):
                 self._again(draft)
@@ -245,29 +215,20 @@ class _Plan:
     def _by_turn(
         self, drafts: Sequence[AllocationDraft], *, again: bool = False
     ) -> Iterator[AllocationDraft]:
-        """Yield drafts by order; what is given meanwhile only makes a turn come later."""
+        """Yield drafts by order; those that are entered again meanwhile have another turn."""
         self._size_counts = again
         self._turns = [(self._turn(d), i) for i, d in enumerate(drafts)]
-        self._dealt = list(drafts)
         heapq.heapify(self._turns)
         while self._turns:
-            turn, index = heapq.heappop(self._turns)
-            now = self._turn(drafts[index])
-            if now != turn:
-                heapq.heappush(self._turns, (now, index))
-                continue
-            self._index = index
-            yield drafts[index]
+            _, self._index = heapq.heappop(self._turns)
+            yield drafts[self._index]
 
     def _again(self, draft: AllocationDraft) -> None:
         heapq.heappush(self._turns, (self._turn(draft), self._index))
 
-    def _turn(self, draft: AllocationDraft) -> tuple[int, float, int, int]:
-        spec = draft.claim.spec
-        share = self._shares.get(spec.project)
-        used = self._workers.get(spec.project, 0) / (share.weight if share else 1.0)
+    def _turn(self, draft: AllocationDraft) -> tuple[int, int, int]:
         size = draft.size if self._size_counts else 0
-        return -spec.priority, used, size, draft.claim.sequence
+        return -draft.claim.spec.priority, size, draft.claim.sequence
 
     # ------------------------------------------------------------ seats and nodes
 
@@ -286,7 +247,6 @@ class _Plan:
             if draft.dealer is not None:
                 draft.dealer.host(node_id, 1)
             count += 1
-        self._count(draft.claim.spec, count)
         return count
 
     def _place(self, draft: AllocationDraft, count: int) -> bool:
@@ -300,7 +260,6 @@ class _Plan:
             for node_id in chosen:
                 draft.starts[node_id] = draft.starts.get(node_id, 0) + 1
             draft.num_starts += missing
-            self._count(spec, missing)
             if self._barred:
                 draft.dealer = None  # It knows only the nodes that are not kept for others.
             return True
@@ -310,7 +269,6 @@ class _Plan:
         for worker_id in undone:
             self.space.give(draft.kept.pop(worker_id), need, is_new=False)
         draft.tried = tried_before
-        self._count(spec, -len(undone))
         draft.dealer = None
         return False
 
@@ -332,26 +290,6 @@ class _Plan:
             draft.dealer.host(node_id, 1)
             chosen.append(node_id)
         return chosen
-
-    # ------------------------------------------------------------ projects
-
-    def _count(self, spec: JobSpec, count: int) -> None:
-        """Charge workers to the job's project."""
-        self._workers[spec.project] = self._workers.get(spec.project, 0) + count
-        taken = self._taken.setdefault(spec.project, {})
-        for name, amount in spec.resources_per_worker.milli:
-            taken[name] = taken.get(name, 0) + count * amount
-
-    def _excess(self, spec: JobSpec, more: int) -> str:
-        """Return the limit of its project that `more` workers would break, "" for none."""
-        share = self._shares.get(spec.project)
-        if share is None:
-            return ""
-        taken = dict(self._taken.get(spec.project, {}))
-        for name, amount in spec.resources_per_worker.milli:
-            taken[name] = taken.get(name, 0) + more * amount
-        pairs = tuple((name, taken[name]) for name in sorted(taken) if taken[name])
-        return share.excess(self._workers.get(spec.project, 0) + more, Resources(pairs))
 
     # ------------------------------------------------------------ the answer, and why
 
@@ -413,31 +351,11 @@ class _Plan:
     def _who_stays(self, draft: AllocationDraft) -> str:
         """Say why jobs of lower priority do not give way to it."""
         lower = [
-            f"; {named(d.claim)} {d.claim.stays or d.claim.spared_because}"
+            f"; {named(d.claim)} {d.claim.stays or d.claim.passed_over_why}"
             for d in self.drafts
             if d.is_admitted
             and d.claim.trains
             and d.claim.spec.priority < draft.claim.spec.priority
-            and (d.claim.stays or d.claim.spared_until_ns > self.now_ns)
+            and (d.claim.stays or d.claim.passed_over_until_ns > self.now_ns)
         ]
         return "".join(lower[:NAMED_MAX])
-
-    def _at_limit(self, spec: JobSpec, above: str) -> str:
-        """Say which limit of its project it is above: with others of the project, or by itself."""
-        has, share = self._workers.get(spec.project, 0), self._shares[spec.project]
-        needs = f"needs {workers(spec, spec.min_workers)}"
-        project = f"project {spec.project or '(none)'}"
-        alone = share.fitting(spec.resources_per_worker, spec.min_workers)
-        if alone == spec.min_workers:
-            return (
-                f"{needs}; {project} may have {above}, and jobs of it that come first need {has}: "
-                f"waits for one of them to end"
-            )
-        low = alone // spec.workers_per_replica * spec.workers_per_replica
-        scale = f"after elastic scale {spec.job_id} --min {low}, or " if low else ""
-        limits = share.widened(spec.resources_per_worker, spec.min_workers)
-        return (
-            f"{needs}, and {project} may have {share.limits()}: its own min is above that; it can "
-            f"start {scale}once elastic-coord serve runs with at least {limits} in "
-            f"--project {spec.project}:..."
-        )

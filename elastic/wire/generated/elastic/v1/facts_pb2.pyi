@@ -413,7 +413,7 @@ class CheckpointRecord(_message.Message):
     def __init__(self, path: _Optional[str] = ..., generation: _Optional[int] = ..., index: _Optional[int] = ..., metrics: _Optional[str] = ..., status: _Optional[_Union[CheckpointStatus, str]] = ..., request: _Optional[int] = ..., kind: _Optional[_Union[ReportKind, str]] = ...) -> None: ...
 
 class JobSpec(_message.Message):
-    __slots__ = ("job_id", "name", "entry", "min_workers", "max_workers", "workers_per_replica", "resources_per_worker", "strategy", "accelerator_type", "label_selector", "backend", "collective_timeout_s", "max_failures", "run_path", "project", "num_to_keep", "score_attribute", "score_order", "hang_timeout_s", "resume_from", "preemption_limit", "priority", "non_preemptible", "own_steps", "resumes", "grace_s")
+    __slots__ = ("job_id", "name", "entry", "min_workers", "max_workers", "workers_per_replica", "resources_per_worker", "strategy", "accelerator_type", "label_selector", "backend", "collective_timeout_s", "max_failures", "run_path", "num_to_keep", "score_attribute", "score_order", "hang_timeout_s", "resume_from", "preemption_limit", "priority", "non_preemptible", "own_steps", "resumes", "grace_s")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     ENTRY_FIELD_NUMBER: _ClassVar[int]
@@ -428,7 +428,6 @@ class JobSpec(_message.Message):
     COLLECTIVE_TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
     MAX_FAILURES_FIELD_NUMBER: _ClassVar[int]
     RUN_PATH_FIELD_NUMBER: _ClassVar[int]
-    PROJECT_FIELD_NUMBER: _ClassVar[int]
     NUM_TO_KEEP_FIELD_NUMBER: _ClassVar[int]
     SCORE_ATTRIBUTE_FIELD_NUMBER: _ClassVar[int]
     SCORE_ORDER_FIELD_NUMBER: _ClassVar[int]
@@ -454,7 +453,6 @@ class JobSpec(_message.Message):
     collective_timeout_s: float
     max_failures: int
     run_path: str
-    project: str
     num_to_keep: int
     score_attribute: str
     score_order: str
@@ -466,4 +464,4 @@ class JobSpec(_message.Message):
     own_steps: bool
     resumes: bool
     grace_s: float
-    def __init__(self, job_id: _Optional[str] = ..., name: _Optional[str] = ..., entry: _Optional[_Union[Entry, _Mapping]] = ..., min_workers: _Optional[int] = ..., max_workers: _Optional[int] = ..., workers_per_replica: _Optional[int] = ..., resources_per_worker: _Optional[_Union[Resources, _Mapping]] = ..., strategy: _Optional[_Union[Strategy, str]] = ..., accelerator_type: _Optional[str] = ..., label_selector: _Optional[_Iterable[_Union[Pair, _Mapping]]] = ..., backend: _Optional[str] = ..., collective_timeout_s: _Optional[float] = ..., max_failures: _Optional[int] = ..., run_path: _Optional[str] = ..., project: _Optional[str] = ..., num_to_keep: _Optional[int] = ..., score_attribute: _Optional[str] = ..., score_order: _Optional[str] = ..., hang_timeout_s: _Optional[float] = ..., resume_from: _Optional[str] = ..., preemption_limit: _Optional[int] = ..., priority: _Optional[int] = ..., non_preemptible: bool = ..., own_steps: bool = ..., resumes: bool = ..., grace_s: _Optional[float] = ...) -> None: ...
+    def __init__(self, job_id: _Optional[str] = ..., name: _Optional[str] = ..., entry: _Optional[_Union[Entry, _Mapping]] = ..., min_workers: _Optional[int] = ..., max_workers: _Optional[int] = ..., workers_per_replica: _Optional[int] = ..., resources_per_worker: _Optional[_Union[Resources, _Mapping]] = ..., strategy: _Optional[_Union[Strategy, str]] = ..., accelerator_type: _Optional[str] = ..., label_selector: _Optional[_Iterable[_Union[Pair, _Mapping]]] = ..., backend: _Optional[str] = ..., collective_timeout_s: _Optional[float] = ..., max_failures: _Optional[int] = ..., run_path: _Optional[str] = ..., num_to_keep: _Optional[int] = ..., score_attribute: _Optional[str] = ..., score_order: _Optional[str] = ..., hang_timeout_s: _Optional[float] = ..., resume_from: _Optional[str] = ..., preemption_limit: _Optional[int] = ..., priority: _Optional[int] = ..., non_preemptible: bool = ..., own_steps: bool = ..., resumes: bool = ..., grace_s: _Optional[float] = ...) -> None: ...
