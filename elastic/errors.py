@@ -18,7 +18,6 @@
     │   ├── NotFound          no job, node or worker of this name
     │   └── Fenced            you belong to a generation, life or leadership that is over
     ├── PeerError             another process sent what the protocol does not allow
-    │   └── UnknownMessage    of a newer minor version: to be passed over
     ├── StoreError            the membership store answered what it must not
     │   ├── Compacted         the asked-for revision is gone from the store's history
     │   └── CorruptRecord     a stored record does not decode
@@ -130,15 +129,15 @@ class NotPermitted(NotAuthorized):
 
 
 class VersionMismatch(Refused):
-    """The peer speaks another major version of the protocol."""
+    """The peer speaks another version of the protocol."""
 
     def __init__(self, who: str, *, theirs: str, ours: str) -> None:
         """Name the peer and both versions."""
         self.theirs = theirs
         self.ours = ours
         super().__init__(
-            f"{who} speaks protocol {theirs}, this process speaks {ours}: the major number must be "
-            f"equal; install the same major version of elastic-torch on both sides"
+            f"{who} speaks protocol {theirs}, this process speaks {ours}: install the same version "
+            f"of elastic-torch on both sides"
         )
 
 
@@ -156,10 +155,6 @@ class Fenced(Refused):
 
 class PeerError(ElasticError):
     """Another process sent something that the protocol does not allow."""
-
-
-class UnknownMessage(PeerError):
-    """A message whose kind a newer minor version of the protocol has added."""
 
 
 class StoreError(ElasticError):

@@ -1,8 +1,7 @@
-"""The agent's doors to copies of other nodes: orders in, and what is held told to the loop.
+"""The agent's endpoint for copies of other nodes: orders in, and what is held told to the loop.
 
 An agent without a certificate of the cluster, that others reach over a network, makes one of its
-own, and answers over TLS with that. Those whose version knows nothing of it are answered in the
-clear at another address, which is opened once the coordinator does not say that there are none.
+own, and answers over TLS with that.
 
 Rule: threads of the server never touch the agent's machine; what they change is posted to its
 event loop.
@@ -16,7 +15,7 @@ from collections.abc import Callable
 from elastic.agent.copy_server import CopyServer
 from elastic.agent.copy_store import CopyStore
 from elastic.agent.local_snapshots import LocalSnapshots
-from elastic.core.copy_messages import CopyEndpoints, DropCopy, KeepCopy
+from elastic.core.copy_messages import CopyEndpoint, DropCopy, KeepCopy
 from elastic.core.events.agent import CopiesChanged
 from elastic.runtime.own_tls import OwnCertificate
 from elastic.runtime.peer_tls import PeerTls
@@ -27,7 +26,7 @@ class CopyHost:
     """Holds copies for other nodes.
 
     Attributes:
-        doors: where they reach it.
+        endpoint: where they reach it.
     """
 
     def __init__(
@@ -49,35 +48,23 @@ class CopyHost:
         self._post = post
         self._loop: asyncio.AbstractEventLoop | None = None
         self._store = CopyStore(self._changed)
-        has_both = tls is None and not is_loopback(host)
-        self._servers = [CopyServer(host, self._store, tls, own, later=has_both)]
-        self._for_elders: CopyServer | None = None
-        self.doors = CopyEndpoints(self._servers[0].address)
-        if has_both and self.doors.at:
-            certificate = OwnCertificate()
-            own_tls = CopyServer(host, self._store, certificate, own)
-            if own_tls.address:
-                self._for_elders, self._servers = self._servers[0], [own_tls]
-                self.doors = CopyEndpoints(self.doors.at, own_tls.address, certificate.fingerprint)
+        made = OwnCertificate() if tls is None and not is_loopback(host) else None
+        self._server = CopyServer(host, self._store, made or tls, own)
+        self.endpoint = CopyEndpoint(self._server.address, made.fingerprint if made else "")
 
     def order(self, order: KeepCopy | DropCopy) -> None:
         """Do what the coordinator says; on the event loop."""
         self._loop = asyncio.get_running_loop()
         if isinstance(order, KeepCopy):
             self._store.grant(order.job_id, order.key)
-            for server in self._servers:
-                server.start()
-            if self._for_elders is not None and not order.tls_only:
-                self._for_elders.start()
+            self._server.start()
         else:
             self._store.drop(order)
 
     def close(self) -> None:
         """Free everything."""
         self._loop = None
-        for server in (*self._servers, self._for_elders):
-            if server is not None:
-                server.close()
+        self._server.close()
         self._store.close()
 
     def _changed(self) -> None:

@@ -59,8 +59,6 @@ class CopyServer:
         store: CopyStore,
         tls: ConnectionTls | None = None,
         own: LocalSnapshots | None = None,
-        *,
-        later: bool = False,
     ) -> None:
         """Listen on any free port of this address; nobody is answered before `start`.
 
@@ -69,7 +67,6 @@ class CopyServer:
             store: of the copies.
             tls: spoken with all who come, None to talk in the clear.
             own: what lies in this node's own memory, None for nothing.
-            later: only take the port; nobody can connect to it before `start`.
         """
         self._store, self._tls, self._own = store, tls, own
         self._room = threading.BoundedSemaphore(CONNECTIONS_MAX)
@@ -87,8 +84,7 @@ class CopyServer:
             found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
             family, _, _, _, where = min(found, key=lambda one: one[0] != socket.AF_INET)
             self._socket = _bound(family, where[:2])
-            if not later:
-                self._socket.listen(BACKLOG)
+            self._socket.listen(BACKLOG)
         except OSError as error:
             log.warning("no_copies_here host=%s error=%r", host, str(error))
             return
@@ -98,7 +94,6 @@ class CopyServer:
     def start(self) -> None:
         """Answer from here on; again is no harm."""
         if self._thread is None and self._socket is not None:
-            self._socket.listen(BACKLOG)
             self._thread = threading.Thread(
                 target=self._accept, args=(self._socket,), name="elastic-copies", daemon=True
             )

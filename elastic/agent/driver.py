@@ -127,7 +127,7 @@ class AgentDriver:
         own = LocalSnapshots(node.node_id, self._arenas)
         self._copies = CopyHost(node.host, self.post, self._tls, own=own)
         self._machine = AgentMachine(
-            node, settings.config, settings.devices, doors=self._copies.doors
+            node, settings.config, settings.devices, copy_endpoint=self._copies.endpoint
         )
         self._events: deque[AgentEvent] = deque()
         self._wake = asyncio.Event()

@@ -30,7 +30,6 @@ from elastic.errors import (
     ConfigError,
     CoordinatorUnreachable,
     ElasticError,
-    UnknownMessage,
 )
 from elastic.runtime.access import Access
 from elastic.runtime.clock import Clock
@@ -248,16 +247,8 @@ class Link:
         if waiting.cancelled_caught:
             return f"the coordinator at {stream.endpoint} took the stream and does not answer"
         self._silence_s = await stream.silence_s()
-        passed_over: set[str] = set()
         while data is not None:
-            try:
-                message = decode_coordinator_message(data)
-            except UnknownMessage as error:
-                if str(error) not in passed_over:  # A newer one may send it every second.
-                    passed_over.add(str(error))
-                    log.warning("message_passed_over error=%r", str(error))
-                data = await stream.read()
-                continue
+            message = decode_coordinator_message(data)
             if isinstance(message, FollowLogs):
                 self._callbacks.on_follow(message)
             elif isinstance(message, Coordinators):

@@ -350,7 +350,7 @@ class Client:
         """
         request = jobs_pb2.DrainRequest(node=node, timeout_s=timeout_s, reason=reason)
         answer = self._ask("Drain", request, timeout_s=CHANGE_TIMEOUT_S)
-        return float(answer.timeout_s) if answer.HasField("timeout_s") else timeout_s
+        return float(answer.timeout_s)
 
     def cordon(self, node: str, *, cordoned: bool = True, reason: str = "") -> None:
         """Let no new workers start on a node, or let them again; those that are there stay.

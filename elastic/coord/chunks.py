@@ -30,13 +30,11 @@ class StoredJob:
         revision: of its record, 0 before the first.
         labels: keys of the pieces under each label; all of them are there.
         leftover: the same of labels that no record needs; some of them may be there, or none.
-        unknown: fields of its record that a newer version wrote, as bytes.
         payload: before the first record, what the pieces under "entry" are of.
     """
 
     revision: int = 0
     payload: bytes = b""
-    unknown: bytes = b""
     labels: dict[str, tuple[str, ...]] = field(default_factory=dict)
     leftover: dict[str, tuple[str, ...]] = field(default_factory=dict)
 

@@ -30,7 +30,7 @@ from elastic.core.events.coordinator import JobRecord, NodesRecord
 from elastic.core.world import ENDED, JobId
 from elastic.errors import CorruptRecord, Fenced, NotAuthorized, StoreUnavailable
 from elastic.store.interface import CommitResult, Compare, Delete, Entry, Put, Store, Write
-from elastic.wire.codec_records import decode_nodes, decode_record, encode_record, unknown_of
+from elastic.wire.codec_records import decode_nodes, decode_record, encode_record
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +67,6 @@ class Journal:
         self._pieces_prefix = f"{prefix}/pieces/"
         self._nodes_key = f"{prefix}/nodes"
         self._nodes_revision = 0
-        self._nodes_unknown = b""
         self.nodes = NodesRecord()
         self._leadership = leadership
         self._compacts = compacts
@@ -123,7 +122,7 @@ class Journal:
             payload = join(entry.key, ENTRY, parts, may_lack=True)
             records.append(replace(record, spec=_with_payload(record.spec, payload)))
             kept = self._kept.setdefault(job_id, StoredJob())
-            kept.revision, kept.unknown = entry.mod_revision, unknown_of(data)
+            kept.revision = entry.mod_revision
             kept.keep(needed)
         # Left by a coordinator that died before it wrote the record, or while forgetting it.
         for job_id, kept in self._kept.items():
@@ -201,7 +200,7 @@ class Journal:
             Fenced: another coordinator leads.
             StoreUnavailable: not known whether it was written; to be repeated.
         """
-        put = Put(self._nodes_key, encode_record(record) + self._nodes_unknown)
+        put = Put(self._nodes_key, encode_record(record))
         result = await self._commit_fenced([put], [Compare(put.key, self._nodes_revision)])
         revisions = {put.key: result.revision}
         if not result.committed:
@@ -213,7 +212,6 @@ class Journal:
         if entry is not None:
             self.nodes = decode_nodes(entry.value, key=entry.key)
             self._nodes_revision = entry.mod_revision
-            self._nodes_unknown = unknown_of(entry.value)
 
     async def forget(self, job_ids: Iterable[JobId] = ()) -> None:
         """Remove these jobs, and those that an earlier call could not remove.
@@ -257,7 +255,6 @@ class Journal:
             if not kept.revision:
                 await self._write_payload(job_id, record.spec.entry.payload)
             data = encode_record(replace(record, spec=_with_payload(record.spec, b"")))
-            data += kept.unknown
             if len(data) > RECORD_BYTES:
                 data = await self._split(job_id, data)
             puts[job_id] = Put(self._jobs_prefix + job_id, data)

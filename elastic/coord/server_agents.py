@@ -21,7 +21,7 @@ from elastic.coord.leader_state import LeaderState, Term
 from elastic.coord.roles import CALLER
 from elastic.coord.sessions import Session
 from elastic.core.messages import AgentMessage, Hello, LogLines
-from elastic.errors import ConfigError, ElasticError, NotPermitted, PeerError, UnknownMessage
+from elastic.errors import ConfigError, ElasticError, NotPermitted, PeerError
 from elastic.runtime.rpc import SILENCE_KEY, SILENCE_S, TERM_KEY, TIME_KEY, term_of
 from elastic.wire.codec_stream import (
     ATTACH_METHOD,
@@ -113,9 +113,8 @@ class AgentsService:
         return refusals[0] if refusals else None
 
     async def _read(self, tenure: Term, session: Session, context: Context) -> None:
-        passed_over: set[str] = set()
         with anyio.move_on_after(HELLO_TIMEOUT_S) as waiting:
-            message = await _next(context, passed_over)
+            message = await _next(context)
         if waiting.cancelled_caught:
             raise PeerError(f"{session.peer} opened a stream and said nothing; expected Hello")
         if message is None:
@@ -124,7 +123,7 @@ class AgentsService:
             raise PeerError(f"{session.peer}: first message {_name(message)}, expected Hello")
         CALLER.get().check_may_attach(message.node.node_id)
         await tenure.driver.connect(session, message)
-        while (message := await _next(context, passed_over)) is not None:
+        while (message := await _next(context)) is not None:
             if isinstance(message, LogLines):
                 tenure.follows.take(session.session_id, message)
             elif isinstance(message, Hello):
@@ -180,25 +179,14 @@ class StreamWriter:
         self.write_on()
 
 
-async def _next(context: Context, passed_over: set[str]) -> AgentMessage | None:
+async def _next(context: Context) -> AgentMessage | None:
     """Return the next message, None at the end of the stream.
-
-    Args:
-        context: of the stream.
-        passed_over: what was said before of messages that are unknown here: a newer agent may
-            send one every second, and thousands of agents would fill the log.
 
     Raises:
         PeerError: bytes that are no message.
     """
-    while isinstance(data := await context.read(), bytes):
-        try:
-            return decode_agent_message(data)
-        except UnknownMessage as error:
-            if str(error) not in passed_over:
-                passed_over.add(str(error))
-                log.warning("message_passed_over peer=%s error=%r", context.peer(), str(error))
-    return None
+    data = await context.read()
+    return decode_agent_message(data) if isinstance(data, bytes) else None
 
 
 def _name(message: object) -> str:

@@ -55,13 +55,8 @@ def fetch_health(endpoint: str, access: Access, *, timeout_s: float) -> str:
 
 
 def _is_standby(stub: health_pb2_grpc.HealthStub, timeout_s: float) -> bool:
-    try:
-        request = health_pb2.HealthCheckRequest(service=STANDBY)
-        answer = stub.Check(request, timeout=timeout_s)
-    except grpc.RpcError as error:
-        if error.code() is grpc.StatusCode.NOT_FOUND:  # type: ignore[attr-defined]
-            return False  # A coordinator of an earlier version.
-        raise
+    request = health_pb2.HealthCheckRequest(service=STANDBY)
+    answer = stub.Check(request, timeout=timeout_s)
     return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
 

@@ -10,32 +10,21 @@ from typing import NamedTuple
 
 from elastic.core.world import ALL_ALIKE, NO_GENERATION, Generation, HeldCopy, JobId, NodeId
 
-OWN_TLS_SINCE_MINOR = 2
-"""Agents of earlier versions know no certificate but those of the cluster."""
 
-
-class CopyEndpoints(NamedTuple):
+class CopyEndpoint(NamedTuple):
     """Where a node's agent takes and gives copies, as others reach it.
 
     Attributes:
-        at: "host:port", over TLS if the node has a certificate of the cluster, else in the clear;
-            "" if it does neither.
-        tls_at: over TLS with a certificate of its own making, "" if it has none.
-        fingerprint: SHA-256 of that one, hexadecimal.
+        at: "host:port", "" if it does neither. Over TLS, but on loopback without a certificate.
+        fingerprint: SHA-256 of the certificate that the agent made for itself, hexadecimal; ""
+            where it shows one of the cluster's authority, or none.
     """
 
     at: str = ""
-    tls_at: str = ""
     fingerprint: str = ""
 
-    def for_agent(self, protocol_minor: int) -> tuple[str, str]:
-        """Return address and fingerprint for one who speaks this; "" where none is looked at."""
-        if self.tls_at and self.fingerprint and protocol_minor >= OWN_TLS_SINCE_MINOR:
-            return self.tls_at, self.fingerprint
-        return self.at, ""
 
-
-NO_ENDPOINTS = CopyEndpoints()
+NO_ENDPOINT = CopyEndpoint()
 
 
 # ---------------------------------------------------------------- agent -> coordinator
@@ -66,12 +55,10 @@ class KeepCopy:
 
     Attributes:
         key: a secret; the newest one counts.
-        tls_only: nobody needs to be answered in the clear, as far as the coordinator knows.
     """
 
     job_id: JobId
     key: str = field(repr=False)
-    tls_only: bool = False
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,6 @@ from dataclasses import dataclass
 
 from elastic.core.world import JobId, NodeId
 
-LINKS_SINCE_MINOR = 3
-"""Agents of earlier versions do not try links, and are not asked to."""
-
 
 @dataclass(frozen=True)
 class Link:

@@ -13,7 +13,7 @@ from elastic.core.cluster_messages import Coordinators, Drain
 from elastic.core.config import JobSpec
 from elastic.core.copy_messages import (
     CopiesHeld,
-    CopyEndpoints,
+    CopyEndpoint,
     CopyFailed,
     DropCopy,
     KeepCopy,
@@ -37,9 +37,8 @@ from elastic.core.world import (
     WorkerReport,
 )
 
-PROTOCOL_MAJOR = 1
-PROTOCOL_MINOR = 4
-PROTOCOL = f"{PROTOCOL_MAJOR}.{PROTOCOL_MINOR}"
+PROTOCOL = "1.0"
+"""What both sides of every connection must speak; another one is refused."""
 
 
 @dataclass(frozen=True)
@@ -89,8 +88,7 @@ class Hello:
         reports_due: how many reports follow as soon as the agent is welcome, because they have
             not been acknowledged yet.
         copies: what this node holds for others.
-        copies_at, copies_tls_at, copies_fingerprint: where it takes and gives them; see
-            `CopyEndpoints`.
+        copies_at, copies_fingerprint: where it takes and gives them; see `CopyEndpoint`.
         problems: what is wrong with the node, a phrase for each; see `NodeHealth`.
     """
 
@@ -99,19 +97,16 @@ class Hello:
     draining: bool = False
     drain_reason: str = ""
     drain_timeout_ns: int = 0
-    protocol_major: int = PROTOCOL_MAJOR
-    protocol_minor: int = PROTOCOL_MINOR
     reports_due: int = 0
     copies: tuple[HeldCopy, ...] = ()
     copies_at: str = ""
-    copies_tls_at: str = ""
     copies_fingerprint: str = ""
     problems: tuple[str, ...] = ()
 
     @property
-    def doors(self) -> CopyEndpoints:
+    def copy_endpoint(self) -> CopyEndpoint:
         """Return where it takes and gives copies."""
-        return CopyEndpoints(self.copies_at, self.copies_tls_at, self.copies_fingerprint)
+        return CopyEndpoint(self.copies_at, self.copies_fingerprint)
 
 
 @dataclass(frozen=True)

@@ -306,11 +306,8 @@ class Assignment:
             job resumes from; "" for none.
         cause: one word for logs and counters: start, lost, join, drain, broken, resume.
         saved: path of the newest automatic checkpoint that is recorded; "" for none.
-        copies: "host:port" of the agents that hold a copy of the job's state, or may have rows of
-            workers that died there.
-        copies_dealt: those only that this worker asks for rows of a sharded model: others ask
-            others, also for what one of them could not give. False from a coordinator of protocol
-            1.0, or beside a worker of it: all of them, each asked once.
+        copies: "host:port" of the agents that hold a copy of the job's state, and of those with
+            rows of a sharded model that this worker asks: other members ask others.
         copies_key: proves to them that the job may have it; a secret.
         copies_fingerprints: of the certificates that those agents made for themselves, in the order
             of `copies`, "" for one that shows none such; () if all do.
@@ -334,7 +331,6 @@ class Assignment:
     cause: str = "start"
     copies: tuple[str, ...] = ()
     copies_key: str = field(default="", repr=False)
-    copies_dealt: bool = False
     copies_fingerprints: tuple[str, ...] = ()
     node_devices: tuple[str, ...] = ()
     group_key: str = field(default="", repr=False)

@@ -34,7 +34,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from elastic.core.copy_messages import OWN_TLS_SINCE_MINOR
 from elastic.errors import NotAuthorized, PeerError, Refused
 from elastic.runtime.own_tls import ConnectionTls, PinnedCertificate
 from elastic.runtime.peer_tls import PeerTls, refused
@@ -43,7 +42,6 @@ from elastic.runtime.snapshot_memory import SnapshotMark
 
 log = logging.getLogger(__name__)
 
-_reported_in_the_clear = threading.Event()
 
 GREETING = b"elastic copies 1"
 NONCE_BYTES = 32
@@ -290,25 +288,26 @@ class CopyConnection:
 
 
 def lock_of(ours: PeerTls | None, address: str, fingerprint: str) -> ConnectionTls | None:
-    """Return how an agent is spoken to; None for in the clear, which is said in the log once.
+    """Return how an agent is spoken to; None for in the clear, which is for loopback only.
 
     Args:
         ours: of this node, None if it has no certificate of the cluster.
         address: "host:port" of that agent.
         fingerprint: of the certificate that it made for itself, as the coordinator says; "" if
             the coordinator says none.
+
+    Raises:
+        NotAuthorized: it has a certificate of the cluster, and this node has none.
     """
     if ours is not None:
         return ours
     if fingerprint:
         return PinnedCertificate(fingerprint)
-    if not is_loopback(parse_endpoint(address)[0]) and not _reported_in_the_clear.is_set():
-        _reported_in_the_clear.set()
-        log.warning(
-            "copies_in_the_clear first=%s reason='the agent there, or the coordinator, is of a "
-            "version before protocol 1.%d': not said again",
-            address, OWN_TLS_SINCE_MINOR,
-        )  # fmt: skip
+    if not is_loopback(parse_endpoint(address)[0]):
+        raise NotAuthorized(
+            f"the agent at {address} has a certificate of the cluster, and this node has none: "
+            f"start all agents with one (--tls-cert, --tls-key, --tls-ca), or none"
+        )
     return None
 
 

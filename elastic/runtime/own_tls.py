@@ -18,7 +18,6 @@ import socket
 import ssl
 from typing import Protocol
 
-from elastic.core.copy_messages import OWN_TLS_SINCE_MINOR
 from elastic.errors import NotAuthorized
 from elastic.runtime.peer_tls import HANDSHAKE_S, wrapped
 
@@ -115,7 +114,7 @@ def _shake_hands(sock: ssl.SSLSocket) -> None:
     except ssl.SSLError as error:
         raise NotAuthorized(
             f"TLS with the other agent fails ({error.reason or error}): it speaks another TLS, or "
-            f"none; both need elastic-torch with protocol 1.{OWN_TLS_SINCE_MINOR}"
+            f"none"
         ) from error
 
 

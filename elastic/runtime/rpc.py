@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from elastic import errors
 from elastic.core.config import ENTRY_BYTES_MAX
-from elastic.core.messages import PROTOCOL, PROTOCOL_MAJOR
+from elastic.core.messages import PROTOCOL
 from elastic.errors import (
     ConfigError,
     CoordinatorUnreachable,
@@ -231,12 +231,12 @@ def version_of(metadata: Iterable[tuple[str, Any]]) -> str:
 
 
 def check_version(version: str, peer: str) -> None:
-    """Refuse a caller of another major version; "" passes.
+    """Refuse a caller of another version; "" passes.
 
     Raises:
-        VersionMismatch: the major number is another one.
+        VersionMismatch: it speaks another one.
     """
-    if version and version.partition(".")[0] != str(PROTOCOL_MAJOR):
+    if version and version != PROTOCOL:
         raise VersionMismatch(peer, theirs=version, ours=PROTOCOL)
 
 

@@ -9,14 +9,11 @@ from __future__ import annotations
 from typing import get_args
 
 from elastic.core.messages import (
-    PROTOCOL_MAJOR,
-    PROTOCOL_MINOR,
     AgentMessage,
     CoordinatorMessage,
     PipeToAgent,
     PipeToWorker,
 )
-from elastic.errors import PeerError
 from elastic.wire.codec import parse
 from elastic.wire.envelope import Envelope
 from elastic.wire.generated.elastic.v1 import agent_pb2, worker_pb2
@@ -63,20 +60,9 @@ def agent_message_from_proto(proto: agent_pb2.AgentToCoordinator) -> AgentMessag
     """Return what an agent said, from a message that gRPC has parsed.
 
     Raises:
-        PeerError: it states what cannot be; when the agent speaks another major version of the
-            protocol, the text says that first, because all else may follow from it.
+        PeerError: it states what cannot be.
     """
-    try:
-        return _FROM_AGENT.from_proto(proto)
-    except PeerError as error:
-        theirs = (proto.hello.protocol_major, proto.hello.protocol_minor)
-        if proto.HasField("hello") and theirs[0] != PROTOCOL_MAJOR:
-            raise PeerError(
-                f"the agent speaks protocol {theirs[0]}.{theirs[1]}, this coordinator "
-                f"{PROTOCOL_MAJOR}.{PROTOCOL_MINOR}: install the same major version of "
-                f"elastic-torch on both sides ({error})"
-            ) from error
-        raise
+    return _FROM_AGENT.from_proto(proto)
 
 
 # ---------------------------------------------------------------- coordinator -> agent

@@ -1,8 +1,7 @@
 """Envelopes: messages of which exactly one body is set, one for each direction of each wire.
 
 Rule: an envelope knows a body for every member of its union and none besides; an envelope that
-arrives without a body is refused, and so is, by an error of its own, one whose body only a newer
-minor version knows: the daemons pass such a message over, and go on.
+arrives without a body that is known is refused.
 """
 
 from __future__ import annotations
@@ -12,8 +11,8 @@ from typing import Any, Generic, TypeVar
 
 from google.protobuf.message import Message
 
-from elastic.core.messages import PROTOCOL_MAJOR, PROTOCOL_MINOR
-from elastic.errors import PeerError, UnknownMessage, check
+from elastic.core.messages import PROTOCOL
+from elastic.errors import PeerError, check
 from elastic.wire.codec import MessageCodec, parse
 
 Body = TypeVar("Body")
@@ -71,16 +70,13 @@ class Envelope(Generic[Body, Proto]):
         """Return what an envelope holds.
 
         Raises:
-            UnknownMessage: a body that only a newer minor version knows.
-            PeerError: no body, or one that does not decode.
+            PeerError: no body that is known, or one that does not decode.
         """
         field = envelope.WhichOneof("body")
         if field is None:
-            # What is unknown counts as well: there is a body, of a kind that was added since.
-            kind = UnknownMessage if envelope.ByteSize() else PeerError
-            raise kind(
-                f"{envelope.DESCRIPTOR.name} without a body that protocol {PROTOCOL_MAJOR}."
-                f"{PROTOCOL_MINOR} knows; expected one of {', '.join(self._codecs)}"
+            raise PeerError(
+                f"{envelope.DESCRIPTOR.name} without a body that protocol {PROTOCOL} knows; "
+                f"expected one of {', '.join(self._codecs)}"
             )
         body: Body = self._codecs[field].read(getattr(envelope, field))
         return body

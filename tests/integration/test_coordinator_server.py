@@ -138,32 +138,6 @@ async def test_an_earlier_life_of_an_agent_is_refused_for_good(coordinator: Coor
         assert (await early.hear(Refusal)).final
 
 
-async def test_an_agent_of_a_newer_minor_version_may_say_what_is_not_known_here(
-    coordinator: Coordinator,
-) -> None:
-    async with (
-        ScriptedAgent(coordinator.address, node("newer")) as agent,
-        User(coordinator.address) as user,
-    ):
-        await agent.hello(protocol_minor=99)
-        await agent.hear(Welcome)
-        for _ in range(3):
-            await agent.say(b"\xc2\x3e\x03new")  # A body with the number 1000.
-        await agent.say(DrainNotice("it goes on to listen", 10**12))
-        await user.wait_node("newer", lambda n: n is not None and n.phase is not NodePhase.READY)
-    assert coordinator.log().count("message_passed_over") == 1
-
-
-async def test_an_agent_of_another_major_version_is_refused_for_good(
-    coordinator: Coordinator,
-) -> None:
-    async with ScriptedAgent(coordinator.address, node("old")) as agent:
-        await agent.hello(protocol_major=2)
-        refusal = await agent.hear(Refusal)
-        assert refusal.final
-        assert "install the same major version" in refusal.reason
-
-
 @pytest.mark.parametrize(
     ("data", "says"),
     [
@@ -263,12 +237,6 @@ async def test_calls_without_the_right_papers_are_refused_with_what_to_do(
         got, details = await agent.end()
         assert (got, says in details) == (code, True)
     assert "secret-word" not in guarded.log()
-
-
-async def test_another_minor_version_with_the_token_is_let_in(guarded: Coordinator) -> None:
-    metadata = (("authorization", "Bearer secret-word"), ("elastic-protocol", "1.99"))
-    async with User(guarded.address, metadata=metadata) as user:
-        assert (await user.status()).protocol == rpc.PROTOCOL
 
 
 async def test_health_needs_no_papers_and_reflection_no_version(

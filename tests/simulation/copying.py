@@ -7,9 +7,9 @@ workers make steps, and a way between the two.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from elastic.core.copy_messages import CopyEndpoints, CopyOrder, DropCopy, KeepCopy, Replicate
+from elastic.core.copy_messages import CopyEndpoint, CopyOrder, DropCopy, KeepCopy, Replicate
 from elastic.core.events.agent import AgentEvent, CopiesChanged, PushFailed
 from elastic.core.policy.replication import CopyMode
 from elastic.core.world import ALL_ALIKE, Assignment, Generation, HeldCopy, JobId, NodeId
@@ -24,7 +24,7 @@ UNCOPIED_NS = 45 * S
 asked again after 30 s."""
 STEPS_MIN = 40
 
-CLEAR_PORT, TLS_PORT = "1", "2"
+PORT = "1"
 
 Age = tuple[Generation, int]
 
@@ -56,34 +56,18 @@ class Copying:
         )
         self._uncopied_since: dict[JobId, tuple[Generation, int]] = {}
         self._shown: dict[tuple[JobId, Generation], set[NodeId]] = {}
-        # Nodes, and the lives of their agents that are of a version before certificates of its own.
-        self.old: set[tuple[NodeId, int]] = set()
         self.is_wanted: Callable[[JobId], bool] = lambda job_id: True
 
-    def reach(self, caller: NodeId, address: str, fingerprint: str) -> CopyHost | None:
+    def reach(self, address: str, fingerprint: str) -> CopyHost | None:
         """Return who answers there, None if that is not whose certificate is looked for."""
-        host, _, port = address.rpartition(":")
-        desk = self.desks[f"{host}:{CLEAR_PORT}"]
-        old = {node_id for node_id, _ in self.old}
-        self.checkers.require(
-            bool(fingerprint) or caller in old or desk.node_id in old,
-            "copies are encrypted between all agents that know how",
-            f"{caller} goes to {desk.node_id} in the clear",
-        )
-        self.checkers.require(
-            bool(fingerprint) == (port == TLS_PORT),
-            "an address comes with the fingerprint that belongs to it",
-            f"{caller}: {address} {fingerprint!r}",
-        )
-        is_open = fingerprint == desk.doors.fingerprint if fingerprint else desk.is_clear_open
-        return desk if is_open else None
+        desk = self.desks[address]
+        return desk if fingerprint == desk.endpoint.fingerprint else None
 
     def reached(self, assignment: Assignment) -> list[CopyHost]:
         """Return whom a member finds at the addresses that it was told."""
-        caller = NodeId(assignment.worker_id.rpartition("/")[0])
         prints = assignment.copies_fingerprints or ("",) * len(assignment.copies)
         found = [
-            self.reach(caller, address, fingerprint)
+            self.reach(address, fingerprint)
             for address, fingerprint in zip(assignment.copies, prints, strict=True)
         ]
         return [desk for desk in found if desk is not None]
@@ -105,11 +89,7 @@ class Copying:
             stored: steps of the newest checkpoint in storage.
         """
         key, job_id = max(one.copies_key for one in told.values()), told[0].job_id
-        asked = {
-            desk.address: desk
-            for rank, one in told.items()
-            for desk in self.reached(asked_by(one, rank))
-        }
+        asked = {desk.address: desk for one in told.values() for desk in self.reached(one)}
         self._check_asked(job_id, told[0].generation, {*asked})
         desks = [asked[address] for address in sorted(asked)]
         holders = {desk.node_id for desk in desks if desk.may_give(job_id, key)}
@@ -200,7 +180,6 @@ class CopyHost:
         self.node_id, self.host, self.is_up = node_id, host, is_up
         self.life = 0
         self.held: dict[JobId, Age] = {}
-        self._must_open = False
         self._keys: dict[JobId, str] = {}
         self._orders: dict[JobId, Replicate] = {}
         self._copying, self._post, self._has_memory = copying, post, has_memory
@@ -208,24 +187,16 @@ class CopyHost:
 
     @property
     def address(self) -> str:
-        """Return where it is found by those of any version."""
-        return f"{self.host}:{CLEAR_PORT}"
+        """Return where it is found."""
+        return f"{self.host}:{PORT}"
 
     @property
-    def doors(self) -> CopyEndpoints:
+    def endpoint(self) -> CopyEndpoint:
         """Return what its agent tells in its hello: each life makes itself a certificate."""
-        if (self.node_id, self.life) in self._copying.old:
-            return CopyEndpoints(self.address)
-        return CopyEndpoints(self.address, f"{self.host}:{TLS_PORT}", f"{self.node_id}-{self.life}")
-
-    @property
-    def is_clear_open(self) -> bool:
-        """Return whether those are answered who know no certificates of an agent's own."""
-        return self._must_open or (self.node_id, self.life) in self._copying.old
+        return CopyEndpoint(self.address, f"{self.node_id}-{self.life}")
 
     def died(self) -> None:
         """The agent is gone, and its memory."""
-        self._must_open = False
         self.held, self._keys, self._orders = {}, {}, {}
         self._copying.shards.died(self.node_id)
 
@@ -240,7 +211,6 @@ class CopyHost:
         job_id = order.job_id
         if isinstance(order, KeepCopy):
             self._keys[job_id] = order.key
-            self._must_open |= not order.tls_only
         elif isinstance(order, DropCopy):
             known = [one for one in self._all() if order.source in (ALL_ALIKE, one.source)]
             if any(
@@ -364,15 +334,6 @@ class CopyHost:
                 failing_ns = now_ns
                 self._post(PushFailed(order.job_id, order.node_id, "no answer"))
         self._copying.timeline.after(POLL_NS, self._check, order, last, failing_ns)
-
-
-def asked_by(assignment: Assignment, rank: int) -> Assignment:
-    """Return whom a member asks for rows; an older agent's worker knows of no share."""
-    if assignment.copies_dealt:
-        return assignment
-    mine = slice(rank, None, assignment.world_size)
-    prints = assignment.copies_fingerprints[mine]
-    return replace(assignment, copies=assignment.copies[mine], copies_fingerprints=prints)
 
 
 def _is_due(order: Replicate, age: Age, last: Age) -> bool:

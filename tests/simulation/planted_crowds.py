@@ -5,13 +5,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from elastic.core import copy_messages
 from elastic.core.machine import (
-    announcing,
     coordinator,
     copies,
     jobs,
-    nodes,
     pausing,
     queueing,
     requests,
@@ -136,18 +133,6 @@ def asks_nodes_with_members_alone_for_rows(patch: Patch) -> None:
 
 
 @bug
-def deals_addresses_to_workers_of_older_agents(patch: Patch) -> None:
-    """They ask a part of their share."""
-    patch.setattr(announcing, "DEALT_SINCE_MINOR", 0)
-
-
-@bug
-def groups_workers_that_do_not_understand_each_other(patch: Patch) -> None:
-    """While a cluster is upgraded, nodes of both versions are taken."""
-    patch.setattr(nodes, "dialect_of", lambda minor: 0)
-
-
-@bug
 def does_not_say_again_where_to_bring_what_was_lost(patch: Patch) -> None:
     """A holder that has nothing any more waits for the next snapshot."""
     patch.setattr(copies, "_note_lost", lambda job, node_id, now: None)
@@ -157,16 +142,6 @@ def does_not_say_again_where_to_bring_what_was_lost(patch: Patch) -> None:
 def lets_drained_nodes_go_with_what_they_hold(patch: Patch) -> None:
     """Whoever runs nothing is not needed."""
     patch.setattr(copies, "kept_for", lambda *args: "")
-
-
-@bug
-def tells_older_agents_of_doors_that_they_do_not_know(patch: Patch) -> None:
-    """Every agent is sent where TLS is spoken."""
-    honest = copy_messages.CopyEndpoints.for_agent
-    newest = copy_messages.OWN_TLS_SINCE_MINOR
-    patch.setattr(
-        copy_messages.CopyEndpoints, "for_agent", lambda self, minor: honest(self, newest)
-    )
 
 
 @bug

@@ -22,7 +22,6 @@ import click
 
 from elastic.core.cluster_messages import Drain
 from elastic.core.config import JobSpec, ns
-from elastic.core.copy_messages import Replicate
 from elastic.core.events.coordinator import (
     CheckpointRequested,
     JobRecord,
@@ -34,14 +33,10 @@ from elastic.core.events.shared import Note
 from elastic.core.machine.nodes import PRESENT
 from elastic.core.machine.suspicion import FORMING_PROBES
 from elastic.core.messages import (
-    PROTOCOL_MINOR,
     AgentMessage,
-    Announce,
     CoordinatorMessage,
-    Hello,
     Release,
 )
-from elastic.core.policy.dialects import SINCE_MINORS
 from elastic.core.policy.hang import FIRST_TIMES
 from elastic.core.world import JobId, Node, NodeId
 from elastic.errors import ElasticError
@@ -82,7 +77,6 @@ REPORTING_SEED = 5
 many jobs: without a checkpoint there is no boundary at which one gives way to another."""
 LEFT_SEED = 12
 """Of thirteen seeds, one in which a member leaves while the others wait for it."""
-OLD_SEED = 6
 """Of sixteen seeds, all of sharded runs, the one in which some agents are of the version before."""
 STARTING_SEED = 3
 """Of seventeen seeds, the one in which first steps take several times as long as a worker may
@@ -167,22 +161,11 @@ class Simulation:
             seed=seed,
         )
         self.crowd.leavers.waits = self.plane.loops.waits
-        self._let_versions_differ()
         self.holders = self._check_at_holders()
         self.submissions: dict[str, JobSpec] = {}
         # Which life of which agent was told that an operator wants it to leave.
         self.leave_requested: dict[NodeId, int] = {}
         self.stops: set[JobId] = set()
-
-    def _let_versions_differ(self) -> None:
-        """Draw agents that are upgraded when they are started again: nodes and lives.
-
-        In half of these runs so much that their workers do not understand each other.
-        """
-        old = self.agents[self.seed % 3 :: 3] if self.seed % 16 == OLD_SEED else []
-        self.old = {(agent.node_id, 1) for agent in old}
-        self.plane.copying.old = self.old
-        self.plane.strangers = self.old if self.seed % 32 == OLD_SEED else set()
 
     def _check_at_holders(self) -> holders.Holders:
         parts = (self.agents, self.coordinators, self.plane.copying)
@@ -205,11 +188,6 @@ class Simulation:
         return next(host for host in self.coordinators if host.name == stream.host)
 
     def _to_coordinator(self, stream: Stream, message: AgentMessage) -> None:
-        life = self.by_node[stream.node_id].life
-        if isinstance(message, Hello) and self.old:
-            is_old = (stream.node_id, life) in self.old
-            newest = PROTOCOL_MINOR if self.plane.strangers else SINCE_MINORS[-1] - 1
-            message = replace(message, protocol_minor=0 if is_old else newest)
         self.host_of(stream).receives(stream.session, message)
 
     def _to_agent(self, stream: Stream, message: CoordinatorMessage) -> None:
@@ -221,12 +199,6 @@ class Simulation:
                 self.timeline.after(0, self._replace)
         if isinstance(message, Release) and stream.agent_side and not agent.is_frozen:
             self.holders.released(agent)
-        if isinstance(message, Announce) and (stream.node_id, agent.life) in self.old:
-            # It does not know the fields.
-            told = replace(message.assignment, copies_dealt=False, copies_fingerprints=())
-            message = Announce(told)
-        if isinstance(message, Replicate) and (stream.node_id, agent.life) in self.old:
-            message = replace(message, fingerprint="")
         agent.receives(stream, message)
 
     def _noted(self, note: Note) -> None:
@@ -301,7 +273,6 @@ class Simulation:
         self.timeline.run_until(SAFETY_NS)
         self.timeline.tell("world", "liveness phase: all is healed")
         self.faults.heal()
-        self._finish_upgrade()
         self.crowd.heal()
         steps_ns = sum(
             one.steps * one.step_ns + 4 * one.starts_ns + 3 * one.works_ns
@@ -326,13 +297,6 @@ class Simulation:
             self.checkers.steps,
             tuple(sorted((str(j), r.phase.value) for j, r in self.disk.records.items())),
         )
-
-    def _finish_upgrade(self) -> None:
-        """Start the old agents anew that are left: a job may not find enough nodes of either."""
-        for agent in self.agents:
-            if (agent.node_id, agent.life) in self.plane.strangers and agent.machine is not None:
-                agent.crash()
-                agent.start()
 
     def _plan_job(self, index: int) -> None:
         slots = sum(agent.node.num_slots for agent in self.agents)

@@ -27,7 +27,6 @@ from elastic.core.world import (
     Failure,
     Generation,
     JobId,
-    NodeId,
 )
 from tests.simulation import parts
 from tests.simulation.checkers import Checkers
@@ -73,8 +72,6 @@ class DataPlane:
         self.copying = Copying(timeline, checkers, self._trained)
         self.copying.is_wanted = lambda job_id: bool(self.scripts[job_id].copies_every)
         self.loops = Loops(timeline, self.scripts)
-        # Nodes, and the lives of their agents whose workers do not understand those of the others.
-        self.strangers: set[tuple[NodeId, int]] = set()
         self.links = Links(timeline)
 
     def arrive(self, process: SimProcess, assignment: Assignment) -> None:
@@ -103,12 +100,6 @@ class DataPlane:
             self._begin(group, self.copying.go_on(group.told, nodes, stored))
         elif self.scripts[group.job_id].in_place:
             self._begin(group, self.loops.go_on(group.job_id, group.members.values()))
-        versions = {(p.node_id, p.life) in self.strangers for p in group.members.values()}
-        self.checkers.require(
-            len(versions) == 1,
-            "the members of a group understand each other",
-            f"job {group.job_id} generation {group.generation}: versions are mixed",
-        )
         self.checkers.group_formed(
             group.job_id,
             group.generation,

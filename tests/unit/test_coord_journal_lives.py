@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 
 import pytest
 
 from elastic.coord.chunks import PIECE_BYTES
 from elastic.coord.journal import Journal
 from elastic.coord.leadership import Leadership
-from elastic.core.events.coordinator import Cordon, JobRecord, NodesRecord
+from elastic.core.events.coordinator import JobRecord
 from elastic.core.world import JobId, JobPhase
 from elastic.errors import StoreUnavailable
 from elastic.runtime.clock import SystemClock
 from elastic.store.interface import Compare, Put
 from elastic.store.memory import memory_store
-from elastic.wire.generated.elastic.v1 import records_pb2
 from tests.unit.journal_under_test import (
     PREFIX,
     Weak,
@@ -127,77 +125,3 @@ async def test_an_embedded_store_does_not_keep_its_history_for_ever() -> None:
         await journal.write([record(generation=generation)])
     engine = store._engine
     assert len(engine._history) < 1_200  # type: ignore[attr-defined]
-
-
-# ------------------------------------------------------------------------------ another version
-
-
-def newer(data: bytes) -> bytes:
-    """A record as a newer minor version writes it: fields at each level that we do not know."""
-    stored = records_pb2.StoredRecord.FromString(data)
-    unknown = b"\xc2\x3e\x03new"  # Field 1000, three bytes.
-    stored.job_record.spec.MergeFromString(unknown)
-    stored.job_record.MergeFromString(unknown)
-    stored.MergeFromString(unknown)
-    return stored.SerializeToString()
-
-
-def parts(data: bytes) -> list[bytes]:
-    """What is unknown in a record, in its job, and in the job's specification."""
-    stored = records_pb2.StoredRecord.FromString(data)
-    found = []
-    for message in (stored, stored.job_record, stored.job_record.spec):
-        for field in message.DESCRIPTOR.fields:
-            if field.name not in ("job_record", "spec"):
-                message.ClearField(field.name)
-        found.append(message)
-    record = found[1]
-    record.ClearField("spec")
-    found[0].ClearField("job_record")
-    return [message.SerializeToString() for message in found]
-
-
-@pytest.mark.parametrize("number", [3, 9000], ids=["whole", "in pieces"])
-async def test_fields_that_a_newer_version_added_outlive_an_older_leader(number: int) -> None:
-    store = memory_store()
-    await (await office(store)).write([record(checkpoints=checkpoints(3))])
-    key = f"{PREFIX}/jobs/j-1"
-    (entry,) = (await store.read(key)).entries
-    await store.commit([Compare(key, entry.mod_revision)], [Put(key, newer(entry.value))])
-    older = await office(store, "older")
-    (job,) = await older.load()
-    assert job == record(checkpoints=checkpoints(3))
-    await older.write([replace(job, generation=7, reason="changed")])
-    await older.write([replace(job, generation=8, checkpoints=checkpoints(number))])
-    third = await office(store, "third")
-    (job,) = await third.load()
-    assert (job.generation, len(job.checkpoints)) == (8, number)
-    await third.write([replace(job, checkpoints=())])
-    (entry,) = (await store.read(key)).entries
-    assert parts(entry.value) == [b"\xc2\x3e\x03new"] * 3
-
-
-async def test_what_a_newer_version_keeps_of_nodes_outlives_an_older_leader() -> None:
-    store = memory_store()
-    cordoned, more = Cordon("n-1", "by an operator"), Cordon("n-2", "by an operator")
-    await (await office(store)).write_nodes(NodesRecord((cordoned,)))
-    key = f"{PREFIX}/nodes"
-    (entry,) = (await store.read(key)).entries
-    stored = records_pb2.StoredRecord.FromString(entry.value)
-    unknown = b"\xc2\x3e\x03new"
-    stored.nodes_record.MergeFromString(unknown)
-    stored.MergeFromString(unknown)
-    await store.commit([Compare(key, entry.mod_revision)], [Put(key, stored.SerializeToString())])
-    for name, record_of in (
-        ("older", NodesRecord((cordoned, more))),
-        ("third", NodesRecord((more,))),
-    ):
-        journal = await office(store, name)
-        await journal.load()
-        for _ in range(2):
-            await journal.write_nodes(record_of)
-    (entry,) = (await store.read(key)).entries
-    assert entry.value.count(unknown) == 2
-    fourth = await office(store, "fourth")
-    await fourth.load()
-    assert fourth.nodes == NodesRecord((more,))

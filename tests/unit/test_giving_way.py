@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
-
-from elastic.core.machine.announcing import SAVES_SINCE_MINOR
 from elastic.core.messages import LeaveGroup
 from elastic.core.world import JobPhase, ReportKind, WorkerPhase
 from tests.unit.coordinator_under_test import CONFIG, STOPPED, Coordinator, running
@@ -51,19 +48,6 @@ def saved(coordinator: Coordinator, number: int = 1, worker: str = "n1/1") -> No
 def gone(coordinator: Coordinator, *workers: str) -> None:
     for worker in workers:
         coordinator.exits(worker, STOPPED)
-
-
-@pytest.mark.parametrize("old", ["n1", "n3"])
-def test_where_one_member_cannot_save_where_it_leaves_nobody_does(old: str) -> None:
-    """Those who did would wait for a part that it never writes."""
-    coordinator = asked()
-    coordinator.disconnect(old)
-    coordinator.agent(old, protocol_minor=SAVES_SINCE_MINOR - 1)
-    saved(coordinator)
-    assert [m.saves for m in coordinator.sent(LeaveGroup)] == [False] * 3
-    coordinator.disconnect("n2")
-    coordinator.agent("n2")
-    assert [m.saves for m in coordinator.sent(LeaveGroup)] == [False], "said again"
 
 
 def test_a_first_checkpoint_that_comes_late_lets_it_give_way_at_once() -> None:

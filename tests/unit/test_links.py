@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from elastic.core.events.coordinator import SendAgent
-from elastic.core.link_messages import LINKS_SINCE_MINOR, LinksTried, TryLinks
+from elastic.core.link_messages import LinksTried, TryLinks
 from elastic.core.messages import LeaveGroup, StopWorker
 from elastic.core.world import JobId, JobPhase, NodeId, WorkerPhase
 from tests.unit.coordinator_under_test import CONFIG, STOPPED, Coordinator, running
@@ -183,16 +183,6 @@ def test_members_that_wait_are_looked_into_before_their_group_counts_as_stuck() 
         passes(coordinator, 1, "n1 n3")
     assert coordinator.members("a") == "g2: n1/1 n2/1"
     assert [message.at_boundary for message in coordinator.sent(LeaveGroup)] == []
-
-
-def test_agents_of_earlier_versions_are_not_asked() -> None:
-    coordinator = Coordinator()
-    for name in ("n1", "n2"):
-        coordinator.agent(name, protocol_minor=LINKS_SINCE_MINOR - 1)
-    coordinator.submit("a", 2)
-    coordinator.ready("n1/1", "n2/1")
-    coordinator.update("n1/1", WorkerPhase.FORMING)
-    assert passes(coordinator, 15) == []
 
 
 def test_it_is_found_where_groups_break_as_soon_as_they_form() -> None:

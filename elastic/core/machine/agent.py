@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from elastic.core.config import AgentConfig, ns
-from elastic.core.copy_messages import NO_ENDPOINTS, CopyEndpoints, CopyFailed
+from elastic.core.copy_messages import NO_ENDPOINT, CopyEndpoint, CopyFailed
 from elastic.core.events.agent import (
     AgentEffect,
     AgentEvent,
@@ -66,7 +66,7 @@ class AgentMachine:
         config: AgentConfig,
         devices: tuple[str, ...] = (),
         *,
-        doors: CopyEndpoints = NO_ENDPOINTS,
+        copy_endpoint: CopyEndpoint = NO_ENDPOINT,
     ) -> None:
         """Begin disconnected, with no process; the first `step` connects and spawns.
 
@@ -74,9 +74,9 @@ class AgentMachine:
             node: what this agent says it is.
             config: times and limits.
             devices: accelerators, as CUDA_VISIBLE_DEVICES entries; empty on CPU.
-            doors: where it takes copies for other nodes.
+            copy_endpoint: where it takes copies for other nodes.
         """
-        self._books = AgentBooks(node, config, devices, doors)
+        self._books = AgentBooks(node, config, devices, copy_endpoint)
         self._story = EventHistory()
         self._due_ns: int | None = None
         self._is_over = False

@@ -22,13 +22,11 @@ from elastic.core.link_messages import LinksTried
 from elastic.core.machine import charges, copies, health, links, reports, requests, saves, suspicion
 from elastic.core.machine import node_liveness as absence
 from elastic.core.machine import report_coalescing as waves
-from elastic.core.machine.announcing import all_save_where_they_leave, announcement, tell
+from elastic.core.machine.announcing import announcement, tell
 from elastic.core.machine.jobs import ClusterState, JobState, WorkerState
 from elastic.core.machine.nodes import NodeState
 from elastic.core.machine.reconcile import end_job, remind_of_leavers, stop_order
 from elastic.core.messages import (
-    PROTOCOL_MAJOR,
-    PROTOCOL_MINOR,
     DrainNotice,
     ForgetWorker,
     Hello,
@@ -87,13 +85,6 @@ def on_connected(cluster: ClusterState, event: AgentConnected) -> None:
 
 def _refuse(cluster: ClusterState, hello: Hello) -> Refusal | None:
     """Return why this agent may not register, None if it may."""
-    if hello.protocol_major != PROTOCOL_MAJOR:
-        theirs = f"{hello.protocol_major}.{hello.protocol_minor}"
-        return Refusal(
-            f"agent {hello.node.node_id} speaks protocol {theirs}, the coordinator "
-            f"{PROTOCOL_MAJOR}.{PROTOCOL_MINOR}: install the same major version of elastic-torch",
-            final=True,
-        )
     known = cluster.book.nodes.get(hello.node.node_id)
     if known is None or known.unconfirmed:
         return None
@@ -139,8 +130,7 @@ def _enter(cluster: ClusterState, event: AgentConnected) -> NodeState:
         health.forgive(cluster, state)
     if state.session is not None:
         cluster.do(CloseSession(state.session, "replaced by a newer connection"))
-    state.node, state.doors = node, event.hello.doors
-    state.protocol_minor = event.hello.protocol_minor
+    state.node, state.copy_endpoint = node, event.hello.copy_endpoint
     book.came(state, cluster.now_ns)
     book.bind(state, event.session)
     state.reports_due = max(0, event.hello.reports_due)
@@ -197,8 +187,7 @@ def _resume(cluster: ClusterState, report: WorkerReport) -> None:
             tell(cluster, worker, LeaveGroup(*over, follows=True))
         elif job.asked:
             told = (report.worker_id, job.generation, True, "planned change")
-            can_save = job.is_save_requested and all_save_where_they_leave(cluster, job)
-            tell(cluster, worker, LeaveGroup(*told, saves=can_save))
+            tell(cluster, worker, LeaveGroup(*told, saves=job.is_save_requested))
         saves.remind(cluster, job, worker)
         remind_of_leavers(cluster, job, [report.worker_id])
     elif report.spent or report.phase in (WorkerPhase.FORMING, WorkerPhase.TRAINING):

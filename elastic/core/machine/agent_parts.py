@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from elastic.core.config import AgentConfig
-from elastic.core.copy_messages import CopiesHeld, CopyEndpoints, CopyFailed
+from elastic.core.copy_messages import CopiesHeld, CopyEndpoint, CopyFailed
 from elastic.core.events.agent import AgentEffect
 from elastic.core.link_messages import LinksTried
 from elastic.core.machine.agent_connection import Connection, Unacknowledged
@@ -52,13 +52,13 @@ class AgentBooks:
         departure: whether and when this agent ends.
         spreading: which of what workers say waits.
         copies: what it holds for other nodes.
-        doors: where those reach it for that.
+        copy_endpoint: where those reach it for that.
         problems: what is wrong with this node now.
         health_is_reported: the coordinator knows of it.
     """
 
     def __init__(
-        self, node: Node, config: AgentConfig, devices: tuple[str, ...], doors: CopyEndpoints
+        self, node: Node, config: AgentConfig, devices: tuple[str, ...], copy_endpoint: CopyEndpoint
     ) -> None:
         """Begin with empty books."""
         self.node = node
@@ -71,7 +71,7 @@ class AgentBooks:
         self.workers = WorkerBook(devices)
         self.departure = Departure(config)
         self.spreading = Pacer(config)
-        self.copies, self.doors = HeldCopies(self.out), doors
+        self.copies, self.copy_endpoint = HeldCopies(self.out), copy_endpoint
         self.problems: tuple[str, ...] = ()
         self.health_is_reported = True
 
@@ -131,9 +131,8 @@ class AgentBooks:
             drain_timeout_ns=self.departure.remaining_ns(self.now_ns),
             reports_due=len(self.reports),
             copies=self.copies.held,
-            copies_at=self.doors.at,
-            copies_tls_at=self.doors.tls_at,
-            copies_fingerprint=self.doors.fingerprint,
+            copies_at=self.copy_endpoint.at,
+            copies_fingerprint=self.copy_endpoint.fingerprint,
             problems=self.problems,
         )
 

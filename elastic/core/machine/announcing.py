@@ -8,22 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from elastic.core.copy_messages import CopyEndpoints
+from elastic.core.copy_messages import CopyEndpoint
 from elastic.core.events.coordinator import SendAgent
 from elastic.core.machine import copies
 from elastic.core.machine.jobs import ClusterState, JobState, WorkerState
-from elastic.core.messages import PROTOCOL_MINOR, Announce, CoordinatorMessage, LeaveGroup
+from elastic.core.messages import Announce, CoordinatorMessage, LeaveGroup
 from elastic.core.policy import replication
 from elastic.core.policy.ranks import RankPlace
-from elastic.core.world import Assignment, NodeId, WorkerId, WorkerPhase
+from elastic.core.world import Assignment, WorkerId, WorkerPhase
 from elastic.errors import InvariantViolation
 
-DEALT_SINCE_MINOR = 1
-"""Workers of older agents are told all addresses, and ask those at their rank, and nobody else when
-one cannot give what it has: who is in a group with one does the same, or some would be asked by
-nobody, and some wait for those who have gone on."""
-SAVES_SINCE_MINOR = 1
-"""Workers of older agents do not save where they leave: those who did would wait for their part."""
 EACH = -1
 """Stands for the ranks that have no share of their own."""
 
@@ -84,13 +78,11 @@ def announcer(cluster: ClusterState, job: JobState) -> Callable[[RankPlace], Ann
     leader_address, checkpoint = group.members[0].store_address, job.latest_checkpoint()
     found = copies.addresses(cluster, job)
     key = copies.key_of(cluster, job.job_id) if found else ""
-    minors = {place.node_id: _minor_of(cluster, place.node_id) for place in places if found}
-    is_dealt = min(minors.values(), default=PROTOCOL_MINOR) >= DEALT_SINCE_MINOR
-    shares = _shares(found, places) if is_dealt else {EACH: tuple(one.doors for one in found)}
+    shares = _shares(found, places)
 
-    def alike(asks: int, minor: int) -> Assignment:
+    def alike(asks: int) -> Assignment:
         """Return what is told to all who ask those that this rank asks, but for their places."""
-        ways = [doors.for_agent(minor) for doors in shares[asks]]
+        endpoints = shares[asks]
         return Assignment(
             job_id=job.job_id,
             worker_id=WorkerId(""),
@@ -107,17 +99,20 @@ def announcer(cluster: ClusterState, job: JobState) -> Callable[[RankPlace], Ann
             group_key=group.key,
             saved=job.latest_saved(),
             holders=len(job.holders),
-            copies=tuple(at for at, _ in ways),
-            copies_dealt=is_dealt,
+            copies=tuple(one.at for one in endpoints),
             copies_key=key,
-            copies_fingerprints=tuple(of for _, of in ways) if any(o for _, o in ways) else (),
+            copies_fingerprints=(
+                tuple(one.fingerprint for one in endpoints)
+                if any(one.fingerprint for one in endpoints)
+                else ()
+            ),
         )
 
-    known: dict[tuple[int, int], Assignment] = {}
+    known: dict[int, Assignment] = {}
 
     def announce(place: RankPlace) -> Announce:
-        kind = (place.rank if place.rank in shares else EACH, minors.get(place.node_id, 0))
-        shared = known.get(kind) or known.setdefault(kind, alike(*kind))
+        asks = place.rank if place.rank in shares else EACH
+        shared = known.get(asks) or known.setdefault(asks, alike(asks))
         return Announce(_at(place, shared))
 
     return announce
@@ -137,31 +132,19 @@ def _at(place: RankPlace, shared: Assignment) -> Assignment:
     return own
 
 
-def all_save_where_they_leave(cluster: ClusterState, job: JobState) -> bool:
-    """Return whether all members of the newest group know how to save before they leave it."""
-    members = job.group.members if job.group is not None else ()
-    return all(_minor_of(cluster, member.node_id) >= SAVES_SINCE_MINOR for member in members)
-
-
-def _minor_of(cluster: ClusterState, node_id: NodeId) -> int:
-    """Return which minor version of the protocol a node's agent speaks."""
-    state = cluster.book.nodes.get(node_id)
-    return state.protocol_minor if state is not None else PROTOCOL_MINOR
-
-
 def _shares(
     found: Sequence[copies.StateLocation], places: Sequence[RankPlace]
-) -> dict[int, tuple[CopyEndpoints, ...]]:
+) -> dict[int, tuple[CopyEndpoint, ...]]:
     """Return which agents each member asks for copies, by rank; `EACH` for all that are not named.
 
     What has rows of a sharded model is asked by one member, who tells the others; there may be as
     many of those as members. What all members have alike lies on few nodes, and all are told.
     """
     first_ranks = {place.node_id: place.rank for place in places if not place.local_rank}
-    alike = tuple(one.doors for one in found if not one.is_sharded)
+    alike = tuple(one.endpoint for one in found if not one.is_sharded)
     shares = {EACH: alike}
     for one in found:
         if one.is_sharded:
             rank = replication.asks(one.node_id, first_ranks, len(places))
-            shares[rank] = (*shares.get(rank, alike), one.doors)
+            shares[rank] = (*shares.get(rank, alike), one.endpoint)
     return shares

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from elastic.core.config import ns
 from elastic.core.copy_messages import (
-    CopyEndpoints,
+    CopyEndpoint,
     CopyFailed,
     CopyOrder,
     DropCopy,
@@ -42,12 +42,12 @@ class StateLocation(NamedTuple):
     """Where state of a job lies.
 
     Attributes:
-        doors: of the node's agent.
+        endpoint: of the node's agent.
         is_sharded: rows of a sharded model, so that one member of a group asks for all.
     """
 
     node_id: NodeId
-    doors: CopyEndpoints
+    endpoint: CopyEndpoint
     is_sharded: bool
 
 
@@ -68,9 +68,9 @@ def addresses(cluster: ClusterState, job: JobState) -> tuple[StateLocation, ...]
     order += sorted({*left, *job.copies.holders} - {*held} - _members(job))
     found = [(node_id, cluster.book.nodes.get(node_id)) for node_id in order]
     return tuple(
-        StateLocation(node_id, state.doors, ALL_ALIKE not in held.get(node_id, ()))
+        StateLocation(node_id, state.copy_endpoint, ALL_ALIKE not in held.get(node_id, ()))
         for node_id, state in found
-        if state is not None and state.is_present() and state.doors.at
+        if state is not None and state.is_present() and state.copy_endpoint.at
     )
 
 
@@ -141,7 +141,7 @@ def settle(cluster: ClusterState, job: JobState) -> int | None:
     _learn_request(job)
     for node_id in copies.held:
         _grant(cluster, job, cluster.book.nodes.get(node_id))
-    for session, _ in [*copies.granted.values()]:
+    for session in [*copies.granted.values()]:
         _grant(cluster, job, cluster.book.of_session(session))
     if not job.is_open or not copies.every_n_steps:
         return None  # Nobody takes snapshots, and what is held may be needed.
@@ -215,13 +215,12 @@ def _choose(cluster: ClusterState, job: JobState, source: NodeId) -> int | None:
 
 
 def _grant(cluster: ClusterState, job: JobState, state: NodeState | None) -> None:
-    """Let a node take copies and give them, once in each of its streams, and to whom."""
+    """Let a node take copies and give them, once in each of its streams."""
     if state is None or state.session is None:
         return
-    told = state.session, not cluster.book.legacy_nodes
-    if job.copies.granted.get(state.node.node_id) != told:
-        job.copies.granted[state.node.node_id] = told
-        _send(cluster, state, KeepCopy(job.job_id, key_of(cluster, job.job_id), told[1]))
+    if job.copies.granted.get(state.node.node_id) != state.session:
+        job.copies.granted[state.node.node_id] = state.session
+        _send(cluster, state, KeepCopy(job.job_id, key_of(cluster, job.job_id)))
 
 
 def _order(cluster: ClusterState, job: JobState, senders: dict[NodeId, NodeState]) -> None:
@@ -261,7 +260,7 @@ def _wanted(
     holder = cluster.book.nodes.get(job.copies.holders[source][0])
     if holder is not None:
         key, node_id = key_of(cluster, job.job_id), holder.node.node_id
-        at, fingerprint = holder.doors.for_agent(sender.protocol_minor)
+        at, fingerprint = holder.copy_endpoint
         return Replicate(
             job.job_id, node_id, at, key, every, source, generation, fingerprint=fingerprint
         )
@@ -485,7 +484,7 @@ def _place(
         is_present=state.is_present(),
         is_live=state.is_live(),
         is_leaving=state.draining,
-        takes_copies=bool(state.doors.at),
+        takes_copies=bool(state.copy_endpoint.at),
         has_members=node_id in members,
         copy=job.copies.newest(node_id, source),
         num_copies=num_copies,

@@ -46,8 +46,7 @@ class CopyBook:
         received_ns: of node and source, when that was said first.
         left_ns: nodes whose workers have left the sharded run, and when; what was in their memory
             is there for a while.
-        granted: nodes that may take and give them, the stream over which they were told so, and
-            whether they were told that nobody need be answered in the clear.
+        granted: nodes that may take and give them, and the stream over which they were told so.
         ordered: what the node of each source was told.
         num_lost: of each source, how often the node that is to hold its copy had it no more.
         refused_until_ns: of source and node that could not take its copy: until when that node is
@@ -61,7 +60,7 @@ class CopyBook:
     held: dict[NodeId, dict[NodeId, tuple[Generation, int]]] = field(default_factory=dict)
     received_ns: dict[tuple[NodeId, NodeId], int] = field(default_factory=dict)
     left_ns: dict[NodeId, int] = field(default_factory=dict)
-    granted: dict[NodeId, tuple[SessionId, bool]] = field(default_factory=dict)
+    granted: dict[NodeId, SessionId] = field(default_factory=dict)
     ordered: dict[NodeId, PlacedCopyOrder] = field(default_factory=dict)
     num_lost: dict[NodeId, int] = field(default_factory=dict)
     refused_until_ns: dict[tuple[NodeId, NodeId], int] = field(default_factory=dict)

@@ -12,7 +12,7 @@ from collections import Counter
 
 from elastic.core.config import NS_PER_S
 from elastic.core.events.coordinator import SendAgent
-from elastic.core.link_messages import LINKS_SINCE_MINOR, Link, LinksTried, TryLinks
+from elastic.core.link_messages import Link, LinksTried, TryLinks
 from elastic.core.machine import timeouts as lateness
 from elastic.core.machine.jobs import ClusterState, JobState
 from elastic.core.machine.nodes import PRESENT, NodeState
@@ -188,7 +188,7 @@ def _ways(job: JobState) -> dict[NodeId, Link]:
 
 def _ask(cluster: ClusterState, job: JobState, node_id: NodeId, targets: list[Link]) -> None:
     state = cluster.book.nodes[node_id]
-    if targets and state.session is not None and state.protocol_minor >= LINKS_SINCE_MINOR:
+    if targets and state.session is not None:
         cluster.do(SendAgent(state.session, TryLinks(job.job_id, tuple(targets))))
 
 

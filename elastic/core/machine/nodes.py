@@ -5,15 +5,12 @@ Rule: this module keeps books; what a change means for jobs is decided by the co
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass, field, replace
 
 from elastic.core.config import ns
-from elastic.core.copy_messages import NO_ENDPOINTS, OWN_TLS_SINCE_MINOR, CopyEndpoints
+from elastic.core.copy_messages import NO_ENDPOINT, CopyEndpoint
 from elastic.core.events.coordinator import Cordon, NodesRecord
 from elastic.core.machine.transitions import NODE, check_move
-from elastic.core.messages import PROTOCOL_MINOR
-from elastic.core.policy.dialects import Dialect, dialect_of
 from elastic.core.policy.placement import NodeOffer
 from elastic.core.view import NodeView
 from elastic.core.world import JobId, Node, NodeId, NodePhase, Resources, SessionId, WorkerId
@@ -49,8 +46,7 @@ class NodeState:
         kept_for: why it was not, though it runs nothing any more.
         last_serial: of the workers started here, in any life of the agent.
         copies: jobs whose state it said last that it holds for others.
-        doors: where its agent takes and gives copies.
-        protocol_minor: that its agent speaks; ours until it says another.
+        copy_endpoint: where its agent takes and gives copies.
     """
 
     node: Node
@@ -75,13 +71,7 @@ class NodeState:
     reason: str = ""
     last_serial: int = 0
     copies: tuple[JobId, ...] = ()
-    doors: CopyEndpoints = NO_ENDPOINTS
-    protocol_minor: int = PROTOCOL_MINOR
-
-    @property
-    def dialect(self) -> Dialect:
-        """What workers speak that are started here."""
-        return dialect_of(self.protocol_minor)
+    copy_endpoint: CopyEndpoint = NO_ENDPOINT
 
     def is_kept(self) -> bool:
         """Return whether it may leave but for what its memory holds."""
@@ -182,9 +172,6 @@ class NodeBook:
         cordons: nodes on which no new workers start, and why; they need not be here now.
         leaving: nodes that drain.
         faulty: nodes that are in quarantine for the faults of their workers, for a time.
-        legacy_nodes: nodes whose agents know no TLS but that of the cluster's certificates.
-        spoken: what workers speak on each node that is there, and whose agent has come by itself.
-        speakers: how many of those nodes there are of each dialect.
         recovered_ns: when the journal was read.
         returned_ns: when a node that was known from it only came back last.
         await_until_ns: whoever comes then, nobody waits for others any more.
@@ -197,9 +184,6 @@ class NodeBook:
     cordons: dict[NodeId, str] = field(default_factory=dict)
     leaving: dict[NodeId, None] = field(default_factory=dict)
     faulty: dict[NodeId, None] = field(default_factory=dict)
-    legacy_nodes: dict[NodeId, None] = field(default_factory=dict)
-    spoken: dict[NodeId, Dialect] = field(default_factory=dict)
-    speakers: Counter[Dialect] = field(default_factory=Counter)
     recovered_ns: int = 0
     returned_ns: int = 0
     await_until_ns: int = 0
@@ -260,16 +244,6 @@ class NodeBook:
     def settle(self, state: NodeState) -> None:
         """Note whether time may still change this node (it drains, or its stream broke)."""
         node_id = state.node.node_id
-        if state.is_present() and state.protocol_minor < OWN_TLS_SINCE_MINOR:
-            self.legacy_nodes[node_id] = None
-        else:
-            self.legacy_nodes.pop(node_id, None)
-        before = self.spoken.pop(node_id, None)
-        if before is not None:
-            self.speakers[before] -= 1
-        if state.is_present() and not state.unconfirmed:
-            self.spoken[node_id] = state.dialect
-            self.speakers[state.dialect] += 1
         if state.draining:
             self.leaving[node_id] = None
         else:
@@ -278,10 +252,6 @@ class NodeBook:
             self.unsettled[node_id] = None
         else:
             self.unsettled.pop(node_id, None)
-
-    def is_mixed(self) -> bool:
-        """Return whether there are nodes whose workers do not understand each other."""
-        return sum(1 for number in self.speakers.values() if number) > 1
 
     def unsettled_nodes(self) -> list[NodeState]:
         """Return the nodes that time may change, by id."""

@@ -10,18 +10,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from elastic.core.machine import versions
 from elastic.core.machine.jobs import ClusterState, JobState, WorkerState
 from elastic.core.machine.nodes import NodeState
 from elastic.core.policy import eviction, placement, queue
 from elastic.core.policy.decision import Decision
 from elastic.core.policy.demands import NAMED_MAX, Allocation, Demand, listed
-from elastic.core.policy.dialects import Dialect
 from elastic.core.policy.packing import NodeCapacity
 from elastic.core.world import JobId, NodeId, Strategy, WorkerId, WorkerPhase
-
-DIALECT_LABEL = "elastic/dialect"
-"""No label of a user's has this name while a plan is made; see `dialects`."""
 
 
 def plan(cluster: ClusterState) -> None:
@@ -91,26 +86,11 @@ def _grants(cluster: ClusterState, jobs: list[JobState]) -> dict[JobId, Allocati
     """Return what each job may have; nothing for a job without a rival."""
     if len(jobs) < 2:
         return {}
-    states = [s for s in cluster.book.ordered() if s.may_host()]
-    rooms = [room_of(cluster, state) for state in states]
+    rooms = [room_of(cluster, state) for state in cluster.book.ordered() if state.may_host()]
     claims = [claim_of(cluster, job) for job in jobs]
-    if cluster.book.is_mixed():
-        # A label as good as any: what is wanted, and where it is, is all that a plan need know.
-        rooms = [_labelled(room, s.dialect) for room, s in zip(rooms, states, strict=True)]
-        claims = [_selecting(cluster, job, c) for job, c in zip(jobs, claims, strict=True)]
     decision = queue.decide(claims, rooms, now_ns=cluster.now_ns)
     cluster.replan_at_ns = decision.wake_ns
     return {grant.job_id: grant for grant in decision.value}
-
-
-def _labelled(room: NodeCapacity, dialect: Dialect) -> NodeCapacity:
-    return replace(room, labels=(*room.labels, (DIALECT_LABEL, str(dialect))))
-
-
-def _selecting(cluster: ClusterState, job: JobState, claim: Demand) -> Demand:
-    wanted = (DIALECT_LABEL, str(versions.dialect(cluster, job)))
-    selector = (*claim.spec.label_selector, wanted)
-    return replace(claim, spec=replace(claim.spec, label_selector=selector))
 
 
 def room_of(cluster: ClusterState, state: NodeState) -> NodeCapacity:
@@ -210,7 +190,7 @@ def explain(cluster: ClusterState, job: JobState, hosting: Mapping[NodeId, int],
     if not reason:
         offers = [state.offer(hosting.get(state.node.node_id, 0)) for state in _open(cluster, job)]
         reason = placement.place(job.limits, offers, have).reason
-    return _with_cordons(cluster, versions.explain(cluster, job, reason))
+    return _with_cordons(cluster, reason)
 
 
 def _place(
@@ -253,6 +233,11 @@ def _with_cordons(cluster: ClusterState, reason: str) -> str:
 
 def _open(cluster: ClusterState, job: JobState) -> list[NodeState]:
     """Return the nodes on which new workers of a job may start, by id."""
-    dialect, out = versions.dialect(cluster, job), job.links.out
-    states = [s for s in versions.hosts(cluster) if s.node.node_id not in out]
-    return [s for s in states if s.dialect == dialect]
+    book, out = cluster.book, job.links.out
+    return [
+        state
+        for state in book.ordered()
+        if state.may_host()
+        and not book.closed(state, cluster.now_ns)
+        and state.node.node_id not in out
+    ]

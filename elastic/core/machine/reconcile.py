@@ -21,7 +21,6 @@ from elastic.core.machine import (
     links,
     queueing,
     saves,
-    versions,
 )
 from elastic.core.machine import early_leave as early
 from elastic.core.machine import timeouts as lateness
@@ -68,8 +67,6 @@ def reconcile_job(cluster: ClusterState, job: JobState) -> None:
         # Once for all that came together: a cloud may take a thousand nodes at one moment.
         job.has_news_of_leavers = False
         remind_of_leavers(cluster, job, job.member_ids())
-    for worker_id in versions.strangers(cluster, job):
-        stop_worker(cluster, job, worker_id, versions.CAUSE)
     if job.anew_ns is not None:
         # A member whose process is spent has a successor before the next group is decided. Else
         # one that joins would train without it, and be spent itself when the successor joins.
@@ -313,10 +310,9 @@ def ask(cluster: ClusterState, job: JobState, plan: GroupPlan, reason: str) -> N
         True,
         plan.saves,
     )
-    can_save = plan.saves and announcing.all_save_where_they_leave(cluster, job)
     for worker_id in job.member_ids():
         worker = job.workers[worker_id]
-        leave = LeaveGroup(worker_id, job.generation, True, plan.cause, saves=can_save)
+        leave = LeaveGroup(worker_id, job.generation, True, plan.cause, saves=plan.saves)
         tell(cluster, worker, leave)
     if is_news:
         cluster.do(Persist((job.record(),)))

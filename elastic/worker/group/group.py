@@ -24,8 +24,6 @@ from typing import Any, TypeVar
 
 from torch._C._distributed_c10d import PrefixStore
 
-from elastic.core.messages import PROTOCOL_MINOR
-from elastic.core.policy.dialects import dialect_of
 from elastic.errors import ConfigError, GroupError
 from elastic.worker.group import c10d
 from elastic.worker.group.abortable_wait import AbortableWait
@@ -54,12 +52,8 @@ HURRY_S = 1e-4
 
 
 def _prefix(spec: GroupSpec) -> str:
-    """Return what all keys of a group begin with.
-
-    A coordinator keeps members apart that do not speak alike, but for those of an earlier version,
-    which know nothing of it: such a group is not to form.
-    """
-    return f"{spec.job_id}/{spec.generation}/{dialect_of(PROTOCOL_MINOR)}"
+    """Return what all keys of a group begin with."""
+    return f"{spec.job_id}/{spec.generation}"
 
 
 @dataclass(frozen=True)

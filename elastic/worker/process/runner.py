@@ -554,7 +554,7 @@ class Runner:
             saved=place.saved,
             copies=place.copies,
             copies_key=place.copies_key,
-            copies_dealt=place.copies_dealt,
+            copies_dealt=True,
             copies_fingerprints=place.copies_fingerprints,
             tls=assign.tls,
             reporter=self._reporter,

@@ -51,7 +51,7 @@ class AgentsServicer(object):
         coordinator's first is Welcome or Refusal; after a Refusal the coordinator ends the stream.
         Idempotent: opening it anew with a Hello replaces the earlier stream of the same node.
         Fenced by node.incarnation in Hello (an earlier life of the agent is refused) and by the
-        protocol's major number; single messages are fenced by the generations that they name.
+        protocol's version; single messages are fenced by the generations that they name.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
