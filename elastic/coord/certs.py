@@ -2,11 +2,11 @@
 
 Rule: who a certificate is for stands in it, as the URI elastic://ROLE/NAME, and it can do nothing
 else: a user's may not serve, and a node's names no host, so that it serves other agents only, who
-look at the URI. Keys are made here, with mode 600, and are never printed.
+look at the URI. Keys are made here, with mode 600, and are never printed. Nothing is taken back:
+certificates are short-lived, and a new authority locks everybody out.
 
     DIR/ca.key                      the authority: keep it off the nodes
     DIR/NAME/{ca.crt,tls.crt,tls.key}   what one process needs: its --tls-dir
-    DIR/issued, DIR/ca.crl          see `revoking`
 """
 
 from __future__ import annotations
@@ -22,20 +22,10 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from elastic.coord.revocation import (
-    ISSUED,
-    Authority,
-    IssuedCertificate,
-    alone,
-    current_list,
-    keep_issued,
-    revoke,
-)
 from elastic.coord.roles import Role, caller_of_uri, caller_uri
 from elastic.core.config import check_name
 from elastic.errors import ConfigError, UsageError
 from elastic.runtime.access import CA_FILE, CERT_FILE, KEY_FILE, replace_file
-from elastic.runtime.certificates import CRL_FILE
 
 CA_KEY_FILE = "ca.key"
 COORDINATOR = "coordinator"
@@ -48,7 +38,7 @@ CLIENT = (ExtendedKeyUsageOID.CLIENT_AUTH,)
 SERVER = (ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH)
 SERVING = (Role.ADMIN, Role.NODE)
 """Agents take copies from each other."""
-KeyUsages = tuple[x509.ObjectIdentifier, ...]
+Authority = tuple[x509.Certificate, ec.EllipticCurvePrivateKey]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,16 +66,13 @@ def init_authority(
     Raises:
         UsageError: there is an authority already, or the folder cannot be written.
     """
-    # The key may have been put away, into a safe place. One that is alone, and has issued nothing,
-    # is what an interrupted `init` left.
-    has_issued = (folder / ISSUED).exists()
-    for file in (CA_KEY_FILE, CA_FILE) if has_issued else (CA_FILE,):
-        if (folder / file).exists():
-            raise UsageError(
-                f"{folder / file} exists: a new authority would lock out all that was issued; "
-                f"choose another folder, or renew the coordinator's certificate with "
-                f"'elastic-coord certs issue {folder} --name {COORDINATOR} --role admin --host ...'"
-            )
+    # A key without a certificate is what an interrupted `init` left.
+    if (folder / CA_FILE).exists():
+        raise UsageError(
+            f"{folder / CA_FILE} exists: a new authority would lock out all that was issued; "
+            f"choose another folder, or renew the coordinator's certificate with "
+            f"'elastic-coord certs issue {folder} --name {COORDINATOR} --role admin --host ...'"
+        )
     wanted = CertificateRequest(name=COORDINATOR, role=Role.ADMIN, hosts=hosts, days=days)
     sans = _sans(wanted)  # Refused before anything is written.
     _check_days(wanted, now, now + datetime.timedelta(days=CA_DAYS))
@@ -118,18 +105,6 @@ def issue(folder: Path, wanted: CertificateRequest, now: datetime.datetime) -> P
     return _sign(folder, wanted, _sans(wanted), now)
 
 
-def revoke_issued(
-    folder: Path, wanted: str, now: datetime.datetime
-) -> tuple[IssuedCertificate, ...]:
-    """Take back the certificate of this serial number, or all of this name; returns them.
-
-    Raises:
-        UsageError: there is no authority in the folder, or the list cannot be written.
-        NotFound: there is no such certificate, or all are over already.
-    """
-    return revoke(folder, wanted, _authority(folder), now)
-
-
 def _sign(
     folder: Path, wanted: CertificateRequest, sans: list[x509.GeneralName], now: datetime.datetime
 ) -> Path:
@@ -155,13 +130,6 @@ def _sign(
     )
     target = folder / wanted.name
     _make_folder(target)
-    with alone(folder):
-        try:
-            keep_issued(folder, cert)
-        except OSError as error:
-            raise UsageError(f"{folder / ISSUED} cannot be written: {error}") from error
-        if revoked := current_list(folder):
-            _write(target / CRL_FILE, revoked, 0o644)
     # Who reads between these two finds a pair that does not match, and reads again.
     _write(target / KEY_FILE, _pem_key(key), 0o600)
     _write(target / CERT_FILE, _pem(cert), 0o644)
@@ -216,8 +184,6 @@ def _authority(folder: Path) -> Authority:
 
 def _sans(wanted: CertificateRequest) -> list[x509.GeneralName]:
     check_name("certificate", wanted.name)
-    if wanted.name == ISSUED:
-        raise UsageError(f"--name {ISSUED} is the folder of all certificates; choose another one")
     if wanted.hosts and wanted.role is not Role.ADMIN:
         raise UsageError(
             f"--host {wanted.hosts[0]} for role {wanted.role.value}: only a coordinator (role "
@@ -266,7 +232,7 @@ def _begun(
 def _key_usage(*, signs: bool) -> x509.KeyUsage:
     return x509.KeyUsage(
         digital_signature=not signs, content_commitment=False, key_encipherment=False,
-        data_encipherment=False, key_agreement=False, key_cert_sign=signs, crl_sign=signs,
+        data_encipherment=False, key_agreement=False, key_cert_sign=signs, crl_sign=False,
         encipher_only=False, decipher_only=False,
     )  # fmt: skip
 

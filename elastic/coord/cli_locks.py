@@ -7,9 +7,11 @@ nothing else with it, so that it can be piped into a file; everything said about
 from __future__ import annotations
 
 import datetime
+import importlib
 import re
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import NoReturn
 
 import click
@@ -19,7 +21,7 @@ from elastic.client.terminal import stdout_console
 from elastic.coord.roles import Role
 from elastic.coord.tokens import Token, create_token, forget_tokens, read_tokens, revoke_token
 from elastic.core.config import NS_PER_S
-from elastic.errors import ElasticError
+from elastic.errors import ConfigError, ElasticError
 from elastic.runtime.clock import SystemClock
 
 EXIT_CONFIG = 78
@@ -69,7 +71,7 @@ def certs_init(folder: Path, hosts: tuple[str, ...], days: float) -> None:
 
     Without --host the certificate is for this machine alone: localhost, 127.0.0.1 and ::1.
     """
-    from elastic.coord.certs import init_authority
+    init_authority = _signer().init_authority
 
     try:
         made = init_authority(folder, _with_local(hosts), _now(), days)
@@ -96,13 +98,12 @@ def certs_issue(folder: Path, name: str, role: str, days: float, hosts: tuple[st
     from the next connection on, agents and clients when they connect anew. A node attaches as
     NAME and as no other. A coordinator's is for this machine, too: localhost, 127.0.0.1 and ::1.
     """
-    from elastic.coord.certs import CertificateRequest, issue
-
+    signer = _signer()
     kind = Role(role)
     serves_at = _with_local(hosts) if kind is Role.ADMIN and hosts else hosts
-    wanted = CertificateRequest(name=name, role=kind, hosts=serves_at, days=days)
+    wanted = signer.CertificateRequest(name=name, role=kind, hosts=serves_at, days=days)
     try:
-        made = issue(folder, wanted, _now())
+        made = signer.issue(folder, wanted, _now())
     except ElasticError as error:
         fail(error)
     until = _now() + datetime.timedelta(days=days)
@@ -111,55 +112,17 @@ def certs_issue(folder: Path, name: str, role: str, days: float, hosts: tuple[st
     click.echo(f"use    {uses.get(role, 'elastic')} --tls-dir {made} (a copy of it, over there)")
 
 
+def _signer() -> ModuleType:
+    """Return what signs; it needs a package that nothing else here does."""
+    try:
+        return importlib.import_module("elastic.coord.certs")
+    except ModuleNotFoundError as error:
+        fail(ConfigError(f"{error}: pip install 'elastic-torch[certs]' makes certificates"))
+
+
 def _with_local(hosts: tuple[str, ...]) -> tuple[str, ...]:
     """Add what a coordinator is asked by on its own machine: health checks do."""
     return tuple(dict.fromkeys((*hosts, "localhost", "127.0.0.1", "::1")))
-
-
-@certs.command(name="list")
-@folder_argument
-def certs_list(folder: Path) -> None:
-    """List what the authority in FOLDER has signed: serial number, role, name, until when."""
-    from elastic.coord.revocation import list_issued
-
-    try:
-        known = list_issued(folder)
-    except ElasticError as error:
-        fail(error)
-    now_ns = _clock.unix_ns()
-    table = Table("serial", "role", "name", "until", box=None, pad_edge=False)
-    for one in known:
-        until = _moment(one.shown.until_ns)
-        if one.revoked_ns:
-            until = f"revoked {_moment(one.revoked_ns)}"
-        elif one.why_over(now_ns):
-            until = f"expired {until}"
-        table.add_row(f"{one.shown.serial:x}", one.role or "-", one.name or "-", until)
-    stdout_console().print(table)
-
-
-@certs.command(name="revoke")
-@folder_argument
-@click.argument("certificate", metavar="SERIAL|NAME")
-def certs_revoke(folder: Path, certificate: str) -> None:
-    """Take back the certificate of this serial number, or all of this name.
-
-    Writes FOLDER/ca.crl, and a copy into each certificate's folder. A coordinator whose --tls-dir
-    holds it refuses the certificate, and ends what it holds open, within a second; an agent
-    brings it no copies from the next connection on. It cannot be undone: issue another one.
-    """
-    from elastic.coord.certs import revoke_issued
-
-    try:
-        revoked = revoke_issued(folder, certificate, _now())
-    except ElasticError as error:
-        fail(error)
-    for one in revoked:
-        click.echo(f"revoked {one.shown.serial:x} ({one.name}), role {one.role}")
-    click.echo(
-        f"next    copy {folder}/ca.crl beside the ca.crt of every coordinator, and of agents that "
-        f"keep copies; those below {folder} have it"
-    )
 
 
 # ------------------------------------------------------------------------------------ tokens

@@ -44,7 +44,6 @@ from elastic.core.config import CoordinatorConfig
 from elastic.core.machine.coordinator import CoordinatorMachine
 from elastic.errors import ConfigError, ElasticError, Fenced
 from elastic.runtime.access import TlsFiles
-from elastic.runtime.certificates import RevokedList
 from elastic.runtime.clock import Clock, SystemClock
 from elastic.runtime.eventlog import EventLog
 from elastic.runtime.rpc import SILENCE_S, format_endpoint, is_loopback, parse_endpoint
@@ -241,12 +240,10 @@ def open_endpoint(options: ServeOptions, clock: Clock) -> tuple[Audit, Server, P
     """
     host = options.listen[0]
     tls = ServerTls(options.tls) if options.tls is not None else None
-    ca = options.tls.ca if options.tls is not None else None
     locks = AccessRules(
         token=options.token,
         tokens=TokenList(options.tokens, clock) if options.tokens is not None else None,
         asks_certificate=tls is not None and tls.asks_certificate,
-        revoked=RevokedList(ca) if ca is not None else None,
     )
     if tls is None and not is_loopback(host):
         log.warning(

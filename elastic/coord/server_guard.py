@@ -34,7 +34,7 @@ from elastic.coord.tokens import TokenList
 from elastic.core.config import NS_PER_S
 from elastic.core.messages import PROTOCOL
 from elastic.errors import Busy, ElasticError, NotAuthorized, NotLeading, PeerError, Refused
-from elastic.runtime.certificates import RevokedList, read_shown
+from elastic.runtime.certificates import read_shown
 from elastic.runtime.clock import Clock
 from elastic.runtime.eventlog import quoted
 from elastic.runtime.exposition import Histogram
@@ -81,13 +81,11 @@ class AccessRules:
         token: the single token, with all rights; "" for none.
         tokens: tokens with roles, None for none.
         asks_certificate: TLS has checked a certificate, which says who it is.
-        revoked: certificates that open nothing although TLS takes them.
     """
 
     token: str = field(default="", repr=False)
     tokens: TokenList | None = None
     asks_certificate: bool = False
-    revoked: RevokedList | None = None
 
     def identify(self, token: str, certificate: bytes, peer: str, now_ns: int) -> Caller:
         """Return who calls.
@@ -131,20 +129,16 @@ class AccessRules:
                 name = f"{token.token_id} {token.name}".strip()
                 what = f"token {name} ({token.role.value})"
                 found.append((f"token {action}", "the token file", what))
-        if self.revoked is not None:
-            who = "the list of revoked certificates"
-            new = self.revoked.look()
-            found += [("certificate revoked", who, f"certificate {serial:x}") for serial in new]
         return found
 
     def why_over(self, caller: Caller, now_ns: int) -> str:
         """Return why what a caller showed opens nothing any more, "" if it does."""
         if caller.token_id and self.tokens is not None:
             return self.tokens.why_over(caller.token_id)
-        if caller.shown is None or self.revoked is None:
+        if caller.shown is None or now_ns < caller.shown.until_ns:
             return ""
-        why = self.revoked.why_over(caller.shown, now_ns)
-        return f"{why}; {ANEW.format(role=caller.role.value, name=caller.name)}" if why else ""
+        anew = ANEW.format(role=caller.role.value, name=caller.name)
+        return f"{caller.shown} has expired; {anew}"
 
 
 def _of_certificate(certificate: bytes, peer: str) -> Caller:

@@ -1,33 +1,29 @@
-"""What a certificate says that somebody showed, and the list of those that were taken back.
+"""What a certificate says that somebody showed.
 
-Rule: TLS has checked the certificate; here it is only read. The list (ca.crl beside ca.crt) counts
-with the signature of that authority alone. One that is damaged or gone while a process runs leaves
-what is known as it was: nobody is let in again because a file was lost.
+Rule: TLS has checked the certificate; here it is only read, so this knows no more of DER than where
+the few fields lie. Everything that is out of place is refused.
 """
 
 from __future__ import annotations
 
+import datetime
 import functools
-import logging
-from collections.abc import Iterable
+import ssl
+from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 from elastic.core.config import NS_PER_S
 from elastic.errors import ConfigError
-from elastic.runtime.access import file_signature, read_pem
 
-if TYPE_CHECKING:
-    from cryptography import x509
-
-log = logging.getLogger(__name__)
-
-CRL_FILE = "ca.crl"
-"""Beside the authority's certificate, as `elastic-coord certs revoke` writes it."""
-BEGIN_CRL = b"-----BEGIN X509 CRL-----"
 REMEMBERED = 20_000
 """Certificates that were read before; each node and user shows its own again and again."""
+INTEGER, OCTET_STRING, OBJECT_ID, SEQUENCE = 0x02, 0x04, 0x06, 0x30
+VERSION, EXTENSIONS, URI = 0xA0, 0xA3, 0x86
+TIME_FORMATS = {0x17: "%y%m%d%H%M%SZ", 0x18: "%Y%m%d%H%M%SZ"}
+ALTERNATIVE_NAMES = bytes([0x55, 0x1D, 0x11])
+"""2.5.29.17, as DER writes it."""
+Element = tuple[int, bytes]
+"""Tag and content."""
 
 
 @dataclass(frozen=True)
@@ -35,13 +31,11 @@ class CertificateSummary:
     """A certificate, as far as it matters here.
 
     Attributes:
-        issuer: name of the authority, DER.
-        serial: which of its certificates it is.
+        serial: which of its authority's certificates it is.
         until_ns: Unix time from which it holds no longer.
         uris: names of whom it is for.
     """
 
-    issuer: bytes
     serial: int
     until_ns: int
     uris: tuple[str, ...]
@@ -58,116 +52,55 @@ def read_shown(data: bytes) -> CertificateSummary:
     Raises:
         ConfigError: it is none.
     """
-    from cryptography import x509
-
     try:
-        if data.startswith(b"-----BEGIN "):
-            cert = x509.load_pem_x509_certificate(data)
-        else:
-            cert = x509.load_der_x509_certificate(data)
-        try:
-            names = cert.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-            uris = tuple(names.get_values_for_type(x509.UniformResourceIdentifier))
-        except x509.ExtensionNotFound:
-            uris = ()
-        until_ns = int(cert.not_valid_after_utc.timestamp()) * NS_PER_S
-        return CertificateSummary(cert.issuer.public_bytes(), cert.serial_number, until_ns, uris)
-    except Exception as error:  # Whatever the parser makes of strange bytes.
+        is_pem = data.startswith(b"-----BEGIN ")
+        der = ssl.PEM_cert_to_DER_cert(data.decode("ascii")) if is_pem else data
+        return _summary(der)
+    except (ValueError, LookupError, StopIteration, OverflowError) as error:
         raise ConfigError(f"a certificate that cannot be read: {error}") from error
 
 
-class RevokedList:
-    """The certificates of an authority that were taken back, as its file says now."""
-
-    def __init__(self, ca: Path) -> None:
-        """Read the list beside the authority's certificate; without a file it is empty.
-
-        Raises:
-            ConfigError: the file is no list of this authority: whoever starts with half a lock
-                would let in who was locked out.
-        """
-        self._ca = ca
-        self._path = ca.with_name(CRL_FILE)
-        self._complaint = ""
-        self._seen = file_signature(self._path)
-        self._revoked: dict[tuple[bytes, int], int] = {}
-        if self._seen is not None:
-            self._revoked = read_revoked(self._path, ca)
-
-    def look(self) -> list[int]:
-        """Read the file again if it changed; returns the serial numbers that are new in it.
-
-        Never raises: a file that is no good is said in the log and changes nothing.
-        """
-        seen = file_signature(self._path)
-        if seen == self._seen:
-            return []
-        if seen is None:
-            self._complain(f"{self._path} is gone; what was revoked stays so until the restart")
-            return []
-        try:
-            found = read_revoked(self._path, self._ca)
-        except ConfigError as error:
-            self._complain(f"{error}; what was revoked stays so")
-            return []
-        before, self._revoked = self._revoked, {**self._revoked, **found}
-        self._complaint, self._seen = "", seen
-        if missing := len(before.keys() - found.keys()):
-            # An older list was put back: whoever was locked out would be in again.
-            self._complain(
-                f"{self._path} lacks {missing} that were revoked; they stay so until the restart"
-            )
-        return [serial for issuer, serial in found if (issuer, serial) not in before]
-
-    def why_over(self, shown: CertificateSummary, now_ns: int) -> str:
-        """Return why a certificate opens nothing any more, "" if it does."""
-        if (shown.issuer, shown.serial) in self._revoked:
-            return f"{shown} was revoked"
-        return f"{shown} has expired" if now_ns >= shown.until_ns else ""
-
-    def _complain(self, text: str) -> None:
-        if text != self._complaint:
-            self._complaint = text
-            log.error("revoked_list_unusable error=%r", text)
+def _summary(der: bytes) -> CertificateSummary:
+    """Read RFC 5280's Certificate, whose first part is what was signed."""
+    signed = _elements(_content(_elements(_content(_elements(der), SEQUENCE)), SEQUENCE))
+    parts = [part for part in signed if part[0] != VERSION]
+    (serial_tag, serial), (validity_tag, validity) = parts[0], parts[3]
+    if (serial_tag, validity_tag) != (INTEGER, SEQUENCE):
+        raise ValueError("no serial number, or no time for which it holds")
+    _, (kind, until) = _elements(validity)
+    ends = datetime.datetime.strptime(until.decode("ascii"), TIME_FORMATS[kind])
+    seconds = int(ends.replace(tzinfo=datetime.timezone.utc).timestamp())
+    uris = [uri for tag, extensions in parts if tag == EXTENSIONS for uri in _uris(extensions)]
+    return CertificateSummary(int.from_bytes(serial, "big"), seconds * NS_PER_S, tuple(uris))
 
 
-def read_revoked(path: Path, ca: Path) -> dict[tuple[bytes, int], int]:
-    """Return (issuer, serial) of what a list holds -> Unix time in ns at which it was revoked.
-
-    Args:
-        path: one list or several, PEM; each signed by an authority in `ca`.
-        ca: certificates of the authorities, PEM.
-
-    Raises:
-        ConfigError: it cannot be read, is damaged, or nobody in `ca` has signed it.
-    """
-    from cryptography import x509
-
-    text = read_pem(path)
-    try:
-        authorities = x509.load_pem_x509_certificates(read_pem(ca))
-        lists = [x509.load_pem_x509_crl(BEGIN_CRL + part) for part in text.split(BEGIN_CRL)[1:]]
-        found = {}
-        for one in lists:
-            if not _is_signed(one, authorities):
-                raise ValueError(f"no authority in {ca} has signed it")
-            for entry in one:
-                moment_ns = int(entry.revocation_date_utc.timestamp()) * NS_PER_S
-                found[one.issuer.public_bytes(), entry.serial_number] = moment_ns
-        if not lists:
-            raise ValueError("it holds no list")
-    except Exception as error:  # Whatever the parser makes of strange bytes.
-        raise ConfigError(
-            f"list of revoked certificates {path}: {error}; expected what 'elastic-coord certs "
-            f"revoke' wrote for the authority in {ca}"
-        ) from error
-    return found
+def _uris(extensions: bytes) -> Iterator[str]:
+    for _, extension in _elements(_content(_elements(extensions), SEQUENCE)):
+        (id_tag, which), *_, (value_tag, value) = _elements(extension)
+        if (id_tag, which, value_tag) != (OBJECT_ID, ALTERNATIVE_NAMES, OCTET_STRING):
+            continue
+        for tag, name in _elements(_content(_elements(value), SEQUENCE)):
+            if tag == URI:
+                yield name.decode("ascii")
 
 
-def _is_signed(
-    one: x509.CertificateRevocationList, authorities: Iterable[x509.Certificate]
-) -> bool:
-    return any(
-        one.issuer == ca.subject and one.is_signature_valid(ca.public_key())  # type: ignore[arg-type]
-        for ca in authorities
-    )
+def _content(elements: Iterator[Element], tag: int) -> bytes:
+    """Return what is in the first of these, which has this tag."""
+    found, content = next(elements)
+    if found != tag:
+        raise ValueError(f"tag {found:#x} where {tag:#x} is expected")
+    return content
+
+
+def _elements(data: bytes) -> Iterator[Element]:
+    """Yield what stands one behind the other in DER, all of whose tags are one byte here."""
+    at = 0
+    while at < len(data):
+        tag, length, begin = data[at], data[at + 1], at + 2
+        if length & 0x80:
+            begin += length & 0x7F
+            length = int.from_bytes(data[at + 2 : begin], "big")
+        at = begin + length
+        if at > len(data):
+            raise ValueError(f"{len(data)} bytes, and {at} are announced")
+        yield tag, data[begin:at]

@@ -11,9 +11,10 @@ TLS 1.3 alone, and no session is taken up again.
 
 from __future__ import annotations
 
-import datetime
+import base64
 import hashlib
 import os
+import secrets
 import socket
 import ssl
 from typing import Protocol
@@ -21,10 +22,23 @@ from typing import Protocol
 from elastic.errors import NotAuthorized
 from elastic.runtime.peer_tls import HANDSHAKE_S, wrapped
 
-FOREVER = datetime.datetime(9999, 12, 31, 23, 59, 59, tzinfo=datetime.timezone.utc)
+FOREVER = b"99991231235959Z"
 """As RFC 5280 writes that a certificate has no end: this one goes with its agent."""
-BEGAN = datetime.datetime(2020, 1, 1, tzinfo=datetime.timezone.utc)
+BEGAN = b"20200101000000Z"
 """Clocks of nodes differ; nobody looks at it."""
+# The curve P-256 of FIPS 186-4.
+PRIME = 2**256 - 2**224 + 2**192 + 2**96 - 1
+ORDER = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551
+BASE = (
+    0x6B17D1F2E12C4247F8BCE6E563A440F277037D812DEB33A0F4A13945D898C296,
+    0x4FE342E2FE1A7F9B8EE7EB4A7C0F9E162BCE33576B315ECECBB6406837BF51F5,
+)
+SEQUENCE = 0x30
+# Object identifiers, as DER writes them.
+SUBJECT_NAME = bytes.fromhex("0603550403")
+EC_KEY = bytes.fromhex("06072a8648ce3d0201")
+P256 = bytes.fromhex("06082a8648ce3d030107")
+ECDSA_SHA256 = bytes.fromhex("06082a8648ce3d040302")
 
 
 class ConnectionTls(Protocol):
@@ -127,29 +141,75 @@ def _context(kind: int) -> ssl.SSLContext:
 
 
 def _make() -> tuple[bytes, bytes]:
-    """Return a new certificate and its key, PEM."""
-    # In an agent that has a certificate of the cluster, or is alone on its machine, never loaded.
-    from cryptography import x509
-    from cryptography.hazmat.primitives import hashes, serialization
-    from cryptography.hazmat.primitives.asymmetric import ec
+    """Return a new certificate and its key on the curve P-256, PEM.
 
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "elastic-torch agent")])
-    certificate = (
-        x509.CertificateBuilder()
-        .subject_name(name)
-        .issuer_name(name)
-        .public_key(key.public_key())
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(BEGAN)
-        .not_valid_after(FOREVER)
-        .sign(key, hashes.SHA256())
-    )
-    return (
-        certificate.public_bytes(serialization.Encoding.PEM),
-        key.private_bytes(
-            serialization.Encoding.PEM,
-            serialization.PrivateFormat.PKCS8,
-            serialization.NoEncryption(),
+    The standard library uses keys and makes none, and no other package is worth its size for this.
+    Here only the public point is computed, and OpenSSL compares it with the key when it loads both.
+    Nobody looks at the signature: who calls compares the whole certificate.
+    """
+    secret = 1 + secrets.randbelow(ORDER - 1)
+    x, y = _public_point(secret)
+    name = _der(SEQUENCE, _der(0x31, _der(SEQUENCE, SUBJECT_NAME, _der(0x0C, b"elastic-torch"))))
+    signed = _der(
+        SEQUENCE,
+        _der(0xA0, _number(2)),
+        _number(1 + secrets.randbits(64)),
+        _der(SEQUENCE, ECDSA_SHA256),
+        name,
+        _der(SEQUENCE, *(_der(0x18, moment) for moment in (BEGAN, FOREVER))),
+        name,
+        _der(
+            SEQUENCE,
+            _der(SEQUENCE, EC_KEY, P256),
+            _der(0x03, b"\0\4" + x.to_bytes(32, "big") + y.to_bytes(32, "big")),
         ),
     )
+    unsigned = _der(0x03, b"\0" + _der(SEQUENCE, _number(1), _number(1)))
+    certificate = _der(SEQUENCE, signed, _der(SEQUENCE, ECDSA_SHA256), unsigned)
+    key = _der(SEQUENCE, _number(1), _der(0x04, secret.to_bytes(32, "big")), _der(0xA0, P256))
+    return _pem("CERTIFICATE", certificate), _pem("EC PRIVATE KEY", key)
+
+
+def _public_point(secret: int) -> tuple[int, int]:
+    """Return `secret` times the curve's base point."""
+    found: tuple[int, int] | None = None
+    for bit in f"{secret:b}":
+        found = _sum(found, found)
+        if bit == "1":
+            found = _sum(found, BASE)
+    if found is None:
+        raise ValueError("a key of 0")
+    return found
+
+
+def _sum(one: tuple[int, int] | None, other: tuple[int, int] | None) -> tuple[int, int] | None:
+    """Add two points; None is zero."""
+    if one is None or other is None:
+        return one or other
+    (x1, y1), (x2, y2) = one, other
+    if x1 == x2 and (y1 + y2) % PRIME == 0:
+        return None
+    if one == other:
+        slope = (3 * x1 * x1 - 3) * pow(2 * y1, -1, PRIME)
+    else:
+        slope = (y2 - y1) * pow(x2 - x1, -1, PRIME)
+    x = (slope * slope - x1 - x2) % PRIME
+    return x, (slope * (x1 - x) - y1) % PRIME
+
+
+def _der(tag: int, *parts: bytes) -> bytes:
+    content = b"".join(parts)
+    size = len(content)
+    length = bytes([size]) if size < 0x80 else b"\x82" + size.to_bytes(2, "big")
+    if 0x80 <= size < 0x100:
+        length = b"\x81" + bytes([size])
+    return bytes([tag]) + length + content
+
+
+def _number(value: int) -> bytes:
+    return _der(0x02, value.to_bytes(value.bit_length() // 8 + 1, "big"))
+
+
+def _pem(kind: str, der: bytes) -> bytes:
+    text = base64.encodebytes(der).decode()
+    return f"-----BEGIN {kind}-----\n{text}-----END {kind}-----\n".encode()

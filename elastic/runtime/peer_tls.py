@@ -11,13 +11,12 @@ from __future__ import annotations
 import logging
 import socket
 import ssl
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from elastic.errors import ConfigError, NotAuthorized
 from elastic.runtime.access import TlsFiles, file_signature
-from elastic.runtime.certificates import RevokedList, read_shown
+from elastic.runtime.certificates import read_shown
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +38,6 @@ class PeerTls:
         if files.ca is None or files.cert is None:
             raise ConfigError("TLS between agents needs a certificate, its key and the authority")
         self._files = files
-        self._revoked = RevokedList(files.ca)
         self._complaint = ""
         self._seen: object = None
         self._contexts = self._read()
@@ -84,9 +82,6 @@ class PeerTls:
         except ssl.SSLError as error:
             raise refused(error) from error
         shown = read_shown(sock.getpeercert(binary_form=True) or b"")
-        self._revoked.look()
-        if why := self._revoked.why_over(shown, time.time_ns()):
-            raise NotAuthorized(f"the {why} that the other agent shows")
         if not any(uri.startswith(NODE_URIS) for uri in shown.uris):
             raise NotAuthorized(
                 f"the {shown} that the other side shows is for {shown.uris or 'nobody'}, expected "
@@ -144,6 +139,5 @@ def refused(error: ssl.SSLError) -> NotAuthorized:
     reason = getattr(error, "verify_message", "") or error.reason or str(error)
     return NotAuthorized(
         f"TLS with the other agent fails ({reason}): both need a certificate of role node that one "
-        f"authority has signed, that is not over and not revoked; one that was made before agents "
-        f"spoke TLS with each other is issued anew by 'elastic-coord certs issue --role node'"
+        f"authority has signed and that is not over ('elastic-coord certs issue --role node')"
     )

@@ -13,7 +13,6 @@ import grpc
 import grpc.aio
 import pytest
 
-from elastic.coord.certs import revoke_issued
 from elastic.coord.roles import RULES, Role
 from elastic.core.messages import Welcome
 from elastic.runtime.access import Access, find_access
@@ -28,7 +27,6 @@ from tests.integration.coordinator import (
 )
 from tests.integration.floods import PREFACE, strangers
 from tests.integration.locked import (
-    NOW,
     audit_lines,
     authority,
     call,
@@ -69,8 +67,6 @@ class Mutual:
             for role in (Role.NODE, Role.SUBMIT, Role.READ)
         }
         self.of[Role.ADMIN] = find_access(folder=str(self.folder / "coordinator"))
-        self.revoked = certificate(self.folder, "gone", Role.ADMIN, hosts=("127.0.0.1",))
-        revoke_issued(self.folder, "gone", NOW)
         self.coordinator = Coordinator(
             folder / "c", args=("--tls-dir", str(self.folder / "coordinator"))
         )
@@ -142,15 +138,6 @@ async def test_without_a_certificate_of_this_authority_no_method_is_reached(
     for access in (Access(), find_access(ca=ca), stranger, find_access(folder=str(theirs))):
         outcome = await call(mutual.coordinator.address, method, access=access, metadata=())
         assert outcome.code == "UNAVAILABLE", outcome
-
-
-@pytest.mark.parametrize("method", GUARDED)
-async def test_a_revoked_certificate_opens_no_method_whatever_its_role(
-    mutual: Mutual, method: str
-) -> None:
-    outcome = await call(mutual.coordinator.address, method, access=mutual.revoked)
-    assert outcome.code == "UNAUTHENTICATED", outcome
-    assert "was revoked" in outcome.details
 
 
 async def test_a_certificate_that_is_over_opens_nothing(mutual: Mutual, tmp_path: Path) -> None:

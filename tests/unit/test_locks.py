@@ -5,10 +5,13 @@ from __future__ import annotations
 import datetime
 import errno
 import os
+import secrets
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
+from cryptography import x509
+from cryptography.hazmat.primitives import serialization
 
 from elastic.client.endpoints import Endpoints, with_reason
 from elastic.coord.certs import CertificateRequest, init_authority, issue
@@ -17,9 +20,11 @@ from elastic.coord.roles import Role
 from elastic.coord.serve import ServeOptions
 from elastic.coord.server_limits import AdmissionLimiter, ServerLimits
 from elastic.errors import Busy, ConfigError, CoordinatorUntrusted, NotLeading, UsageError
+from elastic.runtime import own_tls
 from elastic.runtime.access import PEM_BYTES_MAX, Access, TlsFiles
-from elastic.runtime.certificates import CertificateSummary, RevokedList, read_shown
+from elastic.runtime.certificates import read_shown
 from elastic.runtime.clock import SystemClock
+from elastic.runtime.own_tls import ORDER
 from elastic.runtime.rpc import call_metadata
 from elastic.runtime.tether import check_tether
 
@@ -175,88 +180,26 @@ def test_a_leader_that_only_standbys_can_reach_is_told_with_the_reason() -> None
     assert with_reason(standby, {"a:1": standby}) is standby
 
 
-# ---------------------------------------------------------------------------- revocation
-
-
-def revoked_by(folder: Path) -> RevokedList:
-    return RevokedList(folder / "ca.crt")
-
-
-def shown_in(folder: Path) -> CertificateSummary:
-    return read_shown((folder / "tls.crt").read_bytes())
-
-
-def test_a_name_is_locked_out_with_every_certificate_that_it_ever_had(tmp_path: Path) -> None:
-    init_authority(tmp_path, ("localhost",), NOW)
+def test_a_certificate_says_whom_it_is_for_and_until_when(tmp_path: Path) -> None:
     wanted = CertificateRequest(name="bob", role=Role.SUBMIT)
-    older = shown_in(issue(tmp_path, wanted, NOW))
-    newer = shown_in(issue(tmp_path, wanted, NOW))
-    other = shown_in(issue(tmp_path, CertificateRequest(name="eve", role=Role.READ), NOW))
-    done = elastic_coord("certs", "revoke", tmp_path, "bob")
-    assert done.exit_code == 0, done.output
-    # Whoever uses a certificate of this authority finds the list beside its own.
-    for folder in (tmp_path, tmp_path / "coordinator", tmp_path / "eve"):
-        known = revoked_by(folder)
-        assert [bool(known.why_over(one, 0)) for one in (older, newer, other)] == [
-            True, True, False,
-        ]  # fmt: skip
-    # One that was killed before it had handed the list out is put right by doing it again.
-    (tmp_path / "eve" / "ca.crl").unlink()
-    again = elastic_coord("certs", "revoke", tmp_path, "bob")
-    assert revoked_by(tmp_path / "eve").why_over(older, 0)
-    assert again.exit_code == 78
-    assert "certs list" in again.output
-    anew = shown_in(issue(tmp_path, wanted, NOW))
-    assert not revoked_by(tmp_path / "bob").why_over(anew, 0)
-    listed = elastic_coord("certs", "list", tmp_path).output
-    assert listed.count("revoked 2") == 2
-    assert f"{anew.serial:x}" in listed
+    init_authority(tmp_path, ("localhost", "10.0.0.1"), NOW)
+    for folder in (tmp_path / "coordinator", issue(tmp_path, wanted, NOW)):
+        pem = (folder / "tls.crt").read_bytes()
+        cert, shown = x509.load_pem_x509_certificate(pem), read_shown(pem)
+        names = cert.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+        assert list(shown.uris) == names.get_values_for_type(x509.UniformResourceIdentifier)
+        assert shown.serial == cert.serial_number
+        assert shown.until_ns == int(cert.not_valid_after_utc.timestamp()) * 10**9
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_shown(b"-----BEGIN CERTIFICATE-----")
 
 
-def test_a_list_that_is_lost_or_damaged_lets_nobody_in_again(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_what_agents_make_for_themselves_is_a_certificate_with_its_key(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    init_authority(tmp_path, ("localhost",), NOW)
-    known = revoked_by(tmp_path)
-    bob, eve = (
-        shown_in(issue(tmp_path, CertificateRequest(name=name, role=Role.READ), NOW))
-        for name in ("bob", "eve")
-    )
-    assert elastic_coord("certs", "revoke", tmp_path, "bob").exit_code == 0
-    assert known.look() == [bob.serial]
-    crl = tmp_path / "ca.crl"
-    whole = crl.read_bytes()
-    init_authority(tmp_path / "theirs", ("localhost",), NOW)
-    issue(tmp_path / "theirs", CertificateRequest(name="x", role=Role.READ), NOW)
-    assert elastic_coord("certs", "revoke", tmp_path / "theirs", "x").exit_code == 0
-    forged = (tmp_path / "theirs" / "ca.crl").read_bytes()
-    for text in (whole[:100], b"", b"-----BEGIN X509 CRL-----\nnothing\n", forged):
-        crl.write_bytes(text)
-        assert known.look() == []
-        assert known.why_over(bob, 0)
-        with pytest.raises(ConfigError, match=r"ca\.crl"):
-            revoked_by(tmp_path)  # A coordinator does not start with it.
-    assert "no authority in" in caplog.text
-    crl.unlink()
-    assert known.look() == []
-    assert known.why_over(bob, 0)
-    assert "stays so" in caplog.text
-    crl.write_bytes(whole)
-    assert elastic_coord("certs", "revoke", tmp_path, "eve").exit_code == 0
-    assert known.look() == [eve.serial]
-    assert known.why_over(bob, 0)
-
-
-def test_no_certificate_takes_the_place_of_all_of_them(tmp_path: Path) -> None:
-    init_authority(tmp_path, ("localhost",), NOW)
-    with pytest.raises(UsageError, match="choose another"):
-        issue(tmp_path, CertificateRequest(name="issued", role=Role.NODE), NOW)
-
-
-def test_certificates_are_listed_and_revoked_only_where_there_is_an_authority(
-    tmp_path: Path,
-) -> None:
-    for args in (("list", tmp_path), ("revoke", tmp_path, "bob")):
-        done = elastic_coord("certs", *args)
-        assert done.exit_code == 78
-        assert "certs init" in done.output
+    for secret in (1, 2, ORDER - 2, secrets.randbelow(ORDER)):
+        monkeypatch.setattr(own_tls.secrets, "randbelow", lambda _, secret=secret: secret - 1)
+        certificate, key = own_tls._make()
+        made = serialization.load_pem_private_key(key, None)
+        shown = x509.load_pem_x509_certificate(certificate)
+        assert made.public_key() == shown.public_key()
