@@ -39,7 +39,7 @@ from elastic.agent.devices import (
     parse_workers,
     worker_env,
 )
-from elastic.agent.doctor.cli import doctor
+from elastic.agent.doctor import doctor
 from elastic.agent.driver import AgentDriver, AgentSettings
 from elastic.agent.figures import FiguresServer
 from elastic.agent.health import HealthWatch, watch_health

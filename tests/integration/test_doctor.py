@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from elastic.agent.doctor import network
-from elastic.agent.doctor.check import CheckLevel
+from elastic.agent.doctor import CheckLevel, judge_clock
 from elastic.testing.local_cluster import LocalCluster
 from tests.metadata_server import nobody
 from tests.patience import DEADLINE_S
@@ -32,8 +31,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
 def doctor(tmp_path: Path, *args: str) -> tuple[int, dict[str, dict[str, Any]], str]:
     """Run the command; return its code, its checks by name, and what it wrote to stderr."""
     done = subprocess.run(
-        [sys.executable, "-m", "elastic.agent.cli", *args[:-1], "doctor", "-o", "json",
-         "--run-dir", str(tmp_path / "run"), *args[-1:]],
+        [sys.executable, "-m", "elastic.agent.cli", "--run-dir", str(tmp_path / "run"), *args,
+         "doctor", "-o", "json"],
         capture_output=True, text=True, timeout=DEADLINE_S, check=False,
     )  # fmt: skip
     checks = json.loads(done.stdout) if done.stdout.startswith("[") else []
@@ -88,4 +87,4 @@ def test_wrong_credentials_and_silence_are_failures_with_what_to_do(
 def test_clocks_are_compared_no_better_than_the_question_took(
     ahead_s: float, took_s: float, level: CheckLevel
 ) -> None:
-    assert network.judge_clock(ahead_s, took_s).level is level
+    assert judge_clock(ahead_s, took_s).level is level

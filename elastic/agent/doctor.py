@@ -1,0 +1,384 @@
+"""`elastic-agent doctor`: is this machine fit to be a node, and what to do where it is not.
+
+Rule: a check reads, or writes an empty file and takes it away again. Of others only the coordinator
+that was named is asked, and it registers nothing: the stream is opened, and ended before a word is
+said. One check that fails by an error of its own says so, and the others go on. The agent itself
+never imports torch: a child does, with a deadline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from elastic import __version__
+from elastic.agent.address import address_towards_any
+from elastic.agent.devices import find_devices
+from elastic.agent.health import MIB
+from elastic.agent.notices.choosing import find_names
+from elastic.core.messages import PROTOCOL
+from elastic.core.world import host_of
+from elastic.errors import CoordinatorUnreachable, ElasticError
+from elastic.runtime.access import Access, find_access
+from elastic.runtime.rpc import is_loopback, parse_endpoints
+from elastic.runtime.stream import open_stream
+from elastic.wire.codec_stream import ATTACH_METHOD
+
+PIPED_WIDTH = 500
+"""Columns where nobody looks: a line that is folded is lost to `grep`."""
+GIB = 1024 * MIB
+SHM_BYTES_MIN = 1 * GIB
+DISK_BYTES_WARN, DISK_BYTES_FAIL = 2 * GIB, 256 * MIB
+SKEW_WARN_S, SKEW_FAIL_S = 1.0, 60.0
+CONNECT_S = 5.0
+TORCH_S = 120.0
+GLOO_S = 20
+SCRIPT = f"""
+import json, os, sys, tempfile
+said = {{}}
+import torch
+said["torch"] = torch.__version__
+said["cuda"] = torch.version.cuda
+said["devices"] = torch.cuda.device_count() if torch.cuda.is_available() else 0
+try:
+    said["nccl"] = ".".join(map(str, torch.cuda.nccl.version())) if torch.version.cuda else None
+except Exception as error:
+    said["nccl"] = None
+os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+import datetime
+import torch.distributed as dist
+
+def reduce(rank, folder):
+    store = dist.FileStore(folder + "/store", 2)
+    timeout = datetime.timedelta(seconds={GLOO_S})
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timeout)
+    number = torch.tensor([rank + 1.0])
+    dist.all_reduce(number)
+    return number.item()
+
+with tempfile.TemporaryDirectory() as folder:
+    child = os.fork()
+    if child == 0:
+        try:
+            reduce(1, folder)
+        finally:
+            os._exit(0)
+    try:
+        said["gloo"] = "" if reduce(0, folder) == 3.0 else "a sum came out wrong"
+    except Exception as error:
+        said["gloo"] = str(error)
+        os.kill(child, 9)
+    os.waitpid(child, 0)
+print(json.dumps(said))
+sys.stdout.flush()
+os._exit(0)
+"""
+
+
+class CheckLevel(Enum):
+    """How bad it is."""
+
+    OK = "ok"
+    WARN = "warn"
+    """Training works, and something about it will surprise."""
+    FAIL = "fail"
+    """Training does not work here."""
+
+
+COLOURS = {CheckLevel.OK: "green", CheckLevel.WARN: "yellow", CheckLevel.FAIL: "red"}
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that was looked at.
+
+    Attributes:
+        name: of the thing, two or three words.
+        found: what is there, with its values.
+        fix: one line of what to do, "" where nothing is.
+    """
+
+    name: str
+    level: CheckLevel
+    found: str
+    fix: str = ""
+
+
+def ok(name: str, found: str) -> Check:
+    """Return a thing that is well."""
+    return Check(name, CheckLevel.OK, found)
+
+
+def warn(name: str, found: str, fix: str) -> Check:
+    """Return a thing that will surprise."""
+    return Check(name, CheckLevel.WARN, found, fix)
+
+
+def fail(name: str, found: str, fix: str) -> Check:
+    """Return a thing that keeps training from working."""
+    return Check(name, CheckLevel.FAIL, found, fix)
+
+
+# ------------------------------------------------------------------------- the machine
+
+
+def check_torch(num_gpus: int) -> list[Check]:
+    """Look at torch and gloo, and whether torch sees the GPUs that the driver shows."""
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", SCRIPT],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=TORCH_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return [fail("torch", f"not imported in {TORCH_S:.0f} s", "look at the disk it is on")]
+    lines = done.stdout.strip().splitlines()
+    if done.returncode or not lines:
+        text = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        return [
+            fail("torch", text[:300], f"pip install torch, in this environment: {sys.executable}")
+        ]
+    return judge_torch(json.loads(lines[-1]), num_gpus)
+
+
+def judge_torch(said: dict[str, Any], num_gpus: int) -> list[Check]:
+    """Say what the child found.
+
+    Args:
+        said: torch, cuda, nccl, devices and gloo ("" for well, else what went wrong).
+        num_gpus: how many the driver shows.
+    """
+    found = f"torch {said['torch']}"
+    if said["cuda"]:
+        found += f", CUDA {said['cuda']}, NCCL {said['nccl'] or 'absent'}"
+    if num_gpus and not said["devices"]:
+        text = f"{found}; it sees none of {num_gpus} GPUs"
+        checks = [fail("torch", text, "install a build for this driver's CUDA (nvidia-smi)")]
+    elif said["devices"] < num_gpus:
+        text = f"{found}; it sees {said['devices']} of {num_gpus} GPUs"
+        checks = [warn("torch", text, "look at CUDA_VISIBLE_DEVICES and nvidia-smi")]
+    else:
+        checks = [ok("torch", f"{found}, {said['devices']} GPUs")]
+    if said["gloo"]:
+        checks.append(fail("gloo", said["gloo"][:300], "let processes talk over loopback (lo)"))
+    else:
+        checks.append(ok("gloo", "two processes added numbers over loopback"))
+    return checks
+
+
+def check_shm() -> list[Check]:
+    """Look at shared memory, which DataLoader workers hand batches over in."""
+    path = Path("/dev/shm")
+    try:
+        usage = shutil.disk_usage(path)
+    except OSError as error:
+        return [fail("shared memory", f"{path}: {error.strerror}", f"mount a tmpfs at {path}")]
+    found = f"{path}: {gib(usage.free)} of {gib(usage.total)} free"
+    if usage.free < SHM_BYTES_MIN:
+        fix = "give the container more (docker --shm-size 8g; in Kubernetes an emptyDir in memory)"
+        return [warn("shared memory", found, fix)]
+    return [ok("shared memory", found)]
+
+
+def check_folder(name: str, folder: Path) -> list[Check]:
+    """Look whether a directory can be written to, and what its disk has left."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(b"x")
+            file.flush()
+        free = shutil.disk_usage(folder).free
+    except OSError as error:
+        fix = f"make it writable for uid {os.getuid()}, or choose another"
+        return [fail(name, f"{folder}: {error.strerror or error}", fix)]
+    found = f"{folder}: {gib(free)} free"
+    if free < DISK_BYTES_FAIL:
+        return [fail(name, found, "make room, or choose a directory on another disk")]
+    if free < DISK_BYTES_WARN:
+        return [warn(name, found, "make room: the output of workers goes there")]
+    return [ok(name, found)]
+
+
+def gib(amount: int) -> str:
+    """Return bytes for people."""
+    return f"{amount / GIB:.1f} GiB"
+
+
+# ------------------------------------------------------------------- the network
+
+
+def check_address(host: str, endpoints: tuple[str, ...]) -> list[Check]:
+    """Look at the address under which other nodes are to reach this one."""
+    try:
+        address = host or (address_towards_any(endpoints) if endpoints else "")
+    except CoordinatorUnreachable as error:
+        return [fail("address", str(error), "check the network and the name in --coord")]
+    if not address:
+        return [ok("address", "chosen by the route to the coordinator; none was named")]
+    try:
+        with socket.create_server((address, 0)) as server:
+            port = server.getsockname()[1]
+    except OSError as error:
+        fix = "name an address of this machine with --host, or leave it out"
+        return [fail("address", f"{address}: {error.strerror or error}", fix)]
+    is_local = is_loopback(address)
+    is_far = any(not is_loopback(host_of(endpoint)) for endpoint in endpoints)
+    if is_local and is_far:
+        fix = "name an address that other nodes reach with --host"
+        return [fail("address", f"{address}, and the coordinator is elsewhere", fix)]
+    more = " (this machine only)" if is_local else ""
+    return [ok("address", f"{address}{more}, port {port} was free")]
+
+
+def check_coordinator(endpoint: str, flags: Mapping[str, str]) -> list[Check]:
+    """Look whether the coordinator lets this agent in, and has the same time.
+
+    Args:
+        endpoint: "host:port".
+        flags: of the agent; they name what it would show.
+    """
+    single = {kind: flags[f"tls_{kind}"] for kind in ("cert", "key", "ca")}
+    try:
+        access = find_access(flags["token_file"], folder=flags["tls_dir"], **single)
+    except ElasticError as error:
+        return [fail("credentials", str(error), "see the text")]
+    name = f"coordinator {endpoint}"
+    try:
+        took_s, ahead_s = asyncio.run(ask_for_time(endpoint, access))
+    except CoordinatorUnreachable as error:
+        fix = "start it (elastic-coord serve), or check address, route and firewall"
+        return [fail(name, str(error), fix)]
+    except ElasticError as error:
+        fix = "see the text; 'elastic-coord serve' logs each refusal too"
+        return [fail(name, str(error), fix)]
+    checks = [ok(name, f"lets this agent in, protocol {PROTOCOL}, {took_s * 1e3:.0f} ms")]
+    return checks if ahead_s is None else [*checks, judge_clock(ahead_s, took_s)]
+
+
+async def ask_for_time(endpoint: str, access: Access) -> tuple[float, float | None]:
+    """Return how long it took to be let in, and how far our clock is ahead, None if it says none.
+
+    Raises:
+        ElasticError: it is not there, or refuses this agent.
+    """
+    began = time.monotonic()
+    stream = await open_stream(endpoint, ATTACH_METHOD, access=access, timeout_s=CONNECT_S)
+    try:
+        took_s = time.monotonic() - began
+        theirs_ns = await stream.server_time_ns()
+        return took_s, None if theirs_ns is None else (time.time_ns() - theirs_ns) / 1e9
+    finally:
+        await stream.close()
+
+
+def judge_clock(ahead_s: float, took_s: float) -> Check:
+    """Say what a clock that is ahead (or behind, below 0) of the coordinator's means.
+
+    Args:
+        ahead_s: ours less theirs.
+        took_s: what the question took: the measurement is no better.
+    """
+    off_s = max(0.0, abs(ahead_s) - took_s)
+    side = "ahead of" if ahead_s > 0 else "behind"
+    found = f"{off_s:.1f} s {side} the coordinator's" if off_s >= SKEW_WARN_S else "agree"
+    fix = "run chrony or ntpd on both machines"
+    if off_s >= SKEW_FAIL_S:
+        return fail("clocks", found, f"{fix}: certificates and tokens have dates")
+    if off_s >= SKEW_WARN_S:
+        return warn("clocks", found, f"{fix}: logs of the two cannot be compared")
+    return ok("clocks", found)
+
+
+# ------------------------------------------------------------------------- the command
+
+
+@click.command()
+@click.option("-o", "--output", type=click.Choice(["text", "json"]), default="text")
+@click.pass_context
+def doctor(context: click.Context, /, output: str) -> None:
+    """Look whether this machine is fit to be a node; say what to do where it is not.
+
+    With the agent's own flags, before its name (elastic-agent --coord HOST:PORT doctor), and its
+    variables. Exit 0 if nothing fails, 1 otherwise; warnings do not count.
+    """
+    flags = {name: str(value or "") for name, value in (context.find_root().params or {}).items()}
+    default = Path(tempfile.gettempdir()) / f"elastic-{os.getuid()}"
+    folders = {"run directory": flags["run_dir"] or default, "log directory": flags["log_dir"]}
+    try:
+        endpoints = parse_endpoints(flags["coord"]) if flags["coord"] else ()
+    except ElasticError as error:
+        raise click.UsageError(str(error)) from error
+    devices = find_devices(os.environ.get("CUDA_VISIBLE_DEVICES"))
+    gpus = f"{len(devices.entries)} {devices.accelerator_type}".strip()
+    notices = ", ".join(find_names(os.environ)) or "none found; --notices names others"
+    checks = [
+        ok("version", f"elastic-torch {__version__}, Python {sys.version.partition(' ')[0]}"),
+        ok("devices", f"{gpus} ({devices.reason})" if devices.entries else devices.reason),
+        ok("notices", notices),
+    ]
+    steps: list[tuple[str, Callable[[], list[Check]]]] = [
+        ("torch", partial(check_torch, len(devices.entries))),
+        ("shared memory", check_shm),
+        *(
+            (name, partial(check_folder, name, Path(path).absolute()))
+            for name, path in folders.items()
+            if path
+        ),
+        ("address", partial(check_address, flags["host"], endpoints)),
+        *(
+            (f"coordinator {endpoint}", partial(check_coordinator, endpoint, flags))
+            for endpoint in endpoints
+        ),
+    ]
+    for name, step in steps:
+        try:
+            checks += step()
+        except Exception as error:
+            checks.append(fail(name, f"{type(error).__name__}: {error}", "tell us: this is a bug"))
+    if output == "json":
+        click.echo(json.dumps([as_dict(check) for check in checks], indent=2))
+    else:
+        print_checks(checks, Console(width=None if sys.stdout.isatty() else PIPED_WIDTH))
+    sys.exit(any(check.level is CheckLevel.FAIL for check in checks))
+
+
+def print_checks(checks: list[Check], console: Console) -> None:
+    """Print a table for people, with what to do under what is wrong."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in ("check", "", "found"):
+        table.add_column(column, overflow="fold")
+    for check in checks:
+        level = f"[{COLOURS[check.level]}]{check.level.value}[/]"
+        table.add_row(check.name, level, escape(check.found))
+        if check.fix:
+            table.add_row("", "", f"[bold]to do:[/] {escape(check.fix)}")
+    console.print(table)
+    counts = Counter(check.level for check in checks)
+    console.print(", ".join(f"{counts[level]} {level.value}" for level in CheckLevel))
+
+
+def as_dict(check: Check) -> dict[str, str]:
+    """Return a check for programs."""
+    return {"check": check.name, "level": check.level.value, "found": check.found, "fix": check.fix}
