@@ -306,7 +306,7 @@ class CopyHost:
         self._copying.timeline.after(POLL_NS, self._check_at_rows, order, last, failing_ns)
 
     def _holder(self, order: Replicate) -> CopyHost | None:
-        return self._copying.reach(self.node_id, order.address, order.fingerprint)
+        return self._copying.reach(order.address, order.fingerprint)
 
     def _check(self, order: Replicate, last: Age | None, failing_ns: int) -> None:
         """Push what is newer than what was pushed, and look again; ends with its order."""
