@@ -88,6 +88,7 @@ ENVIRONMENT_READERS: dict[str, str] = {
     "elastic/worker/process/error_file.py": "names the file that torch's @record writes",
     "elastic/worker/process/script_zygote.py": "notices what asks for a place during imports",
     "elastic/worker/process/early_run.py": "notices when user code asks for its place early",
+    "elastic/agent/doctor.py": "elastic-agent doctor: a process starts here",
     "elastic/client/embedded.py": "hands on what is not said of the daemons of other clusters",
     "elastic/testing/local_cluster.py": "hands its own environment on to the daemons it starts",
     "elastic/worker/process/validation_process.py": "a process starts here",
