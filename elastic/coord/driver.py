@@ -47,7 +47,7 @@ from elastic.core.events.coordinator import (
 from elastic.core.events.shared import Note, Tick
 from elastic.core.messages import AgentMessage, Hello, Welcome
 from elastic.core.view import ClusterView
-from elastic.core.world import JobId
+from elastic.core.world import JobId, Member
 from elastic.errors import Unavailable
 from elastic.runtime.clock import Clock
 from elastic.runtime.eventlog import EventLog, note_text
@@ -85,6 +85,10 @@ class Machine(Protocol):
         """Return all that status shows."""
         ...
 
+    def first_member(self, job_id: JobId) -> Member | None:
+        """Return rank 0 of a job's group, None while it has no group that trains."""
+        ...
+
 
 class Driver:
     """Runs a machine: events in, effects out.
@@ -108,7 +112,7 @@ class Driver:
         self.sessions = Sessions()
         self.watchers = Watchers(clock)
         self.commits = Histogram()
-        self._history = RunHistory(self.watchers, self.sessions)
+        self._history = RunHistory(self.watchers, self.sessions, machine.first_member)
         self._machine = machine
         self._journal = journal
         self._clock = clock
@@ -392,7 +396,7 @@ class Driver:
         if self._event_log is not None:
             self._event_log.write(note)
         self.watchers.tell(note)
-        self._history.tell(JobId(note.job_id))
+        self._history.send_new(JobId(note.job_id))
 
     async def _persist(self, effect: Persist) -> None:
         """Return when the records are durable, however long that takes."""

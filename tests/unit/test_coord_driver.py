@@ -38,7 +38,7 @@ from elastic.core.messages import (
     Welcome,
 )
 from elastic.core.view import ClusterView
-from elastic.core.world import JobId, Node, NodeId, WorkerId
+from elastic.core.world import JobId, Member, Node, NodeId, WorkerId
 from elastic.errors import InvariantViolation
 from elastic.runtime.clock import SystemClock
 from elastic.store.memory import memory_store
@@ -69,6 +69,9 @@ class ScriptedMachine:
 
     def view(self, now_ns: int) -> ClusterView:
         return ClusterView(now_ns, (), ())
+
+    def first_member(self, job_id: JobId) -> Member | None:
+        return None
 
 
 async def stopped(machine: ScriptedMachine, *, events_max: int = 100) -> tuple[Driver, Weak]:

@@ -173,6 +173,8 @@ class Site:
                 yield f"data: {message}\n\n"
             if page.charts and changes.budget > 0:
                 _, _, history = await self._find(request)
+                if number > history.number:  # Of a coordinator that led before this one.
+                    number = 0
                 recent = [point for point in history.recent if point[0] > number]
                 if recent:
                     number = recent[:POINTS_PER_TICK][-1][0]

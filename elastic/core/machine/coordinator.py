@@ -53,7 +53,7 @@ from elastic.core.machine.restoring import restore
 from elastic.core.messages import ProbeAck, Progress, Pulse
 from elastic.core.policy import placement
 from elastic.core.view import ClusterView
-from elastic.core.world import JobPhase, Node, NodeId, NodePhase
+from elastic.core.world import JobId, JobPhase, Member, Node, NodeId, NodePhase
 from elastic.errors import InvariantViolation, check
 
 HOLD_AFTER_RESTART_S = 2.0
@@ -129,6 +129,11 @@ class CoordinatorMachine:
             tuple(job.view(now_ns) for job in self._cluster.jobs.values()),
             self._cluster.book.record().cordons,
         )
+
+    def first_member(self, job_id: JobId) -> Member | None:
+        """Return rank 0 of a job's group, None while it has no group that trains."""
+        job = self._cluster.jobs.get(job_id)
+        return job.group.members[0] if job is not None and job.is_open and job.group else None
 
     def _take(self, event: CoordinatorEvent) -> None:
         cluster = self._cluster
