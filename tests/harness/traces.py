@@ -8,6 +8,7 @@ travels with the next step, may be a step older: whoever knew it may be lost.
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -22,6 +23,8 @@ Line = Mapping[str, Any]
 Place = tuple[int, int]
 """Epoch, and the step of it that comes next."""
 POLL_S = 0.02
+LEAD_MAX = 200
+"""Steps; an undisturbed run that is further ahead of what was asked for pauses."""
 
 
 class TraceDiffers(ElasticError):
@@ -121,7 +124,9 @@ class Reference:
         ]
         self._process: subprocess.Popen[bytes] | None = None
         self._lines: dict[Place, Line] = {}
+        self._asked: set[Place] = set()
         self._read_bytes = 0
+        self._is_paused = False
 
     def __enter__(self) -> Reference:
         """Start it."""
@@ -145,14 +150,23 @@ class Reference:
 
     def line(self, place: Place) -> Line:
         """Return the line of a step, once the run has come to it."""
+        self._asked.add(place)
         while place not in self._lines:
+            self._pause(False)
             is_over = self._process is None or self._process.poll() is not None
             self._read_on()
             if is_over and place not in self._lines:
                 log = (self._directory / "log").read_text()
                 raise TraceDiffers(f"the undisturbed run has no step {place}: {log[-2000:]}")
             time.sleep(POLL_S)
+        self._pause(len(self._lines) - len(self._asked) > LEAD_MAX)
         return self._lines[place]
+
+    def _pause(self, is_paused: bool) -> None:
+        """Leave the processor to those who are compared with this run, or go on."""
+        if self._process is not None and self._is_paused is not is_paused:
+            self._process.send_signal(signal.SIGSTOP if is_paused else signal.SIGCONT)
+            self._is_paused = is_paused
 
     def _read_on(self) -> None:
         """Take what was written since the last look; all of it again would slow the run down."""
