@@ -59,7 +59,10 @@ def test_a_run_with_two_kills_tells_all_of_it(cluster: LocalCluster, tmp_path: P
     job_id = submitted(cluster, tmp_path)
     killed = [kill(cluster, job_id, rank) for rank in (1, 0)]
 
-    # While it trains: how fast, and who.
+    # While it trains: how fast, and who. A first sample has no rate yet.
+    cluster.wait(
+        job_id, lambda view: view.telemetry.per_second(view.telemetry.steps) > 0, "a rate of steps"
+    )
     shown = json.loads(elastic(cluster, "status", job_id, "--json"))
     assert shown["telemetry"]["steps_per_s"] > 0
     assert {worker["rank"] for worker in shown["workers"]} == set(range(WORKERS))

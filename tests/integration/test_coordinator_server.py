@@ -219,7 +219,7 @@ async def test_a_drained_node_is_released_and_leaves(coordinator: Coordinator) -
         (
             (("authorization", "Bearer secret-word"), ("elastic-protocol", "2.0")),
             "FAILED_PRECONDITION",
-            "install the same major version",
+            "install the same version",
         ),
     ],
     ids=["no-token", "wrong-token", "no-bearer", "no-version", "other-major"],
