@@ -56,7 +56,7 @@ class AbortableWait:
         Args:
             real: torch's own.
             work: which.
-            *args: a timeout, if the caller has one: he gets what torch makes of it.
+            *args: a timeout, if the caller has one; torch's own wait then handles it.
             **named: the same.
 
         Raises:
@@ -64,14 +64,14 @@ class AbortableWait:
         """
         life = self._life()
         if life is None or args or named or not c10d.all_by_gloo():
-            # NCCL's works look the same, and their time is the device's.
+            # NCCL works look the same, but complete on the device.
             return real(work, *args, **named)
         if work._get_op_type() in MESSAGES:
             return self._in_another_thread(life, lambda: _each(real, [work], life.timeout))
         return _in_slices(life, real, work)
 
     def wait_messages(self, real: Wait, works: Sequence[Any]) -> None:
-        """Wait for messages that gloo carries, one after the other, whatever else there is.
+        """Wait for messages that gloo carries, one after the other, whatever the backend.
 
         Raises:
             RuntimeError: one failed, or the group is over.
@@ -104,20 +104,20 @@ def _in_slices(life: GroupResources, real: Wait, work: Any) -> Any:
             return real(work, SLICE)
         except RuntimeError:
             if work.is_completed():
-                return real(work)  # Its own error, or it was done in this moment.
+                return real(work)  # Its own error, or it completed just now.
             if time.monotonic() - began < SLICE_S / 2:
-                raise  # Not for the end of the slice.
+                raise  # An error, not the end of the slice.
             if over.is_certain():
                 raise over.error() from None
 
 
 def _each(real: Wait, works: Sequence[Any], *timeout: timedelta) -> bool:
-    """Wait for messages; without a timeout gloo gives up after that with which the group formed."""
+    """Wait for messages; without a timeout gloo uses the one that the group was formed with."""
     return all([real(work, *timeout) for work in works])  # noqa: C419 - each, whatever it returns
 
 
 class _Over:
-    """Whether nothing of a life can end a wait any more."""
+    """Whether nothing can complete a wait of this group any more."""
 
     def __init__(self, life: GroupResources) -> None:
         self._life = life
@@ -143,14 +143,14 @@ class CallResult:
         self.error: BaseException | None = None
 
     def take(self) -> Any:
-        """Return it, or raise it."""
+        """Return the value, or raise the error."""
         if self.error is not None:
             raise self.error
         return self.value
 
 
 class WaitThread:
-    """A thread that makes calls for one other, who may leave it behind in one of them."""
+    """A thread that makes blocking calls for another thread, which may abandon it in one."""
 
     def __init__(self) -> None:
         """Start it."""
@@ -167,11 +167,11 @@ class WaitThread:
         return answer
 
     def leave(self) -> None:
-        """Let the thread end when its call does."""
+        """Let the thread end once its current call returns."""
         self._calls.put(None)
 
     def __del__(self) -> None:
-        """The thread that asked is gone."""
+        """Let the thread end: the thread that used it is gone."""
         self._calls.put(None)
 
 

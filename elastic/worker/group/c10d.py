@@ -1,12 +1,12 @@
 """The private parts of torch.distributed that forming groups in a running process needs.
 
 Rule: each name is looked up once, by `parts()`, and a torch that lacks one is refused with what to
-install. All private names of torch stand in `torch_names`.
+install. All private names of torch are listed in `torch_names`.
 
-Three seams are enough. `ProcessGroupGloo`, as torch's own group builder sees it, is where each
-group (the default one, `new_group`, a device mesh) makes its sockets. `init_process_group` and
+Three patched names are enough. `ProcessGroupGloo`, as torch's own group builder sees it, is where
+each group (the default one, `new_group`, a device mesh) makes its sockets. `init_process_group` and
 `destroy_process_group` are what a script written for torchrun calls at its start and end.
-`Work.wait` is where Python waits for other ranks (see `waits`).
+`Work.wait` is where Python waits for other ranks (see `abortable_wait`).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ MAPS = (
 """What torch's own destroy_process_group empties."""
 
 PARTS_MAX, PART_RANKS_MAX = 64, 8192
-"""Of what a worker tells of groups within its group, twice a second while it waits."""
+"""Limits of what a waiting worker reports of its subgroups, twice a second."""
 
 NCCL_ENVIRONMENT = {
     # 2: an error in a collective ends its communicator, never the process (1 and 3 do).
@@ -54,7 +54,7 @@ NCCL_ENVIRONMENT = {
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     "TORCH_NCCL_PROPAGATE_ERROR": "0",
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
-    # The blocking kind cannot be aborted while it connects.
+    # A blocking communicator cannot be aborted while it connects.
     "TORCH_NCCL_USE_COMM_NONBLOCKING": "1",
 }
 """Read by torch when it makes an NCCL group."""
@@ -118,13 +118,13 @@ def look_up(owner: Any, name: str) -> Any:
 
 
 def forget_all_groups() -> list[Any]:
-    """Put torch.distributed back to where a fresh process stands; nothing is destroyed.
+    """Reset torch.distributed to the state of a fresh process; nothing is destroyed.
 
-    `destroy_process_group` waits 10 ms for each connection. What counts is that survivors and
-    newcomers agree on `group_count`: it is part of every store key of the groups to come.
+    `destroy_process_group` waits 10 ms for each connection. Survivors and newcomers must agree on
+    `group_count`, which is part of every store key of later groups, so it starts at 0 again.
 
     Returns:
-        What torch referred to, for the caller to let go of where it may take its time.
+        The objects that torch referred to. Releasing them is slow; do it in the background.
     """
     found = parts()
     groups: list[Any] = list(found.world.pg_map)
@@ -143,7 +143,7 @@ def forget_all_groups() -> list[Any]:
 
 
 _meshes: dict[int, weakref.ref[Any]] = {}
-"""The device meshes of this process, by identity: by value old ones equal new ones."""
+"""The device meshes of this process by identity, since an old one may equal a new one."""
 
 
 def _note_mesh(mesh: Any) -> None:
@@ -152,32 +152,32 @@ def _note_mesh(mesh: Any) -> None:
 
 
 def _outdate_meshes() -> None:
-    """Have the meshes of groups that are forgotten differ from all that are to come.
+    """Make the meshes of dropped groups unequal to all later ones.
 
-    What torch remembers of a tensor's layout names its mesh, and with it our rank and our groups as
-    they were. It is looked up by mesh, and two of the same shape are equal for torch: after a group
-    has changed a rank would then talk in a group that is gone, or for another rank.
+    torch caches layouts of tensors by mesh, and a layout names our rank and our groups. Two meshes
+    of the same shape are equal for torch: after a change of groups a rank would communicate in a
+    group that is gone, or as another rank.
     """
     while _meshes:
         mesh = _meshes.popitem()[1]()
         if mesh is not None:
-            mesh._thread_id = (mesh._thread_id, id(mesh))  # Compared, and no part of a kept hash.
+            mesh._thread_id = (mesh._thread_id, id(mesh))  # Part of __eq__, not of the cached hash.
     if "torch.distributed.tensor" in sys.modules:
         debug = importlib.import_module("torch.distributed.tensor.debug")
-        # Since it is never found any more, for the sake of memory alone.
+        # Entries of the old meshes are never found again; clearing only saves memory.
         getattr(debug, "_clear_sharding_prop_cache", lambda: None)()
 
 
 def all_groups() -> list[Any]:
-    """Return the process groups that torch knows now, newest first; any thread."""
+    """Return torch's process groups, newest first; any thread."""
     return list(parts().world.pg_map)[::-1]
 
 
 def issued() -> tuple[int, ...]:
     """Return how many collectives each group of this process has begun; any thread.
 
-    As torch counts them, -1 for a backend that does not count; other numbers, too, once groups are
-    made or forgotten.
+    As torch counts them; -1 for a backend that does not count. The numbers also change when groups
+    are made or dropped.
     """
     numbers = []
     for group in all_groups():
@@ -189,10 +189,10 @@ def issued() -> tuple[int, ...]:
 
 
 def begun_in_parts() -> tuple[tuple[str, tuple[int, ...], int], ...]:
-    """Return name, ranks and number of collectives begun of each group that has not all ranks.
+    """Return name, ranks and number of collectives begun of each subgroup; any thread.
 
-    Any thread. Empty if they are many, or one of them does not count: nothing follows from a part.
-    In the group of all ranks we send messages of our own, which torch counts too.
+    Empty if there are too many to report, or a backend does not count: an incomplete list proves
+    nothing. The group of all ranks is left out, because torch counts our own messages in it too.
     """
     world = parts().world
     size, found = len(all_ranks_of(world.default_pg)), []
@@ -220,7 +220,7 @@ def all_ranks_of(group: Any) -> tuple[int, ...]:
 
 @contextmanager
 def same_excepthook() -> Iterator[None]:
-    """Undo what init_process_group does to sys.excepthook: it wraps it once more each time."""
+    """Restore sys.excepthook, which init_process_group wraps once more at each call."""
     hook = sys.excepthook
     try:
         yield
@@ -228,18 +228,18 @@ def same_excepthook() -> Iterator[None]:
         sys.excepthook = hook
 
 
-# ------------------------------------------------------------------------------------------ seams
+# ---------------------------------------------------------------------------------------- patches
 
 
 class GlooBuilder:
-    """Stands where torch's group builder looks for ProcessGroupGloo; `make` builds instead.
+    """Replaces ProcessGroupGloo in torch's group builder; `make` builds the backend.
 
-    torch also asks `isinstance(backend, ProcessGroupGloo)`, and others read attributes of it;
-    both are answered by the real class.
+    torch also asks `isinstance(backend, ProcessGroupGloo)`, and reads attributes of it; both are
+    forwarded to the real class.
     """
 
     def __init__(self, real: Any, make: Callable[..., Any]) -> None:
-        """Keep the class, and what is called in its place: make(real, store, rank, size, s)."""
+        """Store the real class, and its replacement: make(real, store, rank, size, timeout_s)."""
         self._real = real
         self._make = make
 
@@ -258,10 +258,10 @@ class GlooBuilder:
 
 
 class WaitHook(Protocol):
-    """What waits for works in torch's place; see `waits.Waits`."""
+    """Waits for works in place of torch; see `abortable_wait.AbortableWait`."""
 
     def wait(self, real: Callable[..., Any], work: Any, *args: Any, **named: Any) -> Any:
-        """Wait for a work, as torch's `Work.wait` does, which is `real`."""
+        """Wait for a work, as torch's `Work.wait` (`real`) does."""
         ...
 
     def wait_messages(self, real: Callable[..., Any], works: Sequence[Any]) -> None:
@@ -271,7 +271,7 @@ class WaitHook(Protocol):
 
 @dataclass(frozen=True)
 class DefaultGroup:
-    """The default group that a script finds when it asks for one."""
+    """The default group that a script gets from `init_process_group`."""
 
     rank: int
     world_size: int
@@ -279,7 +279,7 @@ class DefaultGroup:
 
 
 class TorchPatches:
-    """Puts ours in torch's places, and torch's own back."""
+    """Replaces functions of torch with ours, and restores them."""
 
     def __init__(
         self,
@@ -306,7 +306,7 @@ class TorchPatches:
         self.init_process_group = dist.init_process_group
 
     def install(self) -> None:
-        """Take the places."""
+        """Install the replacements."""
         found = parts()
         self._put(distributed_c10d, "ProcessGroupGloo", GlooBuilder(found.gloo, self._make_gloo))
         for name, ours in (
@@ -342,7 +342,7 @@ class TorchPatches:
         _messages.append(wait_messages)
 
     def remove(self) -> None:
-        """Give the places back."""
+        """Restore torch's own functions."""
         if self._wait_messages in _messages:
             _messages.remove(self._wait_messages)
         while self._undo:
@@ -391,11 +391,11 @@ class TorchPatches:
 
 
 _messages: list[Callable[[Sequence[Any]], None]] = []
-"""How to wait for messages, while our own waits stand."""
+"""The installed replacements for waiting for messages."""
 
 
 def wait_messages(works: Sequence[Any]) -> None:
-    """Wait for messages that gloo carries, whatever else carries tensors in this group.
+    """Wait for messages that gloo carries, also in a group whose collectives NCCL carries.
 
     Raises:
         RuntimeError: one failed, or the group is over.
@@ -413,9 +413,9 @@ def wait_messages(works: Sequence[Any]) -> None:
 def start_nccl_aborts(groups: list[Any]) -> list[threading.Thread]:
     """Abort every NCCL communicator of these groups, each in a thread of its own.
 
-    One after the other can deadlock: an abort waits for kernels that wait for a peer that has
-    not yet aborted its other communicator. Never followed by destroy: once one member aborts, a
-    clean end is not to be had.
+    Aborting one after the other can deadlock: an abort waits for kernels that wait for a peer that
+    has not yet aborted its other communicator. Never followed by destroy: once one member aborts,
+    a clean shutdown is impossible.
 
     Returns:
         The threads, to be joined before new communicators are made.
@@ -433,7 +433,7 @@ def start_nccl_aborts(groups: list[Any]) -> list[threading.Thread]:
 
 
 def any_nccl_error(groups: list[Any]) -> bool:
-    """Return whether a communicator of these groups has met an error."""
+    """Return whether a communicator of these groups has failed."""
     for group in groups:
         backend = _nccl_backend(group)
         ask = getattr(backend, "get_error", None)
@@ -443,17 +443,17 @@ def any_nccl_error(groups: list[Any]) -> bool:
             if getattr(ask(), "name", "SUCCESS") != "SUCCESS":
                 return True
         except RuntimeError:
-            return True  # the communicator is past answering
+            return True  # the communicator cannot answer any more
     return False
 
 
 def default_group() -> Any:
-    """Return the process group that stands."""
+    """Return torch's default process group."""
     return distributed_c10d._get_default_group()
 
 
 def has_nccl(group: Any) -> bool:
-    """Return whether a group carries tensors of a device by NCCL."""
+    """Return whether a group carries device tensors by NCCL."""
     return _nccl_backend(group) is not None
 
 

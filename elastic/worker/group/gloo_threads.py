@@ -1,8 +1,8 @@
-"""The threads in which gloo carries out collectives, as the kernel sees them.
+"""The threads in which gloo carries out collectives, as seen in /proc.
 
-torch names them, and neither it nor gloo says what they do. A thread that waits for a peer waits
-with the group's timeout, an idle one without; and whoever copies or adds up uses the processor.
-One that waits for a lock of another thread's for a moment looks idle, too.
+torch gives them a name, but neither it nor gloo reports what they do. A thread that waits for a
+peer sleeps in futex with the group's timeout, an idle one without; one that copies or adds up uses
+CPU time. A thread that waits briefly for a lock looks idle, too.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from dataclasses import dataclass
 
 NAME = "pt_gloo_runloop"
 FUTEX = {"x86_64": ("202", "219"), "aarch64": ("98", "128")}
-"""Numbers of futex, and of what the kernel calls it that goes on after a stop (restart_syscall)."""
+"""System call numbers of futex and restart_syscall (a futex wait continued after a stop)."""
 TIMEOUT_ARGUMENT = 4
-"""Of futex(address, operation, value, timeout, ...), counted with the call's number as 0."""
+"""Index in /proc's `syscall` line: 0 is the call's number, then futex(address, operation, ...)."""
 BLIND_S = 1.0
-"""How long whoever cannot see waits instead."""
+"""How long to wait where the threads cannot be observed."""
 
 
 @dataclass(frozen=True)
@@ -26,10 +26,10 @@ class ThreadSample:
     """A thread at one moment.
 
     Attributes:
-        number: of the thread.
-        cpu_ns: what it has had of the processor.
-        sleeps: it waits for something in a futex.
-        has_timeout: not for ever.
+        number: thread id.
+        cpu_ns: CPU time used so far.
+        sleeps: waits in a futex.
+        has_timeout: that wait has a timeout.
     """
 
     number: int
@@ -39,7 +39,7 @@ class ThreadSample:
 
 
 def numbers_of_gloo() -> frozenset[int]:
-    """Return the numbers of the threads in which gloo carries out collectives, of all groups."""
+    """Return the ids of the threads in which gloo carries out collectives, of all groups."""
     found = set()
     for name in os.listdir("/proc/self/task"):
         try:
@@ -51,7 +51,7 @@ def numbers_of_gloo() -> frozenset[int]:
 
 
 def check_at(numbers: Set[int]) -> tuple[ThreadSample, ...] | None:
-    """Return what these threads do, without those that have ended; None if it cannot be told."""
+    """Sample these threads, without those that have ended; None where /proc does not show them."""
     futex = FUTEX.get(os.uname().machine)
     if futex is None:
         return None
@@ -62,7 +62,7 @@ def check_at(numbers: Set[int]) -> tuple[ThreadSample, ...] | None:
             spent = int(_read(number, "schedstat").split()[0])
         except (FileNotFoundError, ProcessLookupError):
             if os.path.exists(f"/proc/self/task/{number}/comm"):
-                return None  # This kernel does not tell.
+                return None  # This kernel hides it.
             continue
         except (OSError, ValueError, IndexError):
             return None
@@ -73,7 +73,7 @@ def check_at(numbers: Set[int]) -> tuple[ThreadSample, ...] | None:
 
 
 def wait_for_peers(numbers: Set[int]) -> bool:
-    """Return whether none of these threads does anything, and one waits for a peer."""
+    """Return whether all of these threads sleep, and at least one waits for a peer."""
     seen = check_at(numbers) or ()
     return all(one.sleeps for one in seen) and any(one.has_timeout for one in seen)
 
@@ -85,15 +85,15 @@ def sleeps_for_ever(number: int) -> bool:
 
 
 class IdleDetector:
-    """Whether threads have done nothing for a while: none copies, adds up or begins."""
+    """Detects that threads have done nothing for a while: none copies, adds up or begins."""
 
     def __init__(self, numbers: Set[int], *, are_all: bool = False) -> None:
-        """Nothing has been seen.
+        """Begin without a sample.
 
         Args:
-            numbers: of the threads. Where none is found there may be some all the same, which
-                cannot be told from others: torch 2.9 names none.
-            are_all: there are no others, also if these are none.
+            numbers: thread ids. If empty, there may still be threads that cannot be told from
+                others, because torch 2.9 names none.
+            are_all: there are no others, even if `numbers` is empty.
         """
         self._numbers = numbers
         self._is_blind = not (numbers or are_all)
@@ -101,7 +101,7 @@ class IdleDetector:
         self._since = 0.0
 
     def lasts(self, seconds: float) -> bool:
-        """Take a look; return whether all looks of so many seconds have shown the same."""
+        """Take a sample; return whether all samples of so many seconds were equal and asleep."""
         now, seen = time.monotonic(), check_at(self._numbers)
         if seen is None or self._is_blind:
             self._since = self._since or now

@@ -212,7 +212,7 @@ class ProcessGroups:
     def spec(self) -> GroupSpec | None:
         """The place in the group that stands, None while there is none."""
         life = self._life
-        return life.spec if life is not None and life.stands else None
+        return life.spec if life is not None and life.is_formed else None
 
     @property
     def store(self) -> PrefixStore:
@@ -222,7 +222,7 @@ class ProcessGroups:
             GroupError: no group stands.
         """
         life = self._life
-        if life is None or life.store is None or not life.stands:
+        if life is None or life.store is None or not life.is_formed:
             raise GroupError("no group stands, so there is no store; form one first")
         return PrefixStore(f"{_prefix(life.spec)}/elastic", life.store)
 
@@ -297,7 +297,7 @@ class ProcessGroups:
                 world_size=spec.world_size,
                 timeout=timedelta(seconds=spec.timeout_s),
             )
-        life.stands = True
+        life.is_formed = True
 
     def _make_gloo(self, real: Any, store: Any, rank: int, size: int, timeout_s: float) -> Any:
         """Build a gloo backend on this generation's device; called by torch, for every group."""
@@ -314,7 +314,7 @@ class ProcessGroups:
                     "an epoll set watches), so a broken group could not be aborted; run on Linux, "
                     "with GLOO_DEVICE_TRANSPORT unset or TCP"
                 )
-        limit_s = min(timeout_s, life.spec.form_timeout_s if life.stands else life.left_s())
+        limit_s = min(timeout_s, life.spec.form_timeout_s if life.is_formed else life.left_s())
         options = c10d.parts().gloo_options()
         options._devices = [life.device]
         options._timeout = timedelta(seconds=limit_s)
@@ -332,7 +332,7 @@ class ProcessGroups:
         try:
             backend = self._left_behind_if_need_be(life, build, limit_s)
         except GroupError as error:
-            if not life.stands:
+            if not life.is_formed:
                 raise  # `form` says whose it is
             raise GroupError(f"{life.spec}: a subgroup was not formed: {error}") from error
         finally:

@@ -1,8 +1,8 @@
 """The connections of one generation, from the first attempt to form to the last reference.
 
 Rule: `abort` may be called from any thread at any time. After it no thread of this generation
-blocks on a peer, except in waits that gloo never wakes (see `waits`). Teardown takes up to 10 ms
-for each connection, so the reaper thread does it in the background.
+blocks on a peer, except in waits that gloo never wakes (see `abortable_wait`). Teardown takes up to
+10 ms for each connection, so the reaper thread does it in the background.
 """
 
 from __future__ import annotations
@@ -61,18 +61,18 @@ class GlooBackend:
 
 @dataclass
 class GroupResources:
-    """What there is to cut when a generation ends.
+    """What has to be cut and released when a generation ends.
 
     Attributes:
-        generation: whose life this is.
-        deadline: `time.monotonic()` by which the group must stand.
+        generation: number of the group.
+        deadline: `time.monotonic()` by which the group must be formed.
         spec: the `GroupSpec`, for messages.
         store: the group's store, once the leader has answered.
         device: gloo's device; all groups of a generation share one, and no two generations do.
         loop: the device's event loop.
-        stands: the default group is formed.
-        aborted: it is over.
-        threads: numbers of the threads in which gloo carries out its collectives.
+        is_formed: the default group is formed.
+        aborted: the group is over.
+        threads: ids of the threads in which gloo carries out its collectives.
     """
 
     generation: int
@@ -81,7 +81,7 @@ class GroupResources:
     store: Any = None
     device: Any = None
     loop: GlooEpoll | None = None
-    stands: bool = False
+    is_formed: bool = False
     aborted: bool = False
     threads: frozenset[int] = frozenset()
     _backends: list[GlooBackend] = field(default_factory=list)
@@ -94,16 +94,16 @@ class GroupResources:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def left_s(self) -> float:
-        """Return the seconds left for forming, at least a little."""
+        """Return the seconds left for forming, at least 0.01."""
         return max(0.01, self.deadline - time.monotonic())
 
     # ---------------------------------------------------------------------------------- waiting
 
     def begin_wait(self, future: Future[Any]) -> None:
-        """Let `abort` end a wait for this future.
+        """Register a future that `abort` completes with an error.
 
         Raises:
-            GroupError: this life is over.
+            GroupError: already aborted.
         """
         with self._lock:
             if self.aborted:
@@ -111,7 +111,7 @@ class GroupResources:
             self._waiting = future
 
     def end_wait(self) -> None:
-        """Nobody waits any more."""
+        """Forget the future."""
         with self._lock:
             self._waiting = None
 
@@ -162,12 +162,12 @@ class GroupResources:
         return is_first
 
     def abort_nccl(self) -> None:
-        """Begin to abort every NCCL communicator there is now; again is no harm."""
+        """Start aborting every present NCCL communicator; may be called again."""
         if "nccl" in self.spec.backend:
             self._nccl += c10d.start_nccl_aborts(c10d.all_groups())
 
     def is_broken(self) -> bool:
-        """Return whether this life is over, or a member has closed a connection."""
+        """Return whether this group was aborted, or a member has closed a connection."""
         if self.aborted:
             return True
         backends = list(self._backends)
@@ -176,14 +176,14 @@ class GroupResources:
         return "nccl" in self.spec.backend and c10d.any_nccl_error(c10d.all_groups())
 
     def has_closed_all(self) -> bool:
-        """Return whether this life is over, and gloo has closed all connections of its groups.
+        """Return whether the group was aborted and gloo has closed all of its connections.
 
-        Nothing more comes then; a thread of gloo's may still copy or add up what has come.
+        Nothing more is received then; a gloo thread may still copy or add up earlier data.
         """
         if not self._cut_at:
             return False
         ours = {one.inode for known in list(self._backends) for one in known.sockets}
-        with self._lock:  # the event loop's descriptor is its own until `release`
+        with self._lock:  # `release` ends the device, and its descriptor may then be reused
             left = ours.intersection(one.inode for one in self.loop.watched()) if self.loop else ()
             now = time.monotonic()
             if not left or now - self._cut_at < CLOSE_S:
@@ -195,18 +195,18 @@ class GroupResources:
 
     @property
     def timeout(self) -> timedelta:
-        """How long a message may be waited for."""
+        """How long to wait for a message."""
         return timedelta(seconds=self.spec.timeout_s)
 
     def quiet(self) -> IdleDetector:
-        """Return what looks at the threads of gloo's in which this life's collectives run."""
+        """Return a detector for the gloo threads that run this group's collectives."""
         return IdleDetector(self.threads, are_all=not self._backends or bool(numbers_of_gloo()))
 
     def join_gloo(self) -> bool:
-        """Wait until nothing of gloo's is at work for this life, once aborted.
+        """Wait until gloo does nothing more for this group, once aborted.
 
         Returns:
-            Whether it came to that, in `CLOSE_S` and `AT_WORK_S`; mostly it takes milliseconds.
+            Whether it is idle within `CLOSE_S` and `AT_WORK_S`; usually takes milliseconds.
         """
         while not self.has_closed_all():
             time.sleep(POLL_S)
@@ -218,7 +218,7 @@ class GroupResources:
         return True
 
     def received_bytes(self) -> int:
-        """Return what has come from the other members."""
+        """Return the bytes received from the other members."""
         ours = mesh.received_bytes()
         return ours + sum(received_bytes(known.sockets) for known in list(self._backends))
 
@@ -230,10 +230,10 @@ class GroupResources:
         return not any(thread.is_alive() for thread in self._nccl)
 
     def release(self) -> None:
-        """Let go of everything, once aborted; takes its time.
+        """Release everything, once aborted; slow.
 
-        The device's own reference first: then it is a backend that ends it, which torch does
-        without holding the interpreter.
+        The device's own reference goes first: then a backend's destructor ends the device, which
+        torch runs without holding the interpreter lock.
         """
         time.sleep(max(0.0, self._quiet_at - time.monotonic()))
         with self._lock:
@@ -251,7 +251,7 @@ class GroupResources:
             store.close()
 
     def _cut(self) -> None:
-        with self._lock:  # the event loop's descriptor is its own until `release`
+        with self._lock:  # `release` ends the device, and its descriptor may then be reused
             if self.loop is not None:
                 self._handles += end_reading(self.loop.watched())
                 self._quiet_at = time.monotonic() + KEEP_UP_S
@@ -266,10 +266,10 @@ Grave = tuple[list[Any], Callable[[], None] | None]
 
 
 class BackgroundReaper:
-    """Lets go of what takes long to take apart, in a thread.
+    """Releases objects with slow destructors in a thread.
 
-    A group in which gloo has forgotten somebody ends with that one's timeout: whoever comes while
-    a thread is at it gets another one.
+    A group with a stuck wait is released only after that wait's timeout. While a thread is busy
+    with one, the next object gets a new thread.
     """
 
     def __init__(self) -> None:
@@ -278,7 +278,7 @@ class BackgroundReaper:
         self._lock = threading.Lock()
 
     def release_later(self, things: list[Any], first: Callable[[], None] | None = None) -> None:
-        """Let go of these things, after a last call; the caller keeps no reference."""
+        """Release these objects, after a last call; the caller must keep no reference."""
         if not things:
             return
         with self._lock:

@@ -1,10 +1,10 @@
-"""The key-value store of a group, as one of its members sees it; what torch makes its groups by.
+"""A member's client of its group's key-value store, through which torch forms its groups.
 
-torch's own TCPStore answers whoever connects to it, and its keys say where gloo connects to and
-what a report comes to. This one answers those who have the generation's secret.
+torch's own TCPStore answers whoever connects to it, although its keys decide where gloo connects
+to. This one answers only clients that prove that they know the generation's secret.
 
-Rule: one request at a time on a connection, which any thread may cut; one that was broken off in
-the middle is cut, since its answer would be taken for the next one's.
+Rule: one request at a time on a connection, which any thread may cut. A connection on which a
+request was interrupted is cut, since its answer would be taken for the next one's.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from elastic.worker.group import store_wire as wire
 from elastic.worker.group.store_wire import StoreVerb
 
 ATTEMPT_S = 2.0
-"""One attempt to reach the leader; an attempt that is lost on the way is made again."""
+"""Limit of one attempt to connect to the leader."""
 PAUSE_S = 0.005
 PAUSE_S_MAX = 0.1
 GRACE_S = 5.0
-"""How much longer than a wait lasts its answer may take."""
+"""How much later than the end of a wait its answer may arrive."""
 
 
 _known_to_torch: deque[GroupStore] = deque(maxlen=256)
@@ -40,7 +40,7 @@ asks one of a group that is over must hear so, and not that it has no methods.""
 
 
 class StoreAddress(NamedTuple):
-    """A group's store, and what shows that we are in the group.
+    """Address and secret of a group's store.
 
     Attributes:
         address: "host:port" of the leader's server.
@@ -57,13 +57,13 @@ class GroupStore(Store):
     """A connection to the store of one group; each thread that waits in it needs its own.
 
     Attributes:
-        timeout: how long it waits for keys; kept by torch, which sets it by `set_timeout`.
+        timeout: how long it waits for keys; stored by torch, which sets it by `set_timeout`.
     """
 
     timeout: timedelta
 
     def __init__(self, where: StoreAddress, sock: socket.socket) -> None:
-        """Use a connection on which both have proven what they are."""
+        """Use an authenticated connection."""
         super().__init__()
         self._where = where
         self._sock = sock
@@ -76,15 +76,15 @@ class GroupStore(Store):
     def connect(
         cls, where: StoreAddress, left_s: Callable[[], float], is_over: Callable[[], bool]
     ) -> GroupStore:
-        """Connect, however often it takes.
+        """Connect, with as many attempts as needed.
 
         Args:
             where: the store.
-            left_s: how long it may still take.
-            is_over: whether nobody wants it any more.
+            left_s: returns the seconds left.
+            is_over: returns whether to give up.
 
         Raises:
-            GroupError: nobody answers there in time who knows the generation's secret.
+            GroupError: no server that knows the generation's secret answers in time.
         """
         pause_s = PAUSE_S
         while True:
@@ -105,7 +105,7 @@ class GroupStore(Store):
             one.cut()
 
     def close(self) -> None:
-        """Let go of the connections; who still asks raises."""
+        """Close the connections; later calls raise."""
         self.cut()
         self._sock.close()
         for one in list(self._clones):
@@ -120,7 +120,7 @@ class GroupStore(Store):
             self._where, lambda: until - time.monotonic(), lambda: self._is_cut
         )
         one.set_timeout(self.timeout)
-        # C++ alone would keep a store without its methods.
+        # torch would keep only the C++ part of it alive.
         self._clones.append(one)
         if self._is_cut:
             one.cut()
@@ -135,7 +135,7 @@ class GroupStore(Store):
         self._tell(StoreVerb.APPEND, key.encode(), _bytes(value))
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
-        """Set several keys; no answer is awaited."""
+        """Set several keys; does not wait for the server."""
         fields: list[bytes] = []
         for key, value in zip(keys, values, strict=True):
             fields += (key.encode(), _bytes(value))
@@ -174,10 +174,10 @@ class GroupStore(Store):
         return int(self._ask(StoreVerb.COUNT)[0])
 
     def has_extended_api(self) -> bool:
-        """Say that there are `append`, `multi_get` and `multi_set`."""
+        """Return True: there are `append`, `multi_get` and `multi_set`."""
         return True
 
-    # As C++ looks them up.
+    # The names that torch's C++ looks up.
     deleteKey = delete_key
     getNumKeys = num_keys
 
@@ -213,7 +213,7 @@ class GroupStore(Store):
 
     @contextlib.contextmanager
     def _unbroken(self) -> Iterator[None]:
-        """Cut the connection if a request is broken off."""
+        """Cut the connection if a request is interrupted."""
         try:
             yield
         except BaseException as error:

@@ -1,8 +1,8 @@
-"""What the engine's own traffic in one group goes over: connections, and memory of one's own node.
+"""A member's links in one group: connections, and memory shared within a node.
 
-Each group has its links, from the meeting of its members on: a mesh of connections to those that
-plans name as partners, and the knowledge of whose memory can be read in place. Exchanges that are
-under way register here, and all of them get further whenever anyone waits for anything.
+Each group has its links once its members have met: connections to the partners of this rank, and
+the memory of other ranks of the node that can be read in place. Exchanges in progress register
+here, and all of them advance whenever a thread waits for any of them.
 """
 
 from __future__ import annotations
@@ -35,24 +35,24 @@ from elastic.worker.group.peer_sockets import PeerAddress, PeerEndpoint, PeerSoc
 from elastic.worker.group.shared_memory import PeerMemory
 
 FEW = 16
-"""Up to so many ranks what is small goes from all to all: one message's time and not log W."""
+"""Up to so many ranks small messages go from all to all: the time of one message, not log W."""
 FINE = 1 << 60
-"""Elements of a bucket that is cut nowhere between two of its elements."""
+"""An alignment so large that a bucket is never split."""
 TAGS = 1 << 20
-"""From here on tags are those of buckets."""
+"""First tag of buckets."""
 TAGS_OF_ONE = 128
-"""Of a bucket: two for each depth of a plan."""
+"""Tags reserved for one exchange: two for each depth of a plan."""
 
 
 @dataclass(frozen=True)
 class MemberEntry:
-    """How a member is found by the others.
+    """How the other members reach this one.
 
     Attributes:
-        door: where it lets them in.
-        node: a number that is equal on members of one node, and on no others.
-        pid, number, inode: of its process, and of descriptor and file of an empty memory file of
-            it: who finds that one can read the others as well.
+        door: where it listens.
+        node: a number that is equal exactly for members of the same node.
+        pid, number, inode: of its process, and descriptor and inode of an empty memory file in it.
+            A process that can open that file can read the member's memory.
     """
 
     door: PeerEndpoint = field(default_factory=PeerEndpoint)
@@ -62,17 +62,17 @@ class MemberEntry:
     inode: int = 0
 
     def numbers(self) -> list[int]:
-        """Return it as numbers of 64 bits."""
+        """Return it as 64-bit integers, for an all-gather."""
         return [*self.door.numbers(), self.node, self.pid, self.number, self.inode]
 
     @staticmethod
     def of(numbers: Sequence[int]) -> MemberEntry:
-        """Read such numbers."""
+        """Return the entry that such integers stand for."""
         *door, node, pid, number, inode = numbers
         return MemberEntry(PeerEndpoint.of(door), node, pid, number, inode)
 
     def is_readable(self) -> bool:
-        """Return whether this process may open that one's files."""
+        """Return whether this process may open the member's memory files."""
         with suppress(OSError):
             return os.stat(f"/proc/{self.pid}/fd/{self.number}").st_ino == self.inode
         return False
@@ -83,8 +83,8 @@ class MemberLinks:
 
     Attributes:
         mesh: the connections.
-        shape: how exchanges of what is large join the ranks; of what is small `small_shape`.
-        memory: by rank, of those whose memory we read in place; empty if nobody's.
+        shape: how exchanges of large data connect the ranks; of small data `small_shape`.
+        memory: by rank, of those whose memory we read in place; empty if any of the node cannot.
     """
 
     def __init__(self, rank: int, world_size: int, reach: PeerAddress) -> None:
@@ -107,13 +107,16 @@ class MemberLinks:
         self._made = 0
 
     def join(self, entries: Sequence[MemberEntry]) -> bool:
-        """Connect to our partners among these, by rank.
+        """Connect to our partners.
+
+        Args:
+            entries: of all members, by rank.
 
         Returns:
-            Whether we can read the memory of all others of our node; what counts is that all can.
+            Whether we can read the memory of all others of our node; `share` if all members can.
 
         Raises:
-            RuntimeError: somebody could not be reached.
+            RuntimeError: a member could not be reached.
         """
         self._entries = entries
         nodes = [0]
@@ -137,7 +140,7 @@ class MemberLinks:
         return all(entry.is_readable() for entry in here)
 
     def share(self) -> None:
-        """Read the memory of others of our node from now on: all members have said they can."""
+        """Read the memory of the node's other ranks from now on: all members can."""
         first, last = next(
             (one.ranks for one in _local_groups(self.shape) if self.rank in range(*one.ranks)),
             (self.rank, self.rank + 1),
@@ -148,23 +151,22 @@ class MemberLinks:
             if rank != self.rank
         }
 
-    # ------------------------------------------------------------------------ what is under way
+    # ---------------------------------------------------------------------- exchanges in progress
 
     def next_tag(self) -> int:
         """Return the first of `TAGS_OF_ONE` tags that no other exchange of this group has.
 
-        All ranks make the same exchanges in the same order, because they do the same steps; also
-        those of a later training loop in the same group.
+        All ranks make the same exchanges in the same order, because they take the same steps.
         """
         self._made += 1
         return TAGS + TAGS_OF_ONE * self._made
 
     def call_soon(self, call: Callable[[], None]) -> None:
-        """Have something called once everyone is through who is at it now."""
+        """Call something once the calls in progress have returned, to avoid recursion."""
         self._due.append(call)
 
     def progress(self) -> None:
-        """Let all exchanges get as far as they can; waits for nobody.
+        """Advance all exchanges as far as possible; never blocks.
 
         Raises:
             RuntimeError: the group broke.
@@ -173,7 +175,7 @@ class MemberLinks:
         self._call()
 
     def wait_until(self, is_there: Callable[[], bool]) -> None:
-        """Let all exchanges get further until something is there.
+        """Advance all exchanges until `is_there` returns true.
 
         Raises:
             RuntimeError: the group broke, or nothing came in time.
@@ -181,7 +183,7 @@ class MemberLinks:
         self.mesh.wait_until(is_there, meanwhile=self._call)
 
     def wait(self, rank: int, tag: int) -> None:
-        """Wait for a message of whoever has expected it, and let exchanges get further.
+        """Wait for an expected message, and advance all exchanges meanwhile.
 
         Raises:
             RuntimeError: the group broke, or nothing came in time.
@@ -194,7 +196,7 @@ class MemberLinks:
 
 
 def partners_of(rank: int, shape: GroupShape) -> frozenset[int]:
-    """Return all ranks that a rank talks to, whatever is exchanged."""
+    """Return all ranks that a rank communicates with in any exchange."""
     talks = partners(tree_plan(rank, shape.world_size, shape, FINE, 1))
     for one in rows_plan(rank, shape):
         talks |= {*one.sends, *(other for other, _ in one.receives)}
@@ -208,11 +210,11 @@ def _local_groups(shape: GroupShape) -> list[GroupShape]:
 
 
 def _node_number(node: str) -> int:
-    """Return a number of 63 bits, for a node's name on this machine."""
+    """Return a 63-bit number for a node's name on this machine."""
     try:
         machine = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
     except OSError:
-        return os.getpid()  # Nobody's memory can be read here.
+        return os.getpid()  # Unique, so no memory is shared.
     digest = hashlib.blake2b(f"{machine}/{node}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
@@ -224,7 +226,7 @@ _open: WeakKeyDictionary[Any, MemberLinks] = WeakKeyDictionary()
 
 
 def links_of(group: Any) -> MemberLinks:
-    """Return the links of a group whose members have met.
+    """Return the links of a group whose members have connected.
 
     Raises:
         InvariantViolation: they have not.
@@ -236,7 +238,7 @@ def links_of(group: Any) -> MemberLinks:
 
 
 def open_links(group: Any, reach: PeerAddress) -> MemberLinks:
-    """Return our links in this group, which the others must be told of before they are joined.
+    """Return our links in this group; their `entry` must be sent to all members before `join`.
 
     Raises:
         RuntimeError: this machine does not have the address.
@@ -257,7 +259,7 @@ def join_links(group: Any, entries: Sequence[MemberEntry]) -> None:
     """Connect to our partners in this group, unless that is done; all members do so.
 
     Raises:
-        RuntimeError: the group broke, or somebody cannot be reached.
+        RuntimeError: the group broke, or a member cannot be reached.
     """
     if group in _links:
         return
@@ -272,12 +274,12 @@ def join_links(group: Any, entries: Sequence[MemberEntry]) -> None:
 
 
 def connect(group: Any, reach: PeerAddress) -> None:
-    """Tell each other where we are, and connect, unless that is done; all members do so.
+    """Exchange entries and connect, unless that is done; all members must call it.
 
-    Those who train over `train.epochs()` have met before; members of plain loops may not have.
+    Members that train over `train.epochs()` have connected before; those of plain loops may not.
 
     Raises:
-        RuntimeError: the group broke, or somebody cannot be reached.
+        RuntimeError: the group broke, or a member cannot be reached.
     """
     if group.size() == 1 or group in _links:
         return

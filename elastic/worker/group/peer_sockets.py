@@ -2,12 +2,12 @@
 
 They replace gloo for it: gloo's I/O thread starts a message only after the receiver has posted its
 buffer, and never wakes some waits when a connection breaks. These connections can be cut by any
-thread in microseconds, and whoever waits on one raises. A mesh is made for each group.
+thread in microseconds, and a wait on one then raises. Each group has its own.
 
 Rule: only the main thread sends and receives, while it waits and when it calls `poll`. While it
 waits, for a message or for room in a socket's buffer, it reads from all peers, so that no cycle of
 members can block on full buffers. Messages are matched by tag and sender, and may arrive before
-they are asked for.
+they are expected.
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ HELLO = struct.Struct("<16sq")
 """First words on a connection: the token of whom it goes to, the rank of whom it comes from."""
 DOOR = struct.Struct("<16sq16s")
 JOIN_S = 30.0
-"""How long members may take to connect to each other, once all have told of their doors."""
+"""How long members may take to connect to each other, once all know the endpoints."""
 HELLO_S = 0.5
 POLL_S_MAX = 3600.0
 """The kernel counts milliseconds in 32 bits."""
 BYTES_MAX = 4 << 30
 """No message is longer."""
 BUFFERS_MAX = 512
-"""Of one system call; the kernel takes 1,024."""
+"""Buffers of one system call; the kernel takes 1,024."""
 
 
 @dataclass(frozen=True)
 class PeerEndpoint:
-    """Where a member lets the others in.
+    """Where a member listens.
 
     Attributes:
         address: IP address as text.
-        port: 0 for a member that has no door.
-        token: 16 bytes that whoever knocks must know; others are turned away.
+        port: 0 for a member that does not listen.
+        token: 16 bytes that a connecting member must send; others are refused.
     """
 
     address: str = "::"
@@ -59,7 +59,7 @@ class PeerEndpoint:
     token: bytes = bytes(16)
 
     def numbers(self) -> list[int]:
-        """Return it as five numbers of 64 bits."""
+        """Return it as five 64-bit integers, for an all-gather."""
         packed = _in_sixteen_bytes(self.address)
         return list(struct.unpack("<5q", DOOR.pack(packed, self.port, self.token)))
 
@@ -77,8 +77,8 @@ class PeerAddress:
 
     Attributes:
         host: address of this machine that they reach.
-        timeout_s: how long a message is waited for.
-        node: name of our node; members of one share memory. "" for one whose machine is its node.
+        timeout_s: how long to wait for a message.
+        node: name of our node; members of a node share memory. "" if the machine is the node.
     """
 
     host: str = "127.0.0.1"
@@ -98,18 +98,19 @@ Wanted = tuple[Buffers, Callable[[], None] | None]
 
 @dataclass
 class _PeerConnection:
-    """The connection to one member, and what is under way on it.
+    """The connection to one member, and the messages in progress on it.
 
     Attributes:
         unsent: what the kernel has not taken yet.
-        head, taken: the header being read, and bytes read of it.
+        head, taken: the header being read, and the number of its bytes read so far.
         tag: of the message being read.
-        into: what is left to fill of the message being read, None between messages.
-        wanted: where messages of a tag go, and who is told.
-        arrived: tags whose wanted message is there, and nobody was told.
-        early: messages that nobody wanted yet.
-        early_into: the one being read.
-        broken: why nothing comes any more; an error for who waits for this member, nobody else.
+        into: buffers left to fill of the message being read, None between messages.
+        wanted: by tag, where an expected message goes, and what is called when it is there.
+        then: the call for the message being read.
+        arrived: tags of received messages that have no call.
+        early: messages received before they were expected.
+        early_into: the one of those being read.
+        broken: the error for every wait for this member; None while the connection works.
     """
 
     rank: int
@@ -131,12 +132,12 @@ class PeerSockets:
     """This rank's connections to others of one group.
 
     Attributes:
-        door: where we let them in.
-        received_bytes: what has come from them.
+        door: where we listen.
+        received_bytes: bytes received from all peers.
     """
 
     def __init__(self, reach: PeerAddress) -> None:
-        """Open a door.
+        """Listen on a free port.
 
         Raises:
             OSError: this machine does not have the address.
@@ -150,7 +151,7 @@ class PeerSockets:
         self._peers: dict[int, _PeerConnection] = {}
         self._by_number: dict[int, _PeerConnection] = {}
         self._poll = select.poll()
-        # All that is to be cut, be it connected or still on its way.
+        # All that `cut` ends: connections, also those in progress, and the listener.
         self._socks = [self._listener]
         self._lock = threading.Lock()
         self._is_cut = False
@@ -166,16 +167,16 @@ class PeerSockets:
         limit_s: float = JOIN_S,
         partners: Iterable[int] | None = None,
     ) -> None:
-        """Connect to others, who do the same.
+        """Connect to other members, which do the same.
 
         Args:
             rank: ours.
             doors: of all members, by rank.
             limit_s: how long it may take.
-            partners: to whom; None for all.
+            partners: ranks to connect to; None for all.
 
         Raises:
-            OSError: somebody could not be reached, or has not come in time.
+            OSError: a member could not be reached, or has not connected in time.
         """
         deadline = time.monotonic() + limit_s
         others = {*(range(len(doors)) if partners is None else partners)} - {rank}
@@ -196,16 +197,16 @@ class PeerSockets:
             peer.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def _add(self, rank: int, sock: socket.socket) -> None:
-        """Take a connection into use."""
+        """Use a connection from now on."""
         sock.setblocking(False)
         peer = self._peers[rank] = self._by_number[sock.fileno()] = _PeerConnection(rank, sock)
         self._poll.register(peer.sock, select.POLLIN)
 
     def _connected(self, door: PeerEndpoint, deadline: float) -> socket.socket:
-        """Return a connection that `cut` ends at any moment, also while it comes about.
+        """Return a connection that `cut` can end at any moment, also while it is being made.
 
-        Begun under the lock: a socket that has not begun to connect cannot be shut down, and
-        would wait for somebody who is gone when it did.
+        Begun under the lock: `shutdown` has no effect on a socket that has not begun to connect,
+        which would then wait for a member that is gone.
         """
         sock = socket.socket(socket.AF_INET6 if ":" in door.address else socket.AF_INET)
         sock.setblocking(False)
@@ -225,7 +226,7 @@ class PeerSockets:
         return sock
 
     def _tracked(self, sock: socket.socket) -> socket.socket:
-        """Let `cut` know of a socket."""
+        """Register a socket with `cut`."""
         with self._lock:
             self._socks.append(sock)
             is_cut = self._is_cut
@@ -234,13 +235,13 @@ class PeerSockets:
         return sock
 
     def _drop(self, sock: socket.socket) -> None:
-        """Close a socket, not while `cut` is at it, which could hit whoever gets the number."""
+        """Close a socket, under the lock: `cut` could otherwise hit a reused descriptor."""
         with self._lock:
             self._socks.remove(sock)
             sock.close()
 
     def _rank_of(self, sock: socket.socket, deadline: float) -> int:
-        """Return who knocks, -1 for a stranger."""
+        """Return the rank of the member that connects, -1 for anybody else."""
         hello = b""
         try:
             sock.settimeout(min(HELLO_S, _left_s(deadline)))
@@ -261,7 +262,7 @@ class PeerSockets:
 
         Args:
             rank: to whom.
-            tag: keeps messages apart that are under way between the same two.
+            tag: distinguishes messages in progress between the same two members.
             data: views of bytes, sent one after the other.
 
         Raises:
@@ -282,16 +283,16 @@ class PeerSockets:
     def expect(
         self, rank: int, tag: int, data: Buffers, then: Callable[[], None] | None = None
     ) -> None:
-        """Let the next message of this tag be written here.
+        """Have the next message with this tag received into these buffers.
 
         Args:
-            rank: of whom.
+            rank: from whom.
             tag: its tag.
-            data: views of bytes, filled one after the other; of the message's length together.
-            then: called once it is there; None: `wait` tells.
+            data: views of bytes, filled one after the other; together as long as the message.
+            then: called once it is received; if None, use `wait`.
 
         Raises:
-            RuntimeError: it has come already, with another length.
+            RuntimeError: it was received already, with another length.
         """
         peer = self._peers[rank]
         early = peer.early.get(tag)
@@ -316,12 +317,12 @@ class PeerSockets:
         ranks: Sequence[int] | None = None,
         meanwhile: Callable[[], None] | None = None,
     ) -> None:
-        """Receive and send until something is there.
+        """Receive and send until a condition holds.
 
         Args:
-            is_there: asked again whenever something has come.
-            ranks: from whom it comes; None for all.
-            meanwhile: called whenever something has come.
+            is_there: the condition, checked whenever something was received.
+            ranks: from whom it is expected, for the error; None for all.
+            meanwhile: called whenever something was received.
 
         Raises:
             RuntimeError: the group broke, or nothing came in time.
@@ -342,14 +343,14 @@ class PeerSockets:
         """Wait until the kernel has taken everything that was sent.
 
         Raises:
-            RuntimeError: the group broke, or somebody does not read.
+            RuntimeError: the group broke, or a peer does not read.
         """
         deadline = time.monotonic() + self._timeout_s
         while any(peer.unsent for peer in self._peers.values()):
             self._poll_once(deadline, lambda: "others to read")
 
     def poll(self) -> None:
-        """Receive what has come, and send what there is room for; returns at once.
+        """Receive what is there, and send what there is room for; never blocks.
 
         Raises:
             RuntimeError: the group broke.
@@ -358,11 +359,14 @@ class PeerSockets:
             pass
 
     def _poll_once(self, deadline: float, what: Callable[[], str] | None) -> bool:
-        """Sleep until anybody has sent something or takes what we could not send, and do that.
+        """Wait until a peer has sent something or can take more, and handle that.
 
         Args:
             deadline: until when.
-            what: is waited for; None to do what there is to do, and return whether there was any.
+            what: describes what is waited for; None to return at once.
+
+        Returns:
+            Whether anything was handled.
         """
         left_s = deadline - time.monotonic() if what is not None else 0.0
         ready = self._poll.poll(min(max(0.0, left_s), POLL_S_MAX) * 1e3)
@@ -381,7 +385,7 @@ class PeerSockets:
         return bool(ready)
 
     def _read(self, peer: _PeerConnection) -> None:
-        """Read what there is of a message, and what follows it while there is more."""
+        """Read from a peer until nothing more is there."""
         while peer.broken is None:
             into = [peer.head[peer.taken :]] if peer.into is None else peer.into
             try:
@@ -411,7 +415,7 @@ class PeerSockets:
         peer.unsent.clear()
 
     def _begin(self, peer: _PeerConnection) -> None:
-        """A header is read: find the place for its message."""
+        """Choose the buffers for the message whose header was read."""
         peer.tag, size = HEADER.unpack(peer.head)
         wanted = peer.wanted.pop(peer.tag, None)
         if wanted is not None:
@@ -425,14 +429,14 @@ class PeerSockets:
         peer.into = [memoryview(peer.early_into)]
 
     def _end(self, peer: _PeerConnection) -> None:
-        """A message is there."""
+        """Deliver the message that was read completely."""
         peer.into = None
         message, peer.early_into = peer.early_into, None
         if message is None:
             then, peer.then = peer.then, None
             _arrived(peer, peer.tag, then)
         elif (wanted := peer.wanted.pop(peer.tag, None)) is not None:
-            # Expected since its header was read.
+            # It became expected after its header was read.
             _take(peer, peer.tag, message, wanted)
         else:
             peer.early.setdefault(peer.tag, deque()).append(message)
@@ -440,7 +444,7 @@ class PeerSockets:
     # ------------------------------------------------------------------------------ the end
 
     def cut(self) -> None:
-        """End all connections; for any thread. Whoever waits in them raises."""
+        """End all connections; any thread. Waits in them raise."""
         with self._lock:
             self._is_cut = True
             for sock in self._socks:
@@ -448,14 +452,14 @@ class PeerSockets:
                     sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Let go of all connections; for the thread that uses them."""
+        """Close all connections; for the thread that uses them."""
         with self._lock:
             for sock in self._socks:
                 sock.close()
             self._socks = []
 
     def __del__(self) -> None:
-        """Close what nobody can reach any more."""
+        """Close the connections of an object that was not closed."""
         if hasattr(self, "_lock"):
             self.close()
 
@@ -476,7 +480,7 @@ def _send_rest(peer: _PeerConnection) -> None:
 
 
 def _advance(into: list[memoryview], count: int) -> None:
-    """Leave only what is still to be filled."""
+    """Remove what was filled."""
     done = 0
     while done < len(into) and count >= len(into[done]):
         count -= len(into[done])
@@ -526,13 +530,13 @@ _all_lock = threading.Lock()
 
 
 def cut_all() -> None:
-    """Cut every mesh of this process; for any thread, when the group is over."""
+    """Cut the connections of all groups of this process; any thread."""
     for mesh in _every():
         mesh.cut()
 
 
 def received_bytes() -> int:
-    """Return what has come through the meshes of this process; for any thread."""
+    """Return the bytes received over the connections of all groups of this process; any thread."""
     return sum(mesh.received_bytes for mesh in _every())
 
 

@@ -1,9 +1,8 @@
-"""Keeping torch's needless name look-ups out of the way to a group.
+"""Disables torch's needless DNS look-ups while a group forms.
 
-Rule: only for threads of our own, made for one call. torch's TCPStore client asks for the name of
+Rule: only for threads of our own, made for one call. torch's TCPStore client resolves the name of
 the address that it has just connected to (`::ffff:10.0.0.7`, which no hosts file lists), for its
-log. A DNS server that is slow, or not there, or loses the question, then holds each new group
-up for 5 s and more.
+log. A slow or missing DNS server would delay each new group by 5 s and more.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ log = logging.getLogger(__name__)
 
 
 class _ResolverState(ctypes.Structure):
-    """How glibc's `struct __res_state` (<resolv.h>) begins; part of its stable interface."""
+    """The beginning of glibc's `struct __res_state` (<resolv.h>), which is stable."""
 
     _fields_ = (
         ("retrans", ctypes.c_int),
@@ -28,8 +27,8 @@ class _ResolverState(ctypes.Structure):
 def forget_name_servers() -> None:
     """Make DNS look-ups of the calling thread fail at once; the hosts file still answers.
 
-    glibc keeps the resolver's state for each thread. Where there is no glibc, nothing happens.
-    torch says once per process that it could not find a host's name, and prints the address.
+    glibc has one resolver state for each thread. Without glibc nothing happens. torch logs once
+    per process that it could not resolve a name, and prints the address.
     """
     libc = ctypes.CDLL(None)
     try:

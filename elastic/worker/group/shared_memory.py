@@ -1,12 +1,11 @@
-"""Memory that the other ranks of a node read in place: buckets that need not be sent to them.
+"""Memory that the other ranks of a node read in place, so that buckets need not be sent to them.
 
 Each tensor is a part of an anonymous file of its process, which the others open under
-`/proc/PID/fd/N` and map, once. The kernel frees it when nobody has it any more, however its owner
-ended; what a dead owner left half-written is read by nobody, for it has not said that it is ready.
+`/proc/PID/fd/N` and map, once. The kernel frees it when no process has it open any more, however
+its owner ended. What a dead owner left half-written is never read, because it was not announced.
 
-Rule: the owner writes only what its peers have no reason to read: they have told that they are
-through, by a message that could not be sent before. With a new group the owner takes new memory,
-because a member of the old one may be anywhere in its last exchange.
+Rule: the owner writes only what its peers have finished reading, which they tell by a message. For
+a new group the owner takes new memory, because a member of the old one may still be reading.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import torch
 
 PAGE = mmap.PAGESIZE
 Where = tuple[int, int, int]
-"""Descriptor and inode of a file, as its owner has them, and where a tensor begins."""
+"""Descriptor and inode of a file in its owner's process, and the tensor's offset in it."""
 
 
 class OwnMemory:
@@ -34,7 +33,7 @@ class OwnMemory:
         weakref.finalize(self, os.close, self._fd).atexit = False
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return a flat tensor of so many elements, at least one.
+        """Return a new flat tensor of so many elements, at least one.
 
         Raises:
             OSError: there is not that much memory.
@@ -47,7 +46,7 @@ class OwnMemory:
         return tensor
 
     def where(self, tensor: torch.Tensor) -> Where:
-        """Return where others find one of these tensors."""
+        """Return how other processes find one of these tensors."""
         return self._fd, self._inode, self._starts[tensor.data_ptr()]
 
     def has(self, tensor: torch.Tensor) -> bool:
@@ -56,23 +55,23 @@ class OwnMemory:
 
 
 class PeerMemory:
-    """The same of another process of this node."""
+    """Tensors of another process of this node, to be read."""
 
     def __init__(self, pid: int) -> None:
-        """Look at this process's."""
+        """Map nothing yet."""
         self._pid = pid
         self._seen: dict[Where, torch.Tensor] = {}
 
     def tensor(self, where: Where, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return a tensor of its owner's, to be read.
+        """Return a tensor of the other process.
 
         Args:
-            where: as its owner's `OwnMemory.where` says.
-            numel: elements that it has.
+            where: as its `OwnMemory.where` returned it.
+            numel: its number of elements.
             dtype: their type.
 
         Raises:
-            RuntimeError: its owner is gone.
+            RuntimeError: the process is gone.
         """
         known = self._seen.get(where)
         if known is None:
@@ -86,7 +85,7 @@ class PeerMemory:
         except OSError as error:
             raise self._is_gone() from error
         try:
-            if os.fstat(fd).st_ino != inode:  # The number is another file's by now.
+            if os.fstat(fd).st_ino != inode:  # The descriptor was reused by another file.
                 raise self._is_gone()
             mapped = mmap.mmap(fd, numel * dtype.itemsize, offset=start)
         finally:

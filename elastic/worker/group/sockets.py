@@ -1,9 +1,9 @@
-"""The sockets of a torch group: found exactly, shut down from any thread, asked for hang-ups.
+"""The sockets of a torch group: found exactly, shut down from any thread, checked for hang-ups.
 
 Rule: a socket is named by (descriptor, inode), and nothing is done to a descriptor whose inode
-has changed since: a number that was closed and handed out again may belong to anyone. What gloo
-itself watches (the epoll set of its device, as the kernel prints it) is the list of a group's
-sockets; nobody else's can be in it, whatever other threads open meanwhile.
+has changed since, because a closed descriptor is reused by anybody. What gloo itself watches (the
+epoll set of its device, as the kernel prints it) is the list of a group's sockets; it contains no
+others, whatever other threads open meanwhile.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ PRINT_BYTES = 16
 SO_ATTACH_FILTER, SO_DETACH_FILTER = 26, 27
 _DROP = ctypes.create_string_buffer(struct.pack("=HBBI", 0x06, 0, 0, 0), 8)
 DROP_ALL = struct.pack("@HP", 1, ctypes.addressof(_DROP))
-"""A `struct sock_fprog` of one instruction: return 0, keep nothing of the packet."""
+"""A `struct sock_fprog` of one instruction: return 0, drop the packet."""
 GONE = POLL_RDHUP | select.POLLHUP | select.POLLERR | select.POLLNVAL
 
 
 @dataclass(frozen=True)
 class WatchedDescriptor:
-    """A descriptor and the inode it stood for when it was listed."""
+    """A descriptor, and its inode when it was listed."""
 
     descriptor: int
     inode: int
@@ -53,29 +53,29 @@ class WatchedDescriptor:
 
 @dataclass(frozen=True)
 class GlooEpoll:
-    """The epoll set of one gloo device; it lives as long as the device does."""
+    """The epoll set of one gloo device; open as long as the device is."""
 
     descriptor: int
 
     def watched(self) -> tuple[WatchedDescriptor, ...]:
-        """Return all that the device watches now: its pipe, its listener, its pairs."""
+        """Return all that the device watches now: its pipe, its listener, its connections."""
         return tuple(one for one, _ in self._lines())
 
     def silence(self, inodes: Set[int]) -> None:
-        """Let the device hear of these sockets no more; it keeps them until it is taken apart.
+        """Stop events of these sockets from reaching the device; it still owns them.
 
-        gloo goes round for ever with one on which a message was broken off whose receiver is gone:
+        gloo busy-loops on a connection whose message was interrupted and whose receiver is gone:
         it neither reads on nor sees the end.
         """
         change = ctypes.CDLL(None, use_errno=True).epoll_ctl
         for one, data in self._lines():
             if one.inode in inodes:
-                # Once, because the kernel tells of a reset whatever it is asked for.
+                # One shot, because the kernel reports a reset whatever was subscribed.
                 event = EPOLL_EVENT.pack(select.EPOLLONESHOT, data)
                 change(self.descriptor, EPOLL_CTL_MOD, one.descriptor, event)
 
     def _lines(self) -> list[tuple[WatchedDescriptor, int]]:
-        """Return what is watched, and what the device is told with it."""
+        """Return what is watched, with the data that epoll returns for it."""
         try:
             with open(f"/proc/self/fdinfo/{self.descriptor}", encoding="ascii") as lines:
                 text = lines.read()
@@ -88,7 +88,7 @@ class GlooEpoll:
 
 
 def socket_inodes() -> frozenset[int]:
-    """Return the inodes of every socket that this process holds now."""
+    """Return the inodes of all sockets that this process has open."""
     return frozenset(one.inode for one in _sockets())
 
 
@@ -100,7 +100,7 @@ def find_event_loop(known: frozenset[int]) -> GlooEpoll | None:
     through a socket pair.
 
     Returns:
-        The event loop, or None if the kernel does not tell (no /proc, no epoll).
+        The event loop, or None if the kernel does not list it (no /proc, no epoll).
     """
     for descriptor in _descriptors():
         if _link(descriptor) != "anon_inode:[eventpoll]":
@@ -115,28 +115,28 @@ def find_event_loop(known: frozenset[int]) -> GlooEpoll | None:
 
 
 def end_reading(sockets: Iterable[WatchedDescriptor]) -> list[socket.socket]:
-    """Let gloo read the end of these connections, at once; it then fails and closes them.
+    """Make gloo read the end of these connections, at once; it then fails and closes them.
 
-    Only the reading side, although both would free whoever waits. A thread that begins to send
-    at that very moment would be refused by the kernel (EPIPE) before gloo has read the end; gloo
-    then queues what could not be sent, and forgets to tell its sender when the pair closes: the
-    sender waits out its timeout. 35 of 750 members hung like that when groups that reduce all
-    the time were aborted with SHUT_RDWR, and none with SHUT_RD.
+    Only the reading side is shut down, although both would free waiting threads. A thread that
+    begins to send at that very moment would get EPIPE before gloo has read the end; gloo then
+    queues the message, and never wakes its sender when the pair closes: the sender waits for its
+    timeout. 35 of 750 members hung like that when groups that reduce all the time were aborted
+    with SHUT_RDWR, and none with SHUT_RD.
 
-    `close` would not do: it wakes nobody who is blocked on the same socket, and the number would
-    be free for others while its owner still uses it. What is no connection is left alone; a
-    listener above all, whose owner would be woken without end.
+    `close` would not do: it wakes no thread that is blocked on the same socket, and the descriptor
+    could be reused while its owner still uses it. Listeners are left alone: gloo would loop on
+    a closed one.
 
     Returns:
         Handles on those that were still connected. While they are open, gloo's own `close` does
-        not reset the connection, which could make the peer's gloo forget a sender in its turn.
+        not reset the connection, which could make the peer's gloo miss a sender in turn.
     """
     handles = []
     for one in sockets:
         with _duplicate(one) as sock:
             if sock is None or _listens(sock):
                 continue
-            with contextlib.suppress(OSError):  # not connected any more: what we wanted
+            with contextlib.suppress(OSError):  # not connected any more
                 sock.shutdown(socket.SHUT_RD)
                 handles.append(sock.dup())
     return handles
@@ -145,7 +145,7 @@ def end_reading(sockets: Iterable[WatchedDescriptor]) -> list[socket.socket]:
 def any_hung_up(sockets: Iterable[WatchedDescriptor]) -> bool:
     """Return whether one of these connections has ended: by its peer, by an error, or by us.
 
-    gloo closes its end as soon as it sees the peer's, so a socket that is gone counts.
+    gloo closes its end as soon as it sees the peer's, so a closed socket counts.
     """
     for one in sockets:
         with _duplicate(one) as sock:
@@ -159,7 +159,7 @@ def any_hung_up(sockets: Iterable[WatchedDescriptor]) -> bool:
 
 
 def received_bytes(sockets: Iterable[WatchedDescriptor]) -> int:
-    """Return what has come over these connections since they stand, 0 where no kernel tells."""
+    """Return the bytes received over these connections, 0 where the kernel does not count them."""
     found = 0
     for one in sockets:
         with _duplicate(one) as sock, contextlib.suppress(OSError, struct.error, AttributeError):
@@ -170,13 +170,13 @@ def received_bytes(sockets: Iterable[WatchedDescriptor]) -> int:
 
 
 def ends_print(sockets: Iterable[WatchedDescriptor], key: bytes) -> bytes:
-    """Return a print of connections that is the same at both of their ends.
+    """Return a hash of connections that is the same at both of their ends.
 
-    The exclusive or of one print for each: those of all members of a group come to nothing.
+    The XOR of one hash for each connection, so that those of all members of a group cancel out.
 
     Args:
-        sockets: what is no connection of two addresses is left out.
-        key: a secret, so that nobody can choose what his connection adds.
+        sockets: those without two addresses are ignored.
+        key: a secret, so that an attacker cannot choose what his connection adds.
     """
     total = 0
     for one in sockets:
@@ -191,10 +191,10 @@ def ends_print(sockets: Iterable[WatchedDescriptor], key: bytes) -> bytes:
 
 
 def shut_listener(loop: GlooEpoll | None) -> None:
-    """Let nobody connect to a gloo device any more.
+    """Refuse further connections to a gloo device.
 
-    Its listener stays, since gloo would go round for ever without it: the kernel drops what comes
-    for it. Who has connected stays connected.
+    Its listener stays open, since gloo would busy-loop without it: the kernel drops incoming
+    packets for it. Existing connections are not affected.
     """
     _set_filter(loop, SO_ATTACH_FILTER, DROP_ALL)
 
@@ -212,7 +212,7 @@ def _set_filter(loop: GlooEpoll | None, option: int, value: bytes) -> None:
 
 
 def _plain(name: tuple[Any, ...]) -> str:
-    """Return a socket's name as text; IPv4 in IPv6 becomes plain IPv4."""
+    """Return a socket's address as text; IPv4 in IPv6 becomes plain IPv4."""
     host = str(name[0]).partition("%")[0].removeprefix("::ffff:")
     return f"{host} {name[1]}"
 
@@ -239,8 +239,8 @@ def _sockets() -> Iterator[WatchedDescriptor]:
 def _duplicate(one: WatchedDescriptor) -> Iterator[socket.socket | None]:
     """Yield a handle on the socket, or None if it is gone or no internet socket.
 
-    One of our own, which its owner cannot close under us; the owner's, if this process may open no
-    more: to act on a number that may pass to another is less bad than not to cut a connection.
+    A duplicate, which its owner cannot close under us. At the limit of open files it is the
+    owner's descriptor: the risk of its reuse is smaller than that of not cutting a connection.
     """
     is_own = True
     try:
@@ -253,7 +253,7 @@ def _duplicate(one: WatchedDescriptor) -> Iterator[socket.socket | None]:
     try:
         status = os.fstat(descriptor)
     except OSError:
-        yield None  # closed in this moment, and not ours
+        yield None  # closed just now
         return
     if status.st_ino != one.inode or not stat.S_ISSOCK(status.st_mode):
         if is_own:

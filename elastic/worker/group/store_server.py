@@ -2,8 +2,8 @@
 
 Rule: a client is unauthenticated until it has proven that it knows the secret of a generation that
 we serve. Unauthenticated clients can read and change nothing. Each costs a descriptor and a few
-bytes for a limited time; their number is limited, the oldest of the host with the most goes first,
-and they are logged once a minute.
+bytes for a limited time. Their number is limited: the oldest one of the host with the most is
+closed first. They are logged once a minute.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class _Space:
         key: the generation's secret.
         values: what was set.
         members: connections of its members.
-        waiting: who waits for keys.
-        wanted: by whom keys are waited for that are not there.
+        waiting: clients that wait for keys.
+        wanted: by missing key, the clients that wait for it.
     """
 
     key: str
@@ -60,12 +60,12 @@ class _Space:
 
 @dataclass
 class _Wait:
-    """A member that waits for keys.
+    """A client's wait for keys.
 
     Attributes:
-        wants_values: or only that they are there.
-        until: `time.monotonic()`.
-        missing: keys that are not there.
+        wants_values: the answer carries the values.
+        until: `time.monotonic()` of its timeout.
+        missing: keys without a value.
     """
 
     keys: list[bytes]
@@ -80,10 +80,10 @@ class _StoreClient:
 
     Attributes:
         host: where it comes from.
-        greeting: what it was sent first.
-        since: `time.monotonic()`.
-        generation, claim: what a stranger says, once he has said it.
-        space: a member's.
+        greeting: what was sent first.
+        since: `time.monotonic()` of its beginning.
+        generation, claim: what an unauthenticated client has sent, once it is complete.
+        space: the keys of an authenticated client's generation.
         unsent: what the kernel has not taken yet.
     """
 
@@ -99,7 +99,7 @@ class _StoreClient:
 
 
 class StoreServer:
-    """A store that listens before anyone is told of it.
+    """A store that listens before its address is announced.
 
     Every worker has one, so that any of them can lead a later generation.
 
@@ -141,7 +141,7 @@ class StoreServer:
         self._thread.start()
 
     def admit(self, generation: int, key: str) -> None:
-        """Serve the members of a generation that we lead; older ones end with their members.
+        """Serve a generation that we lead; an older one ends with its last member.
 
         Args:
             generation: greater than those before.
@@ -181,7 +181,7 @@ class StoreServer:
             sock.close()
 
     def _is_timed(self) -> bool:
-        """Return whether something is to happen at a time."""
+        """Return whether a timeout is pending."""
         waits = any(space.waiting for space in self._spaces.values())
         return waits or bool(self._strangers) or bool(self._shut_until)
 
@@ -206,7 +206,7 @@ class StoreServer:
         for peer in [one for one in self._strangers if one.claim]:
             self._check_at_claim(peer)
 
-    # ---------------------------------------------------------------- strangers
+    # ------------------------------------------------------------------------- unauthenticated
 
     def _accept(self) -> None:
         try:
@@ -287,13 +287,13 @@ class StoreServer:
     # ---------------------------------------------------------------- members
 
     def _turn(self, peer: _StoreClient, events: int) -> None:
-        """Read from a connection, or write to it, what can be."""
+        """Read from a connection, or write to it, whatever is possible."""
         if peer.space is None:
             if peer in self._strangers:
                 self._listen_to_stranger(peer)
             return
         if peer not in peer.space.members:
-            return  # It ended in this round.
+            return  # It was closed in this round.
         try:
             if events & selectors.EVENT_WRITE:
                 self._send_rest(peer)
@@ -340,7 +340,7 @@ class StoreServer:
         """Carry out a request.
 
         Raises:
-            ValueError: it is none.
+            ValueError: it is malformed.
         """
         values = space.values
         if verb in wire.WAITING:
@@ -360,7 +360,7 @@ class StoreServer:
             self._answer(peer, wire.DONE, _yes(values.pop(key, None) is not None))
         elif verb is StoreVerb.ADD:
             key, number = fields
-            # As text, as torch's has it.
+            # As text, like torch's own store.
             values[key] = b"%d" % (int(values.get(key) or b"0") + int(number))
             self._answer(peer, wire.DONE, values[key])
             self._report_waiting(space, key)

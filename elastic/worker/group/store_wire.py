@@ -1,16 +1,16 @@
-"""What members of a group and the leader's store say to each other, and how they know each other.
+"""The protocol between members of a group and the leader's store, with its authentication.
 
-    server   MAGIC, and 16 bytes drawn for this connection
-    client   16 bytes of its own, the generation, a proof
+    server   MAGIC, and 16 random bytes
+    client   16 random bytes, the generation, a proof
     server   a proof
     then frames: four bytes of length, and a request or an answer
 
-A proof is a hash of all that was said before, keyed with the generation's secret, which so never
-travels.
+A proof is a hash of all bytes exchanged before, keyed with the generation's secret, so the secret
+itself is never sent.
 
-Rule: until its proof was looked at a peer is read a fixed number of bytes from, and nothing of
-them is interpreted but the generation. What follows is not encrypted: who can change packets on
-their way is not kept out.
+Rule: until its proof is verified, at most a fixed number of bytes is read from a client, and only
+the generation in them is interpreted. What follows is not encrypted: this does not protect from
+an attacker who can change packets in transit.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ FRAME_BYTES_MAX = (1 << 31) - 1
 
 
 class StoreVerb(IntEnum):
-    """What a member asks; the first byte of a request. The first three are not answered."""
+    """A request; the first byte of its frame. The first three have no answer."""
 
     SET = 1
     APPEND = 2
@@ -50,7 +50,7 @@ UNANSWERED = (StoreVerb.SET, StoreVerb.APPEND, StoreVerb.MULTI_SET)
 WAITING = (StoreVerb.MULTI_GET, StoreVerb.WAIT)
 """Their first field is how long they wait for keys, in milliseconds."""
 DONE, TIMED_OUT = 0, 1
-"""The first byte of an answer."""
+"""Status; the first byte of an answer."""
 
 
 def proof(key: str, who: str, *said: bytes) -> bytes:
@@ -84,7 +84,7 @@ def unpacked(body: bytes) -> tuple[int, list[bytes]]:
     """Read a frame behind its length.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it is malformed.
     """
     fields, at = [], 1
     while at < len(body):
