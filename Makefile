@@ -55,11 +55,13 @@ proto: $(INSTALLED)  ## make elastic/wire/generated anew from proto/
 
 install: $(INSTALLED)  ## build .venv, and nothing else
 
-# The stamp is written last: an install that was interrupted is taken up again.
+# The stamp is written last: an install that was interrupted is taken up again. Python compiles what
+# is imported; the rest of the packages, half a minute's work, need not be.
 $(INSTALLED): pyproject.toml constraints.txt
 	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
 	@echo "installing into $(VENV) (the first time takes a few minutes, most of it PyTorch)"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[test]"
+	@$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check \
+		-c constraints.txt -e ".[test]"
 	@touch $@
 
 $(DOCS_INSTALLED): $(INSTALLED)

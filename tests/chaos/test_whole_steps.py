@@ -12,14 +12,20 @@ from pathlib import Path
 import pytest
 
 from elastic.testing.local_cluster import LocalCluster
-from tests.chaos.struck import WORKERS, Run
+from tests.chaos.struck import PLACES, WORKERS, Run
 from tests.harness.chaos_jobs import chaos_job, with_arguments
 from tests.harness.traces import Reference
 
 
-@pytest.mark.parametrize("model", ["cnn", pytest.param("gpt", marks=pytest.mark.slow)])
-def test_workers_are_killed_at_every_place(
-    cluster: LocalCluster, tmp_path: Path, model: str
+@pytest.mark.parametrize(
+    ("model", "places"),
+    [
+        ("cnn", ("backward", "commit")),
+        pytest.param("gpt", PLACES, marks=pytest.mark.slow),
+    ],
+)
+def test_workers_are_killed(
+    cluster: LocalCluster, tmp_path: Path, model: str, places: tuple[str, ...]
 ) -> None:
     (tmp_path / "orders").mkdir()
     job = chaos_job("steps", f"whole-{model}", workers=WORKERS, directory=tmp_path)
@@ -39,5 +45,5 @@ def test_workers_are_killed_at_every_place(
     )  # fmt: skip
     with Reference(Path(entry.target), plain, tmp_path / "reference") as reference:
         run = Run(cluster, job, reference, cluster.submit(job.spec))
-        run.kill_at_every_place()
+        run.kill_at_every_place(places)
         assert job.check(run.end())
