@@ -97,11 +97,12 @@ def test_scripts_that_end_their_process_with_success_have_finished(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("case", ["deadlock", "backward"])
 def test_ranks_that_wait_for_each_other_run_their_script_again(
-    launched: Callable[..., Script], tmp_path: Path
+    launched: Callable[..., Script], tmp_path: Path, case: str
 ) -> None:
     flags = ("--nproc-per-node=2", "--hang-timeout=3")
-    run = launched("deadlock", *elastic_run(tmp_path, *flags), case="deadlock")
+    run = launched("waits", *elastic_run(tmp_path, *flags), case=case)
     assert run.wait() == 0, run.said()
     assert "all members have waited for each other" in run.err.read_text(), run.said()
     assert len(lines(run, "trained")) == 2, run.said()

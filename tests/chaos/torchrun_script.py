@@ -92,6 +92,11 @@ def main() -> None:
         dist.barrier()
     if case == "deadlock" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         dist.recv(torch.zeros(1), src=1 - dist.get_rank())
+    if case == "backward" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        model = DistributedDataParallel(torch.nn.Linear(20, 1))
+        if dist.get_rank():
+            dist.barrier()
+        model(torch.rand(8, 20)).sum().backward()
     if case == "leave":  # As scripts do whose threads or libraries would not let them end.
         dist.barrier()  # Who still connects would miss a rank that has ended.
         time.sleep(dist.get_rank())

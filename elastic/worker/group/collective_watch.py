@@ -5,9 +5,10 @@ checkpoint written by hand. A thread that works is never reported as hung. Work 
 interpreter (the main thread executes bytecode) or by where it is: in a sleep with a limit, or in a
 compiler.
 
-Waiting for peers is recognised in two ways, because `fully_shard` and collectives of the script's
-own report nothing: torch counts the collectives that each group has begun, and the stack of a
-thread that waits in one ends inside torch.distributed.
+Waiting for peers is recognised in three ways, because neither `fully_shard` nor
+DistributedDataParallel nor collectives of the script's own report anything: torch counts the
+collectives that each group has begun, the stack of a thread that waits in one ends inside
+torch.distributed, and where torch waits in C++, its own threads wait for a peer's bytes.
 
 Rule: nothing here blocks the main thread or interrupts its system calls. What cannot be classified
 counts as work.
@@ -21,6 +22,7 @@ import platform
 import sys
 import sysconfig
 import threading
+from collections.abc import Callable, Set
 from enum import Enum
 from types import FrameType
 
@@ -30,6 +32,7 @@ import elastic
 from elastic.core.world import CollectiveCount
 from elastic.worker.group import abortable_wait as waits
 from elastic.worker.group import c10d
+from elastic.worker.group.gloo_threads import sleeps_for_ever, wait_for_peers
 
 LATE_NS = 300_000_000
 """What is between looks further apart does not count: nobody knows what was then."""
@@ -53,7 +56,11 @@ SHARDING = ("fsdp/", "tensor/", "_composable/", "_functional_collectives.py")
 """Under `DISTRIBUTED`: what a sharded model and its optimizer call collectives through."""
 CALLED = ("distributed_c10d.py", "c10d_logger.py", "utils.py")
 """Under `DISTRIBUTED`: what everyone calls collectives through."""
-
+NATIVE = tuple(
+    os.path.join(TORCH, *path.split("/"))
+    for path in ("autograd/graph.py", "nn/parallel/distributed.py", "futures/__init__.py")
+)
+"""Whose C++ computes, and waits for other ranks: DistributedDataParallel's backward and forward."""
 
 OURS = os.path.join(PACKAGE, "worker", "")
 WAITS = (waits.AbortableWait.wait.__code__, waits.AbortableWait.wait_messages.__code__)
@@ -67,7 +74,8 @@ class BlockedIn(Enum):
 
     `CALLED` is a collective that the script calls by itself. With a sharded model it may be in one
     of many groups, of which we know nothing: it counts as work. While torch is `COMPILING`, which
-    may take minutes, and while it is `ASLEEP` for a given time, it works.
+    may take minutes, and while it is `ASLEEP` for a given time, it works. In `NATIVE` code of
+    torch's it may do either: what gloo's threads do tells.
     """
 
     ELSEWHERE = "elsewhere"
@@ -75,6 +83,7 @@ class BlockedIn(Enum):
     CALLED = "called"
     COMPILING = "compiling"
     ASLEEP = "asleep"
+    NATIVE = "native"
 
 
 NAPS = {
@@ -111,8 +120,13 @@ class BytecodeProbe:
 class CollectiveWatch:
     """Looks at the main thread of a worker."""
 
-    def __init__(self) -> None:
-        """Begin with nothing seen."""
+    def __init__(self, threads: Callable[[], Set[int]] = frozenset) -> None:
+        """Begin with nothing seen.
+
+        Args:
+            threads: returns the numbers of those in which gloo carries out collectives now.
+        """
+        self._threads = threads
         self._probe = BytecodeProbe()
         self._moves = 0
         self._place: tuple[int, ...] = ()
@@ -174,11 +188,16 @@ class CollectiveWatch:
             return beats + self._moves, 0
         stance = blocked_in_of(threading.main_thread())
         runs = self._probe.has_run()
-        waits = stance is BlockedIn.SHARDING or (stance is BlockedIn.CALLED and not is_sharded)
+        waits = (
+            stance is BlockedIn.SHARDING
+            or (stance is BlockedIn.CALLED and not is_sharded)
+            or (stance is BlockedIn.NATIVE and main_waits_for_peers(self._threads()))
+        )
         if waits:
             self._since_ns = self._since_ns or now_ns
             return beats + self._moves, max(1, now_ns - self._since_ns)
-        if runs or stance is not BlockedIn.ELSEWHERE or self._since_ns:
+        stands = stance in (BlockedIn.ELSEWHERE, BlockedIn.NATIVE)
+        if runs or not stands or self._since_ns:
             self._move()
         return beats + self._moves, 0
 
@@ -195,7 +214,19 @@ def blocked_in_of(thread: threading.Thread) -> BlockedIn:
     found = _blocked_in(frame)
     if found is BlockedIn.ELSEWHERE and is_asleep():
         return BlockedIn.ASLEEP
+    if found is BlockedIn.ELSEWHERE and frame is not None and frame.f_code.co_filename in NATIVE:
+        return BlockedIn.NATIVE
     return _elsewhere(frame) if found is BlockedIn.ELSEWHERE else found
+
+
+def main_waits_for_peers(threads: Set[int]) -> bool:
+    """Return whether the main thread waits without a limit, and gloo for bytes of a peer.
+
+    Args:
+        threads: the numbers of those in which gloo carries out collectives.
+    """
+    # Not `native_id`: after a fork it is still that of the process before.
+    return sleeps_for_ever(os.getpid()) and wait_for_peers(threads)
 
 
 def seen_stack(thread: threading.Thread) -> tuple[tuple[int, ...], str]:

@@ -24,10 +24,12 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from elastic.worker.group.collective_watch import TORCH, BlockedIn, blocked_in_of
-from elastic.worker.group.gloo_threads import sleeps_for_ever, wait_for_peers
+from elastic.worker.group.collective_watch import (
+    BlockedIn,
+    blocked_in_of,
+    main_waits_for_peers,
+)
 from elastic.worker.group.group import ProcessGroups
-from elastic.worker.group.group_resources import GroupResources
 
 log = logging.getLogger(__name__)
 
@@ -36,12 +38,7 @@ LATE_S = 0.5
 """Looks further apart are not one sight: nobody knows what was between them."""
 BUSY = 0.1
 """Of a processor: more than our own threads use, and less than anybody who trains."""
-PLACES = (
-    os.path.join(TORCH, "autograd", "graph.py"),
-    os.path.join(TORCH, "nn", "parallel", "distributed.py"),
-    os.path.join(TORCH, "futures", "__init__.py"),
-)
-"""Where DistributedDataParallel and futures wait, beside what the watch for collectives knows."""
+PLACES = (BlockedIn.SHARDING, BlockedIn.CALLED, BlockedIn.NATIVE)
 
 Place = tuple[int, int, int]
 """Generation, innermost frame of the main thread, and where in it."""
@@ -74,7 +71,7 @@ class StuckWaitWatchdog:
             return
         if now - self._since < STOOD_S:
             return
-        if not is_still or not is_forgotten(life):
+        if not is_still or not main_waits_for_peers(life.threads):
             self._since, self._spent = now, spent
             return
         log.error(
@@ -86,20 +83,13 @@ class StuckWaitWatchdog:
         self._end()
 
 
-def is_forgotten(life: GroupResources) -> bool:
-    """Return whether the main thread waits for good, and gloo for a peer of this life."""
-    main = threading.main_thread().native_id or 0
-    return sleeps_for_ever(main) and wait_for_peers(life.threads)
-
-
 def _place_of_main(generation: int) -> Place | None:
     """Return where the main thread stands, None if it is not where torch waits for others."""
     main = threading.main_thread()
     frame: Any = sys._current_frames().get(main.ident or 0)
     if frame is None:
         return None
-    is_known = frame.f_code.co_filename in PLACES
-    if not is_known and blocked_in_of(main) not in (BlockedIn.SHARDING, BlockedIn.CALLED):
+    if blocked_in_of(main) not in PLACES:
         return None
     return generation, id(frame), frame.f_lasti
 

@@ -259,6 +259,11 @@ class ProcessGroups:
         life = self._life
         return life if life is not None and life.has_closed_all() else None
 
+    def gloo_threads(self) -> frozenset[int]:
+        """Return the numbers of the threads in which gloo carries out the group's collectives."""
+        life = self._life
+        return life.threads if life is not None else frozenset()
+
     def received_bytes(self) -> int:
         """Return what has come from the other members, as far as that can be known."""
         life = self._life
