@@ -96,8 +96,10 @@ class Parquet(FileSource):
         start, stop = _span_of(footer.row_group(block.group), names)
         try:
             fetched = RangedFile(reader, file, start, stop)
-            opened = parquet.ParquetFile(fetched, metadata=footer)
-            found = opened.read_row_group(block.group, columns=names, use_threads=True)
+            # Arrow's own threads would hold `fetched`, and abort the process where they are the
+            # last to let go of it, while the interpreter ends (apache/arrow#34314).
+            opened = parquet.ParquetFile(fetched, metadata=footer, pre_buffer=False)
+            found = opened.read_row_group(block.group, columns=names, use_threads=False)
         except (pa.ArrowException, OSError) as error:
             raise DataError(
                 f"elastic.data: {file.path}, row group {block.group} of {footer.num_row_groups} "
