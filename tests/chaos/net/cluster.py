@@ -29,24 +29,33 @@ AGENTS = ("n1", "n2")
 class NetCluster:
     """Everything on hosts of its own; a context manager."""
 
-    def __init__(self, directory: Path, switch: Switch | None = None) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        switch: Switch | None = None,
+        *,
+        agents: tuple[str, ...] = AGENTS,
+        spares: int = 0,
+    ) -> None:
         self.directory = directory
+        self.agents = agents
+        self.spares = spares
         self.switch = switch or Switch()
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self.client: Client
 
     def __enter__(self) -> NetCluster:
         try:
-            for name in ("user", *MEMBERS, *COORDINATORS, *AGENTS):
+            for name in ("user", *MEMBERS, *COORDINATORS, *self.agents):
                 self.switch.add(name)
             for name in MEMBERS:
                 self.start_member(name)
             for name in COORDINATORS:
                 self.start_coordinator(name)
-            for name in AGENTS:
+            for name in self.agents:
                 self.start_agent(name)
             self.client = Client([self.endpoint(name) for name in COORDINATORS])
-            self.wait_nodes(len(AGENTS))
+            self.wait_nodes(len(self.agents))
         except BaseException:
             self.close()
             raise
@@ -97,7 +106,7 @@ class NetCluster:
         self._spawn(
             name, sys.executable, "-m", "elastic.agent.cli", "--node-id", name,
             "--coord", ",".join(self.endpoint(one) for one in COORDINATORS),
-            "--workers", "1", "--spares", "0",
+            "--workers", "1", "--spares", str(self.spares),
             "--run-dir", str(self.directory / "run" / name),
             "--log-dir", str(self.directory / "logs" / name),
         )  # fmt: skip
@@ -185,5 +194,5 @@ class NetCluster:
             self.switch.set(name, member, CUT)
 
     def cut_from_agents(self, name: str) -> None:
-        for agent in AGENTS:
+        for agent in self.agents:
             self.switch.set(name, agent, CUT)

@@ -65,7 +65,8 @@ class Play:
 
         def full(view: JobView) -> bool:
             group = view.record.group
-            return group is not None and len(group.members) == len(AGENTS) and steps(view) > 0
+            size = len(self.cluster.agents)
+            return group is not None and len(group.members) == size and steps(view) > 0
 
         first = self.wait_view(full, "the full group to train")
         return self.wait_view(

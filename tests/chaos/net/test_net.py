@@ -50,9 +50,9 @@ def missing(*, with_etcd: bool = True) -> str:
 pytestmark = [pytest.mark.skipif(bool(missing()), reason=missing()), pytest.mark.etcd]
 
 
-def told(directory: Path, stories: tuple[str, ...]) -> dict[str, str]:
+def told(directory: Path, stories: tuple[str, ...], module: str = "play") -> dict[str, str]:
     """Play these stories on one cluster, while one job trains; returns what went wrong in each."""
-    play = [sys.executable, "-m", "tests.chaos.net.play", str(directory), *stories]
+    play = [sys.executable, "-m", f"tests.chaos.net.{module}", str(directory), *stories]
     done = subprocess.run(
         ["unshare", "--net", *play],
         cwd=ROOT,
@@ -63,7 +63,7 @@ def told(directory: Path, stories: tuple[str, ...]) -> dict[str, str]:
     )
     lines = [json.loads(line) for line in done.stdout.splitlines()]
     print(done.stdout, done.stderr[-4000:], sep="\n")
-    return {line["story"]: line["error"] for line in lines}
+    return {line["story"]: line["error"] for line in lines if "story" in line}
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +77,13 @@ def test_a_short_story_ends_well_and_so_does_the_job(
     short_play: dict[str, str], story: str
 ) -> None:
     assert short_play.get(story, "it was not reached") == ""
+
+
+@pytest.mark.slow
+def test_strikes_of_all_kinds_end_no_job_and_change_no_bit(fresh_seed: int, tmp_path: Path) -> None:
+    said = told(tmp_path, ("--seed", str(fresh_seed), "--strikes", "100"), module="strikes")
+    assert said.pop("finish", "it was not reached") == ""
+    assert set(said.values()) == {""}
 
 
 @pytest.mark.slow
