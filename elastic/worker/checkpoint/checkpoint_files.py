@@ -157,7 +157,7 @@ def write_part(
     pieces: Sequence[TensorRows],
     moves: Callable[[int], None] = lambda num_bytes: None,
 ) -> PartFile:
-    """Write a rank's share of a snapshot; it does not count before the note that says so.
+    """Write a rank's share of a snapshot; it counts only once its note is written.
 
     Args:
         files: of the checkpoint.
@@ -178,7 +178,7 @@ def write_part(
             offset, chunk = output.size, slot.chunk(layout, piece)
             finder = _Finder(output, chunk)
             moves(chunk.nbytes)
-            # Torch's own checksum takes seven times as long as all the rest, and nobody reads it.
+            # torch's own checksum takes seven times as long as all else, and is never read.
             with serialization.patch("save.compute_crc32", False):  # type: ignore[attr-defined]
                 torch.save(chunk, finder)  # type: ignore[arg-type]
             place = (offset, output.size - offset, finder.at)
@@ -189,7 +189,7 @@ def write_part(
 
 
 def write_note(files: Files, rank: int, part: PartFile) -> None:
-    """Say that a rank's share is written.
+    """Write the note that a rank's share is complete.
 
     Raises:
         StorageError: it cannot be written.
@@ -198,7 +198,7 @@ def write_note(files: Files, rank: int, part: PartFile) -> None:
 
 
 def write_failure(files: Files, rank: int, reason: str) -> None:
-    """Say that a rank's share will not come.
+    """Write the note that a rank's share has failed.
 
     Raises:
         StorageError: it cannot be written.
@@ -214,7 +214,7 @@ class _Finder:
     """
 
     def __init__(self, output: OutputFile, chunk: torch.Tensor) -> None:
-        """Look out for this tensor's memory."""
+        """Remember this tensor's memory, to recognise it later."""
         self.at = -1
         self._output = output
         self._address, self._size = chunk.data_ptr(), chunk.nbytes
@@ -232,11 +232,11 @@ class _Finder:
 
 
 def read_parts(files: Files, world_size: int) -> tuple[list[PartFile], list[StoredFile]] | None:
-    """Return what all ranks have written, and the notes that say so; None while one has not.
+    """Return the parts of all ranks and the names of their notes; None while one is missing.
 
     Raises:
         StorageError: storage cannot be read.
-        ValueError: a note is damaged, or a rank says that its part will not come.
+        ValueError: a note is damaged, or a rank has reported that its part failed.
     """
     wanted = [f"{part_name(rank)}.json" for rank in range(world_size)]
     found = set(files.list("part-*"))
@@ -290,7 +290,7 @@ def stock_state(
 ) -> dict[str, Any]:
     """Return the objects of a run under the names that people give them.
 
-    The first model is "model", the next one "model_1"; so with optimizers and the rest. Names of
+    The first model is "model", the next one "model_1"; so with optimizers and all else. Names of
     parameters are those of the user's own module.
 
     Args:
@@ -472,14 +472,14 @@ class _Source:
         self.size += done
 
     def skip(self, count: int) -> None:
-        """Read bytes that nobody needs, for their checksum."""
+        """Read unused bytes, for their checksum."""
         while count > 0:
             part = min(count, len(self._scratch))
             self.read_into(memoryview(self._scratch)[:part])
             count -= part
 
     def finish(self) -> None:
-        """Refuse the file if it was not what was written; ValueError says how."""
+        """Raise a ValueError with the difference if the file is not what was written."""
         more = self._file.read(1)
         self._expected.compare(self.size + len(more), self._crc32)
 

@@ -1,7 +1,7 @@
-"""The thread that brings snapshots to storage, and makes checkpoints of them.
+"""The thread that writes snapshots to storage, and makes checkpoints of them.
 
     each rank     waits for its node's copies, writes its part and the note of it
-    rank 0        waits for all notes, writes the rest, and hands it to its `committing.Committer`
+    rank 0        waits for all notes, writes the rest, and hands it to its `committer.Committer`
 
 Members of a group that is over by then still finish: their parts are states of committed steps.
 What a lost member has not written makes the checkpoint come to nothing.
@@ -54,10 +54,10 @@ NODE_S = 60.0
 PARTS_S = 600.0
 """How long a part of a living member may take."""
 ORPHANED_S = 30.0
-"""The same once the group is over, for a member may be gone, and nobody tells us which; and once
-the next snapshot waits, for a member may have failed to write, unless this one was wished for."""
+"""The same once the group is over, since a member may be gone, and we cannot know which. Also once
+the next snapshot waits, since a member may have failed to write, unless a user requested it."""
 UNREPORTED_S = 5.0
-"""How often a member says again that it failed to write, if storage did not take that either."""
+"""How often a member retries to report a failed write, if storage refused the report too."""
 UNLIKE = (
     "each rank writes some rows, which together would be nobody's state; let train.register() have "
     "what is the same on all ranks, and leave out, or reduce first, what belongs to one"
@@ -107,7 +107,7 @@ class CheckpointWriter:
         committer.unfinished = self._unfinished
         self._thread: threading.Thread | None = None
         self._queue: queue.SimpleQueue[StateSnapshot | PartFailure | None] = queue.SimpleQueue()
-        # Not durable yet; of those: whose memory nobody has read yet, and which is being read.
+        # Not durable yet. Of those: the one whose memory is still unread, and the one being read.
         self._outstanding: list[StateSnapshot] = []
         self._unread: list[StateSnapshot] = []
         self._current: StateSnapshot | None = None
@@ -126,7 +126,7 @@ class CheckpointWriter:
     # ------------------------------------------------------------------- any thread
 
     def put(self, snapshot: StateSnapshot) -> None:
-        """Have a snapshot written, in place of what lay there and nobody has read."""
+        """Queue a snapshot for writing; it replaces a queued one that was not read yet."""
         self._start()  # Which may fail: then nothing is outstanding.
         with self._changed:
             self._outstanding.append(snapshot)
@@ -194,7 +194,7 @@ class CheckpointWriter:
             try:
                 item = self._queue.get(timeout=UNREPORTED_S if untold is not None else None)
             except queue.Empty:
-                pass  # Storage has not taken it before: it is said again.
+                pass  # Storage refused it before: retry.
             else:
                 if item is None:
                     self._committer.close()
@@ -279,7 +279,7 @@ class CheckpointWriter:
                     f"a worker of this node has other tensors, or other values: {UNLIKE}"
                 )
             if is_over:
-                break  # Whoever has not copied by now is in the next group, or lost.
+                break  # A worker that has not copied by now is in the next group, or lost.
         raise CheckpointAbandoned("a worker of this node has not copied its share")
 
     def _report_failed(self, failure: PartFailure) -> bool:

@@ -1,7 +1,7 @@
 """How a checkpoint comes to count: one order, for automatic and for reported ones.
 
     1. parts      every member's files, each under its name only once it is whole and on the disk
-    2. votes      every member has said that its part is there: a note beside it for a snapshot,
+    2. votes      every member has reported its part complete: a note beside it for a snapshot,
                   which is written while groups come and go (`writing`), a vote in the group's
                   store for a report, whose members are all there (`agreement`)
     3. prepared   `_PREPARED`: the marker's text, which names every file with its checksum
@@ -10,20 +10,19 @@
     5. marker     `_COMMITTED`: the same text
     6. pruning    what the policy drops; of each, the marker goes before its first file
 
-The record makes a checkpoint count, and the marker is the sign of it for whoever has storage
-alone. Each line is durable before the next one begins, and whoever is killed between two of them
+The record makes a checkpoint count; the marker shows the same to readers that have only storage.
+Each line is durable before the next one begins, so a process that is killed between two of them
 loses nothing:
 
-    before 4      No record names it. What counted before is untouched, because 6 comes last. What
-                  was written lies there without a marker, is nobody's checkpoint, and is swept away
-                  by 6 of a later one.
-    4 and 5       The record names it, and 3 says what it is made of. The coordinator names it to
-                  every later group (`Assignment.checkpoint`, `.saved`) and to whoever resumes the
-                  run by name; they write the marker (`RunDirectory.finish`) before they read it,
-                  write anything under its name, or commit a newer one.
-    within 6      One more is there than was asked for, until the next commit. The coordinator has
-                  dropped it in the write that recorded the newer one, so no record names what is
-                  not there.
+    before 4      No record names it. Earlier checkpoints are untouched, because 6 comes last. The
+                  files have no marker, so they are no checkpoint, and 6 of a later one deletes
+                  them.
+    4 and 5       The record names it, and 3 lists its files. The coordinator sends the name to
+                  every later group (`Assignment.checkpoint`, `.saved`) and to a client that resumes
+                  the run by name. They write the marker (`RunDirectory.finish`) before they read
+                  it, write anything under its name, or commit a newer one.
+    within 6      One checkpoint too many remains until the next commit. The coordinator dropped it
+                  in the write that recorded the newer one, so no record names a missing checkpoint.
 
 A group that is over is refused in 4 and writes no marker. An answer that is lost is not a refusal:
 so nothing is deleted on the strength of one. What was recorded after all is named to the next
@@ -74,7 +73,7 @@ class CoordinatorLink(Protocol):
         ...
 
     def expect_answer(self, generation: Generation, kind: ReportKind, index: int) -> ReportAnswer:
-        """Ask to be told what becomes of a report; called before it is posted."""
+        """Register for the answer to a report; called before it is posted."""
         ...
 
 
@@ -88,10 +87,10 @@ class Commit:
         event: returns what the coordinator is told in a generation. Automatic ones are told to
             whichever generation is current, reported ones to their own.
         ended: called by the committer's thread once it counts or was given up.
-        is_asked: the coordinator was told.
+        is_asked: the coordinator was asked to record it.
         is_recorded: it counts, and its marker is written as soon as storage takes it.
         path: set once it counts.
-        error: what storage said, if it was given up for that.
+        error: the storage error, if that is why it was given up.
         over: set when nothing more happens to it.
     """
 
@@ -164,7 +163,7 @@ class Committer:
             self._waiting.append(commit)
             self._wake()
         for one in overtaken:
-            self._run.discard(one.name)  # Nobody was told of it.
+            self._run.discard(one.name)  # No other process knows its name.
             self._end(one)
 
     def _wake(self) -> None:
@@ -227,7 +226,7 @@ class Committer:
                 self._changed.wait_for(lambda: self._waiting or self._checks)
                 self._checks, waiting = False, list(self._waiting)
             if not waiting:
-                with contextlib.suppress(StorageError):  # The next commit says so.
+                with contextlib.suppress(StorageError):  # The next commit reports it.
                     self._finish_recorded()
                 continue
             commit = waiting[0]

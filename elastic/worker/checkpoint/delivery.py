@@ -1,13 +1,13 @@
-"""Ways in which a checkpoint comes into the run directory, other than at once.
+"""Uploads of reported checkpoints that are not a plain synchronous copy.
 
-The members that bring a part have met before: each knows how many they are. Each then has its
-files uploaded, by us or by a function of the user's, or finds them lying there, and all agree as
-in any other report. That is done by the thread that reports, or in the background by one of its
-own, while training goes on.
+The members with a part have already voted, so each knows how many they are. Each then uploads its
+files (we do, or a function of the user), or finds them already in the run directory, and all agree
+as in any other report. The reporting thread does that, or a background thread while training goes
+on.
 
-Rule: in the background nothing of the main thread's is used: it has a connection to the group's
-store of its own, because a store's client makes one caller wait for the other. What is under way
-when the group changes is given up: its generation can commit nothing any more.
+Rule: the background thread shares nothing with the main thread. It has its own connection to the
+group's store, because a store client serves one caller at a time. An upload in progress when the
+group changes is abandoned: its generation can commit nothing any more.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class CheckpointUploadMode(Enum):
 
 @dataclass(frozen=True)
 class DeliveredParts:
-    """What one member brings to a checkpoint.
+    """One member's part of a checkpoint.
 
     Attributes:
         path: of the local directory with its files; with NO_UPLOAD, of the checkpoint.
@@ -82,7 +82,7 @@ class DeliveredParts:
 
 
 NO_PART = DeliveredParts("")
-"""What a member brings that has no files, and goes on only once the others' count."""
+"""The part of a member without files that waits until the checkpoint of the others counts."""
 
 
 @dataclass(frozen=True)
@@ -92,8 +92,8 @@ class Delivery:
     Attributes:
         turn: which one.
         name: of its directory.
-        brought: our part.
-        members: how many bring one.
+        brought: this member's part.
+        members: how many members have a part.
         readers: how many wait for the outcome.
     """
 
@@ -106,7 +106,7 @@ class Delivery:
     def make(
         self, reported: ReportedCheckpoints, agreement: ReportVotes, go_on: Callable[[], None]
     ) -> ReportOutcome:
-        """Bring our part, and agree with the others on what becomes of it.
+        """Upload our part, and agree with the others on the outcome.
 
         Args:
             reported: of the generation.
@@ -133,7 +133,7 @@ class Delivery:
     def _copy(
         self, reported: ReportedCheckpoints, agreement: ReportVotes, go_on: Callable[[], None]
     ) -> ReportPart:
-        """Have our files in the run directory; a failure is told to all, not raised here."""
+        """Upload our files into the run directory; a failure is sent to all, not raised here."""
         run, rank, brought = reported.run, reported.place.rank, self.brought
 
         def claim(path: str) -> bool:
@@ -150,7 +150,7 @@ class Delivery:
                 raise
             except Exception as error:
                 problem = f"checkpoint_upload_fn: {type(error).__name__}: {error}"
-            # What others upload must be whole before anyone looks at it.
+            # Uploads of others must be complete before any member reads them.
             gate = f"{self.turn.key}-uploaded"
             agreement.vote(gate, ReportVote(waits=True), voters=self.members)
             agreement.wait_closed(gate)
@@ -254,7 +254,7 @@ class BackgroundDelivery:
         try:
             self._agreement.watch_also(self._go_on)
             self.outcome = self.delivery.make(self._reported, self._agreement, self._go_on)
-        except BaseException as error:  # Raised again by whoever waits.
+        except BaseException as error:  # Raised again by the thread that waits.
             self._error = error
         finally:
             self._over.set()

@@ -1,4 +1,4 @@
-"""Writes what happened to the job into the run's directory, as long as this worker is told it.
+"""Writes the job's events into the run directory while this worker receives them.
 
 Rule: a thread of its own waits for storage. What storage does not take is tried again with what
 comes next, and at the end.

@@ -27,12 +27,12 @@ def prune(
 ) -> None:
     """Delete checkpoints of one kind, of this attempt and of those before it.
 
-    Those of later attempts are theirs: then we are somebody left behind.
+    Those of later attempts are left alone: if there are any, this process is outdated.
 
     Args:
         run: the run directory.
         spec: which job this is, and which checkpoints are kept.
-        newest: one that has just come to count, or to be known better.
+        newest: the one that was just committed, or whose metrics were just updated.
         unfinished: names that are not touched.
 
     Raises:
@@ -44,7 +44,7 @@ def prune(
     with _deleting:
         jobs = run.jobs()
         at = jobs.index(spec.job_id) if spec.job_id in jobs else len(jobs)
-        # Of what is reported under a job that nobody knows, nobody knows whose it is.
+        # Checkpoints of an unknown job have an unknown owner: they are not in `ours`.
         ours, later = {*jobs[:at], spec.job_id}, jobs[at + 1 :]
         found = [
             (name, marker)

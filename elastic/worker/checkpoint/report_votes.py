@@ -1,6 +1,6 @@
 """How the members of a group agree on one report: votes counted in the group's store.
 
-Every member votes once per report. A vote is one round trip and waits for nobody, so a member
+Every member votes once per report. A vote is one round trip and never blocks, so a member
 that has nothing to wait for goes on at once. The last vote closes the report, and what it
 counted is the same for all who read it. Members that have a checkpoint wait for the close; the
 first of them by rank, the lead, then commits the checkpoint and tells the outcome.
@@ -33,7 +33,7 @@ POLL_S_MAX = 0.01
 WARN_INTERVAL_S = 30.0
 
 POLL_INTERVAL_NS = 50_000_000
-"""How often a member that waits in a report looks whether its peers are still connected."""
+"""How often a member that waits in a report checks that its peers are still connected."""
 
 Index = int | str
 """Which report: its number in this generation, or its place in the run."""
@@ -46,7 +46,7 @@ class ReportVote:
     Attributes:
         waits: it stays until the report is closed.
         requests: it knows that the group is to be left at a boundary.
-        has_checkpoint: it brings a part of a checkpoint, or failed to.
+        has_checkpoint: it has a part of a checkpoint, or failed to upload it.
     """
 
     waits: bool = False
@@ -75,7 +75,7 @@ class VoteCount:
         return sum(count << (COUNT_BITS * place) for place, count in enumerate(counts))
 
     def leaves(self) -> bool:
-        """Return whether all leave here: one wishes it, all wait, and a checkpoint keeps it."""
+        """Return whether all leave here: one requests it, all wait, and a checkpoint is made."""
         return bool(self.wishing and self.with_checkpoint and self.waiting == self.votes)
 
 
@@ -151,7 +151,7 @@ class ReportVotes:
     def open_again(self) -> ReportVotes:
         """Return the same votes over another connection to the store, for another thread.
 
-        To be called by this one's thread: the connection is then made while the group stands.
+        Called by the thread of this one, so that it connects while the group is formed.
         """
         store: Store = self._store.clone()  # type: ignore[attr-defined]
         return ReportVotes(store, self._rank, world_size=self._world_size, watch=self._watch)
@@ -172,7 +172,7 @@ class ReportVotes:
         self._store.append(_key(index, "ways"), way + "\n")  # type: ignore[attr-defined]
 
     def ways(self, index: Index) -> tuple[str, ...]:
-        """Return what members told of parts that come later; complete once the report is closed."""
+        """Return how members with later parts upload them; complete once the report is closed."""
         key = _key(index, "ways")
         if not self._store.check([key]):
             return ()
@@ -193,7 +193,7 @@ class ReportVotes:
         """Return all parts by rank; complete once the report is closed.
 
         Raises:
-            GroupError: what stands there no members have written.
+            GroupError: the stored value was not written by a member.
         """
         text = bytes(self._store.get(_key(index, "parts"))).decode(errors="replace")
         try:
@@ -227,11 +227,11 @@ class ReportVotes:
         is_vote = number & WORLD_SIZE_MAX  # Not the withdrawal of a promise to wait.
         if is_vote and tally.votes == voters:
             if isinstance(index, str) and not tally.waiting:
-                self._store.delete_key(_key(index, "votes"))  # Nobody looks at it any more.
+                self._store.delete_key(_key(index, "votes"))  # Never read again.
                 return tally
             self._store.set(_key(index, "closed"), str(tally.number()))
             if isinstance(index, int) and index > 0:
-                # All are here, so nobody looks at the report before any more.
+                # All are here, so the previous report is never read again.
                 for what in KEYS:
                     self._store.delete_key(_key(index - 1, what))
         return tally
@@ -293,7 +293,7 @@ class ReportVotes:
         return ReportOutcome(str(path), str(why), bool(leaves), bool(pends))
 
     def _await(self, index: Index, what: str, patience_s: float | None) -> bytes | None:
-        """Look for a key until it is there; None if patience ends first.
+        """Poll for a key until it exists; None if the timeout ends first.
 
         Looking again and again, instead of one blocking `wait`, keeps this thread in Python,
         where `GroupChanged` can reach it.

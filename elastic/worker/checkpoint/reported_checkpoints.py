@@ -1,7 +1,7 @@
-"""Reported checkpoints: what the parts that members bring to one come to.
+"""Reported checkpoints: a checkpoint is made of the parts that members have stored.
 
-The lead, the lowest rank that brought a part, makes a checkpoint of them, has it committed
-(`committing`), and tells the others. What a report tells the coordinator it tells once.
+The lead, the lowest rank with a part, makes the checkpoint, has it committed (`committer`), and
+tells the others the outcome. Each report is sent to the coordinator once.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class ReportLink(Protocol):
         ...
 
     def deliver(self) -> None:
-        """Tell now, in this thread, what others have posted, if whoever listens is in it."""
+        """Handle now, in this thread, posts whose consumer runs here."""
         ...
 
     def report_work(self) -> None:
-        """Have the agent hear now whether the main thread says that it works."""
+        """Report to the agent now whether the main thread marks itself as working."""
         ...
 
     def wish(self, generation: Generation) -> RequestLeave | None:
@@ -55,7 +55,7 @@ class ReportLink(Protocol):
         ...
 
     def save_request(self, generation: Generation) -> int:
-        """Return the number of the newest wish for a checkpoint in this generation, 0 for none."""
+        """Return the number of the newest checkpoint request in this generation, 0 for none."""
         ...
 
     def preemption(self, generation: Generation, now_ns: int) -> NotifyPreemption | None:
@@ -63,7 +63,7 @@ class ReportLink(Protocol):
         ...
 
     def expect_answer(self, generation: Generation, kind: ReportKind, index: int) -> ReportAnswer:
-        """Ask to be told what becomes of a report; called before it is posted."""
+        """Register for the answer to a report; called before it is posted."""
         ...
 
 
@@ -83,7 +83,7 @@ class PendingReport:
 
     Attributes:
         key: of its agreement in the group's store.
-        index: of the report in what the coordinator is told.
+        index: the report's number for the coordinator.
         metrics: of the report, JSON.
         leaves: every member leaves the group with it, if it is recorded.
         owns_files: we have written what is in its directory, and may delete it.
@@ -137,7 +137,7 @@ class ReportedCheckpoints:
             self._newest_posted = max(self._newest_posted, index)
 
     def has_posted(self, index: int) -> bool:
-        """Return whether the report of this number, the newest one, was told."""
+        """Return whether the newest report, which has this number, was sent."""
         return self._newest_posted >= index
 
     def check_free(self, name: str) -> None:
@@ -150,7 +150,7 @@ class ReportedCheckpoints:
             raise StorageError(f"a checkpoint {name} was reported already; use another name")
 
     def conclude(self, agreement: ReportVotes, turn: PendingReport) -> ReportOutcome:
-        """Commit as the lead, or hear from it what became of the checkpoint.
+        """Commit as the lead, or receive the outcome from the lead.
 
         Args:
             agreement: in which all parts are known.

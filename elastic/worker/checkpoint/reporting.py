@@ -1,11 +1,11 @@
 """`train.report`: metrics are kept at once, a checkpoint counts for all members or for none.
 
-Without a checkpoint a report waits for nobody. With one, be it that only others have its files, all
-wait until it counts: members store their files, everyone votes (`agreement`), and the lead, the
-lowest rank that brought files, has it committed and tells the others (`reported`). While the
-coordinator is away they go on, and it counts later. Where the files come later, or are there
-already, the vote comes first (`delivery`). If a planned change is due and every member waits here,
-all leave at this very report, once the coordinator has recorded the checkpoint: nothing is lost.
+Without a checkpoint a report never blocks. With one (even if only other members have files), all
+wait until it counts: members store their files, all vote (`report_votes`), and the lead, the lowest
+rank with files, has it committed and tells the others (`reported_checkpoints`). While the
+coordinator is unreachable they go on, and it counts later. If the files are uploaded later, or are
+there already, the vote comes first (`delivery`). If a planned change is due and every member waits
+here, all leave at this report, once the coordinator has recorded the checkpoint: nothing is lost.
 
 Rule: every member calls `report` equally often in a generation; the n-th calls belong together.
 """
@@ -128,7 +128,7 @@ class Reporter:
     def newest_checkpoint(self) -> str:
         """Return the path of the newest checkpoint that this member knows of, "" for none.
 
-        It is recorded; whoever recorded it may have been killed before its marker was written.
+        It is recorded, but its writer may have been killed before it wrote the marker.
         """
         with contextlib.suppress(StorageError):
             if self._recorded and self._run is not None:
@@ -162,7 +162,7 @@ class Reporter:
                 it. Of an upload in the background, at the next report or at the end.
             GroupChanged: the members agreed to leave the group here.
             UsageError: called from another thread, with metrics that are not an object, or with a
-                checkpoint that the members bring in different ways.
+                checkpoint that the members upload in different ways.
         """
         meets, brought = checkpoint is not None, _copied(checkpoint)
         name = self._check_call(metrics, brought, name)
@@ -202,7 +202,7 @@ class Reporter:
     ) -> None:
         """Do as `report`, in a loop that goes on when the group changes.
 
-        Nobody leaves here, because such a loop leaves between steps. When the group breaks while
+        No member leaves here, because such a loop leaves between steps. When the group breaks while
         its members wait for each other, the checkpoint is given up, and training goes on.
 
         Args:
@@ -343,7 +343,7 @@ class Reporter:
     def _keep_metrics(
         self, index: int, metrics: str, where: str = "", *, checkpoint: str = ""
     ) -> None:
-        """Write the line, or let it wait for storage, which is told once until it goes well."""
+        """Write the line, or retry later; a storage error is logged once until a write succeeds."""
         if self._run is None:
             return
         record: dict[str, Any] = {
@@ -380,7 +380,7 @@ class Reporter:
             self._agreement.add_part(key, self._store(key, name, Path(brought.path)))
 
     def _store(self, key: Index, name: str, source: Path) -> ReportPart:
-        """Copy this member's files; a failure is told to all, not raised here."""
+        """Copy this member's files; a failure is sent to all, not raised here."""
         run, rank = self._run, self._place.rank
         if run is None:
             return ReportPart(rank, name, error="the job has no run directory")
@@ -397,7 +397,7 @@ class Reporter:
     def _complete(
         self, turn: PendingReport, name: str, brought: DeliveredParts, tally: VoteCount
     ) -> None:
-        """See to it that a checkpoint counts that we brought a part of; all bring theirs alike."""
+        """Complete a checkpoint that we have a part of; all members must upload in the same way."""
         members = tally.with_checkpoint
         ways = self._agreement.ways(turn.key)
         alike = members if brought.way else 0

@@ -1,11 +1,11 @@
 """Whether all nodes of a group reach the same run directory: found by a test, not by a guess.
 
-Rank 0 writes a file into it and says so in the group's store; a worker on another node waits for
-that word and then reads the file. If it is not there, the two write to different places: every
-checkpoint would lack what the other node wrote, and nobody would notice before it is needed.
+Rank 0 writes a file into it and sets a key in the group's store; a worker on another node waits for
+that key and then reads the file. If the file is missing, the two write to different places: every
+checkpoint would lack what the other node wrote, and the loss would show only at a restore.
 
-Rule: asked once in the life of a process. A survivor of an earlier group of several nodes knows the
-answer, so a recovery pays one word in the store, and a newcomer one read.
+Rule: tested once per process. A survivor of an earlier group of several nodes knows the answer, so
+a recovery costs one key in the store, and a new worker one read.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class SharedStorage:
             is_over: whether the group is not wanted any more; then nothing is found out.
 
         Raises:
-            StorageNotShared: it does not; names node and path, and says what to do.
+            StorageNotShared: it does not; names node and path, and the remedy.
         """
         if self._run is None or assignment.num_nodes == 1:
             return
@@ -64,7 +64,7 @@ class SharedStorage:
             self._check(self._run, assignment, store, is_over)
 
     def _tell(self, run: RunDirectory, assignment: Assignment, store: Store) -> None:
-        """Write the file, unless it is known to be there, and say so; rank 0 does not wait."""
+        """Write the file, unless known to be there, and set the key; rank 0 does not wait."""
         if self._is_known:
             _say(store, WRITTEN)
             return

@@ -30,7 +30,7 @@ class StateSnapshot:
         about: values for people.
         aliases: other names of shared parameters, by model.
         done: set once it is durable, or given up.
-        request: number of the newest wish for a checkpoint that it was taken after.
+        request: number of the newest checkpoint request that it serves.
         prints: checksums of what must be alike on all ranks; see `likeness`.
     """
 

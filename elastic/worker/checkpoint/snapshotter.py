@@ -2,10 +2,10 @@
 
 The training loop pays for one copy of this worker's share into the agent's memory (`arena.py`). A
 thread of its own then writes this rank's part to storage; the thread of rank 0 waits for all
-parts, and has the checkpoint committed (`committing`).
+parts, and has the checkpoint committed (`committer`).
 
-Rule: nothing that storage does or does not do reaches the training loop. What cannot be written is
-told and given up, and the last good checkpoint stays.
+Rule: no storage error or delay reaches the training loop. A snapshot that cannot be written is
+reported and given up, and the last good checkpoint stays.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class Snapshotter:
         self._warming: threading.Thread | None = None
         self._is_warm = False
         self._is_stored = False
-        # What memory is kept for it: one that grows a little is not to move all the rest.
+        # Memory is reserved for it: if it grows a little, nothing else has to move.
         self._skeleton_room = 0
         self._beside = ThreadPoolExecutor(1, thread_name_prefix="elastic-skeleton")
 
@@ -141,9 +141,9 @@ class Snapshotter:
 
     def enter(self, seat: RankInfo) -> None:
         """Be in this group from here on."""
-        # Memory of our own holds all of the state: nobody else on this node can write to it.
+        # Our private memory holds all of the state: no other rank can write to it.
         self._rank_info = seat if self._paths else replace(seat, local_rank=0, local_world_size=1)
-        self._served = 0  # A wish that came to nothing is told again to the next group.
+        self._served = 0  # An unserved request is sent again to the next group.
         self.arrival.forget()  # What this group goes on from stays until it has taken two.
         if self._writer is not None:
             self._writer.generation = seat.generation
@@ -191,7 +191,7 @@ class Snapshotter:
 
         Args:
             steps: committed in the run, with that step.
-            request: number of the newest wish of a user in this generation, 0 for none.
+            request: number of the newest user request in this generation, 0 for none.
         """
         if request > self._served:
             return True
@@ -205,7 +205,7 @@ class Snapshotter:
     def is_busy(self) -> bool:
         """Return whether no other one is begun now: storage, or another node, is slow.
 
-        One that somebody has wished for is not given up for a newer one, whoever wishes for that.
+        A snapshot that a user requested is not given up for a newer one, requested or not.
         """
         return self._is_full() or (self._writer is not None and self._writer.is_requested_for())
 
@@ -254,7 +254,7 @@ class Snapshotter:
         return [self.number, self.last_steps, self.last_generation]
 
     def go_on(self, last: Sequence[int]) -> None:
-        """Go on from where the run stands, as `last` has said it."""
+        """Continue at the run's position, as read from `last`."""
         self.number, self.last_steps, self.last_generation = last
 
     # ------------------------------------------------------------------- taking
@@ -304,7 +304,7 @@ class Snapshotter:
             state: returns the state; it must know what `last` says then.
             cursor: where in the run this is.
             steps: committed in the run.
-            request: the wish that this serves.
+            request: the number of the request that this serves.
             about: values that people want to see beside it.
             aliases: see `checkpoint_files.write_rest`.
             own: see `likeness.state_prints`.
@@ -376,7 +376,7 @@ class Snapshotter:
             raise OSError(f"snapshot {self.number}: one in the same place is still being written")
         slot.unmark(seat.local_rank)
         slot.reserve(layout.data_bytes + self._skeleton_room)
-        # The copy leaves the interpreter to this: plain values, which nobody changes any more.
+        # Runs while the copy has released the interpreter lock; these values no longer change.
         writing = self._beside.submit(write_skeleton, values)
         if layout.held:
             tensors = [answered_by(seat.rank, tensor) for tensor in tensors]

@@ -1,12 +1,11 @@
-"""Validation beside training: rank 0's thread that has each reported checkpoint looked at.
+"""Validation beside training: rank 0's thread that validates each reported checkpoint.
 
-A validation is a process of its own (`validation_process`), on the node of rank 0: what it does,
-or dies of, is no matter for training, and it ends with the worker that started it. What is to be
-done stands in storage beside each checkpoint, and so does what came of it; so whoever is rank 0
-next, in this attempt or in a later one, takes up what is not done yet.
+A validation is a separate process (`validation_process`) on the node of rank 0. Its failures do not
+affect training, and it ends with the worker that started it. Requests and results are stored beside
+each checkpoint, so the next rank 0, in this attempt or a later one, resumes unfinished validations.
 
-Rule: nothing here is used by the training loop, but for a flag that something new is there. What
-came of a validation is written once, before anybody is told of it.
+Rule: the training loop uses nothing of this but a flag that something new is there. A result is
+written once, before it is reported.
 """
 
 from __future__ import annotations
@@ -73,7 +72,7 @@ class ValidationLink(Protocol):
         ...
 
     def expect_answer(self, generation: Generation, kind: ReportKind, index: int) -> ReportAnswer:
-        """Ask to be told what becomes of a report; called before it is posted."""
+        """Register for the answer to a report; called before it is posted."""
         ...
 
 
@@ -87,7 +86,7 @@ class RunningValidation:
 
 @dataclass
 class ValidationReport:
-    """What the coordinator is to hear, until it has.
+    """A result to be reported to the coordinator, until it is acknowledged.
 
     Attributes:
         answer: to the newest attempt, None before the first.
@@ -162,14 +161,14 @@ class Validator:
         os.eventfd_write(self._wake_fd, 1)
 
     def finish(self, is_over: Callable[[], bool]) -> None:
-        """Wait until every validation is over and told, in slices that an interrupt can end.
+        """Wait until every validation is over and reported, in slices that an interrupt can end.
 
         Args:
             is_over: whether the group is; also a sign of life of this thread.
         """
         if self._plan is None or not self._leads:
             return
-        self.look()  # What others have committed is looked for now, too.
+        self.look()  # Also finds what others have committed.
         while not self._is_idle.wait(WAIT_SLICE_S) and not is_over():
             since = self._is_stuck_since
             if since and time.monotonic() - since > FINISH_S:
@@ -181,7 +180,7 @@ class Validator:
                 return
 
     def close(self) -> None:
-        """Validate nothing any more; what runs is killed, and taken up by whoever comes next."""
+        """Stop: the running validation is killed, and the next rank 0 runs it again."""
         self._leads, self._is_closed = False, True
         os.eventfd_write(self._wake_fd, 1)
 
@@ -267,7 +266,7 @@ class Validator:
                 child = ValidationChild(
                     plan.call, path, {**plan.fn_kwargs, **wish.fn_kwargs}, timeout_s
                 )
-            except Exception as error:  # Whatever pickling user code, or a strange wish, raises.
+            except Exception as error:  # From unpickling, or a bad request.
                 finding = ValidationFinding(
                     CheckpointStatus.VALIDATION_FAILED,
                     reason=f"it cannot be started: {type(error).__name__}: {error}",
@@ -283,7 +282,7 @@ class Validator:
     def _scan(self) -> list[tuple[str, CheckpointMarker]]:
         """Return what is to be validated and is not under way, oldest first.
 
-        What was found out before our time is told: whoever did so may not have come to it.
+        Results of an earlier rank 0 are reported: it may have ended before it could.
         """
         busy = self._done | self._running.keys() | self._unwritten.keys()
         found = []
@@ -321,7 +320,7 @@ class Validator:
         self._unwritten[name] = running.marker, ended.finding
 
     def _write(self, name: str) -> None:
-        """Write down what was found out, and see to it that it is told.
+        """Store the result, and report it.
 
         Raises:
             StorageError: storage does not take it; the next turn tries again.

@@ -24,7 +24,7 @@ from elastic.core.world import CheckpointStatus
 from elastic.storage.validation import ValidationFinding
 
 FOUND_BYTES_MAX = 1024 * 1024
-"""As much as a report may bring; both go into one record of the coordinator's."""
+"""As much as a report may have; both go into one record of the coordinator."""
 MODULE = "elastic.worker.process.validation_process"
 
 
@@ -125,7 +125,7 @@ class ValidationChild:
             )
 
     def kill(self) -> None:
-        """End it and what it started, and let go of it."""
+        """End it and all that it started, and release it."""
         if self.pidfd < 0:
             return
         with contextlib.suppress(ProcessLookupError, PermissionError):
