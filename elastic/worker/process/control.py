@@ -115,7 +115,7 @@ class ControlThread:
         if deadline_ns is not None:
             timeout_s = max(0.0, (deadline_ns - self._clock.monotonic_ns()) / 1e9)
         readable, _, _ = select.select(sources, [], [], timeout_s)
-        # What the main thread said comes first: the agent's words may depend on it.
+        # The main thread's messages come first: the agent's may depend on them.
         for item in self._exchange.take_posted():
             if isinstance(item, Progress):
                 self._send(item)
@@ -141,7 +141,7 @@ class ControlThread:
         work = ""
         if not waiting_ns:
             moved, waiting_ns = self._collectives.look(beats, now_ns, seen.is_sharded, seen.work)
-            # At 0 nobody judges its silence, as of a script's own loop; that it waits is told.
+            # At 0 its silence is not judged, as in a script's own loop; waiting is still reported.
             beats = beats and moved
             begun = self._collectives.begun() if beats and seen.is_sharded else ()
             work = seen.work or self._collectives.place()
@@ -195,7 +195,7 @@ class ControlThread:
 
     def _step(self, event: WorkerEvent) -> None:
         effects = self._machine.step(event, self._clock.monotonic_ns())
-        # Told before it is freed: an aborted NCCL collective ends without an error.
+        # Notified before it is released: an aborted NCCL collective ends without an error.
         for effect in sorted(effects, key=lambda effect: not isinstance(effect, InterruptTrain)):
             self._perform(effect)
 

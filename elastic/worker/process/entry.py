@@ -154,7 +154,7 @@ def takes_config(function: Callable[..., Any]) -> bool:
     try:
         parameters = inspect.signature(function).parameters.values()
     except ValueError:
-        return True  # Some functions in C do not say.
+        return True  # Some C functions have no signature.
     positional = [
         parameter
         for parameter in parameters

@@ -49,7 +49,7 @@ def for_job(assign: Assign, started_with: Mapping[str, str]) -> dict[str, str]:
 
 
 def _unset(defaults: Mapping[str, str], known: Mapping[str, str]) -> dict[str, str]:
-    """Return the defaults that nobody has set yet."""
+    """Return the defaults that are not set yet."""
     return {name: value for name, value in defaults.items() if name not in known}
 
 

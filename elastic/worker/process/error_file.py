@@ -40,6 +40,6 @@ def _directory() -> Path | None:
         found = directory.lstat()
     except OSError:
         return None
-    # Where all may write, somebody else may have made it.
+    # In a folder that all may write to, another user may have made it.
     is_ours = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
     return directory if is_ours and not found.st_mode & 0o077 else None

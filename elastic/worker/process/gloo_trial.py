@@ -97,7 +97,7 @@ def _sockets() -> set[int]:
 
 
 def passed_file(environ: Mapping[str, str]) -> Path:
-    """Return the file whose being there says that this torch has passed."""
+    """Return the file that exists once this torch has passed."""
     base = environ.get("XDG_CACHE_HOME") or Path(environ.get("HOME") or "/tmp") / ".cache"
     version = torch.__version__.replace("/", "-")
     return Path(base) / "elastic-torch" / f"gloo-passed-{version}-{torch.version.git_version[:12]}"

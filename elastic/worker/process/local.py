@@ -136,7 +136,7 @@ def run_local(function: Callable[..., Any], run: LocalRun) -> LocalOutcome:
 
 
 class NoCoordinator:
-    """Stands where a worker has its agent: nothing is planned here, every report is taken."""
+    """Replaces the agent of a worker: nothing is planned here, every report is accepted."""
 
     def __init__(self, on_report: Callable[[dict[str, Any]], None] | None = None) -> None:
         """Tell this function of rank 0's reports, in the thread that we are in now."""
@@ -145,7 +145,7 @@ class NoCoordinator:
         self._unreported: queue.SimpleQueue[str] = queue.SimpleQueue()
 
     def post(self, item: WorkerEvent | Progress) -> None:
-        """Pass reports on; nobody is there for the rest.
+        """Pass reports on; all else has no receiver here.
 
         One whose checkpoint was uploaded in the background comes from another thread, where the
         user's callback does not expect to be: it is told with the next one.
@@ -155,7 +155,7 @@ class NoCoordinator:
             self.deliver()
 
     def report_work(self) -> None:
-        """Tell nobody: there is no agent."""
+        """Do nothing: there is no agent."""
 
     def deliver(self) -> None:
         """Pass on what was posted by other threads."""
@@ -172,16 +172,16 @@ class NoCoordinator:
         del generation
 
     def is_called_off(self, generation: Generation) -> bool:
-        """Return False: nobody has it rest."""
+        """Return False: it is never paused."""
         del generation
         return False
 
     def save_request(self, generation: Generation) -> int:
-        """Return 0: nobody asks."""
+        """Return 0: there are no requests."""
         return 0
 
     def preemption(self, generation: Generation, now_ns: int) -> None:
-        """Return None: nobody tells."""
+        """Return None: there is no notice."""
         del generation, now_ns
 
     def expect_answer(self, generation: Generation, kind: ReportKind, index: int) -> ReportAnswer:
@@ -192,7 +192,7 @@ class NoCoordinator:
 
 
 class NoNextGroup:
-    """Stands where a worker gets its groups from: here there is one, and nothing after it."""
+    """Replaces the source of a worker's groups: here there is exactly one."""
 
     def rejoin(self, generation: int, error: BaseException | None, at_boundary: bool) -> Any:
         """Raise what broke the group.
@@ -204,7 +204,7 @@ class NoNextGroup:
         raise GroupError(f"generation {generation} is over: {error}") from error
 
     def is_called_back(self, generation: int) -> bool:
-        """Return False: nobody orders anything here."""
+        """Return False: there are no orders here."""
         del generation
         return False
 
@@ -266,7 +266,7 @@ def local_group(run: LocalRun) -> Iterator[None]:
 
 
 def torchrun_rank() -> int | None:
-    """Return this process's rank if torchrun started it, None if nobody did."""
+    """Return this process's rank if torchrun started it, otherwise None."""
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         return int(os.environ["RANK"])
     return None

@@ -75,7 +75,7 @@ def name_process(name: str) -> None:
 
 
 class PlainChildren:
-    """Lets a fork of this process end on SIGTERM and SIGINT, as whoever made it expects.
+    """Lets a fork of this process end on SIGTERM and SIGINT, as its creator expects.
 
     The signals are held back while it is made: one that came before the fork has its own handlers
     would be left to the agent, and its maker would wait for its end for ever.

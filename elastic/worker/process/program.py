@@ -89,7 +89,7 @@ def _wait_for(words: list[str], environ: Mapping[str, str]) -> int:
     context = current()
     child: subprocess.Popen[bytes] | None = None
     try:
-        # Interrupted in between, nobody would know of it.
+        # If interrupted in between, the process would be leaked.
         with contextlib.nullcontext() if context is None else context.shielded():
             child = _start(words, environ)
         with _passing_on(child):

@@ -233,7 +233,7 @@ class Runner:
     # ------------------------------------------------------------ train
 
     def _train(self, assignment: Assignment) -> TrainEvent:
-        """Call the train function in the group that stands, and leave nothing of it behind."""
+        """Call the train function in the present group, and clean up after it."""
         return self._after_call(self._call(self._assigned(), assignment))
 
     def _after_call(self, event: TrainEvent) -> TrainEvent:
@@ -244,7 +244,7 @@ class Runner:
         return event
 
     def _call(self, assign: Assign, assignment: Assignment | None) -> TrainEvent:
-        """Call user code and say how it ended."""
+        """Call user code and return how it ended."""
         self._place = _place_of(assign, assignment)
         self._reporter, self._exited = None, ""
         try:
@@ -326,7 +326,7 @@ class Runner:
         return result
 
     def _how_it_left(self) -> str:
-        """Say where user code has returned, for those who still train."""
+        """Report where user code has returned, for the members that still train."""
         engine, where = self._engine, ""
         if engine is not None and engine.data is not None:
             where = f" in epoch {engine.cursor.epoch}, step {engine.cursor.step}"
@@ -335,7 +335,7 @@ class Runner:
         return f"left{where} (returned)"
 
     def _enter(self, assign: Assign, assignment: Assignment | None) -> WorkerContext:
-        """Let user code find itself in the group that stands; None while there is none."""
+        """Give user code its context in the present group; None while there is no group."""
         self._assignment = assignment
         self._place = _place_of(assign, assignment)
         if assignment is not None:
@@ -378,7 +378,7 @@ class Runner:
             engine.close()
 
     def _ended_early(self, generation: int, error: BaseException) -> TrainEvent:
-        """Say what an exception out of user code means, and print it if it is user code's."""
+        """Classify an exception out of user code, and print it if user code caused it."""
         reporter = self._reporter
         if isinstance(error, GroupChanged):
             at_boundary = reporter is not None and reporter.has_left
@@ -396,13 +396,13 @@ class Runner:
             log.info("group_broken generation=%d error=%s", generation, failure.error_type)
         if isinstance(error, SystemExit) and self._exchange.is_asked and not is_broken:
             log.info("script_ended code=%s: as it was asked to", exit_code)
-        elif not isinstance(error, ProgramFailed):  # Which has said so itself.
-            # Of a broken group it is for the log: whoever follows the job is not shown it.
+        elif not isinstance(error, ProgramFailed):  # Which has printed its own error.
+            # After a broken group it goes to the log only, not to users who follow the job.
             print(failure.traceback.rstrip("\n"), file=sys.stderr)
         return TrainRaised(generation, failure, group_broken=is_broken, exit_code=exit_code)
 
     def _recovered_by(self, event: TrainEvent) -> TrainEvent:
-        """Say by which rung of the recovery ladder this worker goes on, if it may."""
+        """Return by which recovery mode this worker continues, if it may."""
         is_broken = isinstance(event, TrainRaised) and event.group_broken
         if self._engine is None or not (is_broken or isinstance(event, TrainLeft)):
             return event
@@ -457,7 +457,7 @@ class Runner:
         return self._await_group()
 
     def _await_group(self) -> WorkerContext:
-        """Form what is announced, until a group stands; the main loop of a worker that is busy."""
+        """Form announced groups until one succeeds; the main loop of a busy worker."""
         self._exchange.activity.timing.stop()
         while True:
             order = self._exchange.wait_for_order()
@@ -483,7 +483,7 @@ class Runner:
         try:
             self._groups.drop()
         except GroupError as error:
-            # Told as a lost process, because it is no fault of user code.
+            # Reported as a lost process, because user code is not at fault.
             log.critical("group_undroppable error=%r", str(error))
             flush_output()
             os.kill(os.getpid(), signal.SIGKILL)
@@ -519,9 +519,9 @@ class Runner:
         )
 
     def _is_over(self, generation: int) -> bool:
-        """Look whether a group is over; who asks waits for storage, and is not hung."""
+        """Check whether a group is over. The caller waits for storage, and does not hang."""
         activity = self._exchange.activity
-        if activity.beats:  # At 0 nobody judges it.
+        if activity.beats:  # At 0 it is not judged.
             activity.beats += 1
         return self.is_called_back(generation)
 

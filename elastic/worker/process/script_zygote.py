@@ -31,7 +31,7 @@ from elastic.worker.process.importing import import_ahead, put_first
 OURS = ("ELASTIC_", "TORCHELASTIC_")
 DEVICES = "CUDA_VISIBLE_DEVICES"
 BETWEEN = frozenset({"os", "collections", "importlib", "elastic", "__main__"})
-"""Packages that stand between whoever asks and us, and are not those who ask."""
+"""Packages between the importing code and us in the stack; they are not the importer."""
 
 _asking: set[str] = set()
 
@@ -54,7 +54,7 @@ class ImportedScript:
 
     @classmethod
     def read(cls, text: str) -> ImportedScript:
-        """Return what the agent told."""
+        """Parse the agent's message."""
         told = json.loads(text)
         return cls(told["path"], tuple(told["folders"]), told["env"])
 
@@ -120,7 +120,7 @@ def grow(script: ImportedScript, zygote: socket.socket) -> None:
     if has_begun or _asking:
         left = [] if has_begun else _without(_asking, known)
         with contextlib.suppress(OSError):
-            # Longer than what is told of a worker that was forked.
+            # Longer than any message about a forked worker.
             zygote.send(json.dumps(left).encode().ljust(64))
         os._exit(0)
     gc.collect()

@@ -47,7 +47,7 @@ class Trackers:
             log.info("tracking_started trackers=%s pid=%d", self._wanted, self._process.pid)
 
     def finish(self) -> None:
-        """Let all that was reported be told, for a while."""
+        """Wait for all reports to be sent, with a time limit."""
         process, self._process = self._process, None
         if process is None:
             return

@@ -50,7 +50,7 @@ PLACE = (
 @click.argument("parent", type=int)
 @click.argument("found_fd", type=int)
 def main(parent: int, found_fd: int) -> None:
-    """Do what stands in the standard input, and write down what came of it."""
+    """Run the request from standard input, and write the result."""
     die_with_parent()
     if os.getppid() != parent:
         sys.exit(EXIT_AGENT_GONE)

@@ -110,7 +110,7 @@ class WorkerZygote:
                         return pipe_fd
 
     def _wait(self) -> list[socket.socket]:
-        """Return who has something to say, none if an import has taken too long."""
+        """Return the peers with something to read, none if an import has taken too long."""
         socks = [n.sock for n in self._script_zygotes.values() if n.sock is not None]
         moments = [
             n.gives_up_at for n in self._script_zygotes.values() if n.gives_up_at is not None
@@ -166,7 +166,7 @@ class WorkerZygote:
         """Have a nursery fork workers; or do it here, if there is none."""
         for number in numbers:
             if nursery.sock is not None:
-                with contextlib.suppress(OSError):  # Its end is heard of in a moment.
+                with contextlib.suppress(OSError):  # Its end is noticed shortly.
                     descriptors = nursery.waiting[number]
                     socket.send_fds(nursery.sock, [f"{number}  ".encode()], descriptors)
             else:
