@@ -23,7 +23,7 @@ from elastic.worker.data.seeding import LoaderWorkerInit
 log = logging.getLogger(__name__)
 
 LOST_PROCESS = "DataLoader worker (pid"
-"""How torch's error begins that says so; one of a dataset's names its class first."""
+"""How torch's error for that begins; an error of a dataset names its class first."""
 
 WORKER_PROCESSES = 3
 """Purpose of the seed of worker processes, beside those in cursor.py."""
@@ -76,11 +76,11 @@ class InnerLoader(Protocol):
         ...
 
     def request(self, tag: int, piece: Any) -> Any:
-        """Return the request for a piece; None stands for a turn that is passed."""
+        """Return the request for a piece; None is a skipped turn."""
         ...
 
     def turn_of(self, key: Key) -> int | None:
-        """Return the number of whom must read this, None if anybody may.
+        """Return the number of the reader that must read this, None if any may.
 
         The worker process of that number, counted modulo their number.
         """
@@ -204,7 +204,7 @@ class SampleFeed:
         return self._reading.request(tag, piece)
 
     def _check_ahead(self) -> None:
-        """Begin again to look for what to ask for: what is there or on its way is passed over."""
+        """Restart the search for the next request; answered and pending ones are skipped."""
         plan = self._the_plan()
         self._ahead, self._next_piece = plan.pieces(plan.key), None
 

@@ -33,7 +33,7 @@ BLOCK_PIECES = 64
 
 
 Weigh = Callable[[Any], Any]
-"""Says of a micro-batch's value what it counts, such as the number of its tokens."""
+"""Returns the weight of a micro-batch's value, such as its number of tokens."""
 WEIGHT_PARTS, WEIGHT_MAX = 2.0**20, 2.0**32
 """Weights are multiples of 1 / WEIGHT_PARTS: sums of a step's are exact, in whatever order."""
 
@@ -89,7 +89,7 @@ class MicroBatchLoader:
             loader: the user's; it is not read itself.
             num_micro_batches: V, of a step.
             seed: of the shuffle and of augmentation; 0 <= seed < 2**63.
-            weigh: says what a micro-batch counts, None to count samples.
+            weigh: returns the weight of a micro-batch, None to count samples.
 
         Raises:
             UsageError: its samples cannot be asked for by number, or there are none.

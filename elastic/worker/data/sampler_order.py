@@ -58,7 +58,7 @@ class SamplerOrders:
         """Return the order of an epoch.
 
         Raises:
-            UsageError: the sampler gives another number of samples than it has said.
+            UsageError: the sampler yields another number of samples than its length.
         """
         if epoch not in self._known:
             if callable(getattr(self._sampler, "set_epoch", None)):

@@ -121,7 +121,7 @@ class StreamBook:
         return {"ends": ends, "snapshots": found}
 
     def put(self, states: Mapping[str, Any]) -> None:
-        """Know what another one has taken, too; the empty mapping says nothing."""
+        """Merge what another one has taken; an empty mapping adds nothing."""
         for epoch, steps in states.get("ends", ()):
             self.end(int(epoch), int(steps))
         self.add(
@@ -135,7 +135,7 @@ class StreamBook:
         )
 
     def sent(self, cursor: Cursor, *, all_of_it: bool = False) -> bytes:
-        """Return what `take` returns as bytes, none if there is nothing to say.
+        """Return what `take` returns as bytes, empty if there is nothing.
 
         Args:
             cursor: the next step to be committed.

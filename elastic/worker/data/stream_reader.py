@@ -58,7 +58,7 @@ class StreamBatch:
     """What was read beside the samples.
 
     Attributes:
-        count: samples of the micro-batch; 0 if it is a stand-in.
+        count: samples of the micro-batch; 0 if it is a placeholder.
         more: the stream does not end the epoch here.
         snapshots: that were taken since the last answer.
     """
@@ -69,7 +69,7 @@ class StreamBatch:
 
 
 class StreamReader:
-    """Stands where an inner DataLoader has its dataset.
+    """Replaces the dataset of an inner DataLoader.
 
     Attributes:
         dataset: the user's.

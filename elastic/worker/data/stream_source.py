@@ -30,13 +30,13 @@ from elastic.worker.data.stream_book import StreamSnapshot
 log = logging.getLogger(__name__)
 
 SNAPSHOT_STEPS = 8
-"""Steps between two snapshots of a sequence, unless the loader says `snapshot_every_n_steps`."""
+"""Steps between two snapshots of a sequence, unless the loader has `snapshot_every_n_steps`."""
 END: Any = object()
-"""Stands where a sample would be, behind the last one."""
+"""The placeholder for a sample behind the last one."""
 
 
 class SampleWindow:
-    """One sequence: what is around the present step is kept, the rest is read again."""
+    """One sequence: samples near the present step are cached, others are read again."""
 
     def __init__(self, dataset: Any, streams: StreamPlan, number: int, *, every: int) -> None:
         """Describe it; nothing is read yet.
@@ -184,7 +184,7 @@ class SampleWindow:
 
     @contextmanager
     def _seen(self) -> Iterator[None]:
-        """Let get_worker_info() say what the cut wants the dataset to see."""
+        """Make get_worker_info() return what the partition wants the dataset to see."""
         before = torchs_worker._worker_info
         torchs_worker._worker_info = self._place_of_stream() if self._is_by_worker else None
         try:
@@ -209,7 +209,7 @@ class SampleWindow:
 
 
 def keeps_state(dataset: Any) -> bool:
-    """Return whether a dataset can say where it is, and go on from there exactly.
+    """Return whether a dataset can report its position, and resume from it exactly.
 
     Hugging Face's lose what is in a shuffle buffer, and say so.
     """
