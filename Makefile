@@ -12,6 +12,10 @@ DOCS_INSTALLED := $(VENV)/.docs-installed
 # For example: make test PYTEST_FLAGS="-x -k sqlite"
 PYTEST_FLAGS ?=
 
+# Tests start hundreds of processes. Where the environment forbids bytecode caches, each of them
+# would compile torch and elastic anew, which doubles the time until it runs.
+export PYTHONDONTWRITEBYTECODE :=
+
 .DEFAULT_GOAL := help
 .PHONY: help demo test lint pytest chaos test-gpu docs proto install clean
 
