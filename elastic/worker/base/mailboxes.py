@@ -71,13 +71,11 @@ class Mailboxes:
 
     Attributes:
         activity: what the main thread shows of itself.
-        is_asked: the script was sent SIGTERM, for it to end.
     """
 
     def __init__(self) -> None:
         """Open the descriptor that wakes the control thread."""
         self.activity = Activity()
-        self.is_asked = False
         self._orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
         self._posted: queue.SimpleQueue[WorkerEvent | Progress | SilenceNotice] = (
             queue.SimpleQueue()

@@ -209,7 +209,6 @@ class ControlThread:
             self._groups.abort(effect.generation)
         elif isinstance(effect, SignalScript):
             log.info("script_asked_to_end reason=%r", effect.reason)
-            self._exchange.is_asked = True
             signals.send_to_main(signal.SIGTERM)
         elif isinstance(effect, InterruptTrain):
             self._interrupter.interrupt(effect.generation, effect.reason, final=effect.final)

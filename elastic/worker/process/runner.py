@@ -394,8 +394,9 @@ class Runner:
         )
         if is_broken:
             log.info("group_broken generation=%d error=%s", generation, failure.error_type)
-        if isinstance(error, SystemExit) and self._exchange.is_asked and not is_broken:
-            log.info("script_ended code=%s: as it was asked to", exit_code)
+        if isinstance(error, SystemExit):
+            # As under Python itself, which prints no traceback for it.
+            log.info("script_ended code=%s", exit_code)
         elif not isinstance(error, ProgramFailed):  # Which has printed its own error.
             # After a broken group it goes to the log only, not to users who follow the job.
             print(failure.traceback.rstrip("\n"), file=sys.stderr)
