@@ -97,7 +97,7 @@ def test_scripts_that_end_their_process_with_success_have_finished(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["deadlock", "backward"])
+@pytest.mark.parametrize("case", ["deadlock", "backward", "subgroup"])
 def test_ranks_that_wait_for_each_other_run_their_script_again(
     launched: Callable[..., Script], tmp_path: Path, case: str
 ) -> None:

@@ -97,6 +97,10 @@ def main() -> None:
         if dist.get_rank():
             dist.barrier()
         model(torch.rand(8, 20)).sum().backward()
+    if case == "subgroup" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        if dist.get_rank():
+            dist.barrier()
+        dist.new_group()
     if case == "leave":  # As scripts do whose threads or libraries would not let them end.
         dist.barrier()  # Who still connects would miss a rank that has ended.
         time.sleep(dist.get_rank())

@@ -256,6 +256,16 @@ def test_newcomers_and_survivors_make_subgroups_together() -> None:
     assert all_ask(members, "mesh") == [4] * 4
 
 
+def test_a_member_may_come_to_a_subgroup_later_than_any_group_may_form() -> None:
+    early, late = members = CREW.take(2)
+    formed(members)
+    all_ask(members, "forget_form_timeout")
+    order = early.tell("new_group", ranks=[0, 1])
+    wait_for(lambda: bool(early.ask("is_forming")) or early.is_done(order))
+    assert late.ask("new_group", ranks=[0, 1]) == 1.0
+    assert early.answer(order).value == 1.0
+
+
 def test_members_that_change_their_ranks_find_each_other_in_a_mesh_of_the_same_shape() -> None:
     members = CREW.take(4)
     for turn in range(4):

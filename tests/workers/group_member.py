@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 import warnings
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -207,6 +208,12 @@ class Member:
         if dist.get_rank() in ranks:
             dist.all_reduce(tensor, group=self.subgroup)
         return float(tensor)
+
+    def forget_form_timeout(self) -> None:
+        """Leave no time to form another group of all."""
+        life = self.groups._life
+        assert life is not None
+        life.spec = replace(life.spec, form_timeout_s=1e-3)
 
     def subgroup_reduce(self) -> None:
         dist.all_reduce(torch.ones(10), group=self.subgroup)

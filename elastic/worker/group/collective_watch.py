@@ -33,6 +33,7 @@ from elastic.core.world import CollectiveCount
 from elastic.worker.group import abortable_wait as waits
 from elastic.worker.group import c10d
 from elastic.worker.group.gloo_threads import sleeps_for_ever, wait_for_peers
+from elastic.worker.group.group import ProcessGroups
 
 LATE_NS = 300_000_000
 """What is between looks further apart does not count: nobody knows what was then."""
@@ -63,8 +64,12 @@ NATIVE = tuple(
 """Whose C++ computes, and waits for other ranks: DistributedDataParallel's backward and forward."""
 
 OURS = os.path.join(PACKAGE, "worker", "")
-WAITS = (waits.AbortableWait.wait.__code__, waits.AbortableWait.wait_messages.__code__)
-"""Where we wait in torch's place."""
+WAITS = (
+    waits.AbortableWait.wait.__code__,
+    waits.AbortableWait.wait_messages.__code__,
+    ProcessGroups.wait_aside.__code__,
+)
+"""Where we wait in torch's place: for a collective, messages, or a subgroup's other members."""
 WAITS_DEPTH = 8
 """Frames of that, and of `threading` below it."""
 

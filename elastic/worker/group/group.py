@@ -286,7 +286,7 @@ class ProcessGroups:
                 store.close()
             return store
 
-        life.store = self._left_behind_if_need_be(life, connect, life.left_s())
+        life.store = self.wait_aside(life, connect, life.left_s())
         if life.aborted:
             life.store.cut()
         life.store.set_timeout(timedelta(seconds=spec.timeout_s))
@@ -319,7 +319,8 @@ class ProcessGroups:
                     "an epoll set watches), so a broken group could not be aborted; run on Linux, "
                     "with GLOO_DEVICE_TRANSPORT unset or TCP"
                 )
-        limit_s = min(timeout_s, life.spec.form_timeout_s if life.is_formed else life.left_s())
+        # A subgroup is the script's, and so is how long others may take until they make it, too.
+        limit_s = timeout_s if life.is_formed else min(timeout_s, life.left_s())
         options = c10d.parts().gloo_options()
         options._devices = [life.device]
         options._timeout = timedelta(seconds=limit_s)
@@ -335,7 +336,7 @@ class ProcessGroups:
         # Nobody but the members of a group that forms has a reason to connect.
         open_listener(life.loop)
         try:
-            backend = self._left_behind_if_need_be(life, build, limit_s)
+            backend = self.wait_aside(life, build, limit_s)
         except GroupError as error:
             if not life.is_formed:
                 raise  # `form` says whose it is
@@ -346,9 +347,7 @@ class ProcessGroups:
         life.add_backend(backend, before, threads)
         return backend
 
-    def _left_behind_if_need_be(
-        self, life: GroupResources, call: Callable[[], Made], limit_s: float
-    ) -> Made:
+    def wait_aside(self, life: GroupResources, call: Callable[[], Made], limit_s: float) -> Made:
         """Run a call of torch's that may block where nothing reaches it, and wait for it.
 
         A constructor of gloo waits for peers that may have stopped, TCPStore's for a server that
