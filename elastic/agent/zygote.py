@@ -26,8 +26,9 @@ log = logging.getLogger(__name__)
 PR_SET_CHILD_SUBREAPER = 36
 BORN = struct.Struct("<qq")
 """An answer: the number that was asked for, and the pid, or minus an error's number."""
-FIRST_BIRTH_S_MAX = 60.0
-"""A zygote that has not answered by then is stuck; importing torch from a slow disk is not."""
+FIRST_BIRTH_S_MAX = 300.0
+"""A zygote that has not answered by then is stuck. One that imports torch on a slow disk or a busy
+machine is not, and if it were given up, each worker would import torch beside all the others."""
 BIRTH_S_MAX = 5.0
 """The same for one that has answered before."""
 IMPORTS_S_MAX = 300.0
