@@ -29,6 +29,7 @@ from elastic.runtime.snapshot_memory import SnapshotMark
 from elastic.worker.base.mailboxes import WAIT_SLICE_S
 from elastic.worker.checkpoint.checkpoint_writer import CheckpointWriter, PartFailure
 from elastic.worker.checkpoint.snapshot import StateSnapshot, name_of
+from elastic.worker.group.accelerators import record, wait_done
 from elastic.worker.state.arena import SnapshotSlot, StateLayout
 from elastic.worker.state.replica_checksums import NOTHING_OWN, PerRankState, combined, state_prints
 from elastic.worker.state.replication_progress import ReplicationProgress
@@ -385,8 +386,7 @@ class Snapshotter:
         if devices:
             slot.pin()
         slot.put(layout, tensors, pieces)
-        for device in devices:
-            torch.cuda.current_stream(device).synchronize()
+        wait_done(record({tensor.device for tensor in ours}))
         skeleton = writing.result()
         text = with_held(skeleton, layout.held)
         mark = SnapshotMark(

@@ -24,6 +24,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from elastic.worker.group.accelerators import accelerator_of, record, wait_done
 from elastic.worker.state.checksums import (
     MASK,
     checksum_of,
@@ -73,7 +74,7 @@ class _WatchedTensor:
         A number, or on a device a tensor of one that is computed there.
         """
         tensor = self.now()
-        if tensor.device.type != "cpu":
+        if accelerator_of(tensor.device) is not None:
             return checksum_there(flat_bytes(tensor)[first:last])
         at = (tensor.data_ptr(), tensor.numel())
         if self.known is None or self.known_at != at:
@@ -139,7 +140,7 @@ class Divergence:
         if world_size < 2:
             return 0
         some = self._slices[steps % len(self._slices)] if self._slices else []
-        if some and some[0][0].now().device.type != "cpu":
+        if some and accelerator_of(some[0][0].now().device) is not None:
             return self._reported_later(some)
         total = order
         for place, (one, first, last) in enumerate(some):
@@ -157,14 +158,10 @@ class Divergence:
         total = (sums * factors.to(device, non_blocking=True)).sum()
         told = torch.empty((), dtype=torch.int64, pin_memory=device.type == "cuda")
         told.copy_(total, non_blocking=True)
-        ready = torch.cuda.Event() if device.type == "cuda" else None
-        if ready is not None:
-            ready.record(torch.cuda.current_stream(device))
-        self._before = (told, ready, self._order)
+        self._before = (told, record([device]), self._order)
         if before is None:
             return 0
-        if before[1] is not None:
-            before[1].synchronize()
+        wait_done(before[1])
         return (int(before[0]) + before[2]) & MASK
 
     def of_all(self, world_size: int) -> int:

@@ -37,6 +37,10 @@ class GroupProvider(Protocol):
         """Return whether this group is over by order."""
         ...
 
+    def is_broken(self, generation: int) -> bool:
+        """Return whether this group is over by order, or has lost a member or a communicator."""
+        ...
+
     def defer(self, on: bool) -> None:
         """While on, do not interrupt the train function for a new group: it will ask."""
         ...

@@ -192,7 +192,11 @@ class StepEngine(ObjectRegistry):
         units, activity = list(self._units.values()), self._context.activity
         self.recovery = recovery_of(self.state, self.recovery)
         self._reducer, self._padding = make_reducer(
-            self.state, units, consistency=self._consistency, activity=activity
+            self.state,
+            units,
+            consistency=self._consistency,
+            activity=activity,
+            is_over=lambda: self._home.is_broken(self._context.generation),
         )
         self._stack.enter_context(scalers_know(self))
         self._stack.enter_context(modules_know(self._reducer.parameters_zeroed))

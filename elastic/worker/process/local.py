@@ -208,6 +208,11 @@ class NoNextGroup:
         del generation
         return False
 
+    def is_broken(self, generation: int) -> bool:
+        """Return False: what breaks the group raises."""
+        del generation
+        return False
+
     def defer(self, on: bool) -> None:
         """Nothing interrupts the train function here."""
         del on

@@ -474,6 +474,10 @@ class Runner:
         """Return whether this group is over by order."""
         return self._interrupter.is_over(generation) or self._exchange.was_aborted(generation)
 
+    def is_broken(self, generation: int) -> bool:
+        """Return whether this group is over by order, or has lost a member or a communicator."""
+        return self.is_called_back(generation) or self._groups.peer_hung_up()
+
     def defer(self, on: bool) -> None:
         """While on, do not interrupt the train function for a new group: it will ask."""
         self._interrupter.defer(on)

@@ -21,11 +21,13 @@ from torch.profiler import record_function
 from elastic.core.policy.exchange_plan import bucket_bytes_for
 from elastic.errors import InvariantViolation, UsageError, check
 from elastic.worker.base.activity import Activity
+from elastic.worker.group.accelerators import accelerator_of
 from elastic.worker.group.member_links import links_of
 from elastic.worker.group.shared_memory import OwnMemory
 from elastic.worker.reduce.backward import around_backward
 from elastic.worker.reduce.bucket_exchanges import BucketExchanges
 from elastic.worker.reduce.buckets import BUCKET_BYTES, Bucket, FlatTensor, lay_out
+from elastic.worker.reduce.commit_gate import CommitGate
 from elastic.worker.reduce.grad_preview import expose_partial_grad, hide, is_shown, show_zeros
 from elastic.worker.reduce.model_buffers import ModelBuffers
 from elastic.worker.reduce.step_metadata import ROW, Divisor
@@ -56,6 +58,7 @@ class Reducer:
         consistency: str = "bitwise",
         bucket_bytes: int = BUCKET_BYTES,
         activity: Activity | None = None,
+        is_over: Callable[[], bool] = lambda: False,
     ) -> None:
         """Put hooks on the parameters; nothing else changes until a step begins.
 
@@ -65,12 +68,15 @@ class Reducer:
             consistency: "bitwise", or "samples" for an order of addition that is torch's.
             bucket_bytes: size of the pieces that are sent.
             activity: told when we wait for others.
+            is_over: returns whether the group is not whole any more; see `CommitGate`.
         """
         self.broken: BaseException | None = None
         self.rows: list[tuple[float, ...]] = []
         self._is_bitwise = consistency == "bitwise"
         self._activity = activity or Activity()
         self._buffers = ModelBuffers(modules)
+        parameters = (parameter for unit in units for _, parameter in unit.parameters)
+        self._gate = CommitGate(parameters, self._activity, is_over)
         self._number_of = {id(unit): number for number, unit in enumerate(units)}
         self._units, self._bucket_bytes = units, bucket_bytes
         self._group: Any = None
@@ -137,6 +143,7 @@ class Reducer:
             self._lay_out(bucket_bytes)
         self._take_memory()
         self._buffers.attach(self._group)
+        self._gate.attach(self._group)
         self._keeps_leaves = True
         self.rest()
         self.broken = None
@@ -150,7 +157,7 @@ class Reducer:
                 self._leaves[bucket.number] = None
         memory = OwnMemory() if is_read else None
         for bucket in self._buckets:
-            bucket.memory = memory if bucket.device.type == "cpu" else None
+            bucket.memory = memory if accelerator_of(bucket.device) is None else None
 
     def rest(self) -> None:
         """No step is under way: leave all gradients alone."""
@@ -275,7 +282,9 @@ class Reducer:
         if self._is_void or self.broken is not None or self._number is None:
             return False
         self._buffers.end_micro_batch(self._number, share.counts[self._number])
+        own = self._gate.given()
         self._guarded(lambda: self._buffers.settle(share.deal, share.samples))
+        self._guarded(lambda: self._gate.wait_all(own), waits=False)
         if self.broken is not None or not is_good():
             return False
         self._buffers.keep()
@@ -410,8 +419,10 @@ class Reducer:
         for bucket in buckets:
             if self._reduced[bucket.unit] or not self._sent[bucket.number]:
                 self._start(bucket)
+        own = self._gate.given()
         with record_function("elastic::exchange"):
             self._guarded(lambda: self._finish(buckets))
+            self._guarded(lambda: self._gate.wait_exchanged(own), waits=False)
         if self.broken is not None:
             return
         for number in numbers:

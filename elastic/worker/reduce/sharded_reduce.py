@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -26,6 +26,7 @@ from elastic.errors import UsageError, check
 from elastic.worker.base.activity import Activity
 from elastic.worker.group import c10d
 from elastic.worker.reduce.backward import around_backward
+from elastic.worker.reduce.commit_gate import CommitGate
 from elastic.worker.reduce.model_buffers import ModelBuffers
 from elastic.worker.reduce.reducer import Reducer
 from elastic.worker.reduce.step_metadata import send_metadata
@@ -47,7 +48,12 @@ class ShardedReducer:
     """
 
     def __init__(
-        self, units: Sequence[OptimizerUnit], modules: Sequence[nn.Module], *, activity: Activity
+        self,
+        units: Sequence[OptimizerUnit],
+        modules: Sequence[nn.Module],
+        *,
+        activity: Activity,
+        is_over: Callable[[], bool] = lambda: False,
     ) -> None:
         """Surround backward; nothing else changes until a step begins.
 
@@ -55,6 +61,7 @@ class ShardedReducer:
             units: what each optimizer steps.
             modules: whose buffers (BatchNorm) are averaged over a step.
             activity: told when we wait for others.
+            is_over: returns whether the group is not whole any more; see `CommitGate`.
 
         Raises:
             UsageError: a parameter is not sharded over the group that stands, or cannot be saved.
@@ -69,6 +76,7 @@ class ShardedReducer:
         self._buffers = ModelBuffers(modules)
         self._units = [[parameter for _, parameter in unit.parameters] for unit in units]
         self._names = [(name, p) for unit in units for name, p in unit.parameters]
+        self._gate = CommitGate((p for _, p in self._names), activity, is_over)
         self._number_of = {id(unit): number for number, unit in enumerate(units)}
         self._group: Any = None
         self._share: StepShare | WeighedShare | None = None
@@ -95,7 +103,9 @@ class ShardedReducer:
             self._forget_fresh()
         self.rest()
         self.broken, self._group = None, group
-        self._buffers.attach(group if group is not None and group.size() > 1 else None)
+        others = group if group is not None and group.size() > 1 else None
+        self._buffers.attach(others)
+        self._gate.attach(others)
 
     def rest(self) -> None:
         """No step is under way: leave all gradients alone."""
@@ -183,7 +193,9 @@ class ShardedReducer:
         if self._is_void or self.broken is not None or self._number is None:
             return False
         self._buffers.end_micro_batch(self._number, share.counts[self._number])
+        own = self._gate.given()
         self._guarded(lambda: self._buffers.settle(share.deal, share.samples))
+        self._guarded(lambda: self._gate.wait_all(own), waits=False)
         if self.broken is not None or not is_good():
             return False
         self._buffers.keep()
@@ -241,6 +253,9 @@ class ShardedReducer:
             return
         row = [self._buffers.look(), *self._the_share().told(), *self._control]
         self._guarded(lambda: self.rows.extend(send_metadata(self._group, row)))
+        # Among all that the device was given are the model's own collectives: who waits for whom in
+        # them is not known, and all of it counts as waiting.
+        self._guarded(self._gate.wait_exchanged, waits=False)
         if self.broken is not None:
             return
         self._has_reported = True
@@ -287,12 +302,12 @@ class ShardedReducer:
         for _, parameter in self._names:
             parameter.grad = None
 
-    def _guarded(self, exchange: Callable[[], None]) -> None:
+    def _guarded(self, exchange: Callable[[], None], *, waits: bool = True) -> None:
         """Do what needs the other ranks; a group that breaks makes the step void."""
         if self.broken is not None:
             return
         try:
-            with self._activity.waiting():
+            with self._activity.waiting() if waits else nullcontext():
                 exchange()
         except RuntimeError as error:
             self.broken = error
@@ -357,7 +372,12 @@ class Padding:
 
 
 def make_reducer(
-    state: TrainState, units: Sequence[OptimizerUnit], *, consistency: str, activity: Activity
+    state: TrainState,
+    units: Sequence[OptimizerUnit],
+    *,
+    consistency: str,
+    activity: Activity,
+    is_over: Callable[[], bool],
 ) -> tuple[Reducer | ShardedReducer, Padding]:
     """Return what reduces the gradients of these objects, and what evens out their ranks' rounds.
 
@@ -365,8 +385,11 @@ def make_reducer(
         UsageError: some models are sharded and others are not.
     """
     if not state.is_sharded:
-        return Reducer(units, state.models, consistency=consistency, activity=activity), Padding()
-    sharded = ShardedReducer(units, state.models, activity=activity)
+        reducer = Reducer(
+            units, state.models, consistency=consistency, activity=activity, is_over=is_over
+        )
+        return reducer, Padding()
+    sharded = ShardedReducer(units, state.models, activity=activity, is_over=is_over)
     return sharded, Padding(sharded)
 
 

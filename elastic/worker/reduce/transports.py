@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
+from elastic.worker.group.accelerators import BeginMessages
 from elastic.worker.group.member_links import MemberLinks
 
 Message = tuple[int, int, Sequence[torch.Tensor]]
@@ -102,9 +103,14 @@ class GroupTransport:
 
     has_tags = False
 
-    def __init__(self, group: Any) -> None:
-        """Use this process group."""
-        self._group = group
+    def __init__(self, group: Any, begin: BeginMessages = dist.batch_isend_irecv) -> None:
+        """Use this process group.
+
+        Args:
+            group: the process group.
+            begin: what carries the device's tensors in it.
+        """
+        self._group, self._begin = group, begin
         self._due = _due_of.setdefault(group, deque())
 
     def expect(self, receives: Sequence[Message], then: Callable[[], None]) -> None:
@@ -120,7 +126,7 @@ class GroupTransport:
             for rank, _, tensors in messages
             for tensor in tensors
         ]
-        works = dist.batch_isend_irecv(operations) if operations else []
+        works = self._begin(operations) if operations else []
 
         def wait() -> None:
             for work in works:

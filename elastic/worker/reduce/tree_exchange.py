@@ -31,7 +31,7 @@ from elastic.core.policy.exchange_plan import (
     whole_plan,
 )
 from elastic.core.policy.microbatch import Span, additions_over, all_parts
-from elastic.worker.group import c10d
+from elastic.worker.group.accelerators import accelerator_of, record, wait_done
 from elastic.worker.group.member_links import FEW, links_of
 from elastic.worker.group.shared_memory import OwnMemory, PeerMemory
 from elastic.worker.reduce.step_metadata import ROW, Row, fill_row
@@ -159,9 +159,12 @@ class TreeExchange:
                 self._plan = tree_plan(
                     deal.rank, deal.num_micro_batches, links.shape, self._size, grain
                 )
-            is_sent_by_us = like.device.type == "cpu"
-            self._transport = SocketTransport(links) if is_sent_by_us else GroupTransport(group)
-            self.carries_rows = is_sent_by_us and not self._plan.gather
+            accelerator = accelerator_of(like.device)
+            begin = accelerator.messages(group) if accelerator is not None else None
+            self._transport = (
+                SocketTransport(links) if begin is None else GroupTransport(group, begin)
+            )
+            self.carries_rows = begin is None and not self._plan.gather
             self._peers = links.memory if memory is not None else {}
         self.has_tags = self._transport is None or self._transport.has_tags
         self._row = torch.zeros(ROW, dtype=torch.float64)
@@ -479,7 +482,7 @@ class StagedExchange:
         """Copy our subtrees' sums, and send them."""
         for part, tensor in sums.items():
             self._host[part].copy_(tensor, non_blocking=True)
-        torch.cuda.current_stream(self.total.device).synchronize()
+        wait_done(record([self.total.device]))
         self._exchange.start(self._host, row, divisor)
 
     def wait_rows(self) -> list[Row]:
@@ -566,8 +569,9 @@ def make_exchange(
         is_bitwise: add in the order of the tree.
         memory: what is exchanged is in it; None if others cannot read it in place.
     """
-    if like.device.type == "cpu" or group is None:
+    accelerator = accelerator_of(like.device)
+    if accelerator is None or group is None:
         return TreeExchange(deal, like, group, is_bitwise=is_bitwise, memory=memory)
-    if not c10d.has_nccl(group):
+    if accelerator.messages(group) is None:
         return StagedExchange(deal, like, group, is_bitwise=is_bitwise)
     return (TreeExchange if is_bitwise else SumExchange)(deal, like, group)
