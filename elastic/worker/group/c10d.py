@@ -56,8 +56,14 @@ NCCL_ENVIRONMENT = {
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
     # A blocking communicator cannot be aborted while it connects.
     "TORCH_NCCL_USE_COMM_NONBLOCKING": "1",
+    # NVIDIA's own tools for faults ask for it: aborts are not safe with NVLink SHARP.
+    "NCCL_NVLS_ENABLE": "0",
 }
-"""Read by torch when it makes an NCCL group."""
+"""Read by torch and NCCL when they make an NCCL group."""
+
+NCCL_MIN = (2, 26, 2)
+NCCL_BROKEN = (2, 28, 3), (2, 28, 8)
+"""First and last release whose communicators cannot be relied on to abort."""
 
 
 @dataclass(frozen=True)
@@ -408,6 +414,33 @@ def wait_messages(works: Sequence[Any]) -> None:
 
 
 # ------------------------------------------------------------------------------------------- NCCL
+
+
+def check_nccl(version: tuple[int, ...]) -> None:
+    """Refuse releases of NCCL with which a lost worker would take the others with it.
+
+    Args:
+        version: as `torch.cuda.nccl.version` returns it.
+
+    Raises:
+        UsageError: an abort of this release's communicators may hang or crash.
+    """
+    first, last = NCCL_BROKEN
+    if version >= NCCL_MIN and not first <= version[:3] <= last:
+        return
+    found, least, *broken = (".".join(map(str, one)) for one in (version, NCCL_MIN, first, last))
+    raise UsageError(
+        f"NCCL {found}: its communicators cannot be aborted safely, so that the loss of one worker "
+        f"could hang or crash the others; expected {least} or newer, and none of {broken[0]} to "
+        f"{broken[1]}: install a torch built with another one (python -c 'import torch; "
+        f"print(torch.cuda.nccl.version())'), or choose backend='gloo'"
+    )
+
+
+def check_own_nccl() -> None:
+    """Refuse the NCCL that this torch was built with; a torch without one says so by itself."""
+    if dist.is_nccl_available():
+        check_nccl(torch.cuda.nccl.version())
 
 
 def start_nccl_aborts(groups: list[Any]) -> list[threading.Thread]:

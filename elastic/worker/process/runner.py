@@ -61,6 +61,7 @@ from elastic.worker.engine.broken_group_hold import held_back
 from elastic.worker.engine.context import WorkerContext, current, set_current
 from elastic.worker.engine.recovery_modes import ReenterRequested, ResumeState
 from elastic.worker.engine.step_engine import StepEngine
+from elastic.worker.group import c10d
 from elastic.worker.group.group import GroupSpec, ProcessGroups
 from elastic.worker.group.peer_sockets import PeerAddress
 from elastic.worker.group.store_server import StoreServer
@@ -148,6 +149,8 @@ class Runner:
     def _set_up(self, assign: Assign) -> StoreOpened | SetupFailed:
         spec = assign.spec
         try:
+            if "nccl" in _backend_of(assign):
+                c10d.check_own_nccl()
             devices = self._devices = Devices(assign)
             os.environ.update(environment.for_job(assign, self._started_with) | devices.env())
             self._assign = assign
@@ -206,9 +209,7 @@ class Runner:
     def _form(self, assignment: Assignment) -> GroupFormed | GroupFailed:
         assign, devices = self._assigned(), self._its_devices()
         os.environ.update(devices.enter(assignment))
-        backend = assign.spec.backend
-        if backend == "auto":
-            backend = BOTH_BACKENDS if assign.devices else "gloo"
+        backend = _backend_of(assign)
         try:
             spec = GroupSpec(
                 generation=assignment.generation,
@@ -581,6 +582,13 @@ class Runner:
         if self._assign is None:
             raise InvariantViolation("told to form a group before set-up")
         return self._assign
+
+
+def _backend_of(assign: Assign) -> str:
+    backend = assign.spec.backend
+    if backend == "auto":
+        return BOTH_BACKENDS if assign.devices else "gloo"
+    return backend
 
 
 def _place_of(assign: Assign, assignment: Assignment | None) -> ReportOrigin:
