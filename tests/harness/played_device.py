@@ -111,6 +111,12 @@ class PlayedDevice(TorchDispatchMode):
 
         return begin
 
+    def register(self, device: torch.device, address: int, num_bytes: int) -> None:
+        """Take all memory for registered: it copies at once."""
+
+    def unregister(self, address: int) -> None:
+        """Take all memory for registered."""
+
     # ------------------------------------------------------------------ the stream
 
     def _give(self, attempt: Attempt, *tensors: torch.Tensor) -> None:

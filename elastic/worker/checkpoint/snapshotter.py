@@ -29,7 +29,7 @@ from elastic.runtime.snapshot_memory import SnapshotMark
 from elastic.worker.base.mailboxes import WAIT_SLICE_S
 from elastic.worker.checkpoint.checkpoint_writer import CheckpointWriter, PartFailure
 from elastic.worker.checkpoint.snapshot import StateSnapshot, name_of
-from elastic.worker.group.accelerators import record, wait_done
+from elastic.worker.group.accelerators import accelerator_of, record, wait_done
 from elastic.worker.state.arena import SnapshotSlot, StateLayout
 from elastic.worker.state.replica_checksums import NOTHING_OWN, PerRankState, combined, state_prints
 from elastic.worker.state.replication_progress import ReplicationProgress
@@ -128,6 +128,8 @@ class Snapshotter:
         self._served = 0
         self._warming: threading.Thread | None = None
         self._is_warm = False
+        # Until a device refuses.
+        self._can_pin = True
         self._is_stored = False
         # Memory is reserved for it: if it grows a little, nothing else has to move.
         self._skeleton_room = 0
@@ -266,9 +268,10 @@ class Snapshotter:
             return
         self._is_warm = True
         values, tensors, trace = split_and_trace(state())
-        layout = self._arranged(values, tensors, trace).layout
+        arrangement = self._arranged(values, tensors, trace)
         self._skeleton_room = 2 * len(write_skeleton(values))
-        num_bytes = layout.data_bytes + self._skeleton_room
+        num_bytes = arrangement.layout.data_bytes + self._skeleton_room
+        devices = _devices_of(tensors, arrangement.pieces)
 
         def find() -> None:
             try:
@@ -276,9 +279,30 @@ class Snapshotter:
                     slot.warm_up(num_bytes)
             except OSError as error:
                 log.warning("snapshot_memory bytes=%d error=%r", num_bytes, str(error))
+                return
+            self._pin(self._all_slots(), arrangement, devices)
 
+        self._begin_warming(find)
+
+    def _begin_warming(self, find: Callable[[], None]) -> None:
+        """Prepare memory on a thread of its own: the next snapshot waits for it, nobody else."""
         self._warming = threading.Thread(target=find, name="elastic-warm-up", daemon=True)
         self._warming.start()
+
+    def _pin(
+        self,
+        slots: Sequence[SnapshotSlot],
+        arrangement: SnapshotLayout,
+        devices: Sequence[torch.device],
+    ) -> None:
+        """Let our devices copy directly to where our share lies; once one refuses, never again."""
+        try:
+            for device in devices:
+                for slot in slots:
+                    slot.pin(arrangement.layout, arrangement.pieces, device)
+        except OSError as error:
+            self._can_pin = False
+            log.warning("snapshot_memory_not_pinned error=%r: copies are slower", str(error))
 
     def _end_warming(self) -> None:
         if self._warming is not None:
@@ -381,12 +405,9 @@ class Snapshotter:
         writing = self._beside.submit(write_skeleton, values)
         if layout.held:
             tensors = [answered_by(seat.rank, tensor) for tensor in tensors]
-        ours = [tensors[piece.tensor] for piece in pieces]
-        devices = {tensor.device for tensor in ours if tensor.is_cuda}
-        if devices:
-            slot.pin()
         slot.put(layout, tensors, pieces)
-        wait_done(record({tensor.device for tensor in ours}))
+        devices = _devices_of(tensors, pieces)
+        wait_done(record(devices))
         skeleton = writing.result()
         text = with_held(skeleton, layout.held)
         mark = SnapshotMark(
@@ -399,6 +420,9 @@ class Snapshotter:
             slot.put_skeleton(layout, text)
         self.arrival.begin(self.number, seat.generation)
         slot.mark(seat.local_rank, mark)
+        if devices and self._can_pin and not slot.is_pinned(layout, pieces):
+            # There is more of it, or our share is another one, since that was done.
+            self._begin_warming(lambda: self._pin([slot], arrangement, devices))
         return slot, mark, arrangement, skeleton
 
     def _arranged(
@@ -496,3 +520,11 @@ class Snapshotter:
         self._beside.shutdown(wait=False)
         if self._writer is not None:
             self._writer.close()
+
+
+def _devices_of(
+    tensors: Sequence[torch.Tensor], pieces: Sequence[TensorRows]
+) -> list[torch.device]:
+    """Return the devices that pieces are on, but for those that have copied when they return."""
+    found = dict.fromkeys(tensors[piece.tensor].device for piece in pieces)
+    return [device for device in found if accelerator_of(device) is not None]

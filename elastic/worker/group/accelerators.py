@@ -21,6 +21,8 @@ from elastic.worker.group import c10d
 
 POLL_S = 50e-6
 """Between two looks at an event; a step takes milliseconds."""
+PORTABLE = 1
+"""CUDA's flag for memory that is registered for all devices of a process."""
 
 BeginMessages = Callable[[list[dist.P2POp]], Sequence[Any]]
 """Enqueues operations (`dist.P2POp`) as one, and returns works to be waited for."""
@@ -45,9 +47,17 @@ class Accelerator(Protocol):
         """Return what carries this device's tensors in a group, None if the host has to."""
         ...
 
+    def register(self, device: torch.device, address: int, num_bytes: int) -> None:
+        """Let devices copy to this memory of the host directly; raises OSError if refused."""
+        ...
+
+    def unregister(self, address: int) -> None:
+        """Take that back, before the memory is unmapped; raises OSError if refused."""
+        ...
+
 
 class TorchAccelerator:
-    """A device that torch drives."""
+    """A device that torch drives; memory of the host is registered with CUDA alone."""
 
     def record(self, device: torch.device) -> DeviceEvent:
         """Return an event; see `Accelerator`."""
@@ -59,6 +69,27 @@ class TorchAccelerator:
     def messages(self, group: Any) -> BeginMessages | None:
         """Return NCCL's, where the group has it."""
         return dist.batch_isend_irecv if c10d.has_nccl(group) else None
+
+    def register(self, device: torch.device, address: int, num_bytes: int) -> None:
+        """Register memory; see `Accelerator`."""
+        if device.type != "cuda":
+            raise OSError(f"memory cannot be registered with a device of type {device.type}")
+        with torch.cuda.device(device):  # Else a thread's first call is to device 0.
+            code = _runtime().cudaHostRegister(address, num_bytes, PORTABLE)
+        _check(code, f"cudaHostRegister of {num_bytes} bytes")
+
+    def unregister(self, address: int) -> None:
+        """Take that back."""
+        _check(_runtime().cudaHostUnregister(address), "cudaHostUnregister")
+
+
+def _runtime() -> Any:
+    return torch.cuda.cudart()
+
+
+def _check(code: Any, call: str) -> None:
+    if int(code) != 0:
+        raise OSError(f"{call}: CUDA error {int(code)}, {_runtime().cudaGetErrorString(code)}")
 
 
 KINDS: dict[str, Accelerator | None] = {"cpu": None, "meta": None}

@@ -15,6 +15,7 @@ one that is not, and the other slot as it was.
 from __future__ import annotations
 
 import ctypes
+import logging
 import mmap
 import os
 import struct
@@ -28,7 +29,7 @@ from typing import Any
 import torch
 
 from elastic.core.policy.replication import CopyMode
-from elastic.core.policy.shares import RowRange, TensorExtent, TensorRows
+from elastic.core.policy.shares import RowRange, TensorExtent, TensorRows, merged
 from elastic.errors import UsageError, check
 from elastic.runtime.snapshot_memory import (
     ARRIVED,
@@ -44,8 +45,11 @@ from elastic.runtime.snapshot_memory import (
     check_room,
     whole,
 )
+from elastic.worker.group.accelerators import Accelerator, accelerator_of
 from elastic.worker.state.sharded_state import Held, without_held
 from elastic.worker.state.transfer import TensorSpec, read_skeleton, tensors_of, unpack
+
+log = logging.getLogger(__name__)
 
 ALIGN = 64
 MADV_POPULATE_WRITE = 23
@@ -117,6 +121,56 @@ def _aligned(offset: int) -> int:
     return -(-offset // ALIGN) * ALIGN
 
 
+class PinnedMemory:
+    """Pages of a mapping that a device copies to directly.
+
+    Attributes:
+        spans: of bytes from the beginning of the mapping.
+    """
+
+    def __init__(
+        self,
+        memory: mmap.mmap,
+        spans: Sequence[RowRange],
+        accelerator: Accelerator,
+        device: torch.device,
+    ) -> None:
+        """Register them, all or none.
+
+        Args:
+            memory: stays mapped until they are released.
+            spans: of whole pages; none overlaps another.
+            accelerator: drives the device.
+            device: one of those that copy.
+
+        Raises:
+            OSError: the device refuses.
+        """
+        self.spans = tuple(spans)
+        self._memory, self._accelerator = memory, accelerator
+        self._addresses: list[int] = []
+        first = _address_of(memory)
+        try:
+            for span in spans:
+                accelerator.register(device, first + span.first, span.rows)
+                self._addresses.append(first + span.first)
+        except OSError:
+            self.release()
+            raise
+
+    def release(self) -> None:
+        """Take all of it back, before anything is unmapped."""
+        while self._addresses:
+            try:
+                self._accelerator.unregister(self._addresses.pop())
+            except OSError as error:
+                log.warning("snapshot_unpinned error=%r", str(error))
+
+
+def _address_of(memory: mmap.mmap) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
+
+
 class SnapshotSlot:
     """Memory for one snapshot."""
 
@@ -138,7 +192,8 @@ class SnapshotSlot:
         self._close = weakref.finalize(self, os.close, self._fd)
         self._close.atexit = False
         self._map: mmap.mmap | None = None
-        self._is_pinned = False
+        self._pinned: PinnedMemory | None = None
+        self._release: Callable[[], object] = lambda: None
         # What was copied last, and the places that it was copied to.
         self._targets: tuple[Any, list[torch.Tensor]] | None = None
 
@@ -149,6 +204,7 @@ class SnapshotSlot:
 
     def close(self) -> None:
         """Let go of the memory; it is freed once nobody has it any more."""
+        self._unpin()
         self._map = self._targets = None
         self._close()
 
@@ -169,8 +225,8 @@ class SnapshotSlot:
             os.posix_fallocate(self._fd, need - 1, 1)
         if self._map is None or len(self._map) < need:
             # What still reads the old mapping keeps it.
+            self._unpin()
             self._map = mmap.mmap(self._fd, os.fstat(self._fd).st_size)
-            self._is_pinned = False
 
     def warm_up(self, num_bytes: int) -> None:
         """Have the kernel find the pages now, and not when the training loop waits for them.
@@ -183,17 +239,51 @@ class SnapshotSlot:
         self.reserve(num_bytes)
         os.posix_fallocate(self._fd, 0, HEADER + num_bytes)
         memory = self._mapped()
-        first = (ctypes.c_char * 1).from_buffer(memory)
-        address = ctypes.c_void_p(ctypes.addressof(first))
+        address = ctypes.c_void_p(_address_of(memory))
         # An old kernel refuses: then the first copies are slower.
         ctypes.CDLL(None).madvise(address, ctypes.c_size_t(len(memory)), MADV_POPULATE_WRITE)
 
-    def pin(self) -> None:
-        """Let an accelerator copy into this memory directly."""
-        if not self._is_pinned:
-            memory = torch.frombuffer(self._mapped(), dtype=torch.uint8)
-            torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)  # type: ignore[attr-defined]
-            self._is_pinned = True
+    def pin(self, layout: StateLayout, pieces: Sequence[TensorRows], device: torch.device) -> None:
+        """Let a device copy to the places of these pieces directly, and to no others.
+
+        Takes seconds for much memory, without holding the interpreter. The pages stay until the
+        memory is mapped anew, or let go of.
+
+        Args:
+            layout: of all tensors; there is room for it.
+            pieces: ours.
+            device: one of those that copy.
+
+        Raises:
+            OSError: the device refuses; copies are right all the same, and slower.
+        """
+        accelerator, spans = accelerator_of(device), self._pages_of(layout, pieces)
+        if accelerator is None or self.is_pinned(layout, pieces):
+            return
+        self._unpin()
+        self._pinned = PinnedMemory(self._mapped(), spans, accelerator, device)
+        # Also without `close`: what was registered must not be unmapped.
+        release = self._release = weakref.finalize(self, self._pinned.release)
+        release.atexit = False  # The process's end takes it back, and the device may be gone first.
+
+    def is_pinned(self, layout: StateLayout, pieces: Sequence[TensorRows]) -> bool:
+        """Return whether a device can copy to the places of these pieces directly."""
+        return self._pinned is not None and self._pinned.spans == self._pages_of(layout, pieces)
+
+    def _pages_of(self, layout: StateLayout, pieces: Sequence[TensorRows]) -> tuple[RowRange, ...]:
+        """Return the spans of bytes of whole pages in which these pieces lie."""
+        found = []
+        for piece in pieces:
+            begin = HEADER + layout.offset_of(piece)
+            end = begin + piece.rows * extent_of(layout.specs[piece.tensor]).row_bytes
+            if begin < end:
+                first = begin // mmap.PAGESIZE * mmap.PAGESIZE
+                found.append(RowRange(first, -(-end // mmap.PAGESIZE) * mmap.PAGESIZE - first))
+        return merged(found)
+
+    def _unpin(self) -> None:
+        self._release()
+        self._pinned = None
 
     # ------------------------------------------------------------------------------------ marks
 
