@@ -110,6 +110,16 @@ def test_ranks_that_wait_for_each_other_run_their_script_again(
 
 
 @pytest.mark.slow
+def test_a_rank_that_hangs_is_outlived_after_the_scripts_own_timeout(
+    launched: Callable[..., Script], tmp_path: Path
+) -> None:
+    run = launched("hang", *elastic_run(tmp_path, "--nproc-per-node=2"), case="hang")
+    assert run.wait() == 0, run.said()
+    assert len(lines(run, "trained")) == 2, run.said()
+    run.assert_nothing_is_left()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("part", ["agent", pytest.param("coordinator", marks=pytest.mark.slow)])
 def test_a_part_of_its_own_cluster_that_dies_ends_the_command_with_its_log(
     launched: Callable[..., Script], tmp_path: Path, part: str

@@ -12,7 +12,9 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -97,6 +99,11 @@ def main() -> None:
         if dist.get_rank():
             dist.barrier()
         model(torch.rand(8, 20)).sum().backward()
+    if case == "hang" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        dist.init_process_group(timeout=timedelta(seconds=1))
+        if dist.get_rank():
+            threading.Event().wait()
+        dist.barrier()
     if case == "subgroup" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         if dist.get_rank():
             dist.barrier()
