@@ -1,7 +1,7 @@
-"""Which address of this host other nodes' workers should use.
+"""Finds the address of this host that other nodes' workers should use.
 
-Rule: the kernel's own routing decides: the address from which this host would speak to the
-coordinator. Nothing is sent to find it out.
+Rule: the kernel's routing decides: it is the source address of the route to the coordinator. No
+packet is sent to find it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def address_towards(endpoint: str) -> str:
     except OSError as error:
         raise CoordinatorUnreachable(endpoint, f"its name does not resolve: {error}") from error
     detail = "no address"
-    # IPv4 first: "localhost" has both, and gloo's and NCCL's defaults are happier with it.
+    # IPv4 first: "localhost" has both, and gloo's and NCCL's defaults work better with it.
     for family, kind, protocol, _, address in sorted(found, key=lambda f: f[0] != socket.AF_INET):
         with socket.socket(family, kind, protocol) as probe:
             try:
@@ -39,7 +39,7 @@ def address_towards_any(endpoints: tuple[str, ...]) -> str:
     """Return the local address of the route to the first endpoint that has one.
 
     Raises:
-        CoordinatorUnreachable: none has; speaks of the first.
+        CoordinatorUnreachable: none has; the error is that of the first.
     """
     failure: CoordinatorUnreachable | None = None
     for endpoint in endpoints:

@@ -1,7 +1,7 @@
-"""Where coordinators answered in an earlier life of this agent, in a small file.
+"""Endpoints of coordinators that an earlier run of this agent learned, in a small file.
 
-Rule: the file is a hint. It counts only for an agent that is given the same addresses to begin
-with; what cannot be read or written costs no more than a line in the log, and no wait.
+Rule: the file is a hint. It is used only by an agent with the same configured endpoints; a failed
+read or write costs no more than a line in the log, and no wait.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ class AddressBook:
     """The file of one node.
 
     Attributes:
-        learned: what was told of last, beside the addresses that the agent was given.
+        learned: the endpoints learned last, beside the configured ones.
     """
 
     def __init__(self, path: Path, named: Sequence[str]) -> None:
         """Read the file.
 
         Args:
-            path: of it; its directory belongs to this user alone.
-            named: "host:port" of the coordinators that the agent was given.
+            path: of the file; its directory belongs to this user alone.
+            named: "host:port" of the configured coordinators.
         """
         self._path = path
         self._named = list(named)
@@ -44,12 +44,12 @@ class AddressBook:
         self._news = anyio.Event()
 
     def keep(self, learned: tuple[str, ...]) -> None:
-        """Have this written; on the event loop, which does not wait for it."""
+        """Queue these endpoints to be written; on the event loop, which does not wait for it."""
         self.learned = learned
         self._news.set()
 
     async def write_news(self) -> None:
-        """Write whatever is new, for ever."""
+        """Write the file whenever the endpoints change, until cancelled."""
         while True:
             await self._news.wait()
             self._news = anyio.Event()

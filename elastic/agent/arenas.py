@@ -1,11 +1,11 @@
-"""Memory for snapshots of training state: the agent's, so that it outlives the workers.
+"""Memory for snapshots of training state: owned by the agent, so that it outlives the workers.
 
 The workers of a job on this node open it under `/proc/AGENT/fd/N`, write the newest state of the
-run there, and find it again when all of them have died. It is anonymous: when the agent and the
-last worker are gone, the kernel has it back.
+run there, and find it again after all of them have died. It is anonymous (memfd): when the agent
+and the last worker are gone, the kernel frees it.
 
-Rule: memory of a job that nobody works on any more is given back, at once if its workers ended by
-themselves or by order, a while later if they died, because then they may come back.
+Rule: memory of a job without workers is freed: at once if its last worker exited with code 0,
+otherwise `kept_s` later, because the workers may be restarted.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Arena:
     Attributes:
         descriptors: of its slots.
         processes: numbers of the processes that may use it.
-        timer: gives it back.
+        timer: frees it; None while it is in use.
     """
 
     descriptors: tuple[int, ...]
@@ -40,20 +40,20 @@ class Arena:
 
 
 class Arenas:
-    """The memory of all jobs on this node; lives on the agent's event loop, but for `opened`."""
+    """The memory of all jobs on this node; used on the agent's event loop, except `opened`."""
 
     def __init__(self, kept_s: float = KEPT_S) -> None:
-        """Have none yet."""
+        """Start without memory; `kept_s` is how long memory outlives dead workers."""
         self._kept_s = kept_s
         self._arenas: dict[JobId, Arena] = {}
-        # Held while descriptors are closed or doubled: their numbers go to whatever is opened next.
+        # Held while descriptors are closed or duplicated: the kernel reuses closed numbers.
         self._closing = threading.Lock()
 
     def give(self, job_id: JobId, process_id: int) -> tuple[str, ...]:
-        """Return where a worker finds the memory of its job; empty if there is none to be had."""
+        """Return the paths of the memory of a worker's job; empty if it could not be made."""
         arena = self._arenas.get(job_id)
         if arena is None:
-            # One that has no memory stays without: the workers of a node share it, or none has it.
+            # A failure is kept too: either all workers of a job here share the memory, or none.
             arena = self._arenas[job_id] = Arena(_make_slots(job_id))
         if arena.timer is not None:
             arena.timer.cancel()
@@ -68,7 +68,7 @@ class Arenas:
 
     @contextmanager
     def opened(self, job_id: JobId) -> Iterator[tuple[int, ...]]:
-        """Give slots of a job's memory that stay open within the block; for any thread.
+        """Yield slots of a job's memory that stay open within the block; for any thread.
 
         Raises:
             OSError: too many files are open.
@@ -79,7 +79,7 @@ class Arenas:
             yield tuple(mine)
 
     def exited(self, process_id: int, cause: ExitCause) -> None:
-        """Take note of a process that is gone."""
+        """Remove a process from its job; free the memory, or start its timer, after the last."""
         for job_id, arena in list(self._arenas.items()):
             if process_id not in arena.processes:
                 continue
@@ -94,7 +94,7 @@ class Arenas:
                 arena.timer = loop.call_later(self._kept_s, self._drop, job_id)
 
     def close(self) -> None:
-        """Give everything back."""
+        """Free all memory."""
         for job_id in list(self._arenas):
             self._drop(job_id)
 
@@ -108,14 +108,14 @@ class Arenas:
 
 
 def _doubled(number: int, stack: ExitStack) -> int:
-    """Return another descriptor of the same memory, which is closed with the stack."""
+    """Return a duplicate descriptor, which is closed with the stack."""
     own = os.dup(number)
     stack.callback(os.close, own)
     return own
 
 
 def _make_slots(job_id: JobId) -> tuple[int, ...]:
-    """Return descriptors of new memory, none if it cannot be had."""
+    """Return descriptors of new memory, none if it cannot be made."""
     made: list[int] = []
     try:
         while len(made) < SNAPSHOT_SLOTS:

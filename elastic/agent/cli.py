@@ -1,7 +1,7 @@
 """The `elastic-agent` command: flags and environment in, exit code out.
 
-Rule: the only place of the agent that reads the environment. A flag wins over its ELASTIC_*
-variable, that over the default.
+Rule: only this module of the agent reads the environment. A flag overrides its ELASTIC_* variable,
+which overrides the default.
 
 Exit codes: 0 done; 2 usage; 69 refused (also: this node id is taken on this host); 70 a bug;
 75 drained; 78 a setting is wrong (do not retry).
@@ -65,7 +65,7 @@ from elastic.runtime.tether import check_tether
 log = logging.getLogger("elastic.agent")
 
 OPEN_FILES = 65536
-"""For this agent and each of its workers: rank 0 needs four for each member of its group."""
+"""Open-file limit of the agent and each of its workers: rank 0 needs four per group member."""
 
 EXIT_BUG = 70
 EXIT_CONFIG = 78
@@ -77,7 +77,7 @@ COORD_FILE_S = 60.0
 
 @dataclass(frozen=True, kw_only=True)
 class Flags:
-    """The command line, as click hands it over; names are those of the flags."""
+    """The command line as parsed by click; names are those of the flags."""
 
     coord: str
     coord_file: str
@@ -245,7 +245,7 @@ class Flags:
     hidden=True,
     help="Reading end of a pipe whose closing ends the agent at once.",
 )
-# ELASTIC_VERSION is set on many machines, and means another program.
+# ELASTIC_VERSION is set on many machines, for another program.
 @click.version_option(__version__, prog_name="elastic-agent", allow_from_autoenv=False)
 @click.pass_context
 def main(context: click.Context, /, **flags: object) -> None:
@@ -291,7 +291,7 @@ def run_agent(flags: Flags, env: Mapping[str, str]) -> int:
     """Run one agent to its end; returns its exit code.
 
     Raises:
-        ElasticError: the flags cannot work, or the node id is taken; nothing was started.
+        ElasticError: a flag is invalid, or the node id is taken; nothing was started.
     """
     clock = SystemClock()
     raise_limit(OPEN_FILES)  # Before the first child.
@@ -312,25 +312,25 @@ def run_agent(flags: Flags, env: Mapping[str, str]) -> int:
 
 
 def open_metrics(text: str) -> FiguresServer | None:
-    """Take the address of --metrics; a port alone is one of this machine, "" is none.
+    """Bind the address of --metrics; a port alone binds to loopback, "" returns None.
 
     Raises:
-        UsageError: it is no address.
-        Unavailable: it is taken.
+        UsageError: it is no valid address.
+        Unavailable: it cannot be bound.
     """
     if not text:
         return None
     host, _, port = (f"127.0.0.1:{text}" if text.isdecimal() else text).rpartition(":")
-    # Unlike an address to call, the port may be 0.
+    # Unlike in an endpoint to connect to, the port may be 0.
     host, _ = parse_endpoint(f"{host}:{port if port != '0' else 1}")
     return FiguresServer(host, int(port))
 
 
 def check_log_dir(log_dir: Path) -> None:
-    """Make the directory for logs, and try it: later nobody would see what workers print.
+    """Create the log directory and try to write there, before any output of workers could be lost.
 
     Raises:
-        UsageError: nothing can be written there.
+        UsageError: it is not writable.
     """
     try:
         log_dir.mkdir(parents=True, exist_ok=True)
@@ -350,10 +350,10 @@ def choose_run_dir(flags: Flags) -> Path:
 
 
 def read_settings(flags: Flags, env: Mapping[str, str]) -> AgentSettings:
-    """Turn flags into settings; the node's host may still be "", its incarnation is 0.
+    """Return settings for the flags; the node's host may still be "", its incarnation is 0.
 
     Raises:
-        ElasticError: a flag cannot work.
+        ElasticError: a flag is invalid.
     """
     node_id = flags.node_id or socket.gethostname()
     check_name("node", node_id)
@@ -400,10 +400,10 @@ def read_settings(flags: Flags, env: Mapping[str, str]) -> AgentSettings:
 
 
 def read_sources(flags: Flags, env: Mapping[str, str]) -> tuple[NoticeSource, ...]:
-    """Return who may say that this machine is to be taken.
+    """Return the sources of preemption notices for this machine.
 
     Raises:
-        ConfigError: --notices names something unknown.
+        ConfigError: --notices names an unknown source.
     """
     text = ",".join([flags.notices, *([f"file:{flags.notice_file}"] if flags.notice_file else [])])
     if flags.notices == "none" and flags.notice_file:
@@ -418,12 +418,12 @@ async def live(
     sources: tuple[NoticeSource, ...] = (),
     figures: FiguresServer | None = None,
 ) -> ExitAgent:
-    """Run the driver under the signals and notices that drain it; `figures` tells of it."""
+    """Run the driver with the signals and notices that drain it; `figures` serves its metrics."""
     stopping = ShutdownTrigger(settings.config.drain_timeout_s)
     failure: ElasticError | None = None
     loop = asyncio.get_running_loop()
     if tether_fd >= 0:
-        # Nobody writes to it: it becomes readable when the process at the other end is gone.
+        # Never written to: it becomes readable when the process at the other end is gone.
         loop.add_reader(tether_fd, stopping.on_cut, tether_fd)
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopping.on_signal, number.name)
@@ -438,7 +438,7 @@ async def live(
         try:
             ended = await drive(settings, clock, stopping, notices=[each.name for each in sources])
         except ElasticError as error:
-            failure = error  # Not out of the task group, which would wrap it.
+            failure = error  # Raised below, outside the task group, which would wrap it.
         watching.cancel_scope.cancel()
     if failure is not None:
         raise failure
@@ -448,7 +448,7 @@ async def live(
 async def drive(
     settings: AgentSettings, clock: Clock, stopping: ShutdownTrigger, *, notices: list[str]
 ) -> ExitAgent:
-    """Run the driver to its end, once this host's address is known."""
+    """Wait until this host's address is known, then run the driver to its end."""
     learned = settings.book.learned if settings.book else ()
     host = settings.node.host or await find_host((*settings.endpoints, *learned), stopping)
     if not host:
@@ -466,14 +466,14 @@ async def drive(
 
 
 class ShutdownTrigger:
-    """What asks the agent to leave: a notice in its own time, a signal within the drain timeout.
+    """Drains the agent: on a notice within the notice's time, on a signal within the drain timeout.
 
-    A second signal ends it at once. A notice is none: a cloud sends its signal after it, and that
-    one must not cut short what the notice has begun.
+    A second signal ends it at once. A notice does not count as a signal: a cloud sends its signal
+    after the notice, and that signal must not cut short the drain that the notice has started.
     """
 
     def __init__(self, drain_timeout_s: float) -> None:
-        """Begin with none."""
+        """Start without signal or notice."""
         self.came = asyncio.Event()
         self._timeout_s = drain_timeout_s
         self._asked: tuple[str, float] | None = None
@@ -481,11 +481,11 @@ class ShutdownTrigger:
         self._problems: tuple[str, ...] = ()
 
     def figures(self) -> str:
-        """Return what the driver knows, for Prometheus; "" before there is one."""
+        """Return the driver's metrics for Prometheus; "" before there is a driver."""
         return self._driver.figures.text() if self._driver is not None else ""
 
     def attach(self, driver: AgentDriver) -> None:
-        """Drain this driver from now on, and at once if a signal came already."""
+        """Drain this driver from now on, and at once if a signal or notice came already."""
         self._driver = driver
         if self._asked is not None:
             driver.drain(*self._asked)
@@ -499,18 +499,18 @@ class ShutdownTrigger:
         self.on_signal("the tether was cut")
 
     def on_notice(self, notice: Notice) -> None:
-        """Take a notice; runs on the event loop."""
+        """Drain within the notice's time; runs on the event loop."""
         left_s = time_left_s(notice, now_unix_s=time.time(), default_s=self._timeout_s)
         self._leave(notice.reason, left_s)
 
     def on_health(self, problems: tuple[str, ...]) -> None:
-        """Take what is wrong with this machine; runs on the event loop."""
+        """Pass problems of this machine on to the driver; runs on the event loop."""
         self._problems = problems
         if self._driver is not None:
             self._driver.post(HealthChanged(problems))
 
     def on_signal(self, name: str) -> None:
-        """Take a signal; runs on the event loop."""
+        """Drain within the drain timeout, at once on a second signal; runs on the event loop."""
         timeout_s = 0.0 if self.came.is_set() else self._timeout_s
         self.came.set()
         self._leave(name, timeout_s)

@@ -1,10 +1,9 @@
-"""The agent's endpoint for copies of other nodes: orders in, and what is held told to the loop.
+"""The agent's endpoint for copies of other nodes' snapshots: orders in, the held copies reported.
 
-An agent without a certificate of the cluster, that others reach over a network, makes one of its
-own, and answers over TLS with that.
+An agent without a certificate of the cluster, which other nodes reach over a network, makes a
+self-signed one, and serves over TLS with that.
 
-Rule: threads of the server never touch the agent's machine; what they change is posted to its
-event loop.
+Rule: threads of the server never touch the agent's machine; changes are posted to its event loop.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ class CopyHost:
     """Holds copies for other nodes.
 
     Attributes:
-        endpoint: where they reach it.
+        endpoint: address and certificate fingerprint for them.
     """
 
     def __init__(
@@ -37,13 +36,13 @@ class CopyHost:
         *,
         own: LocalSnapshots | None = None,
     ) -> None:
-        """Listen on this address, and answer once something is to be held.
+        """Listen on this address; connections are served after the first order to keep copies.
 
         Args:
-            host: of this node, as others reach it.
-            post: takes what is held now, on the event loop.
+            host: this node's address for other nodes.
+            post: receives the list of held copies, on the event loop.
             tls: of this node, None if it has no certificate of the cluster.
-            own: what lies in this node's own memory, None for nothing.
+            own: snapshots in this node's own memory, None for none.
         """
         self._post = post
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -53,7 +52,7 @@ class CopyHost:
         self.endpoint = CopyEndpoint(self._server.address, made.fingerprint if made else "")
 
     def order(self, order: KeepCopy | DropCopy) -> None:
-        """Do what the coordinator says; on the event loop."""
+        """Carry out an order of the coordinator; on the event loop."""
         self._loop = asyncio.get_running_loop()
         if isinstance(order, KeepCopy):
             self._store.grant(order.job_id, order.key)
@@ -62,13 +61,13 @@ class CopyHost:
             self._store.drop(order)
 
     def close(self) -> None:
-        """Free everything."""
+        """Close the server, and free all copies."""
         self._loop = None
         self._server.close()
         self._store.close()
 
     def _changed(self) -> None:
-        """Tell all that is held, as it is by then: threads may come in any order."""
+        """Report the full list, read later on the event loop: threads may call in any order."""
         loop = self._loop
         if loop is not None and not loop.is_closed():
             loop.call_soon_threadsafe(self._tell)

@@ -1,12 +1,12 @@
-"""Sends snapshots of this node's jobs to other nodes, beside training.
+"""Sends snapshots of this node's jobs to other nodes, in parallel with training.
 
-Workers are not involved: their marks in the agent's memory say what is there, and the agent's marks
-say what is being sent, so that the next snapshot but one is delayed rather than overwriting it. For
-a sharded model workers also see what has arrived, because rows are of use only together with all
-others of the same snapshot.
+Workers are not involved. Their marks in the shared memory describe each snapshot, and the agent's
+marks name the snapshot that is being sent, so that the next but one is delayed rather than
+overwriting it. For a sharded model workers also see which snapshots have arrived, because rows can
+be used only together with all others of the same snapshot.
 
-Rule: neither training nor the agent's event loop waits: a thread of low priority moves the bytes. A
-copy that does not arrive is reported, and tried again.
+Rule: neither training nor the agent's event loop waits: a thread of low priority sends the bytes. A
+copy that fails is reported, and retried.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ from elastic.runtime.snapshot_memory import (
 log = logging.getLogger(__name__)
 
 POLL_S = 0.05
-"""Between two looks at the marks: some pages of memory that is ours."""
+"""Interval for polling the marks, which is cheap: they are a few pages of shared memory."""
 RETRY_S = 0.5
 TIMEOUT_S = 3.0
-"""How long a node may refuse, or not answer, until another one is asked for."""
+"""How long pushes to a node may fail before that is reported, and another node requested."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,8 @@ class FoundSnapshot:
     """A snapshot in this node's memory.
 
     Attributes:
-        descriptor: of its slot; the arena's.
-        mark: of it.
+        descriptor: of its slot; owned by the arena.
+        mark: identifies the snapshot.
     """
 
     descriptor: int
@@ -67,29 +67,29 @@ class FoundSnapshot:
 
     @property
     def age(self) -> tuple[int, int]:
-        """Return what is greater for a newer one."""
+        """Return a sort key that is greater for a newer snapshot."""
         return self.mark.generation, self.mark.number
 
 
 class CopyPusher:
-    """One task for each job that has an order; lives on the agent's event loop."""
+    """One task for each job that has an order; runs on the agent's event loop."""
 
     def __init__(
         self, arenas: Arenas, post: Callable[[PushFailed], None], tls: PeerTls | None = None
     ) -> None:
-        """Push nothing yet; what fails is posted. Over `tls` if this node has a certificate."""
+        """Push nothing yet. `post` receives failures; `tls` is None without a certificate."""
         self._arenas, self._post, self._tls = arenas, post, tls
         self._tasks: dict[JobId, tuple[Replicate, asyncio.Task[None]]] = {}
         self._sockets: dict[JobId, socket.socket] = {}
-        # Jobs whose newest snapshot is brought though it was: one that is still there stays there.
+        # Jobs whose newest snapshot is pushed again; a receiver that still has it keeps it.
         self._again: set[JobId] = set()
 
     def order(self, order: Replicate) -> None:
-        """Bring snapshots of a job to this node from here on; to none without an address.
+        """Push snapshots of a job to the order's node from here on; without an address, stop.
 
-        One that is said again means that what was brought may not be there any more.
+        A repeated order means that the receiver may have lost the copies.
         """
-        # The coordinator may know of a death that no worker knows of.
+        # The coordinator may know that the receiver died, which no worker knows.
         for descriptor in self._arenas.descriptors(order.job_id) if order.address else ():
             forget_arrived(descriptor)
         known = self._tasks.get(order.job_id)
@@ -102,7 +102,7 @@ class CopyPusher:
             self._tasks[order.job_id] = order, asyncio.ensure_future(self._run(order))
 
     def close(self) -> None:
-        """Push nothing any more."""
+        """Stop all pushes."""
         for job_id in list(self._tasks):
             self._stop(job_id)
 
@@ -116,19 +116,19 @@ class CopyPusher:
             end(sock)
 
     def _show(self, job_id: JobId, bringing: CopyMode) -> None:
-        """Let the workers see whether what they take is brought to another node."""
+        """Show the workers whether their snapshots are copied to another node."""
         for descriptor in self._arenas.descriptors(job_id):
             set_copying(descriptor, bringing)
 
     async def _run(self, order: Replicate) -> None:
-        """Look again and again, and bring what is newer than what was brought, if it is due."""
+        """Poll for snapshots newer than the last one pushed, and push them when due."""
         last: SnapshotMark | None = None
         failing_since, is_reported = 0.0, False
         while True:
             await anyio.sleep(RETRY_S if failing_since else POLL_S)
             slots = self._arenas.descriptors(order.job_id)
             if not slots:
-                return  # The job has left this node; it is told anew with its next group.
+                return  # The job has left this node; its next group comes with a new order.
             if order.job_id in self._again:
                 self._again.discard(order.job_id)
                 last = None
@@ -147,7 +147,7 @@ class CopyPusher:
                 failing_since, is_reported = 0.0, False
             except Exception as error:
                 if not isinstance(error, (ElasticError, OSError, ValueError)):
-                    # A bug on this path must not end the run's protection without a word.
+                    # A bug on this path must not end the run's replication silently.
                     log.exception("copy_failed job=%s", order.job_id)
                 now = time.monotonic()
                 failing_since = failing_since or now
@@ -158,7 +158,7 @@ class CopyPusher:
                     is_reported = True
 
     def _tell(self, order: Replicate, reason: str, *, is_new: bool) -> None:
-        """Tell the coordinator, again and again: it may not hear it; and people once."""
+        """Report a failure to the coordinator repeatedly, as reports may be lost; log it once."""
         if is_new:
             log.warning(
                 "copy_failed job=%s node=%s reason=%r: tried again, unless the coordinator knows "
@@ -170,12 +170,12 @@ class CopyPusher:
     def _push(self, order: Replicate, descriptor: int, mark: SnapshotMark) -> bool:
         """Send one snapshot; returns whether it has arrived. Runs in a thread of its own.
 
-        False: it was written over meanwhile, which is nobody's fault.
+        False means that it was overwritten meanwhile, which is no error.
 
         Args:
-            order: where to.
+            order: names the receiver.
             descriptor: of its memory; closed here.
-            mark: of it.
+            mark: identifies the snapshot.
         """
         yield_to_training()
         began, begun = time.monotonic(), partial(self._begun, order)
@@ -193,12 +193,12 @@ class CopyPusher:
                 def is_whole() -> bool:
                     return mark.is_with(whole(os.pread(descriptor, HEADER, 0)))
 
-                if line.ask(request, order.key).mark is None:  # Otherwise it is there already.
+                if line.ask(request, order.key).mark is None:  # Otherwise the receiver has it.
                     if not line.send_body(body, is_whole):
                         return False
                     line.read_answer(order.key)
                 known = self._tasks.get(order.job_id)
-                if known is not None and known[0] is order:  # It is no use elsewhere.
+                if known is not None and known[0] is order:  # A replaced order does not count.
                     set_arrived(descriptor, mark)
         finally:
             set_sent(descriptor, 0)
@@ -211,7 +211,7 @@ class CopyPusher:
         return True
 
     def _begun(self, order: Replicate, sock: socket.socket) -> None:
-        """Let `_stop` end this connection; one of an order that is over ends at once."""
+        """Register the connection for `_stop`; end it at once if its order was replaced."""
         self._sockets[order.job_id] = sock
         known = self._tasks.get(order.job_id)
         if known is None or known[0] is not order:
@@ -220,7 +220,7 @@ class CopyPusher:
 
 
 def newest(descriptors: tuple[int, ...]) -> FoundSnapshot | None:
-    """Return the newest snapshot that is whole in these slots, None if there is none."""
+    """Return the newest complete snapshot in these slots, None if there is none."""
     found = []
     for descriptor in descriptors:
         mark = whole(os.pread(descriptor, HEADER, 0))
@@ -230,17 +230,17 @@ def newest(descriptors: tuple[int, ...]) -> FoundSnapshot | None:
 
 
 def _is_due(order: Replicate, mark: SnapshotMark, last: SnapshotMark | None) -> bool:
-    """Return whether a snapshot is to be brought, as often as the user wants; the first is."""
+    """Return whether a snapshot is to be pushed, by the user's interval; the first always is."""
     if last is None or mark.generation != last.generation:
         return True
-    if order.source:  # The next waits for it, why ever it was taken.
+    if order.source:  # Of a sharded model every snapshot: the next one waits for it.
         return mark.number != last.number
     plan = SavingPlan(every_n_steps=max(1, order.every_n_steps))
     return is_due(plan, steps=mark.steps, last_steps=last.steps, waited_s=0.0).value
 
 
 async def in_thread(work: Callable[[], bool]) -> bool:
-    """Return what `work` returns, from a thread that nobody waits for at the agent's end."""
+    """Run `work` in a daemon thread, which does not delay the agent's exit; return its result."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[bool] = loop.create_future()
 

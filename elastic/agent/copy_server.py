@@ -1,8 +1,8 @@
-"""Where other nodes bring copies to this agent, and workers fetch them, and what it has itself.
+"""Server for snapshot copies: other nodes push them here, workers fetch them and own snapshots.
 
-Rule: a thread for each connection, at most so many at once, none of which the agent's own loop
-ever waits for. A request that is not proven, broken, or slow costs no more than its thread, and a
-crowd of those who prove nothing keeps nobody out: for each that comes the oldest one goes.
+Rule: one thread per connection, in limited number; the agent's event loop never waits for one. A
+request that is unauthenticated, malformed, or slow costs no more than its thread. A flood of
+unauthenticated connections locks nobody out: each new one replaces the oldest.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ from elastic.runtime.own_tls import ConnectionTls
 log = logging.getLogger(__name__)
 
 CONNECTIONS_MAX = 16
-"""Of those who have shown a job's secret."""
+"""Authenticated connections (with a job's secret) served at once."""
 ROOM_S = 3.0
-"""How long one of them waits for another to end; less than what it waits for an answer."""
+"""How long an authenticated one waits for another to end; less than its client's reply timeout."""
 STRANGERS_MAX = 64
-"""Of those who have not, yet. Who has something to show does so within some round trips."""
+"""Unauthenticated connections at once. A client with a secret needs only some round trips here."""
 CROWD_PAUSE_S = 0.005
-"""Between two strangers when there are so many: what they cost the node has a limit, too."""
+"""Pause after each replaced connection during a flood: limits the load on the node."""
 STRANGERS_REPORTED_S = 60.0
 HOSTS_REMEMBERED = 1024
 BACKLOG = 64
 
 
 class CopyServer:
-    """Takes connections until it is closed.
+    """Accepts connections until it is closed.
 
     Attributes:
-        address: "host:port", "" if there is none to be had.
+        address: "host:port", "" if no port could be bound.
     """
 
     def __init__(
@@ -60,20 +60,20 @@ class CopyServer:
         tls: ConnectionTls | None = None,
         own: LocalSnapshots | None = None,
     ) -> None:
-        """Listen on any free port of this address; nobody is answered before `start`.
+        """Listen on any free port of this address; connections are served after `start`.
 
         Args:
-            host: of this node, as others reach it.
+            host: this node's address for other nodes.
             store: of the copies.
-            tls: spoken with all who come, None to talk in the clear.
-            own: what lies in this node's own memory, None for nothing.
+            tls: used for all connections, None for plain text.
+            own: snapshots in this node's own memory, None for none.
         """
         self._store, self._tls, self._own = store, tls, own
         self._room = threading.BoundedSemaphore(CONNECTIONS_MAX)
-        # Threads of strangers that were told to go may take a moment.
+        # Twice: the threads of replaced connections may take a moment to end.
         self._threads = threading.BoundedSemaphore(CONNECTIONS_MAX + 2 * STRANGERS_MAX)
         self._open: set[socket.socket] = set()
-        # With their hosts, oldest first.
+        # Unauthenticated connections with their hosts, oldest first.
         self._strangers: dict[socket.socket, str] = {}
         self._reported: dict[str, float] = {}
         self._lock = threading.Lock()
@@ -92,7 +92,7 @@ class CopyServer:
         self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
     def start(self) -> None:
-        """Answer from here on; again is no harm."""
+        """Serve connections from here on; idempotent."""
         if self._thread is None and self._socket is not None:
             self._thread = threading.Thread(
                 target=self._accept, args=(self._socket,), name="elastic-copies", daemon=True
@@ -100,11 +100,11 @@ class CopyServer:
             self._thread.start()
 
     def close(self) -> None:
-        """Take nothing more, and end what is under way."""
+        """Accept no more connections, and end the open ones."""
         server, self._socket = self._socket, None
         if server is not None:
             with contextlib.suppress(OSError):
-                server.shutdown(socket.SHUT_RDWR)  # Wakes who waits in it.
+                server.shutdown(socket.SHUT_RDWR)  # Wakes the thread in `accept`.
             server.close()
         with self._lock:
             for sock in self._open:
@@ -122,7 +122,7 @@ class CopyServer:
                 continue
             self._make_room()
             if not self._threads.acquire(timeout=1.0):
-                sock.close()  # Who has something to say tries again.
+                sock.close()  # A real client retries.
                 continue
             thread = threading.Thread(target=self._serve, args=(sock, str(peer[0])), daemon=True)
             try:
@@ -132,7 +132,7 @@ class CopyServer:
                 sock.close()
 
     def _make_room(self) -> None:
-        """Have the oldest stranger go, of the host that has sent most of them."""
+        """End the oldest unauthenticated connection of the host that has most of them."""
         with self._lock:
             if len(self._strangers) < STRANGERS_MAX:
                 return
@@ -172,7 +172,7 @@ class CopyServer:
             self._threads.release()
 
     def _is_news(self, host: str) -> bool:
-        """Return whether a stranger's failure is said: one of each host in a while."""
+        """Return whether to log a failure before authentication: once per host and minute."""
         now = time.monotonic()
         with self._lock:
             if now - self._reported.get(host, -STRANGERS_REPORTED_S) < STRANGERS_REPORTED_S:
@@ -185,7 +185,7 @@ class CopyServer:
     def _converse(
         self, line: CopyConnection, request: CopyRequest, key: str, sock: socket.socket
     ) -> None:
-        """Do what somebody asks who has the job's secret."""
+        """Serve an authenticated request."""
         with self._lock:
             self._strangers.pop(sock, None)
         if not self._room.acquire(timeout=ROOM_S):
@@ -257,7 +257,7 @@ class CopyServer:
 
 
 def _bound(family: int, where: tuple[object, ...]) -> socket.socket:
-    """Return a socket that has its port, and to which nobody can connect yet."""
+    """Return a socket that is bound to a port, and does not listen yet."""
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
         if family == socket.AF_INET6:
@@ -270,9 +270,9 @@ def _bound(family: int, where: tuple[object, ...]) -> socket.socket:
 
 
 def end(sock: socket.socket) -> None:
-    """Wake whoever waits for this connection, with its end; from any thread.
+    """End this connection, which wakes the thread that waits on it; from any thread.
 
-    TLS has a `shutdown` of its own, after which another thread's next bytes would go in the clear.
+    Not by `SSLSocket.shutdown`: after that another thread's next bytes would be sent unencrypted.
     """
     with contextlib.suppress(OSError):
         socket.socket.shutdown(sock, socket.SHUT_RDWR)

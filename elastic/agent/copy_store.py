@@ -1,11 +1,11 @@
 """Copies of other nodes' snapshots, in this agent's memory: two slots for each source of a job.
 
-What all members of a job have alike has one source; of a sharded model every node is one, and its
-copies lie in the slots in which the snapshots lie on that node: even numbers in one, odd ones in
-the other. So the copy of what a group goes on from stays until two newer ones have come, as there.
+State that all members of a job share has one source. Of a sharded model every node is a source, and
+its copies use the same slots as the snapshots on that node: even numbers one, odd numbers the
+other. So the copy that a group continues from stays until two newer ones have come, as there.
 
-Rule: a copy that comes never touches the newest that is whole of its group; it takes its place when
-its last byte was checked. Memory that somebody reads, or writes, is not given to anybody else.
+Rule: an incoming copy never overwrites the newest complete one of its group; it replaces that one
+after its last byte was checked. A slot that is being read or written is not reused.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from elastic.runtime.snapshot_memory import SnapshotMark, check_room
 log = logging.getLogger(__name__)
 
 JOBS_MAX = 64
-"""Jobs that a node holds copies for; the coordinator spreads them."""
+"""Jobs that a node holds copies for; the coordinator distributes jobs over nodes."""
 SOURCES_MAX = 64
 """Nodes whose rows of one job a node holds."""
 SHARE = 0.5
-"""Of the memory that is available: this node's own jobs come first."""
+"""Fraction of the available memory that copies may use: this node's own jobs have priority."""
 SLOTS = 2
 
 
@@ -39,9 +39,9 @@ class CopySlot:
     """Memory for one copy.
 
     Attributes:
-        memory: anonymous, shared with nobody; None before the first copy.
-        mark, crc: of the copy that is whole in it; None for none.
-        users: that read or write it now.
+        memory: anonymous, used by this agent only; None before the first copy.
+        mark, crc: of the complete copy in it; mark is None for none.
+        users: number of present readers and writers.
     """
 
     memory: mmap.mmap | None = None
@@ -50,7 +50,7 @@ class CopySlot:
     users: int = 0
 
     def view(self, mark: SnapshotMark) -> memoryview:
-        """Return the place for a copy's bytes; OSError if there is not that much memory."""
+        """Return memory for a copy's bytes, allocated if needed; OSError if there is too little."""
         size = max(1, mark.num_bytes)
         if self.memory is None or len(self.memory) < size:
             check_room(size - (len(self.memory) if self.memory else 0), "a copy", SHARE)
@@ -60,10 +60,10 @@ class CopySlot:
 
 @dataclass
 class SourceCopies:
-    """What is held of one source.
+    """Copies of one source.
 
     Attributes:
-        stop: ends the push that is under way, None while there is none.
+        stop: ends the push in progress, None while there is none.
         coming: generation of that push.
     """
 
@@ -74,28 +74,28 @@ class SourceCopies:
     coming: int = 0
 
     def mark(self) -> SnapshotMark | None:
-        """Return the mark of the newest copy."""
+        """Return the mark of the newest copy, None for none."""
         newest = self.newest()
         return self.slots[newest].mark if newest is not None else None
 
     def newest(self) -> int | None:
-        """Return the slot of the newest copy."""
+        """Return the slot number of the newest copy, None for none."""
         marks = [(s.mark.generation, s.mark.number, n) for n, s in enumerate(self.slots) if s.mark]
         return max(marks)[2] if marks else None
 
     def end(self) -> None:
-        """End the push that is under way."""
+        """End the push in progress, if any."""
         if self.stop is not None:
             self.stop()
 
 
 @dataclass
 class JobCopies:
-    """What is held for one job.
+    """Copies of one job.
 
     Attributes:
-        key: who has it may bring and take copies.
-        by_source: what is held, by the node whose rows they are; "" for what all have alike.
+        key: secret that authorizes peers to push and fetch copies.
+        by_source: copies by the node whose rows they hold; "" for state that all members share.
     """
 
     key: str
@@ -106,20 +106,20 @@ class CopyStore:
     """All copies on this node; every method may be called by any thread."""
 
     def __init__(self, on_change: Callable[[], None]) -> None:
-        """Hold none; `on_change` is called, by any thread, when that changes."""
+        """Start empty; `on_change` is called, by any thread, when the held copies change."""
         self._on_change = on_change
         self._jobs: dict[JobId, JobCopies] = {}
         self._lock = threading.Lock()
 
     def grant(self, job_id: JobId, key: str) -> None:
-        """Hold copies for a job, for whoever has the key."""
+        """Hold copies for a job; peers authenticate with the key."""
         with self._lock:
             known = self._jobs.get(job_id)
             if known is not None:
                 known.key = key
                 return
             if len(self._jobs) >= JOBS_MAX:
-                # Nobody may have told us that one has ended, while we were away.
+                # The end of a job may have been missed while we were disconnected.
                 idle = [name for name, one in self._jobs.items() if not one.by_source]
                 for name in idle[:1]:
                     del self._jobs[name]
@@ -129,7 +129,7 @@ class CopyStore:
                 log.warning("copy_refused job=%s: copies of %d jobs are held", job_id, JOBS_MAX)
 
     def drop(self, order: DropCopy) -> bool:
-        """Free what is held for a job, or of one of its sources; returns whether anything was."""
+        """Free the copies of a job, or of one of its sources; returns whether any was freed."""
         job_id, source = order.job_id, order.source
         with self._lock:
             known = self._jobs.get(job_id)
@@ -150,7 +150,7 @@ class CopyStore:
         return True
 
     def close(self) -> None:
-        """Free everything, and end what comes."""
+        """Free everything, and end all pushes in progress."""
         with self._lock:
             jobs, self._jobs = self._jobs, {}
         for job in jobs.values():
@@ -164,7 +164,7 @@ class CopyStore:
             return job.key if job is not None else ""
 
     def held(self) -> tuple[HeldCopy, ...]:
-        """Return the newest copies of all sources of all jobs."""
+        """Return the newest copy of every source of every job."""
         with self._lock:
             marks = [
                 (job_id, source, holding.mark())
@@ -178,7 +178,7 @@ class CopyStore:
         )
 
     def mark_of(self, job_id: str) -> SnapshotMark:
-        """Return the mark of the newest copy of what a job's members have alike.
+        """Return the mark of the newest copy of the state that a job's members share.
 
         Raises:
             Refused: there is none.
@@ -190,7 +190,7 @@ class CopyStore:
         return mark
 
     def list(self, job_id: str) -> tuple[tuple[str, SnapshotMark], ...]:
-        """Return source and mark of every copy of a job that is whole."""
+        """Return source and mark of every complete copy of a job."""
         with self._lock:
             job = self._jobs.get(JobId(job_id))
             sources = sorted(job.by_source.items()) if job is not None else []
@@ -198,17 +198,17 @@ class CopyStore:
         return tuple((source, mark) for source, mark in slots if mark is not None)
 
     def has(self, job_id: str, source: str, mark: SnapshotMark) -> bool:
-        """Return whether this copy is here already."""
+        """Return whether this copy is held already."""
         return (source, mark) in self.list(job_id)
 
     @contextmanager
     def reading(
         self, job_id: str, mark: SnapshotMark | None, source: str = ""
     ) -> Iterator[tuple[memoryview, int]]:
-        """Give a copy's bytes and their CRC-32, which stay what they are within the block.
+        """Yield a copy's bytes and their CRC-32; the bytes do not change within the block.
 
         Raises:
-            Refused: it is not there any more.
+            Refused: it is not held, or was replaced.
         """
         with self._lock:
             holding = self._holding(job_id, source)
@@ -226,17 +226,18 @@ class CopyStore:
     def writing(
         self, job_id: str, mark: SnapshotMark, stop: Callable[[], None], source: str = ""
     ) -> Iterator[tuple[memoryview, Callable[[int], None]]]:
-        """Give room for a copy, and what makes it count, to be called with its CRC-32.
+        """Yield memory for a copy, and a `commit` function, to be called with its CRC-32.
 
         Args:
-            job_id: whose.
+            job_id: of the copy.
             mark: of the copy.
             stop: ends the push, from another thread.
-            source: the node whose rows these are, "" for what all members have alike.
+            source: the node whose rows these are, "" for state that all members share.
 
         Raises:
-            Refused: a copy of a later group is here, another one is on its way, or is being read.
-            OSError: there is not that much memory.
+            Refused: a copy of a later group is held, another one is being pushed, or the slot is
+                being read.
+            OSError: there is too little memory.
         """
         with self._lock:
             holding = self._holding(job_id, source, is_new=True)
@@ -248,7 +249,7 @@ class CopyStore:
                 )
             if holding.stop is not None:
                 if holding.coming < mark.generation:
-                    holding.end()  # What its group was is over; this one tries again at once.
+                    holding.end()  # That push is of an ended group; this one is retried soon.
                 raise Refused("another copy of this job is on its way here")
             before = -1 if (newest := holding.newest()) is None else newest
             slot = holding.slots[(mark.number if source else before + 1) % SLOTS]
@@ -284,10 +285,10 @@ class CopyStore:
 
 
 def _find(size: int) -> mmap.mmap:
-    """Return so much memory, all of its pages found: a later lack would be a signal, not an error.
+    """Return memory with all pages allocated: a later shortage would be SIGBUS, not an error.
 
     Raises:
-        OSError: there is not that much.
+        OSError: there is too little.
     """
     descriptor = os.memfd_create("elastic-copy", os.MFD_CLOEXEC)
     try:

@@ -1,7 +1,7 @@
-"""GPUs that broke while the agent runs: lost from the bus, memory errors, fatal XID events.
+"""Detects GPUs that fail while the agent runs: lost from the bus, memory errors, fatal XID events.
 
-Rule: what is asked costs no GPU memory and no CUDA context. An XID that a faulty program causes
-(an illegal address, say) is not the device's.
+Rule: queries use no GPU memory and no CUDA context. An XID that a faulty program causes (such as
+an illegal address) is not a failure of the device.
 
 Source: NVIDIA's "XID Errors" and the NVML reference.
 """
@@ -18,10 +18,10 @@ EVENTS_MAX = 64
 
 
 class DeviceWatch:
-    """Asks NVML; what an XID said stays said until the agent is started anew."""
+    """Queries NVML; a GPU with a hardware XID counts as failed until the agent is restarted."""
 
     def __init__(self, nvml: Any, uuids: Sequence[str]) -> None:
-        """Watch these devices; `nvml` is the module pynvml, initialised here and for good.
+        """Watch these devices; `nvml` is the module pynvml, initialised here and not shut down.
 
         Raises:
             nvml.NVMLError: there is no driver.
@@ -40,7 +40,7 @@ class DeviceWatch:
                 )
 
     def look(self) -> list[str]:
-        """Return what is wrong with the devices, a phrase for each."""
+        """Return a phrase for each failed device."""
         self._take_events()
         found = []
         for index, uuid in enumerate(self._uuids):
@@ -63,7 +63,7 @@ class DeviceWatch:
                 self._broken.setdefault(name, f"reported XID {number}")
 
     def _state(self, uuid: str) -> str:
-        """Return what is wrong with a device now, "" for nothing."""
+        """Return the present problem of a device, "" for none."""
         nvml = self._nvml
         try:
             handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
@@ -80,11 +80,11 @@ class DeviceWatch:
 
 
 def open_devices(entries: Sequence[str]) -> DeviceWatch | None:
-    """Watch the GPUs that this node offers; None if there are none, or NVML is not to be had.
+    """Watch the GPUs that this node offers; None if there are none, or NVML is unavailable.
 
     Args:
-        entries: of CUDA_VISIBLE_DEVICES. A part of a GPU (MIG) stands for whichever it is on: all
-            are watched then.
+        entries: of CUDA_VISIBLE_DEVICES. With a MIG entry all GPUs are watched, because the entry
+            does not name its GPU.
     """
     if not entries:
         return None

@@ -1,6 +1,6 @@
-"""What this machine has: GPUs by NVML, processors, memory; asked once, when the agent starts.
+"""Detects this machine's GPUs (by NVML), processors and memory, once, when the agent starts.
 
-Rule: no torch and no CUDA context, so that asking costs no GPU memory. What cannot be found out
+Rule: no torch and no CUDA context, so that detection uses no GPU memory. What cannot be detected
 is absent with a reason, never guessed.
 """
 
@@ -37,8 +37,8 @@ class Gpu:
     the others as well, such as those of another job of this machine.
 
     Attributes:
-        is_shifted: NVML gives it another number. Whether CUDA leaves a broken one out of its count
-            is known to nobody, so that such a GPU is handed on by its UUID.
+        is_shifted: NVML gives it another number. It is then passed on by UUID, because it is not
+            known whether CUDA counts a broken GPU before it.
     """
 
     index: int
@@ -69,10 +69,10 @@ def find_devices(visible: str | None = None) -> Devices:
         visible: CUDA_VISIBLE_DEVICES of the agent, None when it is not set.
 
     Returns:
-        The devices; none, with the reason, when there are no GPUs or NVML is not to be had.
+        The devices; none, with the reason, when there are no GPUs or NVML is unavailable.
 
     Raises:
-        ConfigError: `visible` names GPUs, and none of them is there.
+        ConfigError: `visible` names GPUs, and none of them exists.
     """
     if visible is not None and visible.strip() in NO_DEVICES:
         return Devices(reason=f"CUDA_VISIBLE_DEVICES={visible!r} hides all GPUs")
@@ -87,7 +87,7 @@ def find_devices(visible: str | None = None) -> Devices:
 
 
 def read_nvml() -> tuple[Gpu, ...] | str:
-    """Return the GPUs that the driver shows, or the reason why it shows none."""
+    """Return the GPUs that the driver lists, or the reason why it lists none."""
     try:
         import pynvml
     except ImportError as error:
@@ -104,7 +104,7 @@ def read_nvml() -> tuple[Gpu, ...] | str:
                 handle = pynvml.nvmlDeviceGetHandleByIndex(index)
                 uuid, name = pynvml.nvmlDeviceGetUUID(handle), pynvml.nvmlDeviceGetName(handle)
             except pynvml.NVMLError as error:
-                # Broken, or of another job of this machine (SLURM's ConstrainDevices).
+                # Broken, or belongs to another job of this machine (SLURM's ConstrainDevices).
                 lost.append(f"GPU {index}: {error}")
                 log.warning("gpu_left_out index=%d error=%r", index, str(error))
                 continue
@@ -120,15 +120,15 @@ def read_nvml() -> tuple[Gpu, ...] | str:
 
 
 def text_of(value: str | bytes) -> str:
-    """Return text; old releases of nvidia-ml-py answer bytes."""
+    """Return text; old releases of nvidia-ml-py return bytes."""
     return value.decode() if isinstance(value, bytes) else value
 
 
 def choose_devices(gpus: Sequence[Gpu], visible: str | None) -> Devices:
     """Keep the GPUs that `visible` names, in its order, by CUDA's own rules.
 
-    An entry is an index, or a (beginning of a) UUID. As in CUDA, the first entry that names
-    nothing hides all that stand after it. Parts of a GPU (MIG) are kept as they are named.
+    An entry is an index, or a UUID or prefix of one. As in CUDA, an entry that matches no GPU hides
+    itself and all later ones. MIG entries are kept unchanged.
     """
     if visible is None:
         entries = tuple(gpu.uuid if gpu.is_shifted else str(gpu.index) for gpu in gpus)
@@ -146,14 +146,14 @@ def choose_devices(gpus: Sequence[Gpu], visible: str | None) -> Devices:
 
 
 def is_named(gpu: Gpu, entry: str) -> bool:
-    """Return whether this entry of CUDA_VISIBLE_DEVICES means this GPU."""
+    """Return whether this entry of CUDA_VISIBLE_DEVICES names this GPU."""
     if entry.isdigit():
         return int(entry) == gpu.index
     return entry.startswith("GPU-") and gpu.uuid.startswith(entry)
 
 
 def type_of(gpus: Iterable[Gpu]) -> str:
-    """Return the type that most of the GPUs have; of equals, the first."""
+    """Return the most frequent type of the GPUs; the first if several are equally frequent."""
     types = [normalise_name(gpu.name) for gpu in gpus]
     return max(dict.fromkeys(types), key=types.count, default="")
 
@@ -162,8 +162,8 @@ def normalise_name(name: str) -> str:
     """Turn a product name into an accelerator type: "NVIDIA H100 80GB HBM3" into "H100".
 
     Returns:
-        The known type that the name holds, else what is left of the name without the words for
-        vendor, memory and form, joined: "NVIDIA Titan Xp" gives "TITANXP".
+        The known type in the name; otherwise the name without the words for vendor, memory and
+        form, joined: "NVIDIA Titan Xp" gives "TITANXP".
     """
     words = re.findall(r"[A-Z0-9.]+", name.upper())
     pairs = [first + second for first, second in itertools.pairwise(words)]
@@ -178,24 +178,24 @@ def normalise_name(name: str) -> str:
 
 
 def num_processors(cgroups: Path = cgroup.ROOT) -> int:
-    """Return how many processors this process may use (a container or taskset may limit it)."""
+    """Return how many processors this process may use (limited by a container or taskset)."""
     has = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     limit = cgroup.cpu_limit(cgroups)
     return has if limit is None else min(has, max(1, math.floor(limit)))
 
 
 def memory_gb(cgroups: Path = cgroup.ROOT) -> float:
-    """Return the memory that may be used, in GiB with one digit: the machine's, or the cgroup's."""
+    """Return the memory of the machine or its cgroup limit, the smaller, in GiB, one decimal."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = cgroup.memory_limit(cgroups)
     return round((total if limit is None else min(total, limit)) / GIB, 1)
 
 
 def node_resources(devices: Devices, asked: Mapping[str, float]) -> Resources:
-    """Return what the node offers: what was found, overridden by what was asked for by name.
+    """Return the node's resources: those detected, overridden by those requested.
 
     Raises:
-        ConfigError: more GPUs are asked for than were found.
+        ConfigError: more GPUs are requested than were found.
     """
     found = {"CPU": float(num_processors()), "memory_gb": memory_gb()}
     if devices.entries:
@@ -276,19 +276,19 @@ def parse_workers(text: str, devices: Devices) -> int:
 def worker_env(
     env: Mapping[str, str], devices: Devices, num_slots: int, cgroups: Path = cgroup.ROOT
 ) -> dict[str, str]:
-    """Return the environment that spares start with; what the user set stays as it is.
+    """Return the environment of spares; the user's own variables override the defaults here.
 
-    What is set here must be there before torch is imported, so no worker could set it for itself.
+    The variables must be set before torch is imported, so a worker cannot set them itself.
     """
     added, limit = {}, cgroup.cpu_limit(cgroups)
     if num_slots > 1:
         added["OMP_NUM_THREADS"] = "1"  # As torchrun does: workers share the processors.
     elif limit is not None:
-        # A thread for each processor of the machine, and they would wait for each other's time.
+        # The default, a thread per processor of the machine, would exceed the container's share.
         added["OMP_NUM_THREADS"] = str(num_processors(cgroups))
     if not env.keys() & {"TORCH_CPP_LOG_LEVEL", "TORCH_DISTRIBUTED_DEBUG"}:
-        # Warnings of c10d about what we do, such as hosts without a name; not those of Python.
+        # Hides c10d's warnings about normal conditions here, such as hosts without a name.
         added["TORCH_CPP_LOG_LEVEL"] = "ERROR"
-    if devices.entries:  # Also where numbers in CUDA_VISIBLE_DEVICES chose among them.
+    if devices.entries:  # Also when the user chose by number in CUDA_VISIBLE_DEVICES.
         added["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # NVML's order, in which they were counted.
     return {**added, **env}

@@ -1,9 +1,9 @@
-"""`elastic-agent doctor`: is this machine fit to be a node, and what to do where it is not.
+"""`elastic-agent doctor`: checks whether this machine can be a node, and suggests fixes.
 
-Rule: a check reads, or writes an empty file and takes it away again. Of others only the coordinator
-that was named is asked, and it registers nothing: the stream is opened, and ended before a word is
-said. One check that fails by an error of its own says so, and the others go on. The agent itself
-never imports torch: a child does, with a deadline.
+Rule: a check only reads, or writes a temporary file and removes it. The only remote peer is the
+named coordinator, and nothing is registered there: the stream is opened, and closed without a
+message. A check that raises is reported as failed, and the others still run. The agent itself never
+imports torch: a child process does, with a timeout.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from elastic.runtime.stream import open_stream
 from elastic.wire.codec_stream import ATTACH_METHOD
 
 PIPED_WIDTH = 500
-"""Columns where nobody looks: a line that is folded is lost to `grep`."""
+"""Columns when the output is no terminal: folded lines would break `grep`."""
 GIB = 1024 * MIB
 SHM_BYTES_MIN = 1 * GIB
 DISK_BYTES_WARN, DISK_BYTES_FAIL = 2 * GIB, 256 * MIB
@@ -95,13 +95,13 @@ os._exit(0)
 
 
 class CheckLevel(Enum):
-    """How bad it is."""
+    """Result of a check."""
 
     OK = "ok"
     WARN = "warn"
-    """Training works, and something about it will surprise."""
+    """Training works, but with a limitation."""
     FAIL = "fail"
-    """Training does not work here."""
+    """Training does not work on this machine."""
 
 
 COLOURS = {CheckLevel.OK: "green", CheckLevel.WARN: "yellow", CheckLevel.FAIL: "red"}
@@ -109,12 +109,12 @@ COLOURS = {CheckLevel.OK: "green", CheckLevel.WARN: "yellow", CheckLevel.FAIL: "
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that was looked at.
+    """Result of one check.
 
     Attributes:
-        name: of the thing, two or three words.
-        found: what is there, with its values.
-        fix: one line of what to do, "" where nothing is.
+        name: what was checked, in two or three words.
+        found: the finding, with its values.
+        fix: one line about how to fix it, "" if there is nothing to fix.
     """
 
     name: str
@@ -124,17 +124,17 @@ class Check:
 
 
 def ok(name: str, found: str) -> Check:
-    """Return a thing that is well."""
+    """Return a passed check."""
     return Check(name, CheckLevel.OK, found)
 
 
 def warn(name: str, found: str, fix: str) -> Check:
-    """Return a thing that will surprise."""
+    """Return a check whose finding limits training."""
     return Check(name, CheckLevel.WARN, found, fix)
 
 
 def fail(name: str, found: str, fix: str) -> Check:
-    """Return a thing that keeps training from working."""
+    """Return a check whose finding prevents training."""
     return Check(name, CheckLevel.FAIL, found, fix)
 
 
@@ -142,7 +142,7 @@ def fail(name: str, found: str, fix: str) -> Check:
 
 
 def check_torch(num_gpus: int) -> list[Check]:
-    """Look at torch and gloo, and whether torch sees the GPUs that the driver shows."""
+    """Check torch and gloo, and whether torch sees the GPUs that the driver lists."""
     try:
         done = subprocess.run(
             [sys.executable, "-c", SCRIPT],
@@ -164,11 +164,11 @@ def check_torch(num_gpus: int) -> list[Check]:
 
 
 def judge_torch(said: dict[str, Any], num_gpus: int) -> list[Check]:
-    """Say what the child found.
+    """Return the checks for the child's report.
 
     Args:
-        said: torch, cuda, nccl, devices and gloo ("" for well, else what went wrong).
-        num_gpus: how many the driver shows.
+        said: torch, cuda, nccl, devices and gloo ("" if it works, otherwise the error).
+        num_gpus: how many GPUs the driver lists.
     """
     found = f"torch {said['torch']}"
     if said["cuda"]:
@@ -189,7 +189,7 @@ def judge_torch(said: dict[str, Any], num_gpus: int) -> list[Check]:
 
 
 def check_shm() -> list[Check]:
-    """Look at shared memory, which DataLoader workers hand batches over in."""
+    """Check shared memory, through which DataLoader workers pass batches."""
     path = Path("/dev/shm")
     try:
         usage = shutil.disk_usage(path)
@@ -203,7 +203,7 @@ def check_shm() -> list[Check]:
 
 
 def check_folder(name: str, folder: Path) -> list[Check]:
-    """Look whether a directory can be written to, and what its disk has left."""
+    """Check that a directory is writable, and the free space of its disk."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder) as file:
@@ -222,7 +222,7 @@ def check_folder(name: str, folder: Path) -> list[Check]:
 
 
 def gib(amount: int) -> str:
-    """Return bytes for people."""
+    """Return bytes as text in GiB."""
     return f"{amount / GIB:.1f} GiB"
 
 
@@ -230,7 +230,7 @@ def gib(amount: int) -> str:
 
 
 def check_address(host: str, endpoints: tuple[str, ...]) -> list[Check]:
-    """Look at the address under which other nodes are to reach this one."""
+    """Check the address that other nodes use to reach this one."""
     try:
         address = host or (address_towards_any(endpoints) if endpoints else "")
     except CoordinatorUnreachable as error:
@@ -253,11 +253,11 @@ def check_address(host: str, endpoints: tuple[str, ...]) -> list[Check]:
 
 
 def check_coordinator(endpoint: str, flags: Mapping[str, str]) -> list[Check]:
-    """Look whether the coordinator lets this agent in, and has the same time.
+    """Check that the coordinator accepts this agent, and that the clocks agree.
 
     Args:
         endpoint: "host:port".
-        flags: of the agent; they name what it would show.
+        flags: of the agent; they name its credentials.
     """
     single = {kind: flags[f"tls_{kind}"] for kind in ("cert", "key", "ca")}
     try:
@@ -278,10 +278,10 @@ def check_coordinator(endpoint: str, flags: Mapping[str, str]) -> list[Check]:
 
 
 async def ask_for_time(endpoint: str, access: Access) -> tuple[float, float | None]:
-    """Return how long it took to be let in, and how far our clock is ahead, None if it says none.
+    """Return the seconds to be accepted, and those that our clock is ahead (None if unknown).
 
     Raises:
-        ElasticError: it is not there, or refuses this agent.
+        ElasticError: the coordinator cannot be reached, or refuses this agent.
     """
     began = time.monotonic()
     stream = await open_stream(endpoint, ATTACH_METHOD, access=access, timeout_s=CONNECT_S)
@@ -294,11 +294,11 @@ async def ask_for_time(endpoint: str, access: Access) -> tuple[float, float | No
 
 
 def judge_clock(ahead_s: float, took_s: float) -> Check:
-    """Say what a clock that is ahead (or behind, below 0) of the coordinator's means.
+    """Return the check for the offset of our clock from the coordinator's.
 
     Args:
-        ahead_s: ours less theirs.
-        took_s: what the question took: the measurement is no better.
+        ahead_s: our time minus theirs; below 0 if we are behind.
+        took_s: duration of the request, which bounds the error of the measurement.
     """
     off_s = max(0.0, abs(ahead_s) - took_s)
     side = "ahead of" if ahead_s > 0 else "behind"
@@ -365,7 +365,7 @@ def doctor(context: click.Context, /, output: str) -> None:
 
 
 def print_checks(checks: list[Check], console: Console) -> None:
-    """Print a table for people, with what to do under what is wrong."""
+    """Print a table, with each fix under its finding."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in ("check", "", "found"):
         table.add_column(column, overflow="fold")
@@ -380,5 +380,5 @@ def print_checks(checks: list[Check], console: Console) -> None:
 
 
 def as_dict(check: Check) -> dict[str, str]:
-    """Return a check for programs."""
+    """Return a check as a JSON object."""
     return {"check": check.name, "level": check.level.value, "found": check.found, "fix": check.fix}

@@ -1,7 +1,7 @@
-"""The loop that owns the agent's machine: events in, effects performed in order, then the deadline.
+"""The loop that owns the agent's state machine: events in, effects performed in order, deadlines.
 
-Rule: nobody else calls `step`. Everything that happens is posted here, on the event loop, and is
-taken one at a time; performing an effect never waits.
+Rule: only this module calls `step`. Events are posted here, on the event loop, and processed one at
+a time; performing an effect never waits.
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ from elastic.runtime.peer_tls import PeerTls
 log = logging.getLogger(__name__)
 
 EVENTS_MAX = 100_000
-"""Events that wait. All come from bounded reads between two turns of the loop, so that reaching
-this means that the loop itself is stuck."""
+"""Queued events. All come from bounded reads between two turns of the loop, so that reaching this
+means that the loop itself is stuck."""
 END_S_MAX = 5.0
-"""For killed processes to be gone, and again for what they printed to be read."""
+"""Timeout for killed processes to exit, and again for their output to be read."""
 FLUSH_S_MAX = 1.0
 
 
@@ -73,14 +73,14 @@ class AgentSettings:
 
     Attributes:
         endpoints: "host:port" of each coordinator that may lead.
-        access: what is shown to them.
-        node: what this node is.
+        access: credentials for coordinators.
+        node: this node's id, address, resources and labels.
         devices: accelerators, as CUDA_VISIBLE_DEVICES entries.
         config: times and limits.
         launch: how a spare is started.
         log_dir: where the output of workers goes.
-        run_dir: private directory, None if there is none to look after.
-        book: other endpoints, from an earlier life; None to remember none.
+        run_dir: private directory, whose disk is watched; None for none.
+        book: endpoints learned by an earlier run; None to remember none.
         event_log: file of the event log, None for none.
     """
 
@@ -97,27 +97,27 @@ class AgentSettings:
 
     @property
     def folders(self) -> tuple[Path, ...]:
-        """Return the directories that must not fill up."""
+        """Return the directories whose free disk space is watched."""
         return (self.log_dir, *([self.run_dir] if self.run_dir else []))
 
 
 class AgentDriver:
-    """Owns one machine and all that acts for it; lives on one event loop, in the main thread.
+    """Owns one state machine and performs its effects; runs on one event loop, in the main thread.
 
     Attributes:
-        figures: for Prometheus.
+        figures: metrics for Prometheus.
     """
 
     def __init__(self, settings: AgentSettings, *, clock: Clock, draws: random.Random) -> None:
         """Build everything, start nothing.
 
         Args:
-            settings: see there.
+            settings: see `AgentSettings`.
             clock: for the machine's time and the event log.
             draws: source of the jitter between attempts to connect.
 
         Raises:
-            ConfigError: a TLS file is no good.
+            ConfigError: a TLS file is invalid.
         """
         node = settings.node
         self._clock = clock
@@ -157,20 +157,20 @@ class AgentDriver:
             self._event_log = EventLog(settings.event_log, process=process, clock=clock)
 
     def post(self, event: AgentEvent) -> None:
-        """Take an event; from callbacks and tasks of this event loop only."""
+        """Queue an event; from callbacks and tasks of this event loop only."""
         check(len(self._events) < EVENTS_MAX, f"{EVENTS_MAX} events wait for the agent's machine")
         self._events.append(event)
         self._wake.set()
 
     def drain(self, reason: str, timeout_s: float) -> None:
-        """Leave within this time; at once with 0."""
+        """Leave the cluster within this time; at once with 0."""
         self.post(DrainSignalled(reason, round(timeout_s * NS_PER_S)))
 
     async def run(self) -> ExitAgent:
-        """Run until the machine says that the agent ends; nothing it started is left then.
+        """Run until the machine returns `ExitAgent`; all processes have been killed by then.
 
         Raises:
-            InvariantViolation: a bug; everything it started has been killed.
+            InvariantViolation: a bug; all processes have been killed here too.
         """
         try:
             self._step(Tick())
@@ -183,7 +183,7 @@ class AgentDriver:
                 await self._end()
 
     async def _wait(self) -> None:
-        """Return when there is an event, or the machine's deadline has come."""
+        """Wait for an event, or for the machine's next deadline."""
         if self._events:
             return
         self._wake.clear()
@@ -196,7 +196,7 @@ class AgentDriver:
 
     def _step(self, event: AgentEvent) -> None:
         if isinstance(event, ProcessExited):
-            # Not when it is posted: the machine may still give it a job before it takes this.
+            # Not in `post`: the machine may still assign a job to it before this event's turn.
             self._arenas.exited(event.process_id, event.cause)
         self.figures.hear(event)
         for effect in self._machine.step(event, self._clock.monotonic_ns()):
@@ -247,7 +247,7 @@ class AgentDriver:
             self._event_log.write(note)
 
     async def _end(self) -> None:
-        """Kill what runs, read what it printed, send what waits: each with a limit."""
+        """Kill processes, read their last output, send queued messages: each with a timeout."""
         self._reaching.close()
         self._pushing.close()
         self._copies.close()
@@ -261,5 +261,5 @@ class AgentDriver:
 
 
 def never(effect: NoReturn) -> NoReturn:
-    """An effect that this driver does not know: mypy finds it before it happens."""
+    """Reject an effect that this driver does not handle; mypy checks that there is none."""
     raise InvariantViolation(f"the agent's machine asked for {effect!r}, which no one performs")

@@ -1,7 +1,8 @@
-"""An agent's figures for Prometheus: what each of its workers does, and how its steps go.
+"""An agent's metrics for Prometheus: phase, steps and step times of each of its workers.
 
-Rule: they are gathered from what passes by, and asking for them costs the workers nothing. Who
-reaches the address reads numbers, ranks and ids of jobs; no output, and nothing can be changed.
+Rule: they are collected from the agent's own events and effects, so a scrape costs the workers
+nothing. A client of the address reads numbers, ranks and ids of jobs; no output, and it can change
+nothing.
 """
 
 from __future__ import annotations
@@ -45,16 +46,16 @@ class _Worker:
 
 
 class Figures:
-    """What an agent knows of its processes."""
+    """Metrics of an agent's processes."""
 
     def __init__(self) -> None:
-        """Know nothing yet."""
+        """Start without processes."""
         self._workers: dict[int, _Worker] = {}
         self._warm: set[int] = set()
         self._restarts: Counter[tuple[str, str]] = Counter()
 
     def hear(self, event: AgentEvent) -> None:
-        """Take what happened."""
+        """Update the metrics from an event of the agent."""
         if isinstance(event, ProcessExited):
             self._warm.discard(event.process_id)
             worker = self._workers.pop(event.process_id, None)
@@ -79,7 +80,7 @@ class Figures:
             worker.steps, worker.telemetry = message.steps, message.telemetry
 
     def tell(self, effect: AgentEffect) -> None:
-        """Take what the agent does."""
+        """Update the metrics from an effect of the agent."""
         if not isinstance(effect, SendProcess):
             return
         message = effect.message
@@ -91,7 +92,7 @@ class Figures:
             self._workers[effect.process_id] = _Worker(job, place.rank, place.generation)
 
     def text(self) -> str:
-        """Return all of them, as a scraper reads them."""
+        """Return all metrics in the Prometheus text format."""
         up = Family(
             "elastic_worker_up", "gauge", "1 for a worker that trains, 0 for one that waits."
         )
@@ -126,7 +127,7 @@ class Figures:
 
 
 class FiguresServer:
-    """Answers `GET /metrics` and nothing else; whoever is slow is let go."""
+    """Serves `GET /metrics` only; slow clients are disconnected after `REQUEST_S_MAX`."""
 
     def __init__(self, host: str, port: int) -> None:
         """Bind.
@@ -144,7 +145,7 @@ class FiguresServer:
         self.address = format_endpoint(host, self._socket.getsockname()[1])
 
     async def run(self, text: Callable[[], str]) -> None:
-        """Answer with what `text` returns, until cancelled."""
+        """Serve the return value of `text`, until cancelled."""
         self._text = text
         async with await asyncio.start_server(
             self._answer, sock=self._socket, limit=REQUEST_BYTES_MAX
@@ -158,7 +159,7 @@ class FiguresServer:
             if self._open <= CONNECTIONS_MAX:
                 await asyncio.wait_for(self._serve(reader, writer), REQUEST_S_MAX)
         except (OSError, EOFError, ValueError, asyncio.TimeoutError, asyncio.LimitOverrunError):
-            pass  # Whoever asked is gone, slow, or speaks something else.
+            pass  # The client is gone, slow, or does not speak HTTP.
         finally:
             self._open -= 1
             writer.close()

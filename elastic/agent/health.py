@@ -24,11 +24,11 @@ MIB = 1024 * 1024
 DISK_BYTES_MIN = 256 * MIB
 MEMORY_BYTES_MIN = 256 * MIB
 MARGIN = 2
-"""Good again means: twice what would have been too little."""
+"""A problem ends once twice the minimum is free (hysteresis)."""
 
 
 class HealthWatch:
-    """Looks at one machine; keeps what was wrong at the last look."""
+    """Checks one machine; keeps the previous result, for the margin."""
 
     def __init__(
         self,
@@ -39,14 +39,14 @@ class HealthWatch:
         meminfo: Path = Path("/proc/meminfo"),
         cgroups: Path = cgroup.ROOT,
     ) -> None:
-        """Begin with nothing wrong.
+        """Start without problems.
 
         Args:
-            folders: where the agent and its workers write.
+            folders: directories that the agent and its workers write to.
             devices: the accelerators, None for none.
-            free_bytes: how much a folder's disk has left.
-            meminfo: the kernel's account of memory.
-            cgroups: where a container's limits are.
+            free_bytes: returns the free bytes of a folder's disk; `shutil.disk_usage` by default.
+            meminfo: path of /proc/meminfo.
+            cgroups: root of the cgroup file system, which holds a container's limits.
         """
         self._folders = tuple(dict.fromkeys(folders))
         self._devices = devices
@@ -55,7 +55,7 @@ class HealthWatch:
         self._low: set[str] = set()
 
     def look(self) -> tuple[str, ...]:
-        """Return what is wrong now, a phrase for each, in a fixed order."""
+        """Check the machine; return a phrase for each problem, in a fixed order."""
         found = []
         for folder in self._folders:
             text = self._disk(folder)
@@ -87,13 +87,13 @@ class HealthWatch:
 
 
 async def watch_health(watch: HealthWatch, tell: Callable[[tuple[str, ...]], None]) -> None:
-    """Look again and again until cancelled; tell when something else is wrong than before."""
+    """Check every `POLL_S` until cancelled; call `tell` when the list of problems changes."""
     before: tuple[str, ...] = ()
     while True:
         try:
             found = await anyio.to_thread.run_sync(watch.look, abandon_on_cancel=True)
         except Exception:
-            # NVML and file systems raise what they like; the agent goes on without.
+            # NVML and file systems may raise anything; the agent keeps the previous result.
             log.exception("health_unknown")
             found = before
         if found != before:
@@ -103,13 +103,13 @@ async def watch_health(watch: HealthWatch, tell: Callable[[tuple[str, ...]], Non
 
 
 def memory_available(meminfo: Path, cgroups: Path = cgroup.ROOT) -> int | None:
-    """Return the bytes that this machine has left, or this container; None if nobody says."""
+    """Return the available bytes of this machine or container, the smaller; None if unknown."""
     amounts = (read_meminfo(meminfo).get("MemAvailable"), cgroup.memory_left(cgroups))
     return min((amount for amount in amounts if amount is not None), default=None)
 
 
 def read_meminfo(path: Path = Path("/proc/meminfo")) -> Mapping[str, int]:
-    """Return the kernel's account of memory in bytes, empty where there is none."""
+    """Return the amounts of /proc/meminfo in bytes, empty if it cannot be read."""
     amounts: dict[str, int] = {}
     try:
         lines = path.read_text().splitlines()
@@ -124,7 +124,7 @@ def read_meminfo(path: Path = Path("/proc/meminfo")) -> Mapping[str, int]:
 
 
 def _existing(folder: Path) -> Path:
-    """Return the folder, or the nearest one above it that is there."""
+    """Return the folder, or its nearest parent that exists."""
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
     return folder

@@ -1,7 +1,7 @@
-"""What Linux knows of processes: how they ended, what they do, and who belongs to a session.
+"""Process information from Linux: exit causes, states, and the members of a session.
 
-Rule: signals go only to process ids that cannot have passed to a stranger: our own children
-that are not reaped yet, and members of a session whose leader's id is still taken.
+Rule: signals go only to process ids that cannot have been reused: our own children that are not
+reaped yet, and members of a session whose leader's id is still taken.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from elastic.errors import InvariantViolation
 log = logging.getLogger(__name__)
 
 DEAD = ("", "Z", "X")
-"""States of a process that does nothing any more, or is gone."""
+"""States of a dead process: gone, zombie, dead."""
 
 
 def status_of_zombie(pid: int) -> os.waitid_result:
@@ -31,19 +31,19 @@ def status_of_zombie(pid: int) -> os.waitid_result:
 
 
 def reap(pid: int) -> None:
-    """Let go of a zombie's pid."""
+    """Wait for a zombie, which frees its pid."""
     os.waitpid(pid, 0)
 
 
 class MemoryKills:
-    """Tells whether the kernel has killed anybody for memory since this was last asked."""
+    """Detects kills by the kernel's OOM killer since the last call."""
 
     def __init__(self) -> None:
-        """Begin with what was before."""
+        """Start from the kernel's present count."""
         self._known = _memory_kills()
 
     def is_new(self) -> bool:
-        """Return whether it has; also in a control group."""
+        """Return whether there was a new kill, on this machine or in a control group."""
         known, self._known = self._known, _memory_kills()
         return self._known > known
 
@@ -59,7 +59,7 @@ def _memory_kills() -> int:
 def exit_cause(
     status: os.waitid_result, memory_kills: MemoryKills, last_line: str = ""
 ) -> ExitCause:
-    """Return the cause that a wait status tells; `last_line` goes into the detail."""
+    """Return the exit cause for a wait status; `last_line` goes into the detail."""
     if status.si_code == os.CLD_EXITED:
         return ExitCause(ExitKind.CODE, status.si_status, last_line)
     core = "core dumped" if status.si_code == os.CLD_DUMPED else ""
@@ -78,7 +78,7 @@ def signal_group(pid: int) -> None:
 
 
 def kill_quietly(pid: int) -> None:
-    """Send SIGKILL; a process that is gone, or became another user's, is no error."""
+    """Send SIGKILL; a process that is gone, or runs as another user by now, is no error."""
     try:
         os.kill(pid, signal.SIGKILL)
     except (ProcessLookupError, PermissionError) as error:
@@ -86,7 +86,7 @@ def kill_quietly(pid: int) -> None:
 
 
 def readable(end: socket.socket) -> bool:
-    """Return whether reading from the socket would give something, be it its end."""
+    """Return whether a read would return at once: data, or the end of the stream."""
     poll = select.poll()
     poll.register(end, select.POLLIN)
     return bool(poll.poll(0))
@@ -104,7 +104,7 @@ def read_stat(pid: int) -> list[str]:
 
 
 def process_state(pid: int) -> str:
-    """Return the kernel's letter for what a process does: R, S, D, T (stopped), Z, or ""."""
+    """Return the kernel's letter for a process state: R, S, D, T (stopped), Z; "" if gone."""
     return next(iter(read_stat(pid)), "")
 
 

@@ -1,7 +1,7 @@
-"""Finds the coordinator that leads: asks all known addresses at once, and those they refer to.
+"""Finds the coordinator that leads: tries all known addresses at once, and those they refer to.
 
-Rule: the address that was right last has a short head start, so that standbys of a healthy cluster
-are not asked. A standby refers to the leader; if the leader does not answer, the agent stays
+Rule: the address that last succeeded has a short head start, so that standbys of a healthy cluster
+are not contacted. A standby refers to the leader; if the leader does not reply, the agent stays
 connected to the standby, which reports the next leader as soon as there is one.
 """
 
@@ -25,15 +25,15 @@ from elastic.runtime.stream import ClientStream, open_stream
 from elastic.wire.codec_stream import ATTACH_METHOD
 
 CONNECT_S_MAX = 2.0
-"""For each endpoint; others are tried meanwhile."""
+"""Timeout for each endpoint; others are tried meanwhile."""
 START_S = 0.25
-"""After so long without an answer the next endpoint is asked as well."""
+"""After so long without a reply the next endpoint is tried as well."""
 ROUND_S_MIN = 2.0
 ROUND_S_MAX = 10.0
-"""While a standby knows of no leader, the others are asked again after this, in longer and longer
-rounds: they may have come back."""
+"""Duration of a round, doubled up to this maximum. While a standby knows of no leader, the other
+endpoints are tried again in every round: they may have come back."""
 HOPELESS = (NotAuthorized, VersionMismatch)
-"""Trying again is of no use before somebody has changed something."""
+"""Errors that a retry cannot fix: credentials or a version must be changed first."""
 
 
 async def find_leader(
@@ -44,19 +44,20 @@ async def find_leader(
     hearsay: Collection[str] = (),
     silence_s: float = SILENCE_S,
 ) -> ClientStream:
-    """Return a stream to the coordinator that leads, as long as any may still lead to it.
+    """Return a stream to the leading coordinator; retry while any standby may still name it.
 
     Args:
         endpoints: "host:port" of each, the likeliest first.
-        access: what is shown to them.
-        say: told what hinders, as long as standbys are waited for.
-        hearsay: those of them that somebody else named, some time ago; somebody else may answer
-            there by now, whose refusal means nothing.
-        silence_s: of a coordinator's host after which it is lost, as one of them said last.
+        access: credentials for them.
+        say: receives the reason for waiting, after each round without a leader.
+        hearsay: those of the endpoints that were learned, not configured; another program may
+            listen there by now, so a refusal from it is not final.
+        silence_s: silence of a coordinator's host after which the connection is lost, as last
+            set by a coordinator.
 
     Raises:
-        NotAuthorized, VersionMismatch: one of them refused us for good, none took us.
-        ElasticError: none of them took us, and none is a standby that could.
+        NotAuthorized, VersionMismatch: one refused us permanently, and none accepted us.
+        ElasticError: none of them accepted us, and none is a standby to wait for.
     """
     round_s = ROUND_S_MIN
     while True:
@@ -71,7 +72,7 @@ async def find_leader(
 
 
 class _DiscoveryRound:
-    """One round: everybody is asked once, and standbys are waited for."""
+    """One round: every endpoint is tried once, and standbys are waited for."""
 
     def __init__(self, access: Access, silence_s: float) -> None:
         self._access = access
@@ -81,11 +82,11 @@ class _DiscoveryRound:
         self._failures: dict[str, ElasticError] = {}
         self._moved = anyio.Event()
         self._tasks: TaskGroup
-        # Standbys at whose door we stand.
+        # The standbys that we are connected to, with their last reply.
         self.waiting: dict[str, NotLeading] = {}
 
     async def run(self, endpoints: Sequence[str], limit_s: float) -> ClientStream | None:
-        """Return the stream of the first that takes us, None if nobody does in time."""
+        """Return the stream of the first that accepts us, None if none does in time."""
         with anyio.move_on_after(limit_s):
             async with anyio.create_task_group() as self._tasks:
                 for endpoint in endpoints:
@@ -98,7 +99,7 @@ class _DiscoveryRound:
         return self._found
 
     def failure(self, hearsay: Collection[str]) -> ElasticError:
-        """Return why nobody took us."""
+        """Return the error that explains why none accepted us."""
         failures = list(self._failures.values())
         hopeless = [
             error
@@ -111,7 +112,7 @@ class _DiscoveryRound:
         return CoordinatorUnreachable(",".join(self._failures), text)
 
     def blocker(self) -> str:
-        """Return what standbys say, without ages, and why nobody else took us."""
+        """Return why there is no leader yet: the standbys' replies, and the others' errors."""
         said = [
             f"the standby at {endpoint} names {news.leader or 'nobody'} as the leader"
             for endpoint, news in sorted(self.waiting.items())
@@ -125,7 +126,7 @@ class _DiscoveryRound:
             self._tasks.start_soon(self._probe, endpoint)
 
     async def _probe(self, endpoint: str) -> None:
-        """Ask one; stay at its door while it has nothing new to say."""
+        """Try one endpoint; if it is a standby, wait for it to report a later term."""
         term: int | None = None
         try:
             while True:

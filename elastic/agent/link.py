@@ -1,8 +1,8 @@
 """The agent's stream to the coordinator: one attempt per `Connect`, over a list of endpoints.
 
-Rule: this module decides nothing about when to try again; it performs `Connect`, `Disconnect`
-and `SendCoordinator`, and posts what happened. Logs asked for by a coordinator go past the
-machine (`on_follow`, `send_lines`), and so does where coordinators answer.
+Rule: the state machine decides when to retry; this module performs `Connect`, `Disconnect` and
+`SendCoordinator`, and posts what happened. Requests for logs and learned endpoints of coordinators
+bypass the machine (`on_follow`, `send_lines`, `on_learned`).
 """
 
 from __future__ import annotations
@@ -44,23 +44,24 @@ from elastic.wire.codec_stream import (
 log = logging.getLogger(__name__)
 
 LEARNED_MAX = 8
-"""Endpoints beside those named at the start, which coordinators told of; the newest."""
+"""How many endpoints learned from coordinators are kept beside the configured ones; the newest."""
 FIRST_ANSWER_S_MAX = 30.0
-"""A coordinator that takes the stream and says nothing this long is given up: it may have ten
-thousand agents to answer at once, and whoever comes again makes it later for all."""
+"""Timeout for the first reply on a new stream. Long, because the coordinator may have ten thousand
+agents to answer at once, and every reconnect delays it further for all."""
 REMIND_S = 30.0
+"""How often an unchanged reason for waiting is logged again."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LinkCallbacks:
-    """Whom the link tells; all are called on the event loop.
+    """Callbacks of the link; all are called on the event loop.
 
     Attributes:
-        post: takes events for the machine.
-        on_follow: takes wishes for logs.
-        on_end: a stream that stood is over.
+        post: receives events for the machine.
+        on_follow: receives requests for logs.
+        on_end: called when a stream has ended.
         draw: returns a number from 0.0 to 1.0, the jitter of the next pause.
-        on_learned: takes the endpoints beside those named at the start, when they change.
+        on_learned: receives the endpoints beside the configured ones, when they change.
     """
 
     post: Callable[[AgentEvent], None]
@@ -82,14 +83,14 @@ class Link:
         callbacks: LinkCallbacks,
         clock: Clock,
     ) -> None:
-        """Connect to nothing yet.
+        """Open no connection yet.
 
         Args:
             endpoints: "host:port" of every coordinator that may lead, in order of preference.
-            learned: others, which a coordinator told of in an earlier life of this agent.
-            access: what is shown to them; read anew for each connection.
-            callbacks: whom to tell.
-            clock: says how long the agent has waited.
+            learned: more endpoints, which an earlier run of this agent learned from a coordinator.
+            access: credentials; read again for each connection.
+            callbacks: receive events, requests and learned endpoints.
+            clock: measures how long the agent has waited.
         """
         self._named = tuple(endpoints)
         self._learned = tuple(name for name in learned if name not in self._named)[:LEARNED_MAX]
@@ -104,33 +105,33 @@ class Link:
         self._complaint = WaitLogger(clock)
 
     def connect(self, session: SessionId) -> None:
-        """Open a stream under this id; an earlier one is dropped."""
+        """Open a stream with this session id; an earlier stream is dropped."""
         self._drop()
         self._session = session
         self._outbox = Outbox()
         self._task = asyncio.ensure_future(self._run(session, self._outbox))
 
     def disconnect(self, session: SessionId) -> None:
-        """Drop the stream; nothing is posted about it any more."""
+        """Drop the stream; no further event is posted for it."""
         if session == self._session:
             self._drop()
 
     def send(self, session: SessionId, message: AgentMessage) -> None:
-        """Queue a message; dropped if the session is gone."""
+        """Queue a message; it is dropped if the session has ended."""
         if session != self._session or self._outbox.put(message) or self._task is None:
             return
-        # The Hello of the next connection says all anew, so nothing is lost by starting over.
+        # The Hello of the next connection carries the full state, so reconnecting loses nothing.
         log.warning("coordinator_does_not_read session=%s", session)
         self._drop()
         reason = "the coordinator does not read what this agent sends"
         self._callbacks.post(ConnectionLost(session, reason, self._callbacks.draw()))
 
     async def send_lines(self, lines: LogLines) -> bool:
-        """Send output when there is room; False when the stream that asked for it is gone."""
+        """Send output when there is room; False when the stream that requested it has ended."""
         return await self._outbox.put_lines(lines)
 
     async def close(self, timeout_s: float) -> None:
-        """Send what waits and end the stream in good order, as far as the time allows."""
+        """Send queued messages and end the stream cleanly, within the timeout."""
         task = self._task
         if task is None:
             return
@@ -161,7 +162,7 @@ class Link:
         except HOPELESS as error:
             reason = str(error)
             if not self._ever_welcomed:
-                # Whoever worked here once may do so again, when its token file is put right.
+                # An agent that was accepted before retries: its token file may be corrected.
                 self._callbacks.post(
                     CoordinatorMessageReceived(session, Refusal(reason, final=True))
                 )
@@ -169,9 +170,9 @@ class Link:
         except ElasticError as error:
             reason = str(error)
             if not isinstance(error, CoordinatorUnreachable):
-                self._prefer_next()  # It answers, and has no use for us: it may not lead now.
+                self._prefer_next()  # It replies but does not accept us: it may not lead now.
         except Exception as error:
-            # A bug on this path must not cost the workers their agent: say it, and try again.
+            # A bug on this path must not end the agent of running workers: log it, and retry.
             log.exception("link_failed session=%s", session)
             reason = f"{type(error).__name__}: {error}"
         outbox.close()
@@ -182,11 +183,11 @@ class Link:
         self._callbacks.post(ConnectionLost(session, reason, self._callbacks.draw()))
 
     async def _open(self) -> ClientStream:
-        """Return a stream to the coordinator that leads, beginning with the last good endpoint.
+        """Return a stream to the leading coordinator; the last good endpoint is tried first.
 
         Raises:
-            NotAuthorized, VersionMismatch: one of them refused us for good, none took us.
-            ElasticError: none of them took us.
+            NotAuthorized, VersionMismatch: one refused us permanently, and none accepted us.
+            ElasticError: none of them accepted us.
         """
         stream = await find_leader(
             self._endpoints,
@@ -202,7 +203,7 @@ class Link:
         return stream
 
     def _learn(self, told: Sequence[str]) -> None:
-        """Remember where coordinators answer, beside those named at the start; the newest first."""
+        """Remember coordinator endpoints beside the configured ones; the newest first."""
         fresh = [name for name in told if name not in self._named]
         older = [name for name in self._learned if name not in fresh]
         learned = tuple((*fresh, *older)[:LEARNED_MAX])
@@ -238,7 +239,7 @@ class Link:
                 kind = type(message).__name__
                 log.error("message_unsendable message=%s error=%r", kind, str(error))
             except ElasticError:
-                return  # The reader is told the same, and says so.
+                return  # The reading side gets the same error, and reports it.
         await stream.finish()
 
     async def _receive_all(self, session: SessionId, stream: ClientStream) -> str:
@@ -268,32 +269,32 @@ class Link:
             self._complaint.say(message.reason)
 
     def _prefer_next(self) -> None:
-        """Begin with the next endpoint when the machine asks for another attempt."""
+        """Start the next attempt with the next endpoint."""
         self._endpoints = (*self._endpoints[1:], self._endpoints[0])
 
 
 class WaitLogger:
-    """Says what the agent waits for: when that changes, and every half minute.
+    """Logs why the agent waits: when the reason changes, and every `REMIND_S`.
 
-    The first reason is not said here, because the machine notes it.
+    The first reason is not logged here, because the machine logs it.
     """
 
     def __init__(self, clock: Clock) -> None:
-        """Begin with nothing to say."""
+        """Start without a reason."""
         self._clock = clock
         self._reason = ""
         self._since_ns = 0
         self._reported_ns = 0
 
     def say_at_once(self, reason: str) -> None:
-        """Log a reason that the machine does not hear of, the first one too."""
+        """Log a reason that the machine does not log: the first one too."""
         if not self._reason:
-            self._reason = " "  # Any other one is news.
+            self._reason = " "  # Differs from every real reason.
             self._since_ns = self._clock.monotonic_ns()
         self.say(reason)
 
     def say(self, reason: str) -> None:
-        """Log the reason, unless it was said a moment ago."""
+        """Log the reason, unless the same one was logged less than `REMIND_S` ago."""
         now_ns = self._clock.monotonic_ns()
         if not self._reason:
             self._since_ns = self._reported_ns = now_ns
@@ -304,5 +305,5 @@ class WaitLogger:
         self._reason = reason
 
     def clear(self) -> None:
-        """The wait is over."""
+        """Forget the reason, because the wait is over."""
         self._reason = ""

@@ -20,32 +20,32 @@ from elastic.core.world import NodeId
 LIMIT_S = 3.0
 """Long enough for two further SYNs on a network that loses some."""
 ORDERS_MAX = 8
-"""At the same time; the coordinator asks again."""
+"""Orders at once; more are dropped, because the coordinator repeats its orders."""
 
 
 class LinkProber:
-    """All orders that are being carried out."""
+    """Runs the orders to test connections, each as a task."""
 
     def __init__(self, post: Callable[[LinksProbed], None], limit_s: float = LIMIT_S) -> None:
-        """Begin with none.
+        """Start without orders.
 
         Args:
-            post: takes the answers.
-            limit_s: how long one has to answer.
+            post: receives the results.
+            limit_s: timeout of a connection attempt.
         """
         self._post = post
         self._limit_s = limit_s
         self._tasks: set[asyncio.Task[None]] = set()
 
     def order(self, order: TryLinks) -> None:
-        """Begin to try; the answer comes by itself."""
+        """Start to test; the result is posted."""
         if len(self._tasks) < ORDERS_MAX:
             task = asyncio.get_running_loop().create_task(self._try(order))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
     def close(self) -> None:
-        """Give up what is being tried."""
+        """Cancel all tests."""
         for task in self._tasks:
             task.cancel()
 
@@ -59,7 +59,7 @@ class LinkProber:
         self._post(LinksProbed(LinksTried(order.job_id, those(True), those(False))))
 
     async def _reaches(self, link: Link) -> bool | None:
-        """Return whether somebody answered, None if that cannot be told."""
+        """Return whether the address replied, None if that cannot be tested."""
         host, _, port = link.address.rpartition(":")
         try:
             with anyio.fail_after(self._limit_s):

@@ -1,10 +1,10 @@
 """This node's own part of a sharded run, served to ranks elsewhere after the workers here are gone.
 
-The memory of dead workers' snapshots stays with the agent for a while. It is as good as the copy on
-another node, and is there when that one is not.
+The agent keeps the snapshots of dead workers for a while. They are equal to the copy on another
+node, and serve when that copy is lost.
 
-Rule: it is served whole and unchanged, or not at all: the marks are checked again after the last
-byte.
+Rule: a snapshot is served complete and unchanged, or not at all: the mark is checked again after
+the last byte.
 """
 
 from __future__ import annotations
@@ -27,22 +27,20 @@ class LocalSnapshots:
     """The snapshots in the memory of this node's jobs; every method may be called by any thread.
 
     Attributes:
-        node_id: of this node: the source of all of them.
+        node_id: this node, the source of all of them.
     """
 
     def __init__(self, node_id: NodeId, arenas: Arenas) -> None:
-        """Look into this memory, which stays the caller's."""
+        """Read this memory; the caller keeps ownership."""
         self.node_id = node_id
         self._arenas = arenas
 
     def list(self, job_id: str) -> tuple[tuple[str, SnapshotMark], ...]:
-        """Return source and mark of every snapshot of a job that is whole."""
+        """Return source and mark of every complete snapshot of a job."""
         try:
             with self._arenas.opened(JobId(job_id)) as descriptors:
                 marks = [whole(os.pread(one, HEADER, 0)) for one in descriptors]
-        except (
-            OSError
-        ) as error:  # Copies of others, which are listed along, are there all the same.
+        except OSError as error:  # The caller can still list the copies of other nodes.
             log.warning("own_rows_not_read job=%s error=%r", job_id, str(error))
             return ()
         return tuple((self.node_id, mark) for mark in marks if mark is not None)
@@ -51,10 +49,10 @@ class LocalSnapshots:
     def reading(
         self, job_id: str, mark: SnapshotMark
     ) -> Iterator[tuple[memoryview, Callable[[], bool]]]:
-        """Give a snapshot's bytes, and what says, behind the last one, that they were those.
+        """Yield a snapshot's bytes, and a check, for after the last byte, that they are unchanged.
 
         Raises:
-            Refused: it is not there any more.
+            Refused: the snapshot was replaced or freed.
             OSError: its memory cannot be read.
         """
         with self._arenas.opened(JobId(job_id)) as descriptors:

@@ -1,8 +1,8 @@
-"""Reads a worker's log for someone far away: the tail of what is there, then what comes.
+"""Reads a worker's log for a remote reader: the tail first, then new output.
 
-Rule: a reader reads files, never memory of the writer, so that a slow one holds nobody up and
-loses nothing (unless it is slower than the log's rotation by all the files that are kept).
-Text is cut at line ends; only a line longer than a piece is sent in parts.
+Rule: a reader reads files, never memory of the writer, so that a slow reader delays nothing and
+loses nothing (unless log rotation removes a file that it has not read yet). Text is cut at line
+ends; only a line longer than a piece is sent in parts.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ PIECE_BYTES = 32 * 1024
 FOLLOWS_MAX = 256
 
 SendLines = Callable[[LogLines], Awaitable[bool]]
-"""Sends when there is room; False when nobody listens any more."""
+"""Sends when there is room; False when the stream has ended."""
 
 
 class Room:
-    """How many characters a reader still has room for; without a limit if it never said so."""
+    """Flow control of one reader, in characters: it grants room, which sending uses up."""
 
     def __init__(self, chars: int) -> None:
-        """Begin with this much, 0 for no limit."""
+        """Start with this much room, 0 for no limit."""
         self._is_limited, self._left = chars > 0, chars
         self._more = asyncio.Event()
 
     def give(self, chars: int) -> None:
-        """The reader has taken so many."""
+        """Add room, after the reader has consumed this many characters."""
         self._left += chars
         self._more.set()
 
     async def take(self, chars: int) -> None:
-        """Wait until there is some room, and take this much, or a little more than there is."""
+        """Wait until there is any room, then use this much, which may exceed it."""
         while self._is_limited and self._left <= 0:
             self._more.clear()
             await self._more.wait()
@@ -47,17 +47,17 @@ class Room:
 
 
 class LogFollowers:
-    """Everyone who reads logs of this node at the moment."""
+    """All present readers of this node's logs, a task for each."""
 
     def __init__(self, logs: Logs, send: SendLines) -> None:
-        """Read from `logs`, answer through `send`."""
+        """Read from `logs`, reply through `send`."""
         self._logs = logs
         self._send = send
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._rooms: dict[str, Room] = {}
 
     def handle(self, request: FollowLogs) -> None:
-        """Begin to send, or stop; the same follow id again makes room for more."""
+        """Start to send, or stop; a repeated follow id grants more room."""
         if request.stop:
             task = self._tasks.pop(request.follow_id, None)
             if task is not None:
@@ -70,13 +70,13 @@ class LogFollowers:
             self._tasks[request.follow_id] = task
 
     def stop_all(self) -> None:
-        """Whoever listened is gone, with the stream that they listened through."""
+        """Cancel all readers, because their stream has ended."""
         for task in self._tasks.values():
             task.cancel()
         self._tasks.clear()
 
     async def finish(self, timeout_s: float) -> None:
-        """Let everyone read to the end of logs that have ended, as far as the time allows."""
+        """Let readers reach the end of logs that have ended, within the timeout; then stop all."""
         if self._tasks:
             await asyncio.wait(list(self._tasks.values()), timeout=timeout_s)
         self.stop_all()
@@ -133,16 +133,16 @@ class LogFollowers:
 
 
 class LogReader:
-    """Reads a log and its older files in order, piece by piece, from a place near its end."""
+    """Reads a log and its older files in order, piece by piece, from near its end."""
 
     def __init__(self, path: Path, tail_lines: int, piece_bytes: int = PIECE_BYTES) -> None:
-        """Go to where the last `tail_lines` lines begin; -1 is the very beginning."""
+        """Seek to the start of the last `tail_lines` lines; -1 for the whole log."""
         self._path, self._piece_bytes = path, piece_bytes
         self._file: BinaryIO | None = None
         self._marks: MarksReader | None = None
         self._stamp = Stamp()
         self._pending = b""
-        # Where `_pending` begins in the file.
+        # Offset in the file at which `_pending` starts.
         self._at = 0
         paths = log_files(path)
         if paths:
@@ -153,10 +153,10 @@ class LogReader:
             self._at = offset
 
     def read(self, *, last: bool) -> list[tuple[Stamp, str]]:
-        """Return some more lines, cut where their stamps change; none when there are none now.
+        """Return the next lines, cut where their stamps change; empty when there are none now.
 
         Args:
-            last: nothing more will be written: also a line without an end is given out.
+            last: nothing more will be written: return an unfinished last line too.
         """
         while True:
             data = self._file.read(self._piece_bytes) if self._file is not None else b""
@@ -192,7 +192,7 @@ class LogReader:
         self._file, self._marks, self._at = file, MarksReader(path), -len(self._pending)
 
     def _open_next(self) -> bool:
-        """Go on to the file that came after this one; False if this is the newest."""
+        """Open the file that follows this one; False if this is the newest."""
         paths = log_files(self._path)
         if self._file is None:
             following = paths[:1]
@@ -207,7 +207,7 @@ class LogReader:
 
 
 def _open(path: Path) -> BinaryIO:
-    """Open a log for reading; it stays until it is closed.
+    """Open a log for reading; a shared lock keeps it from being removed until it is closed.
 
     Raises:
         OSError: it cannot be read, or was removed just now.
@@ -230,9 +230,9 @@ def log_files(path: Path) -> list[Path]:
 
 
 def tail_start(paths: list[Path], lines: int) -> tuple[Path, int]:
-    """Return the file and the offset where the last `lines` lines begin; -1: all of them.
+    """Return the file and the offset where the last `lines` lines start; -1: all of them.
 
-    A line may begin in one file and end in the next; the last one counts also without an end.
+    A line may start in one file and end in the next; an unfinished last line counts too.
     """
     if lines < 0:
         return paths[0], 0
@@ -242,7 +242,7 @@ def tail_start(paths: list[Path], lines: int) -> tuple[Path, int]:
             end = file.seek(0, os.SEEK_END)
             if not lines:
                 return path, end
-            # The end of the very last line is no border between two lines.
+            # The newline of the very last line does not separate two lines.
             last = not seen and end > 0 and byte_at(file, end - 1) == b"\n"
             seen = seen or end > 0
             offset, found = line_end_before(file, end - last, wanted)
@@ -259,10 +259,10 @@ def byte_at(file: BinaryIO, offset: int) -> bytes:
 
 
 def line_end_before(file: BinaryIO, end: int, count: int) -> tuple[int, int]:
-    """Find the `count`-th line end before the offset `end`, going backwards.
+    """Find the `count`-th newline before the offset `end`, backwards.
 
     Returns:
-        Its offset and `count`; or 0 and how many there are, if there are fewer.
+        Its offset and `count`; or 0 and the number found, if there are fewer.
     """
     found = 0
     while end > 0:
@@ -279,7 +279,7 @@ def line_end_before(file: BinaryIO, end: int, count: int) -> tuple[int, int]:
 
 
 def whole_characters(data: bytes) -> int:
-    """Return how many bytes of `data` end with a whole UTF-8 character (all, if it is no UTF-8)."""
+    """Return the length of `data` up to its last complete UTF-8 character (all if not UTF-8)."""
     for back in range(1, 5):
         byte = data[-back]
         if byte & 0xC0 != 0x80:

@@ -1,9 +1,9 @@
-"""Beside a log, whose output it is and since when: "n1-3.marks" for "n1-3.log".
+"""A file beside a log with time, generation and rank of its output: "n1-3.marks" for "n1-3.log".
 
-A log is what a worker printed, byte for byte, so that every tool can read it. Its marks say from
-which byte on it was printed at which moment, in which generation and as which rank.
+A log is what a worker printed, byte for byte, so that every tool can read it. Each mark gives the
+time, generation and rank of the output from one byte offset on.
 
-Rule: a line belongs to the mark at its first byte. A log without marks is read all the same.
+Rule: a line belongs to the mark at its first byte. A log without marks can still be read.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from pathlib import Path
 
 MARK = struct.Struct("<qqqq")
 EVERY_NS = 1_000_000
-"""What is printed within it has one mark."""
+"""Output of the same generation and rank within this time shares one mark."""
 
 
 @dataclass(frozen=True)
 class Stamp:
-    """When a line was printed, and by whom.
+    """When a line was printed, in which generation and by which rank.
 
     Attributes:
         unix_ns: when the agent read it, nanoseconds since 1970; 0 if not known.
@@ -35,13 +35,13 @@ class Stamp:
 
 
 def marks_path(log: Path) -> Path:
-    """Return where the marks of a log file are: of "n1-3.log.2" in "n1-3.marks.2"."""
+    """Return the path of a log file's marks: "n1-3.marks.2" for "n1-3.log.2"."""
     before, _, after = log.name.rpartition(".log")
     return log.with_name(f"{before}.marks{after}")
 
 
 class MarksFile:
-    """The marks of one log file, written beside it; what the disk refuses is left out."""
+    """Writes the marks of one log file; marks that cannot be written are omitted."""
 
     def __init__(self) -> None:
         """Open nothing yet."""
@@ -49,14 +49,14 @@ class MarksFile:
         self._last = Stamp()
 
     def open(self, log: Path) -> None:
-        """Go on with those of this file."""
+        """Append to the marks of this log."""
         self.close()
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
         with contextlib.suppress(OSError):
             self._fd = os.open(marks_path(log), flags, 0o600)
 
     def mark(self, offset: int, stamp: Stamp) -> None:
-        """Say that what comes from this byte on was printed then."""
+        """Write a mark for the output from this offset on, unless the last one covers it."""
         is_same = (stamp.generation, stamp.rank) == (self._last.generation, self._last.rank)
         if self._fd < 0 or (is_same and 0 <= stamp.unix_ns - self._last.unix_ns < EVERY_NS):
             return
@@ -65,17 +65,17 @@ class MarksFile:
             self._last = stamp
 
     def close(self) -> None:
-        """Close the file; the next one begins with a mark of its own."""
+        """Close the file; the next one starts with its own mark."""
         if self._fd >= 0:
             os.close(self._fd)
         self._fd, self._last = -1, Stamp()
 
 
 class MarksReader:
-    """The marks of one log file, also while more come."""
+    """Reads the marks of one log file, which may still be written."""
 
     def __init__(self, log: Path) -> None:
-        """Read what there is."""
+        """Open the marks, if there are any."""
         self._file = None
         with contextlib.suppress(OSError):
             self._file = open(marks_path(log), "rb", buffering=0)  # noqa: SIM115 (kept open)
@@ -94,9 +94,9 @@ class MarksReader:
         """Cut lines where the stamp changes.
 
         Args:
-            data: whole lines, as a rule, read in order.
-            start: of their first byte in the file; negative if it was in the file before.
-            before: the stamp of what came before, for what no mark is known of.
+            data: usually complete lines, read in order.
+            start: file offset of the first byte; negative if it was in the previous file.
+            before: the stamp of the preceding output, for data without a mark.
         """
         self._read_more()
         found, at = [], 0
@@ -104,7 +104,7 @@ class MarksReader:
             stamp, until = self._stamp_at(start + at, before)
             end = len(data)
             if until is not None and until - start < end:
-                # The line that is begun before the next mark is of this one.
+                # A line that starts before the next mark belongs to this one.
                 border = max(at, until - start)
                 is_begin = border > at and data[border - 1 : border] == b"\n"
                 end = border if is_begin else data.find(b"\n", border) + 1 or len(data)
@@ -113,7 +113,7 @@ class MarksReader:
         return found
 
     def _stamp_at(self, offset: int, before: Stamp) -> tuple[Stamp, int | None]:
-        """Return the stamp of a byte, and where the next mark is; offsets only grow."""
+        """Return the stamp at an offset, and the next mark's offset; offsets must not decrease."""
         while self._place + 1 < len(self._offsets) and self._offsets[self._place + 1] <= offset:
             self._place += 1
         following: Sequence[int] = self._offsets[self._place + 1 : self._place + 2]

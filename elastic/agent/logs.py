@@ -1,8 +1,8 @@
-"""Output of workers: copied from their pipes to files, and read back for whoever follows.
+"""Output of workers: copied from their pipes to files, and read back for followers.
 
-Rule: nothing that a process wrote is lost, also when it is killed: its pipe is read to the end.
-The exceptions are said in the file itself: the oldest part, when a log grows beyond its limit,
-and what came while the disk refused; a full disk never stops a worker.
+Rule: no output of a process is lost, even if it is killed: its pipe is read to the end. There are
+two exceptions: the oldest part of a log beyond its size limit, and output while the disk refuses
+writes, which the file reports itself. A full disk never stops a worker.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class LogLimits:
 
     Attributes:
         file_bytes_max: a file this large is renamed to `NAME.log.1`, and a new one begun.
-        num_old_files: renamed files that are kept; older output goes.
+        num_old_files: renamed files that are kept; older output is removed.
     """
 
     file_bytes_max: int = 256 * 1024 * 1024
@@ -52,11 +52,11 @@ class LogFile:
     """One log: appended to by this agent, readable by all while it grows.
 
     Attributes:
-        generation, rank: of the worker that prints, from here on; 0 and -1 before its first group.
+        generation, rank: of the worker, for output from here on; 0 and -1 before its first group.
     """
 
     def __init__(self, path: Path, limits: LogLimits) -> None:
-        """Name the newest file; it is opened by the first write."""
+        """Set the path of the newest file; the first write opens it."""
         self.path = path
         self.ended = False
         self.generation, self.rank = 0, -1
@@ -69,13 +69,13 @@ class LogFile:
         self._watchers: list[asyncio.Event] = []
 
     def write(self, data: bytes) -> None:
-        """Append; what the disk refuses is counted, and the file says so once it takes more."""
+        """Append; bytes that cannot be written are counted, and noted in the file once possible."""
         if self._lost:
             said = f"\n[elastic-agent: {self._lost} bytes lost here: {self._refusal}]\n".encode()
             if self._append(said) == len(said):
                 log.warning("log_lost path=%s bytes=%d", self.path, self._lost)
                 self._lost = 0
-        # A gap is said where it is, so nothing follows it before that was possible.
+        # A gap is noted at its place, so nothing is written before that note.
         taken = 0 if self._lost else self._append(data)
         if taken < len(data) and not self._lost:
             log.warning("log_unwritable path=%s error=%r", self.path, self._refusal)
@@ -84,7 +84,7 @@ class LogFile:
             watcher.set()
 
     def end(self) -> None:
-        """Close the file: nothing more will come, and those who follow may go."""
+        """Close the file and wake its followers: nothing more will be written."""
         self.ended = True
         self._marks.close()
         if self._fd >= 0:
@@ -103,7 +103,7 @@ class LogFile:
             self._watchers.remove(watcher)
 
     def _append(self, data: bytes) -> int:
-        """Return how many bytes the disk took; `_refusal` says why not all."""
+        """Return how many bytes were written; `_refusal` holds the error if not all."""
         view = memoryview(data)
         try:
             if self._fd < 0:
@@ -131,7 +131,7 @@ class LogFile:
             try:
                 hold(fd)
             except FileNotFoundError:
-                os.close(fd)  # One of this name, of an earlier worker, went in this very moment.
+                os.close(fd)  # An old log of this name was pruned just now.
             except BaseException:
                 os.close(fd)
                 raise
@@ -145,14 +145,14 @@ class LogFile:
 
 
 class OutputCopy:
-    """Copies what one process prints, from its pipe to the log that it belongs to now."""
+    """Copies the output of one process from its pipe to its present log."""
 
     def __init__(self, fd: int, target: LogFile, on_end: Callable[[], None]) -> None:
-        """Begin to copy; must be called on the event loop.
+        """Start to copy; must be called on the event loop.
 
         Args:
             fd: reading end of the pipe, non-blocking; closed at the end.
-            target: where output goes first.
+            target: first log of the output.
             on_end: called once, when all writers have closed the pipe.
         """
         self.target = target
@@ -164,21 +164,21 @@ class OutputCopy:
 
     @property
     def open(self) -> bool:
-        """Whether the pipe may still bring something."""
+        """Whether the pipe is still open."""
         return self._fd >= 0
 
     def drain(self) -> None:
         """Copy all that is in the pipe now.
 
-        After the process's death that is all it wrote; what its children still write comes
-        through the event loop.
+        After the process's death that is all that it wrote; later output of its children is read
+        by the event loop.
         """
         for _ in range(1 + 2 * PIPE_BYTES // READ_BYTES):
             if not self._read_some():
                 return
 
     def switch(self, target: LogFile) -> None:
-        """Let the log be another one from here on."""
+        """Copy what is in the pipe to the old log, and later output to this one."""
         self.drain()
         self.target = target
 
@@ -188,7 +188,7 @@ class OutputCopy:
         return next((line for line in reversed(lines) if line), "")
 
     def close(self) -> None:
-        """Stop copying, whoever still holds the other end."""
+        """Stop copying, even if other processes still hold the writing end."""
         if self._fd >= 0:
             self._loop.remove_reader(self._fd)
             os.close(self._fd)
@@ -196,7 +196,7 @@ class OutputCopy:
             self._on_end()
 
     def _read_some(self) -> bool:
-        """Copy one piece; return whether there was one."""
+        """Copy one piece; return False if the pipe was empty or has ended."""
         if self._fd < 0:
             return False
         try:
@@ -214,12 +214,12 @@ class OutputCopy:
 class Logs:
     """The logs of one node.
 
-    Worker n1/3 of job train writes to `<log_dir>/train/n1-3.log`; spares, as long as they are
-    no one's, to `<log_dir>/n1-spares.log`.
+    Worker n1/3 of job train writes to `<log_dir>/train/n1-3.log`; spares write to
+    `<log_dir>/n1-spares.log` until they are assigned.
     """
 
     def __init__(self, log_dir: Path, node_id: str, limits: LogLimits | None = None) -> None:
-        """Name the place; directories are made by the first write."""
+        """Set the directory; the first write creates it."""
         self.log_dir = log_dir
         self.limits = limits or LogLimits()
         self.spares = LogFile(log_dir / f"{node_id}-spares.log", self.limits)
@@ -231,7 +231,7 @@ class Logs:
         self._all_ended.set()
 
     def copy_spare(self, fd: int) -> OutputCopy:
-        """Begin to copy the output of a new process."""
+        """Start to copy the output of a new process to the log of spares."""
 
         def ended() -> None:
             self._copies.remove(copy)
@@ -256,20 +256,20 @@ class Logs:
         self._make_room()
 
     def path_of(self, assign: Assign) -> Path:
-        """Return the worker's log file; node and serial are joined to one name."""
+        """Return the path of the worker's log file."""
         return self.log_dir / assign.spec.name / f"{assign.worker_id.replace('/', '-')}.log"
 
     def _make_room(self) -> None:
-        """Remove old logs now and then, in a thread: there may be thousands, on a slow disk."""
+        """Remove old logs, at most every `PRUNE_EVERY_S`, in a thread: the disk may be slow."""
         now_s = asyncio.get_running_loop().time()
         if now_s >= self._prune_at_s:
             self._prune_at_s = now_s + PRUNE_EVERY_S
             about = (self.log_dir, self._node_id)
-            # Nobody waits for its end: an agent that is to end does so at once.
+            # A daemon thread: it must not delay the agent's exit.
             threading.Thread(target=prune_logs, args=about, name="old-logs", daemon=True).start()
 
     def find(self, worker_id: WorkerId) -> LogFile | None:
-        """Return the log of a worker that runs, or ran here before; None if there is none."""
+        """Return the log of a present or former worker here; None if there is none."""
         live = self._live.get(worker_id)
         if live is not None:
             return live
@@ -288,7 +288,7 @@ class Logs:
         return found
 
     async def close(self, timeout_s: float) -> None:
-        """Read all pipes to their end; those that are still held open after the time are left."""
+        """Read all pipes to their end; pipes still open after the timeout are closed."""
         try:
             await asyncio.wait_for(self._all_ended.wait(), timeout_s)
         except asyncio.TimeoutError:

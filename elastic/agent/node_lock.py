@@ -1,7 +1,7 @@
-"""One agent for each node id on a host: a locked file, which also numbers the agent's lives.
+"""One agent per node id on a host: a locked file, which also stores the agent's incarnation.
 
-Rule: the kernel holds the lock for the living process and for no one else, so a crash leaves
-nothing that would have to be cleaned up. The file is never removed.
+Rule: the kernel releases the lock when the process ends, so a crash leaves nothing to clean up. The
+file is never removed.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ def hold_node(run_dir: Path, node_id: str, unix_ns: int) -> Iterator[int]:
         unix_ns: now.
 
     Yields:
-        The incarnation of this life of the agent: milliseconds since 1970, and more than that of
-        any earlier life here, also when the host's clock was set back.
+        The incarnation of this run of the agent: milliseconds since 1970, and greater than that of
+        any earlier run here, even if the host's clock was set back.
 
     Raises:
-        NameTaken: another agent lives under this node id.
+        NameTaken: another agent runs with this node id.
         UsageError: the directory cannot be used.
     """
     check_name("node", node_id)
@@ -65,16 +65,16 @@ def hold_node(run_dir: Path, node_id: str, unix_ns: int) -> Iterator[int]:
 
 
 def _write_words(fd: int, words: str) -> None:
-    """Replace what the file says, at no moment by nothing: a clock that was set back counts on it.
+    """Overwrite the file in place; it is never empty, so that an incarnation is never lost.
 
-    In place and of one length, so that a full disk does not hinder it either.
+    The length is constant, so that the write succeeds on a full disk too.
     """
     os.pwrite(fd, f"{words:<{WORDS_CHARS - 1}}\n".encode(), 0)
     os.ftruncate(fd, WORDS_CHARS)
 
 
 def read_words(fd: int) -> tuple[str, int]:
-    """Return (pid as text, incarnation) of the last holder; ("?", 0) if the file does not say."""
+    """Return (pid as text, incarnation) of the last holder; ("?", 0) if the file is not valid."""
     words = os.pread(fd, 100, 0).decode("ascii", "replace").split()
     if len(words) == 2 and words[1].isdigit():
         return words[0], int(words[1])
@@ -82,12 +82,12 @@ def read_words(fd: int) -> tuple[str, int]:
 
 
 def make_private(folder: Path) -> None:
-    """Make a directory that only this user can write to, or check that it is one.
+    """Create a directory that only this user can write to, or check that it is one.
 
-    The default lies under /tmp, where anyone could have put it there first.
+    The default lies under /tmp, where another user may have created it first.
 
     Raises:
-        UsageError: it cannot be made, belongs to somebody else, or is open to others.
+        UsageError: it cannot be created, belongs to another user, or is writable by others.
     """
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)

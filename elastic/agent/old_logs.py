@@ -1,7 +1,7 @@
-"""Logs of workers that are gone: as many are kept as there is room for, the newest.
+"""Prunes the logs of former workers: the newest are kept, up to a limit.
 
-Rule: what somebody writes or reads is never touched (both hold a lock on it, whichever process they
-are in), nor what another node wrote to the same folder, nor what a link leads to.
+Rule: a log that is being written or read is never removed (writers and readers of all processes
+hold a lock on it), nor a log of another node in the same folder, nor the target of a symlink.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from elastic.agent.log_marks import marks_path
 log = logging.getLogger(__name__)
 
 NO_LOCKS = (errno.EBADF, errno.ENOLCK, errno.ENOTSUP, errno.EINVAL)
-"""What flock says where there are none, or only such as a file open for writing may have (NFS)."""
+"""Errors of flock on file systems without locks, or where locks need write access (NFS)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +36,7 @@ class OldLogLimits:
 
 @dataclass(frozen=True)
 class LogPart:
-    """A file of a log: number 0 is the newest, and has the log's own name."""
+    """One file of a rotated log: number 0 is the newest, and has the log's own name."""
 
     path: str
     number: int
@@ -54,8 +54,8 @@ def prune_logs(log_dir: Path, node_id: str, limits: OldLogLimits | None = None) 
 
     Args:
         log_dir: with a folder for each job name, see `Logs`.
-        node_id: whose workers.
-        limits: what is kept.
+        node_id: the node whose workers' logs are pruned.
+        limits: how much is kept.
     """
     limits = limits or OldLogLimits()
     removed = kept_bytes = kept_files = 0
@@ -64,14 +64,14 @@ def prune_logs(log_dir: Path, node_id: str, limits: OldLogLimits | None = None) 
         return 0
     for parts in _logs_of(files):
         if _is_used(parts[0].path):
-            continue  # What its worker may write has a limit of its own.
+            continue  # A log in use has a limit of its own.
         surplus = []
         for part in parts:
             kept_bytes, kept_files = kept_bytes + part.num_bytes, kept_files + 1
             if not _fits(kept_files, kept_bytes, limits):
                 surplus.append(part.path)
-        # The oldest first, and nothing newer than what somebody reads: he goes on to that.
-        with contextlib.suppress(OSError):  # Somebody uses it, or it was removed by hand.
+        # The oldest first; stop at a file that is being read: its reader needs the newer ones.
+        with contextlib.suppress(OSError):  # It is in use, or was removed by hand.
             for path in reversed(surplus):
                 _remove(path)
                 removed += 1
@@ -81,7 +81,7 @@ def prune_logs(log_dir: Path, node_id: str, limits: OldLogLimits | None = None) 
 
 
 def hold(fd: int) -> None:
-    """Keep others from removing an open log until it is closed.
+    """Lock an open log against removal until it is closed.
 
     Raises:
         FileNotFoundError: it was removed just now.
@@ -123,7 +123,7 @@ def _found(log_dir: Path, node_id: str) -> list[LogPart]:
 
 
 def _is_used(path: str) -> bool:
-    """Return whether somebody has a log open."""
+    """Return whether a log is open in any process."""
     try:
         with _locked(path):
             return False
@@ -143,10 +143,10 @@ def _say_no_locks(folder: str) -> None:
 
 
 def _remove(path: str) -> None:
-    """Remove a log that nobody has open, nor the newest part of it.
+    """Remove a file of a log, unless it or the newest file of that log is open.
 
     Raises:
-        OSError: somebody has.
+        OSError: one of them is open.
     """
     with contextlib.ExitStack() as locks:
         newest = re.sub(r"\.\d+$", "", path)
@@ -162,10 +162,10 @@ def _remove(path: str) -> None:
 
 @contextlib.contextmanager
 def _locked(path: str) -> Iterator[int]:
-    """Have a file for oneself.
+    """Hold an exclusive lock on a file within the block.
 
     Raises:
-        OSError: somebody else has it open, or it is not there.
+        OSError: it is locked, or does not exist.
     """
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:

@@ -1,4 +1,4 @@
-"""What waits to be sent to the coordinator: messages first, output lines as there is room.
+"""Queue of what is sent to the coordinator: messages first, then output lines, as room permits.
 
 Rule: sending a message never blocks; sending output does. So a reader of logs can neither delay the
 report of an exit nor fill the agent's memory.
@@ -13,7 +13,7 @@ import anyio
 from elastic.core.messages import AgentMessage, LogLines
 
 MESSAGES_MAX = 50_000
-"""More than an agent sends at once after a reconnect: its workers and 20,000 reports."""
+"""More than an agent sends at once after a reconnect: the state of its workers, 20,000 reports."""
 LINES_MAX = 8
 
 
@@ -21,7 +21,7 @@ class Outbox:
     """The queue of one session, for one sender."""
 
     def __init__(self) -> None:
-        """Begin empty and open."""
+        """Start empty and open."""
         self._messages: deque[AgentMessage] = deque()
         self._lines: deque[LogLines] = deque()
         self._closed = False
@@ -48,7 +48,7 @@ class Outbox:
         return True
 
     async def get(self) -> AgentMessage | None:
-        """Wait for what is to be sent next; None when nothing is any more."""
+        """Wait for the next message to send; None when there will be no more."""
         while not self._closed:
             if self._messages:
                 return self._messages.popleft()
@@ -62,12 +62,12 @@ class Outbox:
         return None
 
     def finish(self) -> None:
-        """Take nothing more; what waits is still sent."""
+        """Accept nothing more; queued messages and lines are still sent."""
         self._finishing = True
         self._arrived.set()
 
     def close(self) -> None:
-        """Drop what waits, and let everyone go who waits."""
+        """Drop the queues, and wake all waiting tasks."""
         self._closed = True
         self._messages.clear()
         self._lines.clear()
@@ -75,6 +75,6 @@ class Outbox:
         self._notify()
 
     def _notify(self) -> None:
-        """Wake all who wait for room; those for whom there is none wait again."""
+        """Wake all tasks that wait for room; each checks again."""
         self._moved.set()
         self._moved = anyio.Event()

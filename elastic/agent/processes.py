@@ -1,9 +1,9 @@
-"""Worker processes: started as spares, watched by pidfd, ended with all that they started.
+"""Worker processes: started as spares, watched by pidfd, killed with all that they started.
 
-Rule: a process's exit is told after everything it said and printed has been read, and its pid
-stays taken (by the zombie) until its session has been swept, so that no signal of ours can
-reach a stranger. Processes are started from the main thread: their parent-death signal is tied
-to the thread that started them. A spare is forked by the zygote, and our child all the same.
+Rule: a process's exit is reported after all of its messages and output have been read. Its pid
+stays taken (by the zombie) until its session has been swept, so that no signal of ours can reach
+an unrelated process. Processes are started from the main thread: their parent-death signal is tied
+to the thread that started them. A spare is forked by the zygote, and still becomes our child.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ log = logging.getLogger(__name__)
 WORKER_COMMAND = (sys.executable, "-m", "elastic.worker.process.main", "--protocol", PROTOCOL)
 ZYGOTE_COMMAND = (sys.executable, "-m", "elastic.worker.process.zygote", "--protocol", PROTOCOL)
 POLL_INTERVAL_S = 0.2
-"""How often the kernel is asked which processes are stopped."""
+"""How often process states are polled, to find stopped processes."""
 END_PAUSE_S = 0.01
 SWEEPS_MAX = 5
 
@@ -64,10 +64,10 @@ class Child:
     Attributes:
         pid: the operating system's id, also the id of its session and process group.
         end: the agent's end of its pipe, which `pipe` reads and writes.
-        listener: posts what it says, until it says no more.
+        listener: posts its messages, until the pipe ends.
         assigned: its output belongs to a worker.
-        exited: its exit was told; only its zombie is left.
-        place: in the newest group that it was told of, None before.
+        exited: its exit was reported; only its zombie is left.
+        place: its place in the newest group announced to it, None before the first.
     """
 
     process_id: int
@@ -83,7 +83,7 @@ class Child:
 
 
 def _take_place(child: Child, report: WorkerReport) -> None:
-    """From here on what a worker prints is printed in the group that it says it is in."""
+    """Stamp a worker's output from here on with the group that it reports."""
     place, log_file = child.place, child.output.target
     if place is None or place.generation != report.generation:
         return
@@ -99,8 +99,8 @@ class SpareCommand:
     Attributes:
         env: its whole environment.
         command: `--pipe-fd N` is appended.
-        zygote: what forks spares instead, as long as it lives; `--socket-fd N` is appended.
-            Empty for none.
+        zygote: command of the process that forks spares instead, while it runs; `--socket-fd N` is
+            appended. Empty for none.
     """
 
     env: Mapping[str, str]
@@ -110,10 +110,10 @@ class SpareCommand:
 
 @dataclass
 class ParentEnds:
-    """Our ends of a process's pipe and output, while it is born.
+    """Our ends of a process's pipe and output, while the zygote forks it.
 
     Attributes:
-        killed: why it is to be killed as soon as it is born, "" if it is not.
+        killed: reason to kill it as soon as it is forked, "" for none.
     """
 
     pipe: socket.socket
@@ -121,7 +121,7 @@ class ParentEnds:
     killed: str = ""
 
     def close(self) -> None:
-        """There is no such process."""
+        """Close both ends, because the process does not exist."""
         self.pipe.close()
         os.close(self.output)
 
@@ -137,7 +137,7 @@ class ChildProcesses:
         Args:
             launch: what a spare runs.
             logs: where output goes.
-            post: takes events; called on the event loop.
+            post: receives events; called on the event loop.
         """
         check(
             threading.current_thread() is threading.main_thread(),
@@ -162,9 +162,9 @@ class ChildProcesses:
         """Start a spare; posts `ProcessStarted` or `SpawnFailed`, soon if not at once.
 
         Args:
-            process_id: its number.
+            process_id: the agent's own number for it.
             job_id: of the job that it is for, "" for any.
-            script: whose first imports it is to have made, if that can be.
+            script: the script whose first imports are made in advance, where possible.
         """
         if self._has_zygote and self._fork(SpareRequest.of(process_id, job_id, script)):
             return
@@ -177,7 +177,7 @@ class ChildProcesses:
         self._begin(process_id, pid, ends)
 
     def _begin(self, process_id: int, pid: int, ends: ParentEnds) -> None:
-        """A spare runs: hear it, and watch it."""
+        """Read the messages of a spare that runs, and watch for its exit."""
         pipe = AsyncPipe(ends.pipe, f"process {process_id} (pid {pid})")
         child = Child(process_id, pid, ends.pipe, pipe, self._logs.copy_spare(ends.output))
         self._children[process_id] = child
@@ -189,9 +189,9 @@ class ChildProcesses:
         self._post(ProcessStarted(process_id, child.pid))
 
     def send(self, process_id: int, message: PipeToWorker) -> None:
-        """Write to the process's pipe; dropped if it is gone.
+        """Write to the process's pipe; the message is dropped if the process has exited.
 
-        A process that can no longer be told what to do is killed.
+        A process whose pipe cannot be written is killed.
         """
         child = self._children.get(process_id)
         if child is None or child.exited:
@@ -222,10 +222,10 @@ class ChildProcesses:
             signal_group(child.pid)
 
     def show_stacks(self, process_id: int) -> None:
-        """Have a worker write the stacks of all its threads to its output."""
+        """Make a worker write the stacks of all its threads to its output."""
         child = self._children.get(process_id)
         if child is not None and not child.exited:
-            # To the process alone: in what it started nobody may handle the signal.
+            # To the process alone: its own children may not handle the signal.
             with contextlib.suppress(ProcessLookupError):
                 os.kill(child.pid, STACKS_SIGNAL)
 
@@ -234,16 +234,16 @@ class ChildProcesses:
         return {c.process_id: c.pid for c in self._children.values() if not c.exited}
 
     async def close(self, timeout_s: float) -> None:
-        """Kill everything and wait until it is gone.
+        """Kill all processes and wait until they are gone.
 
         A process in uninterruptible sleep (a hung network disk) outlives the wait; it dies when
-        the kernel lets it.
+        the system call returns.
         """
         self._has_zygote = False
         if self._zygote is not None:
             self._zygote.close()
         for ends in self._births.values():
-            ends.close()  # Whatever is born now finds nobody, and ends.
+            ends.close()  # A process forked now finds its pipe closed, and exits.
         self._births.clear()
         for child in self._children.values():
             signal_group(child.pid)
@@ -263,7 +263,7 @@ class ChildProcesses:
     # ------------------------------------------------------------------------ start and end
 
     def _fork(self, wish: SpareRequest) -> bool:
-        """Ask the zygote for a spare, and start one in the first place; return whether it heard."""
+        """Request a spare from the zygote, started if needed; False if the request failed."""
         try:
             zygote = self._zygote = self._zygote or self._start_zygote()
             with self._ends() as (ends, theirs, output):
@@ -300,7 +300,7 @@ class ChildProcesses:
             self.kill(process_id, ends.killed)
 
     def _zygote_gone(self) -> None:
-        """Start what it owed us the slow way, and all others from now on."""
+        """Start its unanswered spares, and all later ones, without a zygote."""
         self._has_zygote = False
         births, self._births = self._births, {}
         for process_id, ends in births.items():
@@ -311,9 +311,9 @@ class ChildProcesses:
 
     @contextlib.contextmanager
     def _ends(self) -> Iterator[tuple[ParentEnds, socket.socket, int]]:
-        """Make a pipe and an output; yields our ends of both, and the process's two.
+        """Make a socket pair and an output pipe; yields our ends of both, and the process's two.
 
-        Its own are closed afterwards, ours too if the block raises OSError.
+        The process's ends are closed afterwards, ours too if the block raises OSError.
         """
         mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
@@ -343,12 +343,12 @@ class ChildProcesses:
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
             )
-        popen.returncode = 0  # It is waited for here, and by nobody else.
+        popen.returncode = 0  # Only this module waits for it: Popen must not.
         log.debug("process_started process=%d pid=%d", process_id, popen.pid)
         return popen.pid, ends
 
     def _watch(self, child: Child) -> None:
-        """Have `_died` called when the process is dead, before it is reaped."""
+        """Call `_died` when the process is dead, before it is reaped."""
         try:
             pidfd = os.pidfd_open(child.pid)
         except (AttributeError, OSError) as error:
@@ -375,18 +375,18 @@ class ChildProcesses:
         task.add_done_callback(self._burials.remove)
 
     async def _reap(self, child: Child) -> None:
-        """Hear the last words of a zombie, tell its exit, sweep what it left behind, reap it."""
+        """Read a zombie's last messages, report its exit, kill the rest of its session, reap it."""
         status = status_of_zombie(child.pid)
         signal_group(child.pid)
-        # All that it said is in the socket now. The end of the stream may be far away, because
-        # a child of it that dies slowly holds the other end as well.
+        # All its messages are in the socket now. Do not wait for the end of the stream: a child of
+        # it that dies slowly holds the other end as well.
         listener = child.listener
         while listener and not listener.done() and readable(child.end):  # noqa: ASYNC110
             await asyncio.sleep(0)  # The listener reads at every turn of the loop.
         child.output.drain()
         child.exited = True
         child.pipe.close()
-        # A spare's output belongs to no worker, so the message says why it died.
+        # A spare has no log of a worker, so the exit carries its last line of output.
         last_line = "" if child.assigned else child.output.last_line()
         self._post(
             ProcessExited(child.process_id, exit_cause(status, self._memory_kills, last_line))
@@ -406,14 +406,14 @@ class ChildProcesses:
     # ------------------------------------------------------------------------ what they do
 
     async def _listen(self, child: Child) -> None:
-        """Post what the process says; one that speaks nonsense is killed."""
+        """Post the process's messages; kill it if one is malformed."""
         try:
             async for message in child.pipe:
                 if isinstance(message, WorkerUpdate):
                     _take_place(child, message.report)
                 self._post(ProcessMessageReceived(child.process_id, message))
         except PeerError as error:
-            # Death in the middle of a message is no nonsense: its exit is on its way here.
+            # A process that died in the middle of a message is reported by its exit.
             if process_state(child.pid) not in DEAD:
                 log.error(
                     "process_spoke_nonsense process=%d error=%r", child.process_id, str(error)
@@ -421,7 +421,7 @@ class ChildProcesses:
                 self.kill(child.process_id, str(error))
 
     def _check(self) -> None:
-        """See in one pass who is stopped, and post who is so newly, or no longer."""
+        """Poll all process states, and post each process that was stopped or resumed."""
         self._check_timer = None
         for child in self._children.values():
             if child.exited:
@@ -431,7 +431,7 @@ class ChildProcesses:
                 child.stopped = stopped
                 self._post(ProcessStopped(child.process_id, stopped))
         if self._zygote is not None and not self._births:
-            # Not while somebody is born: its death must be told, and its pid stays taken.
+            # Not during a fork: the new process's exit must be reported, and its pid stay taken.
             known = {self._zygote.pid, *(child.pid for child in self._children.values())}
             reap_adopted(known.__contains__)
         if self._children:

@@ -1,7 +1,7 @@
 """The agent's side of its zygote: the process that has imported torch, and forks spares.
 
-Rule: a zygote that fails is no failure of the node. Whoever asked is told that it is gone, and
-starts spares the slow way from then on.
+Rule: a zygote that fails is not a failure of the node. The caller is notified by `gone`, and starts
+spares as new processes from then on, which takes longer.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ log = logging.getLogger(__name__)
 
 PR_SET_CHILD_SUBREAPER = 36
 BORN = struct.Struct("<qq")
-"""An answer: the number that was asked for, and the pid, or minus an error's number."""
+"""A reply: the requested number, and the pid, or minus an errno."""
 FIRST_BIRTH_S_MAX = 300.0
-"""A zygote that has not answered by then is stuck. One that imports torch on a slow disk or a busy
-machine is not, and if it were given up, each worker would import torch beside all the others."""
+"""Timeout of the first reply. A zygote that imports torch on a slow disk or a busy machine must not
+be given up: each worker would import torch beside all the others."""
 BIRTH_S_MAX = 5.0
-"""The same for one that has answered before."""
+"""Timeout of later replies."""
 IMPORTS_S_MAX = 300.0
-"""More than that for the first process of a script, whose imports it makes; it gives up sooner."""
+"""Added to the timeout when a script's imports are made first; the zygote gives up sooner."""
 SCRIPT_BYTES_MAX = 32_000
-"""Of what is told of a script, with its environment."""
+"""Largest description of a script, with its environment, that is sent."""
 
 
 @dataclass(frozen=True)
 class SpareRequest:
-    """A spare that is asked for.
+    """A request for a spare.
 
     Attributes:
-        number: of it.
-        job_id: what its script belongs to.
-        script: JSON of the script whose imports it is to have made, "" for none.
+        number: the agent's number for the spare.
+        job_id: the job of its script.
+        script: JSON of the script whose imports are made in advance, "" for none.
     """
 
     number: int
@@ -53,7 +53,7 @@ class SpareRequest:
 
     @classmethod
     def of(cls, number: int, job_id: str, entry: Entry | None) -> SpareRequest:
-        """Return what is to be told of a spare; what is too much for a message is left out."""
+        """Return the request; a script that is too large for a message is left out."""
         if entry is None:
             return cls(number)
         folders = [entry.working_dir, *entry.python_path]
@@ -62,12 +62,12 @@ class SpareRequest:
         return cls(number, job_id, text) if len(text) <= SCRIPT_BYTES_MAX else cls(number)
 
     def text(self) -> bytes:
-        """Return it as the zygote reads it: number, job and script, a space between each."""
+        """Return the message: number, job and script, separated by spaces."""
         return f"{self.number} {self.job_id} {self.script}".encode()
 
 
 def adopt_orphans() -> None:
-    """Become the parent of what our children leave behind.
+    """Become the parent of processes that our children leave behind (a child subreaper).
 
     Raises:
         OSError: the kernel refuses.
@@ -79,14 +79,14 @@ def adopt_orphans() -> None:
 
 
 def reap_adopted(known: Callable[[int], bool]) -> None:
-    """Let go of dead processes that we adopted, and that nobody waits for.
+    """Reap dead processes that we adopted, and that no other code waits for.
 
     Args:
-        known: whether somebody waits for a pid.
+        known: whether other code waits for a pid.
     """
     for pid in _children():
         with contextlib.suppress(ChildProcessError, ProcessLookupError):
-            # What is in our own session was not adopted from a worker's.
+            # Processes in our own session were not adopted from a worker.
             if not known(pid) and process_state(pid) == "Z" and os.getsid(pid) != os.getsid(0):
                 os.waitpid(pid, os.WNOHANG)
 
@@ -115,10 +115,10 @@ class Zygote:
 
         Args:
             command: `--socket-fd N` is appended.
-            env: its whole environment, and that of what it forks.
-            output: where it prints; its streams are those of what it forks, which prints to pipes.
-            born: called with the number that was asked for, and the pid (below 0: none).
-            gone: called once if it ends by itself; nothing more is born.
+            env: its whole environment, which the processes that it forks inherit.
+            output: file descriptor of its own stdout and stderr; forked processes print to pipes.
+            born: called with the requested number, and the pid (below 0: minus an errno).
+            gone: called once if it ends by itself or is stuck; nothing is forked after that.
 
         Raises:
             OSError: it cannot be started.
@@ -154,23 +154,23 @@ class Zygote:
         return self._popen.pid
 
     def is_gone(self) -> bool:
-        """Return whether it has ended, and let go of its pid."""
+        """Return whether it has ended; if so, reap it."""
         return self._popen.poll() is not None
 
     def ask(self, wish: SpareRequest, pipe: socket.socket, output: int) -> None:
-        """Have a spare forked that owns this end of a pipe, and prints here.
+        """Request a spare that owns this end of a pipe, and prints to `output`.
 
         Raises:
-            OSError: it is gone, or so many are asked for that it does not hear.
+            OSError: the zygote is gone, or its socket is full of requests.
         """
         socket.send_fds(self._sock, [wish.text()], [pipe.fileno(), output])
-        # It gives up imports that take too long, and forks without them.
+        # The zygote gives up imports that take too long, and forks without them.
         patience_s = self._timeout_s + (IMPORTS_S_MAX if wish.script else 0.0)
         timer = self._loop.call_later(patience_s, self._is_stuck, wish.number)
         self._waiting[wish.number] = timer
 
     def close(self) -> None:
-        """Kill it; what it has forked lives on. It may take long to die, on a disk that hangs."""
+        """Kill it; processes that it forked live on. On a hung disk it may take long to die."""
         if self._sock.fileno() < 0:
             return
         self._loop.remove_reader(self._sock)

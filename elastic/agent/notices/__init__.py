@@ -1,1 +1,1 @@
-"""Notices that this machine is about to be taken: one interface, one module for each source."""
+"""Notices that this machine will be preempted or shut down: one interface, a module per source."""

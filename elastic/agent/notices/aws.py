@@ -1,9 +1,9 @@
 """Spot interruption notices of AWS, by the instance metadata service, version 2.
 
-A spot instance is told two minutes before it is stopped or terminated; a recommendation to
-rebalance comes earlier, when that has become likely, and names no time. It is a source of its
-own, because it is advice: `--notices aws,aws-rebalance` leaves at once, `aws` alone waits for the
-notice.
+A spot instance gets a notice two minutes before it is stopped or terminated. A recommendation to
+rebalance comes earlier, when an interruption has become likely, and names no time. It is a separate
+source, because it is advice: with `--notices aws,aws-rebalance` the node leaves at once, with `aws`
+alone it waits for the notice.
 
 Source: the user guide of Amazon EC2, "Spot Instance interruption notices" and "Instance metadata".
 """
@@ -26,20 +26,20 @@ ACTION_PATH = "/latest/meta-data/spot/instance-action"
 REBALANCE_PATH = "/latest/meta-data/events/recommendations/rebalance"
 TOKEN_LIFE_S = 21600
 POLL_S = 5.0
-"""AWS itself recommends so often."""
+"""The interval that AWS recommends."""
 OK, UNAUTHORISED = 200, (401, 403)
 
 
 @dataclass
 class _Session:
-    """A session token and when it must be renewed; asked for only when a question needs it."""
+    """A session token and when it must be renewed; requested only when a query needs it."""
 
     endpoint: MetadataEndpoint
     token: str = ""
     renew_at_s: float = 0.0
 
     async def get(self, path: str) -> str | None:
-        """Return the text at a path, None if there is none, or nobody answers."""
+        """Return the text at a path, None if there is none, or no reply."""
         if not self.token or time.monotonic() >= self.renew_at_s:
             headers = {"X-aws-ec2-metadata-token-ttl-seconds": str(TOKEN_LIFE_S)}
             answer = await self.endpoint.ask(TOKEN_PATH, method="PUT", headers=headers)
@@ -59,7 +59,7 @@ class Aws:
 
     Attributes:
         is_rebalance: watch for the recommendation to rebalance instead.
-        poll_s: between two questions.
+        poll_s: between two queries.
     """
 
     endpoint: MetadataEndpoint
@@ -69,11 +69,11 @@ class Aws:
 
     @property
     def name(self) -> str:
-        """Return what --notices calls it."""
+        """Return its name in --notices."""
         return "aws-rebalance" if self.is_rebalance else "aws"
 
     async def watch(self, tell: Tell) -> None:
-        """Tell of each new notice, until cancelled."""
+        """Call `tell` with each new notice, until cancelled."""
         session = _Session(self.endpoint)
         path = REBALANCE_PATH if self.is_rebalance else ACTION_PATH
         while True:
@@ -86,7 +86,7 @@ class Aws:
 
 
 def _action(text: str | None) -> Notice | None:
-    """Read {"action": "terminate", "time": "2017-09-18T08:22:00Z"}; None for anything else."""
+    """Parse {"action": "terminate", "time": "2017-09-18T08:22:00Z"}; None for anything else."""
     said = _object(text)
     action, moment = said.get("action"), _unix_s(said.get("time"))
     if action not in ("terminate", "stop", "hibernate") or moment is None:
@@ -95,7 +95,7 @@ def _action(text: str | None) -> Notice | None:
 
 
 def _rebalance(text: str | None) -> Notice | None:
-    """Read {"noticeTime": "2020-10-27T08:22:00Z"}; None for anything else."""
+    """Parse {"noticeTime": "2020-10-27T08:22:00Z"}; None for anything else."""
     if _unix_s(_object(text).get("noticeTime")) is None:
         return None
     return Notice("AWS rebalance recommendation")
@@ -110,7 +110,7 @@ def _object(text: str | None) -> dict[str, object]:
 
 
 def _unix_s(text: object) -> float | None:
-    """Read a moment such as 2017-09-18T08:22:00Z, which is UTC whether it says so or not."""
+    """Parse a time such as 2017-09-18T08:22:00Z; without a time zone it is UTC."""
     if not isinstance(text, str):
         return None
     try:

@@ -1,8 +1,8 @@
 """Scheduled events of an Azure machine, by its metadata service.
 
-A spot machine is told of its eviction (`Preempt`) 30 seconds before at least; `Terminate`,
-`Redeploy` and `Reboot` end what runs as well. `Freeze` does not: the machine stands still for a
-moment. Events of a scale set name the machines that they concern.
+A spot machine gets a notice of its eviction (`Preempt`) at least 30 seconds before; `Terminate`,
+`Redeploy` and `Reboot` end its processes as well. `Freeze` does not: it only pauses the machine.
+Events of a scale set name the machines that they concern.
 
 Source: the documentation of Azure virtual machines, "Scheduled Events".
 """
@@ -25,29 +25,29 @@ NAME_PATH = "/metadata/instance/compute/name?api-version=2021-02-01&format=text"
 HEADERS = {"Metadata": "true"}
 POLL_S = 5.0
 TIMEOUT_S = 10.0
-"""The first question of a machine's life may take longer: it switches the events on."""
+"""Long, because the first query of a machine enables scheduled events there."""
 FATAL = ("Preempt", "Terminate", "Redeploy", "Reboot")
 OK = 200
 
 
 @dataclass(frozen=True)
 class Azure:
-    """Events that end this machine."""
+    """Scheduled events that end this machine."""
 
     endpoint: MetadataEndpoint
     poll_s: float = POLL_S
 
     @property
     def name(self) -> str:
-        """Return what --notices calls it."""
+        """Return its name in --notices."""
         return "azure"
 
     async def watch(self, tell: Tell) -> None:
-        """Tell of each new notice, until cancelled."""
+        """Call `tell` with each new notice, until cancelled."""
         said: set[str] = set()
         while True:
             events = _fatal(await self._get(EVENTS_PATH))
-            # Events are rare, and a name that was once wrong must not stay so.
+            # Queried for each event, not cached: events are rare, and a wrong name must not stay.
             machine = (await self._get(NAME_PATH)).strip() if events else ""
             for event_id, resources, notice in events:
                 if machine in resources and event_id not in said:
@@ -62,7 +62,7 @@ class Azure:
 
 
 def _fatal(text: str) -> list[tuple[str, list[Any], Notice]]:
-    """Read the events that end machines: id, names of the machines, and what to tell."""
+    """Parse the events that end machines: id, names of the machines, and the notice."""
     try:
         said: Any = json.loads(text or "null")
     except ValueError:
@@ -82,7 +82,7 @@ def _fatal(text: str) -> list[tuple[str, list[Any], Notice]]:
 
 
 def _unix_s(text: object) -> float | None:
-    """Read "Mon, 19 Sep 2016 18:29:47 GMT"; None when it has begun ("") or cannot be read."""
+    """Parse "Mon, 19 Sep 2016 18:29:47 GMT"; None if the event has begun ("") or is malformed."""
     try:
         return email.utils.parsedate_to_datetime(str(text)).timestamp()
     except (TypeError, ValueError):

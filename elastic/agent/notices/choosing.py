@@ -1,7 +1,7 @@
-"""Which sources of notices this node watches: from the flag, or by what the machine says it is.
+"""Chooses the sources of notices that this node watches: from the flag, or by DMI data.
 
-Rule: finding out asks nobody: it reads the firmware's own words and the environment, in
-microseconds, so that a machine outside any cloud notices nothing of it.
+Rule: detection uses no network. It reads the firmware's DMI strings and the environment, in
+microseconds, so that a machine outside any cloud pays nothing for it.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ def choose_sources(text: str, env: Mapping[str, str], dmi: Path = DMI) -> tuple[
     """Return the sources that --notices names, each once, in its order.
 
     Args:
-        text: such as "aws,file:/run/notice"; "auto" stands for what is found.
+        text: such as "aws,file:/run/notice"; "auto" means all that are detected.
         env: of the agent.
-        dmi: where the kernel shows what the firmware says of the machine.
+        dmi: directory of the kernel's DMI strings.
 
     Raises:
         ConfigError: a name is unknown, or a path is missing.
@@ -46,7 +46,7 @@ def choose_sources(text: str, env: Mapping[str, str], dmi: Path = DMI) -> tuple[
 
 
 def find_names(env: Mapping[str, str], dmi: Path = DMI) -> list[str]:
-    """Return the names of the sources that this machine seems to have."""
+    """Return the names of the sources that this machine seems to have, by DMI and environment."""
     vendor, product = _read(dmi / "sys_vendor"), _read(dmi / "product_name")
     names = []
     if "Amazon EC2" in (vendor, _read(dmi / "board_vendor")) or "amazon" in _read(
@@ -63,7 +63,7 @@ def find_names(env: Mapping[str, str], dmi: Path = DMI) -> list[str]:
 
 
 def _source(name: str, env: Mapping[str, str]) -> NoticeSource:
-    """Return one source; the standard variables of the clouds' own tools move their servers."""
+    """Return one source; the clouds' own standard variables override the metadata server."""
     kind, colon, path = name.partition(":")
     if kind in ("file", "kubernetes"):
         if not path:
@@ -84,7 +84,7 @@ def _source(name: str, env: Mapping[str, str]) -> NoticeSource:
 
 
 def _moment(text: str) -> float | None:
-    """Read seconds since 1970; SLURM says 0 or nothing for no limit."""
+    """Parse seconds since 1970; SLURM sets 0 or nothing for no limit."""
     return float(text) if text.isascii() and text.isdigit() and int(text) > 0 else None
 
 

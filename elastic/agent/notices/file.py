@@ -1,11 +1,11 @@
-"""A watched file: whoever can write it can let this node leave.
+"""A watched file: any process that can write it can make this node leave.
 
 The file's appearance is the notice. It may hold a JSON object, {"deadline_s": 30, "reason": "..."},
-both optional; anything else in it is its reason. A file that is there when the agent starts is old
-news, and counts when it changes.
+both optional; any other text is the reason. A file that exists when the agent starts is ignored
+until it changes.
 
-An annotations file of Kubernetes (a downward-API volume) is read likewise: the annotation
-`elastic-torch/drain`, with seconds as its value, is the notice.
+An annotations file of Kubernetes (a downward-API volume) is watched likewise: the annotation
+`elastic-torch/drain`, with seconds as its value, is the notice. It counts at the start too.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ANNOTATION = "elastic-torch/drain"
 
 @dataclass(frozen=True)
 class WatchedFile:
-    """One file.
+    """One watched file.
 
     Attributes:
         is_annotations: it is Kubernetes' file of annotations, not a notice itself.
@@ -41,15 +41,15 @@ class WatchedFile:
 
     @property
     def name(self) -> str:
-        """Return what --notices calls it."""
+        """Return its name in --notices."""
         return f"{'kubernetes' if self.is_annotations else 'file'}:{self.path}"
 
     async def watch(self, tell: Tell) -> None:
-        """Tell of a notice whenever the file appears or says something else."""
+        """Call `tell` with a notice whenever the file appears or changes."""
         read: Callable[[str], Notice | None] = _annotation if self.is_annotations else _notice
         before = await anyio.to_thread.run_sync(self._text, abandon_on_cancel=True)
         if self.is_annotations:
-            before = None  # A drain that was asked for before this agent came is meant for it too.
+            before = None  # A drain requested before this agent started applies to it too.
         while True:
             text = await anyio.to_thread.run_sync(self._text, abandon_on_cancel=True)
             if text != before:
@@ -62,9 +62,9 @@ class WatchedFile:
             await anyio.sleep(self.poll_s)
 
     async def _settled(self, text: str | None) -> str | None:
-        """Return what the file says once that stays so: whoever writes it may not be done.
+        """Return the file's text once it is stable: its writer may not be done.
 
-        Half of what it will say may name no time, and the time of a notice never grows.
+        A partial text may lack the deadline, and the deadline of a notice is never extended.
         """
         for _ in range(SETTLE_POLLS_MAX):
             await anyio.sleep(SETTLE_S)
@@ -74,7 +74,7 @@ class WatchedFile:
         return text
 
     def _text(self) -> str | None:
-        """Return what the file says, None if there is none that can be read."""
+        """Return the file's text, None if it cannot be read."""
         try:
             with self.path.open(encoding="utf-8", errors="replace") as file:
                 return file.read(TEXT_CHARS_MAX)
@@ -97,7 +97,7 @@ def _notice(text: str) -> Notice:
 
 
 def _annotation(text: str) -> Notice | None:
-    """Read one line of NAME="VALUE" for each annotation."""
+    """Find the annotation in lines of NAME="VALUE"; None if it is missing."""
     for line in text.splitlines():
         name, equals, value = line.partition("=")
         if name.strip() == ANNOTATION and equals:
@@ -107,7 +107,7 @@ def _annotation(text: str) -> Notice | None:
 
 
 def _seconds(value: object) -> float | None:
-    """Read a number of seconds >= 0; None for anything else, as if nothing had been said."""
+    """Parse a number of seconds >= 0; None for anything else, which means no deadline."""
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         return None
     try:

@@ -1,12 +1,12 @@
 """Preemption of a Google Cloud machine, by its metadata server.
 
-A spot machine is told 30 seconds before it ends. A machine that cannot be moved while it runs (one
-with GPUs) is told of maintenance that ends it, an hour before as a rule; one that is moved live
-notices nothing, and is left alone.
+A spot machine gets a notice 30 seconds before it ends. A machine that cannot be migrated live (one
+with GPUs) gets a notice of maintenance that ends it, usually an hour before. Live migration ends
+nothing, and is ignored.
 
-The server answers when a value changes, or after a time that the question names: so a notice is
-seen at once, at one question a minute. An answer without `Metadata-Flavor: Google` is somebody
-else's.
+The server replies when a value changes, or after the timeout in the query (long polling): a notice
+is seen at once, at one query a minute. A reply without `Metadata-Flavor: Google` comes from another
+server, and is ignored.
 
 Source: the documentation of Compute Engine, "Preemptible VM instances" and "About VM metadata".
 """
@@ -36,8 +36,8 @@ class Gcp:
     """Preemption and maintenance of one machine.
 
     Attributes:
-        wait_s: how long the server may hold a question whose answer does not change.
-        retry_s: after a question without an answer.
+        wait_s: how long the server may hold a query whose value does not change.
+        retry_s: pause after a query without a valid reply.
     """
 
     endpoint: MetadataEndpoint
@@ -46,17 +46,17 @@ class Gcp:
 
     @property
     def name(self) -> str:
-        """Return what --notices calls it."""
+        """Return its name in --notices."""
         return "gcp"
 
     async def watch(self, tell: Tell) -> None:
-        """Tell of each new notice, until cancelled."""
+        """Call `tell` with each new notice, until cancelled."""
         async with anyio.create_task_group() as tasks:
             for key in ("preempted", "maintenance-event"):
                 tasks.start_soon(self._follow, key, tell)
 
     async def _follow(self, key: str, tell: Tell) -> None:
-        """Ask for one value again and again; each change is looked at once."""
+        """Query one value repeatedly; each change is handled once."""
         etag, last = "", ""
         while True:
             path = f"{ROOT}/{key}"
@@ -82,7 +82,7 @@ class Gcp:
                 if notice is not None:
                     tell(notice)
             elif not etag or etag != before:
-                # It did not hold the question although nothing changed: do not spin.
+                # The server did not hold the query although nothing changed: do not spin.
                 await anyio.sleep(self.retry_s)
 
 

@@ -1,9 +1,9 @@
-"""One bounded question to a cloud's metadata server.
+"""One bounded HTTP query to a cloud's metadata server.
 
-Rule: a question has one deadline over all of it, an answer has a largest size, a redirect is not
-followed, and every failure is `None`: there is nothing that this server could do to its asker.
-The standard library's HTTP client blocks a thread, which would keep the agent from ending; so the
-bytes go over asyncio, and only the parsing is the library's.
+Rule: a query has one timeout in total, a reply has a maximum size, a redirect is not followed, and
+every failure is `None`: a faulty server cannot harm the agent. The standard library's HTTP client
+blocks a thread, which would keep the agent from exiting; so the bytes go over asyncio, and the
+library only parses them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TIMEOUT_S = 3.0
 
 @dataclass(frozen=True)
 class MetadataAnswer:
-    """What the server said: text of any status, and headers by lower-case name."""
+    """A reply of any status, with its text, and headers by lower-case name."""
 
     status: int
     text: str
@@ -46,7 +46,7 @@ class MetadataEndpoint:
 
     @classmethod
     def parse(cls, text: str, default: str) -> MetadataEndpoint:
-        """Read "host", "host:port" or "http://host:port"; "" and nonsense give the default."""
+        """Parse "host", "host:port" or "http://host:port"; "" and invalid text give the default."""
         for given in (text, default):
             try:
                 parts = urlsplit(given if "://" in given else f"http://{given}")
@@ -64,7 +64,7 @@ class MetadataEndpoint:
         headers: Mapping[str, str] | None = None,
         timeout_s: float = TIMEOUT_S,
     ) -> MetadataAnswer | None:
-        """Return the answer, None if there is none in time, or none that is HTTP."""
+        """Return the reply, None if there is none in time, or it is no valid HTTP."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         lines = [f"{method} {path} HTTP/1.1", f"Host: {host}", "Connection: close"]
         lines += [f"{name}: {value}" for name, value in (headers or {}).items()]
@@ -83,7 +83,7 @@ class MetadataEndpoint:
 
 
 async def _read(stream: anyio.abc.ByteStream, method: str) -> MetadataAnswer | None:
-    """Read until the answer is whole, the server hangs up, or it has said too much."""
+    """Read until the reply is complete, the server closes, or the maximum size is exceeded."""
     data = b""
     is_over = False
     while True:
@@ -99,7 +99,7 @@ async def _read(stream: anyio.abc.ByteStream, method: str) -> MetadataAnswer | N
 
 
 class _Bytes:
-    """Bytes in the place of a socket, which is all that the library's parser wants of one."""
+    """Stands in for a socket: the library's parser only calls `makefile`."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data
@@ -111,10 +111,10 @@ class _Bytes:
 
 
 def _parse(data: bytes, method: str, *, is_over: bool) -> MetadataAnswer | None:
-    """Return the answer if all of it is here, None otherwise.
+    """Return the reply if it is complete, None otherwise.
 
     Raises:
-        http.client.HTTPException: it is no HTTP, however much more of it comes.
+        http.client.HTTPException: it is no HTTP; more data would not help.
     """
     if b"\r\n\r\n" not in data and b"\n\n" not in data:
         return None

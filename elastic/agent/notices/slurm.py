@@ -1,8 +1,8 @@
-"""The end of a SLURM job: its time limit, and the signal that it was asked to send before.
+"""The end of a SLURM job: its time limit, and the signal that SLURM can send before it.
 
-`SLURM_JOB_END_TIME` says when the time is over: the node leaves in good time before that by itself.
-A job that is preempted ends earlier: SLURM sends SIGTERM and waits `KillWait` seconds (30), or
-sends what `--signal=USR1@90` names, that many seconds before.
+`SLURM_JOB_END_TIME` is the end of the time limit: the node leaves by itself `LEAD_S` before that.
+A preempted job ends earlier: SLURM sends SIGTERM and waits `KillWait` seconds (30), or sends the
+signal that `--signal=USR1@90` names, that many seconds before.
 
 Source: the manual pages sbatch(1) and slurm.conf(5).
 """
@@ -18,10 +18,10 @@ import anyio
 from elastic.agent.notices.source import Notice, Tell
 
 LEAD_S = 90.0
-"""Leaving begins so long before the job's time is over; a boundary is reached long before."""
+"""The node starts to leave this long before the job's end: ample time to reach a step boundary."""
 SUSPEND_S = 30.0
 NEAR_S = 900.0
-"""A signal that comes earlier before the end than this is about something else."""
+"""A signal earlier than this before the end is not about the time limit."""
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,8 @@ class Slurm:
     """One SLURM job.
 
     Attributes:
-        job_id: for people.
-        end_unix_s: when its time is over, None if it has no limit or nobody said.
+        job_id: for the notice's reason.
+        end_unix_s: end of its time limit, None if it has none or it is unknown.
     """
 
     job_id: str
@@ -39,13 +39,13 @@ class Slurm:
 
     @property
     def name(self) -> str:
-        """Return what --notices calls it."""
+        """Return its name in --notices."""
         return "slurm"
 
     async def watch(self, tell: Tell) -> None:
-        """Tell of a notice at the signal, and of one in good time before the end.
+        """Call `tell` with a notice at each SIGUSR1, and with one `lead_s` before the end.
 
-        The signal is caught without a gap: uncaught, it would end the agent.
+        The handler stays installed all the time: SIGUSR1 without a handler would end the agent.
         """
         with anyio.open_signal_receiver(signal.SIGUSR1) as signals:
             due_s = self.end_unix_s - self.lead_s if self.end_unix_s is not None else None
@@ -54,7 +54,7 @@ class Slurm:
                     due_s = None
                     reason = f"the time of SLURM job {self.job_id} is nearly over"
                     tell(Notice(reason, deadline_unix_s=self.end_unix_s))
-                # Wall clocks jump: the time is looked at again.
+                # Wall clocks jump: check the time again at least every SUSPEND_S.
                 suspend_s = (
                     min(SUSPEND_S, max(0.0, due_s - time.time()))
                     if due_s is not None

@@ -1,7 +1,7 @@
-"""What a source of notices is, and what it says.
+"""The interface of a source of preemption notices, and the notice.
 
-Rule: a source only watches. It never ends by an error that the world outside can cause: a server
-that hangs, lies or is away is asked again later, and disturbs nobody.
+Rule: a source only watches. It never raises for an external fault: a server that hangs, sends
+invalid replies or is down is queried again later.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import Protocol
 
 @dataclass(frozen=True)
 class Notice:
-    """This node must leave.
+    """A notice that this node must leave.
 
     Attributes:
-        reason: for people, with the words of whoever said so.
-        deadline_unix_s: when the machine is gone, by the wall clock; None if nobody said.
-        within_s: seconds from now until it is gone, for sources that say it so; None otherwise.
+        reason: text for users, with the source's own terms.
+        deadline_unix_s: wall-clock time at which the machine is gone; None if unknown.
+        within_s: seconds from now until it is gone, for sources that report those; None otherwise.
     """
 
     reason: str
@@ -27,38 +27,38 @@ class Notice:
 
 
 Tell = Callable[[Notice], None]
-"""Takes a notice; returns at once."""
+"""Receives a notice; returns at once."""
 
 
 class NoticeSource(Protocol):
-    """Something that knows when this machine is to be taken."""
+    """A source that detects that this machine will be preempted or shut down."""
 
     @property
     def name(self) -> str:
-        """Return what --notices calls it."""
+        """Return its name in --notices."""
         ...
 
     async def watch(self, tell: Tell) -> None:
-        """Tell of each new notice, until cancelled.
+        """Call `tell` with each new notice, until cancelled.
 
-        Not an iterator: one that is given up between two notices would leave its tasks behind.
+        Not an iterator: one that is abandoned between two notices would leak its tasks.
         """
         ...
 
 
 FLOOR_S = 5.0
-"""A deadline that is over, on a machine that still runs, is a clock that is off: workers get this
-long to reach a boundary all the same."""
+"""Minimum for a wall-clock deadline. If that has passed and the machine still runs, the clock is
+wrong: workers still get this long to reach a step boundary."""
 CEILING_S = 24 * 3600.0
 
 
 def time_left_s(notice: Notice, *, now_unix_s: float, default_s: float) -> float:
-    """Return within how many seconds the node must have left.
+    """Return the seconds within which the node must leave.
 
     Args:
-        notice: as it came.
+        notice: as received.
         now_unix_s: wall clock.
-        default_s: for a notice that says no time.
+        default_s: for a notice without a time.
     """
     if notice.within_s is not None:
         left_s = notice.within_s

@@ -1,6 +1,7 @@
-"""All sources of notices of one agent, watched until it ends.
+"""Watches all sources of notices of one agent until it ends.
 
-Rule: a source that fails is begun again later, and says so once; the agent goes on without it.
+Rule: a source that fails is restarted after `AGAIN_S`, and the same failure is logged once; the
+agent continues without it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ AGAIN_S = 30.0
 
 
 async def watch_all(sources: Sequence[NoticeSource], tell: Tell) -> None:
-    """Watch every source until cancelled; `tell` is called on this event loop."""
+    """Watch every source until cancelled; `tell` receives notices on this event loop."""
     async with anyio.create_task_group() as tasks:
         for source in sources:
             tasks.start_soon(_watch, source, tell)
