@@ -1,7 +1,7 @@
-"""What a process shows to a coordinator, and how it knows the coordinator: a token, certificates.
+"""Credentials of a process for a coordinator, and how it verifies the coordinator.
 
-Rule: secrets come from files and are read again for each connection, so that a token or a
-certificate that was replaced is used without a restart. Nothing here is ever logged.
+Rule: tokens and certificates come from files and are read again for each connection, so that a
+replaced one is used without a restart. No secret is ever logged.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ log = logging.getLogger(__name__)
 CA_FILE = "ca.crt"
 CERT_FILE = "tls.crt"
 KEY_FILE = "tls.key"
-"""Names in a folder of `--tls-dir`; those of a Kubernetes secret for TLS."""
+"""File names in the folder of `--tls-dir`, as in a Kubernetes TLS secret."""
 FILE_BYTES_MAX = 64 * 1024
 PEM_BYTES_MAX = 4 * 1024 * 1024
-"""More than the authorities of a whole system in one file."""
+"""More than a system's bundle of all authorities."""
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True)
 class TlsTexts:
-    """What the files held at one moment, PEM; b"" for a file that was not named."""
+    """Contents of the files at one moment, PEM; b"" for a file that was not named."""
 
     cert: bytes
     key: bytes
@@ -45,12 +45,12 @@ class TlsTexts:
 
 @dataclass(frozen=True)
 class TlsFiles:
-    """Where certificates are.
+    """Paths of certificates.
 
     Attributes:
-        cert, key: of this process, both or neither; None on a client that shows a token instead.
-        ca: who signs the other side. A client always has one. A server that has one asks each
-            client for a certificate of it; one that has none only proves who it is.
+        cert, key: of this process, both or neither; None on a client that sends a token instead.
+        ca: authority that signs the other side's certificate. A client always has one. A server
+            with one requires client certificates; one without does not authenticate clients by TLS.
     """
 
     cert: Path | None = None
@@ -66,7 +66,7 @@ class TlsFiles:
             )
 
     def read(self) -> TlsTexts:
-        """Return what the files hold now.
+        """Read and check the files.
 
         Raises:
             ConfigError: a file is missing, is not PEM, or key and certificate do not belong
@@ -87,12 +87,12 @@ class TlsFiles:
 
 @dataclass(frozen=True)
 class Access:
-    """All that a client needs to be let in.
+    """Credentials of a client.
 
     Attributes:
         token: join token, "" for none.
-        token_file: where the token is, read again for each connection; wins over `token`.
-        tls: certificates, None for connections in the clear.
+        token_file: file of the token, read again for each connection; overrides `token`.
+        tls: certificates, None for plain text.
     """
 
     token: str = field(default="", repr=False)
@@ -100,7 +100,7 @@ class Access:
     tls: TlsFiles | None = None
 
     def __post_init__(self) -> None:
-        """Refuse certificates that do not say whom to trust."""
+        """Refuse TLS without an authority to verify the server."""
         if self.tls is not None and self.tls.ca is None:
             raise ConfigError(
                 "TLS without --tls-ca: whoever connects must know who signed the coordinator's "
@@ -108,18 +108,18 @@ class Access:
             )
 
     def current_token(self) -> str:
-        """Return the token as it stands now.
+        """Return the present token, read from its file if there is one.
 
         Raises:
-            UsageError: its file is no good.
+            UsageError: its file is not valid.
         """
         return read_token_file(self.token_file) if self.token_file is not None else self.token
 
     def channel_credentials(self) -> grpc.ChannelCredentials | None:
-        """Return what a channel is made with, None for one in the clear; reads the files anew.
+        """Read the files, and return credentials for a channel; None for plain text.
 
         Raises:
-            ConfigError: a file is no good.
+            ConfigError: a file is not valid.
         """
         if self.tls is None:
             return None
@@ -134,24 +134,24 @@ class Access:
 
 
 def as_access(access: Access | str) -> Access:
-    """Return an access; a string is a bare token."""
+    """Return an access; a string is a token."""
     return Access(access) if isinstance(access, str) else access
 
 
 def find_access(
     token_file: str = "", *, folder: str = "", cert: str = "", key: str = "", ca: str = ""
 ) -> Access:
-    """Return the access that flags name, after a look at every file; "" is a flag not given.
+    """Return the access that flags name, and check every file; "" is a flag not given.
 
     Args:
         token_file: holds the join token.
         folder: holds ca.crt, and tls.crt and tls.key if this process has a certificate.
         cert: certificate, instead of the folder's tls.crt.
         key: of the certificate, instead of the folder's tls.key.
-        ca: who signed the other side's certificate, instead of the folder's ca.crt.
+        ca: authority of the other side's certificate, instead of the folder's ca.crt.
 
     Raises:
-        UsageError: a file is no good.
+        UsageError: a file is not valid.
     """
     tls = find_tls(folder, cert=cert, key=key, ca=ca)
     access = Access(token_file=Path(token_file).absolute() if token_file else None, tls=tls)
@@ -176,15 +176,15 @@ def find_tls(folder: str = "", *, cert: str = "", key: str = "", ca: str = "") -
 
 
 def _is_there(root: Path) -> bool:
-    """Return whether a folder holds a certificate, or half of one: that is said later."""
+    """Return whether a folder holds a certificate or a key; a missing half is refused later."""
     return (root / CERT_FILE).exists() or (root / KEY_FILE).exists()
 
 
 def read_token_file(path: str | Path) -> str:
-    """Return the join token that a file holds, without the space around it.
+    """Return the join token in a file, without surrounding space.
 
     Raises:
-        UsageError: the file cannot be read, is empty, or holds what no header can carry.
+        UsageError: the file cannot be read, is empty, or its token is not valid in a header.
     """
     try:
         with open(path, encoding="utf-8") as file:
@@ -212,9 +212,9 @@ _warned: set[str] = set()
 
 
 def warn_if_open(path: str | Path) -> None:
-    """Say once per process that others may read a secret.
+    """Warn once per process and file that other users may read a secret.
 
-    Where the file is another user's, its group may read it: that is how Kubernetes hands it over.
+    A file that another user owns may be readable by its group, as Kubernetes mounts secrets.
     """
     try:
         found = Path(path).stat()
@@ -228,9 +228,9 @@ def warn_if_open(path: str | Path) -> None:
 
 
 def file_signature(path: Path | None) -> object:
-    """Return what differs when a file was replaced, None when there is none.
+    """Return a value that changes when the file is replaced, None when there is no file.
 
-    A link, as Kubernetes makes them for secrets, is followed.
+    A symlink, as Kubernetes makes them for secrets, is followed.
     """
     try:
         found = path.stat() if path is not None else None
@@ -240,15 +240,15 @@ def file_signature(path: Path | None) -> object:
 
 
 def replace_file(path: Path, data: bytes, mode: int) -> None:
-    """Replace a file, durably, by one that nobody else could open meanwhile.
+    """Replace a file atomically and durably.
 
     Args:
-        path: of it; it keeps its owner, group and mode if it is there.
-        data: what it is to hold.
-        mode: of a new one.
+        path: of the file; an existing one keeps its owner, group and mode.
+        data: new content.
+        mode: permissions of a new file.
 
     Raises:
-        OSError: it cannot be written; the old one is as it was.
+        OSError: it cannot be written; the old file is unchanged.
     """
     draft = path.with_name(f".{path.name}.{os.getpid()}.draft")
     draft.unlink(missing_ok=True)
@@ -267,7 +267,7 @@ def replace_file(path: Path, data: bytes, mode: int) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Make a rename durable, where the file system can do that for folders."""
+    """Make a rename durable, where the file system supports fsync of a directory."""
     with contextlib.suppress(OSError):
         fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         try:
@@ -277,10 +277,10 @@ def _sync_folder(folder: Path) -> None:
 
 
 def _keep_owner(fd: int, path: Path) -> None:
-    """Give a file that is to replace another one that one's owner, group and mode.
+    """Give a new file the owner, group and mode of the file that it will replace.
 
-    An operator may be another user than the service: what that could read it must go on to read,
-    or it stays with what it has, such as a token that was revoked.
+    The operator may be another user than the service. The service must still be able to read the
+    file, or it keeps its old content, such as a revoked token.
     """
     try:
         old = path.stat()
@@ -297,10 +297,10 @@ def _keep_owner(fd: int, path: Path) -> None:
 
 
 def read_pem(path: Path | None) -> bytes:
-    """Return the PEM text that a file holds, b"" for no file.
+    """Return the PEM text in a file, b"" for no file.
 
     Raises:
-        ConfigError: it cannot be read, is too large, or holds something else.
+        ConfigError: it cannot be read, is too large, or is not PEM.
     """
     if path is None:
         return b""
@@ -321,7 +321,7 @@ def read_pem(path: Path | None) -> bytes:
 def _check_pair(cert: Path, key: Path) -> None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     try:
-        # Without this, OpenSSL asks the terminal for the password of an encrypted key.
+        # Without a callback, OpenSSL would prompt on the terminal for an encrypted key's password.
         context.load_cert_chain(cert, key, password=lambda: b"")
     except (OSError, ValueError) as error:
         raise ConfigError(

@@ -1,7 +1,7 @@
-"""What a certificate says that somebody showed.
+"""Reads serial number, expiry and URIs of a peer's certificate.
 
-Rule: TLS has checked the certificate; here it is only read, so this knows no more of DER than where
-the few fields lie. Everything that is out of place is refused.
+Rule: TLS has verified the certificate; here it is only parsed, with no more of DER than these
+fields need. Anything unexpected is refused.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from elastic.core.config import NS_PER_S
 from elastic.errors import ConfigError
 
 REMEMBERED = 20_000
-"""Certificates that were read before; each node and user shows its own again and again."""
+"""Cached certificates: each node and user presents its own at every connection."""
 INTEGER, OCTET_STRING, OBJECT_ID, SEQUENCE = 0x02, 0x04, 0x06, 0x30
 VERSION, EXTENSIONS, URI = 0xA0, 0xA3, 0x86
 TIME_FORMATS = {0x17: "%y%m%d%H%M%SZ", 0x18: "%Y%m%d%H%M%SZ"}
 ALTERNATIVE_NAMES = bytes([0x55, 0x1D, 0x11])
-"""2.5.29.17, as DER writes it."""
+"""Object identifier 2.5.29.17 (subjectAltName) in DER."""
 Element = tuple[int, bytes]
 """Tag and content."""
 
 
 @dataclass(frozen=True)
 class CertificateSummary:
-    """A certificate, as far as it matters here.
+    """The fields of a certificate that are used here.
 
     Attributes:
-        serial: which of its authority's certificates it is.
-        until_ns: Unix time from which it holds no longer.
-        uris: names of whom it is for.
+        serial: serial number, unique per authority.
+        until_ns: Unix time of its expiry.
+        uris: subject alternative names that are URIs; they name its owner.
     """
 
     serial: int
@@ -41,16 +41,16 @@ class CertificateSummary:
     uris: tuple[str, ...]
 
     def __str__(self) -> str:
-        """Return how people name it."""
+        """Return the text for logs and errors: its serial number in hexadecimal."""
         return f"certificate {self.serial:x}"
 
 
 @functools.lru_cache(maxsize=REMEMBERED)
 def read_shown(data: bytes) -> CertificateSummary:
-    """Return what a certificate says, PEM or DER.
+    """Parse a certificate, PEM or DER.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: it is not valid.
     """
     try:
         is_pem = data.startswith(b"-----BEGIN ")
@@ -61,7 +61,7 @@ def read_shown(data: bytes) -> CertificateSummary:
 
 
 def _summary(der: bytes) -> CertificateSummary:
-    """Read RFC 5280's Certificate, whose first part is what was signed."""
+    """Parse RFC 5280's Certificate, whose first element is the signed part (TBSCertificate)."""
     signed = _elements(_content(_elements(_content(_elements(der), SEQUENCE)), SEQUENCE))
     parts = [part for part in signed if part[0] != VERSION]
     (serial_tag, serial), (validity_tag, validity) = parts[0], parts[3]
@@ -85,7 +85,7 @@ def _uris(extensions: bytes) -> Iterator[str]:
 
 
 def _content(elements: Iterator[Element], tag: int) -> bytes:
-    """Return what is in the first of these, which has this tag."""
+    """Return the content of the first element, which must have this tag."""
     found, content = next(elements)
     if found != tag:
         raise ValueError(f"tag {found:#x} where {tag:#x} is expected")
@@ -93,7 +93,7 @@ def _content(elements: Iterator[Element], tag: int) -> bytes:
 
 
 def _elements(data: bytes) -> Iterator[Element]:
-    """Yield what stands one behind the other in DER, all of whose tags are one byte here."""
+    """Yield consecutive DER elements; all tags used here are one byte."""
     at = 0
     while at < len(data):
         tag, length, begin = data[at], data[at + 1], at + 2

@@ -1,8 +1,8 @@
-"""What memory and how many processors a process may use: its control groups, of either version.
+"""Memory and processor limits of this process, by its control groups (cgroup v1 and v2).
 
-Rule: the tightest counts, of the group that the process is in (a SLURM step, a systemd unit) and of
-all above it, as far as they can be seen; a container sees its own as the root. No limit, or none
-that can be read, is None; the numbers of the machine count then.
+Rule: the tightest limit counts, of the process's group (a SLURM step, a systemd unit) and of all
+visible parents; a container sees its own group as the root. No limit, or none that can be read, is
+None; the machine's own numbers apply then.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ MEMORY = (
         ("total_active_file", "total_inactive_file"),
     ),
 )
-"""Limit, use, and what of that are files that were read, which the kernel drops when it needs room:
-of version 2 and of version 1, which says "no limit" by one of 8 EiB."""
+"""Names of limit, usage, and page cache, which the kernel can reclaim: first of version 2, then of
+version 1, where "no limit" reads as 8 EiB."""
 CPU = (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us"))
 
 
 def memory_limit(root: Path = ROOT) -> int | None:
-    """Return the limit in bytes."""
+    """Return the limit in bytes, None for none."""
     limits = (_number(group / limit) for group in _groups(root, "memory") for limit, *_ in MEMORY)
     return min((limit for limit in limits if limit is not None), default=None)
 
 
 def memory_left(root: Path = ROOT) -> int | None:
-    """Return the bytes between the limit and what is used and cannot be dropped."""
+    """Return the limit minus the usage without page cache, in bytes; None without a limit."""
     left = []
     for group in _groups(root, "memory"):
         for limit, used, droppable in MEMORY:
@@ -44,7 +44,7 @@ def memory_left(root: Path = ROOT) -> int | None:
 
 
 def cpu_limit(root: Path = ROOT) -> float | None:
-    """Return how many processors' time may be used."""
+    """Return the limit in processors (quota / period), None for none."""
     limits = []
     for group in _groups(root, "cpu"):
         for files in CPU:
@@ -59,7 +59,7 @@ def cpu_limit(root: Path = ROOT) -> float | None:
 
 
 def _groups(root: Path, controller: str) -> Iterable[Path]:
-    """Return the folders of this process's groups that can be seen, each once, the roots too."""
+    """Return the folders of this process's groups and all their parents, each once."""
     found: list[Path] = []
     try:
         lines = MEMBERSHIP.read_text().splitlines()
@@ -70,7 +70,7 @@ def _groups(root: Path, controller: str) -> Iterable[Path]:
         controllers, _, path = rest.partition(":")
         if controllers and controller not in controllers.split(","):
             continue
-        # Of version 1 each controller has a tree of its own, named as it is.
+        # In version 1 each controller has its own tree, named after it.
         top = root / controller if controllers else root
         below = [part for part in path.split("/") if part not in ("", ".", "..")]
         found += (top.joinpath(*below[:depth]) for depth in range(len(below), -1, -1))
@@ -78,7 +78,7 @@ def _groups(root: Path, controller: str) -> Iterable[Path]:
 
 
 def _entry(file: Path, name: str) -> int:
-    """Return one number of a file of names and numbers, 0 if it is not there."""
+    """Return one number of a file of "name number" lines, 0 if it is missing."""
     try:
         lines = file.read_text().splitlines()
     except OSError:

@@ -1,7 +1,7 @@
-"""The two clocks of a process, behind one seam.
+"""The two clocks of a process, behind one interface.
 
-Rule: intervals and deadlines use `monotonic_ns`, which no one can set back; `unix_ns` is only
-for people and files. Whoever needs time receives a `Clock`; machines receive plain integers.
+Rule: intervals and deadlines use `monotonic_ns`, which cannot be set back; `unix_ns` is only for
+output and files. Code that needs time receives a `Clock`; state machines receive plain integers.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """Something that knows what time it is; both readings are integer nanoseconds."""
+    """Interface of a clock; both readings are integer nanoseconds."""
 
     def monotonic_ns(self) -> int:
-        """Return nanoseconds since an arbitrary moment; never falls."""
+        """Return nanoseconds since an arbitrary moment; never decreases."""
         ...
 
     def unix_ns(self) -> int:
@@ -26,7 +26,7 @@ class SystemClock:
     """The operating system's clocks."""
 
     def monotonic_ns(self) -> int:
-        """Return CLOCK_MONOTONIC, the clock of the asyncio loop as well."""
+        """Return CLOCK_MONOTONIC, which is also the clock of the asyncio loop."""
         return time.monotonic_ns()
 
     def unix_ns(self) -> int:

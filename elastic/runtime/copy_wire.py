@@ -1,18 +1,18 @@
-"""How the copy of a snapshot travels from node to node: one request for each connection.
+"""Protocol that copies a snapshot from node to node: one request per connection.
 
-    server   GREETING, and 32 bytes drawn for this connection
-    client   32 bytes of its own, a request, a proof
-    server   an answer, a proof
-    then, from who has them, the bytes of the snapshot, their CRC-32, and whether they are whole;
-    and after a push the server's last answer
+    server   GREETING, and a nonce of 32 bytes
+    client   a nonce of 32 bytes, a request, a proof
+    server   a reply, a proof
+    then, from the side that has them, the bytes of the snapshot, their CRC-32, and whether they are
+    complete; and after a push the server's final reply
 
-Requests and answers are JSON behind four bytes of length. A proof is a hash of all that was said
-before, keyed with the job's secret, which so never travels. Where nodes have certificates of the
-cluster, all of it goes over TLS, on which both have shown theirs (`peer_tls`); elsewhere over TLS
-too, with a certificate that the answering agent made for itself (`own_tls`).
+Requests and replies are JSON with a four-byte length prefix. A proof is a hash of everything sent
+before, keyed with the job's secret, so that the secret itself is never sent. Where nodes have
+certificates of the cluster, the connection uses mutual TLS (`peer_tls`); otherwise TLS with a
+certificate that the serving agent made itself (`own_tls`), or plain text on loopback.
 
-Rule: nothing of a peer is believed before its proof was looked at; every length has a limit and
-every wait a deadline, so that a peer which lies, is slow, or is gone costs a thread for a while.
+Rule: nothing of a peer is trusted before its proof was checked; every length has a limit and every
+wait a timeout, so that a faulty, slow, or vanished peer costs no more than a thread for a while.
 """
 
 from __future__ import annotations
@@ -53,24 +53,24 @@ BYTES_MAX = 1 << 42
 SOURCE_CHARS_MAX = 200
 CONNECT_S = 2.0
 TALK_S = 5.0
-"""For one wait."""
+"""Timeout of a single send or receive."""
 BODY_S = 10.0
 RATE_MIN = 10_000_000
-"""Bytes a second: a body may take `BODY_S`, and what its bytes take at this rate."""
+"""Bytes per second: the timeout of a body is `BODY_S`, plus its bytes at this rate."""
 NICENESS = 10
 ASK, LIST, FETCH, TEXT, PUSH = "ask", "list", "fetch", "text", "push"
 
 
 @dataclass(frozen=True)
 class CopyRequest:
-    """What a client wants.
+    """A client's request.
 
     Attributes:
-        verb: `ask` for the mark of the newest copy, `list` all of them, `fetch` one, or of that
-            alone the `text` behind its tensors, or `push` one.
-        job_id: whose.
-        mark: of the one that is fetched or pushed.
-        source: the node whose rows these are, "" for what all members have alike.
+        verb: `ask` for the mark of the newest copy, `list` all copies, `fetch` one, `text` to fetch
+            only its skeleton (what is no tensor), or `push` one.
+        job_id: the job of the copy.
+        mark: of the copy that is fetched or pushed.
+        source: the node whose rows these are, "" for state that all members share.
     """
 
     verb: str
@@ -81,11 +81,11 @@ class CopyRequest:
 
 @dataclass(frozen=True)
 class CopyAnswer:
-    """What an agent that holds copies says yes with.
+    """A positive reply of an agent that holds copies.
 
     Attributes:
-        mark: of the copy, or None; after a request to push: it has that one already.
-        copies: source and mark of each, where all were asked for.
+        mark: of the copy, or None; in reply to a push: the agent has this copy already.
+        copies: source and mark of each, in reply to `list`.
     """
 
     mark: SnapshotMark | None = None
@@ -96,14 +96,14 @@ YES = CopyAnswer()
 
 
 class CopyConnection:
-    """One connection between two who know the job's secret; of one thread.
+    """One connection between two peers that know the job's secret; for one thread.
 
     Attributes:
-        is_client: whether this side asks.
+        is_client: whether this side sends the request.
     """
 
     def __init__(self, sock: socket.socket, *, is_client: bool) -> None:
-        """Talk over a connected socket, which stays the caller's."""
+        """Use a connected socket, which the caller closes."""
         self.is_client = is_client
         self._sock = sock
         self._reported = hashlib.blake2b(digest_size=32)
@@ -112,13 +112,13 @@ class CopyConnection:
     # ------------------------------------------------------------------- client
 
     def ask(self, request: CopyRequest, key: str) -> CopyAnswer:
-        """Send the request, and return the answer.
+        """Send the request, and return the reply.
 
         Raises:
             NotAuthorized: the other side does not know the secret.
-            Refused: it says no.
-            PeerError: it speaks something else.
-            OSError: the connection broke, or nothing came in time.
+            Refused: it refuses the request.
+            PeerError: it does not speak this protocol.
+            OSError: the connection broke, or timed out.
         """
         if self._read(len(GREETING)) != GREETING:
             raise PeerError("the other side is no agent that holds copies")
@@ -131,7 +131,7 @@ class CopyConnection:
         return self.read_answer(key)
 
     def read_answer(self, key: str) -> CopyAnswer:
-        """Return what the other side says; raises as `ask`."""
+        """Return the other side's reply; raises as `ask`."""
         answer = self._read_json()
         reason = str(answer.get("refused", ""))[:500]
         if not self._is_proven(key):
@@ -143,15 +143,15 @@ class CopyConnection:
     # ------------------------------------------------------------------- server
 
     def listen(self, key_of: Callable[[str], str]) -> tuple[CopyRequest, str]:
-        """Greet, and return the request with the secret that it was proven with.
+        """Send the greeting, and return the authenticated request with the job's secret.
 
         Args:
-            key_of: returns the secret of a job, "" for one that nothing is held for.
+            key_of: returns the secret of a job, "" for one without copies here.
 
         Raises:
-            NotAuthorized: the client does not know it; it was told so.
-            PeerError: it speaks something else.
-            OSError: the connection broke, or nothing came in time.
+            NotAuthorized: the client does not know the secret; a refusal was sent.
+            PeerError: it does not speak this protocol.
+            OSError: the connection broke, or timed out.
         """
         self._send(GREETING + secrets.token_bytes(NONCE_BYTES))
         self._read(NONCE_BYTES)
@@ -165,7 +165,7 @@ class CopyConnection:
         return request, key
 
     def answer(self, key: str, said: CopyAnswer = YES, *, refused: str = "") -> None:
-        """Say yes, with what was asked for, or no with the reason.
+        """Send a positive reply with the requested data, or a refusal with its reason.
 
         Raises:
             OSError: the connection broke.
@@ -181,12 +181,12 @@ class CopyConnection:
     def send_body(
         self, body: memoryview, is_whole: Callable[[], bool], crc: int | None = None
     ) -> bool:
-        """Send the bytes of a snapshot, and whether they were whole until the last was sent.
+        """Send the bytes of a snapshot, and whether they stayed unchanged until the last one.
 
         Args:
             body: all of them.
-            is_whole: asked after the last.
-            crc: the CRC-32 that they had when they came here, None to count it now.
+            is_whole: called after the last; returns whether they are unchanged.
+            crc: the CRC-32 computed when they were received, None to compute it now.
 
         Raises:
             OSError: the connection broke, or the peer is too slow.
@@ -207,7 +207,7 @@ class CopyConnection:
         """Read the bytes of a snapshot into place; returns their CRC-32.
 
         Raises:
-            ValueError: they are not what was sent, or were not whole.
+            ValueError: they differ from those sent, or changed while they were sent.
             OSError: the connection broke, or the peer is too slow.
         """
         self._begin_body(len(body))
@@ -233,7 +233,7 @@ class CopyConnection:
         self._until = time.monotonic() + BODY_S + num_bytes / RATE_MIN
 
     def _wait_s(self) -> None:
-        """Wait no longer for the next bytes than for one wait, nor than for all of it."""
+        """Set the socket's timeout: `TALK_S`, or what is left of the total."""
         left_s = self._until - time.monotonic()
         if left_s <= 0:
             raise TimeoutError("the other side is too slow")
@@ -288,13 +288,13 @@ class CopyConnection:
 
 
 def lock_of(ours: PeerTls | None, address: str, fingerprint: str) -> ConnectionTls | None:
-    """Return how an agent is spoken to; None for in the clear, which is for loopback only.
+    """Return the TLS for a connection to an agent; None for plain text, which is for loopback only.
 
     Args:
         ours: of this node, None if it has no certificate of the cluster.
         address: "host:port" of that agent.
-        fingerprint: of the certificate that it made for itself, as the coordinator says; "" if
-            the coordinator says none.
+        fingerprint: of the certificate that the agent made itself, as reported by the coordinator;
+            "" if the agent made none.
 
     Raises:
         NotAuthorized: it has a certificate of the cluster, and this node has none.
@@ -322,12 +322,12 @@ def calling(
 
     Args:
         address: "host:port".
-        tls: how it is spoken to, see `lock_of`; None in the clear.
-        begun: is given the socket, so that another thread can end what waits for it.
+        tls: see `lock_of`; None for plain text.
+        begun: receives the socket, so that another thread can end the connection.
 
     Raises:
         NotAuthorized: it is no agent of this cluster.
-        OSError: it does not answer.
+        OSError: it does not reply.
     """
     raw = socket.create_connection(parse_endpoint(address), CONNECT_S)
     with securing(raw, tls, is_client=True, begun=begun) as sock:
@@ -336,7 +336,7 @@ def calling(
         except ssl.SSLError as error:
             if not isinstance(tls, PeerTls):
                 raise
-            raise refused(error) from error  # It has looked at our certificate by then.
+            raise refused(error) from error  # In TLS 1.3 a refused certificate shows only now.
 
 
 @contextlib.contextmanager
@@ -347,13 +347,13 @@ def securing(
     is_client: bool,
     begun: Callable[[socket.socket], None],
 ) -> Iterator[socket.socket]:
-    """Give what to talk over on a new connection, which ends with the block.
+    """Yield the socket to use on a new connection, which ends with the block.
 
     Args:
         raw: the connection.
-        tls: None to talk in the clear.
+        tls: None for plain text.
         is_client: whether this side has connected.
-        begun: is given the socket that counts, before anything is waited for.
+        begun: receives the socket, before anything is waited for.
 
     Raises:
         NotAuthorized: the other side is no agent of this cluster.
@@ -372,16 +372,16 @@ def securing(
 
 
 def yield_to_training() -> None:
-    """Let this thread have the processor only when training leaves it."""
+    """Lower this thread's priority (nice), so that training has precedence."""
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
 
 
 def _mark(numbers: Any) -> SnapshotMark | None:
-    """Return the mark that a peer names, None for none.
+    """Parse a mark from a peer, None for none.
 
     Raises:
-        PeerError: it cannot be one.
+        PeerError: it is not valid.
     """
     if numbers is None:
         return None
@@ -395,10 +395,10 @@ def _mark(numbers: Any) -> SnapshotMark | None:
 
 
 def _copies(values: Any) -> tuple[tuple[str, SnapshotMark], ...]:
-    """Return sources and marks that a peer names.
+    """Parse a list of sources and marks from a peer.
 
     Raises:
-        PeerError: they cannot be that.
+        PeerError: it is not valid.
     """
     found = []
     for one in values if isinstance(values, list) else [values]:

@@ -1,4 +1,4 @@
-"""How many files and connections this process may have open, and its children with it."""
+"""The limit of open files and sockets of this process, which its children inherit."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import resource
 
 
 def raise_limit(wanted: int) -> int:
-    """Let this process open so many, as far as the hard limit goes.
+    """Raise the soft limit to `wanted`, as far as the hard limit allows.
 
     Returns:
-        How many it may open now.
+        How many of `wanted` it may open now.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     unlimited = resource.RLIM_INFINITY

@@ -1,7 +1,7 @@
-"""What happened, for people and programs: a JSON Lines event log.
+"""A JSON Lines event log, for users and programs.
 
-Rule: nobody waits for the event log. Lines go through a bounded queue to one thread; what does
-not fit, or cannot be written, is dropped and counted, and the count is written when lines get
+Rule: no caller waits for the event log. Lines go through a bounded queue to one thread; lines that
+do not fit, or cannot be written, are dropped and counted, and the count is written when lines get
 through again. Every process writes the same schema:
 
     {"time_unix_ns": 1, "process": "agent:n1", "job": "j1", "event": "group_formed",
@@ -33,7 +33,7 @@ class EventLogLimits:
     """How much an event log may hold.
 
     Attributes:
-        queue_lines_max: lines that wait for the thread; more are dropped.
+        queue_lines_max: queued lines; more are dropped.
         file_bytes_max: a file this large is closed and renamed to `NAME.1`.
         num_old_files: renamed files that are kept.
     """
@@ -54,13 +54,13 @@ class EventLog:
         clock: Clock,
         limits: EventLogLimits | None = None,
     ) -> None:
-        """Start the thread; the file is opened by it, so this never touches the disk.
+        """Start the thread, which opens the file: this call never touches the disk.
 
         Args:
-            path: of the newest file; its directory is made when needed.
-            process: who writes, such as "agent:node-7".
+            path: of the newest file; its directory is created when needed.
+            process: name of the writer, such as "agent:node-7".
             clock: for `time_unix_ns`.
-            limits: defaults are right for a daemon.
+            limits: the defaults suit a daemon.
         """
         self._path = path
         self._process = process
@@ -84,14 +84,14 @@ class EventLog:
             return self._dropped
 
     def write(self, note: Note) -> None:
-        """Take one event down; returns at once, whatever the disk does. From any thread."""
+        """Queue one event; never waits for the disk. From any thread."""
         try:
             self._queue.put_nowait(self._line(note))
         except queue.Full:
             self._count_dropped(1)
 
     def close(self, timeout_s: float = 2.0) -> None:
-        """Write what waits, as far as `timeout_s` allows, and close the file."""
+        """Write queued lines, within the timeout, and close the file."""
         self._closing.set()
         with contextlib.suppress(queue.Full):  # Full: the thread is awake and sees `_closing`.
             self._queue.put_nowait(None)
@@ -123,7 +123,7 @@ class EventLog:
             self._file.close()
 
     def _append(self, lines: list[str]) -> None:
-        """Write a batch; a disk that refuses costs the batch, not the thread."""
+        """Write a batch; on an error the batch is dropped, and the thread goes on."""
         with self._lock:
             unsaid = self._dropped_unreported
         if unsaid:
@@ -149,7 +149,7 @@ class EventLog:
             try:
                 shift_files(self._path, self._limits.num_old_files)
             except OSError as error:
-                # Whoever may append may not rename here. A long file is better than none.
+                # A process may append without the right to rename. A long file is better than none.
                 self._rotates = False
                 log.warning("event_log_unrotated path=%s error=%r", self._path, str(error))
                 return file
@@ -160,7 +160,7 @@ class EventLog:
     def _open(self) -> IO[bytes]:
         self._file = None
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        # What users do, and print, is not for all who have an account here.
+        # Private: other users of this machine must not read what jobs do and print.
         self._file = open(  # noqa: SIM115 (kept open)
             self._path, "ab", buffering=0, opener=for_owner
         )
@@ -170,7 +170,7 @@ class EventLog:
 
 
 def event_record(note: Note, unix_ns: int, process: str) -> dict[str, Any]:
-    """Return an event as a line of the log has it."""
+    """Return the JSON object of an event."""
     return {
         "time_unix_ns": unix_ns,
         "process": process,
@@ -181,7 +181,7 @@ def event_record(note: Note, unix_ns: int, process: str) -> dict[str, Any]:
 
 
 def for_owner(path: str, flags: int) -> int:
-    """Open a file that is made for its owner alone; an `opener` of Python's `open`."""
+    """Open a file, created with mode 0600; an `opener` for Python's `open`."""
     return os.open(path, flags, 0o600)
 
 
@@ -189,7 +189,7 @@ def write_all(file: IO[bytes], payload: bytes) -> None:
     """Append the whole payload to an unbuffered file, or nothing of it.
 
     Raises:
-        OSError: the disk refused; what was written of the payload is cut off again.
+        OSError: the write failed; the part that was written is truncated again.
     """
     before = os.fstat(file.fileno()).st_size
     view = memoryview(payload)
@@ -203,7 +203,7 @@ def write_all(file: IO[bytes], payload: bytes) -> None:
 
 
 def shift_files(path: Path, num_old_files: int) -> None:
-    """Rename NAME to NAME.1, NAME.1 to NAME.2 and so on; the oldest beyond the number goes."""
+    """Rename NAME to NAME.1, NAME.1 to NAME.2 and so on; the oldest one is overwritten."""
     if num_old_files < 1:
         path.unlink(missing_ok=True)
         return
@@ -218,7 +218,7 @@ def shift_files(path: Path, num_old_files: int) -> None:
 
 
 def fields_text(fields: Iterable[tuple[str, str]]) -> str:
-    """Return `key=value key="two words"`: values are quoted when they would not split well."""
+    """Return `key=value key="two words"`: values that would not split are quoted."""
     return " ".join(f"{key}={quoted(value)}" for key, value in fields)
 
 
@@ -229,6 +229,6 @@ def quoted(value: str) -> str:
 
 
 def note_text(note: Note) -> str:
-    """Return the line that a note becomes in a log: name, job, fields."""
+    """Return the log line of a note: name, job, fields."""
     job = (("job", note.job_id),) if note.job_id else ()
     return f"{note.name} {fields_text((*job, *note.fields))}".rstrip()

@@ -1,7 +1,7 @@
-"""Figures in Prometheus' text format (0.0.4), which every scraper reads.
+"""Metrics in Prometheus' text format (0.0.4), which every scraper reads.
 
-Rule: a family is given whole: its name, its type, what it is, then its samples. Names of labels are
-ours; their values come from users, and are escaped.
+Rule: a family is written completely: name, type and help, then its samples. Label names are fixed;
+label values may come from users, and are escaped.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ BUCKETS_S = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 
 @dataclass
 class Histogram:
-    """How often something took how long, in seconds; beyond the last bucket are all the others."""
+    """Counts of durations in seconds, by bucket; longer ones are in a last bucket (+Inf)."""
 
     tops: Sequence[float] = BUCKETS_S
     counts: list[int] = field(default_factory=list)
     total_s: float = 0.0
 
     def __post_init__(self) -> None:
-        """Begin with no value."""
+        """Start with all counts 0."""
         self.counts = self.counts or [0] * (len(self.tops) + 1)
 
     def add(self, seconds: float) -> None:
-        """Take a value."""
+        """Count one duration."""
         place = next((i for i, top in enumerate(self.tops) if seconds <= top), -1)
         self.counts[place] += 1
         self.total_s += seconds
@@ -41,9 +41,9 @@ class Family:
     """A metric and all its samples.
 
     Attributes:
-        name: with its unit; of a counter with `_total`.
+        name: includes the unit; that of a counter ends in `_total`.
         kind: "gauge", "counter" or "histogram".
-        about: one line for people.
+        about: help text of one line.
     """
 
     name: str
@@ -74,7 +74,7 @@ class Family:
 
 
 def exposition(families: Iterable[Family]) -> str:
-    """Return what a scraper is answered."""
+    """Return the reply to a scrape: the text of all families."""
     return "".join(family.text() for family in families)
 
 

@@ -1,7 +1,7 @@
-"""The end of a daemon's process: at once, when all that it had to say is written.
+"""Exit of a daemon's process: immediate, after its output is flushed.
 
-To take an interpreter with grpc apart costs a fifth of a second, for which whoever waits for the
-daemon waits too: a script with a cluster of its own waits for both.
+A normal shutdown of an interpreter with grpc takes a fifth of a second, which delays every process
+that waits for the daemon: a script with its own cluster waits for coordinator and agent.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 
 def run_process(command: Callable[[], object]) -> None:
-    """Run a command that ends by `sys.exit`, and then the process; for `python -m` alone."""
+    """Run a command that ends by `sys.exit`, then end the process; only for `python -m`."""
     code: object = 0
     try:
         command()

@@ -1,4 +1,4 @@
-"""Sockets to listen on, bound before a daemon says that it is ready."""
+"""Server sockets, bound before a daemon reports that it is ready."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ def bind(host: str, port: int, what: str, remedy: str) -> socket.socket:
     Args:
         host: to listen on.
         port: 0 for a free one.
-        what: will be served there, for people.
-        remedy: what to do if the address is taken, for people.
+        what: the service, for the error text.
+        remedy: how to fix a failure, for the error text.
 
     Raises:
         Unavailable: the address cannot be bound.

@@ -1,9 +1,9 @@
-"""The set-up of logging: lines go to stderr from a thread of their own.
+"""Logging setup: lines go to stderr from a thread of their own.
 
-Rule: nobody waits for the log. Whoever reads stderr may stall for minutes (a journal, a container's
-log driver, `tee`), and an event loop that waits for it answers nobody, while gRPC's own threads
-still answer pings: its peers would believe that all is well. What does not fit is dropped and
-counted, and the count is written when lines get through again.
+Rule: no caller waits for the log. The reader of stderr may stall for minutes (a journal, a
+container's log driver, `tee`). An event loop that waits for it would not reply to peers, while
+gRPC's own threads still reply to pings, so that peers detect no failure. Lines that do not fit are
+dropped and counted, and the count is written when lines get through again.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from typing import TextIO
 
 LINES_MAX = 10_000
 LAST_WORDS_S = 1.0
-"""At the end of the process lines that wait have so long to go out."""
+"""Timeout for queued lines to be written at the end of the process."""
 
 
 class LogQueue(logging.handlers.QueueHandler):
-    """Takes lines for the thread that writes them, and never waits.
+    """Queues lines for the thread that writes them, and never waits.
 
     Attributes:
-        lines: those that wait.
+        lines: those not written yet.
     """
 
     def __init__(self, handler: logging.Handler, lines_max: int = LINES_MAX) -> None:
-        """Start the thread; `handler` writes what comes."""
+        """Start the thread; it writes by `handler`."""
         self.lines: queue.Queue[logging.LogRecord] = queue.Queue(lines_max)
         super().__init__(self.lines)
         self._dropped = 0
@@ -47,9 +47,10 @@ class LogQueue(logging.handlers.QueueHandler):
             self._dropped += 1
 
     def drain(self, timeout_s: float = LAST_WORDS_S) -> bool:
-        """Wait until all that waits is written, but not longer than this; False if it is not.
+        """Wait until all lines are written; False if that takes longer than the timeout.
 
-        Whoever ends then does so by `os._exit`: logging's own end would wait for the reader.
+        After False the process must end by `os._exit`: logging's own exit handler would wait for
+        the reader.
         """
         until_s = time.monotonic() + timeout_s
         with self.lines.all_tasks_done:
@@ -62,9 +63,9 @@ def set_up_logging(process: str, *, level: str = "info", stream: TextIO | None =
     """Send this process's log lines to `stream` (stderr by default), replacing what was set.
 
     Args:
-        process: the word that names it in each line, such as "elastic-agent".
+        process: its name in each line, such as "elastic-agent".
         level: debug, info, warning or error.
-        stream: where to.
+        stream: receives the lines; None for stderr.
     """
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(line_formatter(process))
@@ -77,7 +78,7 @@ def set_up_logging(process: str, *, level: str = "info", stream: TextIO | None =
 
 
 def line_formatter(process: str) -> logging.Formatter:
-    """Return what formats `2026-11-21T05:00:00.123Z INFO elastic-agent event key=value`, in UTC."""
+    """Return the formatter: `2026-11-21T05:00:00.123Z INFO elastic-agent event key=value`, UTC."""
     formatter = logging.Formatter(f"%(asctime)s %(levelname)s {process} %(message)s")
     formatter.converter = time.gmtime
     formatter.default_time_format = "%Y-%m-%dT%H:%M:%S"

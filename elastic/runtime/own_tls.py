@@ -1,12 +1,12 @@
-"""TLS between agents that have no certificate of the cluster: one that the answering agent made.
+"""TLS between agents without certificates of the cluster: the server makes a self-signed one.
 
-It is made anew with each agent, and its key never leaves the process. Nobody signs it: whoever
-calls looks for exactly the certificate whose fingerprint the coordinator has told it, and who calls
-proves by the job's key that it may. Whoever only listens learns nothing, and who stands between
-the two is found out, as long as nobody stands between them and the coordinator.
+Each agent process makes a new certificate, and its key never leaves the process. The client accepts
+only the certificate with the fingerprint that the coordinator reported, and then authenticates
+itself by the job's key. This protects against eavesdroppers, and against a man in the middle as
+long as the connections to the coordinator are not intercepted.
 
-Rule: who was told a fingerprint never talks in the clear, and to nobody who shows another one.
-TLS 1.3 alone, and no session is taken up again.
+Rule: a client with a fingerprint never uses plain text, and accepts no other certificate. TLS 1.3
+only, without session resumption.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from elastic.errors import NotAuthorized
 from elastic.runtime.peer_tls import HANDSHAKE_S, wrapped
 
 FOREVER = b"99991231235959Z"
-"""As RFC 5280 writes that a certificate has no end: this one goes with its agent."""
+"""RFC 5280's value for a certificate without expiry: this one ends with its agent."""
 BEGAN = b"20200101000000Z"
-"""Clocks of nodes differ; nobody looks at it."""
+"""Not checked, because clocks of nodes differ."""
 # The curve P-256 of FIPS 186-4.
 PRIME = 2**256 - 2**224 + 2**192 + 2**96 - 1
 ORDER = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551
@@ -34,7 +34,7 @@ BASE = (
     0x4FE342E2FE1A7F9B8EE7EB4A7C0F9E162BCE33576B315ECECBB6406837BF51F5,
 )
 SEQUENCE = 0x30
-# Object identifiers, as DER writes them.
+# Object identifiers in DER.
 SUBJECT_NAME = bytes.fromhex("0603550403")
 EC_KEY = bytes.fromhex("06072a8648ce3d0201")
 P256 = bytes.fromhex("06082a8648ce3d030107")
@@ -42,17 +42,17 @@ ECDSA_SHA256 = bytes.fromhex("06082a8648ce3d040302")
 
 
 class ConnectionTls(Protocol):
-    """How a connection is secured: `PeerTls`, `OwnCertificate` or `PinnedCertificate`."""
+    """Interface of TLS for a connection: `PeerTls`, `OwnCertificate` or `PinnedCertificate`."""
 
     def wrap(self, sock: socket.socket, *, is_client: bool) -> ssl.SSLSocket:
-        """Return the socket over which TLS is to be spoken; the one given is empty then."""
+        """Return the TLS socket; the given one is detached then."""
 
     def greet(self, sock: ssl.SSLSocket) -> None:
-        """Have the other side show who it is, before anything else is said."""
+        """Perform the handshake and verify the other side, before any data is sent."""
 
 
 class OwnCertificate:
-    """The answering side: a key and a certificate of this process alone.
+    """The server side: a key and a certificate of this process alone.
 
     Attributes:
         fingerprint: SHA-256 of the certificate, hexadecimal.
@@ -70,7 +70,7 @@ class OwnCertificate:
         ).hexdigest()
         self._context = _context(ssl.PROTOCOL_TLS_SERVER)
         self._context.num_tickets = 0
-        # The library reads files only: one that has no name, and no disk under it.
+        # The library reads only files: use an anonymous one in memory.
         descriptor = os.memfd_create("elastic-key", os.MFD_CLOEXEC)
         try:
             os.write(descriptor, certificate + key)
@@ -79,37 +79,37 @@ class OwnCertificate:
             os.close(descriptor)
 
     def wrap(self, sock: socket.socket, *, is_client: bool) -> ssl.SSLSocket:
-        """Return the socket over which TLS is to be spoken; the one given is empty then."""
+        """Return the TLS socket; the given one is detached then."""
         return wrapped(self._context, sock, is_client=is_client)
 
     def greet(self, sock: ssl.SSLSocket) -> None:
-        """Show the certificate; who calls says who it is with the job's key, behind this.
+        """Present the certificate; the client authenticates by the job's key after this.
 
         Raises:
-            NotAuthorized: the other side speaks no TLS, or another one.
-            OSError: the connection broke, or took too long.
+            NotAuthorized: the other side speaks no TLS, or no TLS 1.3.
+            OSError: the connection broke, or timed out.
         """
         _shake_hands(sock)
 
 
 class PinnedCertificate:
-    """The calling side: takes one certificate, and no other."""
+    """The client side: accepts exactly one certificate."""
 
     def __init__(self, fingerprint: str) -> None:
-        """Take the certificate of this SHA-256, hexadecimal."""
+        """Accept the certificate of this SHA-256, hexadecimal."""
         self._fingerprint = fingerprint.lower()
         self._context = _context(ssl.PROTOCOL_TLS_CLIENT)
 
     def wrap(self, sock: socket.socket, *, is_client: bool) -> ssl.SSLSocket:
-        """Return the socket over which TLS is to be spoken; the one given is empty then."""
+        """Return the TLS socket; the given one is detached then."""
         return wrapped(self._context, sock, is_client=is_client)
 
     def greet(self, sock: ssl.SSLSocket) -> None:
-        """Have the other side show its certificate, and that it has the key to it.
+        """Perform the handshake, and compare the server's certificate with the fingerprint.
 
         Raises:
-            NotAuthorized: it shows another one.
-            OSError: the connection broke, or took too long.
+            NotAuthorized: the certificate is another one.
+            OSError: the connection broke, or timed out.
         """
         _shake_hands(sock)
         shown = hashlib.sha256(sock.getpeercert(binary_form=True) or b"").hexdigest()
@@ -136,16 +136,16 @@ def _context(kind: int) -> ssl.SSLContext:
     context = ssl.SSLContext(kind)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname = False
-    context.verify_mode = ssl.CERT_NONE  # By the fingerprint, which is stricter.
+    context.verify_mode = ssl.CERT_NONE  # Verified by the fingerprint, which is stricter.
     return context
 
 
 def _make() -> tuple[bytes, bytes]:
     """Return a new certificate and its key on the curve P-256, PEM.
 
-    The standard library uses keys and makes none, and no other package is worth its size for this.
-    Here only the public point is computed, and OpenSSL compares it with the key when it loads both.
-    Nobody looks at the signature: who calls compares the whole certificate.
+    The standard library cannot make keys, and this alone does not justify another dependency. Only
+    the public point is computed here; OpenSSL checks it against the key when it loads both. The
+    signature is never checked: the client compares the whole certificate.
     """
     secret = 1 + secrets.randbelow(ORDER - 1)
     x, y = _public_point(secret)
@@ -171,7 +171,7 @@ def _make() -> tuple[bytes, bytes]:
 
 
 def _public_point(secret: int) -> tuple[int, int]:
-    """Return `secret` times the curve's base point."""
+    """Return `secret` times the curve's base point, by double and add."""
     found: tuple[int, int] | None = None
     for bit in f"{secret:b}":
         found = _sum(found, found)
@@ -183,7 +183,7 @@ def _public_point(secret: int) -> tuple[int, int]:
 
 
 def _sum(one: tuple[int, int] | None, other: tuple[int, int] | None) -> tuple[int, int] | None:
-    """Add two points; None is zero."""
+    """Add two points of the curve; None is the point at infinity."""
     if one is None or other is None:
         return one or other
     (x1, y1), (x2, y2) = one, other

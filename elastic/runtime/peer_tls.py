@@ -1,9 +1,8 @@
-"""TLS between agents: both show the certificate of their node, signed by the cluster's authority.
+"""Mutual TLS between agents: both present their node's certificate, signed by the cluster's CA.
 
-Rule: an agent that has a certificate never talks in the clear, neither as who calls nor as who is
-called. Files are looked at for each connection, and read when they changed; while they cannot be
-used, those before are. TLS 1.3 alone: nothing is renegotiated, and no session is taken up again
-without a certificate.
+Rule: an agent with a certificate never uses plain text, neither as client nor as server. Files are
+checked for each connection, and read again when they changed; if they are not valid, the previous
+ones stay in use. TLS 1.3 only: no renegotiation, and no session resumption without a certificate.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ from elastic.runtime.certificates import read_shown
 log = logging.getLogger(__name__)
 
 HANDSHAKE_S = 5.0
-"""For all of it."""
+"""Timeout of the handshake."""
 NODE_URIS = ("elastic://node/", "elastic://admin/")
-"""Copies are between agents and their workers; a user's certificate opens nothing here."""
+"""Accepted certificates: copies are between agents and workers, so a user's is refused."""
 
 
 class PeerTls:
@@ -33,7 +32,7 @@ class PeerTls:
         """Read the files.
 
         Raises:
-            ConfigError: one of them is no good, or there is none of what both sides need.
+            ConfigError: one of them is not valid, or certificate or authority is missing.
         """
         if files.ca is None or files.cert is None:
             raise ConfigError("TLS between agents needs a certificate, its key and the authority")
@@ -44,37 +43,37 @@ class PeerTls:
 
     @staticmethod
     def of(files: TlsFiles | None) -> PeerTls | None:
-        """Return it for an agent that has a certificate, None for one that has not."""
+        """Return the TLS of an agent with a certificate, None for one without."""
         if files is None or files.cert is None or files.ca is None:
             return None
         return PeerTls(files)
 
     @staticmethod
     def at(paths: Sequence[str]) -> PeerTls | None:
-        """Return that of the agent which named these `paths`, None if it has none.
+        """Return the TLS of the agent that sent these `paths`, None for no paths.
 
         Raises:
-            ConfigError: one of the files is no good.
+            ConfigError: one of the files is not valid.
         """
         return PeerTls(TlsFiles(*(Path(path) for path in paths))) if paths else None
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """Return where certificate, key and authority are, for this node's workers."""
+        """Return the paths of certificate, key and authority, for this node's workers."""
         return tuple(str(path) for path in (self._files.cert, self._files.key, self._files.ca))
 
     def wrap(self, sock: socket.socket, *, is_client: bool) -> ssl.SSLSocket:
-        """Return the socket over which TLS is to be spoken; the one given is empty then."""
+        """Return the TLS socket, with the present files; the given socket is detached then."""
         self._renew()
         client, server = self._contexts
         return wrapped(client if is_client else server, sock, is_client=is_client)
 
     def greet(self, sock: ssl.SSLSocket) -> None:
-        """Have both sides show who they are, before anything else is said.
+        """Perform the handshake, and check that the other side's certificate is a node's.
 
         Raises:
-            NotAuthorized: the other side is no agent of this cluster, or is one no longer.
-            OSError: the connection broke, or took too long.
+            NotAuthorized: the other side has no valid node certificate of this cluster.
+            OSError: the connection broke, or timed out.
         """
         sock.settimeout(HANDSHAKE_S)
         try:
@@ -116,7 +115,7 @@ class PeerTls:
         files = self._files
         context = ssl.SSLContext(kind)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
-        # Who a node is stands in its certificate's URI; addresses of nodes come and go.
+        # A node is identified by its certificate's URI, because node addresses change.
         context.check_hostname = False
         context.verify_mode = ssl.CERT_REQUIRED
         context.load_verify_locations(files.ca)
@@ -130,12 +129,12 @@ class PeerTls:
 
 
 def wrapped(context: ssl.SSLContext, sock: socket.socket, *, is_client: bool) -> ssl.SSLSocket:
-    """Return the socket over which TLS is to be spoken; the one given is empty then."""
+    """Return the TLS socket, before the handshake; the given one is detached then."""
     return context.wrap_socket(sock, server_side=not is_client, do_handshake_on_connect=False)
 
 
 def refused(error: ssl.SSLError) -> NotAuthorized:
-    """Return what a failure of TLS means."""
+    """Return the error for a failed TLS handshake."""
     reason = getattr(error, "verify_message", "") or error.reason or str(error)
     return NotAuthorized(
         f"TLS with the other agent fails ({reason}): both need a certificate of role node that one "

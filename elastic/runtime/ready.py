@@ -1,6 +1,6 @@
-"""The file in which a coordinator says that it serves, and where.
+"""The ready file, in which a coordinator reports that it serves, and its address.
 
-Rule: it is written whole or not at all, so that whoever finds it can read it.
+Rule: it is written atomically, so that a reader never sees a part of it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def address_in(text: str) -> str:
     """Return the address of a ready line: "... address=HOST:PORT ...".
 
     Raises:
-        CoordinatorUnreachable: there is none in it.
+        CoordinatorUnreachable: the line has no address.
     """
     for word in text.split():
         name, _, value = word.partition("=")
@@ -32,11 +32,11 @@ def wait_address(path: Path, tether_fd: int, timeout_s: float) -> str:
 
     Args:
         path: its ready file.
-        tether_fd: readable once whoever starts both is gone; below 0 if nobody does.
-        timeout_s: for how long.
+        tether_fd: readable once the process that started both is gone; below 0 for none.
+        timeout_s: how long to wait.
 
     Raises:
-        CoordinatorUnreachable: the time is over, or whoever starts it is gone.
+        CoordinatorUnreachable: the wait timed out, or the process that started both is gone.
     """
     deadline = time.monotonic() + timeout_s
     watched = [tether_fd] if tether_fd >= 0 else []

@@ -1,8 +1,8 @@
-"""gRPC as this project uses it: addresses, options, channels, and errors as ours.
+"""Common gRPC code: addresses, options, channels, and the mapping of errors.
 
-Rule: nobody above this layer sees a gRPC status. A server turns an `ElasticError` into a status
-with `status_of`, a client turns that status back into the same class with `error_from_rpc`.
-grpc is imported when a channel or a server is made, not before.
+Rule: no code above this layer sees a gRPC status. A server turns an `ElasticError` into a status
+with `status_of`; a client turns that status back into the same class with `error_from_rpc`. grpc is
+imported only when a channel or a server is made.
 """
 
 from __future__ import annotations
@@ -32,41 +32,41 @@ if TYPE_CHECKING:
 MESSAGE_BYTES_MAX = 2 * ENTRY_BYTES_MAX
 """Above the largest job and the largest Hello (some thousand workers); the codec's limit too."""
 PENDING_REQUESTS_MAX = 100_000
-"""Calls that arrived and were not begun; three thousand agents come back at once."""
+"""Calls that arrived and were not started; three thousand agents may reconnect at once."""
 SILENCE_S = 1.5
-"""A peer whose host is silent so long is lost."""
+"""A peer whose host is silent this long is lost."""
 SILENCE_S_MIN, SILENCE_S_MAX = 0.5, 10.0
-"""Agents must have found the next leader before it gives them up (`adoption_grace_s`)."""
+"""Agents must find the next leader before it gives them up (`adoption_grace_s`)."""
 LOOKAHEAD_BYTES = 512 * 1024
-"""Of a stream that nobody has read yet: 16 MiB of code arrive in 32 round trips."""
+"""Unread bytes in flight per stream: 16 MiB of code arrive in 32 round trips."""
 STREAMS_PER_CONNECTION_MAX = 256
 CONNECTIONS_MAX = 16_384
 """Above ten thousand agents and their users; see `elastic.coord.server_limits.raise_file_limit`."""
 HANDSHAKE_MS_MAX = 10_000
-"""Whoever connects and does not greet is cut off after this."""
+"""A client that connects without a handshake is disconnected after this."""
 IDLE_CONNECTION_MS_MAX = 300_000
-"""A connection without a call; a client opens another when it needs one."""
+"""A connection without calls is closed after this; a client reconnects when needed."""
 DETAIL_CHARS_MAX = 3000
 """gRPC sends error texts as headers, which peers limit to 8 KiB in all."""
 ADDRESSES_MAX = 8
-"""Coordinators that peers tell each other of; who has lost the leader asks all of them."""
+"""Coordinator addresses in a message; a client without a leader tries all of them."""
 ADDRESS_CHARS_MAX = 262
-"""The longest name of a host, and a port."""
+"""The longest host name, and a port."""
 PROTOCOL_KEY = "elastic-protocol"
 ERROR_KEY = "elastic-error"
 LEADER_KEY = "elastic-leader"
 TERM_KEY = "elastic-term"
-"""In an answer: who leads, and under which term. In an agent's call: the newest term whose leader
-it could not reach, so that a standby answers when there is another one, and not before."""
+"""In a reply: the leader's term. In an agent's call: the newest term whose leader it could not
+reach, so that a standby replies only when there is a later one."""
 TERM_DIGITS_MAX = 32
 FRESH_KEY = "elastic-fresh"
-"""In a call that only reads: a standby is to refuse it, not to answer with what it last knew."""
+"""In a read-only call: a standby must refuse it, instead of replying with possibly stale data."""
 TIME_KEY = "elastic-time-ns"
-"""In what the server says first to an agent: its wall clock, for `elastic-agent doctor`."""
+"""In the server's initial metadata to an agent: its wall clock, for `elastic-agent doctor`."""
 SILENCE_KEY = "elastic-silence-ms"
-"""In what the server says first to an agent: after how much silence it takes a peer for lost."""
+"""In the server's initial metadata to an agent: silence after which it considers a peer lost."""
 COORDINATORS_KEY = "elastic-coordinators"
-"""In an answer: the addresses of all coordinators, with commas, for whoever knows one of them."""
+"""In a reply: the addresses of all coordinators, separated by commas."""
 TOKEN_KEY = "authorization"
 BEARER = "Bearer "
 
@@ -87,7 +87,7 @@ def parse_endpoint(text: str) -> tuple[str, int]:
     bare = host.startswith("[") and host.endswith("]")
     if bare:
         host = host[1:-1]
-    # What is no ASCII no header carries: a standby could not say where its leader is.
+    # ASCII only, for headers: a standby must be able to send its leader's address in one.
     is_plain = host.isascii() and host.isprintable() and " " not in host
     if not colon or not host or (":" in host and not bare) or not is_plain:
         raise ConfigError(f"address {text!r}: expected host:port, or [ipv6]:port, in ASCII")
@@ -114,9 +114,9 @@ def parse_endpoints(text: str) -> tuple[str, ...]:
 
 
 def plain_addresses(text: str) -> tuple[str, ...]:
-    """Return the addresses in a list with commas that came from elsewhere: each once, a few.
+    """Return the addresses in a peer's comma-separated list: each once, `ADDRESSES_MAX` at most.
 
-    What is none, or longer than a host's name can be, is left out.
+    Those that are invalid or too long are left out.
     """
     found: dict[str, None] = {}
     for part in text[: ADDRESSES_MAX * ADDRESS_CHARS_MAX].split(",")[:ADDRESSES_MAX]:
@@ -128,7 +128,7 @@ def plain_addresses(text: str) -> tuple[str, ...]:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether only this machine reaches `host`; a name other than localhost is not asked."""
+    """Return whether `host` is loopback; a name other than localhost is not resolved."""
     if host.lower() == "localhost":
         return True
     try:
@@ -141,36 +141,36 @@ def is_loopback(host: str) -> bool:
 
 
 def channel_options(silence_s: float = SILENCE_S) -> Options:
-    """Return what every client channel is made with.
+    """Return the options of every client channel.
 
-    A silent server is noticed after at most 0.9 + 0.5 of 1.5 s. `grpc.http2.ping_timeout_ms` is
-    what ends the wait for a ping's answer; `keepalive_timeout_ms` alone leaves it at a minute.
+    A silent server is detected after at most 0.9 + 0.5 of 1.5 s. `grpc.http2.ping_timeout_ms` ends
+    the wait for a ping's reply; with `keepalive_timeout_ms` alone it would be a minute.
     """
     timeout_ms = round(silence_s * 1000 / 3)
     return (
-        # Whatever is read puts the next ping off: pings of the server, which are more frequent.
+        # Any data read delays the next ping, such as the server's pings, which are more frequent.
         ("grpc.keepalive_time_ms", round(silence_s * 600)),
         ("grpc.keepalive_timeout_ms", timeout_ms),
         ("grpc.http2.ping_timeout_ms", timeout_ms),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
         *size_options(),
-        # A new attempt is a new channel: it must not inherit the back-off of the one before.
+        # A retry is a new channel: it must not inherit the back-off of the previous one.
         ("grpc.use_local_subchannel_pool", 1),
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.min_reconnect_backoff_ms", 1000),
         ("grpc.max_reconnect_backoff_ms", 1000),
-        # The control plane is inside the cluster: a proxy set for the web is not for it.
+        # The control plane is inside the cluster: ignore a proxy that is set for the web.
         ("grpc.enable_http_proxy", 0),
     )
 
 
 def server_options(connections: int = CONNECTIONS_MAX, silence_s: float = SILENCE_S) -> Options:
-    """Return what every server is made with; `connections` may stand at once.
+    """Return the options of every server; `connections` may be open at once.
 
-    A silent client is noticed after at most 0.6 + 0.8 of 1.5 s: the call context's done-callback
+    A silent client is detected after at most 0.6 + 0.8 of 1.5 s: the call context's done-callback
     fires, the request iterator does not end. Without the two `max_pending_requests` limits a server
-    cancels some of a thousand clients that come at once.
+    cancels some of a thousand clients that connect at once.
     """
     timeout_ms = round(silence_s * 1600 / 3)
     return (
@@ -187,17 +187,17 @@ def server_options(connections: int = CONNECTIONS_MAX, silence_s: float = SILENC
         ("grpc.max_allowed_incoming_connections", connections),
         ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS_MAX),
         ("grpc.max_connection_idle_ms", IDLE_CONNECTION_MS_MAX),
-        # Two servers on one port would share the agents between them.
+        # Two servers on one port would each get some of the agents.
         ("grpc.so_reuseport", 0),
         *size_options(),
     )
 
 
 def size_options() -> Options:
-    """Return the limits of messages, and of what is under way, equal on both sides."""
+    """Return the limits of message sizes and flow control, equal on both sides."""
     return (
-        # A ping for each message, to learn how much may be under way: with thousands of agents
-        # that is half of what a message costs. This much may be, instead.
+        # Bandwidth probing sends a ping for each message: with thousands of agents that is half of
+        # a message's cost. A fixed window replaces it.
         ("grpc.http2.bdp_probe", 0),
         ("grpc.http2.lookahead_bytes", LOOKAHEAD_BYTES),
         ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
@@ -209,32 +209,32 @@ def size_options() -> Options:
 
 
 def call_metadata(token: str = "") -> Metadata:
-    """Return what every call carries: the protocol's version and, if there is one, the token."""
+    """Return the metadata of every call: the protocol version and, if there is one, the token."""
     version = ((PROTOCOL_KEY, PROTOCOL),)
     return (*version, (TOKEN_KEY, BEARER + token)) if token else version
 
 
 def bearer_of(metadata: Iterable[tuple[str, Any]]) -> str:
-    """Return the token that a call brought, "" for none."""
+    """Return the token of a call, "" for none."""
     given = next((str(value) for key, value in metadata if key.lower() == TOKEN_KEY), "")
     return given.removeprefix(BEARER) if given.startswith(BEARER) else ""
 
 
 def term_of(text: str) -> int:
-    """Return the term that metadata names, 0 for none and for what no coordinator ever reached."""
+    """Parse a term from metadata, 0 for none and for one too large to be real."""
     return int(text) if text.isdecimal() and len(text) <= TERM_DIGITS_MAX else 0
 
 
 def version_of(metadata: Iterable[tuple[str, Any]]) -> str:
-    """Return the protocol version that a call names, "" for none: then a general tool calls."""
+    """Return the protocol version of a call, "" for none, as from a generic gRPC tool."""
     return next((str(value) for key, value in metadata if key.lower() == PROTOCOL_KEY), "")
 
 
 def check_version(version: str, peer: str) -> None:
-    """Refuse a caller of another version; "" passes.
+    """Refuse a caller of another protocol version; "" passes.
 
     Raises:
-        VersionMismatch: it speaks another one.
+        VersionMismatch: the versions differ.
     """
     if version and version != PROTOCOL:
         raise VersionMismatch(peer, theirs=version, ours=PROTOCOL)
@@ -254,7 +254,7 @@ STATUS_NAMES: tuple[tuple[type[ElasticError], str], ...] = (
     (errors.Busy, "RESOURCE_EXHAUSTED"),
     (errors.Unavailable, "UNAVAILABLE"),
 )
-"""The first row whose class the error has decides; INTERNAL when none does."""
+"""The first row that matches the error's class applies; INTERNAL if none does."""
 
 ERRORS_BY_NAME: dict[str, type[ElasticError]] = {
     kind.__name__: kind
@@ -265,7 +265,7 @@ ERRORS_BY_NAME: dict[str, type[ElasticError]] = {
         errors.UsageError,
     )
 }  # fmt: skip
-"""Classes that travel by name in the trailing metadata; all are made from one text."""
+"""Classes sent by name in the trailing metadata; each is constructed from one text."""
 
 ERRORS_BY_STATUS: dict[str, type[ElasticError]] = {
     "INVALID_ARGUMENT": errors.UsageError,
@@ -284,24 +284,24 @@ UNREACHABLE = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED")
 def status_of(error: ElasticError) -> tuple[grpc.StatusCode, str, Metadata]:
     """Return (code, details, trailing metadata) with which a server ends a call.
 
-    A text longer than headers may be is cut.
+    The text is cut to what headers may hold.
     """
     import grpc
 
     name = next((code for kind, code in STATUS_NAMES if isinstance(error, kind)), "INTERNAL")
     trailing: Metadata = ((ERROR_KEY, type(error).__name__), (PROTOCOL_KEY, PROTOCOL))
     if isinstance(error, NotLeading):
-        # Both come from the store, where others may write: a bad one must not cost the answer.
+        # From the store, which others may write: an invalid address must not break the reply.
         is_plain = error.leader.isascii() and error.leader.isprintable()
         trailing += ((LEADER_KEY, error.leader if is_plain else ""), (TERM_KEY, str(error.term)))
     return grpc.StatusCode[name], str(error)[:DETAIL_CHARS_MAX], trailing
 
 
 def error_from_rpc(error: BaseException, address: str) -> ElasticError:
-    """Return what a failed call means, as one of our errors; raising it is the caller's part.
+    """Return one of our errors for a failed call; the caller raises it.
 
     Args:
-        error: a `grpc.RpcError` (also of grpc.aio), or our own error, which stays what it is.
+        error: a `grpc.RpcError` (also of grpc.aio), or our own error, returned unchanged.
         address: the endpoint that was called.
     """
     if isinstance(error, ElasticError):
@@ -337,7 +337,7 @@ def error_from_rpc(error: BaseException, address: str) -> ElasticError:
 
 
 def _untrusted(address: str, details: str) -> CoordinatorUntrusted | None:
-    """Return what a failed TLS handshake means, None if the failure was another one."""
+    """Return the error for a failed TLS handshake, None if the failure was another one."""
     if CONNECTING not in details:
         return None
     if "WRONG_VERSION_NUMBER" in details:
@@ -369,7 +369,7 @@ NO_ACCESS = Access()
 
 
 def silence_of(metadata: Iterable[tuple[str, Any]]) -> float:
-    """Return the seconds of silence that a server allows, those of old ones if it names none."""
+    """Return the silence limit that a server sent, in seconds; `SILENCE_S` if it sent none."""
     for key, value in metadata:
         if key == SILENCE_KEY and str(value).isdecimal() and len(str(value)) <= TERM_DIGITS_MAX:
             return min(max(SILENCE_S_MIN, int(value) / 1000), SILENCE_S_MAX)
@@ -383,11 +383,11 @@ def open_channel(
 
     Args:
         endpoint: "host:port".
-        access: what is shown to the server; its files are read now.
-        silence_s: a server that is silent so long is lost.
+        access: credentials for the server; its files are read now.
+        silence_s: a server that is silent this long is lost.
 
     Raises:
-        ConfigError: a TLS file of `access` is no good; nothing else makes this fail.
+        ConfigError: a TLS file of `access` is not valid; there is no other error.
     """
     import grpc.aio
 
@@ -398,7 +398,7 @@ def open_channel(
 
 
 def open_blocking_channel(endpoint: str, access: Access = NO_ACCESS) -> grpc.Channel:
-    """Open a channel for code without an event loop, such as the command line; see above."""
+    """Open a channel for code without an event loop, such as the CLI; see `open_channel`."""
     import grpc
 
     credentials = access.channel_credentials()

@@ -1,14 +1,14 @@
-"""How snapshots lie in memory that processes share: what is written before the tensors.
+"""Layout of snapshots in memory that processes share: a header of marks, then the tensors.
 
     0        marks: one for each worker on this node
     16320    the agent's: number of the snapshot that it is sending to another node, 0 for none
-    16328    number and generation of the one here that has arrived there, 0 for none
-    16344    whether it brings any, see `core.policy.replication.Bringing`
+    16328    number and generation of the snapshot here that has arrived there, 0 for none
+    16344    whether the agent copies any, see `core.policy.replication.CopyMode`
     16384    tensors, end to end, each aligned to 64 bytes
-             then all that is no tensor
+             then the skeleton: everything that is no tensor
 
-Rule: a mark is written after what it stands for, and taken away before that changes. Whoever reads
-looks at the marks before and after: if they are the same, so was what lies between.
+Rule: a mark is written after its data, and cleared before that data changes. A reader checks the
+marks before and after it reads: if they are equal, the data did not change in between.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ ARRIVED_AT = SENT_AT + SENT.size
 BRINGING = struct.Struct("<Q")
 COPYING_AT = ARRIVED_AT + ARRIVED.size
 MEMORY_SHARE = 0.8
-"""Of the memory that is available: the rest is for whatever training allocates next."""
+"""Fraction of the available memory that may be used: the rest is for training's own allocations."""
 
 
 class SnapshotMark(NamedTuple):
-    """What a worker says of its part of a snapshot.
+    """A worker's description of its part of a snapshot.
 
     Attributes:
         number: of the snapshot in its run, >= 1; 0 for none.
-        generation: of the group that took it: after a loss, a number may come again.
+        generation: of the group that took it: after a loss, a number may be reused.
         steps: committed in the run when it was taken.
-        parts: the node's workers that share it.
+        parts: number of the node's workers that share it.
         data_bytes: of all tensors.
-        tensors: fingerprint of which they are, and where each lies.
-        skeleton_bytes: of all that is no tensor.
-        skeleton_crc: CRC-32 of that.
+        tensors: fingerprint of the tensors and their offsets.
+        skeleton_bytes: of everything that is no tensor.
+        skeleton_crc: CRC-32 of the skeleton.
     """
 
     number: int
@@ -59,24 +59,24 @@ class SnapshotMark(NamedTuple):
     skeleton_crc: int
 
     def is_with(self, other: SnapshotMark | None) -> bool:
-        """Return whether both are of the same snapshot, of the same or of different parts."""
+        """Return whether both describe the same snapshot, possibly different parts of it."""
         return other is not None and self[:OF_ALL] == other[:OF_ALL]
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes of the snapshot, behind the marks."""
+        """Return the size of the snapshot in bytes, without the header."""
         return self.data_bytes + self.skeleton_bytes
 
 
 OF_ALL = 6
-"""Fields of a mark that are alike for all parts; text outside of tensors is one worker's word."""
+"""Number of leading fields that are equal for all parts; the skeleton differs between workers."""
 
 
 def whole(marks: bytes) -> SnapshotMark | None:
-    """Return the mark of a snapshot that all workers of the node have marked alike.
+    """Return the mark of a complete snapshot: one that all workers of the node have marked.
 
     Args:
-        marks: the first `HEADER` bytes of the memory; fewer hold none.
+        marks: the first `HEADER` bytes of the memory; fewer give None.
     """
     if len(marks) < HEADER:
         return None
@@ -90,27 +90,27 @@ def whole(marks: bytes) -> SnapshotMark | None:
 
 
 def set_sent(descriptor: int, number: int) -> None:
-    """Say that the agent sends this snapshot now, 0 for none: it should not be written over."""
+    """Mark the snapshot that the agent is sending, 0 for none: it should not be overwritten."""
     os.pwrite(descriptor, SENT.pack(number), SENT_AT)
 
 
 def set_arrived(descriptor: int, mark: SnapshotMark) -> None:
-    """Say that another node has this snapshot."""
+    """Mark this snapshot as arrived on another node."""
     os.pwrite(descriptor, ARRIVED.pack(mark.number, mark.generation), ARRIVED_AT)
 
 
 def forget_arrived(descriptor: int) -> None:
-    """Say that no node is known to have any snapshot that is here."""
+    """Mark no snapshot as arrived on another node."""
     os.pwrite(descriptor, ARRIVED.pack(0, 0), ARRIVED_AT)
 
 
 def set_copying(descriptor: int, bringing: CopyMode) -> None:
-    """Say whether snapshots are brought to another node."""
+    """Mark whether snapshots are copied to another node."""
     os.pwrite(descriptor, BRINGING.pack(bringing), COPYING_AT)
 
 
 def available_memory() -> int | None:
-    """Return the bytes that this node can still give away, None if that cannot be told."""
+    """Return the available bytes of this node or container, None if unknown."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         fields = dict(line.split(":", 1) for line in lines)
@@ -122,15 +122,15 @@ def available_memory() -> int | None:
 
 
 def check_room(num_bytes: int, what: str, share: float = MEMORY_SHARE) -> None:
-    """Say no now, where the kernel would kill somebody later.
+    """Fail early, where the kernel would otherwise kill a process for memory later.
 
     Args:
-        num_bytes: that are wanted.
-        what: for people, such as "a snapshot".
-        share: of what is available that may be taken.
+        num_bytes: requested.
+        what: for the error text, such as "a snapshot".
+        share: fraction of the available memory that may be used.
 
     Raises:
-        OSError: there is not that much memory.
+        OSError: there is too little memory.
     """
     left = available_memory()
     if left is not None and num_bytes > left * share:

@@ -1,7 +1,7 @@
-"""One bidirectional gRPC stream from the client's side, speaking bytes and our errors.
+"""The client side of one bidirectional gRPC stream, with messages as bytes and our own errors.
 
-Rule: every await has an end: connecting has a deadline, and a stream whose peer falls silent is
-ended by keepalive (see `rpc.channel_options`), which wakes whoever reads or writes.
+Rule: every await ends: connecting has a timeout, and a stream whose peer falls silent is ended by
+keepalive (see `rpc.channel_options`), which wakes its reader and writer.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ADMISSION_S_MAX = 1.0
 
 
 class ClientStream:
-    """A stream that stands; made by `open_stream`.
+    """An open stream; made by `open_stream`.
 
     Attributes:
         endpoint: "host:port" of the server.
@@ -45,13 +45,13 @@ class ClientStream:
         channel: grpc.aio.Channel,
         call: grpc.aio.StreamStreamCall[bytes, bytes],
     ) -> None:
-        """Take over a channel and the one call that runs on it."""
+        """Take ownership of a channel and the one call that runs on it."""
         self.endpoint = endpoint
         self._channel = channel
         self._call = call
 
     async def read(self) -> bytes | None:
-        """Return the next message, None when the server ended the stream in good order.
+        """Return the next message, None when the server ended the stream without an error.
 
         Raises:
             ElasticError: the stream broke, or the server ended it with an error.
@@ -70,10 +70,10 @@ class ClientStream:
         raise CoordinatorUnreachable(self.endpoint, "the stream ended without a status")
 
     async def write(self, message: bytes) -> None:
-        """Hand one message to the transport; waits while the server does not take any.
+        """Pass one message to the transport; waits while flow control blocks.
 
         Raises:
-            ElasticError: the stream is broken or over.
+            ElasticError: the stream is broken or has ended.
         """
         import grpc
 
@@ -85,20 +85,20 @@ class ClientStream:
             raise CoordinatorUnreachable(self.endpoint, "the stream is over") from error
 
     async def server_time_ns(self) -> int | None:
-        """Return the server's wall clock when it let us in, None if it does not say."""
+        """Return the server's wall clock at admission, None if it did not send it."""
         for key, value in await self._call.initial_metadata() or ():
             if key == TIME_KEY and str(value).isdigit():
                 return int(value)
         return None
 
     async def silence_s(self) -> float:
-        """Return after how many seconds of silence the server takes a peer for lost."""
+        """Return the seconds of silence after which the server considers a peer lost."""
         return silence_of(await self._call.initial_metadata() or ())
 
     async def finish(self) -> None:
-        """Say that nothing more will be written; the server may still write, and ends the stream.
+        """Half-close: end writing. The server may still write, and then ends the stream.
 
-        A stream that is over already is no error.
+        A stream that has ended already is no error.
         """
         import grpc
 
@@ -106,7 +106,7 @@ class ClientStream:
             await self._call.done_writing()
 
     async def close(self) -> None:
-        """End the stream and its connection; never raises because of the peer."""
+        """End the stream and its connection; never raises an error of the peer."""
         self._call.cancel()
         await self._channel.close(CLOSE_S_MAX)
 
@@ -120,22 +120,22 @@ async def open_stream(
     after_term: int | None = None,
     silence_s: float = SILENCE_S,
 ) -> ClientStream:
-    """Connect to `endpoint` and open the stream `method`; returns once the connection stands.
+    """Connect to `endpoint` and open the stream `method`; returns once it is connected.
 
-    A server that asks for pings in other intervals is connected to once more.
+    If the server sends another silence limit, the stream is opened again with that one.
 
     Args:
         endpoint: "host:port".
         method: "/package.Service/Method".
-        access: what is shown to the server; its files are read now.
-        timeout_s: for the connection; a server that accepts and says nothing counts as away.
-        after_term: a standby is to answer when another leader than that of this term is known, or
-            itself; this call waits for that without end. None: it is to refuse at once.
-        silence_s: of the server's host after which it is lost, as it said last.
+        access: credentials for the server; its files are read now.
+        timeout_s: of connecting; a server that accepts but sends nothing counts as unreachable.
+        after_term: makes a standby reply only when it knows a leader of a later term than this, or
+            leads itself; the call waits for that without a timeout. None: refuse at once.
+        silence_s: silence of the server's host after which it is lost, as last set by the server.
 
     Raises:
-        CoordinatorUnreachable: nothing answers there.
-        ElasticError: what answered said no, or a file of `access` is no good.
+        CoordinatorUnreachable: nothing replies there.
+        ElasticError: the server refused, or a file of `access` is not valid.
     """
     stream, wanted_s = await _open_once(endpoint, method, access, timeout_s, after_term, silence_s)
     if wanted_s == silence_s:
@@ -154,7 +154,7 @@ async def _open_once(
     after_term: int | None,
     silence_s: float,
 ) -> tuple[ClientStream, float]:
-    """Return the stream, and the silence that its server allows."""
+    """Return the stream, and the silence limit of its server."""
     import grpc
 
     metadata = call_metadata(access.current_token())
@@ -166,13 +166,13 @@ async def _open_once(
     try:
         with anyio.fail_after(timeout_s):
             await call.wait_for_connection()
-        # A write to a stream that the server is refusing at this moment would hide its reason
-        # behind an internal error of gRPC: let the refusal come first. A server that lets us in
-        # says so at once by its initial metadata; one that does not costs this wait.
+        # A write to a stream that the server is just refusing would hide the reason behind an
+        # internal error of gRPC: wait for a refusal first. A server that admits us sends initial
+        # metadata at once; one that sends none costs this wait.
         wanted_s = silence_s
         with anyio.move_on_after(ADMISSION_S_MAX if after_term is None else None):
             wanted_s = await stream.silence_s()
-        await call.wait_for_connection()  # Raises what the server said, if it said no.
+        await call.wait_for_connection()  # Raises the server's refusal, if any.
     except BaseException as error:
         with anyio.CancelScope(shield=True):
             await stream.close()

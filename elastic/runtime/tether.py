@@ -1,7 +1,7 @@
-"""Tethers: a daemon ends when the process that started it is gone, however that went.
+"""Tethers: a daemon ends when the process that started it is gone, for any reason.
 
-Rule: whoever starts a daemon holds the writing end of a pipe, and writes nothing; the daemon
-watches the reading end, which ends with the last who held the other one.
+Rule: the starting process holds the writing end of a pipe, and writes nothing; the daemon watches
+the reading end, which reaches its end when the last holder of the writing end is gone.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from elastic.errors import ConfigError
 
 
 def check_tether(fd: int) -> None:
-    """Refuse what nobody holds, or what never ends.
+    """Refuse a descriptor that is not open, or cannot signal the end of its other side.
 
     Raises:
-        ConfigError: not the end of a pipe or of a socket that is open.
+        ConfigError: it is not an open pipe or socket.
     """
     if fd < 0:
         return
