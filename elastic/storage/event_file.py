@@ -1,8 +1,8 @@
 """TensorBoard's event files: scalars, one record each, written without TensorBoard.
 
-A record is eight bytes of length, a masked CRC-32C of these, the event, and one of that (TFRecord).
-An event is a protobuf of time, step and a summary of names and values; the few fields needed here
-are put together by hand.
+A record is eight bytes of length, their masked CRC-32C, the event, and its masked CRC-32C
+(TFRecord). An event is a protobuf of time, step and a summary of names and values; the few fields
+needed here are encoded by hand.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 
 def first_record(unix_s: float) -> bytes:
-    """Return the record that an event file begins with."""
+    """Return the first record of an event file."""
     return _record(_double(1, unix_s) + _bytes(3, b"brain.Event:2"))
 
 

@@ -1,8 +1,8 @@
-"""What happened to a run: RUN/events.jsonl, one JSON object a line in the schema of the event log.
+"""Event log of a run: RUN/events.jsonl, one JSON object a line in the schema of the event log.
 
-Written by the first rank of each group, one after the other, as the coordinator tells it.
+The first rank of each group writes the events that the coordinator sends it.
 
-Rule: an event is in the file once. It is known by its job and its `time_unix_ns`.
+Rule: an event is in the file once. It is identified by its job and its `time_unix_ns`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ BYTES_MAX = 1 << 30
 
 
 class EventsFile:
-    """The file, for one thread of one process."""
+    """Writes the file, from one thread of one process."""
 
     def __init__(self, files: Files) -> None:
         """Touch nothing yet; `files` is the run directory."""
@@ -28,7 +28,7 @@ class EventsFile:
         self._data = b""
 
     def add(self, lines: Iterable[str]) -> None:
-        """Add those that are not there.
+        """Add the events that are not in the file yet.
 
         Args:
             lines: JSON objects, in the schema of the event log.
@@ -44,7 +44,7 @@ class EventsFile:
         if not data:
             return
         if self._data and not self._data.endswith(b"\n"):
-            data = b"\n" + data  # Whoever wrote before was killed in the middle of a line.
+            data = b"\n" + data  # An earlier writer was killed in the middle of a line.
         if self._files.is_object_store:
             self._files.write(NAME, self._data + data)
         else:
@@ -54,13 +54,13 @@ class EventsFile:
 
 
 def read_events(run_path: str) -> list[dict[str, Any]]:
-    """Return what happened to a run, oldest first; a torn line is left out.
+    """Return the events of a run, oldest first; a torn line is left out.
 
     Args:
         run_path: the run directory.
 
     Raises:
-        StorageError: the file is there and cannot be read.
+        StorageError: the file exists and cannot be read.
     """
     return _events_in(_content(Files(run_path)))
 

@@ -1,7 +1,7 @@
-"""What a failure of storage means: it passes, the credentials are bad, or it stays.
+"""Classifies storage errors: transient, bad credentials, or permanent.
 
-Rule: judged by the error itself and by what stands behind it (`__cause__`), never by the package
-that raised it: none of the clients of object stores is imported here, they are optional.
+Rule: decided by the error and its causes (`__cause__`), without importing the clients of object
+stores, which are optional: their classes are recognized by name.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ PASSING_CODES = frozenset({
     "ProvisionedThroughputExceededException", "TransactionInProgressException", "OperationAborted",
     "IncompleteBody", "BadDigest", "PriorRequestNotComplete", "ConditionalRequestConflict",
 })  # fmt: skip
-"""Codes of S3, and of the stores that speak as it does."""
+"""Error codes of S3, and of compatible stores."""
 CREDENTIAL_CODES = frozenset({
     "ExpiredToken", "ExpiredTokenException", "RequestExpired", "TokenRefreshRequired",
     "InvalidToken", "InvalidAccessKeyId", "InvalidClientTokenId", "SignatureDoesNotMatch",
     "AuthFailure", "UnrecognizedClientException", "401", "403", "Forbidden", "Unauthorized",
 })  # fmt: skip
-"""A bare 403 is what an answer without a body says, whatever is wrong."""
+"""Includes a bare 403: a reply without a body (HEAD) has no other code, whatever is wrong."""
 PASSING_CLASSES = frozenset({
     "HTTPClientError", "EndpointConnectionError", "ConnectTimeoutError", "ReadTimeoutError",
     "ConnectionClosedError", "ResponseStreamingError", "IncompleteReadError", "IncompleteRead",
@@ -40,7 +40,7 @@ PASSING_CLASSES = frozenset({
     "ClientOSError", "ServiceRequestError", "ServiceResponseError", "FSTimeoutError",
     "ConnectionError",
 })  # fmt: skip
-"""Of botocore, aiohttp, azure-core and fsspec, by name; their subclasses count as well."""
+"""Classes of botocore, aiohttp, azure-core and fsspec, by name; subclasses count as well."""
 CREDENTIAL_CLASSES = frozenset({
     "NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError",
     "TokenRetrievalError", "UnauthorizedSSOTokenError", "SSOTokenLoadError",
@@ -50,7 +50,7 @@ FINAL = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError,
 
 
 def reason_of(error: BaseException) -> str:
-    """Return in words why storage refused; a full disk is called by its name."""
+    """Return the reason of a storage error as text; a full disk is named explicitly."""
     if isinstance(error, OSError):
         if error.errno in FULL_ERRNOS:
             return f"disk full ({error.strerror})"
@@ -60,9 +60,9 @@ def reason_of(error: BaseException) -> str:
 
 
 def is_passing(error: BaseException) -> bool:
-    """Return whether the same operation may succeed a moment later.
+    """Return whether a retry of the operation may succeed.
 
-    A full disk, a missing file or bucket, and missing rights are there to stay.
+    A full disk, a missing file or bucket, and missing permissions are permanent.
     """
     chain = list(_chain(error))
     if any(isinstance(one, FINAL) or _errno(one) in FULL_ERRNOS for one in chain):
@@ -71,7 +71,7 @@ def is_passing(error: BaseException) -> bool:
 
 
 def is_about_credentials(error: BaseException) -> bool:
-    """Return whether storage did not accept who we say we are, rather than what we want."""
+    """Return whether storage refused the credentials, rather than the operation."""
     return any(
         _code(one) in CREDENTIAL_CODES or _status(one) == 401 or _is_named(one, CREDENTIAL_CLASSES)
         for one in _chain(error)
@@ -91,7 +91,7 @@ def _is_passing(error: BaseException) -> bool:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """Give the error, and what it was translated from."""
+    """Yield the error and its causes, at most 8."""
     seen: BaseException | None = error
     for _ in range(8):
         if seen is None:
@@ -105,7 +105,7 @@ def _errno(error: BaseException) -> int:
 
 
 def _answer(error: BaseException) -> dict[str, Any]:
-    """Return what botocore's ClientError carries of the server's answer."""
+    """Return the server's reply in a botocore ClientError, {} for other errors."""
     answer = getattr(error, "response", None)
     return answer if isinstance(answer, dict) else {}
 
@@ -115,7 +115,7 @@ def _code(error: BaseException) -> str:
 
 
 def _status(error: BaseException) -> int:
-    """Return the HTTP status that an error carries, 0 for none."""
+    """Return the HTTP status of an error, 0 for none."""
     said = _answer(error).get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
     for value in (said, *(getattr(error, name, 0) for name in ("status", "status_code", "code"))):
         if isinstance(value, int) and value:

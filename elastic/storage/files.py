@@ -1,9 +1,9 @@
-"""Files below one directory, on any file system that fsspec has.
+"""Files below one directory, on any file system that fsspec supports.
 
-Rule: a name that is there is complete. Local files are written beside their name, forced to the
-disk, and renamed; so are those of other file systems; an object store shows an object only once it
-is whole. What may safely be done twice is done again after a passing fault (`patience`); every
-failure becomes a `StorageError` that names the path and the reason.
+Rule: an existing name is a complete file. Files are written under a temporary name, synced to the
+disk if local, and renamed; an object store makes an object visible only once it is complete.
+Idempotent operations are retried after a transient fault (`patience_s`); every failure becomes a
+`StorageError` that names the path and the reason.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 READ_BYTES_MAX = 64 << 20
-"""Of a file that is read as a whole: markers, manifests, records of a run."""
+"""Limit for a file that is read as a whole: markers, manifests, records of a run."""
 Names = list[str]
 
 OBJECT_STORES = frozenset({
     "s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "oss", "oci", "tos", "r2", "b2", "hf",
 })  # fmt: skip
-"""No folders, no append, and a name is there only once its object is whole."""
+"""Schemes without folders and append, where a name exists only once its object is complete."""
 PACKAGES = {
     "s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "abfss": "adlfs",
     "az": "adlfs", "oss": "ossfs", "oci": "ocifs", "tos": "tosfs", "sftp": "paramiko",
@@ -52,10 +52,10 @@ class Files:
     """One directory; paths of its methods are relative to it, with slashes.
 
     Attributes:
-        path: as it was given.
-        fs: fsspec's file system; another one once credentials had to be read anew.
-        root: the directory as the file system knows it.
-        patience_s: how long passing faults are waited out.
+        path: as given by the caller.
+        fs: fsspec's file system; replaced when credentials are read again.
+        root: path of the directory for the file system.
+        patience_s: how long transient faults are retried.
     """
 
     def __init__(
@@ -70,8 +70,8 @@ class Files:
         Args:
             path: an fsspec path such as "/data/run" or "s3://bucket/run".
             filesystem: the one that `path` is in; by default the one that the path names.
-            patience_s: how long an operation that meets a passing fault is tried again, in
-                seconds; 0 for not at all.
+            patience_s: how long an operation is retried after a transient fault, in seconds; 0 for
+                not at all.
 
         Raises:
             StorageError: no file system for such a path, or the package for it is missing.
@@ -82,11 +82,11 @@ class Files:
             self.fs, self.root = filesystem, self.path
         else:
             self.fs, self.root = _opened(self.path)
-        # One that was given is not opened anew: nobody here knows how.
+        # A file system from the caller cannot be opened again here.
         self._is_ours = filesystem is None and not self.is_local
 
     def folder(self, name: str) -> Files:
-        """Return the files of a folder in this directory, with the same patience.
+        """Return the files of a folder in this directory, with the same `patience_s`.
 
         Raises:
             StorageError: the name leads out of this directory.
@@ -95,18 +95,18 @@ class Files:
 
     @property
     def is_local(self) -> bool:
-        """Return whether it lies in this machine's own file system (or one that is mounted)."""
+        """Return whether it is in a file system of this machine, or one mounted there."""
         return isinstance(self.fs, LocalFileSystem)
 
     @property
     def is_object_store(self) -> bool:
-        """Return whether files here are objects: no folders, and nothing can be appended."""
+        """Return whether it is in an object store: no folders, and no append."""
         protocols = self.fs.protocol
         names = (protocols,) if isinstance(protocols, str) else protocols
         return not OBJECT_STORES.isdisjoint(names)
 
     def at(self, name: str) -> str:
-        """Return the path of a file or folder as the file system knows it, "" for all.
+        """Return the path of a file or folder for the file system; the root for "".
 
         Raises:
             StorageError: the name leads out of this directory.
@@ -119,13 +119,13 @@ class Files:
         """Return whether there is such a file or folder.
 
         Raises:
-            StorageError: that cannot be found out.
+            StorageError: storage cannot be read.
         """
 
         def look() -> bool:
             self.fs.invalidate_cache()
             try:
-                # Not `fs.exists`: that takes every failure for "no".
+                # Not `fs.exists`: that returns False for every failure.
                 self.fs.info(self.at(name))
             except (FileNotFoundError, NotADirectoryError):
                 return False
@@ -138,10 +138,10 @@ class Files:
 
         Args:
             name: of the file.
-            limit: bytes; on this machine a longer file is refused before it fills the memory.
+            limit: bytes; a longer local file is refused before it fills the memory.
 
         Raises:
-            StorageError: it cannot be read; `FileNotFoundError` is its cause if it is not there.
+            StorageError: it cannot be read; its cause is `FileNotFoundError` if it does not exist.
         """
 
         def read() -> bytes:
@@ -156,7 +156,7 @@ class Files:
 
     @contextlib.contextmanager
     def reading(self, name: str) -> Iterator[Any]:
-        """Give the open file for the time of the `with` block; only opening it is tried again.
+        """Open a file for the `with` block; only opening it is retried.
 
         Raises:
             StorageError: it cannot be opened or read.
@@ -167,12 +167,12 @@ class Files:
             yield file
 
     def _open(self, name: str) -> Any:
-        """Open a file to read; on this machine it must be one, and no pipe that nobody writes."""
+        """Open a file to read; a local one must be a regular file, because a pipe could hang."""
         path = self.at(name)
         return outputs.open_regular(path) if self.is_local else self.fs.open(path, "rb")
 
     def tree(self) -> list[StoredFile]:
-        """Return all files below the directory, by name, without their checksums.
+        """Return all files below the directory, sorted by name, without their checksums.
 
         Raises:
             StorageError: the directory cannot be listed.
@@ -194,8 +194,8 @@ class Files:
         )
 
     def _below(self, folder: str) -> Iterator[dict[str, Any]]:
-        """Give what is known of each file below a folder."""
-        # Not `fs.find`: that takes a folder that cannot be read for an empty one.
+        """Yield fsspec's information on each file below a folder."""
+        # Not `fs.find`: that treats a folder that cannot be read as an empty one.
         for info in self.fs.ls(folder, detail=True):
             if info["type"] == "directory":
                 yield from self._below(info["name"])
@@ -203,7 +203,7 @@ class Files:
                 yield info
 
     def checksum(self, name: str) -> StoredFile:
-        """Return size and checksum of a file, after reading all of it.
+        """Read a file, and return its size and checksum.
 
         Raises:
             StorageError: it cannot be read.
@@ -219,10 +219,10 @@ class Files:
         return self._do(f"cannot read {self.path}/{name}", sum_up)
 
     def list(self, pattern: str) -> Names:
-        """Return the names that match a pattern, sorted; each `*` stands for a part of one name.
+        """Return the names that match a pattern, sorted; a `*` does not match slashes.
 
         Raises:
-            StorageError: a directory cannot be listed; one that is not there is empty.
+            StorageError: a directory cannot be listed; a missing one counts as empty.
         """
         what = f"cannot list {self.path}/{pattern}"
         self.fs.invalidate_cache()
@@ -242,10 +242,10 @@ class Files:
         return names if is_listed else [name for name in names if self.exists(name)]
 
     def _names(self, folder: str) -> Names:
-        """Return what is in a folder, given with its last slash or as "" for all."""
+        """Return the names in a folder, given with its final slash, or as "" for the root."""
         path = self.at(folder.rstrip("/"))
         try:
-            # Not `fs.glob`: that takes a folder that cannot be read for an empty one.
+            # Not `fs.glob`: that treats a folder that cannot be read as an empty one.
             found = self.fs.ls(path, detail=False)
         except (FileNotFoundError, NotADirectoryError):
             return []
@@ -255,7 +255,7 @@ class Files:
     # ---------------------------------------------------------------------------------- writing
 
     def write(self, name: str, data: bytes) -> StoredFile:
-        """Write a file, durable and whole or not at all.
+        """Write a file atomically and durably.
 
         Raises:
             StorageError: it cannot be written.
@@ -263,14 +263,14 @@ class Files:
         return self.put(name, lambda output: output.write(data))
 
     def put(self, name: str, produce: Callable[[OutputFile], object]) -> StoredFile:
-        """Write a file by a function, which is called anew when a passing fault broke the file.
+        """Write a file by a function, which is called again after a transient fault.
 
         Args:
             name: of the file.
-            produce: writes the whole content to what it is given, the same each time.
+            produce: writes the whole content to its argument, the same each time.
 
         Raises:
-            StorageError: it cannot be written; nothing of that name is left then.
+            StorageError: it cannot be written; no partial file has the name.
         """
 
         def write_all() -> StoredFile:
@@ -282,12 +282,12 @@ class Files:
 
     @contextlib.contextmanager
     def writing(self, name: str) -> Iterator[OutputFile]:
-        """Give a file to write for the time of the `with` block; its name exists afterwards.
+        """Open a file to write for the `with` block; its name exists afterwards.
 
-        The block cannot be run a second time, so a passing fault ends it: `put` outlives one.
+        The block cannot be repeated, so a transient fault fails it; `put` retries.
 
         Raises:
-            StorageError: it cannot be written; nothing of that name is left then.
+            StorageError: it cannot be written; no partial file has the name.
         """
         with self._told(f"cannot write {self.path}/{name}"), self._open_output(name) as output:
             yield output
@@ -295,12 +295,12 @@ class Files:
     def create(self, name: str, data: bytes) -> bool:
         """Write a file if there is none of this name.
 
-        Exactly one of several that try succeeds, on local disks and on object stores that know
-        conditional writes, as S3 does. Elsewhere it is looked first and written then.
+        Exactly one of several callers succeeds, on local disks and on object stores with
+        conditional writes, such as S3. Elsewhere it is a check followed by a write, not atomic.
 
         Returns:
-            Whether it was written here. After a lost answer that may be False all the same:
-            read it, to know whose it is.
+            Whether it was written here. After a lost reply this may be False although it was: read
+            the file to find out.
 
         Raises:
             StorageError: it cannot be written.
@@ -320,7 +320,7 @@ class Files:
         return self._do(f"cannot write {self.path}/{name}", create)
 
     def append(self, name: str, data: bytes) -> None:
-        """Add to the end of a file that nobody else writes to; all of it or nothing.
+        """Append to a file that has no other writer; all of the data or nothing.
 
         Raises:
             StorageError: it cannot be written, or this is an object store.
@@ -337,10 +337,10 @@ class Files:
                 file.write(data)
 
     def delete(self, name: str) -> None:
-        """Delete a file, or a folder with all that is in it.
+        """Delete a file, or a folder with its content.
 
         Raises:
-            StorageError: something cannot be deleted, or is not there.
+            StorageError: a file cannot be deleted, or does not exist.
         """
         attempts = 0
 
@@ -355,23 +355,23 @@ class Files:
                     self.fs.rm(self.at(name), recursive=True)
             except FileNotFoundError:
                 if attempts == 1:
-                    raise  # Otherwise the attempt before did it, and its answer was lost.
+                    raise  # Otherwise an earlier attempt deleted it, and its reply was lost.
 
         self._do(f"cannot delete {self.path}/{name}", remove)
 
     def _delete_literally(self, path: str) -> None:
-        """Delete what a pattern would stand for others, too: "run[1]" is the name of run1."""
+        """Delete a path that fsspec would read as a pattern: "run[1]" would also match "run1"."""
         if self.fs.info(path)["type"] != "directory":
             self.fs.rm_file(path)
             return
-        # Not `fs.find`: that takes a folder that cannot be read for an empty one.
+        # Not `fs.find`: that treats a folder that cannot be read as an empty one.
         for one in self.fs.ls(path, detail=True):
             if one["name"].rstrip("/") != path.rstrip("/"):
                 self._delete_literally(one["name"].rstrip("/"))
         try:
             self.fs.rmdir(path)
         except FileNotFoundError:
-            pass  # It was there as long as something was in it.
+            pass  # Object stores have no folder once its objects are deleted.
         except (OSError, NotImplementedError):
             if not self.is_object_store:
                 raise
@@ -387,10 +387,10 @@ class Files:
         return outputs.renamed_output(self.fs, final)
 
     def _do(self, what: str, action: Callable[[], T]) -> T:
-        """Do what may be done twice; see `with_timeout`.
+        """Run an idempotent operation with retries; see `with_timeout`.
 
         Raises:
-            StorageError: it failed for good, or for too long.
+            StorageError: it failed permanently, or for too long.
         """
         try:
             return with_timeout(lambda: self._accepted(action), self.patience_s, what)
@@ -398,7 +398,7 @@ class Files:
             raise self._failure(what, error) from error
 
     def _accepted(self, action: Callable[[], T]) -> T:
-        """Do it, and once more with credentials that are read anew if the old ones are refused."""
+        """Run the action; if its credentials are refused, read them again and repeat it once."""
         try:
             return action()
         except Exception as error:
@@ -409,13 +409,13 @@ class Files:
             return action()
 
     def _forget_credentials(self) -> None:
-        """Open the file system anew; fsspec otherwise keeps one for the life of the process."""
+        """Open the file system again; fsspec otherwise caches it for the life of the process."""
         type(self.fs).clear_instance_cache()
         self.fs, self.root = _opened(self.path)
 
     @contextlib.contextmanager
     def _told(self, what: str) -> Iterator[None]:
-        """Turn what the file system raises into an error that says who, what and why."""
+        """Turn the file system's errors into a `StorageError` with operation, path and reason."""
         try:
             yield
         except StorageError:
@@ -436,10 +436,10 @@ class Files:
 
 
 def _opened(path: str) -> tuple[Any, str]:
-    """Return fsspec's file system for a path, and the path as it knows it.
+    """Return fsspec's file system for a path, and the path within it.
 
     Raises:
-        StorageError: there is none.
+        StorageError: there is no file system for it, or it cannot be opened.
     """
     try:
         fs, root = fsspec.core.url_to_fs(path, **_options(path))
@@ -456,10 +456,10 @@ def _opened(path: str) -> tuple[Any, str]:
 
 
 def _options(path: str) -> dict[str, Any]:
-    """Return what the file system is opened with, beside what the user has configured for it."""
+    """Return options to open the file system with, beside the user's own configuration."""
     scheme = path.partition("://")[0]
     if scheme not in ("s3", "s3a") or "config_kwargs" in fsspec.config.conf.get(scheme, {}):
         return {}
-    # botocore asks again by itself, for up to a minute, and s3fs around it: patience is ours, so
-    # that it has one length. s3fs's own pauses, two seconds in all, remain.
+    # Disable botocore's own retries (up to a minute, repeated by s3fs), so that `patience_s` alone
+    # sets the total. s3fs's own pauses, two seconds in all, remain.
     return {"config_kwargs": {"retries": {"mode": "standard", "total_max_attempts": 1}}}

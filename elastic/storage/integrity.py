@@ -1,6 +1,6 @@
-"""Which checkpoint can be relied on: refusing one whose files are not what its marker says.
+"""Finds the newest valid checkpoint: refuses one whose files differ from its marker.
 
-Rule: what does not fit is refused by the file's name; nothing is guessed, and nothing repaired.
+Rule: a mismatch is refused with the file's name; nothing is guessed, and nothing repaired.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ def read_marker(checkpoint: Files) -> CheckpointMarker | None:
     """Return the marker of a checkpoint, None if it has none (it was never committed).
 
     Raises:
-        DamagedCheckpoint: there is one, and it is torn or changed, or there was one, which was
-            found to be damaged.
+        DamagedCheckpoint: the marker is torn or changed, or the checkpoint was found damaged
+            before.
         StorageError: storage cannot be read.
     """
     if not checkpoint.exists(MARKER):
@@ -45,8 +45,8 @@ def verify(checkpoint: Files, marker: CheckpointMarker) -> None:
     """Read every file that a marker names, and compare size and checksum.
 
     Args:
-        checkpoint: the files; it may be a copy of what was committed.
-        marker: what they should be.
+        checkpoint: the files; may be a copy of the committed checkpoint.
+        marker: their expected sizes and checksums.
 
     Raises:
         DamagedCheckpoint: naming the first file that is missing, torn or changed.
@@ -69,14 +69,14 @@ def newest_valid(
 ) -> tuple[str, CheckpointMarker] | None:
     """Return the newest reported checkpoint of a run that is not damaged, None if there is none.
 
-    A damaged one is set aside, so that it is not looked at again and its name is free. Where the
-    coordinator knows the last attempt, its records say what counts of it: whoever had one recorded
-    may have been killed before its marker was written. A marker that no record stands behind is
-    passed over.
+    A damaged one is set aside, so that it is not checked again and its name is free. If the
+    coordinator knows the last attempt, its records decide which of its checkpoints are committed: a
+    worker may have been killed between the record and the marker, and a marker without a record is
+    skipped.
 
     Args:
-        run: whose attempts are over.
-        say: told of each that is passed over, and why.
+        run: a run whose attempts have ended.
+        say: receives a text for each that is skipped, with the reason.
         job: the last attempt, None if the coordinator does not know it.
 
     Raises:
@@ -108,13 +108,13 @@ def _name(record: CheckpointRecord) -> str:
 
 
 def _newest(records: Sequence[CheckpointRecord]) -> Iterator[CheckpointRecord]:
-    """Yield the newest of each kind."""
+    """Yield the newest reported and the newest automatic checkpoint."""
     for is_automatic in (False, True):
         yield from [record for record in records if record.automatic is is_automatic][-1:]
 
 
 def place_of(marker: CheckpointMarker) -> str:
-    """Return where in the run a checkpoint was made, for people: "epoch 3, step 120"."""
+    """Return the place in the run of a checkpoint, as text: "epoch 3, step 120"."""
     metrics = json.loads(marker.metrics)
     told = [f"{name} {metrics[name]}" for name in ("epoch", "step") if name in metrics]
     return ", ".join(told) or f"generation {marker.generation}, report {marker.index}"

@@ -1,11 +1,11 @@
-"""A new file on a local disk, written past the page cache once it is large.
+"""A new file on a local disk; a large one is written with `O_DIRECT`, without the page cache.
 
-Checkpoints are written by the gigabyte and hardly ever read. Through the page cache they cost a
-processor a copy into fresh pages, evict the data that training reads again in the next epoch, and
-reach the disk in one burst at the end; `O_DIRECT` does none of that. Small files, and file systems
-that refuse it, go the usual way.
+Checkpoints are gigabytes, and are rarely read. Writing them through the page cache costs a copy
+into fresh pages, evicts the data that training reads again in the next epoch, and reaches the disk
+in one burst at the end; `O_DIRECT` avoids all of that. Small files, and file systems that refuse
+`O_DIRECT`, use the page cache.
 
-Rule: what reaches the file is what was written, whichever way it went.
+Rule: the file's content is the same either way.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ import numpy as np
 import numpy.typing as npt
 
 ALIGN = 4096
-"""What disks want of offsets, sizes and addresses; a page of memory is as large, or larger."""
+"""Alignment that `O_DIRECT` needs for offsets, sizes and addresses; a memory page is aligned."""
 BUFFER_BYTES = 4 << 20
 REFUSED = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP})
 
 
 class LocalFile:
-    """A file that is written from its beginning to its end, once; to be used in a `with` block."""
+    """A file that is written sequentially, once; for use in a `with` block."""
 
     def __init__(self, path: str, buffer_bytes: int = BUFFER_BYTES) -> None:
-        """Begin a file, or begin one anew.
+        """Create or truncate the file.
 
         Args:
-            path: of it.
-            buffer_bytes: collected before they are written, a multiple of `ALIGN`.
+            path: of the file.
+            buffer_bytes: size of the write buffer, a multiple of `ALIGN`.
 
         Raises:
             OSError: it cannot be opened.
@@ -63,12 +63,12 @@ class LocalFile:
             OSError: they cannot be written.
         """
         if self._buffer is None:
-            # Anonymous memory begins at a page, as `O_DIRECT` wants it.
+            # Anonymous memory is page-aligned, as `O_DIRECT` needs it.
             self._buffer = np.frombuffer(mmap.mmap(-1, self._buffer_bytes), np.uint8)
         data = np.frombuffer(view, np.uint8)
         while data.size:
             count = min(data.size, self._buffer_bytes - self._used)
-            # NumPy lets the training loop run meanwhile; a slice of a memoryview would not.
+            # NumPy releases the GIL for the training loop; a memoryview slice would not.
             np.copyto(self._buffer[self._used : self._used + count], data[:count])
             self._used += count
             data = data[count:]
@@ -77,7 +77,7 @@ class LocalFile:
                 self._write_out(self._used)
 
     def finish(self) -> None:
-        """Write what is left, and have all of it on the disk.
+        """Write the rest of the buffer, and sync the file to the disk.
 
         Raises:
             OSError: it cannot be written.
@@ -101,17 +101,17 @@ class LocalFile:
             except OSError as error:
                 if not self._is_direct or error.errno not in REFUSED:
                     raise
-                self._set_direct(False)  # Said yes when it was asked, and means no.
+                self._set_direct(False)  # Some file systems accept the flag but refuse the write.
                 continue
             if done % ALIGN:
-                self._set_direct(False)  # A short write, as before a full disk.
+                self._set_direct(False)  # A short write, such as on a nearly full disk.
         rest = self._used - count
         self._buffer[:rest] = self._buffer[count : self._used].copy()
         self._used = rest
 
     def _try_direct(self) -> None:
         if self._may_be_direct and not self._is_direct:
-            self._may_be_direct = False  # Once: a file that has left it has an odd place.
+            self._may_be_direct = False  # Only once: afterwards the offset may be unaligned.
             self._set_direct(True)
 
     def _set_direct(self, wanted: bool) -> None:

@@ -1,9 +1,9 @@
-"""The marker of a checkpoint: written last, and what the rest is held against.
+"""The marker of a checkpoint: written last; the files are checked against it.
 
-Rule: a directory without a marker that can be read does not exist, unless the coordinator has it in
-its records: then what was prepared is its marker (see `elastic.worker.checkpoint.committer`). The
-marker names every file with its size and checksum, and carries a checksum of itself, so that no
-flipped bit of any file goes unseen.
+Rule: a directory without a readable marker is no checkpoint, unless the coordinator has recorded
+it: then the prepared text is its marker (see `elastic.worker.checkpoint.committer`). The marker
+lists every file with size and checksum, and has a checksum of itself, so that a flipped bit in any
+file is detected.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ PREPARED = "_PREPARED"
 """The text of a marker that is not written yet."""
 VALIDATED = "_VALIDATED"
 DAMAGED = "_DAMAGED"
-"""Stands in place of the marker once a checkpoint was found damaged: why."""
+"""Replaces the marker of a checkpoint that was found damaged; holds the reason."""
 OURS = (MARKER, PREPARED, VALIDATED, DAMAGED)
 """Files that make a directory a committed checkpoint; a copy of one is not committed itself."""
 METADATA = ".metadata.json"
-"""What users write beside a checkpoint's files, also after the commit: not held against it."""
+"""Written by users beside a checkpoint's files, even after the commit: not checked."""
 FORMAT = 3
 UNKNOWN = -1
-"""Stands where a checksum is not known."""
+"""Value of an unknown checksum."""
 
 
 class StoredFile(NamedTuple):
@@ -39,7 +39,7 @@ class StoredFile(NamedTuple):
     Attributes:
         path: relative to the checkpoint, with slashes.
         size: bytes.
-        crc32: CRC-32 of its content, `UNKNOWN` if nobody computed it.
+        crc32: CRC-32 of its content, `UNKNOWN` if it was not computed.
     """
 
     path: str
@@ -48,11 +48,11 @@ class StoredFile(NamedTuple):
 
     @classmethod
     def of(cls, path: str, content: bytes) -> StoredFile:
-        """Return what is to be said of a file with this content."""
+        """Return the record of a file with this content."""
         return cls(path, len(content), zlib.crc32(content))
 
     def check(self, content: bytes) -> None:
-        """Refuse content that is not what was written.
+        """Refuse content that differs from what was written.
 
         Raises:
             ValueError: naming the file, and how it differs.
@@ -60,7 +60,7 @@ class StoredFile(NamedTuple):
         self.compare(len(content), zlib.crc32(content))
 
     def compare(self, size: int, crc32: int) -> None:
-        """Do the same by what was found out about the content."""
+        """Do the same, given size and checksum of the content."""
         if size != self.size:
             raise ValueError(f"{self.path} has {size} bytes instead of {self.size}")
         if self.crc32 not in (UNKNOWN, crc32):
@@ -69,16 +69,17 @@ class StoredFile(NamedTuple):
 
 @dataclass(frozen=True)
 class CheckpointMarker:
-    """What a marker says of its checkpoint.
+    """Content of a marker.
 
     Attributes:
-        job_id, generation, world_size: who wrote it.
-        kind, index: which one; see `CheckpointRecord`.
+        job_id, generation, world_size: the group that wrote the checkpoint.
+        kind, index: identify it in the generation; see `CheckpointRecord`.
         unix_ns: when it was committed.
-        metrics: JSON object: what was reported with it.
+        metrics: JSON object, reported with it.
         files: sorted by path.
-        validation: how it is to be validated, JSON, "" if it is not; see `validation.Wish`.
-        status: how far that is, and with it the metrics; not in the file, which never changes.
+        validation: how to validate it, JSON, "" for not at all; see `validation.ValidationRequest`.
+        status: progress of the validation, which also adds metrics; not in the file, which never
+            changes.
     """
 
     job_id: str
@@ -103,7 +104,7 @@ class CheckpointMarker:
         return sum(file.size for file in self.files)
 
     def record(self, path: str) -> CheckpointRecord:
-        """Return the checkpoint as the coordinator knows it."""
+        """Return the coordinator's record of the checkpoint."""
         return CheckpointRecord(
             path, self.generation, self.index, self.metrics, self.status, kind=self.kind
         )
@@ -133,7 +134,7 @@ class CheckpointMarker:
                 StoredFile(check_inside(path), *rest[:2])
                 for path, rest in body.pop("files").items()
             )
-            # What a later version added is passed over, as in `run.json`.
+            # Fields of a later version are ignored, as in `run.json`.
             known = {key: body[key] for key in cls.__dataclass_fields__ if key in body}
             known |= {"metrics": json.dumps(body["metrics"]), "kind": ReportKind(body["kind"])}
             return cls(**known, files=files)

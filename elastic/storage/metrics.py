@@ -1,17 +1,17 @@
-"""The metrics of a run: one JSON object a line, added while the run goes on.
+"""The metrics of a run: one JSON object a line, appended during the run.
 
-    RUN/metrics.jsonl                          what rank 0 reported
+    RUN/metrics.jsonl                          reports of rank 0
     RUN/metrics-rank3.jsonl                    the same of rank 3
     RUN/metrics/00001763730000000000-rank0.jsonl    the same, on object stores
 
-Nothing can be added to an object, and to rewrite a growing one with every report would cost more
-than training. There the lines go into parts: each belongs to one process and one generation, is
-named after its first line's time of day, is rewritten every `FLUSH_S` at most, and is followed by
-the next one at `PART_BYTES_MAX`. So what a report costs does not grow with the run, and a process
-of an earlier generation that wakes up late writes into its own parts only.
+Objects cannot be appended to, and rewriting a growing object with every report would cost more than
+training. There the lines go into parts: each belongs to one process and one generation, is named
+after the wall-clock time of its first line, is rewritten at most every `FLUSH_S`, and is followed
+by the next part at `PART_BYTES_MAX`. So the cost of a report does not increase with the run, and a
+late process of an earlier generation writes only to its own parts.
 
-Rule: a part has one writer; a kill loses the lines of the last `FLUSH_S`, on object stores. What
-storage does not take now is kept, and written with what comes next: training waits for none of it.
+Rule: a part has one writer; on object stores a kill loses the lines of the last `FLUSH_S`. Lines
+that cannot be written are kept, and written with later ones: training does not wait for them.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ FOLDER = "metrics"
 FLUSH_S = 2.0
 PART_BYTES_MAX = 1 << 20
 KEPT_BYTES_MAX = 16 << 20
-"""Of lines that storage has not taken; beyond it the oldest are lost."""
+"""Limit of unwritten lines; beyond it the oldest are lost."""
 TIMEOUT_S = 0.5
-"""How long a report waits for storage that fails for a moment."""
+"""How long a report retries after a transient fault."""
 AGAIN_S = 2.0
-"""Until storage is asked again that has failed."""
+"""Pause before the next write after a failed one."""
 
 
 class MetricsLog:
-    """What one rank reports; used by one thread of one process."""
+    """Writes the reports of one rank; used by one thread of one process."""
 
     def __init__(self, files: Files, rank: int, *, flush_s: float = FLUSH_S) -> None:
         """Write nothing yet.
 
         Args:
             files: the run directory.
-            rank: whose metrics.
-            flush_s: on an object store, the shortest time between two writes, in seconds.
+            rank: of the reports.
+            flush_s: on an object store, the minimum time between two writes, in seconds.
         """
         self._files = files
         self._impatient = Files(files.path, patience_s=min(TIMEOUT_S, files.patience_s))
@@ -55,7 +55,8 @@ class MetricsLog:
         self._flush_s = flush_s
         self._name = "" if files.is_object_store else log_name(rank)
         self._generation: Any = None
-        # Of a file the lines to add, of an object all that it is to hold, and how many it has.
+        # For a file the lines to append; for an object its whole content, `_num_written` of which
+        # are written.
         self._lines: list[bytes] = []
         self._num_bytes = self._num_written = 0
         self._is_failing = False
@@ -68,9 +69,9 @@ class MetricsLog:
             record: JSON object; on object stores "generation" and "unix_ns" name the part.
 
         Raises:
-            StorageError: it cannot be written now; it is kept, and written with a later one.
+            StorageError: the write failed; the line is kept, and written with a later one.
         """
-        # In ASCII: no character in it ends a line for anybody, and half a surrogate pair is one.
+        # ASCII only: no Unicode line separator, and a lone surrogate is escaped.
         line = (json.dumps(record) + "\n").encode()
         if self._files.is_object_store:
             generation = record.get("generation")
@@ -83,17 +84,17 @@ class MetricsLog:
             self._write(TIMEOUT_S)
 
     def flush(self) -> None:
-        """Let all lines be seen.
+        """Write all lines.
 
         Raises:
-            StorageError: they cannot be written; the next attempt writes them as well.
+            StorageError: they cannot be written; the next attempt includes them.
         """
         self._write(self._files.patience_s)
 
     def _begin_part(self, record: dict[str, Any]) -> None:
-        """Let what comes go to an object of its own; the one before is then whole.
+        """Start a new object for later lines, after completing the present one.
 
-        Where storage does not take that one, the lines that it lacks go along.
+        If that fails, its missing lines go into the new object.
         """
         try:
             if not self._is_failing or time.monotonic() >= self._not_before:
@@ -111,7 +112,7 @@ class MetricsLog:
             return
         files = self._files if patience_s > TIMEOUT_S else self._impatient
         data = b"".join(self._lines)
-        # Counted from the attempt: a store that is away is not asked with every report.
+        # Set before the attempt, so that a failing store is not tried at every report.
         self._not_before, self._is_failing = time.monotonic() + AGAIN_S, True
         if files.is_object_store:
             files.write(self._name, data)
@@ -134,17 +135,17 @@ class MetricsLog:
 
 
 def log_name(rank: int) -> str:
-    """Return the name of a rank's metrics where files can be appended to."""
+    """Return the name of a rank's metrics file, where files can be appended to."""
     return "metrics.jsonl" if rank == 0 else f"metrics-rank{rank}.jsonl"
 
 
 def read_metrics(files: Files, rank: int) -> list[dict[str, Any]]:
-    """Return what a rank reported, oldest first.
+    """Return the reports of a rank, oldest first.
 
-    A line that was torn by a kill in the middle of writing is left out.
+    A line that was torn by a kill is left out.
 
     Raises:
-        StorageError: it is there and cannot be read.
+        StorageError: the metrics exist and cannot be read.
     """
     names = [log_name(rank)]
     if files.is_object_store:
@@ -153,24 +154,24 @@ def read_metrics(files: Files, rank: int) -> list[dict[str, Any]]:
 
 
 class MetricsReader:
-    """What a rank reports, as it comes."""
+    """Reads the reports of a rank incrementally."""
 
     def __init__(self, files: Files, rank: int) -> None:
-        """Begin before its first line.
+        """Start before its first line.
 
         Args:
             files: the run directory.
-            rank: whose metrics.
+            rank: of the reports.
         """
         self._files, self._rank = files, rank
         self._seen = 0
-        """Bytes of the file, rows on an object store."""
+        """Bytes read of a local file; rows read elsewhere."""
 
     def read(self) -> list[dict[str, Any]]:
-        """Return what has come since the last call; a line that is being written comes later.
+        """Return the reports since the last call; an unfinished line is returned later.
 
         Raises:
-            StorageError: it is there and cannot be read.
+            StorageError: the metrics exist and cannot be read.
         """
         if not self._files.is_local:
             rows = read_metrics(self._files, self._rank)[self._seen :]
@@ -190,21 +191,21 @@ class MetricsReader:
 
 
 class Numbering:
-    """Numbers the reports of a run: one that is made again after a loss has its number again.
+    """Numbers the reports of a run: one that is repeated after a loss gets the same number.
 
-    In a loop over `train.epochs()` a place tells it. Other code begins again in a new process, with
-    a checkpoint or from the start, and counts on from there.
+    In a loop over `train.epochs()` it is identified by its place ("at"). Other code restarts in a
+    new process, from a checkpoint or from the start, and continues the count from there.
     """
 
     def __init__(
         self, begins: Mapping[str, int] | None = None, named: Mapping[str, int] | None = None
     ) -> None:
-        """Begin before the first row of a run directory.
+        """Start before the first row of a run directory.
 
         Args:
-            begins: a checkpoint's name -> the report that it came with, of those that the run may
-                begin with and that no report of its own names.
-            named: the same of the run's reports that are known already.
+            begins: a checkpoint's name -> number of its report, for checkpoints of other runs that
+                this run may start from.
+            named: the same, for reports of this run that are known already.
         """
         self._named = {**(named or {}), **(begins or {})}
         self._places: dict[str, int] = {}

@@ -1,7 +1,7 @@
-"""Names that came from elsewhere, before they become paths.
+"""Checks names from other sources before they become paths.
 
-Rule: no name of a file, a folder or a checkpoint leads out of the directory that it is looked for
-in, whoever wrote it: another worker, a marker, a script. `Files` and `RunDirectory` ask here.
+Rule: no name of a file, a folder or a checkpoint leads out of its directory (no path traversal),
+whether it comes from another worker, a marker or a script. `Files` and `RunDirectory` call this.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ SHOWN_CHARS = 100
 
 
 def check_inside(name: str) -> str:
-    """Return a relative path of slashes that stays below where it begins.
+    """Return the name if it is a relative path, with slashes, that stays below its directory.
 
     Raises:
-        StorageError: it does not, or cannot be a path.
+        StorageError: it leads elsewhere, or is no valid path.
     """
     parts = name.split("/")
     if "\0" in name or not all(parts) or not {".", ".."}.isdisjoint(parts):
@@ -27,10 +27,10 @@ def check_inside(name: str) -> str:
 
 
 def check_one(what: str, name: str) -> str:
-    """Return the name of something that lies directly in its directory.
+    """Return the name if it is a single component, without slashes.
 
     Raises:
-        StorageError: it is a path, or nothing.
+        StorageError: it has several components, or is empty.
     """
     if "/" in name or "\\" in name:
         raise StorageError(f"{what} {name[:SHOWN_CHARS]!r}: expected one name, without slashes")

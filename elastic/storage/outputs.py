@@ -1,6 +1,6 @@
-"""How a file comes to be: beside its name and renamed, or as an object that is whole at once.
+"""Atomic creation of files: a temporary name that is renamed, or an object written at once.
 
-Rule: whatever breaks off in between, nothing half-done has the file's name.
+Rule: after an interruption at any point no partial file has the final name.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ NO_LINKS = frozenset({errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS
 
 
 class OutputFile:
-    """A file that is being written; counts and sums up what goes through."""
+    """A file that is being written; tracks its size and CRC-32."""
 
     def __init__(self, file: Any) -> None:
-        """Write to this file."""
+        """Wrap an open file."""
         self._file = file
         self.size, self.crc32 = 0, 0
 
@@ -38,12 +38,12 @@ class OutputFile:
         return len(view)
 
     def flush(self) -> None:
-        """Nothing: the end of the `with` block makes all of it durable."""
+        """Do nothing: the end of the `with` block makes all of it durable."""
 
 
 @contextlib.contextmanager
 def local_output(final: str) -> Iterator[OutputFile]:
-    """Give a local file that has its name, and is on the disk, after the `with` block."""
+    """Yield a local file that has its final name, and is durable, after the `with` block."""
     folder = os.path.dirname(final)
     os.makedirs(folder, exist_ok=True)
     partial = final + PARTIAL
@@ -57,13 +57,13 @@ def local_output(final: str) -> Iterator[OutputFile]:
 
 @contextlib.contextmanager
 def object_output(fs: Any, final: str) -> Iterator[OutputFile]:
-    """Give an object that exists after the `with` block, and not at all if that raises."""
+    """Yield an object that exists after the `with` block, and not at all if that raises."""
     file = fs.open(final, "wb")
     try:
         yield OutputFile(file)
         file.close()
     except BaseException:
-        # To close it would complete it: with what was written so far, under its name.
+        # Do not close it: that would complete a partial object under its final name.
         with contextlib.suppress(Exception):
             file.discard()
         with contextlib.suppress(Exception):
@@ -73,7 +73,7 @@ def object_output(fs: Any, final: str) -> Iterator[OutputFile]:
 
 @contextlib.contextmanager
 def renamed_output(fs: Any, final: str) -> Iterator[OutputFile]:
-    """Give a file of some other file system that has its name after the `with` block."""
+    """Yield a file of another file system that has its final name after the `with` block."""
     fs.makedirs(final.rpartition("/")[0], exist_ok=True)
     partial = final + PARTIAL
     try:
@@ -90,7 +90,7 @@ def create_local(final: str, data: bytes) -> bool:
     """Write a local file unless the name is taken; return whether it was written."""
     folder = os.path.dirname(final)
     os.makedirs(folder, exist_ok=True)
-    # Several may try at once: each has its own, and the link decides who wins.
+    # Several processes may try at once: each has its own partial file; only one link succeeds.
     partial = f"{final}.{secrets.token_hex(4)}{PARTIAL}"
     try:
         with open(partial, "xb") as file:
@@ -121,7 +121,7 @@ def create_object(fs: Any, final: str, data: bytes) -> bool:
     except FileExistsError:
         return False
     except (NotImplementedError, TypeError, OSError) as error:
-        # A store, or a client of one, that knows no conditional writes.
+        # A store or client without conditional writes.
         if isinstance(error, OSError) and error.errno != errno.ENOSYS:
             raise
         fs.invalidate_cache()
@@ -135,10 +135,10 @@ def create_object(fs: Any, final: str, data: bytes) -> bool:
 
 
 def open_regular(path: str) -> BinaryIO:
-    """Open a local file to read, if it is one.
+    """Open a local regular file to read.
 
     Raises:
-        OSError: it is not there, or a pipe or a device, which could be read from without end.
+        OSError: it does not exist, or is a pipe or a device, which might never end.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     mode = os.fstat(descriptor).st_mode
@@ -151,9 +151,9 @@ def open_regular(path: str) -> BinaryIO:
 
 
 def append_local(path: str, data: bytes) -> None:
-    """Add lines to a local file that nobody else writes to; what was added in part is taken back.
+    """Append lines to a local file that has no other writer; a partial append is undone.
 
-    A line that somebody who was killed has left without an end is ended first: ours are not its.
+    An unfinished line of a killed writer is ended first, so that it does not merge with ours.
     """
     os.makedirs(os.path.dirname(path), exist_ok=True)
     with open(path, "ab+", buffering=0) as file:
@@ -180,7 +180,7 @@ def _removed_on_error(path: str) -> Iterator[None]:
 
 
 def _sync_folder(folder: str) -> None:
-    """Make a rename durable, where the file system can do that for folders."""
+    """Make a rename durable, where the file system supports fsync of a directory."""
     with contextlib.suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         try:

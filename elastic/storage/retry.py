@@ -1,8 +1,8 @@
-"""Doing something again until it works, the time is over, or it is plain that it will not.
+"""Retries of storage operations after transient faults, with a timeout.
 
-Rule: only what may safely be done twice comes here. Pauses grow and are drawn at random, because
-all workers of a run meet the same fault at the same moment; none is longer than a slice at a time,
-so that an exception that another thread raises in this one arrives.
+Rule: only idempotent operations are retried. Pauses increase and are random, because all workers of
+a run meet the same fault at the same moment. A pause sleeps in short slices, so that an exception
+that another thread raises in this one is delivered.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 TIMEOUT_S = 30.0
-"""How long a passing fault is waited out by default."""
+"""Default time for which a transient fault is retried."""
 FIRST_PAUSE_S = 0.2
 PAUSE_S_MAX = 5.0
 SLICE_S = 0.02
 
 
 def with_timeout(action: Callable[[], T], patience_s: float, what: str) -> T:
-    """Do it, and again after a passing fault.
+    """Run an action, and retry it after transient faults.
 
     Args:
-        action: may be done any number of times.
-        patience_s: no attempt begins later than this after the first; 0 for one attempt.
-        what: is tried, for the log.
+        action: an idempotent operation.
+        patience_s: no attempt starts later than this after the first; 0 for one attempt.
+        what: describes the action in the log.
 
     Returns:
-        What it returned.
+        The action's result.
 
     Raises:
-        Exception: the last attempt's.
+        Exception: that of the last attempt.
     """
     if patience_s <= 0:
         return action()

@@ -1,15 +1,15 @@
-"""The run directory: metrics of every report, and checkpoints that count once they are recorded.
+"""The run directory: metrics of every report, and checkpoints, valid once they are recorded.
 
-    RUN/run.json                 what became of the run; see `run_record`
-    RUN/metrics.jsonl            what rank 0 reported, one JSON object a line
+    RUN/run.json                 state of the run; see `run_record`
+    RUN/metrics.jsonl            reports of rank 0, one JSON object a line
     RUN/metrics-rank3.jsonl      the same of rank 3
     RUN/metrics/*-rank0.jsonl    the same in parts, on object stores (see `metrics`)
-    RUN/events.jsonl             what happened to the run; see `events`
-    RUN/profiles/*.json          what `elastic profile` has sampled, for speedscope
+    RUN/events.jsonl             event log of the run; see `events`
+    RUN/profiles/*.json          samples of `elastic profile`, for speedscope
     RUN/checkpoints/NAME/        files of one checkpoint
-    RUN/checkpoints/NAME/_PREPARED     what the marker will say, until it is there
-    RUN/checkpoints/NAME/_COMMITTED    written last: the coordinator has it in its records
-    RUN/checkpoints/NAME/_VALIDATED    what its validation found out (see `validation`)
+    RUN/checkpoints/NAME/_PREPARED     the text of the marker, until that is written
+    RUN/checkpoints/NAME/_COMMITTED    the marker, written last, once the coordinator has a record
+    RUN/checkpoints/NAME/_VALIDATED    result of its validation (see `validation`)
 
 Rule: every failure of the storage below becomes a `StorageError` that names the path and the
 reason.
@@ -50,7 +50,7 @@ log = logging.getLogger(__name__)
 
 CHECKPOINTS = "checkpoints"
 AUTOMATIC = "auto-"
-"""How the names of automatic checkpoints begin."""
+"""Prefix of the names of automatic checkpoints."""
 
 
 class RunDirectory:
@@ -61,7 +61,7 @@ class RunDirectory:
 
         Args:
             path: storage_path/name, as an fsspec path such as "/data/run" or "s3://b/run".
-            patience_s: how long passing faults of the storage are waited out, in seconds.
+            patience_s: how long transient faults of the storage are retried, in seconds.
 
         Raises:
             StorageError: no file system for such a path.
@@ -72,7 +72,7 @@ class RunDirectory:
         self._unreadable: set[str] = set()
 
     def checkpoint_path(self, name: str) -> str:
-        """Return the path under which users find a checkpoint."""
+        """Return the full path of a checkpoint."""
         return f"{self.path}/{CHECKPOINTS}/{name}"
 
     def name_of(self, path: str) -> str:
@@ -84,15 +84,15 @@ class RunDirectory:
         """Return the files of a checkpoint.
 
         Raises:
-            StorageError: the name leads elsewhere.
+            StorageError: the name leads out of the run directory.
         """
         return self.files.folder(_folder(name))
 
     def append_metrics(self, rank: int, record: dict[str, Any]) -> None:
-        """Add a line to this rank's metrics; on an object store it may be seen a little later.
+        """Add a line to this rank's metrics; on an object store it may appear with a delay.
 
         Raises:
-            StorageError: it cannot be written now; it is kept, and written with a later one.
+            StorageError: the write failed; the line is kept, and written with a later one.
         """
         log = self._logs.setdefault(rank, MetricsLog(self.files, rank))
         try:
@@ -101,7 +101,7 @@ class RunDirectory:
             raise StorageError(f"rank {rank} {error}") from error
 
     def flush_metrics(self) -> None:
-        """Let every line that was added be seen; for the end of a train function.
+        """Write every line that was added; for the end of a train function.
 
         Raises:
             StorageError: they cannot be written.
@@ -110,10 +110,10 @@ class RunDirectory:
             log.flush()
 
     def read_metrics(self, rank: int = 0) -> list[dict[str, Any]]:
-        """Return what a rank reported, oldest first; a torn line is left out.
+        """Return the reports of a rank, oldest first; a torn line is left out.
 
         Raises:
-            StorageError: it is there and cannot be read.
+            StorageError: the metrics exist and cannot be read.
         """
         return read_metrics(self.files, rank)
 
@@ -125,14 +125,15 @@ class RunDirectory:
         Args:
             source: a local directory.
             name: of the checkpoint.
-            claim: is asked for each relative path; those that it refuses are some other
-                member's to write.
+            claim: called for each relative path; returns False for files that another member
+                writes.
 
         Returns:
-            Every file of ours, claimed or not; those claimed with their checksums.
+            Every file of the source, claimed or not; claimed ones with their checksums.
 
         Raises:
-            StorageError: something cannot be read or written, or a checkpoint of this name counts.
+            StorageError: a file cannot be read or written, or a checkpoint of this name is
+                committed.
         """
         self.check_free(name)
         target = self.checkpoint(name)
@@ -164,15 +165,15 @@ class RunDirectory:
             ) from error
 
     def weigh(self, name: str, *, claim: Callable[[str], bool]) -> tuple[StoredFile, ...]:
-        """Return the files of a checkpoint that somebody else has written, and that do not change.
+        """Return the files of a checkpoint that the script has written itself, with checksums.
 
         Args:
             name: of the checkpoint.
-            claim: is asked for each relative path; those that it refuses are some other member's
-                to read.
+            claim: called for each relative path; returns False for files that another member
+                reads.
 
         Raises:
-            StorageError: something cannot be read, or there is nothing.
+            StorageError: a file cannot be read, or there is none.
         """
         target = self.checkpoint(name)
         with _as("cannot read", target.path):
@@ -186,7 +187,7 @@ class RunDirectory:
         return tuple(stored)
 
     def is_committed(self, name: str) -> bool:
-        """Return whether a checkpoint of this name counts already.
+        """Return whether a checkpoint of this name is committed.
 
         Raises:
             StorageError: the directory cannot be read.
@@ -194,31 +195,31 @@ class RunDirectory:
         return self.checkpoint(name).exists(MARKER)
 
     def check_free(self, name: str) -> None:
-        """Refuse to write over a checkpoint that counts.
+        """Refuse to overwrite a committed checkpoint.
 
         Raises:
-            StorageError: there is one of this name, or that cannot be found out.
+            StorageError: there is one of this name, or storage cannot be read.
         """
         if self.is_committed(name):
             raise StorageError(f"{self.checkpoint_path(name)} exists already; use another name")
 
     def prepare(self, name: str, marker: CheckpointMarker) -> None:
-        """Write down what the marker will say, beside the files of which it speaks.
+        """Write the text of the marker as `_PREPARED`, beside the checkpoint's files.
 
         Raises:
-            StorageError: it cannot be written, or a checkpoint of this name counts already.
+            StorageError: it cannot be written, or a checkpoint of this name is committed.
         """
         self.check_free(name)
         files = self.checkpoint(name)
         with _as("cannot commit", self.checkpoint_path(name)):
-            # Of a checkpoint that had this name before, and was set aside.
+            # Left by a checkpoint that had this name before, and was set aside.
             for sign in (DAMAGED, VALIDATED):
                 if files.exists(sign):
                     files.delete(sign)
             files.write(PREPARED, marker.to_json().encode())
 
     def prepared(self, name: str) -> CheckpointMarker | None:
-        """Return what the marker of a checkpoint will say, None if nothing is prepared.
+        """Return the prepared marker of a checkpoint, None if there is none.
 
         Raises:
             StorageError: it cannot be read.
@@ -238,10 +239,10 @@ class RunDirectory:
             return None
 
     def finish(self, name: str) -> bool:
-        """Write the marker of a checkpoint that the coordinator has recorded; again is no harm.
+        """Write the marker of a checkpoint that the coordinator has recorded; idempotent.
 
         Returns:
-            Whether it has one now: not if it was set aside, or if nothing is prepared of it.
+            Whether it has one now: not if it was set aside, or if nothing was prepared.
 
         Raises:
             StorageError: the marker cannot be written.
@@ -258,40 +259,39 @@ class RunDirectory:
         return True
 
     def commit(self, name: str, marker: CheckpointMarker) -> str:
-        """Write the marker, once all files are there; the same twice is no error.
+        """Write the marker, once all files are written; idempotent.
 
         Returns:
             The checkpoint's path.
 
         Raises:
-            StorageError: it cannot be written, or somebody else has committed a checkpoint under
-                this name.
+            StorageError: it cannot be written, or another checkpoint of this name is committed.
         """
         data = marker.to_json().encode()
         files = self.checkpoint(name)
         with _as("cannot commit", self.checkpoint_path(name)):
-            # What is there may be ours: written, with an answer that was lost.
+            # An existing marker may be our own, written by a try whose reply was lost.
             if not files.create(MARKER, data) and (other := files.read(MARKER)) != data:
                 raise StorageError(
                     f"{_owner(other)} has committed a checkpoint of this name already; give it "
                     f"another name, or remove the old one"
                 )
-        with contextlib.suppress(StorageError):  # It says nothing more.
+        with contextlib.suppress(StorageError):  # It is redundant now.
             files.delete(PREPARED)
         return self.checkpoint_path(name)
 
     def clear(self, name: str, *, kept: Collection[str]) -> None:
-        """Remove from a checkpoint that is to be committed what an attempt before it has left.
+        """Before a commit, remove files that an earlier attempt left in the checkpoint's folder.
 
-        Under a name that a script chose one may have been killed, with other files: whoever then
-        reads all that is there would take them for a part of it.
+        With a name chosen by the script an earlier attempt may have been killed while it wrote
+        other files: a reader of the whole folder would take them for a part of the checkpoint.
 
         Args:
             name: of the checkpoint.
             kept: relative paths of its files.
 
         Raises:
-            StorageError: the directory cannot be listed, or something in it not be deleted.
+            StorageError: the directory cannot be listed, or a file cannot be deleted.
         """
         files = self.checkpoint(name)
         for file in files.tree():
@@ -299,25 +299,25 @@ class RunDirectory:
                 files.delete(file.path)
 
     def discard(self, name: str) -> None:
-        """Remove what there is of a checkpoint that will not be committed, if that is possible."""
-        # Without a marker it does not exist for anyone; it only takes up room.
+        """Remove the files of a checkpoint that will not be committed, if possible."""
+        # An error is harmless: without a marker it is no checkpoint, and only takes up space.
         with contextlib.suppress(StorageError):
             self.files.delete(_folder(name))
 
     def remove(self, name: str) -> None:
-        """Delete a committed checkpoint; it ceases to exist before its first file goes.
+        """Delete a committed checkpoint: its marker first, then its files.
 
         Raises:
-            StorageError: something cannot be deleted.
+            StorageError: a file cannot be deleted.
         """
-        # What is prepared goes first, or it could be finished again, without files.
+        # `_PREPARED` before the marker: otherwise the checkpoint could be finished without files.
         for sign in (PREPARED, MARKER):
             if self.checkpoint(name).exists(sign):
                 self.files.delete(f"{_folder(name)}/{sign}")
         self.files.delete(_folder(name))
 
     def names(self, prefix: str = "") -> list[str]:
-        """Return the names of checkpoints, also of those that were never committed.
+        """Return the names of all checkpoints, committed or not.
 
         Raises:
             StorageError: the directory cannot be listed.
@@ -326,7 +326,7 @@ class RunDirectory:
         return [path.split("/")[1] for path in found]
 
     def reported(self) -> list[tuple[str, CheckpointMarker]]:
-        """Return name and marker of what all attempts reported and committed, oldest first.
+        """Return name and marker of the reported checkpoints of all attempts, oldest first.
 
         Raises:
             StorageError: the directory cannot be listed.
@@ -334,22 +334,22 @@ class RunDirectory:
         return [(name, marker) for name, marker in self.committed() if not marker.automatic]
 
     def committed(self, prefix: str = "") -> list[tuple[str, CheckpointMarker]]:
-        """Return name and marker of every checkpoint that counts, in the order of commits.
+        """Return name and marker of every committed checkpoint, in the order of commits.
 
         Args:
-            prefix: of the names that are looked at.
+            prefix: of the names.
 
         Raises:
             StorageError: the directory cannot be listed.
         """
         jobs, found = self.jobs(), self.markers(prefix)
-        # Where nobody has noted the order of attempts, it is that of their first commits.
+        # Attempts that the run's record does not list are ordered by their first commits.
         began: dict[str, int] = {}
         for _, marker in found:
             began[marker.job_id] = min(marker.unix_ns, began.get(marker.job_id, marker.unix_ns))
 
         def age(pair: tuple[str, CheckpointMarker]) -> tuple[int, int, str, int, bool, int]:
-            # Inside an attempt no clock counts: those of two nodes differ, and may be set back.
+            # Within an attempt clocks are not used: those of two nodes differ, and may be set back.
             job_id, order = pair[1].job_id, (pair[1].generation, pair[1].automatic, pair[1].index)
             if job_id in jobs:
                 return jobs.index(job_id), 0, job_id, *order
@@ -358,7 +358,7 @@ class RunDirectory:
         return sorted(found, key=age)
 
     def automatic(self) -> list[tuple[str, CheckpointMarker]]:
-        """Return name and marker of what was committed without a report, oldest first.
+        """Return name and marker of the automatic checkpoints, oldest first.
 
         Raises:
             StorageError: the directory cannot be listed.
@@ -375,7 +375,7 @@ class RunDirectory:
         return record.jobs if record is not None else ()
 
     def records(self) -> tuple[CheckpointRecord, ...]:
-        """Return the checkpoints that count, of all attempts, in the order of commits.
+        """Return the committed checkpoints of all attempts, in the order of commits.
 
         Raises:
             StorageError: the directory cannot be listed.
@@ -383,7 +383,7 @@ class RunDirectory:
         return tuple(self.record(name, marker) for name, marker in self.committed())
 
     def record(self, name: str, marker: CheckpointMarker) -> CheckpointRecord:
-        """Return a checkpoint as the coordinator knows it."""
+        """Return the coordinator's record of a checkpoint."""
         return marker.record(self.checkpoint_path(name))
 
     def newest_checkpoint(self) -> str:
@@ -405,7 +405,7 @@ class RunDirectory:
         return max((marker.generation for marker in of_job), default=0)
 
     def set_aside(self, name: str, reason: str) -> None:
-        """Let a damaged checkpoint not exist any more; its files stay where they are.
+        """Replace the marker of a damaged checkpoint by `_DAMAGED`; its files stay.
 
         Raises:
             StorageError: its marker cannot be replaced.
@@ -420,7 +420,7 @@ class RunDirectory:
         """Return name and marker of every checkpoint whose marker can be read; see `marker`.
 
         Args:
-            prefix: of the names that are looked at.
+            prefix: of the names.
 
         Raises:
             StorageError: the directory cannot be read.
@@ -435,7 +435,7 @@ class RunDirectory:
     def marker(self, name: str) -> CheckpointMarker | None:
         """Return a checkpoint's marker, None if it has none that can be read.
 
-        With what its validation found out, as far as that is known.
+        Includes the result of its validation, if known.
 
         Raises:
             StorageError: storage cannot be read.
@@ -463,12 +463,12 @@ def _folder(name: str) -> str:
 
 
 def _files_below(folder: Path, above: tuple[os.stat_result, ...] = ()) -> Iterator[Path]:
-    """Yield all files, also behind links to folders, under each of their names.
+    """Yield all files, following symlinks to folders; a file is yielded under each of its paths.
 
-    A link to a folder that it is in leads nowhere new, and is passed over.
+    A symlink to a parent folder (a cycle) is skipped.
 
     Raises:
-        OSError: a link that leads nowhere, or what is neither a file nor a folder.
+        OSError: a broken symlink, or neither a file nor a folder.
     """
     about = folder.stat()
     if any(os.path.samestat(about, other) for other in above):
@@ -479,7 +479,7 @@ def _files_below(folder: Path, above: tuple[os.stat_result, ...] = ()) -> Iterat
         elif path.is_file():
             yield path
         else:
-            os.stat(path)  # A link to nothing says so itself.
+            os.stat(path)  # Raises for a broken symlink.
             raise OSError(errno.EINVAL, "it is no regular file", str(path))
 
 
@@ -493,7 +493,7 @@ def _copied(path: Path, target: Files, relative: str) -> StoredFile:
 
 
 def _owner(data: bytes) -> str:
-    """Return who wrote a marker, in words."""
+    """Return the group that wrote a marker, as text."""
     try:
         marker = CheckpointMarker.from_json(data.decode())
     except ValueError:
@@ -503,7 +503,7 @@ def _owner(data: bytes) -> str:
 
 @contextlib.contextmanager
 def _as(what: str, path: str) -> Iterator[None]:
-    """Say what was tried, in words of the caller."""
+    """Prefix errors with the caller's text and path."""
     try:
         yield
     except StorageError as error:

@@ -1,8 +1,7 @@
-"""`run.json`: what became of a run, beside its checkpoints, for whoever comes next.
+"""`run.json`: the state of a run, stored beside its checkpoints for later processes.
 
-Rule: written whole or not at all. It is written before a job is submitted and again by whoever
-sees its end; where nobody saw it, `running` stays, and means no more than "not known to have
-ended".
+Rule: written atomically. It is written before a job is submitted, and again by the process that
+sees its end; if none did, `running` stays, and means only "not known to have ended".
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ RUN_FORMAT = 2
 
 
 class RunPhase(Enum):
-    """What is known of a run."""
+    """Known state of a run."""
 
     RUNNING = "running"
-    """Begun, and not known to have ended."""
+    """Started, and not known to have ended."""
     SUCCEEDED = "succeeded"
     FAILED = "failed"
     STOPPED = "stopped"
@@ -33,12 +32,13 @@ class RunPhase(Enum):
 
 @dataclass(frozen=True)
 class RunOwner:
-    """The process that a run lives and dies with.
+    """The process without which a run ends.
 
     Attributes:
-        host: where it runs.
-        pid: its id there.
-        began: when it was started, in ticks since the host was; tells it from a later process.
+        host: its host name.
+        pid: its process id there.
+        began: its start in clock ticks since boot; distinguishes it from a later process that
+            reuses the pid.
     """
 
     host: str
@@ -47,7 +47,7 @@ class RunOwner:
 
     @classmethod
     def this_process(cls) -> RunOwner:
-        """Return the process that asks."""
+        """Return the calling process."""
         return cls.of(os.getpid())
 
     @classmethod
@@ -56,7 +56,7 @@ class RunOwner:
         return cls(socket.gethostname(), pid, _began(pid))
 
     def is_other_and_alive(self) -> bool:
-        """Return whether it is known to live; False for this process, and on other hosts."""
+        """Return whether it is known to be running; False for this process, and on other hosts."""
         if self.host != socket.gethostname() or self.pid == os.getpid():
             return False
         return _began(self.pid) == self.began != 0
@@ -64,17 +64,17 @@ class RunOwner:
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecord:
-    """What `run.json` says.
+    """Content of `run.json`.
 
     Attributes:
         name: of the run.
         jobs: ids of its attempts, in order; the last one is the present one.
-        phase: how the last one stands.
+        phase: of the last attempt.
         started_unix_ns: when the first attempt was submitted.
-        ended_unix_ns: when the last one ended, 0 if that is not known.
+        ended_unix_ns: when the last one ended, 0 if unknown.
         reason: why it failed or was stopped, in one line.
-        resume_from: path of the checkpoint of another run that it began from, "" for none.
-        owner: the process without which it cannot run, None for a job on a cluster of its own.
+        resume_from: path of another run's checkpoint that it started from, "" for none.
+        owner: the process without which it cannot run, None for a job on a permanent cluster.
     """
 
     name: str
@@ -96,10 +96,10 @@ class RunRecord:
 
     @classmethod
     def from_json(cls, text: str) -> RunRecord:
-        """Read the text of the file; what a later version added is passed over.
+        """Parse the text of the file; fields of a later version are ignored.
 
         Raises:
-            ValueError: it is no such text, was changed, or is of another format.
+            ValueError: it is invalid, changed, or of another format.
         """
         body = from_summed_json(text, RUN_FORMAT)
         try:
@@ -118,7 +118,7 @@ class RunRecord:
 
 
 def read_run(files: Files) -> RunRecord | None:
-    """Return what a run directory's `run.json` says, None if it has none.
+    """Read a run directory's `run.json`; None if it has none.
 
     Raises:
         StorageError: it cannot be read.
@@ -157,11 +157,11 @@ def write_run(files: Files, record: RunRecord) -> None:
 
 
 def _began(pid: int) -> int:
-    """Return when a process was started, in ticks, 0 if there is none of that id."""
+    """Return when a process was started, in ticks since boot, 0 if it does not run."""
     try:
         # The second field is the name of the program, which may hold spaces and brackets.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return 0
-    # A process that is dead and not waited for yet runs nothing.
+    # A zombie does not count as running.
     return 0 if fields[0] in "ZX" else int(fields[19])

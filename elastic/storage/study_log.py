@@ -1,11 +1,11 @@
-"""The log of a study: STUDY/study.jsonl, one JSON object a line, only ever added to.
+"""The log of a study: STUDY/study.jsonl, one JSON object a line, append-only.
 
     STUDY/study.jsonl           proposed, started, reported, decided, ended (see `core/study`)
-    STUDY/study/00000012.jsonl  the same in parts, on object stores, which cannot be added to
-    STUDY/stop.json             somebody asked for the study to be stopped
+    STUDY/study/00000012.jsonl  the same in parts, on object stores, which have no append
+    STUDY/stop.json             a request to stop the study
     STUDY/NAME/                 the run directory of a trial
 
-Rule: a line is there before what it says is done. One driver writes at a time.
+Rule: an event is logged before it is carried out (write-ahead). One driver writes at a time.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ STOP = "stop.json"
 
 
 class StudyLog:
-    """A study's log, and the study that it tells of.
+    """A study's log, and the state of the study.
 
     Attributes:
         files: the study's directory.
-        study: what all lines say together.
+        study: the state after all logged events.
     """
 
     def __init__(self, path: str) -> None:
-        """Read what there is.
+        """Read the log, if there is one.
 
         Args:
             path: the study's directory, storage_path/name.
@@ -47,14 +47,14 @@ class StudyLog:
 
     @property
     def is_there(self) -> bool:
-        """Return whether there is such a study."""
+        """Return whether the study exists."""
         return bool(self.study.settings)
 
     def add(self, *events: dict[str, Any]) -> None:
-        """Write lines, and let the study know.
+        """Log events, and apply them to the study.
 
         Raises:
-            StorageError: they cannot be written, or another driver has begun to write.
+            StorageError: they cannot be written, or another driver has started to write.
         """
         if not events:
             return
@@ -75,7 +75,7 @@ class StudyLog:
             self.study.apply(event)
 
     def ask_to_stop(self, reason: str) -> None:
-        """Ask the study's driver to stop all trials.
+        """Request that the study's driver stops all trials.
 
         Raises:
             StorageError: it cannot be written.
@@ -83,10 +83,10 @@ class StudyLog:
         self.files.write(STOP, json.dumps({"reason": reason}).encode())
 
     def take_stop(self) -> str:
-        """Return why somebody wants the study to be stopped, "" if nobody does; asked once.
+        """Remove the request to stop, and return its reason; "" if there is none.
 
         Raises:
-            StorageError: that cannot be found out.
+            StorageError: it cannot be read or removed.
         """
         if not self.files.exists(STOP):
             return ""
@@ -108,6 +108,6 @@ class StudyLog:
                 try:
                     event = json.loads(line)
                 except ValueError:
-                    continue  # Torn by a kill: what it would have said was not done.
+                    continue  # Torn by a kill: the event was not carried out.
                 if isinstance(event, dict):
                     self.study.apply(event)

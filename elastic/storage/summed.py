@@ -1,6 +1,6 @@
-"""Small JSON files that carry a format and a checksum of their own: markers, findings.
+"""Small JSON files with a format number and a checksum of themselves: markers, findings.
 
-Rule: what is read is what was written, in the format that the reader knows, or it is refused.
+Rule: a file that differs from what was written, or has another format, is refused.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from typing import Any
 
 
 def to_summed_json(body: dict[str, Any], file_format: int) -> str:
-    """Return the text of a file that says its format and its checksum."""
+    """Return the text of a file with its format and checksum."""
     body = {"format": file_format, **body}
     return json.dumps({**body, "crc32": _checksum(body)}, indent=1)
 
 
 def from_summed_json(text: str, file_format: int) -> dict[str, Any]:
-    """Return what `to_summed_json` was given.
+    """Return the object that was passed to `to_summed_json`.
 
     Raises:
         ValueError: the text is torn, changed, or of another format.

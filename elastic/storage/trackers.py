@@ -1,16 +1,16 @@
-"""Trackers: where the metrics of a run are shown by others, each report exactly once.
+"""Trackers: export the metrics of a run to other tools, each report exactly once.
 
     tensorboard[:DIR]      event file; default RUN/tensorboard
     json[:FILE]            one JSON object a line; default RUN/tracked.jsonl
     wandb:PROJECT          Weights & Biases; needs the package wandb
     mlflow:URI             an MLflow server or folder; needs the package mlflow
 
-What was shown stands in RUN/trackers/NAME.json. Files are cut to what stands there before they are
-written to again, so that what was written and not taken down is written once all the same; servers
-are asked for the run by an id that never changes, and told of steps that they may know already.
+Progress is recorded in RUN/trackers/NAME.json. A file is truncated to the recorded length before
+it is appended to, so that data which was written but not recorded is not written twice. A server
+finds the run by a fixed id, and ignores steps that it has already.
 
-Rule: a report counts by its number in the run, as in elastic.tune: one that is made again after a
-loss has its number again, and is not told twice.
+Rule: a report is identified by its number in the run, as in elastic.tune: one that is repeated
+after a loss has the same number, and is not exported twice.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ PACKAGES = {"wandb": "wandb", "mlflow": "mlflow"}
 
 @dataclass(frozen=True)
 class Point:
-    """What one report says.
+    """One report.
 
     Attributes:
         number: of the report in the run, from 1.
         unix_s: when it was made.
-        metrics: as JSON says them.
+        metrics: as parsed from JSON.
     """
 
     number: int
@@ -53,7 +53,7 @@ class Point:
     metrics: Mapping[str, Any]
 
     def numbers(self) -> dict[str, float]:
-        """Return those that are numbers."""
+        """Return the metrics that are numbers."""
         return {
             name: float(value)
             for name, value in self.metrics.items()
@@ -62,18 +62,18 @@ class Point:
 
 
 class Tracker(Protocol):
-    """Shows points somewhere."""
+    """Interface of a tracker: exports points."""
 
     def show(self, points: Sequence[Point]) -> dict[str, Any]:
-        """Show these, oldest first; returns what is to be remembered once they are safe there."""
+        """Export these, oldest first; once durable there, return the state to record."""
         ...
 
     def taken_down(self, state: Mapping[str, Any]) -> None:
-        """What was shown, and what is to be remembered of it, will not be told again."""
+        """Note that this state was recorded: its points will not be exported again."""
         ...
 
     def close(self) -> None:
-        """Let go of it; the run may go on."""
+        """Release the tracker; the run may continue."""
         ...
 
 
@@ -83,7 +83,7 @@ class TrackerSpec:
 
     Attributes:
         kind: one of `KINDS`.
-        target: what stands after the colon, "" for the default.
+        target: the text after the colon, "" for the default.
     """
 
     kind: str
@@ -91,16 +91,16 @@ class TrackerSpec:
 
     @property
     def name(self) -> str:
-        """Return what it is remembered under: a kind and a digest of where to."""
+        """Return the name of its state file: the kind, and a digest of the target."""
         digest = hashlib.sha256(self.target.encode()).hexdigest()[:8]
         return f"{self.kind}-{digest}" if self.target else self.kind
 
 
 def parse_trackers(text: str) -> tuple[TrackerSpec, ...]:
-    """Read "tensorboard,json:/x.jsonl"; () for "".
+    """Parse "tensorboard,json:/x.jsonl"; () for "".
 
     Raises:
-        ConfigError: there is no such tracker, or it lacks what it needs.
+        ConfigError: there is no such tracker, or its target is missing.
     """
     requests = []
     for part in filter(None, (part.strip() for part in text.split(","))):
@@ -115,17 +115,17 @@ def parse_trackers(text: str) -> tuple[TrackerSpec, ...]:
 
 
 class Tracking:
-    """Brings one tracker up to date with a run, again and again."""
+    """Exports the new points of a run to one tracker, at each call of `turn`."""
 
     def __init__(self, run: str, wish: TrackerSpec) -> None:
-        """Read how far it is; nothing is shown yet.
+        """Read the recorded progress; nothing is exported yet.
 
         Args:
             run: path of the run directory.
-            wish: which tracker.
+            wish: the tracker to use.
 
         Raises:
-            ConfigError: a package is missing, or files cannot be where they are wanted.
+            ConfigError: a package is missing, or the target cannot be appended to.
             StorageError: the run directory cannot be read.
         """
         self._files, self._request = Files(run), wish
@@ -135,10 +135,10 @@ class Tracking:
         self._tracker = _open(wish, self._files, self._state)
 
     def turn(self) -> int:
-        """Show what is new; returns how many points that were.
+        """Export new points; returns their number.
 
         Raises:
-            Exception: whatever the tracker or storage raise; the next turn shows the same again.
+            Exception: any error of the tracker or storage; the next call exports the same again.
         """
         shown = int(self._state.get("shown", 0))
         for row in self._reader.read():
@@ -155,7 +155,7 @@ class Tracking:
         return count
 
     def close(self) -> None:
-        """Let go of the tracker."""
+        """Close the tracker."""
         self._tracker.close()
 
     def _remembered(self) -> dict[str, Any]:
@@ -194,7 +194,7 @@ def _open(wish: TrackerSpec, run: Files, state: Mapping[str, Any]) -> Tracker:
 
 
 class _Appended:
-    """A file that is cut to what was remembered of it, and appended to."""
+    """A file that is truncated to its recorded length, and appended to."""
 
     def __init__(self, path: Path, state: Mapping[str, Any]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -203,11 +203,11 @@ class _Appended:
 
     @property
     def is_new(self) -> bool:
-        """Return whether nothing of it counts yet."""
+        """Return whether its recorded length is 0."""
         return not self._kept
 
     def append(self, data: bytes) -> dict[str, Any]:
-        """Add to what counts; returns how long it is, now that it is durable."""
+        """Append after the recorded length; returns the new length once it is durable."""
         size = os.fstat(self._file.fileno()).st_size
         if size > self._kept:
             self._file.truncate(self._kept)
@@ -217,7 +217,7 @@ class _Appended:
         return {"bytes": os.fstat(self._file.fileno()).st_size}
 
     def keep(self, size: int) -> None:
-        """So much of it counts now."""
+        """Set the recorded length."""
         self._kept = size
 
     def close(self) -> None:
@@ -225,10 +225,10 @@ class _Appended:
 
 
 class JsonLines:
-    """One JSON object a line."""
+    """A file with one JSON object a line."""
 
     def __init__(self, path: Path, state: Mapping[str, Any]) -> None:
-        """Go on with the file."""
+        """Continue the file."""
         self._out = _Appended(path, state)
 
     def show(self, points: Sequence[Point]) -> dict[str, Any]:
@@ -240,7 +240,7 @@ class JsonLines:
         return self._out.append("".join(lines).encode())
 
     def taken_down(self, state: Mapping[str, Any]) -> None:
-        """Let it count."""
+        """Set the recorded length."""
         self._out.keep(int(state["bytes"]))
 
     def close(self) -> None:
@@ -252,7 +252,7 @@ class EventFile:
     """One event file for the whole run, which TensorBoard reads."""
 
     def __init__(self, folder: Path, state: Mapping[str, Any]) -> None:
-        """Go on with the file."""
+        """Continue the file."""
         self._out = _Appended(folder / "events.out.tfevents.1.elastic", state)
 
     def show(self, points: Sequence[Point]) -> dict[str, Any]:
@@ -262,7 +262,7 @@ class EventFile:
         return self._out.append(b"".join(records))
 
     def taken_down(self, state: Mapping[str, Any]) -> None:
-        """Let it count."""
+        """Set the recorded length."""
         self._out.keep(int(state["bytes"]))
 
     def close(self) -> None:
@@ -271,10 +271,10 @@ class EventFile:
 
 
 class Wandb:
-    """One run of Weights & Biases, by the same id for ever; it passes over steps that it knows."""
+    """One run of Weights & Biases, with a fixed id; the server skips steps that it has already."""
 
     def __init__(self, wandb: Any, project: str, run_id: str, name: str) -> None:
-        """Begin or go on with the run."""
+        """Start or continue the run."""
         self._run = wandb.init(project=project, id=run_id, name=name, resume="allow")
 
     def show(self, points: Sequence[Point]) -> dict[str, Any]:
@@ -284,20 +284,20 @@ class Wandb:
         return {}
 
     def taken_down(self, state: Mapping[str, Any]) -> None:
-        """Nothing more is to be done."""
+        """Do nothing: the server keeps the progress."""
 
     def close(self) -> None:
-        """Upload what waits."""
+        """Upload pending data."""
         self._run.finish()
 
 
 class Mlflow:
-    """One run of MLflow, found again by a tag; what it has of a step already is not told again."""
+    """One run of MLflow, found again by a tag; steps that it has already are skipped."""
 
     TAG = "elastic.run"
 
     def __init__(self, mlflow: Any, uri: str, run_id: str, name: str) -> None:
-        """Begin or go on with the run."""
+        """Start or continue the run."""
         self._entities = mlflow.entities
         self._client = mlflow.MlflowClient(tracking_uri=uri)
         known = self._client.search_runs(["0"], f"tags.`{self.TAG}` = '{run_id}'", max_results=1)
@@ -310,7 +310,7 @@ class Mlflow:
         self._known = int(newest.get("report", 0))
 
     def show(self, points: Sequence[Point]) -> dict[str, Any]:
-        """Log each point; the number of its report comes last, and says that the rest is there."""
+        """Log each point; the metric "report" is written last, and marks the point as complete."""
         for point in points:
             if point.number <= self._known:
                 continue
@@ -326,7 +326,7 @@ class Mlflow:
         return {}
 
     def taken_down(self, state: Mapping[str, Any]) -> None:
-        """Nothing more is to be done."""
+        """Do nothing: the server keeps the progress."""
 
     def close(self) -> None:
-        """Nothing waits."""
+        """Do nothing: nothing is pending."""

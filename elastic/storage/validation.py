@@ -1,10 +1,10 @@
-"""What is to be found out about a reported checkpoint, and what was, beside its files.
+"""Validation of a reported checkpoint: the request and the result, stored with its files.
 
-    CHECKPOINT/_COMMITTED    names what is wished, so that nobody who goes on with the run forgets
-    CHECKPOINT/_VALIDATED    what came of it; written once
+    CHECKPOINT/_COMMITTED    holds the request, so that a later attempt of the run still finds it
+    CHECKPOINT/_VALIDATED    holds the result; written once
 
-Rule: the first word about a checkpoint stands. A file that is not what was written says nothing,
-and the checkpoint is validated again.
+Rule: the first result of a checkpoint is final. A damaged result file is ignored, and the
+checkpoint is validated again.
 """
 
 from __future__ import annotations
@@ -24,35 +24,35 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class ValidationRequest:
-    """How one checkpoint is to be validated, as far as its report said so.
+    """Settings of one checkpoint's validation, from its report.
 
     Attributes:
-        fn_kwargs: for the validation function, beside those of the run; what JSON can say.
-        timeout_s: instead of the run's; None for that one.
+        fn_kwargs: for the validation function, beside those of the run; JSON values.
+        timeout_s: overrides the run's timeout; None for that one.
     """
 
     fn_kwargs: dict[str, Any] = field(default_factory=dict)
     timeout_s: float | None = None
 
     def to_json(self) -> str:
-        """Return the text that stands in the marker."""
+        """Return the text for the marker."""
         return json.dumps({"fn_kwargs": self.fn_kwargs, "timeout_s": self.timeout_s})
 
     @classmethod
     def from_json(cls, text: str) -> ValidationRequest:
-        """Read the text in the marker; what a later version added is passed over."""
+        """Parse the text in the marker; fields of a later version are ignored."""
         body = json.loads(text)
         return cls(dict(body.get("fn_kwargs") or {}), body.get("timeout_s"))
 
 
 @dataclass(frozen=True)
 class ValidationFinding:
-    """What became of one validation.
+    """Result of one validation.
 
     Attributes:
         status: one of `VALIDATION_OVER`.
-        metrics: what the validation function returned; JSON object.
-        reason: why it came to nothing, "" if it did not.
+        metrics: return value of the validation function; JSON object.
+        reason: why it failed, "" if it succeeded.
     """
 
     status: CheckpointStatus
@@ -70,7 +70,7 @@ class ValidationFinding:
 
     @classmethod
     def from_json(cls, text: str) -> ValidationFinding:
-        """Read the text of the file.
+        """Parse the text of the file.
 
         Raises:
             ValueError: it is torn, changed, or of another format.
@@ -80,7 +80,7 @@ class ValidationFinding:
 
 
 def completed(checkpoint: Files, marker: CheckpointMarker) -> CheckpointMarker:
-    """Return a marker with what is known of the validation that it wishes.
+    """Return the marker with status and metrics of its validation, if it requests one.
 
     Raises:
         StorageError: storage cannot be read.
@@ -95,7 +95,7 @@ def completed(checkpoint: Files, marker: CheckpointMarker) -> CheckpointMarker:
 
 
 def read_finding(checkpoint: Files) -> ValidationFinding | None:
-    """Return what a validation came to, None if that is not known.
+    """Return the result of a validation, None if there is none.
 
     Raises:
         StorageError: storage cannot be read.
@@ -111,7 +111,7 @@ def read_finding(checkpoint: Files) -> ValidationFinding | None:
 
 
 def write_finding(checkpoint: Files, finding: ValidationFinding) -> ValidationFinding:
-    """Write what a validation came to, unless somebody has done so; returns what stands.
+    """Write the result of a validation, unless there is one; returns the result that counts.
 
     Raises:
         StorageError: it cannot be written.

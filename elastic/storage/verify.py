@@ -1,8 +1,7 @@
-"""Whether a checkpoint is what its marker says: every file there, with its size and checksum.
+"""Checks a checkpoint against its marker: existence, size and checksum of every file.
 
-Rule: nothing is loaded, only read: no pickle and no tensors, and never more than a few megabytes
-at a time. Each damaged file is named with what is wrong; what is whole is what was committed, byte
-for byte.
+Rule: files are only read, a few megabytes at a time, never loaded as pickle or tensors. Each
+damaged file is named with its fault; an intact checkpoint is what was committed, byte for byte.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 
 
 class FileDamage(NamedTuple):
-    """What is wrong with one file of a checkpoint.
+    """A damaged file of a checkpoint.
 
     Attributes:
         file: relative to the checkpoint.
-        how: in words, such as "missing".
+        how: text, such as "missing".
     """
 
     file: str
@@ -35,13 +34,13 @@ class FileDamage(NamedTuple):
 
 @dataclass(frozen=True)
 class VerifyResult:
-    """What became of one checkpoint.
+    """Result of verifying one checkpoint.
 
     Attributes:
         path: of its directory.
-        marker: what it says of itself, None if that cannot be read.
-        damages: by file; empty if it is whole.
-        unchecked: files of the right size whose checksum nobody wrote down.
+        marker: its marker, None if that cannot be read.
+        damages: by file; empty if it is intact.
+        unchecked: files of the right size without a recorded checksum.
     """
 
     path: str
@@ -51,7 +50,7 @@ class VerifyResult:
 
     @property
     def is_whole(self) -> bool:
-        """Return whether it is what was committed."""
+        """Return whether the checkpoint is intact."""
         return not self.damages
 
     def __str__(self) -> str:
@@ -63,14 +62,14 @@ class VerifyResult:
 
 
 def verify(path: str, *, patience_s: float = TIMEOUT_S) -> VerifyResult:
-    """Read all of a checkpoint and hold it against its marker.
+    """Read all of a checkpoint and compare it with its marker.
 
     Args:
         path: of its directory, an fsspec path.
-        patience_s: how long passing faults of the storage are waited out.
+        patience_s: how long transient faults of the storage are retried.
 
     Returns:
-        What was found; a file that cannot be read counts as damaged.
+        The result; a file that cannot be read counts as damaged.
 
     Raises:
         StorageError: no file system for such a path.
@@ -100,7 +99,7 @@ def verify(path: str, *, patience_s: float = TIMEOUT_S) -> VerifyResult:
 def checkpoints_at(path: str, *, patience_s: float = TIMEOUT_S) -> tuple[str, ...]:
     """Return the checkpoints that a path names: itself, or all of a run directory.
 
-    Every folder where a run keeps its checkpoints counts, with or without a marker.
+    Of a run directory every checkpoint folder is returned, with or without a marker.
 
     Raises:
         NotFound: it is neither.
@@ -120,14 +119,14 @@ def checkpoints_at(path: str, *, patience_s: float = TIMEOUT_S) -> tuple[str, ..
 
 
 def damage_of(files: Files, expected: StoredFile) -> str:
-    """Return what is wrong with a file of a checkpoint, "" for nothing.
+    """Return how a file of a checkpoint is damaged, "" if it is intact.
 
     Args:
         files: of the checkpoint, or of a copy of it.
-        expected: what its marker says of the file.
+        expected: the file's entry in the marker.
 
     Raises:
-        StorageError: it cannot be read; that says nothing about the file.
+        StorageError: it cannot be read; the file itself may be intact.
     """
     if expected.path == METADATA:
         return ""  # Users may write it at any time.
