@@ -1,7 +1,7 @@
 """The store on an etcd cluster: for several coordinators, and for state that outlives a machine.
 
-Rule: reads and leases may be asked for twice and are; commits may not, and `etcd_commit` sees to
-it. Nothing is kept here that the cluster does not know.
+Rule: reads and lease requests are idempotent and retried; commits are not, and `etcd_commit`
+handles them. No state is kept here that the cluster does not have.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from elastic.store.rules import (
 from elastic.wire.generated.elastic.etcd.v1 import wire_pb2 as pb
 
 RENEW_TRY_S = 0.5
-"""A lease lives for seconds: a member that is frozen must not take all of them."""
+"""Timeout of one renewal: leases last seconds, and a frozen member must not use them up."""
 
 
 class EtcdStore:
@@ -57,14 +57,14 @@ class EtcdStore:
         access: EtcdAccess | Callable[[], EtcdAccess] | None = None,
         total_s: float = TOTAL_S,
     ) -> None:
-        """Connect to nothing yet: a cluster that is away is waited for by each call.
+        """Open no connection yet: each call waits for a cluster that is unavailable.
 
         Args:
             endpoints: "host:port" of the members' client addresses.
             root: first part of all keys; two stores with the same root are the same store.
-            access: user and certificates, if the servers ask for them; or what returns them as they
-                are now, another object when they were renewed.
-            total_s: seconds until a call that is not answered raises StoreUnavailable.
+            access: user and certificates, if the servers require them; or a function that returns
+                the present ones, a new object when they were renewed.
+            total_s: seconds until a call without a reply raises StoreUnavailable.
 
         Raises:
             ConfigError: no endpoint was given.
@@ -79,9 +79,9 @@ class EtcdStore:
         self._committer = EtcdCommitter(self._link, self._keys)
 
     async def read(self, prefix: str) -> StoreSnapshot:
-        """Return all entries whose key starts with `prefix`, as a majority knows them.
+        """Return all entries whose key starts with `prefix`; a linearizable read.
 
-        However much that is: it comes in pages, each of which has its own time.
+        Any amount: it is read in pages, each with its own timeout.
         """
         try:
             kvs, revision = await read_range(self._link, *self._keys.range(prefix))
@@ -107,7 +107,7 @@ class EtcdStore:
         return Lease(answer.ID, float(answer.TTL))
 
     async def renew_lease(self, lease_id: int) -> bool:
-        """Renew; False when the lease has ended already."""
+        """Renew the lease; False if it has ended already."""
         check_lease_id(lease_id)
         patience = self._link.patience("lease renewal")
         while True:
@@ -134,11 +134,11 @@ class EtcdStore:
         return watch_prefix(self._link, self._keys, prefix, from_revision)
 
     async def compact(self, revision: int) -> None:
-        """Forget history older than `revision`: of the whole cluster, whoever else uses it."""
+        """Drop history older than `revision`, of the whole cluster, including other users' keys."""
         if revision <= 2:
-            # An empty etcd is at revision 1: there is nothing older to forget.
+            # An empty etcd is at revision 1: there is no older history.
             return
-        # etcd's compaction at r drops what led to r; ours keeps the changes of `revision` itself.
+        # etcd's compaction at r drops the changes of r too; ours keeps those of `revision`.
         request = pb.CompactionRequest(revision=revision - 1)
         try:
             await self._link.repeat(COMPACT, request, "compaction")
@@ -156,7 +156,7 @@ class EtcdStore:
         await self._link.close()
 
     async def _renew_once(self, lease_id: int, timeout_s: float) -> bool:
-        """Renew on a stream of its own, so that nothing has to be put together after a failure."""
+        """Renew on a new stream, so that there is no stream to restore after a failure."""
         async with self._link.stream(KEEP_ALIVE, timeout_s) as (call, index):
             try:
                 await call.write(pb.LeaseKeepAliveRequest(ID=lease_id))

@@ -1,18 +1,17 @@
-"""Commits on etcd that take effect at most once, also when answers get lost.
+"""Commits on etcd that take effect at most once, even if replies are lost.
 
 Rule: each client has a marker, a key of its own, and every transaction compares and rewrites it
-besides what the caller asked for. So whoever rereads the marker knows:
+beside the caller's writes. After a lost reply, reading the marker shows the outcome:
 
-- it holds the name of the try whose answer was lost: that try took effect, at the revision of the
-  marker;
+- it holds the name of that try: the try took effect, at the revision of the marker;
 - it does not: the try has not taken effect yet. Rewriting the marker (a fence, itself a
-  comparison) makes sure that it never will, even if a frozen server still holds it.
+  comparison) ensures that it never will, even if a frozen server still holds the request.
 
     try n:   if marker == m and the caller's comparisons hold: write, marker := "try n"
-    fence n: if marker == m: marker := "fence n", else tell what it holds
+    fence n: if marker == m: marker := "fence n", else return its value
 
-The marker dies with a lease, and is replaced by a fresh one long before; a transaction that
-compares a marker that is gone can do nothing.
+The marker has a lease, and is replaced by a new one long before that ends; a transaction that
+compares a deleted marker has no effect.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from elastic.wire.generated.elastic.etcd.v1 import wire_pb2 as pb
 
 MARKER_TTL_S = 3600
 MARKER_AGE_MAX_S = 1800.0
-"""Half of its lease: it never ends under a commit, which takes seconds at most."""
+"""Half of its lease: the marker never expires during a commit, which takes seconds at most."""
 
 
 @dataclass
@@ -42,10 +41,10 @@ class ClientMarker:
     """This client's key on the server.
 
     Attributes:
-        key: as on the server.
-        lease: that it dies with.
-        born_s: monotonic seconds before the lease began.
-        mod_revision: as last known.
+        key: on the server.
+        lease: id of its lease.
+        born_s: monotonic seconds, taken before the lease was granted.
+        mod_revision: last known.
     """
 
     key: bytes
@@ -55,15 +54,15 @@ class ClientMarker:
 
 
 class EtcdCommitter:
-    """Does one commit after the other; further ones wait for their turn."""
+    """Executes one commit at a time; others wait for their turn."""
 
     def __init__(self, link: EtcdLink, keys: KeySpace) -> None:
-        """Write nothing yet; the first commit makes the marker."""
+        """Write nothing yet; the first commit creates the marker."""
         self._link = link
         self._keys = keys
         self._turn = asyncio.Lock()
         self._marker: ClientMarker | None = None
-        # Name of the try whose outcome is not known, of this commit or of one given up before.
+        # Name of the try whose outcome is unknown, of this commit or of an earlier failed one.
         self._unsettled: bytes | None = None
         self._count = 0
 
@@ -94,11 +93,11 @@ class EtcdCommitter:
                 if at == marker.mod_revision:
                     current = self._keys.found(answer.responses[1:])
                     return CommitResult(False, answer.header.revision, current)
-                # Somebody removed or wrote what is ours alone: begin anew with another marker.
+                # Another program deleted or changed our marker: retry with a new one.
                 self._marker = None
 
     async def close(self) -> None:
-        """Remove the marker; where that fails, its lease does it later."""
+        """Delete the marker; if that fails, its lease deletes it later."""
         marker, self._marker = self._marker, None
         if marker is None:
             return
@@ -110,10 +109,10 @@ class EtcdCommitter:
     async def _ready_marker(
         self, patience: RetryBudget, tried: bytes | None
     ) -> tuple[ClientMarker, int | None]:
-        """Return a marker that no lost try compares any more.
+        """Return a marker that no lost try can still match.
 
-        Also returns the revision at which the lost try took effect, if it is `tried`, this
-        commit's own, and did.
+        Also returns the revision at which the lost try took effect, if it did and is `tried`, this
+        commit's own.
         """
         marker = self._marker
         if marker is not None and self._unsettled is not None:
@@ -132,10 +131,10 @@ class EtcdCommitter:
         return self._marker, None
 
     async def _settle(self, marker: ClientMarker, lost: bytes, patience: RetryBudget) -> int | None:
-        """Find out what became of a lost try, and see that nothing comes of it later.
+        """Determine the outcome of a lost try, and prevent it from taking effect later.
 
-        Returns the revision at which it took effect; None if it never will, or if the marker
-        is gone (it is then forgotten) and nobody can tell.
+        Returns the revision at which it took effect; None if it never will, or if the marker was
+        deleted (then it is forgotten here) and the outcome cannot be known.
         """
         fence = self._name("fence")
         request = pb.TxnRequest(
@@ -156,7 +155,7 @@ class EtcdCommitter:
         return found.mod_revision if found.value == lost else None
 
     async def _make_marker(self, patience: RetryBudget) -> ClientMarker:
-        """Write a marker under a name that nobody has used; may be repeated."""
+        """Create a marker with a new unique name; idempotent requests, which are retried."""
         self._unsettled = None
         born_s = time.monotonic()
         lease = new_lease_id()
@@ -178,12 +177,12 @@ class EtcdCommitter:
             failure=[read(key)],
         )
         answer = await self._repeat_txn(request, patience)
-        # An earlier try of this very request may have made it.
+        # An earlier try of this request may have created it.
         at = answer.header.revision if answer.succeeded else _mod_revision(answer.responses[0])
         return ClientMarker(key, lease, born_s, at)
 
     async def _repeat_txn(self, request: pb.TxnRequest, patience: RetryBudget) -> pb.TxnResponse:
-        """Do a transaction on the marker alone, which may be done twice."""
+        """Execute an idempotent transaction on the marker alone, with retries."""
         while True:
             try:
                 return await self._link.once(TXN, request, patience.try_s())
@@ -212,23 +211,23 @@ class EtcdCommitter:
 
 
 def new_lease_id() -> int:
-    """Return an id for a lease; chosen here, so that granting may be repeated."""
+    """Return a random lease id; chosen by the client, so that a grant can be retried."""
     return secrets.randbelow(2**63 - 1) + 1
 
 
 def is_granted_already(refusal: EtcdRefusal) -> bool:
-    """Tell whether a grant was refused because an earlier try of it took effect."""
+    """Return whether a grant was refused because an earlier try of it took effect."""
     return refusal.code is grpc.StatusCode.FAILED_PRECONDITION and "exists" in refusal.details
 
 
 def _mod_revision(response: pb.ResponseOp) -> int:
-    """Return the mod_revision of the one key that was read, 0 if it is not there."""
+    """Return the mod_revision of the one key that was read, 0 if it does not exist."""
     kvs = response.response_range.kvs
     return int(kvs[0].mod_revision) if kvs else 0
 
 
 def _explained(refusal: EtcdRefusal, writes: Sequence[Write]) -> Exception:
-    """Return what to raise when etcd refuses a transaction."""
+    """Return the error to raise when etcd refuses a transaction."""
     if refusal.code is grpc.StatusCode.NOT_FOUND and "lease" in refusal.details:
         return lease_ended([w.lease for w in writes if isinstance(w, Put) and w.lease])
     return StoreError(f"etcd refuses a commit: {refusal}; compare its version and its limits")

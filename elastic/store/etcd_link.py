@@ -1,8 +1,8 @@
-"""Calls to an etcd cluster: one endpoint at a time, the next one when it does not answer.
+"""Calls to an etcd cluster: one endpoint at a time, the next one when it does not reply.
 
-Rule: every call has a deadline, and this layer never repeats one whose outcome matters: `once`
-tries a single endpoint and raises Unanswered, whoever called decides; `repeat` is for requests
-that may be done twice.
+Rule: every call has a timeout, and this layer retries only idempotent calls: `once` tries a single
+endpoint and raises `RequestUnanswered`, so that the caller decides; `repeat` is for idempotent
+requests.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from elastic.wire.generated.elastic.etcd.v1 import wire_pb2 as pb
 
 TRY_S = 2.0
 TOTAL_S = 10.0
-"""Of a request, all its tries together; more than an election of a cluster in order takes."""
+"""Timeout of a request, all tries together; longer than an election of a healthy cluster."""
 FIRST_PAUSE_S = 0.05
 LONGEST_PAUSE_S = 0.5
 
 CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
-    # More often than every 10 s, or without calls, etcd answers with GOAWAY.
+    # To pings more often than every 10 s, or without calls, etcd replies with GOAWAY.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 3_000),
     ("grpc.http2.ping_timeout_ms", 3_000),
     ("grpc.keepalive_permit_without_calls", 0),
-    # Answers carry all entries under a prefix; etcd sets no limit of its own.
+    # Replies carry many entries; etcd itself sets no limit.
     ("grpc.max_receive_message_length", -1),
     ("grpc.max_send_message_length", -1),
     ("grpc.use_local_subchannel_pool", 1),
@@ -42,7 +42,7 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.min_reconnect_backoff_ms", 1_000),
     ("grpc.max_reconnect_backoff_ms", 1_000),
 )
-# A member that is cut off from the others says so at once, instead of keeping us waiting.
+# Makes a member that has lost the others fail at once, instead of blocking the request.
 HAS_LEADER = ("hasleader", "true")
 
 UNANSWERED = {
@@ -52,11 +52,11 @@ UNANSWERED = {
     grpc.StatusCode.UNKNOWN,
     grpc.StatusCode.INTERNAL,
     grpc.StatusCode.ABORTED,
-    # "too many requests"; a full disk has the same code and is told apart by its text.
+    # "too many requests"; a full disk has the same code and is recognized by its text.
     grpc.StatusCode.RESOURCE_EXHAUSTED,
 }
 SIGNS_OF_TLS = ("Socket closed", "TSI_", "SSL_ERROR", "WRONG_VERSION_NUMBER")
-"""How gRPC puts it that one side spoke TLS and the other did not, or trusted somebody else."""
+"""Parts of gRPC's error texts when only one side uses TLS, or a certificate is not trusted."""
 NO_SPACE = "database space exceeded"
 FULL = (
     "etcd has no space left for writes (its NOSPACE alarm): run 'etcdctl compaction --physical N' "
@@ -73,14 +73,14 @@ Answer = TypeVar("Answer")
 
 @dataclass(frozen=True)
 class EtcdAccess:
-    """How to be let in; everything empty for a server without users and TLS.
+    """Credentials for etcd; all empty for a server without users and TLS.
 
     Attributes:
         username: etcd user, with `password`.
-        password: never shown.
-        ca: PEM certificates that the server's is checked against; turns TLS on.
-        certificate: our own PEM certificate, if the server asks for one, with `key`.
-        key: PEM private key; never shown.
+        password: never logged.
+        ca: PEM certificates to verify the server; enables TLS.
+        certificate: our own PEM certificate, if the server requires one, with `key`.
+        key: PEM private key; never logged.
     """
 
     username: str = ""
@@ -91,28 +91,28 @@ class EtcdAccess:
 
 
 class RequestUnanswered(Exception):
-    """A try brought no answer: whether the request took effect is not known."""
+    """A try had no reply: whether the request took effect is unknown."""
 
 
 class EtcdRefusal(Exception):
-    """etcd answered with an error that the caller may understand; nothing took effect."""
+    """etcd replied with an error for the caller to interpret; nothing took effect."""
 
     def __init__(self, code: grpc.StatusCode, details: str) -> None:
-        """Keep both parts."""
+        """Store code and details."""
         self.code = code
         self.details = details
         super().__init__(f"{code.name}: {details}")
 
 
 class RetryBudget:
-    """How long one request may go on, and how long to pause before the next try."""
+    """Timeout of one request over all its tries, and the pauses between them."""
 
     def __init__(self, what: str, endpoints: int, total_s: float) -> None:
-        """Begin now.
+        """Start the timeout.
 
         Args:
             what: the request, for the error.
-            endpoints: this many tries come without a pause.
+            endpoints: this many tries are made without a pause.
             total_s: seconds until StoreUnavailable.
         """
         self._what = what
@@ -138,7 +138,7 @@ class RetryBudget:
         return min(TRY_S, left)
 
     async def pause(self, error: RequestUnanswered) -> None:
-        """Take note of a failed try, and wait once all endpoints have had theirs."""
+        """Record a failed try, and wait if all endpoints have been tried."""
         self._tries += 1
         self._reported = str(error)
         left = self._until - time.monotonic()
@@ -146,7 +146,7 @@ class RetryBudget:
 
 
 def _hint(said: str) -> str:
-    """Return what to do about a failure that looks like one of TLS, "" for others."""
+    """Return advice for a failure that looks like a TLS mismatch, "" for others."""
     if not any(sign in said for sign in SIGNS_OF_TLS):
         return ""
     return (
@@ -156,14 +156,14 @@ def _hint(said: str) -> str:
 
 
 def pause_s(tries: int, endpoints: int) -> float:
-    """Return the seconds to wait after so many failed tries in a row."""
+    """Return the seconds to wait after this many consecutive failed tries."""
     if tries < endpoints:
         return 0.0
     return min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(tries - endpoints, 10))
 
 
 class EtcdLink:
-    """Channels to the members of a cluster, one of which is asked until it fails to answer."""
+    """Channels to the members of a cluster; one is used until it fails to reply."""
 
     def __init__(
         self,
@@ -172,21 +172,21 @@ class EtcdLink:
         *,
         total_s: float = TOTAL_S,
     ) -> None:
-        """Connect to nothing yet.
+        """Open no connection yet.
 
         Args:
-            endpoints: "host:port" of each member; the first is asked first.
-            access: returns user and certificates as they are now; asked before each call.
-            total_s: seconds of a request, all its tries together.
+            endpoints: "host:port" of each member; the first is used first.
+            access: returns the present user and certificates; called before each request.
+            total_s: timeout of a request, all tries together.
         """
         self.endpoints = tuple(endpoints)
         self._total_s = total_s
         self._current = access
         self._access = access()
         self._channels: dict[int, grpc.aio.Channel] = {}
-        # Of credentials that were renewed; closed once nothing runs on them any more.
+        # Channels with replaced credentials; closed once no call runs on them.
         self._retired: list[grpc.aio.Channel] = []
-        # Calls and streams under way on each channel, retired ones too.
+        # Number of running calls and streams on each channel, retired ones too.
         self._running: dict[grpc.aio.Channel, int] = {}
         self._asked = 0
         self._token = ""
@@ -194,15 +194,15 @@ class EtcdLink:
         self.closing = asyncio.Event()
 
     def patience(self, what: str) -> RetryBudget:
-        """Return the time that a request may take from now."""
+        """Return the budget of a request that starts now."""
         return RetryBudget(what, len(self.endpoints), self._total_s)
 
     async def once(self, method: Method[Answer], request: Any, timeout_s: float) -> Answer:
-        """Ask one endpoint, once.
+        """Call one endpoint, once.
 
         Raises:
-            Unanswered: no answer; the next try will go to another endpoint.
-            Refusal: etcd says no.
+            RequestUnanswered: no reply; the next try will use another endpoint.
+            EtcdRefusal: etcd refused the request.
             NotAuthorized: wrong or missing user.
         """
         index = self._index()
@@ -218,11 +218,11 @@ class EtcdLink:
             return answer
 
     async def repeat(self, method: Method[Answer], request: Any, what: str) -> Answer:
-        """Ask until an endpoint answers; for requests that may be done twice.
+        """Retry until an endpoint replies; for idempotent requests.
 
         Raises:
             StoreUnavailable: none did in time.
-            Refusal: etcd says no.
+            EtcdRefusal: etcd refused the request.
             NotAuthorized: wrong or missing user.
         """
         patience = self.patience(what)
@@ -236,10 +236,10 @@ class EtcdLink:
     async def stream(
         self, method: Method[Answer], timeout_s: float | None
     ) -> AsyncIterator[tuple[grpc.aio.StreamStreamCall[Any, Answer], int]]:
-        """Open a stream, with the number of its endpoint, for `judged`; the caller ends it.
+        """Open a stream; yields it and its endpoint's index, for `judged`. The caller ends it.
 
         Raises:
-            Unanswered, Refusal, NotAuthorized: logging in failed.
+            RequestUnanswered, EtcdRefusal, NotAuthorized: logging in failed.
         """
         index = self._index()
         async with self._held(index) as channel:
@@ -253,7 +253,7 @@ class EtcdLink:
             yield opened(timeout=timeout_s, metadata=metadata), index
 
     def judged(self, error: grpc.aio.AioRpcError, index: int) -> Exception:
-        """Return what a failed call means, and ask another endpoint from now on if it helps."""
+        """Return the error for a failed call, and switch to another endpoint if that may help."""
         code, details = error.code(), error.details() or ""
         if any(words in details for words in STALE_LOGIN) and self._access.username:
             return self.login_again(details)
@@ -264,21 +264,21 @@ class EtcdLink:
         return self._denied(code, details) or EtcdRefusal(code, details)
 
     def login_again(self, details: str) -> RequestUnanswered:
-        """Forget a token that is no good any more; the next try asks for another."""
+        """Discard an invalid token; the next try logs in again."""
         self._token = ""
         return RequestUnanswered(details)
 
     def unanswered(self, index: int, said: str) -> RequestUnanswered:
-        """Turn away from an endpoint; others may have turned away from it already."""
+        """Switch to the next endpoint, unless another call has done so already."""
         if self._asked == index:
             self._asked = (index + 1) % len(self.endpoints)
         return RequestUnanswered(f"{self.endpoints[index]}: {said}")
 
     async def close(self) -> None:
-        """Close all channels once the calls under way have ended, which have their deadlines.
+        """Close all channels once the running calls have ended, which have timeouts.
 
-        A channel that is closed under a call would raise CancelledError in a task that nobody
-        has cancelled.
+        Closing a channel during a call would raise CancelledError in a task that was not
+        cancelled.
         """
         self.closing.set()
         until = time.monotonic() + 2 * TRY_S
@@ -287,7 +287,7 @@ class EtcdLink:
             try:
                 await asyncio.wait_for(self._ended.wait(), left)
             except asyncio.TimeoutError:
-                # What is left is a watch that nobody reads, and nobody has closed.
+                # A watch that is neither read nor closed is left.
                 break
         channels = [*self._retired, *self._channels.values()]
         self._channels, self._retired = {}, []
@@ -301,7 +301,7 @@ class EtcdLink:
 
     @asynccontextmanager
     async def _held(self, index: int) -> AsyncIterator[grpc.aio.Channel]:
-        """Keep the channel to an endpoint open while a call or a stream is under way on it."""
+        """Keep the channel to an endpoint open while a call or a stream runs on it."""
         channel = self._channel(index)
         self._running[channel] = self._running.get(channel, 0) + 1
         try:
@@ -314,7 +314,7 @@ class EtcdLink:
             await self._close_idle()
 
     async def _close_idle(self) -> None:
-        """Close the channels of earlier credentials on which nothing runs any more."""
+        """Close the channels of earlier credentials on which no call runs any more."""
         idle = [channel for channel in self._retired if channel not in self._running]
         self._retired = [channel for channel in self._retired if channel in self._running]
         for channel in idle:
@@ -338,7 +338,7 @@ class EtcdLink:
         return self._channels[index]
 
     async def _metadata(self, timeout_s: float) -> tuple[tuple[str, str], ...]:
-        """Return the metadata of a call, logging in first if that is due."""
+        """Return the metadata of a call; log in first if there is a user and no token."""
         if not self._access.username:
             return (HAS_LEADER,)
         if not self._token:

@@ -1,8 +1,8 @@
-"""Reads from etcd that are answered in pages: all of them show the store at one revision.
+"""Paged reads from etcd: all pages show the store at one revision.
 
-Rule: an answer is never larger than a try has time for. One that held little is followed by a
-request for more, so that thousands of small records need few; a try that brought no answer is
-followed by a request for little.
+Rule: a page is small enough to arrive within the timeout of a try. After a small page the next
+request is for more entries, so that thousands of small records need few requests; after a try
+without a reply it is for fewer.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from elastic.wire.generated.elastic.etcd.v1 import wire_pb2 as pb
 log = logging.getLogger(__name__)
 
 PAGE = 16
-"""Entries asked for at first. An entry has 1 MiB at most and pieces of a journal have half of it:
-8 MiB, which a try of 2 s brings over 50 Mbit/s."""
+"""Entries in the first request. An entry has 1 MiB at most, and pieces of a journal have half of
+it: 8 MiB, which arrive within a try of 2 s at 50 Mbit/s."""
 PAGE_MAX = 1024
 SMALL_BYTES = 1024 * 1024
-"""After a page below this the next one may have twice as many entries."""
+"""After a page smaller than this the number of entries is doubled."""
 BEGINNINGS_MAX = 3
 
 
 class _History(Exception):
-    """The revision of the first page can be read no longer."""
+    """The revision of the first page was compacted."""
 
 
 async def read_range(link: EtcdLink, key: bytes, end: bytes) -> tuple[list[pb.KeyValue], int]:
-    """Return all pairs from `key` up to `end`, and the revision at which they are all that is.
+    """Return all pairs from `key` up to `end`, and the revision of this snapshot.
 
     Raises:
-        StoreUnavailable: a page was not answered in time, or the history was compacted under
-            each of several tries.
-        Refusal: etcd says no.
+        StoreUnavailable: a page had no reply in time, or the history was compacted during each
+            of several tries.
+        EtcdRefusal: etcd refused the request.
     """
     for _ in range(BEGINNINGS_MAX):
         try:
@@ -62,7 +62,7 @@ async def _read_pages(link: EtcdLink, key: bytes, end: bytes) -> tuple[list[pb.K
                 raise _History(refusal.details) from None
             raise
         kvs += answer.kvs
-        # Of the first page: later ones tell how far the store is by now.
+        # From the first page: later headers have the store's present revision.
         revision = revision or answer.header.revision
         if not answer.more:
             return kvs, revision
@@ -72,7 +72,7 @@ async def _read_pages(link: EtcdLink, key: bytes, end: bytes) -> tuple[list[pb.K
 
 
 async def _page(link: EtcdLink, request: pb.RangeRequest) -> pb.RangeResponse:
-    """Return one page; after a try without an answer `request` asks for fewer entries."""
+    """Return one page; after a try without a reply `request` is reduced to fewer entries."""
     patience = link.patience("read")
     while True:
         try:

@@ -1,9 +1,9 @@
-"""A watch on etcd that survives its server.
+"""A watch on etcd that survives the loss of its server.
 
-Rule: the place to go on from is the revision of the last change that was delivered, plus one, and
-nothing else moves it: neither the answer that a watch was created nor a sign of life carries a
-revision that is in order with the changes. A stream that is silent is asked for a sign of life;
-one that gives none is left for the next endpoint.
+Rule: a watch resumes at the revision of the last delivered change, plus one, and only changes
+advance it: the revisions in replies to create and progress requests are not ordered with the
+changes. A silent stream is probed with a progress request; without a reply the watch moves to the
+next endpoint.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from elastic.wire.generated.elastic.etcd.v1 import wire_pb2 as pb
 log = logging.getLogger(__name__)
 
 SILENCE_S = 2.0
-"""After so long without a word the server is asked for one, and has TRY_S to answer."""
+"""After this long without a message the server is probed, and has TRY_S to reply."""
 DENIALS = ("permission denied", *LOGIN_NEEDED, *STALE_LOGIN)
 DENIALS_MAX = 2
-"""etcd says "permission denied" also to a token that has expired: log in once again."""
+"""etcd also refuses an expired token with "permission denied": log in again once."""
 
 
 async def watch_prefix(
@@ -80,10 +80,10 @@ async def watch_prefix(
 
 
 def _request(keys: KeySpace, prefix: str, next_revision: int) -> pb.WatchRequest:
-    """Ask for one revision more than is wanted.
+    """Return a request for a watch that starts one revision early.
 
-    A compaction at revision r may take the deletions of r itself with it, and etcd only refuses
-    watches from before r. Asked from one earlier it refuses every one that may have lost something.
+    A compaction at revision r may drop the deletions of r too, but etcd refuses only watches from
+    before r. Starting one revision early, every watch that may have lost a change is refused.
     """
     key, end = keys.range(prefix)
     create = pb.WatchCreateRequest(key=key, range_end=end, start_revision=max(1, next_revision - 1))
@@ -91,7 +91,7 @@ def _request(keys: KeySpace, prefix: str, next_revision: int) -> pb.WatchRequest
 
 
 def _refuse_ended(response: pb.WatchResponse, next_revision: int) -> None:
-    """Raise what it means that the server has ended the watch."""
+    """Raise the error for a watch that the server has ended."""
     if response.compact_revision:
         raise Compacted(next_revision, response.compact_revision + 1)
     if not response.canceled:
@@ -107,7 +107,7 @@ def _refuse_ended(response: pb.WatchResponse, next_revision: int) -> None:
 
 
 class _Stream:
-    """One open stream: reads are raced against silence and against the closing of the store."""
+    """One open stream; a read also ends on silence, and when the store is closed."""
 
     def __init__(
         self, link: EtcdLink, call: grpc.aio.StreamStreamCall[Any, Any], index: int
@@ -115,15 +115,15 @@ class _Stream:
         self._link = link
         self._call = call
         self._index = index
-        # Lives on when we stop waiting for it: a read that is cancelled takes the stream with it.
+        # Kept after a timeout: cancelling a read would cancel the stream.
         self._reading: asyncio.Future[Any] | None = None
         self._closing = asyncio.ensure_future(link.closing.wait())
 
     async def next(self) -> pb.WatchResponse:
-        """Return the next response; in silence, ask for one.
+        """Return the next response; after a silence, send a probe.
 
         Raises:
-            Unanswered: the stream broke, or its server is silent.
+            RequestUnanswered: the stream broke, or its server is silent.
         """
         response = await self._read(SILENCE_S)
         if response is None:
@@ -140,7 +140,7 @@ class _Stream:
         """Send a request.
 
         Raises:
-            Unanswered: the stream broke.
+            RequestUnanswered: the stream broke.
         """
         try:
             await asyncio.wait_for(self._call.write(request), TRY_S)
@@ -150,7 +150,7 @@ class _Stream:
             raise self._link.unanswered(self._index, f"writing to a watch: {error!r}") from None
 
     async def close(self) -> None:
-        """End the stream and what waits for it."""
+        """End the stream and its pending read."""
         self._call.cancel()
         waiting = [self._closing, *([self._reading] if self._reading is not None else [])]
         for future in waiting:
@@ -183,10 +183,10 @@ class _Stream:
 
 @asynccontextmanager
 async def _opened(link: EtcdLink, request: pb.WatchRequest) -> AsyncIterator[_Stream]:
-    """Open a stream and create a watch on it; ends both at the end.
+    """Open a stream and create a watch on it for the block.
 
     Raises:
-        Unanswered: no server confirmed the watch in time.
+        RequestUnanswered: the request could not be sent in time.
     """
     async with link.stream(WATCH, None) as (call, index):
         stream = _Stream(link, call, index)
@@ -198,7 +198,7 @@ async def _opened(link: EtcdLink, request: pb.WatchRequest) -> AsyncIterator[_St
 
 
 async def _pause(link: EtcdLink, seconds: float) -> None:
-    """Wait before the next try, but no longer than the store is open."""
+    """Wait before the next try; raises at once when the store is closed."""
     try:
         await asyncio.wait_for(link.closing.wait(), seconds)
     except asyncio.TimeoutError:

@@ -1,6 +1,6 @@
-"""etcd's messages and our facts: conversion in both directions, and the paths of etcd's methods.
+"""Conversion between etcd's messages and the store's types, and the paths of etcd's methods.
 
-Rule: no IO. This module alone knows how keys lie on the server: all below one root,
+Rule: no IO. Only this module knows the layout of keys on the server: all below one root,
 
     ROOT/data/KEY       the entries
     ROOT/writers/NAME   one marker for each client, see elastic/store/etcd_commit.py
@@ -23,13 +23,13 @@ Answer = TypeVar("Answer")
 
 @dataclass(frozen=True)
 class Method(Generic[Answer]):
-    """One of etcd's methods, by path, with the class of its answers."""
+    """One of etcd's methods: its path, and the class of its replies."""
 
     path: str
     answer: type[Answer]
 
     def parse(self, data: bytes) -> Answer:
-        """Decode an answer."""
+        """Decode a reply."""
         message: Any = self.answer
         parsed: Answer = message.FromString(data)
         return parsed
@@ -46,13 +46,13 @@ AUTHENTICATE = Method("/etcdserverpb.Auth/Authenticate", pb.AuthenticateResponse
 
 
 class KeySpace:
-    """Where the keys of one store lie on the server."""
+    """Maps the keys of one store to keys on the server."""
 
     def __init__(self, root: str) -> None:
-        """Take everything below `root`, such as "elastic".
+        """Use all keys below `root`, such as "elastic".
 
         Raises:
-            UsageError: the root is empty, or no valid Unicode.
+            UsageError: the root is empty, or not valid Unicode.
         """
         if not root.strip("/"):
             raise UsageError("the root of an etcd store is empty; expected a word like 'elastic'")
@@ -64,7 +64,7 @@ class KeySpace:
         return self._data + encode_key(key)
 
     def range(self, prefix: str) -> tuple[bytes, bytes]:
-        """Return the first key on the server under a prefix of ours, and the first one after."""
+        """Return the key range on the server for a prefix: first key, and exclusive end."""
         start = self._data + encode_prefix(prefix)
         return start, end_of_prefix(start) or b"\0"
 
@@ -76,7 +76,7 @@ class KeySpace:
         """Return the entry of a pair that was read from our range.
 
         Raises:
-            CorruptRecord: the key is no valid Unicode, so that it cannot be ours.
+            CorruptRecord: the key is not valid Unicode, so another program wrote it.
         """
         name = kv.key.removeprefix(self._data)
         try:
@@ -111,12 +111,12 @@ class KeySpace:
         return [read(key) for key in dict.fromkeys(self.key(item.key) for item in compares)]
 
     def found(self, responses: Iterable[pb.ResponseOp]) -> tuple[Entry, ...]:
-        """Return the entries that reads in a transaction have found."""
+        """Return the entries found by the reads of a transaction."""
         return tuple(self.entry(kv) for item in responses for kv in item.response_range.kvs)
 
 
 def unchanged(key: bytes, mod_revision: int) -> pb.Compare:
-    """Return the comparison that holds while a key has this mod_revision; 0: is not there."""
+    """Return the comparison that a key has this mod_revision; 0: it does not exist."""
     return pb.Compare(
         result=pb.Compare.EQUAL, target=pb.Compare.MOD, key=key, mod_revision=mod_revision
     )

@@ -1,9 +1,9 @@
-"""The membership store: what every backend answers, and the facts it answers with.
+"""The membership store: the interface of every backend, and its data types.
 
-Rule: a state change is a `commit` that compares something. There is no blind put, because a
-put that timed out on a frozen server may take effect later and overwrite newer state.
-Revisions order the commits of the whole store, begin at 1 and never repeat; a commit that changes
-several keys gives them all one revision, and every commit that succeeds raises the revision.
+Rule: a state change is a `commit` with at least one comparison. There is no blind put, because a
+put that timed out on a frozen server may take effect later and overwrite newer state. Revisions
+order the commits of the whole store, start at 1 and never repeat; a commit gives one revision to
+all keys that it changes, and every successful commit increases the revision.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from typing import Protocol
 
 @dataclass(frozen=True)
 class Entry:
-    """One key as it stood at a revision.
+    """One key at a revision.
 
     Attributes:
         key: UTF-8 path such as "elastic/jobs/j1/group".
         value: opaque bytes.
         create_revision: revision of the commit that created the key.
         mod_revision: revision of the commit that changed it last.
-        lease: id of the lease that the key dies with, 0 for none.
+        lease: id of the lease whose end deletes the key, 0 for none.
     """
 
     key: str
@@ -35,7 +35,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class StoreSnapshot:
-    """What a read saw: entries sorted by key, and the store's revision at that moment."""
+    """Result of a read: entries sorted by key, and the store's revision at that moment."""
 
     entries: tuple[Entry, ...]
     revision: int
@@ -43,7 +43,7 @@ class StoreSnapshot:
 
 @dataclass(frozen=True)
 class Compare:
-    """Hold the key's mod_revision against `mod_revision`; 0 means the key must not exist."""
+    """Require that the key's mod_revision is `mod_revision`; 0: that it does not exist."""
 
     key: str
     mod_revision: int
@@ -60,7 +60,7 @@ class Put:
 
 @dataclass(frozen=True)
 class Delete:
-    """Remove the key; removing a key that is not there changes nothing."""
+    """Delete the key; deleting a missing key changes nothing."""
 
     key: str
 
@@ -72,8 +72,8 @@ Write = Put | Delete
 class CommitResult:
     """Whether every comparison held and the writes are durable, and the revision afterwards.
 
-    When `committed` is False, `current` holds the compared keys as they really are (those that
-    exist, in the order compared), so that the caller can tell who was faster.
+    When `committed` is False, `current` holds the present entries of the compared keys (those that
+    exist, in the order compared), so that the caller sees which other commit won.
     """
 
     committed: bool
@@ -82,7 +82,7 @@ class CommitResult:
 
 
 class ChangeKind(Enum):
-    """What a watch saw happen to a key."""
+    """Kind of a change that a watch reports."""
 
     PUT = "put"
     DELETE = "delete"
@@ -102,9 +102,9 @@ class Change:
 
 @dataclass(frozen=True)
 class Lease:
-    """The right to be counted alive for `ttl_s` seconds after the last renewal.
+    """A lease, which ends `ttl_s` seconds after its last renewal.
 
-    `ttl_s` is what the store granted: never less than what was asked, on etcd whole seconds.
+    `ttl_s` is the granted time: never less than requested; on etcd in whole seconds.
     """
 
     lease_id: int
@@ -114,8 +114,8 @@ class Lease:
 class Store(Protocol):
     """A small transactional, watchable key-value store.
 
-    All methods raise StoreUnavailable when the backend does not answer within the store's own
-    deadline. A store belongs to one event loop.
+    All methods raise StoreUnavailable when the backend does not reply within the store's own
+    timeout. A store belongs to one event loop.
     """
 
     async def read(self, prefix: str) -> StoreSnapshot:
@@ -125,23 +125,23 @@ class Store(Protocol):
     async def commit(self, compares: Sequence[Compare], writes: Sequence[Write]) -> CommitResult:
         """Apply all writes atomically if all comparisons hold; durable before it returns.
 
-        Idempotency: after an ambiguous failure the backend itself finds out whether the commit
-        took place (by re-reading) or raises StoreUnavailable; it never applies twice. A commit
-        that ended in StoreUnavailable may take effect later, but not after a later commit of
-        the same store object was answered.
+        Idempotency: after an ambiguous failure the backend itself determines whether the commit
+        took effect (by re-reading) or raises StoreUnavailable; it never applies a commit twice. A
+        commit that raised StoreUnavailable may take effect later, but not after a later commit of
+        the same store object has returned.
 
         Raises:
-            UsageError: no comparison was given, a key is written twice, or the commit is larger
-                than every backend takes (elastic/store/rules.py has the limits).
+            UsageError: no comparison was given, a key is written twice, or the commit exceeds the
+                limits of some backend (see elastic/store/rules.py).
             Fenced: a put names a lease that has ended; nothing was written.
         """
         ...
 
     async def grant_lease(self, ttl_s: float) -> Lease:
-        """Create a lease; its keys vanish when it was not renewed for its `ttl_s` seconds.
+        """Create a lease; its keys are deleted when it is not renewed for its `ttl_s` seconds.
 
-        They vanish not before that, and soon after. A store that was restarted, or has a new
-        leader, counts the time of every lease anew.
+        They are deleted not before that, and soon after. A store that was restarted, or has a new
+        leader, restarts the time of every lease.
 
         Raises:
             UsageError: `ttl_s` is not a positive number.
@@ -149,7 +149,7 @@ class Store(Protocol):
         ...
 
     async def renew_lease(self, lease_id: int) -> bool:
-        """Renew; False when the lease has ended already."""
+        """Renew the lease; False if it has ended already."""
         ...
 
     async def revoke_lease(self, lease_id: int) -> None:
@@ -159,23 +159,23 @@ class Store(Protocol):
     def watch(self, prefix: str, from_revision: int) -> AsyncGenerator[Change, None]:
         """Yield every change under `prefix` with mod revision >= `from_revision`, in order, once.
 
-        Survives reconnects without loss or repetition, and waits for as long as the backend is
-        away. Changes of one revision come in the order of its writes. To follow what was read,
-        watch from the snapshot's revision + 1. Close it (`contextlib.aclosing`) when done.
+        Survives reconnects without loss or repetition, and waits as long as the backend is
+        unavailable. Changes of one revision come in the order of its writes. To continue after a
+        read, watch from the snapshot's revision + 1. Close it (`contextlib.aclosing`) when done.
 
         Raises:
             Compacted: history since `from_revision`, or since the last change yielded before a
-                reconnect, is not kept any more: read anew.
+                reconnect, was dropped: read again.
             UsageError: `from_revision` is below 1.
             StoreUnavailable: this store was closed.
         """
         ...
 
     async def compact(self, revision: int) -> None:
-        """Forget history older than `revision`; current entries stay. Repeating it is no error.
+        """Drop history older than `revision`; current entries stay. Repeating it is no error.
 
         Raises:
-            UsageError: `revision` lies more than one past the present one.
+            UsageError: `revision` is more than one past the present one.
         """
         ...
 

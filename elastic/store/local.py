@@ -1,8 +1,8 @@
-"""A store inside this process: an engine that blocks, under the asyncio face that all stores have.
+"""A store inside this process: a blocking engine behind the asyncio interface of all stores.
 
-Rule: the engine is called by one thread, one call at a time; what is the same in memory and in a
-file is written here once: leases, watches, and waking up those who watch. There are no tasks in
-the background: whoever looks at the store first ends the leases whose time is over.
+Rule: the engine is called by one thread, one call at a time. Code common to memory and file is
+here: leases, watches, and notifying watches. There are no background tasks: every call first ends
+the leases that have expired.
 """
 
 from __future__ import annotations
@@ -27,21 +27,23 @@ from elastic.store.rules import (
 )
 
 SHORTEST_WAIT_S = 0.005
-"""A watch waits at least this long for a lease's end: clocks and timers do not agree exactly."""
+"""Minimum wait of a watch for a lease's end: clocks and timers do not agree exactly."""
 
 Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True)
 class HistoryPage:
-    """A part of the history: complete up to, and without, `next_revision`."""
+    """A part of the history: complete up to `next_revision` (exclusive)."""
 
     changes: tuple[Change, ...]
     next_revision: int
 
 
 class StorageEngine(Protocol):
-    """What keeps the entries. All methods may block; requests were checked before.
+    """Interface of an engine, which stores the entries.
+
+    All methods may block; the caller has validated the arguments.
 
     Attributes:
         revision: of the last change; read by other threads.
@@ -62,7 +64,7 @@ class StorageEngine(Protocol):
         ...
 
     def compact(self, revision: int) -> None:
-        """Forget changes older than a revision."""
+        """Drop changes older than a revision."""
         ...
 
     def grant_lease(self, ttl_s: float) -> int:
@@ -70,11 +72,11 @@ class StorageEngine(Protocol):
         ...
 
     def leases(self) -> tuple[Lease, ...]:
-        """Return the leases that are on."""
+        """Return the leases that have not ended."""
         ...
 
     def end_lease(self, lease_id: int) -> None:
-        """End a lease, if it is on, and delete its keys at one revision."""
+        """End a lease, unless it has ended, and delete its keys at one revision."""
         ...
 
     def close(self) -> None:
@@ -83,26 +85,26 @@ class StorageEngine(Protocol):
 
 
 class ChangeSignal:
-    """Wakes those who wait for a revision, or for a change of the leases."""
+    """Wakes watches that wait for a new revision, or for the close."""
 
     def __init__(self, revision: int) -> None:
-        """Begin at a revision."""
+        """Start at a revision."""
         self.revision = revision
         self._woken = asyncio.Event()
 
     def advance(self, revision: int) -> None:
-        """Wake all if the revision is a new one."""
+        """Wake all if the revision has increased."""
         if revision > self.revision:
             self.revision = revision
             self.wake()
 
     def wake(self) -> None:
-        """Wake all who wait now."""
+        """Wake all present waiters."""
         self._woken.set()
         self._woken = asyncio.Event()
 
     async def wait(self, timeout_s: float | None) -> None:
-        """Wait until somebody wakes us, at most this long."""
+        """Wait for a wake-up, at most this long; None for no limit."""
         try:
             await asyncio.wait_for(self._woken.wait(), timeout_s)
         except asyncio.TimeoutError:
@@ -119,11 +121,11 @@ class LocalStore:
         executor: Executor | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Take over an engine; leases that it kept from before get their full time again.
+        """Take ownership of an engine; leases stored in it start with their full time again.
 
         Args:
-            engine: is closed with this store.
-            executor: its one thread calls the engine, and made it; None for an engine that
+            engine: closed with this store.
+            executor: its one thread calls the engine, and has created it; None for an engine that
                 never blocks.
             clock: monotonic seconds, for leases only.
         """
@@ -133,7 +135,7 @@ class LocalStore:
         self._closed = False
         self._adopted = False
         self._signal = ChangeSignal(engine.revision)
-        # Until when each lease is on, if it is not renewed; and its time in seconds.
+        # When each lease ends unless it is renewed, by `clock`; and its time in seconds.
         self._deadlines: dict[int, float] = {}
         self._ttls: dict[int, float] = {}
 
@@ -157,7 +159,7 @@ class LocalStore:
         return Lease(lease_id, ttl_s)
 
     async def renew_lease(self, lease_id: int) -> bool:
-        """Renew; False when the lease has ended already."""
+        """Renew the lease; False if it has ended already."""
         check_lease_id(lease_id)
         await self.expire_leases()
         if lease_id not in self._deadlines:
@@ -173,7 +175,7 @@ class LocalStore:
         self._ttls.pop(lease_id, None)
 
     async def expire_leases(self) -> None:
-        """End every lease whose time is over; all other methods do this first."""
+        """End every expired lease; the other methods call this first."""
         if self._closed:
             raise closed()
         await self._adopt_leases()
@@ -185,7 +187,7 @@ class LocalStore:
     async def watch(self, prefix: str, from_revision: int) -> AsyncGenerator[Change, None]:
         """Yield every change under `prefix` since `from_revision`.
 
-        A watcher holds one page of history; one that is slower than compaction is told so.
+        A watch holds one page of history; one that is slower than compaction raises Compacted.
         """
         check_from_revision(from_revision)
         encode_prefix(prefix)
@@ -203,13 +205,13 @@ class LocalStore:
                 await self.expire_leases()
 
     async def compact(self, revision: int) -> None:
-        """Forget history older than `revision`."""
+        """Drop history older than `revision`."""
         await self.expire_leases()
         check_compaction(revision, self._engine.revision)
         await self._run(partial(self._engine.compact, revision))
 
     async def close(self) -> None:
-        """Let the engine go; calls that wait are answered first, watches end with an error."""
+        """Close the engine, after queued calls; watches end with an error."""
         if self._closed:
             return
         self._closed = True
@@ -219,7 +221,7 @@ class LocalStore:
             self._executor.shutdown(wait=False)
 
     async def _adopt_leases(self) -> None:
-        """Give leases their time that the engine has kept from an earlier process."""
+        """Start the time of leases that the engine has stored for an earlier process."""
         if self._adopted:
             return
         for lease in await self._run(self._engine.leases):
@@ -242,18 +244,18 @@ class LocalStore:
         return await self._perform(call)
 
     async def _perform(self, call: Callable[[], Answer]) -> Answer:
-        """Call the engine, then wake those who watch: also when the caller has gone meanwhile."""
+        """Call the engine, then wake watches, even if the caller was cancelled meanwhile."""
         if self._executor is None:
             answer = call()
             self._signal.advance(self._engine.revision)
             return answer
         running = asyncio.get_running_loop().run_in_executor(self._executor, call)
         running.add_done_callback(self._performed)
-        # A commit that runs cannot be stopped, and would otherwise end before it is done.
+        # Shielded: a running commit cannot be stopped, only its caller cancelled.
         return await asyncio.shield(running)
 
     def _performed(self, running: asyncio.Future[Answer]) -> None:
         if not running.cancelled():
-            # Taken note of here, for callers that did not wait; those who wait get it as well.
+            # Retrieve the exception, for cancelled callers; waiting callers get it as well.
             running.exception()
         self._signal.advance(self._engine.revision)

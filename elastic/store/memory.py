@@ -1,6 +1,6 @@
-"""The store in memory: for `memory:`, where nothing is to survive the process, and for tests.
+"""The store in memory: for `memory:`, whose state ends with the process, and for tests.
 
-Rule: it differs from the others in durability only; the same contract tests run on all.
+Rule: it differs from the other stores in durability only; the same contract tests run on all.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class MemoryEngine:
     """Entries and their history in plain containers."""
 
     def __init__(self) -> None:
-        """Begin empty, at revision 1, as etcd does."""
+        """Start empty, at revision 1, as etcd does."""
         self.revision = 1
         self._entries: dict[str, Entry] = {}
         # Oldest first; a change's revision is the mod_revision of its entry.
@@ -47,7 +47,7 @@ class MemoryEngine:
         self._last_lease = 0
 
     def read(self, prefix: str) -> StoreSnapshot:
-        """Return the entries under a prefix; looks at all keys, there are few."""
+        """Return the entries under a prefix, by a scan of all keys, which are few."""
         found = (self._entries[key] for key in sorted(self._entries) if key.startswith(prefix))
         return StoreSnapshot(tuple(found), self.revision)
 
@@ -74,7 +74,7 @@ class MemoryEngine:
         return HistoryPage(tuple(found), max(from_revision, self.revision + 1))
 
     def compact(self, revision: int) -> None:
-        """Forget changes older than a revision."""
+        """Drop changes older than a revision."""
         self._oldest = max(self._oldest, revision)
         del self._history[: bisect.bisect_left(self._history, revision, key=_revision)]
 
@@ -85,7 +85,7 @@ class MemoryEngine:
         return self._last_lease
 
     def leases(self) -> tuple[Lease, ...]:
-        """Return the leases that are on."""
+        """Return the leases that have not ended."""
         return tuple(self._leases.values())
 
     def end_lease(self, lease_id: int) -> None:
@@ -97,7 +97,7 @@ class MemoryEngine:
             self._apply(tuple(deletion(key, self.revision + 1) for key in keys))
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: there is no file."""
 
     def _apply(self, changes: tuple[Change, ...]) -> None:
         self.revision += 1

@@ -1,10 +1,10 @@
-"""Which store a URL names.
+"""Opens the store that a URL names.
 
-Rule: the backend is chosen here and nowhere else; a backend's module is loaded only when named.
+Rule: only this module chooses the backend; a backend's module is imported only when named.
 
     sqlite:PATH                    one file; sqlite:///abs/path is the same as sqlite:/abs/path
     etcd://HOST[:PORT],.../ROOT    a cluster; port 2379 and root "elastic" if none are given
-    memory:                        nothing survives the process
+    memory:                        state ends with the process
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ EXPECTED = "expected sqlite:PATH, etcd://host:port,host:port[/prefix], or memory
 async def open_store(
     url: str, *, access: EtcdAccess | Callable[[], EtcdAccess] | None = None
 ) -> Store:
-    """Open the store that `url` names; to be closed by the caller.
+    """Open the store that `url` names; the caller closes it.
 
     Args:
         url: as in the module's docstring.
-        access: user and certificates for etcd, or what returns them as they are now; never part of
-            a URL, which others can read.
+        access: user and certificates for etcd, or a function that returns the present ones; never
+            part of a URL, which others can read.
 
     Raises:
-        ConfigError: the URL names no store, or not well.
-        UsageError: a file is in use by another process, or cannot be opened.
-        StoreError: a file is damaged, or another program's.
+        ConfigError: the URL is invalid.
+        UsageError: the file is in use by another process, or cannot be opened.
+        StoreError: the file is damaged, or belongs to another program.
     """
     scheme, colon, rest = url.partition(":")
     if not colon:
@@ -69,7 +69,7 @@ def sqlite_path(url: str) -> Path:
     """Return the file that a sqlite: URL names.
 
     Raises:
-        ConfigError: no file, a host, or a path that only a shell understands.
+        ConfigError: no file, a host, or a path with "~", which only a shell expands.
     """
     text = url.removeprefix("sqlite:")
     if text.startswith("//"):
@@ -89,14 +89,14 @@ def etcd_address(url: str) -> tuple[tuple[str, ...], str]:
     """Return the endpoints that an etcd:// URL names, each once, and its root ("" for none).
 
     Raises:
-        ConfigError: no endpoint, one that is no address, or a user in the URL.
+        ConfigError: no endpoint, an invalid one, or a user in the URL.
     """
     text = url.removeprefix("etcd:")
     if not text.startswith("//"):
         raise ConfigError(f"store {url!r}: {EXPECTED}")
     hosts, _, root = text[2:].partition("/")
     if "@" in hosts:
-        # Without the URL: it may hold a password.
+        # The error does not quote the URL, which may contain a password.
         raise ConfigError(
             "the etcd URL has a user in it; pass user and password from a file: --store-user"
         )

@@ -1,7 +1,7 @@
-"""What all stores share: which requests are refused, and what a commit changes.
+"""Common rules of all stores: which requests are refused, and what a commit changes.
 
-Rule: pure functions of facts. The limits are those of an etcd server with default options, and
-hold for every store, so that what works on one machine works on the cluster.
+Rule: pure functions. The limits are those of an etcd server with default options, and apply to
+every store, so that code which works on one machine works on a cluster.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from elastic.store.interface import (
 )
 
 OPERATIONS_MAX = 120
-"""Comparisons, and writes, of one commit. etcd allows 128; the client needs some itself."""
+"""Comparisons, and writes, in one commit. etcd allows 128; the client itself needs some."""
 COMMIT_BYTES_MAX = 1024 * 1024
 """Keys and values of one commit. etcd refuses requests above 1.5 MiB."""
 LEASE_TTL_MAX_S = 9_000_000_000.0
 """etcd's own limit."""
 NUMBER_MAX = 2**63 - 1
-"""Revisions and leases are 64-bit integers with sign, in files and on the wire."""
+"""Revisions and leases are signed 64-bit integers, in files and on the wire."""
 
 
 def encode_key(key: str) -> bytes:
-    """Return the key as stores hold it.
+    """Return the key in UTF-8, as stores hold it.
 
     Raises:
-        UsageError: the key is empty, or is no valid Unicode.
+        UsageError: the key is empty, or not valid Unicode.
     """
     if not key:
         raise UsageError("a key is empty; expected a path such as 'elastic/jobs/j1'")
@@ -43,10 +43,10 @@ def encode_key(key: str) -> bytes:
 
 
 def encode_prefix(prefix: str) -> bytes:
-    """Return a prefix of keys in their encoding; the empty one stands for all keys.
+    """Return a prefix of keys in UTF-8; the empty one matches all keys.
 
     Raises:
-        UsageError: the prefix is no valid Unicode.
+        UsageError: the prefix is not valid Unicode.
     """
     try:
         return prefix.encode()
@@ -55,16 +55,16 @@ def encode_prefix(prefix: str) -> bytes:
 
 
 def end_of_prefix(prefix: bytes) -> bytes | None:
-    """Return the first key after all that start with `prefix`, None if there is no such key."""
+    """Return the exclusive end of the range of keys with `prefix`, None if it is unbounded."""
     kept = prefix.rstrip(b"\xff")
     return kept[:-1] + bytes([kept[-1] + 1]) if kept else None
 
 
 def check_commit(compares: Sequence[Compare], writes: Sequence[Write]) -> None:
-    """Refuse a commit that some store could not do, or that would be a blind write.
+    """Refuse a commit that exceeds the limits of some store, or would be a blind write.
 
     Raises:
-        UsageError: says what is wrong and what is expected.
+        UsageError: with the problem and what is expected.
     """
     if not compares:
         raise UsageError(
@@ -100,7 +100,7 @@ def check_commit(compares: Sequence[Compare], writes: Sequence[Write]) -> None:
 
 
 def check_ttl(ttl_s: float) -> None:
-    """Refuse a lease time that is no time.
+    """Refuse an invalid lease time.
 
     Raises:
         UsageError: not a finite number of seconds above 0 and within etcd's limit.
@@ -110,7 +110,7 @@ def check_ttl(ttl_s: float) -> None:
 
 
 def check_lease_id(lease_id: int) -> None:
-    """Refuse what no store has ever given out as a lease.
+    """Refuse a number that no store grants as a lease id.
 
     Raises:
         UsageError: outside 1 to 2**63 - 1.
@@ -123,7 +123,7 @@ def check_from_revision(from_revision: int) -> None:
     """Refuse a watch from before the first revision.
 
     Raises:
-        UsageError: below 1, or above what a revision can be.
+        UsageError: below 1, or above 2**63 - 1.
     """
     if not 1 <= from_revision <= NUMBER_MAX:
         raise UsageError(
@@ -133,10 +133,10 @@ def check_from_revision(from_revision: int) -> None:
 
 
 def check_compaction(revision: int, present: int) -> None:
-    """Refuse to forget what has not happened yet.
+    """Refuse a compaction at a future revision.
 
     Raises:
-        UsageError: `revision` lies more than one past the present one.
+        UsageError: `revision` is more than one past the present one.
     """
     if revision > present + 1:
         raise UsageError(
@@ -145,7 +145,7 @@ def check_compaction(revision: int, present: int) -> None:
 
 
 def lease_ended(lease_ids: Sequence[int]) -> Fenced:
-    """Return what a commit raises that names a lease which is over."""
+    """Return the error of a commit that names an ended lease."""
     named = ", ".join(str(lease_id) for lease_id in lease_ids)
     return Fenced(
         f"a commit names lease {named}, which has ended or never was; nothing was written; its "
@@ -154,7 +154,7 @@ def lease_ended(lease_ids: Sequence[int]) -> Fenced:
 
 
 def closed() -> StoreUnavailable:
-    """Return what every call raises after `close`."""
+    """Return the error of every call after `close`."""
     return StoreUnavailable("this store was closed by its own process; open it anew")
 
 
@@ -166,17 +166,17 @@ def plan_commit(
     lease_exists: Callable[[int], bool],
     revision: int,
 ) -> CommitResult | tuple[Change, ...]:
-    """Work out what a commit does to a store that is at `revision`.
+    """Compute the changes of a commit to a store that is at `revision`.
 
     Args:
-        compares: what must hold.
-        writes: what then changes.
-        lookup: a key's present entry.
-        lease_exists: whether a lease is still on.
+        compares: comparisons that must hold.
+        writes: applied if all of them hold.
+        lookup: returns a key's present entry.
+        lease_exists: whether a lease has not ended.
         revision: the store's present one; changes get the next.
 
     Returns:
-        The refusal if a comparison does not hold, else the changes to be made, in order.
+        The refusal if a comparison does not hold, otherwise the changes to make, in order.
 
     Raises:
         Fenced: a put names a lease that has ended.
@@ -205,5 +205,5 @@ def plan_commit(
 
 
 def deletion(key: str, revision: int) -> Change:
-    """Return the change that removes a key at a revision."""
+    """Return the change that deletes a key at a revision."""
     return Change(ChangeKind.DELETE, Entry(key, b"", 0, revision))

@@ -1,8 +1,8 @@
 """The store in a SQLite file: the default for one coordinator, durable at every commit.
 
-Rule: one process has the file, one thread of it speaks to SQLite, and each commit is one SQLite
-transaction that is on the disk before it is answered. Rows carry checksums: a damaged one is
-refused by its key.
+Rule: one process holds the file, one thread of it uses SQLite, and each commit is one SQLite
+transaction, durable before it is acknowledged. Rows have checksums: a damaged row is refused with
+its key.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from elastic.store.sqlite_file import ADVICE, FileLock, open_database, own_error
 from elastic.store.sqlite_mark import StoreMark, check_mark
 
 PAGE_CHANGES = 500
-"""Changes that a watch takes from the history at once; a revision is never cut in two."""
+"""Changes that a watch reads from the history at once; a revision is never split."""
 
 ENTRY_COLUMNS = "key, value, create_revision, mod_revision, lease, checksum"
 CHANGE_COLUMNS = f"{ENTRY_COLUMNS}, kind"
@@ -42,16 +42,16 @@ Row = tuple[bytes, bytes, int, int, int, int]
 
 
 async def sqlite_store(path: Path, clock: Callable[[], float] = time.monotonic) -> LocalStore:
-    """Open the store in a file, making it if it is not there.
+    """Open the store in a file, created if missing.
 
     Args:
-        path: the file; beside it SQLite keeps PATH-wal and PATH-shm, and we PATH.lock and
+        path: the file; beside it are SQLite's PATH-wal and PATH-shm, and our PATH.lock and
             PATH.revision.
         clock: monotonic seconds, for leases.
 
     Raises:
         UsageError: another process uses the file, or it cannot be opened.
-        CorruptRecord: the file is damaged, or lacks what was acknowledged.
+        CorruptRecord: the file is damaged, or lacks acknowledged commits.
         StoreError: the file belongs to another program, or to a newer version of this one.
     """
     executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="elastic-store")
@@ -64,10 +64,10 @@ async def sqlite_store(path: Path, clock: Callable[[], float] = time.monotonic) 
 
 
 class SqliteEngine:
-    """Entries and their history in one file; belongs to the thread that made it."""
+    """Entries and their history in one file; only for the thread that created it."""
 
     def __init__(self, path: Path) -> None:
-        """Lock and open the file; see `sqlite_store` for what is raised."""
+        """Lock and open the file; see `sqlite_store` for the errors."""
         self._path = path
         self._lock = FileLock(path)
         try:
@@ -91,7 +91,7 @@ class SqliteEngine:
             return StoreSnapshot(tuple(self._entry(row) for row in rows), self.revision)
 
     def commit(self, compares: Sequence[Compare], writes: Sequence[Write]) -> CommitResult:
-        """Compare and write; on the disk when it returns."""
+        """Compare and write; durable when it returns."""
         with self._errors_undone():
             plan = plan_commit(
                 compares,
@@ -130,7 +130,7 @@ class SqliteEngine:
             return HistoryPage(tuple(changes), next_revision)
 
     def compact(self, revision: int) -> None:
-        """Forget changes older than a revision."""
+        """Drop changes older than a revision."""
         with self._transaction():
             self._database.execute("DELETE FROM history WHERE mod_revision < ?", (revision,))
             self._database.execute(
@@ -138,13 +138,13 @@ class SqliteEngine:
             )
 
     def grant_lease(self, ttl_s: float) -> int:
-        """Create a lease; ids grow for ever, also over restarts."""
+        """Create a lease; ids always increase, also over restarts."""
         with self._transaction():
             made = self._database.execute("INSERT INTO leases (ttl_s) VALUES (?)", (ttl_s,))
             return int(made.lastrowid or 0)
 
     def leases(self) -> tuple[Lease, ...]:
-        """Return the leases that are on."""
+        """Return the leases that have not ended."""
         with self._errors_undone():
             rows = self._database.execute("SELECT lease, ttl_s FROM leases ORDER BY lease")
             return tuple(Lease(int(lease_id), float(ttl_s)) for lease_id, ttl_s in rows)
@@ -162,7 +162,7 @@ class SqliteEngine:
                 self._apply(changes, ended_lease=lease_id)
 
     def close(self) -> None:
-        """Close the file and let others have it."""
+        """Close the file, and release its lock."""
         try:
             self._mark.close()
             with own_errors(self._path):
@@ -182,7 +182,7 @@ class SqliteEngine:
             self._database.execute(
                 "UPDATE numbers SET value = ? WHERE name = 'revision'", (revision,)
             )
-        # Only now: before, others could act on what a power cut takes back.
+        # After the commit: earlier, readers could act on a revision that a power cut undoes.
         self.revision = revision
         self._mark.write(revision)
 
@@ -240,7 +240,7 @@ class SqliteEngine:
 
     @contextmanager
     def _errors_undone(self) -> Iterator[None]:
-        """Leave no transaction open behind an error, and raise it as ours."""
+        """On an error, roll back the open transaction, and raise the error as ours."""
         with own_errors(self._path):
             try:
                 yield
@@ -269,7 +269,7 @@ def _row(entry: Entry) -> Row:
 
 
 def _checksum(entry: Entry) -> int:
-    """CRC-32 over all that an entry says; lengths keep key and value apart."""
+    """Return the CRC-32 of all fields of an entry; the key's length separates key and value."""
     key = entry.key.encode()
     numbers = struct.pack("<qqqq", len(key), entry.create_revision, entry.mod_revision, entry.lease)
     return _chain((numbers, key, entry.value))

@@ -1,7 +1,7 @@
-"""The file of the embedded store: who may open it, and whether it is ours and sound.
+"""The file of the embedded store: its lock, and checks of its owner, version and integrity.
 
-Rule: nothing is repaired or guessed. A file that another process uses, that belongs to another
-program, that a newer version wrote, or that is damaged, is refused by its path, with what to do.
+Rule: nothing is repaired or guessed. A file that is in use by another process, belongs to another
+program, was written by a newer version, or is damaged, is refused with its path and advice.
 """
 
 from __future__ import annotations
@@ -53,17 +53,17 @@ ADVICE = "move the file away (and those beside it) for an empty store, or put a 
 
 
 class FileLock:
-    """The right to be the only process that has a file open; ends with the process.
+    """An exclusive lock, which ends with the process.
 
-    The lock is on a file of its own beside it, which is never deleted: whoever deletes a lock
-    file may take it from a process that has just opened it.
+    The lock is on a separate file beside the store, which is never deleted: deleting a lock file
+    could break the lock of a process that has just opened it.
     """
 
     def __init__(self, path: Path) -> None:
-        """Lock, and leave our pid for others to read.
+        """Lock, and write our pid into the lock file.
 
         Raises:
-            UsageError: another process has it, or the lock file cannot be made.
+            UsageError: another process holds it, or the lock file cannot be created.
         """
         self.path = path.with_name(path.name + ".lock")
         try:
@@ -87,11 +87,11 @@ class FileLock:
             os.ftruncate(self._file, 0)
             os.pwrite(self._file, f"{os.getpid()}\n".encode(), 0)
         except OSError:
-            # On a full disk the lock holds all the same; only its message knows no pid.
+            # On a full disk the lock still holds; only the pid is missing.
             return
 
     def release(self) -> None:
-        """Let others open the file."""
+        """Release the lock."""
         os.close(self._file)
 
 
@@ -117,7 +117,7 @@ def own_errors(path: Path) -> Iterator[None]:
 
 
 def open_database(path: Path) -> sqlite3.Connection:
-    """Open the file, making it if it is not there or empty; for the calling thread only.
+    """Open the file, created if missing or empty; for the calling thread only.
 
     Raises:
         UsageError: not a file, or it cannot be opened.
@@ -126,7 +126,7 @@ def open_database(path: Path) -> sqlite3.Connection:
         StoreUnavailable: disk full or I/O error.
     """
     try:
-        # Made here for its mode: entries may hold what a user submitted, for nobody else to read.
+        # Created here for its mode: entries may contain private data that users submitted.
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
     except OSError as error:
         raise UsageError(
@@ -157,12 +157,12 @@ def _prepare(database: sqlite3.Connection, path: Path) -> None:
             f"{SCHEMA_VERSION}; install the version that wrote it, or name another file"
         )
     database.execute("PRAGMA journal_mode=WAL")
-    # Each commit is on the disk before it is answered.
+    # Each commit is durable before it is acknowledged.
     database.execute("PRAGMA synchronous=FULL")
     if owner != APPLICATION_ID:
         _create(database)
         return
-    # What is in the file itself no damage of the log takes back.
+    # Move all commits from the log into the file, where damage of the log cannot lose them.
     database.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
     verdict = str(database.execute("PRAGMA quick_check(1)").fetchone()[0])
     if verdict != "ok":
@@ -170,7 +170,7 @@ def _prepare(database: sqlite3.Connection, path: Path) -> None:
 
 
 def _create(database: sqlite3.Connection) -> None:
-    """Write the schema and our mark in one transaction: a file has both or none."""
+    """Write the schema and our application id in one transaction: a file has both or none."""
     script = (
         f"BEGIN IMMEDIATE; {SCHEMA} PRAGMA application_id={APPLICATION_ID}; "
         f"PRAGMA user_version={SCHEMA_VERSION}; COMMIT;"

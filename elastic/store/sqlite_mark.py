@@ -1,11 +1,11 @@
-"""The mark beside an embedded store: the newest revision that was acknowledged.
+"""The mark beside an embedded store: the newest acknowledged revision.
 
-SQLite takes what it finds: it ends the recovery of a write-ahead log at the first frame that is
-damaged, and a log or a file that is gone or empty is for it a store in which nothing happened.
+SQLite does not detect lost commits: it ends the recovery of a write-ahead log at the first damaged
+frame, and treats a missing or empty log or file as an empty one.
 
-Rule: what was acknowledged is found again, or the store is not opened. The mark is written after
-each commit and before its answer. It is not forced to the disk: after a power cut it may be behind
-the store, never ahead of it.
+Rule: a store that lacks acknowledged commits is not opened. The mark is written after each commit
+and before its acknowledgement. It is not synced to the disk: after a power cut it may be behind the
+store, never ahead of it.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ MAGIC = b"ELSTREV1"
 
 
 class StoreMark:
-    """The mark of a store that is open."""
+    """The mark of an open store."""
 
     def __init__(self, path: Path) -> None:
-        """Open it, making it if it is not there.
+        """Open the mark, created if missing.
 
         Raises:
-            UsageError: it cannot be made.
+            UsageError: it cannot be created.
         """
         self.path = mark_path(path)
         try:
@@ -41,7 +41,7 @@ class StoreMark:
             ) from None
 
     def write(self, revision: int) -> None:
-        """Remember a revision, before it is acknowledged.
+        """Write a revision, before it is acknowledged.
 
         Raises:
             StoreUnavailable: it cannot be written now.
@@ -56,17 +56,17 @@ class StoreMark:
             ) from error
 
     def close(self) -> None:
-        """Close it."""
+        """Close the file of the mark."""
         os.close(self._file)
 
 
 def mark_path(path: Path) -> Path:
-    """Return where the mark of a store is."""
+    """Return the path of a store's mark."""
     return path.with_name(path.name + ".revision")
 
 
 def read_mark(path: Path) -> int:
-    """Return the newest acknowledged revision of a store, 0 if nobody has noted one.
+    """Return the newest acknowledged revision of a store, 0 if there is no mark.
 
     Raises:
         CorruptRecord: the mark is damaged.
@@ -76,7 +76,7 @@ def read_mark(path: Path) -> int:
     except FileNotFoundError:
         return 0
     if not body:
-        return 0  # Made, and then the power went.
+        return 0  # A power cut came between its creation and the first write.
     if len(body) == MARK.size:
         magic, revision, crc32 = MARK.unpack(body)
         if magic == MAGIC and crc32 == zlib.crc32(body[:-4]):
@@ -88,10 +88,10 @@ def read_mark(path: Path) -> int:
 
 
 def check_mark(path: Path) -> None:
-    """Refuse a store in which something is lacking that was acknowledged; changes nothing.
+    """Refuse a store that lacks acknowledged commits; read-only.
 
     Raises:
-        CorruptRecord: with how much, and what to do.
+        CorruptRecord: with both revisions, and advice.
     """
     acknowledged = read_mark(path)
     if not acknowledged:
@@ -105,7 +105,7 @@ def check_mark(path: Path) -> None:
 
 
 def advice(path: Path) -> str:
-    """Return what to do with a store that lacks something."""
+    """Return the advice for a store that lacks acknowledged commits."""
     return (
         f"move the file away, with {path.name}-wal and {mark_path(path).name}, and put a backup in "
         f"its place ('elastic-coord restore'), or go on with what is left ('elastic-coord store "
@@ -114,14 +114,14 @@ def advice(path: Path) -> str:
 
 
 def look(path: Path) -> tuple[int, str]:
-    """Return the newest revision that can be read, and why there is none; changes nothing."""
+    """Return the newest readable revision, and a reason if there is none; read-only."""
     if not path.exists():
         return 0, "the file is gone"
     if not path.stat().st_size:
         return 0, "the file is empty"
     database: sqlite3.Connection | None = None
     try:
-        # Read only: what closes a log last otherwise writes back what it can, and deletes it.
+        # Read-only: otherwise the last close would write back the log and delete it.
         database = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)
         row = database.execute("SELECT value FROM numbers WHERE name = 'revision'").fetchone()
         return (int(row[0]), "") if row is not None else (0, "it has no revision")
@@ -134,12 +134,12 @@ def look(path: Path) -> tuple[int, str]:
 
 @dataclass(frozen=True)
 class SalvageReport:
-    """What was found of a store.
+    """Result of salvaging a store.
 
     Attributes:
-        acknowledged: the newest revision that anybody was told of, 0 if that is not known.
-        found: the newest one that is there.
-        copies: of the files as they were.
+        acknowledged: the newest acknowledged revision, 0 if unknown.
+        found: the newest readable revision.
+        copies: paths of the copies of the original files.
     """
 
     acknowledged: int
@@ -148,10 +148,10 @@ class SalvageReport:
 
 
 def set_aside(path: Path) -> SalvageReport:
-    """Copy the files of a store as they are, and let it be opened with what is left.
+    """Copy the files of a store, and reset its mark so that it can be opened with what is left.
 
     Raises:
-        UsageError: there is no store, or no copy can be made.
+        UsageError: there is no readable store, or a copy cannot be written.
     """
     try:
         acknowledged = read_mark(path)
