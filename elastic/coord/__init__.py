@@ -1,10 +1,10 @@
-"""elastic-coord: the coordinator's machine under an asyncio driver, with a journal and a server."""
+"""elastic-coord: the coordinator's state machine with its asyncio driver, journal and server."""
 
 from __future__ import annotations
 
 import os
 
-# gRPC reads it when it is first imported, and would write a line for every TLS handshake that
-# fails, and as an error for every one that asks for a host name which is not ours: any stranger
-# could fill the disk that holds our log. Set to INFO, it is left so.
+# gRPC reads it when it is first imported. By default it logs every failed TLS handshake, and as an
+# error each one for a foreign host name: any stranger could fill the disk with our log. A value
+# that is already set, such as INFO, is kept.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")

@@ -1,8 +1,8 @@
-"""The audit trail: who asked for a change, from where, and what came of it; and who was refused.
+"""The audit trail: requests for changes with caller, address and outcome; and refused calls.
 
-Rule: every change leaves a line, in the log and, if there is one, in the audit file; a refused
-caller leaves one at first and then at most one a minute with the number of the others, so that
-nobody can fill a disk. Like the event log it never waits, and no secret comes near it.
+Rule: every change writes a line to the log and, if there is one, to the audit file. A refused
+caller causes one line at first and then at most one a minute with the number of the others, so
+that no caller can fill a disk. Like the event log it never blocks, and it contains no secret.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ OK = "ok"
 
 
 class Audit:
-    """Writes the trail of one coordinator."""
+    """Writes the audit trail of one coordinator."""
 
     def __init__(self, path: Path | None, *, process: str, clock: Clock) -> None:
-        """Open the file, if there is to be one.
+        """Open the file, if one is given.
 
         Args:
-            path: of the audit file, JSON lines in the schema of the event log.
+            path: of the audit file, JSON lines in the schema of the event log; None for no file.
             process: names this coordinator in each line.
             clock: for the times.
         """
@@ -39,24 +39,24 @@ class Audit:
         self._file = None
         if path is not None:
             self._file = EventLog(path, process=process, clock=clock)
-        # Host and reason -> when it was said last, and how often it was not said since.
+        # Host and reason -> time of the last line, and number of refusals not written since.
         self._refusals: OrderedDict[tuple[str, str], tuple[int, int]] = OrderedDict()
 
     def changed(self, action: str, *, who: str, peer: str, what: str, outcome: str) -> None:
-        """Take down a call that changes something, whatever came of it.
+        """Record a call that changes something, whatever its outcome.
 
         Args:
-            action: the method, such as "Submit", or what happened to a token.
+            action: the method, such as "Submit", or the change of a token.
             who: the caller.
             peer: its address.
             what: the job, node or token.
-            outcome: "ok", or why not.
+            outcome: "ok", or the error.
         """
         fields = (("action", action), ("who", who), ("peer", peer), ("what", what))
         self._write("audit", (*fields, ("outcome", outcome)))
 
     def refused(self, action: str, *, peer: str, kind: str, reason: str) -> None:
-        """Take down a refusal, unless its host was refused for the same kind of reason just now."""
+        """Record a refusal, unless one of the same host and kind was recorded within a minute."""
         now_ns = self._clock.monotonic_ns()
         key = (host_of(peer), kind)
         reported_ns, unsaid = self._refusals.pop(key, (-REFUSALS_PAUSE_NS, 0))
@@ -71,7 +71,7 @@ class Audit:
         self._write("call_refused", fields)
 
     def close(self) -> None:
-        """Write what waits."""
+        """Write the queued lines and close the file."""
         if self._file is not None:
             self._file.close()
 

@@ -1,8 +1,8 @@
-"""Copies of the embedded store: taken while a coordinator runs, and put in a store's place.
+"""Backup and restore of the embedded store; a backup may be taken while a coordinator runs.
 
-Rule: a file appears whole, checked, and under a name that was free, or not at all. A copy that is
-put back begins another history: agents must not take its terms, which have been there before, for
-those of coordinators that were replaced.
+Rule: a file appears complete, checked, and under an unused name, or not at all. A restored store
+gets a new history id: its terms repeat earlier ones, and agents must not take them for those of
+replaced coordinators.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ ETCD_ADVICE = (
 
 @dataclass(frozen=True)
 class BackupSummary:
-    """What a copy holds.
+    """The contents of a copy.
 
     Attributes:
         revision: of the store when it was taken.
-        term: the last leadership in it, 0 if nobody ever led.
-        jobs: so many, those that have ended too.
+        term: the last one in it, 0 if there was none.
+        jobs: number of jobs, including ended ones.
     """
 
     revision: int
@@ -49,7 +49,7 @@ class BackupSummary:
 
 
 async def back_up(store: str, prefix: str, target: Path) -> BackupSummary:
-    """Copy a store into a file, also while a coordinator writes to it: as of one moment.
+    """Copy a consistent snapshot of a store into a file, also while a coordinator writes to it.
 
     Args:
         store: its URL.
@@ -71,18 +71,18 @@ async def back_up(store: str, prefix: str, target: Path) -> BackupSummary:
 
 
 async def restore(source: Path, store: str, prefix: str) -> BackupSummary:
-    """Make a store from a copy of one.
+    """Create a store from a backup.
 
     Args:
-        source: what `back_up` wrote.
-        store: URL of the store to be; its file must not exist yet.
+        source: a file written by `back_up`.
+        store: URL of the new store; its file must not exist yet.
         prefix: of all keys.
 
     Raises:
         ConfigError: the store is not an embedded one.
-        UsageError: there is no such copy, or the store exists or is in use.
-        CorruptRecord: the copy is damaged; nothing was written.
-        StoreError: it is no copy of a store, or one of another version.
+        UsageError: there is no such backup, or the store exists or is in use.
+        CorruptRecord: the backup is damaged; nothing was written.
+        StoreError: not a copy of a store, or one of another version.
     """
     target = _file_of(store, prefix)
     lock = FileLock(target)
@@ -90,7 +90,7 @@ async def restore(source: Path, store: str, prefix: str) -> BackupSummary:
         with _draft_for(target) as draft:
             _copy(source, draft)
             copied = await _checked(draft, prefix, begin_history=True)
-            mark = StoreMark(target)  # Of the store that was lost, maybe.
+            mark = StoreMark(target)  # It may still be that of the lost store.
             mark.write(copied.revision)
             mark.close()
             _put(draft, target)
@@ -100,13 +100,13 @@ async def restore(source: Path, store: str, prefix: str) -> BackupSummary:
 
 
 async def check(store: str, prefix: str) -> tuple[BackupSummary, int]:
-    """Read all of a store, also while a coordinator writes to it, and change nothing.
+    """Read and verify a whole store, also while a coordinator writes to it; change nothing.
 
     Returns:
-        What it holds, and the newest revision that was acknowledged before, 0 if none is noted.
+        Its contents, and the newest acknowledged revision, 0 if none is recorded.
 
     Raises:
-        CorruptRecord: something is damaged, or lacks that was acknowledged.
+        CorruptRecord: something is damaged, or an acknowledged write is missing.
         As `back_up` does.
     """
     source = _file_of(store, prefix)
@@ -121,11 +121,11 @@ async def check(store: str, prefix: str) -> tuple[BackupSummary, int]:
 
 
 async def salvage(store: str, prefix: str) -> tuple[BackupSummary, SalvageReport]:
-    """Let a store be opened that lacks something, with what is left of it.
+    """Make a store usable again that lacks acknowledged writes, with its remaining contents.
 
     Raises:
         UsageError: a coordinator uses it, or nothing is left.
-        CorruptRecord: what is left cannot be read either.
+        CorruptRecord: the remaining contents cannot be read either.
     """
     source = _file_of(store, prefix)
     lock = FileLock(source)
@@ -150,7 +150,7 @@ def _file_of(store: str, prefix: str) -> Path:
 
 @contextlib.contextmanager
 def _draft_for(target: Path) -> Iterator[Path]:
-    """Give a path beside the target for all that is written before it is whole."""
+    """Yield a temporary path in the target's folder, for writing before the rename."""
     for path in (target, target.with_name(target.name + "-wal")):
         if path.exists():
             raise UsageError(
@@ -169,14 +169,14 @@ def _draft_for(target: Path) -> Iterator[Path]:
 
 
 def _copy(source: Path, draft: Path) -> None:
-    """Copy as of one moment; whoever writes to the source meanwhile need not wait."""
+    """Copy a consistent snapshot, without blocking writers of the source."""
     if not source.exists():
         raise UsageError(f"{source} does not exist; name the file of a store, or a copy of one")
     with own_errors(source), contextlib.closing(_reader(source)) as reader:
         owner = int(reader.execute("PRAGMA application_id").fetchone()[0])
         if owner != APPLICATION_ID:
             raise StoreError(f"{source} is no store of elastic-torch; it was left as it is")
-        # Made here for its mode: entries may hold what a user submitted.
+        # Created here for its mode: entries may hold what a user submitted.
         os.close(os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
         with contextlib.closing(sqlite3.connect(draft)) as writer:
             try:
@@ -193,7 +193,7 @@ def _reader(path: Path) -> sqlite3.Connection:
 
 
 async def _checked(draft: Path, prefix: str, *, begin_history: bool = False) -> BackupSummary:
-    """Read every entry and every record; what does not decode is refused by its key."""
+    """Read every entry and record; raise CorruptRecord with the key if one does not decode."""
     store = await sqlite_store(draft)
     try:
         everything = await store.read("")
@@ -210,9 +210,9 @@ async def _checked(draft: Path, prefix: str, *, begin_history: bool = False) -> 
 
 
 def _put(draft: Path, target: Path) -> None:
-    """Give the draft its name, all of it and on the disk, unless the name was taken meanwhile."""
+    """Flush the draft to disk and link it to its name, unless that exists by now."""
     with own_errors(draft), contextlib.closing(sqlite3.connect(draft)) as database:
-        # One file from now on: a copy must not need another one beside it.
+        # A copy must be a single file, without a write-ahead log beside it.
         database.execute("PRAGMA journal_mode=DELETE")
     _force_to_disk(draft)
     try:

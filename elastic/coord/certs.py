@@ -1,12 +1,12 @@
-"""Certificates of a cluster of its own: an authority, and what it signs for each process.
+"""A certificate authority for one cluster, and the certificates that it signs for each process.
 
-Rule: who a certificate is for stands in it, as the URI elastic://ROLE/NAME, and it can do nothing
-else: a user's may not serve, and a node's names no host, so that it serves other agents only, who
-look at the URI. Keys are made here, with mode 600, and are never printed. Nothing is taken back:
-certificates are short-lived, and a new authority locks everybody out.
+Rule: a certificate names its holder as the URI elastic://ROLE/NAME, and is valid for nothing else:
+a user's certificate cannot serve, and a node's names no host, so that it serves only other agents,
+which check the URI. Keys are generated here, with mode 600, and are never printed. There is no
+revocation: certificates are short-lived, and a new authority invalidates all of them.
 
     DIR/ca.key                      the authority: keep it off the nodes
-    DIR/NAME/{ca.crt,tls.crt,tls.key}   what one process needs: its --tls-dir
+    DIR/NAME/{ca.crt,tls.crt,tls.key}   the files of one process: its --tls-dir
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ CA_DAYS = 3650
 CERT_DAYS = 90
 DAYS_MAX = 36_500
 CLOCKS_DIFFER = datetime.timedelta(minutes=10)
-"""A certificate holds this long before it was made: other hosts' clocks may be behind."""
+"""A certificate is valid from this long before its creation: other clocks may be behind."""
 CLIENT = (ExtendedKeyUsageOID.CLIENT_AUTH,)
 SERVER = (ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH)
 SERVING = (Role.ADMIN, Role.NODE)
-"""Agents take copies from each other."""
+"""Roles that serve: agents fetch copies from each other."""
 Authority = tuple[x509.Certificate, ec.EllipticCurvePrivateKey]
 
 
@@ -46,10 +46,10 @@ class CertificateRequest:
     """A certificate to be signed.
 
     Attributes:
-        name: of the node, user or program; a node attaches under it and under no other.
+        name: of the node, user or program; a node can attach only under this name.
         role: what it may do.
-        hosts: names and addresses at which it serves; only the coordinator does.
-        days: how long it holds.
+        hosts: names and addresses at which it serves; for the coordinator only.
+        days: its validity.
     """
 
     name: str
@@ -61,12 +61,12 @@ class CertificateRequest:
 def init_authority(
     folder: Path, hosts: tuple[str, ...], now: datetime.datetime, days: float = CERT_DAYS
 ) -> Path:
-    """Make an authority and the coordinator's certificate; returns that one's folder.
+    """Create an authority and the coordinator's certificate; return the folder of the latter.
 
     Raises:
-        UsageError: there is an authority already, or the folder cannot be written.
+        UsageError: an authority exists already, or the folder cannot be written.
     """
-    # A key without a certificate is what an interrupted `init` left.
+    # A key without a certificate was left by an interrupted `init`.
     if (folder / CA_FILE).exists():
         raise UsageError(
             f"{folder / CA_FILE} exists: a new authority would lock out all that was issued; "
@@ -88,17 +88,17 @@ def init_authority(
         .sign(key, hashes.SHA256())
     )
     _make_folder(folder)
-    # The certificate last: what was interrupted before has made no authority, and is begun anew.
+    # The certificate last: an `init` interrupted before it can be repeated.
     _write(folder / CA_KEY_FILE, _pem_key(key), 0o600)
     _write(folder / CA_FILE, _pem(cert), 0o644)
     return _sign(folder, wanted, sans, now)
 
 
 def issue(folder: Path, wanted: CertificateRequest, now: datetime.datetime) -> Path:
-    """Sign a certificate with a new key; returns its folder. An older one of the name is replaced.
+    """Sign a certificate with a new key; return its folder. It replaces one of the same name.
 
     Raises:
-        UsageError: there is no authority in the folder, a name or host is none, or the name has a
+        UsageError: the folder has no authority, a name or host is not valid, or the name has a
             certificate of another role.
     """
     _check_role(folder / wanted.name, wanted)
@@ -111,7 +111,7 @@ def _sign(
     ca, ca_key = _authority(folder)
     _check_days(wanted, now, ca.not_valid_after_utc)
     key = ec.generate_private_key(ec.SECP256R1())
-    # With a space: some take the common name of a certificate without host names for one.
+    # With a space: if there are no host names, some clients use the common name as one.
     called = f"{wanted.role.value} {wanted.name}"[:64]
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, called)])
     cert = (
@@ -130,7 +130,7 @@ def _sign(
     )
     target = folder / wanted.name
     _make_folder(target)
-    # Who reads between these two finds a pair that does not match, and reads again.
+    # A reader between these two writes finds a pair that does not match, and rereads.
     _write(target / KEY_FILE, _pem_key(key), 0o600)
     _write(target / CERT_FILE, _pem(cert), 0o644)
     _write(target / CA_FILE, _pem(ca), 0o644)
@@ -150,7 +150,7 @@ def _check_days(
 
 
 def _check_role(target: Path, wanted: CertificateRequest) -> None:
-    """Refuse to put another role in the place of what a process serves or attaches with."""
+    """Refuse to replace a certificate by one of another role: its process would lose access."""
     try:
         cert = x509.load_pem_x509_certificate((target / CERT_FILE).read_bytes())
         names = cert.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
@@ -257,7 +257,7 @@ def _make_folder(folder: Path) -> None:
 
 
 def _write(path: Path, data: bytes, mode: int) -> None:
-    """Replace a file by one that nobody else could open meanwhile."""
+    """Replace a file atomically; other users can never open it before its mode is set."""
     try:
         replace_file(path, data, mode)
     except OSError as error:

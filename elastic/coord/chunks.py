@@ -1,7 +1,7 @@
-"""Pieces: what is too large for one transaction, cut into several keys and put together again.
+"""Pieces: values too large for one transaction, split into several keys and joined again.
 
-Rule: pieces are there, all of them, before a record needs them, and no record needs what is being
-written or removed; what cannot be put together is refused by its key.
+Rule: all pieces are stored before a record needs them, and no record needs pieces that are being
+written or removed. If pieces cannot be joined, the error names the key.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from elastic.errors import CorruptRecord
 from elastic.store.interface import Entry, Put
 
 PIECE_BYTES = 512 * 1024
-"""etcd refuses requests above 1.5 MiB unless told otherwise."""
+"""etcd's default limit for a request is 1.5 MiB."""
 ENTRY = "entry"
 POINTER = b"pieces:"
-"""No encoded record begins so: its first byte is the tag of field 1."""
+"""No encoded record has this prefix: its first byte is the tag of field 1."""
 PLACE = re.compile(r"([0-9]{4,9})-of-([0-9]{4,9})")
 
 
 @dataclass
 class StoredJob:
-    """What the store holds of one job.
+    """The stored keys of one job.
 
     Attributes:
         revision: of its record, 0 before the first.
-        labels: keys of the pieces under each label; all of them are there.
-        leftover: the same of labels that no record needs; some of them may be there, or none.
-        payload: before the first record, what the pieces under "entry" are of.
+        labels: keys of the pieces under each label; all of them exist.
+        leftover: the same for labels that no record needs; any of them may be missing.
+        payload: before the first record, the payload whose pieces are under "entry".
     """
 
     revision: int = 0
@@ -39,25 +39,25 @@ class StoredJob:
     leftover: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
     def keys(self) -> list[str]:
-        """Return the keys of all pieces that may be there."""
+        """Return the keys of all pieces that may exist."""
         return [
             key for part in (self.labels, self.leftover) for keys in part.values() for key in keys
         ]
 
     def has(self, label: str, puts: Iterable[Put]) -> None:
-        """All pieces under this label are there."""
+        """Record that all pieces under this label exist."""
         self.leftover.pop(label, None)
         self.labels[label] = tuple(put.key for put in puts)
 
     def keep(self, labels: Iterable[str]) -> None:
-        """The record needs the pieces under these labels, and no others."""
+        """Record that the job's record needs the pieces of these labels only."""
         needed = {label: self.labels.pop(label) for label in labels if label in self.labels}
         self.leftover |= self.labels
         self.labels = needed
 
 
 def puts_of(folder: str, data: bytes) -> list[Put]:
-    """Return what writes `data` as pieces under a folder, in their order."""
+    """Return the puts that write `data` as pieces under a key prefix, in order."""
     starts = range(0, len(data), PIECE_BYTES)
     return [
         Put(f"{folder}/{index:04d}-of-{len(starts):04d}", data[start : start + PIECE_BYTES])
@@ -66,7 +66,7 @@ def puts_of(folder: str, data: bytes) -> list[Put]:
 
 
 def join(key: str, label: str, pieces: Iterable[Entry], *, may_lack: bool = False) -> bytes:
-    """Put pieces together, in the order of their keys; a missing one is refused by name."""
+    """Join pieces in the order of their keys; raise CorruptRecord if one is missing or changed."""
     there = list(pieces)
     if not there and may_lack:
         return b""
@@ -87,7 +87,7 @@ def join(key: str, label: str, pieces: Iterable[Entry], *, may_lack: bool = Fals
 
 
 def pointed(data: bytes) -> str:
-    """Return the label of the pieces that a record's key points to, "" if it holds the record."""
+    """Return the label of the pieces that a record's value points to, "" if it is the record."""
     if not data.startswith(POINTER):
         return ""
     return data.removeprefix(POINTER).partition(b":")[0].decode("ascii", "replace")
@@ -99,10 +99,10 @@ def label_of(data: bytes) -> str:
 
 
 def _place(key: str) -> tuple[int, int]:
-    """Return (index, number of pieces) that a piece's key states.
+    """Return (index, number of pieces) from a piece's key.
 
     Raises:
-        CorruptRecord: it states none.
+        CorruptRecord: it is not the key of a piece.
     """
     match = PLACE.fullmatch(key.rpartition("/")[2])
     if match is None:

@@ -1,8 +1,8 @@
-"""The command `elastic-coord`: run a coordinator, or ask one how it is.
+"""The command `elastic-coord`: run a coordinator, or query one.
 
-Rule: the only place in this room that reads the environment. Exit codes: 0 done, 2 used wrongly,
-69 nobody answers or the address is taken, 70 a bug, 75 another process took over a store that is
-not shared, or the event loop hung beside a store that is, 78 a setting is wrong (do not retry).
+Rule: the only module in this package that reads the environment. Exit codes: 0 done, 2 wrong usage,
+69 no answer or the address is in use, 70 a bug, 75 another process took over a store that is
+not shared, or the event loop hung with a shared store, 78 a setting is wrong (do not retry).
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
 def exit_code(error: ElasticError) -> int:
-    """Return the code that tells a supervisor what to do about an error."""
+    """Return the exit code for an error, so that a supervisor knows whether to restart."""
     if isinstance(error, InvariantViolation):
         return EXIT_BUG
     if isinstance(error, Fenced):
@@ -72,7 +72,7 @@ def exit_code(error: ElasticError) -> int:
 
 
 def fail(error: ElasticError) -> NoReturn:
-    """End with one clear line on stderr."""
+    """Exit with one line on stderr."""
     click.echo(f"elastic-coord: {error}", err=True)
     sys.exit(exit_code(error))
 
@@ -109,7 +109,7 @@ def tls_options(command: Command) -> Command:
 
 
 def store_options(command: Command) -> Command:
-    """Add the flags that name what is shown to etcd."""
+    """Add the flags that name the credentials for etcd."""
     for name, what in (
         ("user", "File with USER:PASSWORD, if etcd asks for a user."),
         ("key", "Of --store-cert."),
@@ -124,10 +124,10 @@ def store_options(command: Command) -> Command:
 
 
 def store_files_of(settings: dict[str, Any]) -> StoreFiles | None:
-    """Return what the flags name for the store, None if they name nothing.
+    """Return the credential files for the store from the flags, None if there are none.
 
     Raises:
-        ConfigError: they name half of a pair.
+        ConfigError: a certificate without its key or without the authority, or a key alone.
     """
     given = {name: settings[f"store_{name}"] for name in ("ca", "cert", "key", "user")}
     paths = {name: Path(path).absolute() for name, path in given.items() if path}
@@ -135,12 +135,12 @@ def store_files_of(settings: dict[str, Any]) -> StoreFiles | None:
 
 
 def access_of(token_file: str, tls: dict[str, str]) -> Access:
-    """Return what the flags of a command show to a coordinator."""
+    """Return the credentials for a coordinator from the flags of a command."""
     return find_access(token_file, **paths_of(tls))
 
 
 def paths_of(tls: dict[str, str]) -> dict[str, str]:
-    """Return the TLS flags by the names that `find_tls` has for them."""
+    """Return the TLS flags by their parameter names in `find_tls`."""
     names = {"tls_dir": "folder", "tls_cert": "cert", "tls_key": "key", "tls_ca": "ca"}
     return {names[flag]: path for flag, path in tls.items() if flag in names}
 

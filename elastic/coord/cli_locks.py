@@ -1,7 +1,7 @@
-"""`elastic-coord certs` and `elastic-coord tokens`: make, list and take back what opens a cluster.
+"""`elastic-coord certs` and `elastic-coord tokens`: manage a cluster's certificates and tokens.
 
-Rule: both work on files alone, without a coordinator. A token is printed once, on stdout and
-nothing else with it, so that it can be piped into a file; everything said about it goes to stderr.
+Rule: both work on files alone, without a coordinator. A token is printed once, alone on stdout,
+so that it can be piped into a file; all messages about it go to stderr.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from elastic.runtime.clock import SystemClock
 EXIT_CONFIG = 78
 EXPIRES_S_MAX = 100 * 365 * 86_400
 UNIX_S_MAX = 253_402_300_799
-"""The last second that a date can name."""
+"""The last second that `datetime` can represent."""
 ROLES = [role.value for role in Role]
 UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
 
@@ -49,7 +49,7 @@ tokens_option = click.option(
 
 
 def fail(error: ElasticError) -> NoReturn:
-    """End with one clear line on stderr."""
+    """Exit with one line on stderr."""
     click.echo(f"elastic-coord: {error}", err=True)
     sys.exit(EXIT_CONFIG)
 
@@ -113,7 +113,7 @@ def certs_issue(folder: Path, name: str, role: str, days: float, hosts: tuple[st
 
 
 def _signer() -> ModuleType:
-    """Return what signs; it needs a package that nothing else here does."""
+    """Import the signing module late: it needs a package that nothing else here does."""
     try:
         return importlib.import_module("elastic.coord.certs")
     except ModuleNotFoundError as error:
@@ -121,7 +121,7 @@ def _signer() -> ModuleType:
 
 
 def _with_local(hosts: tuple[str, ...]) -> tuple[str, ...]:
-    """Add what a coordinator is asked by on its own machine: health checks do."""
+    """Add the local names, by which health checks on the same machine connect."""
     return tuple(dict.fromkeys((*hosts, "localhost", "127.0.0.1", "::1")))
 
 

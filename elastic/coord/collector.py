@@ -1,9 +1,9 @@
-"""Python's garbage collector, run by the clock and not in the middle of work.
+"""Runs Python's garbage collector by the clock, not in the middle of work.
 
-Rule: what the coordinator throws away is freed at once by reference counts; only cycles wait for
-this, until a second comes in which there is little to do. By itself Python looks for them each few
-hundred new values, again and again at all that is known of ten thousand nodes, just when it makes a
-value for each of them: half of the time it took to tell them of a group.
+Rule: reference counts free most objects at once. Only cycles wait for this, until a second with
+little to do. Python's own schedule runs it every few hundred new objects, so it scans the state of
+ten thousand nodes again and again while an object for each of them is made: that was half of the
+time for sending them a group.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ YOUNG, ALL = 1, 2
 """Python's generations."""
 POLL_S = 1.0
 YOUNG_MAX = 50_000
-"""New values that have not gone, which are looked at within a second."""
+"""With so many new objects that are still alive, a collection is due at the next poll."""
 YOUNG_S_MAX = 60.0
-"""Fewer than that, too, are looked at after this."""
+"""With fewer, a collection is due after this."""
 BUSY = 0.2
-"""Whoever works so much of a second has no time for this."""
+"""If work takes this share of a second, a due collection is postponed."""
 BUSY_S_MAX = 30.0
-"""It is done all the same after so long."""
+"""It is postponed for so long at most."""
 ALL_S = 600.0
-"""Everything is: streams that ended leave cycles, some ten kilobytes each."""
+"""Time between full collections: ended streams leave cycles, some ten kilobytes each."""
 SLOW_S = 0.1
 
 
 def stop_collector() -> None:
-    """Let Python look for garbage only when asked; what was imported, never."""
+    """Disable automatic collection, and exempt imported objects from all collections."""
     gc.collect()
     gc.freeze()
     gc.disable()
 
 
 async def collect_for_ever() -> None:
-    """Look for garbage now and then, unless Python does; never returns."""
+    """Collect when due, unless automatic collection is enabled; never returns."""
     if gc.isenabled():
         await anyio.sleep_forever()
     young_s = all_s = time.monotonic()
@@ -61,12 +61,12 @@ async def collect_for_ever() -> None:
 
 
 def generation_due(now_s: float, young_s: float, all_s: float) -> int | None:
-    """Return which generation to look at, None for none yet.
+    """Return which generation to collect, None for none yet.
 
     Args:
         now_s: monotonic.
-        young_s: when new values were looked at last.
-        all_s: when everything was.
+        young_s: time of the last collection of any kind.
+        all_s: time of the last full collection.
     """
     if now_s - all_s >= ALL_S:
         return ALL

@@ -1,9 +1,8 @@
-"""The driver: one task that owns the coordinator's machine and performs what it asks for.
+"""The driver: one task that owns the coordinator's state machine and performs its effects.
 
-Rule: events enter one queue and are taken in their order, all that wait at once; effects are
-performed in order, and nothing behind a `Persist` happens before it is durable. Everybody else
-talks to the queue, to sessions or to subscriptions, never to the machine; only `view` looks at it,
-between two steps.
+Rule: events enter one queue and are processed in order, all queued ones in one batch. Effects are
+performed in order, and none after a `Persist` before it is durable. All other code uses the
+queue, the sessions or the watchers, never the machine; only `view` reads it, between two steps.
 """
 
 from __future__ import annotations
@@ -56,33 +55,33 @@ from elastic.runtime.exposition import Histogram
 log = logging.getLogger(__name__)
 
 EVENTS_MAX = 4096
-"""Messages and requests that wait for the machine. Whoever brings one more waits in its own
-stream, which gRPC's flow control tells the sender."""
+"""Messages and requests that wait for the machine. The sender of one more waits in its own
+stream, where gRPC's flow control stops it."""
 SECRET_BYTES = 32
 TICK_PAUSE_S = 0.001
-"""A machine whose deadline stays in the past is asked again after this, not at once."""
+"""A machine whose deadline stays in the past is stepped again after this, not at once."""
 GATHER_S_MIN, GATHER_S_MAX = 0.005, 0.05
-"""A machine whose step took longer than the first is not asked again at once, but waits for as
-long, the second at most."""
+"""After a step that took longer than the first, the driver waits as long as the step took, the
+second at most."""
 RETURN_GATHER, RETURN_GATHER_S_MAX = 4, 0.3
-"""When agents come, and are all that came, it waits for so many times as long, up to the second."""
+"""After a step with only connecting agents it waits so many times as long, up to the second."""
 MANY_SESSIONS = 500
-"""With as many, it always waits for the first: what they say alike comes in thousands."""
+"""From this many on it always waits at least GATHER_S_MIN: similar messages come in thousands."""
 
 
 class Machine(Protocol):
-    """What the driver needs of a coordinator's machine."""
+    """What the driver needs of the coordinator's state machine."""
 
     def step(self, event: CoordinatorEvent, now_ns: int) -> tuple[CoordinatorEffect, ...]:
-        """Take one event, return what to do."""
+        """Process one event, return the effects to perform."""
         ...
 
     def next_deadline_ns(self) -> int | None:
-        """Return when to step with a `Tick` at the latest."""
+        """Return the latest time for the next step with a `Tick`, None for no deadline."""
         ...
 
     def view(self, now_ns: int) -> ClusterView:
-        """Return all that status shows."""
+        """Return all that the status shows."""
         ...
 
     def first_member(self, job_id: JobId) -> Member | None:
@@ -95,8 +94,8 @@ class Driver:
 
     Attributes:
         sessions: the agents' streams.
-        watchers: who follows jobs.
-        commits: how long records took until they were durable.
+        watchers: subscriptions to jobs.
+        commits: seconds until records were durable.
     """
 
     def __init__(
@@ -108,7 +107,7 @@ class Driver:
         event_log: EventLog | None = None,
         events_max: int = EVENTS_MAX,
     ) -> None:
-        """Own the machine; nothing happens before `run`, and nothing while another may lead."""
+        """Own the machine; nothing happens before `run`, nor while another process may lead."""
         self.sessions = Sessions()
         self.watchers = Watchers(clock)
         self.commits = Histogram()
@@ -125,22 +124,22 @@ class Driver:
         self._view: ClusterView | None = None
         self._persisting_since_ns = 0
         self._just_ticked = False
-        # What came before the deadline that is due has been taken.
+        # The events that came before the due deadline have been processed.
         self._is_tick_next = False
-        # By the machine, for its last step.
+        # Duration of the machine's last step.
         self._took_s = 0.0
-        # Its last step was about agents that came, and nothing else.
+        # Whether the last step had only connecting agents.
         self._copied_agents = False
         self._recovered = anyio.Event()
         self._coordinators: Coordinators | None = None
 
     async def run(self) -> None:
-        """Load the journal and serve the machine for ever.
+        """Load the journal and run the machine; never returns.
 
         Raises:
             Fenced: another coordinator leads.
-            CorruptRecord: the journal holds what cannot be read.
-            InvariantViolation: a bug; carries the story.
+            CorruptRecord: the journal cannot be read.
+            InvariantViolation: a bug; includes the recent events.
         """
         journal = self._journal
         records = await retry_until_available("the journal", journal.load, self._clock)
@@ -152,7 +151,7 @@ class Driver:
         self._recovered.set()
         await self._journal.forget()
         staging = asyncio.ensure_future(self._staging.run())
-        # What ended it is noticed at once, and not at the next event.
+        # A tick, so that its failure is noticed at once, not at the next event.
         staging.add_done_callback(lambda _: self._queue.put_nowait((Tick(), False)))
         naps = asyncio.ensure_future(watch_suspends(self._woke))
         try:
@@ -170,33 +169,33 @@ class Driver:
                 await asyncio.wait([staging])
 
     async def wait_recovered(self) -> None:
-        """Wait until the journal is loaded and the machine knows what it holds."""
+        """Wait until the machine has processed the loaded journal."""
         await self._recovered.wait()
 
     def has_recovered(self) -> bool:
-        """Return whether the machine knows what the journal holds; before, its view is empty."""
+        """Return whether the machine has processed the journal; before, its view is empty."""
         return self._recovered.is_set()
 
-    # ------------------------------------------------------------ what others bring
+    # ------------------------------------------------------------ inputs
 
     async def connect(self, session: Session, hello: Hello) -> None:
-        """An agent introduced itself; it is registered once the machine says Welcome."""
+        """Queue an agent's Hello; the agent is registered when the machine sends Welcome."""
         session.node_id = hello.node.node_id
         await self._post(AgentConnected(session.session_id, hello))
 
     async def hear(self, session: Session, message: AgentMessage) -> None:
-        """An agent said something; waits while too much is queued."""
+        """Queue an agent's message; wait while the queue is full."""
         await self._post(AgentMessageReceived(session.session_id, message))
 
     def disconnect(self, session: Session, reason: str) -> None:
-        """A stream ended. Never waits; only the first call for a session counts."""
+        """Queue the end of a stream. Never waits; only the first call for a session counts."""
         if self.sessions.end(session, reason):
-            # Past the limit, but at most once per session: an end must not wait for room.
+            # Exceeds the limit, but at most once per session: an end must not wait for room.
             event = AgentDisconnected(session.session_id, session.reason)
             self._queue.put_nowait((event, False))
 
     async def request(self, make: Callable[[str], CoordinatorEvent]) -> Reply:
-        """Ask the machine as a user and wait for its answer.
+        """Queue a user's request and wait for the machine's reply.
 
         Args:
             make: builds the event from the request's id.
@@ -212,15 +211,15 @@ class Driver:
             del self._replies[request_id]
 
     async def submit(self, spec: JobSpec, submitter: str) -> Reply:
-        """Ask the machine to take a job, and wait for its answer.
+        """Submit a job to the machine, and wait for its reply.
 
-        A large function is in the store before the machine hears of its job: its pieces are many
-        writes, during which nobody's loss would be decided. But nothing is written for a job that
-        would be refused: without compaction what was written once counts in etcd for ever.
+        A large function is stored before the machine gets the job: storing its pieces takes many
+        writes, which would delay all other decisions. But the machine is asked first whether it
+        would refuse the job: without compaction, every write takes space in etcd for ever.
 
         Args:
             spec: with an id.
-            submitter: who asks, by name.
+            submitter: the name of the user who submits it.
 
         Raises:
             Unavailable: the term ended before.
@@ -247,17 +246,17 @@ class Driver:
                     self._staging.drop(job_id)
 
     def report_coordinators(self, addresses: tuple[str, ...]) -> None:
-        """Tell every agent, those that come later too, where the coordinators answer."""
+        """Send the coordinators' addresses to every agent, also to those that connect later."""
         self._coordinators = Coordinators(addresses)
         for session in self.sessions.registered():
             session.send(self._coordinators)
 
     def end(self, why: str, *, at_once: bool) -> None:
-        """The term is over: let the agents go, and answer those who still wait.
+        """End the term: close all sessions, and fail the requests that still wait.
 
         Args:
             why: for both.
-            at_once: agents do not get what still waits for them: another one may lead already.
+            at_once: discard queued messages to agents: another process may lead already.
         """
         self.sessions.close_all(why, at_once=at_once)
         for future in self._replies.values():
@@ -265,9 +264,9 @@ class Driver:
                 future.set_exception(Unavailable(f"{why}; the request may still take effect"))
 
     def view(self) -> ClusterView:
-        """Return what the machine shows now; ages count from `view().now_ns`.
+        """Return the machine's state now; ages count from `view().now_ns`.
 
-        While a `Persist` waits for the store this is what will be, once it is durable.
+        While a `Persist` waits for the store, this is the state that is not durable yet.
         """
         now_ns = self._clock.monotonic_ns()
         if self._view is None:
@@ -293,11 +292,11 @@ class Driver:
         self._queue.put_nowait((event, True))
 
     async def _next_event(self) -> CoordinatorEvent:
-        """Return all that has come, or a `Tick` when the machine's deadline comes first.
+        """Return all queued events, or a `Tick` when the machine's deadline comes first.
 
-        A tick comes behind all events that were there when its deadline came: what was said in
-        time counts, or a peer would be blamed for our own slowness. But not behind what comes
-        after: a flood must not keep a deadline waiting.
+        A tick comes after all events queued when its deadline came: messages in time must count,
+        or a peer would be blamed for our own slowness. But it comes before later events: a flood
+        of them must not delay a deadline.
         """
         deadline_ns = self._machine.next_deadline_ns()
         if deadline_ns is None:
@@ -321,7 +320,7 @@ class Driver:
         return self._taken(self._queue.get_nowait())
 
     def _taken(self, item: tuple[CoordinatorEvent, bool]) -> CoordinatorEvent:
-        """Return this event, with all that are waiting behind it."""
+        """Return this event in a batch with all that are queued behind it."""
         items = [item, *(self._queue.get_nowait() for _ in range(self._queue.qsize()))]
         for _, is_counted in items:
             if is_counted:
@@ -329,11 +328,10 @@ class Driver:
         return EventBatch(tuple(event for event, _ in items)) if len(items) > 1 else item[0]
 
     async def _gather(self) -> None:
-        """After a step that took long, let as much time go by in which more can be said.
+        """Wait after a slow step, so that more events gather for the next one.
 
-        In a large cluster each look at a group takes a while, and one look is enough for all that
-        is said meanwhile: a thousand agents that come back would have it looked at a thousand
-        times.
+        In a large cluster each evaluation of a group is slow, and one is enough for all messages
+        that came meanwhile: for a thousand agents that reconnect it would run a thousand times.
         """
         if self._took_s >= GATHER_S_MIN and self._copied_agents:
             await anyio.sleep(min(RETURN_GATHER * self._took_s, RETURN_GATHER_S_MAX))
@@ -399,7 +397,7 @@ class Driver:
         self._history.send_new(JobId(note.job_id))
 
     async def _persist(self, effect: Persist) -> None:
-        """Return when the records are durable, however long that takes."""
+        """Write the records and return when they are durable, however long that takes."""
         self._persisting_since_ns = self._clock.monotonic_ns()
         await retry_until_available(
             "a record", lambda: self._journal.write(effect.records), self._clock
@@ -409,6 +407,6 @@ class Driver:
 
 
 def _is_arrival(event: CoordinatorEvent) -> bool:
-    """Return whether all that happened is that agents came."""
+    """Return whether the event has only connecting agents."""
     events = event.events if isinstance(event, EventBatch) else (event,)
     return all(isinstance(one, AgentConnected) for one in events)

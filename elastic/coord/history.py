@@ -1,7 +1,7 @@
-"""What happened to the jobs of a term, for charts and the timeline; in memory, of a fixed size.
+"""The history of a term's jobs, for charts and the timeline; in memory, of a fixed size.
 
-Rule: it is told, and asks nobody. A series that is full keeps every second point and goes on at
-half the pace, so it always covers the whole run; a new term begins with what it is told.
+Rule: it only receives data and requests none. A full series drops every second point and continues
+at half the rate, so it always covers the whole run. A new term starts empty.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from elastic.wire.codec_jobs import TimedNote
 
 POINTS_MAX = 600
 SERIES_MAX = 50
-"""Metrics of a job, by order of appearance; a script may invent one for each step."""
+"""Maximum number of metrics per job, the first ones; a script may name a new one at each step."""
 NAME_CHARS_MAX = 100
 SPANS_MAX = 400
 RECENT_MAX = 4000
@@ -30,7 +30,7 @@ WORLD_SIZE, RATE, SAMPLES, STEP_MS = "workers", "steps / s", "samples / s", "ste
 
 @dataclass
 class Series:
-    """Values over time, thinned out; times are Unix seconds, None is a value that is no number."""
+    """Values over time, thinned out; times are Unix seconds, None stands for NaN or infinity."""
 
     times: list[float] = field(default_factory=list)
     values: list[float | None] = field(default_factory=list)
@@ -38,7 +38,7 @@ class Series:
     count: int = 0
 
     def add(self, unix_s: float, value: float | None) -> bool:
-        """Take a value; returns whether it is kept."""
+        """Add a value; return whether it is kept."""
         self.count += 1
         if (self.count - 1) % self.stride:
             return False
@@ -56,10 +56,10 @@ class Span:
 
     Attributes:
         cause, reason: of its group.
-        stood_ns: since when training stood still before it; when it was formed, if it did not.
-        trains_ns: when training went on.
-        lost: who was lost in it, and why.
-        reported_pause_s: for how long training stood still, as its workers tell it.
+        stood_ns: when training stopped before it; when it was formed, if training did not stop.
+        trains_ns: when training continued.
+        lost: the members lost in it, and why.
+        reported_pause_s: the pause in training before it, as reported by its workers.
     """
 
     generation: int
@@ -75,7 +75,7 @@ class Span:
 
     @property
     def pause_s(self) -> float | None:
-        """Return for how long training stood still before it, None while it does not train."""
+        """Return the pause in training before it, None while it does not train yet."""
         if self.reported_pause_s is not None:
             return self.reported_pause_s
         return max(0, self.trains_ns - self.stood_ns) / NS_PER_S if self.trains_ns else None
@@ -83,16 +83,16 @@ class Span:
 
 @dataclass
 class JobHistory:
-    """What happened to one job.
+    """The history of one job.
 
     Attributes:
         spans: its generations, oldest first.
         series: by name.
         checkpoints: path -> when it was recorded, Unix nanoseconds.
-        recent: (number, series, Unix seconds, value) of the newest points, for those who follow.
-        reforms: groups after the first, by cause.
+        recent: (number, series, Unix seconds, value) of the newest points, for pages that poll.
+        reforms: number of groups after the first, by cause.
         pauses: before groups after the first.
-        refused_checkpoints: reports of checkpoints that were not taken.
+        refused_checkpoints: number of checkpoint reports that were rejected.
     """
 
     spans: deque[Span] = field(default_factory=lambda: deque(maxlen=SPANS_MAX))
@@ -111,7 +111,7 @@ class JobHistory:
     _logged: frozenset[str] = frozenset()
 
     def add(self, name: str, unix_s: float, value: float | None) -> None:
-        """Take a point of a series."""
+        """Add a point to a series."""
         series = self.series.get(name)
         if series is None:
             if len(self.series) >= SERIES_MAX:
@@ -121,10 +121,10 @@ class JobHistory:
             self.number += 1
             self.recent.append((self.number, name, round(unix_s, 2), value))
 
-    # ------------------------------------------------------------------- what is told
+    # ------------------------------------------------------------------- inputs
 
     def take(self, timed: TimedNote) -> None:
-        """Take a note of this job."""
+        """Record an event of this job."""
         name, fields, now_ns = timed.note.name, dict(timed.note.fields), timed.unix_ns
         if name == "job_submitted":
             self.submitted_ns = now_ns
@@ -152,7 +152,7 @@ class JobHistory:
             self.refused_checkpoints += 1
 
     def look(self, job: JobView, unix_ns: int) -> None:
-        """Look at the job once a second."""
+        """Sample the job's state and telemetry, once a second."""
         group, before = job.record.group, self._seen
         if group is None or job.record.phase is not JobPhase.RUNNING:
             return
@@ -197,7 +197,7 @@ class JobHistory:
     def _report(self, text: str, now_ns: int) -> None:
         for name, value in numbers_of(text):
             if name in self._logged:
-                continue  # The same, told more often.
+                continue  # It also comes by telemetry, more often.
             self.add(name, now_ns / NS_PER_S, value)
 
 
@@ -216,27 +216,27 @@ def numbers_of(text: str) -> Iterator[tuple[str, float | None]]:
 
 
 class History:
-    """What happened to all jobs of a term.
+    """The history of all jobs of a term.
 
     Attributes:
-        preemptions: of workers or whole jobs, by what took them.
-        queue_waits: from submission to the first group.
+        preemptions: number of drains and preempted jobs, by cause.
+        queue_waits: seconds from submission to the first group.
         quarantined: nodes that get no workers for a while.
     """
 
     def __init__(self) -> None:
-        """Begin with nothing."""
+        """Start empty."""
         self._jobs: dict[JobId, JobHistory] = {}
         self.preemptions: Counter[str] = Counter()
         self.queue_waits = Histogram()
         self.quarantined: set[str] = set()
 
     def of(self, job_id: JobId) -> JobHistory:
-        """Return that of one job; an empty one if nothing was told of it."""
+        """Return the history of one job; an empty one if it has none."""
         return self._jobs.get(job_id) or JobHistory()
 
     def take(self, timed: TimedNote) -> None:
-        """Take a note, of a job or of none."""
+        """Record an event, of a job or of the cluster."""
         note, fields = timed.note, dict(timed.note.fields)
         if note.name == "node_quarantined":
             self.quarantined.add(fields.get("node", ""))
@@ -254,7 +254,7 @@ class History:
                 job.submitted_ns = 0
 
     def look(self, view: ClusterView, unix_ns: int) -> None:
-        """Look at all jobs, once a second, and forget those that the coordinator forgot."""
+        """Sample all jobs, once a second, and drop those that the coordinator forgot."""
         known = {job.record.spec.job_id: job for job in view.jobs}
         for job_id in [job_id for job_id in self._jobs if job_id not in known]:
             del self._jobs[job_id]

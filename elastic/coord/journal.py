@@ -1,19 +1,19 @@
-"""The journal: what must survive the coordinator, in the membership store.
+"""The journal: the coordinator's durable state, in the membership store.
 
 Rule: every write is one transaction that compares the leader key and the last known revision
-of each key it changes. If a comparison fails, somebody else leads, and this process ends.
+of each key it changes. If a comparison fails, another process leads, and this one ends.
 
 Keys, under the prefix:
 
     jobs/JOB                   the job's record without the entry's payload, if it is small,
                                else "pieces:DIGEST:N"
-    pieces/JOB/LABEL/I-of-N    parts of what is large: LABEL is "entry" for the payload, else the
+    pieces/JOB/LABEL/I-of-N    parts of large values: LABEL is "entry" for the payload, else the
                                DIGEST of a record; an ended job has no payload
-    nodes                      what is kept of nodes
+    nodes                      the durable state of nodes
 
-Pieces are written before the record that needs them and are never changed, so a record that is
-there is whole. A payload may have megabytes and a record is written at each generation; kept
-apart, what stands between a loss and the next group is one small write.
+Pieces are written before the record that needs them and are never changed, so an existing record
+is complete. A payload may have megabytes, and a record is written at each generation. Because
+they are separate, recovery from a loss needs only one small write.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ RECORD_BYTES = 64 * 1024
 """A record above this is split, so that several fit into one transaction."""
 DELETES_MAX = 100
 COMPACT_COMMITS, COMPACT_BYTES = 1000, 64 * 1024 * 1024
-"""After so many, whichever comes first, an embedded store forgets its history."""
+"""After so many, whichever comes first, an embedded store is compacted."""
 HISTORY_KEPT = 100
-"""Revisions that it keeps."""
+"""Revisions that compaction keeps."""
 POINTER_TRIES = 3
 
 
@@ -48,7 +48,7 @@ class Journal:
     """Records of jobs and of nodes, written by the leader only.
 
     Attributes:
-        nodes: what `load` found of nodes.
+        nodes: the nodes record that `load` read.
     """
 
     def __init__(
@@ -73,21 +73,21 @@ class Journal:
         self._commits = self._bytes = 0
         self._kept: dict[JobId, StoredJob] = {}
         self._unwanted: dict[JobId, None] = {}
-        # Between what the owner task writes and a function that is written beside it.
+        # Serialises the driver's writes and the concurrent upload of payloads.
         self._turn = asyncio.Lock()
 
     @property
     def term(self) -> int:
-        """Return which life of a coordinator on this store this is, from 1."""
+        """Return the number of this term on this store, from 1."""
         return max(1, self._leadership.term)
 
     @property
     def history(self) -> str:
-        """Return the name of the store that the term counts in."""
+        """Return the id of the store in which terms are counted."""
         return self._leadership.history
 
     def check_leader_state(self) -> None:
-        """Return if this process may still act.
+        """Check that this process may still act as the leader.
 
         Raises:
             Fenced: another coordinator may lead by now.
@@ -96,7 +96,7 @@ class Journal:
             raise self._leadership.fenced("it did not renew its lease in time")
 
     async def load(self) -> tuple[JobRecord, ...]:
-        """Return all records by order of submission, and remember what is there.
+        """Return all records by order of submission, and remember the existing keys.
 
         Raises:
             CorruptRecord: a record cannot be read; names the key.
@@ -124,19 +124,19 @@ class Journal:
             kept = self._kept.setdefault(job_id, StoredJob())
             kept.revision = entry.mod_revision
             kept.keep(needed)
-        # Left by a coordinator that died before it wrote the record, or while forgetting it.
+        # Left by a coordinator that died before it wrote the record, or while removing it.
         for job_id, kept in self._kept.items():
             if not kept.revision:
                 kept.keep(())
                 self._unwanted[job_id] = None
-        # A coordinator that is often started anew may never come to its own turn.
+        # A coordinator that is often restarted may never reach the limits for compaction.
         await self._compact(found.revision)
         return tuple(sorted(records, key=lambda record: record.sequence))
 
     async def write(self, records: Iterable[JobRecord]) -> None:
         """Make these records durable, all or none, replacing those of the same jobs.
 
-        Repeating a write whose answer was lost is safe.
+        Repeating a write whose reply was lost is safe.
 
         Raises:
             Fenced: another coordinator leads.
@@ -148,15 +148,15 @@ class Journal:
     async def stage(
         self, job_id: JobId, payload: bytes, is_given_up: Callable[[], bool] = lambda: False
     ) -> None:
-        """Write a payload ahead of its job's first record, which `write` is spared then.
+        """Write a payload before its job's first record, so that `write` need not.
 
-        Others may write between two pieces. Once the record is written, or its writing has begun
-        to bring a payload of its own, nothing more is done here; repeating this is safe.
+        Other writes may happen between two pieces. This stops once the record is written, or
+        once `write` has begun to write the payload itself; repeating it is safe.
 
         Args:
-            job_id: of the job to be.
+            job_id: of the future job.
             payload: its payload, not b"".
-            is_given_up: nobody waits for it any more, the rest is not written.
+            is_given_up: whether the submission was abandoned, so that writing should stop.
 
         Raises:
             Fenced: another coordinator leads.
@@ -194,7 +194,7 @@ class Journal:
                 await self._forget_unwanted()
 
     async def write_nodes(self, record: NodesRecord) -> None:
-        """Make this durable, replacing what was kept of nodes; repeating it is safe.
+        """Make the nodes record durable, replacing the previous one; repeating it is safe.
 
         Raises:
             Fenced: another coordinator leads.
@@ -223,7 +223,7 @@ class Journal:
             for job_id in job_ids:
                 self._unwanted[job_id] = None
             await self._forget_unwanted()
-            # A job that has ended is written no more: what its last write could not remove.
+            # Ended jobs have no later write that would retry the removal of leftover pieces.
             for job_id in [j for j, kept in self._kept.items() if kept.revision and kept.leftover]:
                 await self._drop_leftover(job_id)
 
@@ -248,8 +248,8 @@ class Journal:
         for record in records:
             job_id = record.spec.job_id
             if job_id in self._unwanted:
-                # An id that comes again, as when a client repeats itself to the next leader: what
-                # the store still has under it is not this job, and must not be taken for it.
+                # A reused id, as when a client repeats its request to the next leader: the keys
+                # still stored under it belong to another job, and must be removed first.
                 await self._forget_one(job_id)
             kept = self._kept.setdefault(job_id, StoredJob())
             if not kept.revision:
@@ -275,7 +275,7 @@ class Journal:
     # ------------------------------------------------------------ comparisons that failed
 
     def _own_revisions(self, puts: Iterable[Put], current: tuple[Entry, ...]) -> dict[str, int]:
-        """A record was not as expected: an earlier try of this write took effect, or we are out."""
+        """Return the revisions if an earlier attempt of this write took effect, else raise."""
         there = {entry.key: entry for entry in current}
         for put in puts:
             entry = there.get(put.key)
@@ -303,18 +303,18 @@ class Journal:
     # ------------------------------------------------------------ pieces
 
     async def _split(self, job_id: JobId, data: bytes) -> bytes:
-        """Write a large record as pieces; return what stands in its place."""
+        """Write a large record as pieces; return the pointer to store in its place."""
         label = label_of(data)
         await self._write_pieces(job_id, label, data)
         return POINTER + label.encode()
 
     async def _write_payload(self, job_id: JobId, payload: bytes) -> None:
-        """Have the pieces of a payload there before its job's first record."""
+        """Make sure the pieces of a payload are stored before its job's first record."""
         kept = self._kept[job_id]
         if kept.payload != payload:
-            # Those of another submission under this id, which got no job.
+            # Pieces of another submission under this id that did not become a job.
             kept.keep(())
-        # From here on this is written by nobody else.
+        # From here on `stage` does not write it any more.
         kept.payload = payload
         await self._write_pieces(job_id, ENTRY, payload)
 
@@ -332,7 +332,7 @@ class Journal:
         return f"{self._pieces_prefix}{job_id}/{label}"
 
     async def _expect(self, kept: StoredJob, label: str, puts: Iterable[Put]) -> None:
-        """Remember which keys will be there, and remove others of this label."""
+        """Remember which keys will exist, and remove others of this label."""
         keys = tuple(put.key for put in puts)
         odd = tuple(key for key in kept.leftover.get(label, ()) if key not in keys)
         kept.leftover[label] = keys + odd
@@ -340,9 +340,9 @@ class Journal:
             await self._delete(odd)
 
     async def _drop_leftover(self, job_id: JobId) -> None:
-        """Remove pieces of earlier records; what cannot be removed now is found at the next.
+        """Remove pieces of earlier records; a failed removal is retried at the next write.
 
-        They count as gone before: an answer that is lost says nothing of what was done.
+        Their labels are no longer in use before that: a lost reply leaves the outcome unknown.
         """
         kept = self._kept[job_id]
         for label in tuple(kept.leftover):
@@ -372,7 +372,7 @@ class Journal:
         return grouped
 
     async def _compact(self, revision: int) -> None:
-        """Let an embedded store forget its history: nobody watches it."""
+        """Compact an embedded store: its old revisions have no readers."""
         self._commits = self._bytes = 0
         if not self._compacts or revision <= HISTORY_KEPT:
             return
@@ -383,7 +383,7 @@ class Journal:
 
 
 async def read_records(store: Store, prefix: str) -> tuple[JobRecord, ...]:
-    """Return all records by order of submission, without payloads; for those who do not lead.
+    """Return all records by order of submission, without payloads; for standbys.
 
     A record that changes while it is read is read again.
 
@@ -403,7 +403,7 @@ async def read_records(store: Store, prefix: str) -> tuple[JobRecord, ...]:
             if pieces:
                 data = join(entry.key, label, pieces)
                 break
-            # Its leader has written a newer one meanwhile, and removed the pieces of this one.
+            # The leader has written a newer record meanwhile, and removed this one's pieces.
             now = (await store.read(entry.key)).entries
             data = next((e.value for e in now if e.key == entry.key), b"")
         if data:
@@ -412,7 +412,7 @@ async def read_records(store: Store, prefix: str) -> tuple[JobRecord, ...]:
 
 
 async def read_nodes(store: Store, prefix: str) -> NodesRecord:
-    """Return what is kept of nodes; for those who do not lead.
+    """Return the nodes record; for standbys.
 
     Raises:
         CorruptRecord: it cannot be read; names the key.
@@ -427,11 +427,11 @@ async def _read_nodes(store: Store, key: str) -> Entry | None:
 
 
 def _needed(record: JobRecord, value: bytes) -> tuple[str, ...]:
-    """Return the labels of the pieces that a record needs; nobody is given an ended job's function.
+    """Return the labels of the pieces that a record needs; an ended job needs no payload.
 
     Args:
         record: of a job.
-        value: what its key holds.
+        value: the value of its key.
     """
     label = pointed(value)
     return (label,) if record.phase in ENDED else (ENTRY, label)

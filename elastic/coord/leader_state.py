@@ -1,7 +1,7 @@
-"""The office of the leader: whether this coordinator holds it now, and who does if not.
+"""The leadership state: whether this coordinator leads now, and which one does if not.
 
-Rule: everybody who answers calls asks here, each time, and keeps nothing: what was true a moment
-ago may be over. What is known of another leader is as old as the last answer of the store.
+Rule: every handler of a call asks here each time and caches nothing, because a term may end at
+any moment. The knowledge of another leader is as old as the last answer of the store.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from elastic.errors import NotLeading
 from elastic.runtime.clock import Clock
 
 FRESH_S = 2.0
-"""A standby that heard from the store within this time is in order."""
+"""A standby that got an answer from the store within this time is healthy."""
 
 
 @dataclass(frozen=True)
 class Term:
-    """One term in office.
+    """One term of leadership.
 
     Attributes:
         driver: runs the machine of this term; the next term has another.
-        follows: of this term's agents.
-        since_ns: when it began to answer, monotonic.
-        history: what happened to jobs in it; None where no page shows it.
+        follows: passes on output of this term's agents.
+        since_ns: when it began to serve requests, monotonic.
+        history: of the jobs in it; None without a page.
     """
 
     driver: Driver
@@ -40,16 +40,16 @@ class Term:
 
 
 class LeaderState:
-    """What this coordinator is at the moment.
+    """Whether this coordinator leads, is a standby, or is ending.
 
     Attributes:
         name: of this coordinator.
-        coordinators: where all of this store answer, as far as is known; empty for a store that is
+        coordinators: known addresses of all coordinators of this store; empty if the store is
             not shared.
     """
 
     def __init__(self, name: str, clock: Clock) -> None:
-        """Begin as one that does not know who leads.
+        """Start without knowing which coordinator leads.
 
         Args:
             name: of this coordinator.
@@ -66,28 +66,28 @@ class LeaderState:
         self._news = anyio.Event()
         self.coordinators: tuple[str, ...] = ()
 
-    # ------------------------------------------------------------ what changes
+    # ------------------------------------------------------------ changes
 
     def saw(self, leader: LeaderKey | None) -> None:
-        """The store was asked who leads, and named this one."""
+        """Record the leader that was just read from the store, None for none."""
         changed = leader != self._leader
         self._leader, self._seen_ns = leader, self._clock.monotonic_ns()
         if changed:
             self._tell()
 
     def know(self, coordinators: tuple[str, ...]) -> None:
-        """These are the addresses of all coordinators; who is attached here is told."""
+        """Record the addresses of all coordinators, and send changes to attached agents."""
         changed, self.coordinators = coordinators != self.coordinators, coordinators
         if changed and self._tenure is not None:
             self._tenure.driver.report_coordinators(coordinators)
 
     def claim(self, term: int) -> None:
-        """This coordinator leads under this term, and is reading its journal: `enter` follows."""
+        """Record that this coordinator leads and loads its journal; `enter` follows."""
         self._claim = term, self._clock.monotonic_ns()
         self._tell()
 
     def enter(self, tenure: Term, is_valid: Callable[[], bool]) -> None:
-        """This coordinator leads from now on, for as long as `is_valid` says so."""
+        """Begin to serve as the leader, for as long as `is_valid` returns True."""
         self._tenure, self._is_valid = tenure, is_valid
         self._leader = self._claim = None
         if self.coordinators:
@@ -95,29 +95,29 @@ class LeaderState:
         self._tell()
 
     def leave(self) -> None:
-        """It leads no more."""
+        """Record that this coordinator no longer leads."""
         self._tenure = self._claim = None
         self._seen_ns = self._seen_ns and self._clock.monotonic_ns()
         self._tell()
 
     def end(self, why: str) -> None:
-        """It is about to end: whoever asks is told so."""
+        """Record that this coordinator is about to end; refusals give `why`."""
         self._ending = why
         self._tell()
 
-    # ------------------------------------------------------------ what is asked
+    # ------------------------------------------------------------ queries
 
     @property
     def tenure(self) -> Term | None:
-        """Return the term that holds now, None if this coordinator does not lead."""
+        """Return the current term, None if this coordinator does not lead."""
         tenure = self._tenure
         return tenure if tenure is not None and not self._ending and self._is_valid() else None
 
     def require(self) -> Term:
-        """Return the term that holds now.
+        """Return the current term.
 
         Raises:
-            NotLeading: none does.
+            NotLeading: this coordinator does not lead.
         """
         tenure = self.tenure
         if tenure is None:
@@ -125,20 +125,20 @@ class LeaderState:
         return tenure
 
     def leads(self, driver: Driver) -> bool:
-        """Return whether the term that this driver belongs to still holds."""
+        """Return whether this driver's term is still the current one."""
         tenure = self.tenure
         return tenure is not None and tenure.driver is driver
 
     def is_standby(self) -> bool:
-        """Return whether this coordinator could take over: it hears from the store."""
+        """Return whether this coordinator could take over: the store answers it."""
         return self.tenure is None and not self._ending and self._age_s() < FRESH_S
 
     def has_seen_store(self) -> bool:
-        """Return whether a shared store has said who leads, at any time."""
+        """Return whether the leader was ever read from a shared store."""
         return self._seen_ns > 0
 
     def refusal(self) -> NotLeading:
-        """Return why this coordinator does not answer, and who may."""
+        """Return the error for a call: why this coordinator does not serve it, and who leads."""
         if self._ending:
             return NotLeading(self._ending)
         if self._claim is not None:
@@ -173,7 +173,7 @@ class LeaderState:
                 await self._news.wait()
 
     async def wait_change(self, timeout_s: float) -> None:
-        """Wait until anything here is different, or this long: what grows old tells nobody."""
+        """Wait for a change of this state, or this long: ageing causes no wakeup."""
         with anyio.move_on_after(timeout_s):
             await self._news.wait()
 

@@ -1,15 +1,15 @@
 """Leadership: which coordinator may write to a store, proven by one key and its revision.
 
-Rule: the leader is whoever wrote the leader key last. Every write of the journal compares that
-key's revision, so that a leader that was replaced can change nothing, even before it notices. What
-needs no write (orders to agents) it may do only while the lease that it renewed last is valid by
-its own clock, counted from before the renewal was sent; agents refuse an earlier term.
+Rule: the leader is the process that wrote the leader key last. Every write of the journal compares
+that key's revision, so a replaced leader can change nothing, even before it notices. Actions
+without a write (orders to agents) are allowed only while the lease that it renewed last is valid by
+its own clock, counted from before the renewal was sent; agents reject an earlier term.
 
 Keys, under the journal's prefix:
 
     leader   who leads now; on a shared store it expires with its lease
-    term     how often leadership was taken; never decreases, also while nobody leads
-    history  names this store: drawn by its first leader, and anew after a restore
+    term     how often leadership was taken; never decreases, also while there is no leader
+    history  random id of this store: drawn by its first leader, and again after a restore
 """
 
 from __future__ import annotations
@@ -41,24 +41,24 @@ log = logging.getLogger(__name__)
 
 LEASE_TTL_S = 2.0
 """A leader that is silent this long may be replaced. Training does not notice, only decisions
-wait. etcd takes no less for its usual election time of 1 s, and looks for leases that have ended
-twice a second: so a leader that was killed is replaced within 3 s."""
+wait. etcd accepts no less with its usual election time of 1 s, and checks for expired leases
+twice a second: so a killed leader is replaced within 3 s."""
 RENEWALS_PER_TTL = 5
 STANDBY_POLL_S = 0.5
-"""A standby looks so often, although it is told of changes: this is how it knows that it would be
-told, and how old what it knows may be."""
+"""How often a standby polls, although it also watches the key: so it detects a broken watch, and
+knows how old its view may be."""
 RETRY_S = 0.2
 DENIED_RETRY_S = 1.0
-"""etcd takes its time over a password, on purpose: whoever waits for another one asks rarely."""
+"""etcd checks a password slowly, on purpose: a process that waits for a new one retries rarely."""
 SLOW_S = 1.0
-"""A store that takes longer is said to be waited for."""
+"""If the store takes longer, the wait is logged and shown."""
 
 Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True)
 class LeaderKey:
-    """Who a leader key names.
+    """The coordinator that a leader key names.
 
     Attributes:
         life: random, so that a process recognises a claim of its own.
@@ -77,7 +77,7 @@ class LeaderKey:
 
     @classmethod
     def decode(cls, value: bytes) -> LeaderKey:
-        """Return who a key names; what does not decode leads all the same, at no address."""
+        """Return the leader from a key's value; an undecodable value is one with no address."""
         try:
             fields = json.loads(value)
             return cls(
@@ -92,16 +92,16 @@ class LeaderKey:
 
 
 def describe(holder: LeaderKey) -> str:
-    """Return who leads, in words."""
+    """Return the leader as text: its name, address and pid."""
     where = f" at {holder.address} (pid {holder.pid})" if holder.address else ""
     return f"{holder.name}{where}"
 
 
 def term_of(entry: Entry) -> int:
-    """Return how often leadership was taken, as its key says.
+    """Return how often leadership was taken, from the term key's entry.
 
     Raises:
-        CorruptRecord: it says something else; beginning anew would let old orders count again.
+        CorruptRecord: it is no number; starting over would make outdated orders valid again.
     """
     text = entry.value[:32]
     if not text.isdigit() or text != entry.value or int(text) < 1:
@@ -120,20 +120,20 @@ async def retry_until_available(
     pause_s: float = RETRY_S,
     was_let_in: bool = True,
 ) -> Answer:
-    """Call `attempt` until the store answers, and say so when that takes long.
+    """Call `attempt` until the store answers, and log when that takes long.
 
-    A store that let this process in before, and does not now, has been given another password, or
-    will be: the two sides are never renewed at the same moment.
+    A store that admitted this process before and does not now has a new password, or this process
+    has: the two sides are never changed at the same moment.
 
     Args:
         what: what waits, for the log line.
-        attempt: one try; repeated after StoreUnavailable and NotAuthorized only.
-        clock: for the age of the wait.
-        pause_s: between two tries.
-        was_let_in: the store has answered this process before.
+        attempt: one attempt; repeated after StoreUnavailable and NotAuthorized only.
+        clock: for the duration of the wait.
+        pause_s: between two attempts.
+        was_let_in: the store has admitted this process before.
 
     Raises:
-        NotAuthorized: the store never let this process in.
+        NotAuthorized: the store has never admitted this process.
     """
     since_ns, said = clock.monotonic_ns(), ""
 
@@ -144,7 +144,7 @@ async def retry_until_available(
             waited_s = (clock.monotonic_ns() - since_ns) / 1e9
             log.warning("waiting_for_store what=%r since_s=%.1f error=%r", what, waited_s, error)
 
-    # The first try alone may take a store ten seconds.
+    # The first attempt alone may take ten seconds.
     slow = asyncio.get_running_loop().call_later(SLOW_S, say, "no answer yet")
     try:
         while True:
@@ -169,10 +169,10 @@ async def retry_until_available(
 
 
 async def in_time(answer: Awaitable[Answer], limit_s: float) -> Answer | None:
-    """Return what the store answers, None if it does not in this time.
+    """Return the store's answer, None if there is none in this time.
 
-    Not anyio's `move_on_after`: a call of gRPC that is cancelled raises a cancellation of its own,
-    which anyio takes for somebody else's, so that the task would end without a word.
+    Not anyio's `move_on_after`: a cancelled gRPC call raises a cancellation of its own, which
+    anyio takes for one from outside, so the task would end silently.
     """
     try:
         return await asyncio.wait_for(answer, max(0.0, limit_s))
@@ -181,11 +181,11 @@ async def in_time(answer: Awaitable[Answer], limit_s: float) -> Answer | None:
 
 
 class Leadership:
-    """One coordinator's claim to lead, as often as it has to be made.
+    """Acquires, renews and resigns leadership for one coordinator.
 
     `acquire` returns once this process leads; `keep` renews and raises Fenced when leadership is
     over, after which `acquire` may be called again. `fence` is the comparison that every write
-    carries.
+    includes.
     """
 
     def __init__(
@@ -204,8 +204,8 @@ class Leadership:
             store: where the keys are.
             prefix: of all keys, such as "elastic".
             holder: this process.
-            clock: for the texts' ages, and for how long a lease holds.
-            shared: several processes may use this store at once (etcd). If not, whoever claims
+            clock: for ages in texts, and for the validity of the lease.
+            shared: several processes may use this store at once (etcd). If not, a claiming process
                 is the only one alive, and takes over from its predecessor without waiting.
             ttl_s: of the lease on a shared store, seconds.
         """
@@ -227,7 +227,7 @@ class Leadership:
         self.history = ""
 
     def fence(self) -> Compare:
-        """Return the comparison that holds as long as nobody else took over.
+        """Return the comparison that succeeds as long as no other process took over.
 
         Raises:
             Fenced: this process does not lead any more.
@@ -238,11 +238,11 @@ class Leadership:
         return Compare(self._key, self._revision)
 
     def holds(self, fence: Compare, current: tuple[Entry, ...]) -> bool:
-        """Return whether `fence`, compared with what a commit found, was not what failed."""
+        """Return whether `fence` held in a commit, so that something else made it fail."""
         return any(e.key == fence.key and e.mod_revision == fence.mod_revision for e in current)
 
     def is_valid(self) -> bool:
-        """Return whether nobody else can lead now: the lease renewed last has not ended yet."""
+        """Return whether no other process can lead now: the renewed lease has not expired."""
         if not self._shared:
             return self._revision > 0
         return self._clock.monotonic_ns() < self._valid_until_ns
@@ -251,7 +251,7 @@ class Leadership:
         """Wait until this process leads.
 
         Args:
-            saw: called with who leads, None for nobody, whenever the store was asked.
+            saw: called with the leader, None for none, after each read of the store.
         """
         news = anyio.Event()
 
@@ -275,7 +275,7 @@ class Leadership:
             raise failure
 
     async def _take_over(self, saw: Callable[[LeaderKey | None], None]) -> bool:
-        """Look who leads, and claim if nobody does; False if somebody else leads."""
+        """Claim leadership if there is no leader; return False if another process leads."""
         while True:
             seen = await retry_until_available(
                 "leadership",
@@ -301,7 +301,7 @@ class Leadership:
         """Renew for as long as this process leads; never returns.
 
         Raises:
-            Fenced: it does not any more, or cannot know.
+            Fenced: it does not any more, or cannot be sure.
         """
         lease = self._lease
         if lease is None:
@@ -319,10 +319,10 @@ class Leadership:
             self._valid_until_ns = began_ns + round(lease.ttl_s * 1e9)
 
     def fenced(self, why: str = "") -> Fenced:
-        """Return the error that ends a term; from now on this process does not lead.
+        """End the term, so that this process does not lead any more; return the error for it.
 
         Args:
-            why: "" for the reason that was given before.
+            why: the reason; "" to keep the previous one.
         """
         self._valid_until_ns = self._revision = 0
         self._why_over = why or self._why_over
@@ -332,10 +332,10 @@ class Leadership:
         )
 
     def replaced(self, current: tuple[Entry, ...]) -> Fenced:
-        """Return the error that ends a term, after a write whose fence did not hold.
+        """End the term after a write whose fence did not hold; return the error for it.
 
         Args:
-            current: what that commit found.
+            current: the entries that the commit found.
         """
         leader = next((e for e in current if e.key == self._key), None)
         if leader is None:
@@ -343,7 +343,7 @@ class Leadership:
         return self.fenced(f"{describe(LeaderKey.decode(leader.value))} leads now")
 
     async def resign(self) -> None:
-        """Let a standby take over at once; a store that does not answer is left alone."""
+        """Revoke the lease so that a standby takes over at once; do not insist on an answer."""
         lease, self._lease = self._lease, None
         self._valid_until_ns = self._revision = 0
         if lease is None:
@@ -354,9 +354,9 @@ class Leadership:
             log.warning("resign_failed error=%r", str(error))
 
     async def _renew(self, lease: Lease) -> bool:
-        """Renew until the store answers; cancelled by whoever waits too long for it.
+        """Renew until the store answers; the caller cancels this after its timeout.
 
-        Who is not let in any more waits, too: another password may come before the lease ends.
+        This also retries NotAuthorized: a new password may arrive before the lease expires.
         """
         while True:
             try:
@@ -366,7 +366,7 @@ class Leadership:
                 await anyio.sleep(RETRY_S)
 
     async def _changes(self) -> AsyncIterator[None]:
-        """Yield at each change of the leader key; whatever hinders that, the standby polls."""
+        """Yield at each change of the leader key; if the watch fails, the standby still polls."""
         if not self._shared:
             return
         while True:
@@ -384,7 +384,7 @@ class Leadership:
         return next((entry for entry in entries if entry.key == key), None)
 
     async def _claim(self, leader: Entry | None) -> bool:
-        """Try to become the leader that follows this one; False if somebody was faster."""
+        """Try to succeed this leader; return False if another process was faster."""
         term = await self._read(self._term_key)
         history = await self._read(self._history_key)
         number = term_of(term) + 1 if term is not None else 1
@@ -402,13 +402,13 @@ class Leadership:
         ]
         if history is None:
             puts.append(Put(self._history_key, drawn))
-        # Who is told to end while the store has not answered gives back what it may have won.
+        # Set before the commit: a process stopped meanwhile must revoke a lease it may have won.
         self._lease = lease
         try:
             result = await self._store.commit(compares, puts)
         except Fenced:
             self._lease = None
-            return False  # The store was so slow that the lease has ended already.
+            return False  # The store was so slow that the lease has expired already.
         if not result.committed:
             self._lease = None
             if lease is not None:
@@ -422,10 +422,10 @@ class Leadership:
         return True
 
     async def _count_from_now(self, lease: Lease) -> bool:
-        """Renew the lease of a claim that is written; False if that does not come in time.
+        """Renew the lease after the claim was written; return False if that is not in time.
 
-        Writes may take a store most of a lease, and renewals, which etcd does not write, hardly
-        any of it. Who counted from before the claim would give up each time before it led.
+        A slow store may need most of the lease's time for a write, but little for a renewal, which
+        etcd does not write. Counted from before the claim, the lease would always expire first.
         """
         began_ns = self._clock.monotonic_ns()
         renewed = await in_time(self._renew(lease), lease.ttl_s)

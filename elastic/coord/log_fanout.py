@@ -1,8 +1,8 @@
-"""Output of workers on its way from agents to those who follow it; the machine never sees it.
+"""Passes the output of workers from agents to readers; the machine never sees it.
 
-Rule: agents send what a reader has room for, and the rest stays in their files, so that a slow one
-loses nothing. What comes all the same, and does not fit, is left out, and the reader is told how
-much: the coordinator's memory waits for nobody.
+Rule: agents send only as much as a reader has credit for, and keep the remainder in their files, so
+that a slow reader loses nothing. Output beyond its credit that does not fit is dropped, and the
+reader gets the number of characters dropped: the coordinator's memory is bounded.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from elastic.core.world import NodeId, SessionId, WorkerId
 
 MERGED_CHARS_MAX = 8 * 1024 * 1024
 ALL_CHARS_MAX = 128 * 1024 * 1024
-"""What waits for all readers together; one that never reads must not cost the others theirs for
-long: the guard ends it."""
+"""Limits of the characters queued for one reader, and for all. A reader that never reads uses up
+the share of others only for a while: the guard ends its call."""
 
 
 ROOM, LITTLE_ROOM, FEW = 256 * 1024, 4096, 16
-"""Characters that an agent may send ahead for a worker, and a piece more; the second if more than
-the third are followed, and pieces are no larger then: there is room for a thousand at once."""
+"""Characters that an agent may send ahead for a worker, and one piece more. The second applies if
+at least as many workers as the third are followed, with smaller pieces: a thousand fit at once."""
 
 
 @dataclass
 class BufferBudget:
-    """How many characters wait for all readers together."""
+    """How many characters are queued for all readers together."""
 
     chars: int = 0
     limit: int = ALL_CHARS_MAX
@@ -40,7 +40,7 @@ class BufferBudget:
 
 @dataclass(frozen=True)
 class LogSubscription:
-    """One wish to see one worker's output, open until its end came."""
+    """One request for one worker's output, open until that output ends."""
 
     follow_id: str
     session_id: SessionId
@@ -50,18 +50,18 @@ class LogSubscription:
 class MergedOutput:
     """The output of several workers, merged by time, for one reader.
 
-    What is there already is merged exactly: nothing is given out before everyone who has something
-    to send has sent it. Of what is printed now, it is as it arrives.
+    Existing output is merged exactly: nothing is yielded while a worker that may have older lines
+    has none queued. New output is merged in the order of its arrival.
     """
 
     def __init__(
         self, limit: int = MERGED_CHARS_MAX, all_waiting: BufferBudget | None = None
     ) -> None:
-        """Begin empty.
+        """Start empty.
 
         Args:
-            limit: characters that wait for the reader.
-            all_waiting: shared with the other readers.
+            limit: maximum number of characters queued for this reader.
+            all_waiting: the budget shared by all readers.
         """
         self._limit = limit
         self._all = all_waiting or BufferBudget()
@@ -71,14 +71,14 @@ class MergedOutput:
         self._waiting = 0
         self._dropped: dict[WorkerId, int] = {}
         self._taken: Counter[WorkerId] = Counter()
-        # Who is followed, and has nothing here.
+        # Workers that are followed, and have nothing queued.
         self._awaited: set[WorkerId] = set()
         self._awake = anyio.Event()
         self.follows: dict[WorkerId, LogSubscription] = {}
         self.lost: set[WorkerId] = set()
 
     def begin(self, wish: LogSubscription) -> None:
-        """Somebody was asked for a worker's output."""
+        """Record that an agent was asked for a worker's output."""
         self.follows[wish.worker_id] = wish
         if wish.worker_id not in self._queues:
             self._awaited.add(wish.worker_id)
@@ -87,9 +87,9 @@ class MergedOutput:
         """Queue output, or count it as dropped.
 
         Args:
-            worker_id: whose.
+            worker_id: the worker that printed it.
             text: what it printed.
-            lines: when and where it did.
+            lines: the same with its time, rank and generation, None for a remark of ours.
         """
         if not text:
             return
@@ -107,12 +107,12 @@ class MergedOutput:
         self._awake.set()
 
     def _show_head(self, worker_id: WorkerId) -> None:
-        self._number += 1  # Of those of one moment the first that came is the first.
+        self._number += 1  # Lines of the same time keep the order of their arrival.
         moment = self._queues[worker_id][0].unix_ns
         heapq.heappush(self._heads, (moment, self._number, worker_id))
 
     def finish(self, worker_id: WorkerId, *, lost: bool) -> None:
-        """Take the end of one worker's output; `lost` when its agent went away instead."""
+        """Record the end of one worker's output; `lost` if its agent disconnected instead."""
         self.follows.pop(worker_id, None)
         self._awaited.discard(worker_id)
         if lost:
@@ -120,10 +120,10 @@ class MergedOutput:
         self._awake.set()
 
     def take(self, *, is_exact: bool = False) -> Iterator[LogLines]:
-        """Yield what is queued, the oldest first, then what was dropped.
+        """Yield what is queued, oldest first, then how much was dropped.
 
         Args:
-            is_exact: only as far as nobody can still send something older.
+            is_exact: stop where a worker may still send something older.
         """
         while self._heads and not (is_exact and self._awaited):
             worker_id = heapq.heappop(self._heads)[2]
@@ -154,14 +154,14 @@ class MergedOutput:
         return taken
 
     def drop(self) -> None:
-        """Forget what waits: the reader is gone."""
+        """Discard what is queued: the reader is gone."""
         self._all.chars -= self._waiting
         self._waiting = 0
         self._queues.clear()
         self._heads.clear()
 
     def wake(self) -> None:
-        """Say that there may be other workers now."""
+        """End `wait` early, because there may be new workers."""
         self._awake.set()
 
     async def wait(self, timeout_s: float) -> None:
@@ -172,10 +172,10 @@ class MergedOutput:
 
 
 class LogFanout:
-    """All open wishes, by id."""
+    """All open subscriptions, by id."""
 
     def __init__(self, sessions: Sessions) -> None:
-        """Learn of sessions that end, so that nobody waits for them."""
+        """Subscribe to the end of sessions, so that no reader waits for one that is gone."""
         self._sessions = sessions
         self._open: dict[str, tuple[LogSubscription, MergedOutput]] = {}
         self._number = 0
@@ -184,7 +184,7 @@ class LogFanout:
 
     @contextmanager
     def merged(self) -> Iterator[MergedOutput]:
-        """Gather output for the length of a `with` block; then the agents are told to stop."""
+        """Collect output during a `with` block; then ask the agents to stop sending."""
         merged = MergedOutput(all_waiting=self._waiting)
         try:
             yield merged
@@ -220,7 +220,7 @@ class LogFanout:
         return True
 
     def take(self, session_id: SessionId, lines: LogLines) -> None:
-        """Pass output on; what nobody asked this agent for is ignored."""
+        """Pass output on; ignore output that this agent was not asked for."""
         wish, merged = self._open.get(lines.follow_id, (None, None))
         if wish is None or merged is None or wish.session_id != session_id:
             return
@@ -230,7 +230,7 @@ class LogFanout:
             merged.finish(wish.worker_id, lost=False)
 
     def make_room(self, merged: MergedOutput) -> None:
-        """Let agents send on, as much as the reader has taken."""
+        """Give agents credit to send as much as the reader has taken."""
         for worker_id, chars in merged.taken().items():
             wish = merged.follows.get(worker_id)
             session = self._sessions.find(wish.session_id) if wish is not None else None

@@ -1,7 +1,7 @@
-"""Finding what a user means: a job by id, unique beginning of an id, or name.
+"""Resolves a user's reference to a job: its id, a unique prefix of its id, or its name.
 
-Rule: an id beats a name, a name means the job that has not ended, else the one submitted last,
-and a beginning of an id counts only if it is the beginning of one.
+Rule: an id beats a name. A name means the job that has not ended, else the one submitted last. A
+prefix counts only if it matches exactly one id.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from elastic.errors import NotFound
 PREFIX_CHARS_MIN = 3
 SHOWN_MAX = 10
 NAME_CHARS = 100
-"""Of a name that nobody has: names have no more."""
+"""An unknown name is cut to this in an error: no name is longer."""
 
 
 def find_job(view: ClusterView, wanted: str) -> JobView:
     """Return the job that `wanted` names.
 
     Raises:
-        NotFound: none, or several; says which there are.
+        NotFound: no job or several match; the text lists the candidates.
     """
     for job in view.jobs:
         if job.record.spec.job_id == wanted:
@@ -42,7 +42,7 @@ def find_job(view: ClusterView, wanted: str) -> JobView:
 
 
 def has_ended(job: JobView) -> bool:
-    """Return whether the job's outcome stands."""
+    """Return whether the job's outcome is final."""
     return job.record.phase in ENDED
 
 
@@ -54,7 +54,7 @@ def _shown(jobs: tuple[JobView, ...] | list[JobView]) -> str:
 
 @dataclass(frozen=True)
 class WorkerOrigin:
-    """A worker whose output may be shown, and where it is, or was."""
+    """A worker whose output may be shown, and the node that runs or ran it."""
 
     worker_id: WorkerId
     node_id: NodeId
@@ -65,9 +65,9 @@ class WorkerOrigin:
 def origins_of(job: JobView, ranks: frozenset[int]) -> tuple[WorkerOrigin, ...]:
     """Return the workers of a job by rank, those without a rank last.
 
-    A worker that has no process yet has no output either, and is left out. One that is gone
-    stays known as a member of the newest group, and as the one that failed: its agent still has
-    its output.
+    A worker that has no process yet has no output either, and is left out. A worker that is gone
+    is still listed if it was a member of the newest group, or the one that failed: its agent
+    still has its output.
 
     Args:
         job: the job.

@@ -1,10 +1,9 @@
-"""Functions on their way to the store: written before their jobs are, beside the owner task.
+"""Writes the pickled functions of jobs to the store before the jobs' records.
 
-Rule: one task writes them, one at a time and piece by piece; between two pieces the owner task
-writes what it has to. A function of 16 MiB takes 32 writes, and a loss must not wait for them.
-
-Nothing depends on this: what was not written here is written with the job's record, and what was
-and belongs to no job is removed, by this task or by the next leader's.
+Rule: one task writes them, one at a time and piece by piece; between two pieces the driver can
+write records. A function of 16 MiB takes 32 writes, and recovery from a loss must not wait for
+them. Correctness does not depend on this: a function not written here is written with the job's
+record. One without a job is removed, by this task or the next leader.
 """
 
 from __future__ import annotations
@@ -27,27 +26,27 @@ from elastic.runtime.clock import Clock
 log = logging.getLogger(__name__)
 
 OPEN_JOBS_BYTES_MAX = 1024 * 1024 * 1024
-"""Of the pickled functions of jobs that have not ended, and of those that are being submitted."""
+"""Total size of the pickled functions of jobs that have not ended or are being submitted."""
 OVER = "the term of this coordinator is over; nothing was submitted"
 
 
 class PayloadBudget:
-    """Counts the bytes of functions in memory: of jobs, and of submissions without an answer."""
+    """Counts the bytes of functions in memory: of jobs, and of pending submissions."""
 
     def __init__(self) -> None:
-        """Begin empty."""
+        """Start empty."""
         self._coming: dict[object, tuple[JobId, int]] = {}
 
     @contextmanager
     def taken(self, view: ClusterView, spec: JobSpec) -> Iterator[None]:
-        """Hold room for a job's function for the length of a `with` block.
+        """Reserve memory for a job's function during a `with` block.
 
         Args:
-            view: the jobs that are there.
-            spec: of the job to be.
+            view: the existing jobs.
+            spec: of the new job.
 
         Raises:
-            Refused: the functions of jobs fill `OPEN_JOBS_BYTES_MAX`, with those that come.
+            Refused: with it, the functions would exceed `OPEN_JOBS_BYTES_MAX`.
         """
         size, mark = len(spec.entry.payload), object()
         self._check(view, spec.job_id, size)
@@ -60,7 +59,7 @@ class PayloadBudget:
     def _check(self, view: ClusterView, job_id: JobId, size: int) -> None:
         records = [job.record for job in view.jobs if job.record.phase not in ENDED]
         there = {r.spec.job_id: len(r.spec.entry.payload) for r in records}
-        # A job is there before its submission is answered, and counts once.
+        # A job exists before its submission is answered; it counts once.
         coming = [number for of, number in self._coming.values() if of not in there]
         there.pop(job_id, None)
         held = sum(there.values()) + sum(coming)
@@ -77,8 +76,8 @@ class PayloadWrite:
     """A function that waits to be written.
 
     Attributes:
-        payload: b"" once nobody waits for it.
-        written: is done when it is in the store.
+        payload: b"" once no caller waits for it.
+        written: done when it is in the store.
     """
 
     job_id: JobId
@@ -87,7 +86,7 @@ class PayloadWrite:
 
 
 class PayloadUploads:
-    """Writes functions ahead of their jobs' records, and removes those that no job came for."""
+    """Writes functions before their jobs' records, and removes those that got no job."""
 
     def __init__(self, journal: Journal, clock: Clock, is_known: Callable[[JobId], bool]) -> None:
         """Write nothing before `run`.
@@ -95,7 +94,7 @@ class PayloadUploads:
         Args:
             journal: writes them.
             clock: for the age of a wait.
-            is_known: whether the machine has a job of this id, whose function is to stay.
+            is_known: whether the machine has a job of this id, whose function must be kept.
         """
         self._journal = journal
         self._clock = clock
@@ -106,7 +105,7 @@ class PayloadUploads:
         self._is_over = False
 
     def check_open(self) -> None:
-        """Refuse what would be written for nobody.
+        """Check that functions are still written.
 
         Raises:
             Unavailable: the term is over.
@@ -117,7 +116,7 @@ class PayloadUploads:
     async def stage(self, job_id: JobId, payload: bytes) -> None:
         """Return when a function is in the store.
 
-        Whoever is cancelled here, or gets no job for it afterwards, calls `drop`.
+        If this is cancelled, or the job is refused afterwards, the caller must call `drop`.
 
         Raises:
             Unavailable: the term ended before.
@@ -134,9 +133,9 @@ class PayloadUploads:
 
     @contextmanager
     def held(self, job_id: JobId) -> Iterator[None]:
-        """For the length of a `with` block, have a function stay that another submission drops.
+        """During a `with` block, keep a function even if another submission drops it.
 
-        A client that gave up repeats its submission under the same id.
+        A client that gave up may repeat its submission under the same id.
         """
         self._held[job_id] += 1
         try:
@@ -147,11 +146,11 @@ class PayloadUploads:
                 del self._held[job_id]
 
     def drop(self, job_id: JobId) -> None:
-        """Have a function removed, unless a job needs it, or a submission holds it. Never waits."""
+        """Queue the removal of a function, unless a job or another submission needs it."""
         self._queue.put_nowait(job_id)
 
     async def run(self) -> None:
-        """Write and remove for ever.
+        """Write and remove queued functions; never returns.
 
         Raises:
             Fenced: another coordinator leads.

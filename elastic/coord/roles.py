@@ -1,7 +1,7 @@
-"""Who may call what: roles, callers, and one table with every method that a coordinator serves.
+"""Authorization: roles, callers, and one table with every method that a coordinator serves.
 
-Rule: a method that is not in the table is refused to everybody. Who is not told from the others
-(no lock at the door) is let in as anyone, with all rights: then nobody else reaches the address.
+Rule: a method that is not in the table is refused to all callers. Without authentication, every
+caller is `ANYONE`, with all rights: then only trusted callers can reach the address.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ from elastic.runtime.certificates import CertificateSummary
 
 
 class Role(Enum):
-    """What a token or certificate is for."""
+    """What a token or certificate permits."""
 
     NODE = "node"
-    """Be an agent: take workers, report about them."""
+    """Attach as an agent: run workers, report their state."""
     SUBMIT = "submit"
-    """Run code on all nodes, steer and stop one's own jobs; and all that READ may."""
+    """Run code on all nodes, control and stop one's own jobs; and all that READ may."""
     READ = "read"
-    """Look, at jobs and their output too."""
+    """Read all state, including jobs and their output."""
     ADMIN = "admin"
-    """Everything, also with jobs of others: the single token, the coordinator's certificate."""
+    """Everything, also on jobs of others: the single token, the coordinator's certificate."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """Who may call one method.
+    """The access rule of one method.
 
     Attributes:
-        roles: any of these; None for everybody, also without credentials.
-        audited: each call leaves a line in the audit log; it changes something.
-        general: tools that know nothing of us call it: it needs no protocol version, and is
-            answered by a coordinator that does not lead, too.
+        roles: any of these; None for all callers, also without credentials.
+        audited: each call writes a line to the audit log, because it changes something.
+        general: generic tools call it: it needs no protocol version, and a coordinator that does
+            not lead answers it, too.
     """
 
     roles: frozenset[Role] | None
@@ -70,26 +70,26 @@ RULES: dict[str, Rule] = {
     "/elastic.v1.Cluster/Status": _READS,
     "/elastic.v1.Cluster/Drain": _GOVERNS,
     "/elastic.v1.Cluster/Cordon": _GOVERNS,
-    # A probe holds no secret: it learns whether this coordinator answers, and nothing else.
+    # Probes have no credentials: they learn only whether this coordinator answers.
     "/grpc.health.v1.Health/Check": _PROBES,
     "/grpc.health.v1.Health/List": _PROBES,
     "/grpc.health.v1.Health/Watch": _PROBES,
     "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": _DESCRIBES,
 }
-"""Every method of every service that is registered; tests/unit/test_roles.py holds it."""
+"""Every method of every registered service; tests/unit/test_roles.py checks that."""
 
 
 @dataclass(frozen=True)
 class Caller:
-    """Who makes a call.
+    """The caller of a method.
 
     Attributes:
         role: what it may do.
-        name: of the token or certificate, "" when nobody said.
-        how: "token", "certificate" or "open door".
-        token_id: of the token that must stay valid while the call lasts, "" for none.
-        shown: the certificate that must, None for none.
-        is_bound: a node of another name is refused.
+        name: of the token or certificate, "" if it has none.
+        how: how it was identified: "token", "certificate" or "open door".
+        token_id: of the token that must stay valid during the call, "" for none.
+        shown: the certificate that must stay valid, None for none.
+        is_bound: it may attach only as the node of its own name.
     """
 
     role: Role
@@ -105,7 +105,7 @@ class Caller:
         return f"{self.how}{name} ({self.role.value})"
 
     def check_may_call(self, method: str) -> None:
-        """Let a call pass, or refuse it.
+        """Check that this caller may call a method.
 
         Raises:
             NotPermitted: this caller's role may not call it.
@@ -123,14 +123,14 @@ class Caller:
         )
 
     def check_may_change(self, job: str, submitter: str) -> None:
-        """Let a call pass that changes a job, or refuse it.
+        """Check that this caller may change a job.
 
         Args:
             job: its name, for the text.
-            submitter: by whose token or certificate it was submitted, "" if that had no name.
+            submitter: name of the token or certificate that submitted it, "" if it had none.
 
         Raises:
-            NotPermitted: it is somebody else's.
+            NotPermitted: it is another user's.
         """
         if self.role is Role.ADMIN or self.name == submitter:
             return
@@ -140,10 +140,10 @@ class Caller:
         )
 
     def check_may_attach(self, node_id: str) -> None:
-        """Let an agent in under its own name only.
+        """Check that an agent uses the node name of its credentials.
 
         Raises:
-            NotPermitted: its token or certificate was made out to another node.
+            NotPermitted: its token or certificate was issued to another node.
         """
         if self.role is not Role.NODE or not self.is_bound or self.name == node_id:
             return
@@ -156,18 +156,18 @@ class Caller:
 ANYONE = Caller(Role.ADMIN)
 
 CALLER: ContextVar[Caller] = ContextVar("caller", default=ANYONE)
-"""Who makes the call that this task serves; set by the guard."""
+"""The caller of the method that this task serves; set by the guard."""
 
 _URI = re.compile(rf"elastic://([a-z]+)/({NAME_PATTERN.pattern})")
 
 
 def caller_uri(role: Role, name: str) -> str:
-    """Return what a certificate carries among its names, such as elastic://node/gpu-01."""
+    """Return the URI name for a certificate, such as elastic://node/gpu-01."""
     return f"elastic://{role.value}/{name}"
 
 
 def caller_of_uri(uri: str) -> Caller | None:
-    """Return whom such a URI names, None if it is none of ours."""
+    """Return the caller that such a URI names, None if it is not one of ours."""
     match = _URI.fullmatch(uri)
     if match is None or match[1] not in {role.value for role in Role}:
         return None

@@ -1,12 +1,12 @@
 """The addresses of all coordinators of one store, as entries in that store.
 
-Rule: an entry is a hint for clients that have lost the leader, and decides nothing; the leader key
-does. An entry expires some time after its coordinator; while the store does not answer, the last
-read is used.
+Rule: an entry is a hint for clients that have lost the leader; only the leader key decides who
+leads. An entry expires some time after its coordinator ends. While the store does not answer, the
+result of the last read is used.
 
 Keys, under the journal's prefix:
 
-    coordinators/LIFE    address of the coordinator with this life, under a lease of its own
+    coordinators/LIFE    address of the coordinator with this random id, under its own lease
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from elastic.store.interface import Compare, Entry, Lease, Put, Store
 log = logging.getLogger(__name__)
 
 ENTRY_TTL_S = 15.0
-"""Longer than a restart takes, so that nobody is told twice of each."""
+"""Longer than a restart takes, so that a restart does not change the addresses twice."""
 POLL_S = 3.0
 
 
 class Roster:
-    """One coordinator's entry, and what it reads of the others'."""
+    """Maintains one coordinator's entry, and reads those of the others."""
 
     def __init__(
         self, store: Store, prefix: str, holder: LeaderKey, tell: Callable[[tuple[str, ...]], None]
     ) -> None:
-        """Enter nothing yet.
+        """Write no entry yet.
 
         Args:
             store: shared by the coordinators.
             prefix: of all keys.
             holder: this coordinator.
-            tell: called with all addresses, this one's too, whenever they were read.
+            tell: called after each read with all addresses, including this one's.
         """
         self._store = store
         self._prefix = f"{prefix}/coordinators/"
@@ -50,7 +50,7 @@ class Roster:
         self._is_entered = False
 
     async def keep(self) -> None:
-        """Keep the entry alive and read the others', for ever."""
+        """Renew the entry and read those of the others; never returns."""
         while True:
             try:
                 await self._enter()
@@ -61,24 +61,24 @@ class Roster:
             await anyio.sleep(POLL_S)
 
     async def _enter(self) -> None:
-        """Renew the entry's lease; make both anew if it has ended."""
+        """Renew the entry's lease; if it has expired, write the entry under a new one."""
         if self._lease is not None and not await self._store.renew_lease(self._lease.lease_id):
             self._lease, self._is_entered = None, False
         if self._lease is None:
             self._lease = await self._store.grant_lease(ENTRY_TTL_S)
         if not self._is_entered:
             put = Put(self._prefix + self._holder.life, self._holder.encode(), self._lease.lease_id)
-            # If it is there already, this is a repeat of one whose answer was lost.
+            # If it exists, an earlier attempt succeeded and its reply was lost.
             await self._store.commit([Compare(put.key, 0)], [put])
             self._is_entered = True
 
 
 def addresses_of(entries: tuple[Entry, ...], own: str) -> tuple[str, ...]:
-    """Return what can be told to others, in order; what no header could carry is left out.
+    """Return the sorted addresses, without those that are not valid in a header.
 
     Args:
         entries: of the roster.
-        own: this coordinator's address, which comes before the others when they are too many.
+        own: this coordinator's address, which is kept if there are too many.
     """
     known: dict[str, None] = {}
     for address in (own, *sorted(LeaderKey.decode(entry.value).address for entry in entries)):

@@ -1,9 +1,9 @@
-"""What happened to jobs on its way to their run directories, which the coordinator cannot reach.
+"""Sends the events of jobs to their run directories, which the coordinator cannot access.
 
-The first rank of each group writes it. When another worker becomes the first rank it is told all
-that is remembered, and leaves out what the file has.
+Rank 0 of each group writes them. When another worker becomes rank 0, it receives all remembered
+events, and skips those that the file has.
 
-Rule: nobody waits for it, and no decision rests on it.
+Rule: nothing waits for this, and no decision depends on it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PROCESS = "coordinator"
 
 @dataclass
 class _Writer:
-    """Who writes a job's events, and up to which they were sent to it."""
+    """The worker that writes a job's events, and the time of the last event sent to it."""
 
     node_id: NodeId
     worker_id: WorkerId
@@ -40,20 +40,20 @@ class RunHistory:
         sessions: Sessions,
         first_member: Callable[[JobId], Member | None],
     ) -> None:
-        """Send what `watchers` remembers.
+        """Send the events that `watchers` keeps.
 
         Args:
-            watchers: remember the events of each job.
-            sessions: lead to the agents.
-            first_member: returns rank 0 of a job's group, None without one. A coordinator that
-                has taken over has announced no group, and so asks.
+            watchers: keeps the events of each job.
+            sessions: the agents' sessions.
+            first_member: returns rank 0 of a job's group, None without one. For a coordinator
+                that has taken over, and so has not announced the group itself.
         """
         self._watchers, self._sessions = watchers, sessions
         self._first_member = first_member
         self._writers: dict[JobId, _Writer] = {}
 
     def sent(self, effect: SendAgent) -> None:
-        """Learn from an announcement who is the first rank of a job's group."""
+        """Take rank 0 of a job's group from an announcement that was sent."""
         message, session = effect.message, self._sessions.find(effect.session)
         if not isinstance(message, Announce) or message.assignment.rank != 0:
             return
@@ -65,7 +65,7 @@ class RunHistory:
             self.send_new(place.job_id)
 
     def send_new(self, job_id: JobId) -> None:
-        """Send the events of a job that have not been sent; later, if its node is away."""
+        """Send the events of a job that were not sent yet; later, if the node is disconnected."""
         writer = self._writers.get(job_id)
         if writer is None:
             first = self._first_member(job_id)
@@ -82,6 +82,6 @@ class RunHistory:
             session.send(RunEvents(writer.worker_id, tuple(lines)))
 
     def forget(self, job_ids: Iterable[JobId]) -> None:
-        """Jobs that ended long ago are not known any more."""
+        """Drop the state of jobs that ended long ago."""
         for job_id in job_ids:
             self._writers.pop(job_id, None)

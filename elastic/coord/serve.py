@@ -1,9 +1,9 @@
-"""One life of a coordinator: bind, open the store, lead, recover, serve, and end in order.
+"""One coordinator process: bind, open the store, lead, recover, serve, and shut down in order.
 
-Rule: a term is led by a machine of its own, which begins with what the store holds; when the
-term is over, the coordinator is a standby again. Whatever ends the process, the order is the
-same: let agents go, give leadership back, refuse new calls, close the store. A coordinator that
-is killed instead loses nothing but time.
+Rule: each term has its own state machine, which starts from the store's contents; after the term
+the coordinator is a standby again. The order of shutdown is always the same: close the agents'
+sessions, resign leadership, refuse new calls, close the store. A coordinator that is killed
+instead loses only time.
 """
 
 from __future__ import annotations
@@ -63,31 +63,31 @@ PREFIX = "coord"
 WILDCARDS = ("0.0.0.0", "::")
 
 Part = Callable[[], Awaitable[None]]
-"""One of the things that a coordinator does at the same time."""
+"""One of the concurrent tasks of a coordinator."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions:
-    """What a coordinator is started with.
+    """The settings of a coordinator.
 
     Attributes:
         listen: host and port, port 0 for a free one.
         advertise: host and port at which others reach it, "" for those of `listen`.
-        store: URL of the store that keeps what must survive it.
-        store_files: what is shown to it, None for nothing.
-        token: opens everything; "" for none.
+        store: URL of the store for its durable state.
+        store_files: credentials for the store, None for none.
+        token: a token with all rights, "" for none.
         tokens: file of tokens with roles, None for none.
-        tls: certificates; with an authority among them every caller must show one of it.
-        insecure: listen beyond loopback without a lock.
+        tls: certificates; if they include an authority, every caller must present one from it.
+        insecure: listen beyond loopback without authentication.
         audit_log: file for the audit trail, None for the log only.
         event_log: file for the event log, None for none.
-        ready_file: written when it serves, with the line that is printed too.
-        tether_fd: the reading end of a pipe whose closing ends this process too, -1 for none.
-        http: host and port of the page, None for no page.
-        studies: folder of the studies that it shows, "" for none.
-        silence_s: an agent whose host is silent so long is lost.
+        ready_file: written when it serves, with the printed ready line.
+        tether_fd: the reading end of a pipe; its closing ends this process. -1 for none.
+        http: host and port of the web page, None for no page.
+        studies: folder of the studies that the page shows, "" for none.
+        silence_s: an agent whose host is silent for so long is lost.
         prefix: of all keys in the store.
-        config: of the machine.
+        config: of the state machine.
     """
 
     listen: tuple[str, int]
@@ -109,7 +109,7 @@ class ServeOptions:
     config: CoordinatorConfig = field(default_factory=CoordinatorConfig)
 
     def __post_init__(self) -> None:
-        """Refuse to let strangers run code."""
+        """Refuse settings that let unauthenticated callers run code."""
         if self.advertise and parse_endpoint(self.advertise)[0] in WILDCARDS:
             raise ConfigError(
                 f"--advertise {self.advertise} is no address that others could connect to: name "
@@ -142,10 +142,10 @@ class ServeOptions:
         check_tether(self.tether_fd)
 
     def check_logs(self) -> None:
-        """Refuse logs that cannot be written: later that would be seen by nobody.
+        """Check at startup that the logs can be written: a later failure would go unnoticed.
 
         Raises:
-            ConfigError: names the flag.
+            ConfigError: a log cannot be written; names the flag.
         """
         for flag, path in (("--audit-log", self.audit_log), ("--event-log", self.event_log)):
             try:
@@ -159,7 +159,7 @@ class ServeOptions:
 
 
 def _check_appendable(path: Path) -> None:
-    """Raise the OSError that an append would meet; a pipe's other end sees nothing of it."""
+    """Raise the OSError that an append would raise; does not open a pipe."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.is_file() or path.is_dir() or not path.exists():
         path.touch(0o600)
@@ -172,7 +172,7 @@ def parse_listen(text: str) -> tuple[str, int]:
     """Split "host:port"; unlike an address to call, the port may be 0.
 
     Raises:
-        ConfigError: it is no address.
+        ConfigError: it is not a valid address.
     """
     host, colon, port = text.strip().rpartition(":")
     if colon and port == "0":
@@ -181,10 +181,10 @@ def parse_listen(text: str) -> tuple[str, int]:
 
 
 def parse_http(text: str) -> tuple[str, int] | None:
-    """Read the address of the page: a port alone is one of this machine; None for "".
+    """Parse the address of the page: a port alone means loopback; None for "".
 
     Raises:
-        ConfigError: it is no address.
+        ConfigError: it is not a valid address.
     """
     text = text.strip()
     if not text:
@@ -198,16 +198,16 @@ def is_shared(store: str) -> bool:
 
 
 async def serve(options: ServeOptions, announce: Callable[[str], None]) -> None:
-    """Be a coordinator until SIGTERM or SIGINT.
+    """Run a coordinator until SIGTERM or SIGINT.
 
     Args:
-        options: all that is to be known.
+        options: its settings.
         announce: called once with the line "elastic-coord ready address=...".
 
     Raises:
         Fenced: another coordinator took over a store that is not shared.
         CorruptRecord: the store holds a record that cannot be read.
-        InvariantViolation: a bug; carries the story.
+        InvariantViolation: a bug; includes the recent events.
         Unavailable: the address or the store cannot be used.
         ConfigError: a log cannot be written.
     """
@@ -232,10 +232,10 @@ async def serve(options: ServeOptions, announce: Callable[[str], None]) -> None:
 
 
 def open_endpoint(options: ServeOptions, clock: Clock) -> tuple[Audit, Server, PageServer | None]:
-    """Bind the addresses behind the locks that were asked for.
+    """Bind the addresses with the configured authentication.
 
     Raises:
-        UsageError: a token or TLS file is no good.
+        UsageError: a token or TLS file is not usable.
         Unavailable: the address cannot be bound.
     """
     host = options.listen[0]
@@ -254,7 +254,7 @@ def open_endpoint(options: ServeOptions, clock: Clock) -> tuple[Audit, Server, P
     process = f"coordinator:{format_endpoint(*options.listen)}"
     audit = Audit(options.audit_log, process=process, clock=clock)
     try:
-        # Its name holds the port, which is known once that is bound.
+        # Named later: the name includes the port, which is known once it is bound.
         office = LeaderState("", clock)
         guard = Guard(locks, audit, clock, office)
         server = Server(
@@ -269,10 +269,10 @@ def open_endpoint(options: ServeOptions, clock: Clock) -> tuple[Audit, Server, P
 def open_page(
     options: ServeOptions, guard: Guard, locks: AccessRules, audit: Audit, clock: Clock
 ) -> PageServer | None:
-    """Bind the address of the page; None where none is wanted.
+    """Bind the address of the page; None if it is not configured.
 
     Raises:
-        ConfigError: what it is made with is not installed.
+        ConfigError: a package that the page needs is not installed.
         Unavailable: the address cannot be bound.
     """
     if options.http is None:
@@ -291,7 +291,7 @@ def open_page(
 
 
 class _Components:
-    """The parts of a running coordinator and the order in which they begin and end."""
+    """The parts of a running coordinator and the order of their start and end."""
 
     def __init__(
         self,
@@ -308,7 +308,7 @@ class _Components:
         self._event_log = event_log
         self._clock = SystemClock()
         address = options.advertise or advertised(server.address)
-        # In containers all listen at the same address, as the same process.
+        # In containers all coordinators may have the same address and the same pid.
         self._name = f"{address}/{os.getpid()}"
         self._leader_state = server.office
         self._leader_state.name = self._name
@@ -321,7 +321,7 @@ class _Components:
         self._roster = Roster(store, options.prefix, holder, self._leader_state.know)
 
     async def run(self, announce: Callable[[str], None], more: Sequence[Part] = ()) -> None:
-        """Live until a signal, or until a part fails; with `more` parts."""
+        """Run until a signal, or until a part fails; with `more` parts."""
         desk = ServiceContext(self._leader_state, self._follower, self._options.store, self._clock)
         parts: list[Part] = [
             self._end_on_signal,
@@ -344,12 +344,12 @@ class _Components:
             await run_until_one_ends(parts)
         finally:
             with anyio.CancelScope(shield=True):
-                # First of all: the next leader need not wait for our callers to go.
+                # First, so that the next leader need not wait until our callers are gone.
                 await self._leadership.resign()
                 await self._server.stop("the coordinator is ending; another one will answer")
 
     async def _lead_for_ever(self, announce: Callable[[str], None]) -> None:
-        """Lead whenever nobody else does; one term after the other."""
+        """Lead whenever no other process does, one term after the other; never returns."""
         while True:
             await self._leadership.acquire(self._leader_state.saw)
             try:
@@ -360,7 +360,7 @@ class _Components:
                 log.warning("leads_no_more reason=%r", str(error))
 
     async def _lead(self, announce: Callable[[str], None]) -> None:
-        """One term, from the journal to its end."""
+        """Run one term, from loading the journal to its end."""
         options = self._options
         self._leader_state.claim(self._leadership.term)
         machine = CoordinatorMachine(options.config, self._name)
@@ -385,7 +385,7 @@ class _Components:
         try:
             await run_until_one_ends([*parts, answer])
         except anyio.get_cancelled_exc_class():
-            is_over = False  # This process ends in order: what was sent still goes out.
+            is_over = False  # This process ends in order: queued messages are still sent.
             raise
         finally:
             self._leader_state.leave()
@@ -403,12 +403,12 @@ class _Components:
             try:
                 write_whole(self._options.ready_file, line + "\n")
             except OSError as error:
-                # A disk that is full for a moment must not end the one who leads.
+                # A briefly full disk must not end the leader.
                 log.error("ready_file_unwritable error=%r", str(error))
         try:
             announce(line)
         except (OSError, ValueError) as error:  # ValueError: it was closed.
-            # Who read the first line may have gone, or stdout may be a file on a full disk.
+            # The reader of the first line may be gone, or stdout may be a file on a full disk.
             log.error("ready_line_unwritable error=%r", str(error))
 
     async def _end_on_signal(self) -> None:
@@ -448,7 +448,7 @@ async def run_until_one_ends(parts: Sequence[Part]) -> None:
 
 
 async def check_for_ever(history: History, driver: Driver, clock: Clock) -> None:
-    """Let the history look at all jobs, once a second."""
+    """Have the history sample all jobs, once a second; never returns."""
     await driver.wait_recovered()
     while True:
         history.look(driver.view(), clock.unix_ns())
@@ -456,13 +456,13 @@ async def check_for_ever(history: History, driver: Driver, clock: Clock) -> None
 
 
 def advertised(address: str) -> str:
-    """Return the address that others are told: a wildcard is none, the host's name may be."""
+    """Return the address for other machines: a wildcard becomes this host's name."""
     host, port = parse_endpoint(address)
     return format_endpoint(socket.gethostname(), port) if host in WILDCARDS else address
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a small file so that a reader sees all of it or none."""
+    """Write a small file atomically."""
     draft = path.with_name(f"{path.name}.{os.getpid()}.draft")
     draft.write_text(text, encoding="utf-8")
     os.replace(draft, path)

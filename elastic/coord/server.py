@@ -1,8 +1,8 @@
 """The coordinator's gRPC server: services, guard, health and reflection, on one address.
 
 Rule: the port is bound before anything else is tried, so that a second coordinator on the same
-address ends at once; while this process does not lead, the guard says who does. Health of the
-service STANDBY is that of one that could take over.
+address exits at once. While this process does not lead, the guard's errors name the leader. The
+health service STANDBY reports whether this process could take over.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SERVICES = (
     jobs_pb2.DESCRIPTOR.services_by_name["Cluster"].full_name,
 )
 STANDBY = "elastic.v1.Standby"
-"""Name under which health says whether this coordinator is a standby in order; no service."""
+"""Health name that reports whether this coordinator is a working standby; not a gRPC service."""
 HEALTH_INTERVAL_S = 0.5
 STOP_GRACE_S = 1.0
 
@@ -55,7 +55,7 @@ class Server:
 
     Attributes:
         address: "host:port" that it listens on, with the real port.
-        office: whether this coordinator leads.
+        office: the leadership state of this coordinator.
     """
 
     def __init__(
@@ -67,14 +67,14 @@ class Server:
         connections: int,
         silence_s: float = SILENCE_S,
     ) -> None:
-        """Bind.
+        """Bind the address.
 
         Args:
             listen: host and port; port 0 picks a free one.
-            guard: lets callers in.
-            tls: certificates, None to serve in the clear.
-            connections: that may stand at once.
-            silence_s: a client whose host is silent so long is lost.
+            guard: admits callers.
+            tls: certificates, None to serve without TLS.
+            connections: maximum number of open connections.
+            silence_s: a client whose host is silent for so long is lost.
 
         Raises:
             Unavailable: the address cannot be bound.
@@ -104,19 +104,19 @@ class Server:
         self.address = format_endpoint(host, bound)
 
     async def start(self, desk: ServiceContext) -> None:
-        """Accept connections; what is asked is answered or refused by what `office` says."""
+        """Accept connections; `office` decides whether requests are answered or refused."""
         add_services(self._server, desk, self._health, self._silence_s)
         await self.report_health()
         await self._server.start()
 
     async def keep_health(self) -> None:
-        """Say by health what this coordinator is, for ever."""
+        """Update the health statuses whenever leadership changes; never returns."""
         while True:
             await self.office.wait_change(HEALTH_INTERVAL_S)
             await self.report_health()
 
     async def report_health(self) -> None:
-        """Say by health what this coordinator is now."""
+        """Set the health statuses to whether this coordinator leads or is a standby now."""
         leads = self.office.tenure is not None
         now = {**dict.fromkeys(("", *SERVICES), leads), STANDBY: self.office.is_standby()}
         for service, serves in now.items():
@@ -126,11 +126,11 @@ class Server:
         self._reported = now
 
     async def stop(self, why: str) -> None:
-        """Refuse new calls, and end those that are under way."""
+        """Refuse new calls, and end those in progress after a grace period."""
         self.office.end(why)
         await self.report_health()
         await self._server.stop(STOP_GRACE_S)
 
     async def watch_locks(self) -> None:
-        """End calls whose token or certificate is over; never returns."""
+        """End calls whose token or certificate is revoked or expired; never returns."""
         await self._guard.watch_locks()

@@ -1,7 +1,7 @@
 """The service for agents: one bidirectional stream per agent, in bytes.
 
 Rule: reading posts to the driver, writing drains the session's queue; neither decides anything.
-However a stream ends, the driver is notified once. An idle stream costs no Python: gRPC answers and
+However a stream ends, the driver is notified once. An idle stream runs no Python: gRPC answers and
 times the pings, and its done-callback reports a silent agent.
 """
 
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 HELLO_TIMEOUT_S = 10.0
 WAIT_AT_THE_DOOR_S = 30.0
-"""An agent that waits here for the next leader asks again after this."""
+"""A standby holds an agent's call so long for news of the leader; then the agent retries."""
 
 Context = grpc.aio.ServicerContext[bytes, bytes]
 Writing = Coroutine[asyncio.Future[None], None, None]
@@ -43,17 +43,17 @@ class AgentsService:
     """Serves `Agents.Attach`."""
 
     def __init__(self, office: LeaderState, silence_s: float = SILENCE_S) -> None:
-        """Feed the driver of the term that holds; output of workers never comes near it.
+        """Feed the driver of the current term; the output of workers bypasses it.
 
         Args:
-            office: whether we lead.
-            silence_s: a peer whose host is silent so long is lost; agents are told.
+            office: the leadership state of this coordinator.
+            silence_s: a peer whose host is silent for so long is lost; sent to agents.
         """
         self._leader_state = office
         self._silence_ms = str(round(silence_s * 1000))
 
     def handler(self) -> grpc.GenericRpcHandler:
-        """Return what a server registers. Messages stay bytes: our codec refuses bad ones."""
+        """Return the handler to register. Messages stay bytes: our codec rejects bad ones."""
         service, _, method = ATTACH_METHOD.strip("/").rpartition("/")
         attach: grpc.RpcMethodHandler[bytes, bytes] = grpc.stream_stream_rpc_method_handler(
             self.attach
@@ -61,14 +61,14 @@ class AgentsService:
         return grpc.method_handlers_generic_handler(service, {method: attach})
 
     async def attach(self, _: Any, context: Context) -> None:
-        """Hold one agent's stream until it ends."""
+        """Serve one agent's stream until it ends."""
         tenure = await self._admit(context)
-        # The agent waits for this before it says hello: a refusal stays what it is.
+        # The agent sends Hello only after this metadata, so a refusal reaches it unchanged.
         now = str(time.time_ns())
         await context.send_initial_metadata(((TIME_KEY, now), (SILENCE_KEY, self._silence_ms)))
         driver = tenure.driver
         if not self._leader_state.leads(driver):
-            # The term ended meanwhile: nobody would answer over this stream, nor end it.
+            # The term ended meanwhile: this stream would get no replies and never end.
             raise self._leader_state.refusal()
         session = driver.sessions.open(context.peer())
         context.add_done_callback(lambda *_: session.cut("the stream ended"))  # type: ignore[arg-type]
@@ -78,13 +78,13 @@ class AgentsService:
         finally:
             driver.disconnect(session, "the stream ended")
         if refusal is not None:
-            raise refusal  # The guard says so, to the agent and in the log.
+            raise refusal  # The guard reports it to the agent and in the log.
 
     async def _admit(self, context: Context) -> Term:
-        """Return the term to serve under; a standby lets agents wait that ask for news.
+        """Return the term to serve under; on a standby, agents may wait for a new leader.
 
         Raises:
-            NotLeading: this coordinator does not lead; says who does.
+            NotLeading: this coordinator does not lead; the text names the leader.
         """
         given = {str(key): value for key, value in context.invocation_metadata() or ()}
         if TERM_KEY in given:
@@ -92,7 +92,7 @@ class AgentsService:
         return self._leader_state.require()
 
     async def _hold(self, tenure: Term, session: Session, context: Context) -> ElasticError | None:
-        """Read and write until one of the two ends; return what was wrong with the agent."""
+        """Read and write until either ends; return the error if the agent was at fault."""
         refusals: list[ElasticError] = []
 
         async def read() -> None:
@@ -102,7 +102,7 @@ class AgentsService:
                 refusals.append(error)
                 session.cut(str(error))
             else:
-                # The agent will say no more; what is queued for it may still go out.
+                # The agent will send no more; messages queued for it may still be sent.
                 session.close("the agent ended the stream")
 
         session.on_news(StreamWriter(session, context).write_on)
@@ -133,21 +133,21 @@ class AgentsService:
 
 
 class StreamWriter:
-    """Writes what a session has for its agent, a message as soon as the one before is out.
+    """Writes a session's queued messages to its agent, one at a time.
 
-    Not a task that waits for both: what is said to an agent that listens is on its way when
-    `Session.send` returns, and ten thousand tasks need not be woken, each twice.
+    Not a task per session: a message to an agent that reads is on its way when `Session.send`
+    returns, and ten thousand tasks need not be woken, each twice.
     """
 
     def __init__(self, session: Session, context: Context) -> None:
         """Write nothing yet."""
         self._session = session
         self._context = context
-        # The one that is under way: gRPC takes no other until it is out.
+        # The write in progress: gRPC accepts no other until it is done.
         self._writing: Writing | None = None
 
     def write_on(self) -> None:
-        """Begin to write what waits, unless a write is under way: this is called again then."""
+        """Write queued messages; if a write is in progress, its end calls this again."""
         while self._writing is None and (message := self._session.next_message()) is not None:
             try:
                 data = encode_coordinator_message(message)
@@ -161,13 +161,13 @@ class StreamWriter:
             self._session.cut("closed")
 
     def _advance(self, writing: Writing) -> None:
-        """Let a write go on as far as it comes: to the future that it waits for, or to its end."""
+        """Run a write until it waits for a future, or ends."""
         try:
             waits_for = writing.send(None)
         except StopIteration:
             self._writing = None
         except (grpc.RpcError, grpc.aio.BaseError, asyncio.CancelledError) as error:
-            # Nobody but us would see that it was cancelled: there is no task around it.
+            # No task surrounds the write, so only this code sees that it was cancelled.
             self._writing = None
             log.debug("write_failed peer=%s error=%r", self._session.peer, str(error))
             self._session.cut("the stream ended")
@@ -183,7 +183,7 @@ async def _next(context: Context) -> AgentMessage | None:
     """Return the next message, None at the end of the stream.
 
     Raises:
-        PeerError: bytes that are no message.
+        PeerError: the bytes are not a valid message.
     """
     data = await context.read()
     return decode_agent_message(data) if isinstance(data, bytes) else None

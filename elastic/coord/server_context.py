@@ -1,7 +1,7 @@
-"""What the users' services share: the driver behind them, and how errors leave.
+"""What the users' services share: access to the driver, and the mapping of errors to statuses.
 
-Rule: every error leaves as a status that a client turns back into the same class; a refusal of
-the machine carries the status that the protocol names for it.
+Rule: every error is sent as a status that a client turns back into the same class; a refusal by
+the machine has the status that the protocol names for it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from elastic.runtime.clock import Clock
 from elastic.runtime.rpc import status_of
 
 REQUEST_TIMEOUT_S = 20.0
-"""A request that changes something answers by then, or says why not; below clients' deadlines."""
+"""A request that changes something is answered or fails by then; below clients' deadlines."""
 
 REPLY_ERRORS: dict[str, tuple[type[ElasticError], grpc.StatusCode]] = {
     "already_exists": (NameTaken, grpc.StatusCode.ALREADY_EXISTS),
@@ -47,7 +47,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class RequestDeclined(Exception):
-    """The machine said no; `code` is the status that the protocol names for it."""
+    """The machine refused a request; `code` is the status that the protocol names for it."""
 
     def __init__(self, error: ElasticError, code: grpc.StatusCode) -> None:
         self.error = error
@@ -58,12 +58,12 @@ class RequestDeclined(Exception):
 def answering(
     method: Callable[[Service, Request], Awaitable[Response]],
 ) -> Callable[[Service, Request, Context], Awaitable[Response]]:
-    """Make a method of one request a gRPC call whose errors leave as statuses."""
+    """Make a unary method a gRPC call whose errors are sent as statuses."""
 
     @functools.wraps(method)
     async def call(self: Service, request: Request, context: Context) -> Response:
         answer = method(self, request)
-        # The frames of a refusal stay for a while, see the guard; its request must not.
+        # A refusal's frames stay in memory for a while, see the guard; its request must not.
         del request
         try:
             return await answer
@@ -77,7 +77,7 @@ def answering(
 def streaming(
     method: Callable[[Service, Request], AsyncGenerator[Response, None]],
 ) -> Callable[[Service, Request, Context], AsyncIterator[Response]]:
-    """Make a method that yields answers a gRPC call whose errors leave as statuses."""
+    """Make a method that yields responses a gRPC call whose errors are sent as statuses."""
 
     @functools.wraps(method)
     async def call(self: Service, request: Request, context: Context) -> AsyncIterator[Response]:
@@ -101,14 +101,14 @@ async def _abort(context: Context, error: ElasticError | RequestDeclined) -> Non
 
 @dataclass(frozen=True)
 class ServiceContext:
-    """What a service needs: the driver, and who this coordinator is.
+    """What a service needs: the driver, and the identity of this coordinator.
 
     Attributes:
         office: whether this coordinator leads, and with which driver.
-        follower: what it shows when it does not.
+        follower: the view that it serves while it does not lead.
         store: the membership store, without credentials.
         clock: for ages.
-        room: for what is being submitted.
+        room: memory budget for the payloads being submitted.
     """
 
     office: LeaderState
@@ -119,12 +119,12 @@ class ServiceContext:
 
     @property
     def driver(self) -> Driver:
-        """Return the driver of the term that holds; raises NotLeading."""
+        """Return the driver of the current term; raises NotLeading."""
         return self.office.require().driver
 
     @property
     def follows(self) -> LogFanout:
-        """Return the follows of the term that holds; raises NotLeading."""
+        """Return the log fan-out of the current term; raises NotLeading."""
         return self.office.require().follows
 
     @property
@@ -133,29 +133,29 @@ class ServiceContext:
         return self.office.name
 
     def uptime_ns(self) -> int:
-        """Return how long the coordinator has been in office."""
+        """Return how long the coordinator has led, 0 if it does not."""
         tenure = self.office.tenure
         return self.clock.monotonic_ns() - tenure.since_ns if tenure is not None else 0
 
     async def look(self) -> tuple[ClusterView, str]:
-        """Return what is shown, and how old it is if this coordinator does not lead, else "".
+        """Return the view, and its age as text if this coordinator does not lead, else "".
 
         Raises:
-            NotLeading: it does not lead, and has nothing to show either.
+            NotLeading: it does not lead, and has no view either.
         """
         return await self.follower.look() if self.office.tenure is None else (self.view(), "")
 
     def stay_with(self, driver: Driver) -> None:
-        """Return if `driver` is still the one that answers.
+        """Check that `driver` is still that of the current term.
 
         Raises:
-            NotLeading: its term is over; what it told of before is not continued by another.
+            NotLeading: its term is over; another driver cannot continue its stream.
         """
         if not self.office.leads(driver):
             raise self.office.refusal()
 
     def view(self) -> ClusterView:
-        """Return what is shown; a store that is away is every active job's reason to wait."""
+        """Return the view; if the store does not answer, each active job's reason says so."""
         driver = self.driver
         view = driver.view()
         away = driver.waits_for_store()
@@ -168,23 +168,23 @@ class ServiceContext:
         return replace(view, jobs=jobs)
 
     async def ask(self, make: Callable[[str], CoordinatorEvent]) -> str:
-        """Let the machine answer a request; returns the text of its answer.
+        """Pass a request to the machine; return the text of its reply.
 
         Args:
             make: builds the event from the request's id.
 
         Raises:
-            Declined: it said no.
-            Unavailable: it did not answer in time; the outcome is not known.
+            RequestDeclined: it refused.
+            Unavailable: it did not reply in time; the outcome is not known.
         """
         return await self._answer(lambda driver: driver.request(make))
 
     async def submit(self, spec: JobSpec, submitter: str) -> str:
-        """Let the machine take a job; as `ask`.
+        """Pass a job to the machine; replies and errors as in `ask`.
 
         Args:
             spec: with an id.
-            submitter: who asks, by name.
+            submitter: the name of the user who submits it.
         """
         with self.room.taken(self.driver.view(), spec):
             return await self._answer(lambda driver: driver.submit(spec, submitter))

@@ -1,9 +1,9 @@
-"""The guard at the door: who calls, whether they may, and whether this coordinator leads.
+"""The guard, a gRPC interceptor: authenticates and authorizes calls, and checks leadership.
 
-Rule: no service sees a call, and no message of one is read, before the guard let it in. A token or
-certificate that is revoked or ends while a call goes on ends the call. Health and reflection need
-neither a version nor leadership, because general tools and load balancers ask them. A standby lets
-in who only reads, and agents, who may wait at its door.
+Rule: no service sees a call, and no message of it is read, before the guard admits it. A token or
+certificate that is revoked or expires during a call ends the call. Health and reflection need
+neither a version nor leadership, because general tools and load balancers call them. A standby
+admits calls that only read, and agents, which may wait for a new leader.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from elastic.runtime.rpc import (
 log = logging.getLogger(__name__)
 
 POLL_S = 0.5
-"""What was revoked, or is over, opens nothing, and holds nothing open, after this."""
+"""A revoked or expired token or certificate loses all access within this time."""
 PEER_CERTIFICATE = "x509_pem_cert"
 ATTACH = "/elastic.v1.Agents/Attach"
 SUBMIT = "/elastic.v1.Jobs/Submit"
@@ -60,12 +60,12 @@ ANEW = (
     "into the --tls-dir: it is used from the next connection on"
 )
 LARGE = (ATTACH, SUBMIT)
-"""Methods whose messages may be as large as gRPC takes them: they carry code."""
+"""Methods whose messages are limited by gRPC's maximum only: they carry code."""
 REQUEST_BYTES_MAX = 64 << 10
 PROBE_BYTES_MAX = 4 << 10
-"""Of methods for which nobody shows anything; what is asked of them are names."""
+"""Limit for methods without authentication; their requests hold only names."""
 READS = ("/elastic.v1.Jobs/Get", "/elastic.v1.Jobs/List", "/elastic.v1.Cluster/Status")
-"""What a standby answers from the store."""
+"""Methods that a standby answers from the store."""
 NAMING_FIELDS = ("job", "node", "name")
 
 if TYPE_CHECKING:
@@ -75,12 +75,12 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class AccessRules:
-    """What a caller must show. With none of them set, everybody is let in.
+    """The credentials required of callers. With none of them set, all callers are admitted.
 
     Attributes:
         token: the single token, with all rights; "" for none.
         tokens: tokens with roles, None for none.
-        asks_certificate: TLS has checked a certificate, which says who it is.
+        asks_certificate: callers are identified by the certificate that TLS has verified.
     """
 
     token: str = field(default="", repr=False)
@@ -88,16 +88,16 @@ class AccessRules:
     asks_certificate: bool = False
 
     def identify(self, token: str, certificate: bytes, peer: str, now_ns: int) -> Caller:
-        """Return who calls.
+        """Return the caller that the credentials identify.
 
         Args:
-            token: that the call brought, "" for none.
-            certificate: that TLS has checked when the connection began, PEM; b"" for none.
+            token: sent with the call, "" for none.
+            certificate: that TLS verified when the connection began, PEM; b"" for none.
             peer: its address, for the text.
             now_ns: Unix time.
 
         Raises:
-            NotAuthorized: it showed nothing, or nothing that opens this door.
+            NotAuthorized: the credentials are missing, unknown or expired.
         """
         if self.asks_certificate:
             shown = _of_certificate(certificate, peer)
@@ -122,7 +122,7 @@ class AccessRules:
         return caller
 
     def look(self) -> list[tuple[str, str, str]]:
-        """Read the files again that changed; returns what did, as (action, who, what)."""
+        """Reread changed files; return the changes, as (action, who, what)."""
         found = []
         if self.tokens is not None:
             for action, token in self.tokens.look():
@@ -132,7 +132,7 @@ class AccessRules:
         return found
 
     def why_over(self, caller: Caller, now_ns: int) -> str:
-        """Return why what a caller showed opens nothing any more, "" if it does."""
+        """Return why a caller's credentials are no longer valid, "" if they are."""
         if caller.token_id and self.tokens is not None:
             return self.tokens.why_over(caller.token_id)
         if caller.shown is None or now_ns < caller.shown.until_ns:
@@ -142,7 +142,7 @@ class AccessRules:
 
 
 def _of_certificate(certificate: bytes, peer: str) -> Caller:
-    """Return whom a certificate names; it must be one caller alone."""
+    """Return the caller that a certificate names; it must name exactly one."""
     shown = read_shown(certificate) if certificate else None
     uris = shown.uris if shown is not None else ()
     callers = [caller for uri in uris if (caller := caller_of_uri(uri)) is not None]
@@ -156,7 +156,7 @@ def _of_certificate(certificate: bytes, peer: str) -> Caller:
 
 @dataclass(eq=False)
 class _Call:
-    """A call that goes on."""
+    """A call in progress; `over` is why its credentials became invalid."""
 
     caller: Caller
     scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
@@ -164,9 +164,9 @@ class _Call:
 
 
 class Guard(grpc.aio.ServerInterceptor):
-    """Lets calls in or refuses them with what to do.
+    """Admits calls, or refuses them with an error that says what to do.
 
-    The one base class is gRPC's: it recognises interceptors by nothing else.
+    The base class is gRPC's: gRPC recognises interceptors only by it.
 
     Attributes:
         answered: by method, how long requests took until they were answered.
@@ -181,14 +181,14 @@ class Guard(grpc.aio.ServerInterceptor):
         *,
         limits: ServerLimits | None = None,
     ) -> None:
-        """Refuse by what `office` says at each call.
+        """Check each call against these.
 
         Args:
-            locks: what callers must show.
-            audit: told of changes and refusals.
-            clock: for the limits, and the ends of certificates.
-            office: says whether this coordinator leads.
-            limits: how much callers may ask for.
+            locks: the credentials required of callers.
+            audit: records changes and refusals.
+            clock: for the limits, and the expiry of certificates.
+            office: whether this coordinator leads.
+            limits: how much callers may request.
         """
         self.office = office
         self._locks = locks
@@ -200,12 +200,12 @@ class Guard(grpc.aio.ServerInterceptor):
         self.answered: dict[str, Histogram] = {}
 
     async def watch_locks(self) -> None:
-        """Follow what is revoked, and end calls of whom it concerns; never returns.
+        """Poll for revocations, and end the calls that they affect; never returns.
 
-        A connection says once who it is, and may stand for weeks: so calls are looked at.
+        A connection authenticates once, and may stay open for weeks: so each call is checked.
         """
         while True:
-            # A file system that hangs must not take the coordinator along.
+            # In a thread: a file system that hangs must not block the coordinator.
             for action, who, what in await anyio.to_thread.run_sync(
                 self._locks.look, abandon_on_cancel=True
             ):
@@ -222,9 +222,9 @@ class Guard(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Handler | None:
-        """Return a handler that lets the call in or refuses it.
+        """Return a handler that admits the call or refuses it.
 
-        It is one for streams, whatever the method is: only so is nothing read before.
+        It is a stream handler whatever the method is: otherwise gRPC would read the request first.
         """
         handler = await continuation(handler_call_details)
         if handler is None:
@@ -258,26 +258,26 @@ class Guard(grpc.aio.ServerInterceptor):
                 raise NotAuthorized(f"a call was ended: {call.over}")
         except ElasticError as error:
             kind = type(error).__name__
-            # Users ask again and again while nobody leads; that is said once, by who led.
+            # Users retry while there is no leader; the former leader has logged that once.
             if not isinstance(error, NotLeading):
                 self._audit.refused(method, peer=context.peer(), kind=kind, reason=str(error))
             await context.abort(*status_of(error))
         except grpc.aio.AbortError as error:
-            # Its frames keep what was asked for, in a circle that nobody looks at for long.
+            # Its frames keep the request alive, in a reference cycle that is collected late.
             error.__traceback__ = error.__context__ = None
             raise
         except DecodeError as error:
-            # Reflection reads inside of what it was sent.
+            # Reflection parses part of its request itself.
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"no such request: {error}")
         except NotImplementedError:
             name = method.rpartition("/")[2]
             await context.abort(grpc.StatusCode.UNIMPLEMENTED, f"{name} is not served here")
 
     def _admit(self, method: str, context: Context) -> Caller:
-        """Return who calls, if they may.
+        """Return the caller, if the call is permitted.
 
         Raises:
-            ElasticError: they may not, or not now.
+            ElasticError: it is not, or not now.
         """
         rule = RULES.get(method, Rule(frozenset()))
         metadata = tuple(context.invocation_metadata() or ())
@@ -309,7 +309,7 @@ class Guard(grpc.aio.ServerInterceptor):
         if method == ATTACH:
             return self._endpoint.agent(caller.name if caller.is_bound else "")
         if RULES[method].roles is None:
-            # Who shows nothing takes nothing from those who do.
+            # Calls without credentials use none of the capacity of authenticated ones.
             return self._endpoint.stranger(host_of(context.peer()))
         who = caller.name or host_of(context.peer())
         streams = bool(handler.request_streaming or handler.response_streaming)
@@ -321,7 +321,7 @@ class Guard(grpc.aio.ServerInterceptor):
     async def _perform(
         self, method: str, handler: Handler, messages: AsyncIterator[Any], context: Context
     ) -> None:
-        """Call the method's own handler, whichever of the four kinds it is."""
+        """Call the method's own handler, whichever of gRPC's four kinds it is."""
         behaviour: Any = handler.stream_stream
         if behaviour is not None:
             await self._write_all(behaviour(messages, context), context)
@@ -353,22 +353,22 @@ class Guard(grpc.aio.ServerInterceptor):
                     what=_object_of(request, response),
                     outcome=outcome,
                 )
-            # gRPC keeps the error of a refusal, that keeps its frames, and they gRPC's call: what
-            # was refused, of megabytes maybe, would stay until the next look for such circles.
+            # gRPC keeps a refusal's error, the error its frames, and the frames gRPC's call: a
+            # refused request, perhaps megabytes, would stay until the next cycle collection.
             del request
 
     async def _request(self, method: str, context: Context) -> Any:
         """Return the one message of a request.
 
         Raises:
-            PeerError: it did not come, or is none of this method.
+            PeerError: it did not arrive in time, or cannot be parsed for this method.
         """
         request: Any = grpc.aio.EOF
         problem = "sent no request"
         with anyio.move_on_after(self._limits.request_s_max):
             try:
                 request = await context.read()
-            except Exception as error:  # Whatever protobuf or gRPC make of strange bytes.
+            except Exception as error:  # Whatever protobuf or gRPC raise for invalid bytes.
                 why = str(error) if isinstance(error, ValueError) else type(error).__name__
                 problem = f"sent what is no request of it ({why[:100]})"
                 error.__traceback__ = None  # Its frames keep the bytes.
@@ -377,7 +377,7 @@ class Guard(grpc.aio.ServerInterceptor):
         return request
 
     async def _write_all(self, answers: Any, context: Context) -> None:
-        """Write what a stream yields; one that writes by itself is only waited for."""
+        """Write what a stream yields; a handler that writes by itself is only awaited."""
         if not hasattr(answers, "__aiter__"):
             await answers
             return
@@ -396,7 +396,7 @@ class Guard(grpc.aio.ServerInterceptor):
 
 
 def _limited(method: str, read: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | None:
-    """Return what reads a method's requests, and refuses longer ones than it can have."""
+    """Return a deserializer for a method's requests that rejects those over its size limit."""
     if read is None or method in LARGE:
         return read
     rule = RULES.get(method)
@@ -411,7 +411,7 @@ def _limited(method: str, read: Callable[[bytes], Any] | None) -> Callable[[byte
 
 
 def _object_of(request: Any, response: Any) -> str:
-    """Return what a request is about, in words: "job=digits job_id=j-abcdef"."""
+    """Return the objects of a request as text: "job=digits job_id=j-abcdef"."""
     found = {name: str(getattr(request, name, "")) for name in NAMING_FIELDS}
     found["name"] = found["name"] or str(getattr(getattr(request, "spec", None), "name", ""))
     found["job_id"] = str(getattr(response, "job_id", ""))

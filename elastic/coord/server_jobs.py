@@ -1,6 +1,6 @@
-"""The users' door: jobs and the cluster, over gRPC.
+"""The gRPC services for users: jobs and the cluster.
 
-Rule: a request becomes one event for the driver or one look at its view; nothing is decided
+Rule: a request becomes one event for the driver or one read of its view; nothing is decided
 here.
 """
 
@@ -47,11 +47,11 @@ from elastic.wire.codec_jobs import (
 from elastic.wire.generated.elastic.v1 import jobs_pb2
 
 SNAPSHOT_INTERVAL_S = 0.05
-"""Watchers get at most one snapshot in this time; what happened in between is in it."""
+"""Watchers get at most one snapshot in this time; it includes all changes in between."""
 POLL_INTERVAL_S = 1.0
-"""Telemetry (steps) changes a job without an event; those who watch see it within this."""
+"""Telemetry (steps) changes a job without an event; watchers see it within this time."""
 NEW_WORKERS_INTERVAL_S = 0.25
-"""Who follows output sees that of a new worker, all of it, within this."""
+"""Readers that follow output get all the output of a new worker within this time."""
 
 PROFILE_S_MAX = 600.0
 
@@ -77,7 +77,7 @@ class JobsService:
     """Serves `Jobs`; the methods' names are the protocol's."""
 
     def __init__(self, desk: ServiceContext) -> None:
-        """Answer from `desk`."""
+        """Serve from `desk`: the driver, and the identity of this coordinator."""
         self._context = desk
 
     @answering
@@ -103,28 +103,28 @@ class JobsService:
 
     @answering
     async def Checkpoint(self, request: jobs_pb2.CheckpointRequest) -> jobs_pb2.CheckpointResponse:
-        """Have a job take a checkpoint now."""
+        """Request a checkpoint of a job now."""
         job_id = self._own(request.job)
         number = await self._context.ask(lambda request_id: CheckpointRequested(request_id, job_id))
         return jobs_pb2.CheckpointResponse(request=int(number))
 
     @answering
     async def Pause(self, request: jobs_pb2.PauseRequest) -> jobs_pb2.PauseResponse:
-        """Have a job give its workers back."""
+        """Pause a job; it releases its workers."""
         job_id = self._own(request.job)
         await self._context.ask(lambda request_id: PauseRequested(request_id, job_id))
         return jobs_pb2.PauseResponse()
 
     @answering
     async def Resume(self, request: jobs_pb2.ResumeRequest) -> jobs_pb2.ResumeResponse:
-        """Let a paused job go on."""
+        """Resume a paused job."""
         job_id = self._own(request.job)
         await self._context.ask(lambda request_id: ResumeRequested(request_id, job_id))
         return jobs_pb2.ResumeResponse()
 
     @answering
     async def Scale(self, request: jobs_pb2.ScaleRequest) -> jobs_pb2.ScaleResponse:
-        """Set other bounds for a job's group."""
+        """Change the bounds on the number of a job's workers."""
         job_id, low, high = self._own(request.job), request.min_workers, request.max_workers
         if low < 0 or high < 0 or not (low or high):
             raise UsageError(
@@ -136,13 +136,13 @@ class JobsService:
 
     @answering
     async def Get(self, request: jobs_pb2.GetJobRequest) -> jobs_pb2.Job:
-        """Show one job."""
+        """Return one job."""
         view, _ = await self._context.look()
         return job_to_proto(find_job(view, request.job), view.now_ns)
 
     @answering
     async def List(self, request: jobs_pb2.ListJobsRequest) -> jobs_pb2.ListJobsResponse:
-        """Show all jobs by order of submission."""
+        """Return all jobs in order of submission."""
         view, _ = await self._context.look()
         shown = [job for job in view.jobs if request.include_ended or not has_ended(job)]
         return jobs_pb2.ListJobsResponse(jobs=[job_to_proto(job, view.now_ns) for job in shown])
@@ -174,7 +174,7 @@ class JobsService:
     async def Events(
         self, request: jobs_pb2.EventsRequest
     ) -> AsyncGenerator[jobs_pb2.TimedNote, None]:
-        """Tell what happened to a job."""
+        """Stream the events of a job."""
         job_id = self._find(request.job)
         driver = self._context.driver
         with driver.watchers.subscribe(job_id) as watcher:
@@ -193,7 +193,7 @@ class JobsService:
 
     @answering
     async def Stacks(self, request: jobs_pb2.StacksRequest) -> jobs_pb2.StacksResponse:
-        """Have workers write their stacks to their output."""
+        """Request that workers write their stacks to their output."""
         job_id, asked = self._own(request.job), []
         job, sessions = job_of(self._context.view(), job_id), self._context.driver.sessions
         for worker in job.workers if job is not None else ():
@@ -205,7 +205,7 @@ class JobsService:
 
     @answering
     async def Profile(self, request: jobs_pb2.ProfileRequest) -> jobs_pb2.ProfileResponse:
-        """Have a worker sample its stacks."""
+        """Request that a worker samples its stacks."""
         seconds, rank = request.seconds, request.rank
         if not 0 < seconds <= PROFILE_S_MAX:
             raise UsageError(
@@ -227,12 +227,12 @@ class JobsService:
 
     @streaming
     async def Logs(self, request: jobs_pb2.LogsRequest) -> AsyncGenerator[jobs_pb2.LogChunk, None]:
-        """Show the output of a job's workers."""
+        """Stream the output of a job's workers."""
         job_id = self._find(request.job)
         driver = self._context.driver
         with (
             self._context.follows.merged() as merged,
-            # A member may be gone again before the next look in turn, and nobody knows it then.
+            # A member may be gone before the next regular check, and is not listed then.
             driver.watchers.subscribe(job_id, on_note=merged.wake) as notes,
         ):
             reader = LogRequest(self._context, job_id, request, merged)
@@ -255,7 +255,7 @@ class JobsService:
 
         Raises:
             NotFound: there is none.
-            NotPermitted: it is somebody else's.
+            NotPermitted: it is another user's.
         """
         record = find_job(self._context.view(), wanted).record
         CALLER.get().check_may_change(record.spec.name, record.submitter)
@@ -263,12 +263,12 @@ class JobsService:
 
 
 def job_of(view: ClusterView, job_id: JobId) -> JobView | None:
-    """Return the job of this id, None if it was forgotten."""
+    """Return the job of this id, None if the coordinator has forgotten it."""
     return next((job for job in view.jobs if job.record.spec.job_id == job_id), None)
 
 
 class LogFilter(Protocol):
-    """Whose output is wanted; the fields are those of the request."""
+    """Selects the output to stream; the fields are those of the request."""
 
     @property
     def follow(self) -> bool:
@@ -277,22 +277,22 @@ class LogFilter(Protocol):
 
     @property
     def tail_lines(self) -> int:
-        """Return how many lines of what is there, -1 for all."""
+        """Return how many lines of existing output to send, -1 for all."""
         ...
 
     @property
     def ranks(self) -> Iterable[int]:
-        """Return these ranks only; none for all."""
+        """Return the ranks to include; empty for all."""
         ...
 
 
 class LogRequest:
-    """One request for output: which workers are asked, and what came back."""
+    """One request for output: the workers asked for it, and the output received."""
 
     def __init__(
         self, desk: ServiceContext, job_id: JobId, request: LogFilter, merged: MergedOutput
     ) -> None:
-        """Ask nobody yet."""
+        """Send no request to an agent yet."""
         self._context = desk
         self._job_id = job_id
         self._follow = request.follow
@@ -305,22 +305,22 @@ class LogRequest:
         self._first_check = True
 
     def look(self) -> bool:
-        """Ask the agents of workers that were not asked yet; False when nothing more will come."""
+        """Ask agents for the output of new workers; return False when no more will come."""
         job = job_of(self._context.view(), self._job_id)
         ended = job is None or has_ended(job)
         if job is not None and (self._first_check or self._follow):
-            # Whoever has this rank may have had another one before, and others this one.
+            # A worker's rank changes between generations: chunks() filters by each line's rank.
             for origin in origins_of(job, self._ranks if self._follow else frozenset()):
                 self._ask(origin, ended=ended)
         self._first_check = False
         return bool(self._merged.follows) or (self._follow and not ended)
 
     def chunks(self) -> Iterator[LogChunk]:
-        """Yield what came since the last call, the oldest first."""
+        """Yield the output received since the last call, oldest first."""
         for lines in self._merged.take(is_exact=not self._follow):
             origin = self._origins[lines.worker_id]
             rank, generation = lines.rank, lines.generation
-            if not lines.unix_ns:  # A remark of ours, or of an agent's.
+            if not lines.unix_ns:  # A remark of the coordinator or of an agent.
                 rank, generation = origin.rank, origin.generation
             if not self._ranks or rank in self._ranks or (rank < 0 and origin.rank in self._ranks):
                 yield LogChunk(
@@ -328,15 +328,15 @@ class LogRequest:
                 )
 
     def _ask(self, origin: WorkerOrigin, *, ended: bool) -> None:
-        """Ask for a worker's output, anew if its agent went away meanwhile and came back."""
+        """Ask for a worker's output, again if its agent disconnected and came back."""
         worker_id = origin.worker_id
         known = worker_id in self._origins
         again = worker_id in self._merged.lost and not ended
         self._origins[worker_id] = origin
         if known and not again:
             return
-        # All that a worker wrote which came after the first look is new; of one whose agent came
-        # back, what was written meanwhile cannot be told from what was sent before.
+        # All output of a worker that appeared after the first check is new. If its agent came
+        # back, output written meanwhile cannot be distinguished from output already sent.
         wanted = self._wanted.setdefault(worker_id, self._tail_lines if self._first_check else -1)
         tail_lines = 0 if worker_id in self._asked else wanted
         asked = self._context.follows.start(
@@ -362,12 +362,12 @@ class ClusterService:
     """Serves `Cluster`; the methods' names are the protocol's."""
 
     def __init__(self, desk: ServiceContext) -> None:
-        """Answer from `desk`."""
+        """Serve from `desk`."""
         self._context = desk
 
     @answering
     async def Status(self, _: jobs_pb2.StatusRequest) -> jobs_pb2.ClusterStatus:
-        """Show nodes and jobs."""
+        """Return the coordinator, the nodes and the jobs."""
         desk = self._context
         view, standby = await desk.look()
         return status_to_proto(
@@ -385,7 +385,7 @@ class ClusterService:
 
     @answering
     async def Drain(self, request: jobs_pb2.DrainRequest) -> jobs_pb2.DrainResponse:
-        """Let a node go."""
+        """Drain a node: its workers leave within a timeout."""
         timeout_s = request.timeout_s
         if not math.isfinite(timeout_s) or not 0 <= timeout_s <= DRAIN_TIMEOUT_S_MAX:
             raise UsageError(
@@ -400,7 +400,7 @@ class ClusterService:
 
     @answering
     async def Cordon(self, request: jobs_pb2.CordonRequest) -> jobs_pb2.CordonResponse:
-        """Let no new workers start on a node, or let them again."""
+        """Cordon or uncordon a node: whether new workers may start on it."""
         node_id = NodeId(request.node)
         reason = check_text("reason", request.reason) or "by an operator"
         await self._context.ask(

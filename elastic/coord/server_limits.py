@@ -1,8 +1,8 @@
-"""Limits: how much one caller, and all callers together, may ask of a coordinator.
+"""Limits on what one caller, and all callers together, may request of a coordinator.
 
-Rule: agents do not count among the users, so that no number of users keeps an agent out. A caller
-over a limit is refused with its name and may try again; only submits wait, for a turn, before
-anything of the job was read.
+Rule: agents have their own limits, so that no number of users locks an agent out. A caller over a
+limit is refused with an error that names it, and may retry. Only submissions wait, for a slot,
+before any of the job is read.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ OWN_FILES = 512
 
 @dataclass(frozen=True, kw_only=True)
 class ServerLimits:
-    """How much is too much.
+    """Limits on concurrent calls and on the rate of calls.
 
     Attributes:
         agents_max: agents' streams at once.
-        streams_per_node_max: of them with the credentials of one node: it may come back before
+        streams_per_node_max: of them with the credentials of one node: it may reconnect before
             its old stream is known to be broken.
         streams_max: users' streams at once (watch, logs), of all callers together.
-        streams_per_caller_max: the same of one caller.
-        requests_max: users' requests that are being answered, of all callers together.
-        requests_per_caller_max: the same of one caller.
-        probes_max, probes_per_caller_max: calls and streams of those who show no credentials
-            (health), of all hosts together and of one.
-        rate_per_s, burst: requests and streams that one caller may begin: on average, and at once.
-        request_s_max: until the message of a request has come.
-        submissions_at_once: jobs that are read and taken at once: each may have megabytes, which
-            are in memory several times until it is taken.
-        submission_wait_s_max: for a turn among those; with what follows, below clients' deadlines.
-        stall_s_max: a reader that takes nothing this long loses its stream; it may open another.
+        streams_per_caller_max: the same for one caller.
+        requests_max: users' requests in progress, of all callers together.
+        requests_per_caller_max: the same for one caller.
+        probes_max, probes_per_caller_max: calls and streams without credentials (health), of all
+            hosts together and of one.
+        rate_per_s, burst: requests and streams that one caller may start: on average, and at once.
+        request_s_max: timeout for receiving the message of a request.
+        submissions_at_once: jobs that are read at once: each may have megabytes, several times in
+            memory until it is accepted.
+        submission_wait_s_max: for a slot among those; the total must be below clients' deadlines.
+        stall_s_max: a stream whose client reads nothing for so long is ended.
     """
 
     agents_max: int = 12_000
@@ -67,10 +67,10 @@ class ServerLimits:
 
 
 class AdmissionLimiter:
-    """Counts who is inside."""
+    """Counts and limits the calls in progress."""
 
     def __init__(self, limits: ServerLimits, clock: Clock) -> None:
-        """Begin empty."""
+        """Start with no calls."""
         self._limits = limits
         self._clock = clock
         self._inside: Counter[str] = Counter()
@@ -80,10 +80,10 @@ class AdmissionLimiter:
 
     @contextmanager
     def agent(self, node: str) -> Iterator[None]:
-        """Let an agent's stream in for the length of a `with` block.
+        """Count an agent's stream during a `with` block.
 
         Args:
-            node: whose credentials it has, "" for those that several nodes share.
+            node: the node that its credentials name, "" for shared ones.
 
         Raises:
             Busy: there are too many.
@@ -95,14 +95,14 @@ class AdmissionLimiter:
 
     @contextmanager
     def user(self, who: str, *, streams: bool) -> Iterator[None]:
-        """Let a user's call in for the length of a `with` block.
+        """Count a user's call during a `with` block.
 
         Args:
             who: the caller, by name or host.
             streams: it is a stream, not a request.
 
         Raises:
-            Busy: there are too many, or they come too fast.
+            Busy: there are too many, or their rate is too high.
         """
         limits = self._limits
         self._spend(who)
@@ -115,10 +115,10 @@ class AdmissionLimiter:
 
     @asynccontextmanager
     async def submission(self) -> AsyncIterator[None]:
-        """Wait for a turn to submit a job, and hold it for the length of an `async with` block.
+        """Wait for a slot to submit a job, and hold it during an `async with` block.
 
         Raises:
-            Busy: it did not come in time.
+            Busy: none became free in time.
         """
         has_turn, limits = False, self._limits
         with anyio.move_on_after(limits.submission_wait_s_max):
@@ -137,10 +137,10 @@ class AdmissionLimiter:
 
     @contextmanager
     def stranger(self, host: str) -> Iterator[None]:
-        """Let somebody in who shows no credentials, for the length of a `with` block.
+        """Count a call without credentials during a `with` block.
 
         Raises:
-            Busy: there are too many, or they come too fast.
+            Busy: there are too many, or their rate is too high.
         """
         who, limits = f"a stranger at {host}", self._limits
         self._spend(who)
@@ -164,7 +164,7 @@ class AdmissionLimiter:
                 del self._inside_of[kind, who]
 
     def _spend(self, who: str) -> None:
-        """Take one call from a caller's budget, which fills up with time."""
+        """Take one call from a caller's token bucket; raise Busy if it is empty."""
         limits, now_ns = self._limits, self._clock.monotonic_ns()
         left, since_ns = self._budgets.pop(who, (limits.burst, now_ns))
         left = min(limits.burst, left + (now_ns - since_ns) / NS_PER_S * limits.rate_per_s)
@@ -179,10 +179,10 @@ class AdmissionLimiter:
 
 
 def raise_file_limit() -> int:
-    """Let this process open as many files as it may; returns the connections that leaves room for.
+    """Raise the limit of open files; return how many connections it permits.
 
-    The usual limit of 1,024 would let a thousand idle connections keep the coordinator from
-    opening its own files. A hard limit that is too low for `CONNECTIONS_MAX` is told in the log.
+    With the usual limit of 1,024, a thousand idle connections would keep the coordinator from
+    opening its own files. A hard limit that is too low for `CONNECTIONS_MAX` is logged.
     """
     soft = raise_limit(CONNECTIONS_MAX + OWN_FILES)
     if soft >= CONNECTIONS_MAX + OWN_FILES:

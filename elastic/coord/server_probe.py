@@ -1,4 +1,4 @@
-"""Asking a running coordinator how it is: for `elastic-coord status` and `health`.
+"""Queries a running coordinator: for `elastic-coord status` and `health`.
 
 Rule: reads only; every failure is one of our errors, never a gRPC status.
 """
@@ -18,7 +18,7 @@ from elastic.wire.generated.elastic.v1 import jobs_pb2, jobs_pb2_grpc
 
 
 def fetch_status(endpoint: str, access: Access, *, timeout_s: float, clock: Clock) -> ClusterStatus:
-    """Return what the coordinator at `endpoint` shows.
+    """Return the status of the coordinator at `endpoint`.
 
     Raises:
         ElasticError: it does not answer in time, or refuses.
@@ -37,10 +37,10 @@ def fetch_status(endpoint: str, access: Access, *, timeout_s: float, clock: Cloc
 def fetch_health(endpoint: str, access: Access, *, timeout_s: float) -> str:
     """Return "SERVING" (it leads), "STANDBY" (it could take over), or "NOT_SERVING".
 
-    The last is one that starts, ends, or has lost touch with its store.
+    The last means that it is starting or ending, or its store does not answer.
 
     Raises:
-        ElasticError: nobody answers.
+        ElasticError: there is no answer.
     """
     try:
         with open_blocking_channel(endpoint, access) as channel:
@@ -63,7 +63,7 @@ def _is_standby(stub: health_pb2_grpc.HealthStub, timeout_s: float) -> bool:
 def first_answer(
     endpoints: tuple[str, ...], access: Access, timeout_s: float, clock: Clock
 ) -> ClusterStatus:
-    """Ask one endpoint after the other; the last one's error counts."""
+    """Return the first status from these endpoints, tried in order; raise the last error."""
     failure: ElasticError | None = None
     for endpoint in endpoints:
         try:

@@ -1,7 +1,7 @@
-"""The coordinator's side of TLS: its certificate, and whose certificates it takes.
+"""The coordinator's side of TLS: its certificate, and the authority for those of clients.
 
-Rule: the files are looked at for each new connection, and read when they changed; one that cannot
-be used leaves the certificate as it was, and is said in the log. Connections that stand stay.
+Rule: the files are checked at each new connection, and reread when they changed. An unusable file
+is logged and leaves the certificate unchanged. Open connections are not affected.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class ServerTls:
         """Read the files.
 
         Raises:
-            ConfigError: one of them is no good, or there is no certificate to serve with.
+            ConfigError: one of them is not usable, or there is no certificate to serve with.
         """
         if files.cert is None:
             raise ConfigError(
@@ -37,19 +37,19 @@ class ServerTls:
 
     @property
     def asks_certificate(self) -> bool:
-        """Return whether clients must show a certificate of the authority."""
+        """Return whether clients must present a certificate of the authority."""
         return self._files.ca is not None
 
     def credentials(self) -> grpc.ServerCredentials:
-        """Return what a server's port is opened with."""
+        """Return the credentials for a server's port; gRPC polls them for renewals."""
         return grpc.dynamic_ssl_server_credentials(
             _configuration(self._texts),
-            self._renewed,  # type: ignore[arg-type]  # None is "no change", says gRPC.
+            self._renewed,  # type: ignore[arg-type]  # In gRPC, None means "no change".
             self.asks_certificate,
         )
 
     def _renewed(self) -> grpc.ServerCertificateConfiguration | None:
-        """Return the new certificate if there is one; called by gRPC, in a thread of its own."""
+        """Return the new certificate, None if unchanged; gRPC calls this in its own thread."""
         seen = self._signature()
         if seen == self._seen:
             return None

@@ -1,7 +1,7 @@
 """Sessions: the streams of agents as the driver sees them, each with a bounded send queue.
 
 Rule: sending never blocks. An agent that does not read is disconnected, because others must not
-wait for it; it reconnects, and the answer to its hello has all that it missed.
+wait for it. It reconnects, and the reply to its Hello includes all that it missed.
 """
 
 from __future__ import annotations
@@ -16,30 +16,30 @@ from elastic.core.messages import CoordinatorMessage
 from elastic.core.world import NodeId, SessionId
 
 OUT_MESSAGES_MAX = 2048
-"""Messages that wait for one agent. A Hello after a restart is answered with a few for each of
-the node's workers; nobody has thousands of workers on one node."""
+"""Messages queued for one agent. The reply to a Hello after a restart is a few messages for each
+of the node's workers; no node has thousands of workers."""
 
 
 LAST_WORDS_S = 10.0
-"""What was sent before a stream is closed has so long to go out."""
+"""Time limit for writing the queued messages before a closing stream ends."""
 
 
 def _nothing() -> None:
-    """Nobody writes yet, or any more."""
+    """Do nothing: there is no writer, not yet or no longer."""
 
 
 class Session:
     """One stream of one agent, from its first message to its end.
 
     Attributes:
-        session_id: names it; never used again in this process.
+        session_id: unique in this process; never reused.
         peer: the agent's network address, for logs.
-        node_id: the node that introduced itself over it, None before.
+        node_id: the node of the agent's Hello, None before it.
         reason: why it ended; the first reason counts.
     """
 
     def __init__(self, session_id: SessionId, peer: str, *, limit: int = OUT_MESSAGES_MAX) -> None:
-        """Begin with an empty queue."""
+        """Start with an empty queue."""
         self.session_id = session_id
         self.peer = peer
         self.node_id: NodeId | None = None
@@ -51,12 +51,12 @@ class Session:
         self._cut = anyio.Event()
 
     def on_news(self, look: Callable[[], None]) -> None:
-        """Call `look`, which never raises, for what waits now, for each message, and at the end."""
+        """Call `look`, which must not raise, now, after each message, and at the end."""
         self._check = look
         look()
 
     def send(self, message: CoordinatorMessage) -> None:
-        """Queue a message; a session that is closing drops it, a full one is cut off."""
+        """Queue a message. A closing session drops it; a full one is cut."""
         if self._closing:
             return
         if len(self._out) >= self._limit:
@@ -66,9 +66,10 @@ class Session:
         self._check()
 
     def close(self, reason: str) -> None:
-        """End after what was sent before; nothing is queued any more.
+        """End after the queued messages; accept no new ones.
 
-        A peer that reads nothing must not keep the stream: what waits is dropped after a while.
+        A peer that does not read must not keep the stream open: the queue is dropped after
+        LAST_WORDS_S.
         """
         self.reason = self.reason or reason
         if self._closing:
@@ -79,37 +80,37 @@ class Session:
         self._check()
 
     def cut(self, reason: str) -> None:
-        """End now; what waits is dropped. From any callback, any number of times."""
+        """End now and drop the queue. Safe in any callback, any number of times."""
         self._cut.set()
         self._out.clear()
         self.close(reason)
-        self._check = _nothing  # No cycle is left for the collector.
+        self._check = _nothing  # Leaves no reference cycle for the garbage collector.
 
     def next_message(self) -> CoordinatorMessage | None:
         """Take the next message to write, None if there is none now."""
         return self._out.popleft() if self._out else None
 
     def is_over(self) -> bool:
-        """Return whether there is nothing to write and never will be."""
+        """Return whether it is closing and has nothing left to write."""
         return self._closing and not self._out
 
     def is_cut(self) -> bool:
-        """Return whether the session was cut off."""
+        """Return whether the session was cut."""
         return self._cut.is_set()
 
     async def wait_cut(self) -> None:
-        """Wait until the session was cut off."""
+        """Wait until the session was cut."""
         await self._cut.wait()
 
 
 class Sessions:
-    """All sessions that stand, and which node speaks over which of them."""
+    """All open sessions, and which node is registered over which of them."""
 
     def __init__(self, *, limit: int = OUT_MESSAGES_MAX) -> None:
-        """Begin with none.
+        """Start with none.
 
         Args:
-            limit: messages that may wait for one agent.
+            limit: maximum number of messages queued for one agent.
         """
         self._limit = limit
         self._number = 0
@@ -125,14 +126,14 @@ class Sessions:
         self._leavers.append(callback)
 
     def open(self, peer: str) -> Session:
-        """Enter a new stream."""
+        """Add a session for a new stream."""
         self._number += 1
         session = Session(SessionId(f"s{self._number}"), peer, limit=self._limit)
         self._sessions[session.session_id] = session
         return session
 
     def end(self, session: Session, reason: str) -> bool:
-        """Strike a stream from the list; True the first time, False ever after."""
+        """Remove a session; return True the first time, False afterwards."""
         if self._sessions.pop(session.session_id, None) is None:
             return False
         session.cut(reason)
@@ -144,11 +145,11 @@ class Sessions:
         return True
 
     def find(self, session_id: SessionId) -> Session | None:
-        """Return the session if it still stands."""
+        """Return the session if it is still open."""
         return self._sessions.get(session_id)
 
     def register(self, session: Session) -> None:
-        """Remember that the session's node was registered over it."""
+        """Record that the session's node is registered over it."""
         if session.node_id is not None and session.session_id in self._sessions:
             self._nodes[session.node_id] = session.session_id
 
@@ -162,7 +163,7 @@ class Sessions:
         return self._sessions.get(session_id) if session_id is not None else None
 
     def close_all(self, reason: str, *, at_once: bool = False) -> None:
-        """End every session, after what was sent before unless `at_once`."""
+        """End every session, after its queued messages unless `at_once`."""
         for session in list(self._sessions.values()):
             if at_once:
                 session.cut(reason)

@@ -1,7 +1,7 @@
-"""What a standby shows: the leader's records, read from the store when somebody asks.
+"""The view of a standby: the leader's records, read from the store on each request.
 
-Rule: an answer says how old it is and who leads. Nothing is remembered as if it were now: a read
-asks the store, and what was read last is shown only while the store does not answer.
+Rule: an answer includes its age and the leader's name. There is no cache of current state: each
+request reads the store, and the last result is used only while the store does not answer.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from elastic.wire.codec_jobs import without_secrets
 log = logging.getLogger(__name__)
 
 READ_S_MAX = 2.0
-"""A store that takes longer is answered for by what it said last."""
+"""If the store takes longer, the last result is used."""
 REFRESH_S = 5.0
 KEPT_S = 0.2
-"""Whoever asks within this time of the last read gets that."""
+"""A request within this time of the last read gets its result."""
 
 
 @dataclass(frozen=True)
 class StoreView:
-    """What the store held, not before `read_ns` on the monotonic clock."""
+    """The contents of the store, not before `read_ns` on the monotonic clock."""
 
     records: tuple[JobRecord, ...]
     cordons: tuple[Cordon, ...]
@@ -49,7 +49,7 @@ class StandbyView:
         Args:
             store: the leader's.
             prefix: of all keys.
-            office: says who leads.
+            office: which coordinator leads.
             clock: for ages.
         """
         self._store = store
@@ -57,14 +57,14 @@ class StandbyView:
         self._leader_state = office
         self._clock = clock
         self._last: StoreView | None = None
-        # When the last try that failed was over.
+        # When the last failed attempt ended.
         self._failed_ns: int | None = None
         self._reading = anyio.Lock()
 
     async def look(self) -> tuple[ClusterView, str]:
-        """Return the jobs and the cordons, and how old that is, for people.
+        """Return the jobs and the cordons, and their age as text.
 
-        Nodes and workers are not in the store: only their coordinator knows them.
+        Nodes and workers are not in the store: only the leader knows them.
 
         Raises:
             NotLeading: nothing could be read yet.
@@ -79,12 +79,12 @@ class StandbyView:
         return ClusterView(self._clock.monotonic_ns(), (), jobs, glimpse.cordons), said
 
     def remember(self, view: ClusterView) -> None:
-        """This coordinator led until now, and showed this last."""
+        """Keep the last view of this coordinator's own term, which has just ended."""
         records = tuple(without_secrets(job).record for job in view.jobs)
         self._last = StoreView(records, view.cordons, view.now_ns)
 
     async def refresh(self) -> None:
-        """Look at the store now and then, for ever, so that there is something to show."""
+        """Read the store periodically, so that there is a view if it fails; never returns."""
         while True:
             with contextlib.suppress(ElasticError):
                 if self._leader_state.is_standby():
@@ -92,10 +92,10 @@ class StandbyView:
             await anyio.sleep(REFRESH_S)
 
     async def _read(self) -> StoreView:
-        """Return what the store holds, or held last; nobody waits for more than two tries.
+        """Return the store's contents now or at the last read, after two attempts at most.
 
-        Those who come while the store is asked wait for their turn. A try that fails is the answer
-        to all of them, and one that brings what was read after they came is, too.
+        Requests that come during a read wait for it. They all share a failed attempt, and a
+        read that began after they came.
         """
         came_ns = self._clock.monotonic_ns()
         async with self._reading:
@@ -112,7 +112,7 @@ class StandbyView:
             return self._last
 
     async def _try(self, began_ns: int) -> None:
-        """Ask the store; what it does not answer in time, it said last."""
+        """Read the store; if that fails or is too slow, keep the last result."""
         try:
             found = await in_time(self._ask(began_ns), READ_S_MAX)
         except ElasticError as error:
@@ -129,6 +129,6 @@ class StandbyView:
 
 
 def _shown(record: JobRecord, said: str, read_ns: int, ahead_ns: int) -> JobView:
-    """Return what a standby shows of a job; `ahead_ns` is the wall clock less the monotonic one."""
+    """Return a standby's view of a job; `ahead_ns` is the wall clock minus the monotonic one."""
     since_ns = min(read_ns, record.since_unix_ns - ahead_ns) if record.since_unix_ns else read_ns
     return JobView(record, f"{said}; then: {record.reason}", since_ns, ())

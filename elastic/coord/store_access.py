@@ -1,7 +1,7 @@
-"""What the coordinator shows to etcd: a certificate, a user, and whom it believes.
+"""The coordinator's credentials for etcd: a certificate, a user, and the trusted authority.
 
-Rule: secrets come from files, which are looked at every few seconds: what was renewed is used from
-the next connection on, and what cannot be read leaves what was.
+Rule: secrets come from files, which are checked every few seconds. A renewed file is used from the
+next connection on; an unreadable one leaves the previous contents in use.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ POLL_S = 2.0
 
 @dataclass(frozen=True, kw_only=True)
 class StoreFiles:
-    """Where the secrets for the store are.
+    """The files with credentials for the store.
 
     Attributes:
-        ca: who signs the servers' certificates; None for connections in the clear.
-        cert, key: our own certificate, if the servers ask for one; both or neither.
+        ca: the authority of the servers' certificates; None for connections without TLS.
+        cert, key: our own certificate, if the servers require one; both or neither.
         user: file with USER:PASSWORD, None for no user.
     """
 
@@ -38,7 +38,7 @@ class StoreFiles:
     user: Path | None = None
 
     def __post_init__(self) -> None:
-        """Refuse half of what is needed."""
+        """Refuse incomplete sets of files."""
         if (self.cert is None) != (self.key is None):
             raise ConfigError("--store-cert and --store-key: pass both, or neither")
         if self.cert is not None and self.ca is None:
@@ -48,32 +48,32 @@ class StoreFiles:
             )
 
     def read(self) -> EtcdAccess:
-        """Return what the files hold now.
+        """Return the current contents of the files.
 
         Raises:
-            UsageError: one of them is no good.
+            UsageError: one of them is not usable.
         """
         texts = TlsFiles(self.cert, self.key, self.ca).read()
         username, password = _read_user(self.user) if self.user is not None else ("", "")
         return EtcdAccess(username, password, ca=texts.ca, certificate=texts.cert, key=texts.key)
 
     def signature(self) -> tuple[object, ...]:
-        """Return what differs when a file was replaced."""
+        """Return a value that changes when a file is replaced."""
         return tuple(file_signature(path) for path in (self.ca, self.cert, self.key, self.user))
 
 
 class StoreAccess:
-    """What is shown to the store now.
+    """The current credentials for the store.
 
     Attributes:
-        current: it; another object once a file has changed.
+        current: the credentials; a new object once a file has changed.
     """
 
     def __init__(self, files: StoreFiles) -> None:
         """Read the files.
 
         Raises:
-            UsageError: one of them is no good.
+            UsageError: one of them is not usable.
         """
         self._files = files
         self._complaint = ""
@@ -81,11 +81,11 @@ class StoreAccess:
         self.current = files.read()
 
     def now(self) -> EtcdAccess:
-        """Return what is shown now; asks no disk."""
+        """Return the current credentials without reading a file."""
         return self.current
 
     def look(self) -> None:
-        """Read the files again if they changed; never raises."""
+        """Reread the files if they changed; log errors, never raise."""
         seen = self._files.signature()
         if seen == self._seen:
             return
@@ -102,7 +102,7 @@ class StoreAccess:
             log.info("store_access_renewed")
 
     async def keep(self) -> None:
-        """Follow the files; never returns."""
+        """Poll the files; never returns."""
         while True:
             await anyio.to_thread.run_sync(self.look, abandon_on_cancel=True)
             await anyio.sleep(POLL_S)

@@ -1,8 +1,7 @@
-"""Notices that this process did not run: stopped, frozen with its container, or out of a suspend.
+"""Detects that this process did not run: it was stopped, frozen, or the machine was suspended.
 
-Rule: only what nobody here could do anything about counts. A loop that is late because this process
-itself was busy has used its processor meanwhile; and gRPC, which has threads of its own, has
-answered the agents all the time.
+Rule: only time in which this process was not scheduled counts. If the loop is late because this
+process was busy, it used CPU time meanwhile, and gRPC's own threads kept answering the agents.
 """
 
 from __future__ import annotations
@@ -14,16 +13,16 @@ import anyio
 
 POLL_S = 0.25
 SUSPEND_S = 1.0
-"""Agents take a coordinator for dead that is silent for somewhat longer."""
+"""Agents give up a coordinator that is silent for somewhat longer."""
 BUSY = 0.5
-"""Of the time, on a processor: whoever worked so much was not asleep."""
+"""With this share of the time on a CPU, the process was busy and not suspended."""
 
 CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
-"""Goes on while the machine is suspended, too, where there is such a clock."""
+"""A clock that also runs while the machine is suspended, where there is one."""
 
 
 async def watch_suspends(on_woke: Callable[[int], None]) -> None:
-    """Call `on_woke` with the nanoseconds of each nap, right after it; never returns."""
+    """Call `on_woke` with the length in ns after each suspend; never returns."""
     while True:
         began_ns, worked_ns = time.clock_gettime_ns(CLOCK), time.process_time_ns()
         await anyio.sleep(POLL_S)
@@ -38,8 +37,8 @@ def suspended_ns(took_ns: int, worked_ns: int) -> int:
     """Return how long this process did not run, 0 if it did.
 
     Args:
-        took_ns: from one look to the next.
-        worked_ns: on a processor meanwhile.
+        took_ns: from one check to the next.
+        worked_ns: CPU time of this process meanwhile.
     """
     late_ns = took_ns - round(POLL_S * 1e9)
     is_suspend = late_ns >= SUSPEND_S * 1e9 and worked_ns < BUSY * late_ns

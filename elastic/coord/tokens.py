@@ -1,8 +1,8 @@
-"""Join tokens: a file of hashes with role, name and end of each, and the check of what is shown.
+"""Join tokens: a file with hash, role, name and expiry of each, and the check of a caller's token.
 
-Rule: a token is shown once, when it is made; the file holds only its hash. The file is replaced
-whole, so whoever reads it sees all of it. A running coordinator reads it again when it changes:
-a damaged file leaves the tokens as they were, a missing one takes all of them back.
+Rule: a token is shown once, when it is created; the file holds only its hash. The file is replaced
+atomically. A running coordinator rereads it when it changes: a damaged file leaves the tokens
+unchanged, a missing one revokes all of them.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ class Token:
     """One token, without the secret.
 
     Attributes:
-        token_id: names it in lists and in the token itself; no secret.
-        name: of whom it was made for, "" for nobody; a node of that name is bound to it.
-        role: what it opens.
-        digest: SHA-256 of the secret, hexadecimal. The secret is 32 random bytes: no slow hash.
+        token_id: identifies it in lists and in the token itself; not secret.
+        name: of the node or user it was created for, "" for none; a node's token is bound to it.
+        role: what it permits.
+        digest: SHA-256 of the secret, hexadecimal. No slow hash: the secret is 32 random bytes.
         created_ns, expires_ns, revoked_ns: Unix times; 0 for never.
     """
 
@@ -57,21 +57,21 @@ class Token:
     revoked_ns: int = 0
 
     def why_over(self, now_ns: int) -> str:
-        """Return why it opens nothing any more, "" if it does."""
+        """Return why it is no longer valid, "" if it is."""
         if self.revoked_ns:
             return "was revoked"
         return "has expired" if self.expires_ns and now_ns >= self.expires_ns else ""
 
 
 def create_token(path: Path, token: Token) -> str:
-    """Add a token to the file, which is made if need be; returns what its owner shows.
+    """Add a token to the file, which is created if missing; return the token with its secret.
 
     Args:
         path: of the file.
-        token: id and digest are drawn here, whatever stands in it.
+        token: its id and digest are ignored and drawn here.
 
     Raises:
-        UsageError: the file is no token file, or cannot be written, or the name is none.
+        UsageError: not a token file, or it cannot be written, or the name is not valid.
     """
     if token.name:
         check_name("token", token.name)
@@ -87,10 +87,10 @@ def create_token(path: Path, token: Token) -> str:
 
 
 def revoke_token(path: Path, wanted: str, now_ns: int) -> tuple[Token, ...]:
-    """Take back the token of this id, or all that were made for this name; returns them.
+    """Revoke the token of this id, or all tokens of this name; return them.
 
     Raises:
-        NotFound: there is none, or all are over already.
+        NotFound: there is none, or none of them is valid.
     """
     with _changing(path) as tokens:
         revoked = []
@@ -107,7 +107,7 @@ def revoke_token(path: Path, wanted: str, now_ns: int) -> tuple[Token, ...]:
 
 
 def forget_tokens(path: Path, now_ns: int) -> int:
-    """Strike what is over from the file; returns how many that were."""
+    """Remove revoked and expired tokens from the file; return their number."""
     with _changing(path) as tokens:
         left = [token for token in tokens if not token.why_over(now_ns)]
         number = len(tokens) - len(left)
@@ -116,11 +116,11 @@ def forget_tokens(path: Path, now_ns: int) -> int:
 
 
 def read_tokens(path: Path) -> tuple[Token, ...]:
-    """Return all tokens of a file, in the order in which they were made.
+    """Return all tokens of a file, in the order of their creation.
 
     Raises:
         FileNotFoundError: there is no such file.
-        UsageError: it cannot be read, or is no token file; nothing of it is taken.
+        UsageError: it cannot be read, or any part of it is not valid.
     """
     try:
         with path.open("rb") as file:
@@ -148,13 +148,13 @@ def read_tokens(path: Path) -> tuple[Token, ...]:
 
 
 class TokenList:
-    """The tokens that a running coordinator takes, as its file holds them."""
+    """The tokens that a running coordinator accepts, from its file."""
 
     def __init__(self, path: Path, clock: Clock) -> None:
         """Read the file.
 
         Raises:
-            UsageError: it is missing or damaged: a coordinator must not start with half a lock.
+            UsageError: it is missing or damaged: a coordinator must not start without its tokens.
         """
         self._path = path
         self._clock = clock
@@ -170,9 +170,9 @@ class TokenList:
             ) from error
 
     def look(self) -> list[tuple[str, Token]]:
-        """Read the file again if it changed; returns what did: ("created", ...), ("revoked", ...).
+        """Reread the file if it changed; return changes: ("created", ...), ("revoked", ...).
 
-        Never raises: a file that cannot be read is said in the log and changes nothing.
+        Never raises: a file that cannot be read is logged and changes nothing.
         """
         seen = file_signature(self._path)
         if seen == self._seen:
@@ -192,10 +192,10 @@ class TokenList:
         return _changes(before, self._tokens)
 
     def caller(self, shown: str) -> Caller | None:
-        """Return whom a token names, None if it is none of ours; takes the same time for all.
+        """Return the caller of a token, None if it is unknown; compares in constant time.
 
         Raises:
-            NotAuthorized: it was ours once.
+            NotAuthorized: the token was revoked or has expired.
         """
         prefix, _, rest = shown.partition("_")
         token_id, _, secret = rest.partition("_")
@@ -212,7 +212,7 @@ class TokenList:
         return Caller(token.role, token.name or token_id, "token", token_id, bool(token.name))
 
     def why_over(self, token_id: str) -> str:
-        """Return why the token of this id opens nothing any more, "" if it does."""
+        """Return why the token of this id is no longer valid, "" if it is."""
         token = self._tokens.get(token_id)
         why = token.why_over(self._clock.unix_ns()) if token is not None else "was struck"
         return f"token {token_id} {why}" if why else ""
@@ -253,7 +253,7 @@ def _token(fields: dict[str, Any]) -> Token:
 
 @contextmanager
 def _changing(path: Path) -> Iterator[list[Token]]:
-    """Lend the tokens of a file to one process at a time; what is left in the list is written."""
+    """Yield the tokens of a file under a lock; then write the list back as the caller left it."""
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         lock = os.open(path.with_name(f".{path.name}.lock"), os.O_RDWR | os.O_CREAT, 0o600)

@@ -1,8 +1,9 @@
-"""Ends a coordinator whose event loop does not get on, where another one can take over.
+"""Ends a coordinator whose event loop hangs, if another one can take over.
 
-Rule: only who shares its store is watched. Its lease ends while it hangs, and another one leads;
-but gRPC's own threads go on answering pings here, so that its agents would stay, and hear nothing.
-Turns of a thread are counted, not time: a process that was stopped and goes on is no hanging one.
+Rule: only coordinators with a shared store are watched. The lease expires while the loop hangs, and
+another coordinator leads. But gRPC's own threads still answer pings here, so the agents would stay
+attached and receive nothing. The thread counts its turns, not time: a process that was stopped
+(SIGSTOP) and continues does not count as hanging.
 """
 
 from __future__ import annotations
@@ -18,15 +19,15 @@ log = logging.getLogger(__name__)
 
 BEAT_S = 0.5
 TURNS_MAX = 20
-"""So many turns of the thread without a beat of the loop: ten seconds. The longest work that is
-known, telling ten thousand agents, takes one."""
+"""So many turns of the thread without a beat of the loop: ten seconds. The longest known work,
+sending to ten thousand agents, takes one."""
 LAST_WORDS_S = 0.5
 EXIT_HUNG = 75
-"""A temporary failure: to be started again."""
+"""A temporary failure: the supervisor should restart the process."""
 
 
 class Watchdog:
-    """Counts the turns that a loop has not moved for."""
+    """Counts the thread's turns since the last beat of the event loop."""
 
     def __init__(
         self,
@@ -35,12 +36,12 @@ class Watchdog:
         beat_s: float = BEAT_S,
         turns_max: int = TURNS_MAX,
     ) -> None:
-        """Begin with nothing seen.
+        """Watch nothing before `keep`.
 
         Args:
             end: called by the thread, once, when the loop hangs; ends the process by default.
-            beat_s: how often the loop says that it gets on, and the thread looks.
-            turns_max: how many looks may see nothing new.
+            beat_s: seconds between two beats of the loop, and between two checks by the thread.
+            turns_max: how many successive checks may see no beat.
         """
         self._end = end or end_process
         self._beat_s = beat_s
@@ -49,7 +50,7 @@ class Watchdog:
         self._over = threading.Event()
 
     async def keep(self) -> None:
-        """Be watched; never returns."""
+        """Start the thread and beat; never returns."""
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
         try:
             while True:
@@ -73,6 +74,6 @@ ADVICE = "this process ends: another coordinator leads by now, and agents here w
 
 
 def end_process() -> None:
-    """End this process from any thread, whatever its loop does; no one waits for its last words."""
+    """Exit from any thread, whatever the loop does, after a short time for log output."""
     threading.Event().wait(LAST_WORDS_S)
     os._exit(EXIT_HUNG)

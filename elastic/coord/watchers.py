@@ -1,7 +1,7 @@
-"""Clients that follow a job: they are sent its notes, and woken when its view may have changed.
+"""Clients that follow a job: they receive its events, and wake when its view may have changed.
 
-Rule: sending never blocks. A client that reads too slowly loses its oldest notes and is sent their
-number; views are made when it reads, so that it never gets an old one.
+Rule: sending never blocks. A client that reads too slowly loses its oldest events and receives
+their number. Views are made when it reads, so that it never gets an old one.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from elastic.wire.codec_jobs import TimedNote
 
 NOTES_MAX = 1000
 UNTOLD = frozenset({"report"})
-"""Not remembered: there may be one a second, and the run's directory has them."""
+"""Events not kept in the history: there may be one a second, and the run directory has them."""
 
 
 class Watcher:
@@ -36,11 +36,11 @@ class Watcher:
     def __init__(
         self, limit: int = NOTES_MAX, *, on_note: Callable[[], None] = lambda: None
     ) -> None:
-        """Begin without notes.
+        """Start without notes.
 
         Args:
-            limit: notes that wait for the follower.
-            on_note: called with each note, for a follower that waits for something else too.
+            limit: maximum number of queued notes.
+            on_note: called at each note, for a follower that also waits for something else.
         """
         self._on_note = on_note
         self._notes: deque[TimedNote] = deque()
@@ -49,7 +49,7 @@ class Watcher:
         self._awake = anyio.Event()
 
     def tell(self, note: TimedNote) -> None:
-        """Queue a note; the oldest one makes room."""
+        """Queue a note; drop the oldest one if the queue is full."""
         if len(self._notes) >= self._limit:
             self._notes.popleft()
             self._dropped += 1
@@ -58,11 +58,11 @@ class Watcher:
         self._on_note()
 
     def wake(self) -> None:
-        """Say that the job may look different."""
+        """End `wait`: the job's view may have changed."""
         self._awake.set()
 
     def take(self) -> list[TimedNote]:
-        """Return what was told since the last call, with a note about notes that were lost."""
+        """Return the notes since the last call, with one more if notes were dropped."""
         notes = list(self._notes)
         self._notes.clear()
         if self._dropped and notes:
@@ -82,7 +82,7 @@ class Watchers:
     """All followers, by job."""
 
     def __init__(self, clock: Clock) -> None:
-        """Begin with none; the clock stamps notes with the wall clock."""
+        """Start with none; `clock` gives the timestamps of notes."""
         self._clock = clock
         self._by_job: dict[JobId, list[Watcher]] = {}
         self._listeners: list[Callable[[TimedNote], None]] = []
@@ -90,14 +90,14 @@ class Watchers:
         self._last_ns: dict[JobId, int] = {}
 
     def listen(self, listener: Callable[[TimedNote], None]) -> None:
-        """Have a function called with each note, of whatever job; for as long as this lives."""
+        """Call a function with each note of any job, permanently."""
         self._listeners.append(listener)
 
     @contextmanager
     def subscribe(
         self, job_id: JobId, on_note: Callable[[], None] = lambda: None
     ) -> Iterator[Watcher]:
-        """Follow a job for the length of a `with` block."""
+        """Follow a job during a `with` block."""
         watcher = Watcher(on_note=on_note)
         self._by_job.setdefault(job_id, []).append(watcher)
         try:
@@ -109,14 +109,14 @@ class Watchers:
                 del self._by_job[job_id]
 
     def tell(self, note: Note) -> None:
-        """Pass a note on to those who follow its job or all, and remember it."""
+        """Pass a note to the watchers of its job and to all listeners, and keep it."""
         job_id = JobId(note.job_id)
         if not job_id:
             timed = TimedNote(note, self._clock.unix_ns())
             for listener in self._listeners:
                 listener(timed)
             return
-        # Of one job no two have the same moment, which thereby names them.
+        # Timestamps are unique within a job, so they identify its notes.
         unix_ns = max(self._clock.unix_ns(), self._last_ns.get(job_id, 0) + 1)
         timed = TimedNote(note, unix_ns)
         self._last_ns[job_id] = unix_ns
@@ -128,17 +128,17 @@ class Watchers:
             watcher.tell(timed)
 
     def history(self, job_id: JobId) -> tuple[TimedNote, ...]:
-        """Return what happened to a job in this coordinator's life, oldest first."""
+        """Return the kept notes of a job in this term, oldest first."""
         return tuple(self._history.get(job_id, ()))
 
     def forget(self, job_ids: Iterable[JobId]) -> None:
-        """Jobs that ended long ago are not known any more."""
+        """Drop the notes of jobs that ended long ago."""
         for job_id in job_ids:
             self._history.pop(job_id, None)
             self._last_ns.pop(job_id, None)
 
     def wake(self, job_ids: Iterable[JobId]) -> None:
-        """Let those who follow one of these jobs look at it."""
+        """Wake the watchers of these jobs."""
         if not self._by_job:
             return
         for job_id in job_ids:
@@ -147,7 +147,7 @@ class Watchers:
 
 
 def jobs_of(event: CoordinatorEvent, effects: Sequence[CoordinatorEffect]) -> Iterator[JobId]:
-    """Return the jobs that may look different after a step; some may come twice."""
+    """Return the jobs whose view may have changed in a step; some may come twice."""
     for one in event.events if isinstance(event, EventBatch) else (event,):
         if isinstance(one, AgentMessageReceived) and isinstance(
             one.message, (WorkerUpdate, Reported)

@@ -1,1 +1,1 @@
-"""The page of a coordinator: jobs, studies and metrics over HTTP, for people and Prometheus."""
+"""The coordinator's web page: jobs, studies and metrics over HTTP, for people and Prometheus."""

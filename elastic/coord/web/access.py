@@ -1,9 +1,9 @@
-"""Who may see a page: the locks, roles and limits that gRPC's callers meet, before one is made.
+"""Access control of the page: the same credentials, roles and limits as for gRPC callers.
 
-Rule: without what opens the door there is 401 on every path but the login and what it is made of. A
-browser is given a word of its own for a token, which this process alone knows; each request asks
-anew whether the token still opens. Where nobody has to show anything, only names of this machine
-are answered: a web site elsewhere must not read it through a visitor's browser.
+Rule: without valid credentials every path but the login and its assets returns 401. A browser gets
+a random session id in place of its token, known to this process only; each request checks that the
+token is still valid. Without authentication, a page on loopback answers only to local host names:
+a foreign web site must not read it through a visitor's browser (DNS rebinding).
 """
 
 from __future__ import annotations
@@ -65,13 +65,13 @@ HEADERS = {
 
 @dataclass
 class Sessions:
-    """Words that browsers show in place of a token; none of them outlives this process."""
+    """Session ids that browsers send in place of a token, in the memory of this process only."""
 
     clock: Clock
     _tokens: OrderedDict[str, tuple[str, int]] = field(default_factory=OrderedDict)
 
     def open(self, token: str) -> str:
-        """Return a new word for a token."""
+        """Return a new session id for a token."""
         word = secrets.token_urlsafe(32)
         until_ns = self.clock.monotonic_ns() + SESSION_S * NS_PER_S
         self._tokens[_digest(word)] = token, until_ns
@@ -80,12 +80,12 @@ class Sessions:
         return word
 
     def token(self, word: str) -> str:
-        """Return the token that a word stands for, "" for none."""
+        """Return the token of a session id, "" if unknown or expired."""
         token, until_ns = self._tokens.get(_digest(word), ("", 0))
         return token if self.clock.monotonic_ns() < until_ns else ""
 
     def close(self, word: str) -> None:
-        """Let a word stand for nothing."""
+        """Forget a session id."""
         self._tokens.pop(_digest(word), None)
 
 
@@ -94,7 +94,7 @@ def _digest(word: str) -> str:
 
 
 class Gate:
-    """Stands before the pages: lets requests in, or refuses them with what to do."""
+    """ASGI middleware: admits requests, or refuses them with an error that says what to do."""
 
     def __init__(
         self,
@@ -106,15 +106,15 @@ class Gate:
         clock: Clock,
         is_local: bool,
     ) -> None:
-        """Stand before `app`.
+        """Guard `app`.
 
         Args:
             app: makes the pages.
-            locks: what callers must show.
-            door: how much they may ask for.
-            audit: told of refusals.
-            clock: for ends of sessions and certificates.
-            is_local: it listens on this machine alone.
+            locks: the credentials required of callers.
+            door: limits their requests.
+            audit: records refusals.
+            clock: for the expiry of sessions and certificates.
+            is_local: the server listens on loopback only.
         """
         self._app, self._locks, self._endpoint, self._audit = app, locks, door, audit
         self._clock, self._is_local = clock, is_local
@@ -122,7 +122,7 @@ class Gate:
 
     @property
     def asks_token(self) -> bool:
-        """Return whether callers show tokens."""
+        """Return whether callers authenticate with tokens."""
         return bool(self._locks.token) or self._locks.tokens is not None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -167,11 +167,11 @@ class Gate:
             await self._refusal(request, error)(scope, receive, send_with_headers)
 
     def identify(self, request: Request) -> Caller:
-        """Return who asks.
+        """Return the caller of a request.
 
         Raises:
-            NotAuthorized: they show nothing, or nothing that opens.
-            NotPermitted: it opens no pages.
+            NotAuthorized: the credentials are missing or not valid.
+            NotPermitted: their role may not see pages.
         """
         certificate = b""
         der = request.scope.get("state", {}).get("certificate", b"")
@@ -186,7 +186,7 @@ class Gate:
         return caller
 
     def why_over(self, caller: Caller) -> str:
-        """Return why what a caller showed opens nothing any more, "" if it does."""
+        """Return why a caller's credentials are no longer valid, "" if they are."""
         return self._locks.why_over(caller, self._clock.unix_ns())
 
     def _token(self, headers: Mapping[str, str]) -> str:
@@ -196,10 +196,10 @@ class Gate:
         return self._sessions.token(_word(headers))
 
     def _check_origin(self, request: Request) -> None:
-        """Refuse what a page of somebody else has asked for.
+        """Check that no page of another origin sent the request.
 
         Raises:
-            Refused: one has.
+            Refused: one did, or a local page was requested by a foreign host name.
         """
         origin = request.headers.get("origin", "")
         host = request.headers.get("host", "")
@@ -267,7 +267,7 @@ def status_of(error: ElasticError) -> int:
 
 
 def shown_name(caller: Caller) -> str:
-    """Return what a page calls whoever looks at it, "" where nobody has to say who they are."""
+    """Return the name of a page's viewer, "" without authentication."""
     return "" if caller is ANYONE or caller == ANYONE else str(caller)
 
 
@@ -280,13 +280,13 @@ def _word(headers: Mapping[str, str]) -> str:
 
 
 def _peer(request: Request) -> str:
-    """Return who asks as gRPC writes it, host and port."""
+    """Return the client's address in gRPC's format, with host and port."""
     port = request.client.port if request.client is not None else 0
     return f"http:{_host(request)}:{port}"
 
 
 def _then(path: str) -> str:
-    """Return a path of ours: a login leads nowhere else."""
+    """Return the path if it is on this site, else "/": a login must not redirect elsewhere."""
     is_ours = path.startswith("/") and not path.startswith(("//", "/\\"))
     return path if is_ours and path.isprintable() and len(path) < 500 else "/"
 

@@ -1,13 +1,13 @@
-"""What is served over HTTP: pages, their changes as they happen, and metrics.
+"""The HTTP routes: pages, streams of their changes, and metrics.
 
     /  /jobs/JOB  /studies/STUDY         pages; each has a stream of its changes at PATH/stream
-    /jobs/JOB/series                     what is charted, as JSON
-    /jobs/JOB/log  /jobs/JOB/log/stream  output of workers: the newest lines, and what comes
-    /api/v1/status  /api/v1/jobs/JOB     what `elastic status -o json` says
+    /jobs/JOB/series                     the series of the charts, as JSON
+    /jobs/JOB/log  /jobs/JOB/log/stream  output of workers: the newest lines, and new ones
+    /api/v1/status  /api/v1/jobs/JOB     the output of `elastic status -o json`
     /metrics                             for Prometheus
 
-Rule: a page is made from one look at the view; looking never changes anything, and a page that many
-look at is made once a second.
+Rule: a page is made from one snapshot of the view and changes nothing. It is made at most twice a
+second, however many viewers it has.
 """
 
 from __future__ import annotations
@@ -66,9 +66,9 @@ class Site:
     """The pages of one coordinator.
 
     Attributes:
-        desk: what is shown.
+        desk: source of the view.
         studies: studies that are shown, too.
-        answered: by method of gRPC, how long requests took.
+        answered: durations of gRPC requests, by method.
     """
 
     desk: ServiceContext
@@ -77,7 +77,7 @@ class Site:
     _made: dict[str, tuple[int, Page]] = field(default_factory=dict)
 
     def app(self) -> Starlette:
-        """Return what answers requests that the gate has let in."""
+        """Return the application for requests that the gate has admitted."""
         pages: list[tuple[str, Callable[[Request], Any]]] = [
             ("/", self._front),
             ("/jobs/{job}", self._job),
@@ -99,7 +99,7 @@ class Site:
         handlers: Any = {ElasticError: _on_error, 404: _on_missing}
         return Starlette(routes=routes, exception_handlers=handlers)
 
-    # ------------------------------------------------------------------------------- what is seen
+    # ------------------------------------------------------------------------------- pages
 
     async def _check(self) -> tuple[ClusterView, str, History]:
         view, standby = await self.desk.look()
@@ -131,7 +131,7 @@ class Site:
         return await self.studies.page(request.path_params["study"])
 
     async def _page(self, make: Callable[[Request], Any], request: Request) -> Page:
-        """Return a page, which is made at most once in half a tick for all who look."""
+        """Return a page; it is made at most once in half a tick for all viewers."""
         key = request.scope["path"].removesuffix("/stream") or "/"
         now_ns = self.desk.clock.monotonic_ns()
         made_ns, page = self._made.get(key, (0, None))
@@ -142,7 +142,7 @@ class Site:
                 del self._made[old]
         return page
 
-    # ------------------------------------------------------------------------------- how it is told
+    # ------------------------------------------------------------------------------- responses
 
     def _showing(self, make: Callable[[Request], Any]) -> Callable[[Request], Any]:
         async def show(request: Request) -> Response:
@@ -155,7 +155,7 @@ class Site:
 
     def _streaming(self, make: Callable[[Request], Any]) -> Callable[[Request], Any]:
         async def stream(request: Request) -> Response:
-            await self._page(make, request)  # What is not there is said by a status.
+            await self._page(make, request)  # So that a missing page returns an error status.
             return _events(request, self._changes(make, request))
 
         return stream
@@ -163,7 +163,7 @@ class Site:
     async def _changes(
         self, make: Callable[[Request], Any], request: Request
     ) -> AsyncGenerator[str, None]:
-        """Yield what changes on a page, once a second, as long as it may be seen."""
+        """Yield the changes of a page as server-sent events, once a second."""
         changes = Changes()
         seen = request.headers.get("last-event-id") or request.query_params.get("seq", "0")
         number = int(seen) if seen.isdecimal() else 0
@@ -173,7 +173,7 @@ class Site:
                 yield f"data: {message}\n\n"
             if page.charts and changes.budget > 0:
                 _, _, history = await self._find(request)
-                if number > history.number:  # Of a coordinator that led before this one.
+                if number > history.number:  # It counts points of an earlier leader.
                     number = 0
                 recent = [point for point in history.recent if point[0] > number]
                 if recent:
@@ -182,7 +182,7 @@ class Site:
                     text = json.dumps({"points": points, "marks": _marks(history)})
                     changes.budget -= len(text)
                     yield f"id: {number}\ndata: {text}\n\n"
-            yield ": \n\n"  # Who has gone is noticed by writing.
+            yield ": \n\n"  # Only a write detects a client that is gone.
             await anyio.sleep(TICK_S)
             changes.earn(TICK_S)
 
@@ -224,7 +224,7 @@ class Site:
 
 
 def _marks(history: JobHistory) -> dict[str, Any]:
-    """Return what is marked in charts: when generations began to train, and checkpoints."""
+    """Return the marks in charts: when generations began to train, and checkpoints."""
     spans = [s for s in history.spans if s.trains_ns]
     return {
         "generations": [
@@ -235,7 +235,7 @@ def _marks(history: JobHistory) -> dict[str, Any]:
 
 
 def _events(request: Request, messages: AsyncGenerator[str, None]) -> Response:
-    """Return a stream that ends when its caller's token does."""
+    """Return a stream that ends when its caller's credentials become invalid."""
     gate, caller = request.state.gate, request.state.caller
 
     async def told() -> AsyncGenerator[str, None]:

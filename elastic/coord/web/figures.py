@@ -1,7 +1,6 @@
-"""The coordinator's figures for Prometheus: few labels, no ranks; those are the agents'.
+"""The coordinator's metrics for Prometheus. They have few labels and no ranks: agents export those.
 
-Rule: what a coordinator that does not lead cannot know it leaves out, so that of several one alone
-tells of jobs.
+Rule: a standby omits all that only the leader knows, so that just one coordinator reports jobs.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from elastic.runtime.exposition import Family, Histogram
 
 
 def exposition(desk: ServiceContext, answered: Mapping[str, Histogram]) -> str:
-    """Return all of them as text; `answered` has how long gRPC's requests took, by method."""
+    """Return all metrics as text; `answered` has the durations of gRPC requests, by method."""
     tenure = desk.office.tenure
     leader = Family("elastic_leader", "gauge", "1 on the coordinator that leads.")
     leader.add(1 if tenure is not None else 0)
@@ -75,7 +74,7 @@ def _cluster(view: ClusterView, history: History) -> Iterator[Family]:
 
 
 def _jobs(view: ClusterView, history: History, unix_ns: int) -> Iterator[Family]:
-    """Yield what is told of each job; of one that has ended no more than how."""
+    """Yield the metrics of jobs; ended ones have only their info and state."""
     info = Family("elastic_job_info", "gauge", "1; the labels say what job it is.")
     state = Family(
         "elastic_job_state", "gauge", "1 for the state that the job is in, 0 for the others."

@@ -1,8 +1,8 @@
-"""HTML in which nothing that others wrote is ever markup, and no control character arrives.
+"""HTML that escapes all text from outside, and contains no control characters.
 
-Rule: markup is made by `element` alone; every other text is escaped where it enters. Names, metrics
-and output come from users: terminal sequences are taken out, and what would move or hide other
-text on a page (control characters, overrides of direction) is shown by its number.
+Rule: only `element` makes markup; all other text is escaped where it enters. Names, metrics and
+output come from users: terminal sequences are removed, and characters that would move or hide
+other text on a page (control characters, direction overrides) are shown by their code.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ VOID = frozenset({"br", "hr", "input", "link", "meta"})
 
 
 class Html(str):
-    """Markup; whatever is not of this class is text."""
+    """Markup; a value of any other class is text and gets escaped."""
 
     __slots__ = ()
 
 
 def clean(text: str) -> str:
-    """Return a text without terminal sequences, in which unseen characters show their number."""
+    """Return a text without terminal sequences, and with the codes of invisible characters."""
     if text.isprintable():
         return text
     text = TERMINAL.sub("", text)
@@ -40,18 +40,18 @@ def clean(text: str) -> str:
 
 
 def clean_output(text: str) -> str:
-    """Return output as a terminal would leave it: a line that was redrawn shows once."""
+    """Return output as a terminal would show it: only the last version of a redrawn line."""
     lines = (line.rstrip("\r").rpartition("\r")[2] for line in text.split("\n"))
     return clean("\n".join(lines))
 
 
 def escaped(value: Any) -> Html:
-    """Return a value as markup that shows just that."""
+    """Return a value as escaped markup."""
     return value if isinstance(value, Html) else Html(html.escape(clean(str(value))))
 
 
 def joined(*parts: Any) -> Html:
-    """Return parts one after another; None is nothing."""
+    """Return the concatenation of parts, escaped; None is skipped."""
     return Html("".join(escaped(part) for part in parts if part is not None))
 
 
@@ -59,10 +59,10 @@ def element(name: str, /, *children: Any, **attributes: Any) -> Html:
     """Return an element.
 
     Args:
-        name: of the tag, ours.
-        children: elements or texts; None is nothing.
-        attributes: `class_` is "class" and `data_x` is "data-x"; None or False leaves one out,
-            True gives it without a value.
+        name: of the tag; not escaped.
+        children: elements or texts; None is skipped.
+        attributes: `class_` is "class" and `data_x` is "data-x"; None or False omits one,
+            True writes it without a value.
     """
     told = []
     for key, value in attributes.items():

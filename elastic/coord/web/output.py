@@ -1,7 +1,7 @@
-"""Output of a job's workers on its way to a page: whole lines, cleaned, and no more than fits.
+"""Streams the output of a job's workers to a page: complete lines, cleaned, at a limited rate.
 
-Rule: of output that comes faster than `BYTES_PER_S` the newest lines are shown, and how many were
-passed over is said; files on the nodes have all of it.
+Rule: if output comes faster than `BYTES_PER_S`, only the newest lines are sent, with the number of
+lines skipped; files on the nodes have all of it.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ PARTIAL_CHARS_MAX = 1 << 16
 NEW_WORKERS_S = 0.25
 
 Line = tuple[float, int, int, str, str]
-"""Unix seconds (0 if not known), generation and rank then (-1 for none), node, and text."""
+"""Unix seconds (0 if unknown), generation and rank at that time (-1 for none), node, and text."""
 
 
 @dataclass
 class Wanted:
-    """Whose output is wanted."""
+    """Selects the output to show; implements `LogFilter`."""
 
     follow: bool
     tail_lines: int = TAIL_LINES
@@ -41,7 +41,7 @@ class Wanted:
 
     @classmethod
     def of(cls, query: Mapping[str, str], *, follow: bool) -> Wanted:
-        """Read what a form says; what is no rank chooses none."""
+        """Parse the fields of a form; parts that are not ranks are ignored."""
         ranks = tuple(
             int(part) for part in query.get("rank", "").split(",")[:64] if part.strip().isdecimal()
         )
@@ -50,13 +50,13 @@ class Wanted:
 
 @dataclass
 class Lines:
-    """Whole lines, made of what comes in pieces."""
+    """Joins chunks of output to complete lines."""
 
     contains: str
     _partial: dict[WorkerId, str] = field(default_factory=dict)
 
     def take(self, reader: LogRequest) -> list[Line]:
-        """Return the lines that are whole now."""
+        """Return the lines that are complete now."""
         lines: list[Line] = []
         for chunk in reader.chunks():
             text = self._partial.get(chunk.worker_id, "") + chunk.text
@@ -72,7 +72,7 @@ class Lines:
 
 
 def head(line: Line) -> str:
-    """Return what stands before a line: "[g4 r3 gpu-07]"."""
+    """Return the prefix of a line: "[g4 r3 gpu-07]"."""
     _, generation, rank, node, _ = line
     return f"[g{generation} r{rank} {node}]" if rank >= 0 else f"[{node}]"
 
@@ -80,10 +80,10 @@ def head(line: Line) -> str:
 async def output_stream(
     desk: ServiceContext, job_id: JobId, query: Mapping[str, str]
 ) -> AsyncGenerator[str, None]:
-    """Yield messages with the newest lines, and then with what comes, until the job has ended.
+    """Yield messages with the newest lines, then with new ones, until the job has ended.
 
     Raises:
-        NotLeading: this coordinator does not lead, or no more.
+        NotLeading: this coordinator does not lead, or no longer.
     """
     wanted, driver = Wanted.of(query, follow=True), desk.driver
     lines = Lines(wanted.contains)
@@ -110,7 +110,7 @@ async def output_stream(
 
 
 def by_time(lines: list[Line]) -> list[Line]:
-    """Return lines of several workers by time; one without follows the one that came before it."""
+    """Sort lines of several workers by time; one without a time stays behind its predecessor."""
     moments: list[float] = []
     for line in lines:
         moments.append(line[0] or (moments[-1] if moments else 0.0))
@@ -118,7 +118,7 @@ def by_time(lines: list[Line]) -> list[Line]:
 
 
 def _message(lines: list[Line]) -> str:
-    """Return the newest of these lines, as many as fit, as one message; a comment for none."""
+    """Return the newest of these lines that fit into one message; a comment if there are none."""
     if not lines:
         return ": \n\n"
     kept, size = 0, 0
@@ -132,7 +132,7 @@ def _message(lines: list[Line]) -> str:
 
 
 async def newest_lines(desk: ServiceContext, job_id: JobId, query: Mapping[str, str]) -> list[Line]:
-    """Return the newest lines that come within `TAIL_WAIT_S`.
+    """Return the newest lines that arrive within `TAIL_WAIT_S`.
 
     Raises:
         NotLeading: this coordinator does not lead.

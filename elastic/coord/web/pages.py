@@ -1,6 +1,6 @@
-"""The pages: all jobs and nodes, and one job. What is shown is a function of view and history.
+"""The pages: all jobs and nodes, and one job; pure functions of view and history.
 
-Rule: nothing is decided or asked here, and everything is text until `element` escapes it.
+Rule: nothing is decided or requested here, and everything is text until `element` escapes it.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ CARDS_KEPT = 8192
 
 
 class Clocks:
-    """Turns moments of the coordinator's monotonic clock into times of day."""
+    """Converts times of the coordinator's monotonic clock to Unix times."""
 
     def __init__(self, now_ns: int, unix_ns: int) -> None:
-        """Know that both are now."""
+        """Take the same moment on both clocks."""
         self._offset_ns = unix_ns - now_ns
         self.unix_ns = unix_ns
 
     def unix(self, monotonic_ns: int) -> int:
-        """Return the time of day of a moment, to the second: it must not change with each look."""
+        """Return the Unix time in ns, rounded to seconds, so that it is the same on each call."""
         return round((monotonic_ns + self._offset_ns) / NS_PER_S) * NS_PER_S
 
 
@@ -49,10 +49,10 @@ def front_page(view: ClusterView, unix_ns: int, *, about: str, studies: Iterable
     """Return the page with all jobs and nodes.
 
     Args:
-        view: everything.
+        view: the whole cluster.
         unix_ns: now.
         about: a line about this coordinator.
-        studies: names of studies that are shown.
+        studies: names of the studies to link.
     """
     clocks = Clocks(view.now_ns, unix_ns)
     live = [job for job in view.jobs if not has_ended(job)]
@@ -147,11 +147,11 @@ def job_page(
     """Return the page of one job.
 
     Args:
-        view: everything.
-        job: of it.
+        view: the whole cluster.
+        job: one of its jobs.
         history: of the job.
         unix_ns: now.
-        events: what happened to it, oldest first.
+        events: of the job, oldest first.
     """
     spec, clocks = job.record.spec, Clocks(view.now_ns, unix_ns)
     place = f"/jobs/{quote(spec.job_id, safe='')}"
@@ -243,14 +243,14 @@ def _why(job: JobView) -> Part:
 
 
 def _timeline(history: JobHistory, unix_ns: int) -> Part:
-    """Return a bar for each generation, and a gap in red for each pause, over the whole run."""
+    """Return a bar for each generation, and a red gap for each pause, over the whole run."""
     spans = list(history.spans)
     if not spans:
         return Part("timeline", element("p", "No group yet.", id="timeline"))
     begin = spans[0].stood_ns
     end = max(*(max(s.ended_ns, s.trains_ns, s.formed_ns) for s in spans), begin + NS_PER_S)
     if not spans[-1].ended_ns:
-        # In steps, so that the picture does not change with each look.
+        # In steps, so that the picture does not change with each update.
         step = max(2 * NS_PER_S, (end - begin) // 200)
         end = max(end, begin + -(-(unix_ns - begin) // step) * step)
     scale = TIMELINE_WIDTH / (end - begin)
@@ -326,7 +326,7 @@ def _node_cards(view: ClusterView, job: JobView) -> dict[str, Html]:
 def _node_card(
     node_id: NodeId, phase: str, kind: str, workers: tuple[tuple[int, WorkerId, WorkerPhase], ...]
 ) -> Html:
-    """Return the card of a node; thousands stay as they are for hours."""
+    """Return the card of a node; cached, because thousands stay the same for hours."""
     cells = [
         element(
             "li",
@@ -348,7 +348,7 @@ def _more_workers(job: JobView) -> Part:
 
 
 def _metric_rows(job: JobView, history: JobHistory) -> dict[str, Html]:
-    """Return the numbers that were charted, and the newest of what else was reported."""
+    """Return the charted numbers, and the newest values of other reported metrics."""
     rows: dict[str, Html] = {}
     for name, series in history.series.items():
         known = [value for value in series.values if value is not None]
@@ -400,7 +400,7 @@ def _event_rows(events: Sequence[TimedNote]) -> dict[str, Html]:
 
 
 def _log_form(place: str) -> Html:
-    """Return what chooses the output; without JavaScript it leads to the newest lines."""
+    """Return the form that selects output; without JavaScript it opens the newest lines."""
     return element(
         "form",
         element("label", "rank ", _input("rank", "all", inputmode="numeric", size=4)),
@@ -427,15 +427,15 @@ def log_page(job: JobView, lines: Iterable[Line]) -> Page:
     return Page(f"Output of {spec.name}", body)
 
 
-# ------------------------------------------------------------------------------------- around it
+# ------------------------------------------------------------------------------------- documents
 
 
 def document(page: Page, *, user: str, stream: str) -> str:
     """Return the whole document of a page.
 
     Args:
-        page: what is in it.
-        user: who looks, "" if nobody has to say so.
+        page: its contents.
+        user: name of the viewer, "" without authentication.
         stream: path of its changes, "" for none.
     """
     leave = None
@@ -475,8 +475,8 @@ def login_page(why: str, then: str) -> str:
     """Return the page that asks for a token.
 
     Args:
-        why: what was wrong with what was shown, "" for nothing.
-        then: path to go to.
+        why: why the last attempt failed, "" for none.
+        then: path to open after the login.
     """
     form = element(
         "form",
@@ -501,6 +501,6 @@ def login_page(why: str, then: str) -> str:
 
 
 def plain_page(title: str, text: str) -> str:
-    """Return a page that says one thing."""
+    """Return a page with one heading and one paragraph."""
     body = [element("h1", title), escaped(element("p", text))]
     return document(Page(title, body), user="", stream="")

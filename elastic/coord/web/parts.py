@@ -1,7 +1,7 @@
-"""Pages as parts: what is sent anew when it changes, and how it is told to a browser.
+"""Pages as parts, so that only changed parts are sent to a browser again.
 
-Rule: a part never shows how old something is, only since when, or it would change every second; the
-browser turns the moments into ages. A browser without JavaScript shows the moments.
+Rule: a part contains times, never ages, or it would change every second; the browser turns the
+times into ages. A browser without JavaScript shows the times.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from elastic.coord.web.html import Html, element, joined
 
 BYTES_PER_S = 64_000
-"""What one page is sent at most; what does not fit comes later."""
+"""Rate limit of one page's changes; those over it are sent later."""
 
 
 NOTHING = Html("")
@@ -26,10 +26,10 @@ class Part:
 
     Attributes:
         key: its id.
-        html: the whole element with that id; of a list, what is shown where it has no items.
-        items: of a list, the elements in it by id; None for what is no list.
+        html: the whole element with that id; unused for a list.
+        items: of a list, its elements by id; None if it is not a list.
         tag: of a list's own element.
-        css: its class.
+        css: class of a list's own element.
     """
 
     key: str
@@ -47,7 +47,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Page:
-    """A page.
+    """A page: its markup, and which parts of it may change.
 
     Attributes:
         title: in plain text.
@@ -62,20 +62,20 @@ class Page:
     log: str = ""
 
     def parts(self) -> list[Part]:
-        """Return what may change."""
+        """Return the parts that may change."""
         return [piece for piece in self.body if isinstance(piece, Part)]
 
     def html(self) -> Html:
-        """Return all of it."""
+        """Return the markup of the whole page."""
         return joined(*(p.whole() if isinstance(p, Part) else p for p in self.body))
 
 
 @dataclass
 class Changes:
-    """What one browser lacks of a page.
+    """The changes that one browser has not received yet.
 
     Attributes:
-        budget: bytes that may be sent now; below 0 what was sent too much.
+        budget: bytes that may be sent now; negative after exceeding it.
     """
 
     budget: float = BYTES_PER_S
@@ -83,11 +83,11 @@ class Changes:
     _order: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
     def earn(self, seconds: float) -> None:
-        """Let time go by."""
+        """Refill the budget for the time passed."""
         self.budget = min(BYTES_PER_S, self.budget + seconds * BYTES_PER_S)
 
     def take(self, parts: Sequence[Part]) -> Iterator[str]:
-        """Yield messages for what changed, as long as there is room for them."""
+        """Yield messages for changed parts, while the budget lasts."""
         for key, order, item in _pieces(parts):
             if self.budget <= 0:
                 return
@@ -131,7 +131,7 @@ def row(key: str, *cells: object, css: str | None = None) -> Html:
 
 
 def moment(unix_ns: int) -> Html:
-    """Return a moment, which the browser turns into an age."""
+    """Return a time, which the browser turns into an age."""
     if not unix_ns:
         return Html("–")
     seconds = unix_ns / 1e9
@@ -141,10 +141,10 @@ def moment(unix_ns: int) -> Html:
 
 
 def pill(state: str) -> Html:
-    """Return a state in its colour; its name stands there, too."""
+    """Return a state as a coloured label with its name."""
     return element("span", state, class_=f"pill s-{state}")
 
 
 def number(value: float | None, digits: int = 4) -> str:
-    """Return a number as people read it."""
+    """Return a number with so many significant digits, a dash for None."""
     return "–" if value is None else f"{value:.{digits}g}"

@@ -1,7 +1,7 @@
 """The HTTP server of the page, on an address of its own, in the coordinator's event loop.
 
-Rule: the address is bound before anything else is tried, as that of gRPC. Certificates that are
-replaced are used from the next connection on.
+Rule: the address is bound before anything else is tried, like that of gRPC. Replaced certificates
+are used from the next connection on.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ CERTIFICATES_POLL_S = 5.0
 
 
 class _Protocol(H11Protocol):
-    """Tells the application which certificate a connection has shown; ends idle connections."""
+    """Passes the client's certificate to the application, and ends idle connections."""
 
     _stalled: asyncio.TimerHandle | None = None
 
@@ -48,7 +48,7 @@ class _Protocol(H11Protocol):
         if len(self.connections) > CONNECTIONS_MAX:
             transport.abort()
             return
-        # Else one that says nothing would keep its descriptor for ever.
+        # Otherwise a silent connection would hold its descriptor for ever.
         self.loop.call_later(IDLE_S, self._end_silent)
         secured = transport.get_extra_info("ssl_object")
         shown = secured.getpeercert(binary_form=True) if secured is not None else None
@@ -59,7 +59,7 @@ class _Protocol(H11Protocol):
             self.transport.abort()
 
     def pause_writing(self) -> None:
-        """End a reader that takes nothing for long: its stream holds what others could have."""
+        """End a connection whose client reads nothing for long, to free its resources."""
         super().pause_writing()
         self._stalled = self.loop.call_later(STALL_S, self.transport.abort)
 
@@ -75,7 +75,7 @@ class _Protocol(H11Protocol):
 
 
 class _Server(uvicorn.Server):
-    """Leaves signals to the coordinator."""
+    """A uvicorn server that leaves signals to the coordinator."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -86,7 +86,7 @@ class PageServer:
     """Serves the page of one coordinator.
 
     Attributes:
-        url: at which it is.
+        url: of the page.
     """
 
     def __init__(
@@ -100,16 +100,16 @@ class PageServer:
         studies: str,
         answered: Mapping[str, Histogram],
     ) -> None:
-        """Bind.
+        """Bind the address.
 
         Args:
             listen: host and port; port 0 picks a free one.
-            locks: what callers must show.
-            audit: told of refusals.
+            locks: the credentials required of callers.
+            audit: records refusals.
             clock: for ages.
-            tls: the coordinator's certificate; None to serve in the clear.
+            tls: the coordinator's certificate; None to serve without TLS.
             studies: folder of studies, "" for none.
-            answered: by method of gRPC, how long requests took.
+            answered: durations of gRPC requests, by method.
 
         Raises:
             Unavailable: the address cannot be bound.
@@ -165,7 +165,7 @@ class PageServer:
         return settings
 
     async def _keep_certificates(self, context: ssl.SSLContext) -> None:
-        """Use a new certificate once there is one; one that is no good changes nothing."""
+        """Load replaced certificates; an unusable one is logged and changes nothing."""
         tls = self._tls
         if tls is None or tls.cert is None or tls.key is None:
             return

@@ -1,6 +1,6 @@
-"""Where time goes: the goodput of a job as a bar, and the steps of its workers.
+"""How workers spend their time: the goodput of a job as a bar, and the phases of worker steps.
 
-Rule: a bar's parts sum to what was allocated; the numbers stand beside it as text.
+Rule: a bar's parts sum to the allocated time; the numbers are also shown as text.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from elastic.core.telemetry import Telemetry
 from elastic.core.view import JobView, WorkerView
 
 ROWS_MAX = 64
-"""Of workers: those that others wait for come first. Programs ask for all."""
+"""Workers shown, stragglers first; the JSON API returns all."""
 BAR_WIDTH, BAR_HEIGHT = 1000, 26
 SHOWN_PART = 0.001
 STRAGGLES = 0.05
-"""A rank is marked when its group waits for it for such a part of the time."""
+"""A rank is marked as a straggler when its group waits for it for this share of the time."""
 
 
 def goodput_bar(job: JobView) -> Part:
-    """Return where the time of all its workers went."""
+    """Return the time of all its workers by category, as a bar with a legend."""
     goodput = job.record.goodput
     total = goodput.allocated_ns
     if not total:
@@ -56,7 +56,7 @@ def goodput_bar(job: JobView) -> Part:
 
 
 def goodput_text(job: JobView) -> str:
-    """Return "93.1 % of 12m 4s", "–" before any."""
+    """Return "93.1% of 12m 4s", a dash before any time was allocated."""
     goodput = job.record.goodput
     if not goodput.allocated_ns:
         return "–"
@@ -64,7 +64,7 @@ def goodput_text(job: JobView) -> str:
 
 
 def pace_facts(told: Telemetry) -> dict[str, object]:
-    """Return where in the run it is, how fast, and how long it still takes."""
+    """Return the job's position in the run, its pace, and the estimated time left."""
     facts: dict[str, object] = {"place": place_line(told) or "–", "pace": pace_line(told) or "–"}
     left_ns = eta_ns(told)
     if left_ns is not None:
@@ -73,7 +73,7 @@ def pace_facts(told: Telemetry) -> dict[str, object]:
 
 
 def stragglers(job: JobView) -> frozenset[int]:
-    """Return the ranks that others wait for much of their time."""
+    """Return the ranks that others wait for more than `STRAGGLES` of their time."""
     return frozenset(
         worker.telemetry.straggler
         for worker in job.workers
@@ -83,7 +83,7 @@ def stragglers(job: JobView) -> frozenset[int]:
 
 
 def worker_rows(job: JobView) -> dict[str, Html]:
-    """Return the workers' rows, those that others wait for first."""
+    """Return the workers' rows, stragglers first."""
     late = stragglers(job)
 
     def place(worker: WorkerView) -> tuple[bool, bool, int, str]:
@@ -110,7 +110,7 @@ def worker_rows(job: JobView) -> dict[str, Html]:
 
 
 def _split(told: Telemetry) -> Html:
-    """Return the parts of a step, as a bar and in words."""
+    """Return the phases of a step, as a bar and as text."""
     if not told.steps or not told.wall_ns:
         return Html("–")
     waits = min(told.straggler_wait_ns, told.exchange_ns)
@@ -121,7 +121,7 @@ def _split(told: Telemetry) -> Html:
         ("data", "data_wait", told.data_wait_ns),
         ("commit", "checkpoint_stall", told.commit_ns),
     )
-    # An exchange goes on while others of the same step are computed.
+    # An exchange overlaps with computation in the same step, so the sum may exceed wall time.
     total_ns = max(told.wall_ns, sum(spent_ns for _, _, spent_ns in parts))
     bars, words, x = [], [], 0.0
     for name, css, spent_ns in parts:

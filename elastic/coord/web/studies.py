@@ -1,7 +1,7 @@
-"""Studies of elastic.tune, as their logs tell them.
+"""Pages of elastic.tune studies, read from the studies' logs.
 
-Rule: the operator names the folder whose studies are shown (`--studies`); nothing else in storage
-is read. Reading happens in a thread, and at most every few seconds for all who look.
+Rule: the operator names the folder of the studies (`--studies`); nothing else in storage is read.
+A thread reads it, at most every few seconds for all viewers.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Studies:
 
     Attributes:
         folder: storage_path of the studies, "" for none.
-        clock: for their age here.
+        clock: for the age of what was read.
     """
 
     folder: str
@@ -41,7 +41,7 @@ class Studies:
     _read: dict[str, tuple[int, Study]] = field(default_factory=dict)
 
     async def names(self) -> tuple[str, ...]:
-        """Return the names of all studies; storage that fails shows none."""
+        """Return the names of all studies; none if storage fails."""
         if not self.folder:
             return ()
         when_ns, names = self._names
@@ -128,7 +128,7 @@ def _trial_row(study: Study, trial: Trial, *, is_best: bool) -> Html:
 
 
 def _plot(study: Study) -> Part:
-    """Return a line for each trial: the metric over its reports; the best one stands out."""
+    """Return a line for each trial: the metric over its reports; the best one is highlighted."""
     lines = [(trial, _values(study, trial)) for trial in study.trials[-TRIALS_SHOWN:]]
     lines = [(trial, values) for trial, values in lines if values]
     known = [value for _, values in lines for value in values]
