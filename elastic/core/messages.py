@@ -1,8 +1,8 @@
-"""What agents, the coordinator and workers tell each other; `wire.codec` maps each to proto.
+"""Messages between agents, the coordinator and workers; `wire.codec` maps each to proto.
 
-Rule: messages state facts or wishes as they are now, so that receiving one twice, or a later
-one without an earlier one, does no harm. A broken connection is healed by one `Hello` that
-says all.
+Rule: messages state the current facts or requests, so that receiving one twice, or a later one
+without an earlier one, does no harm. After a broken connection one `Hello` restores the whole
+state.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from elastic.core.world import (
 )
 
 PROTOCOL = "1.0"
-"""What both sides of every connection must speak; another one is refused."""
+"""Version that both sides of every connection must have; any other is refused."""
 
 
 @dataclass(frozen=True)
@@ -46,14 +46,14 @@ class Report:
     """One call of `train.report` by one worker.
 
     Attributes:
-        kind: what it is; (generation, kind, index) names one of a worker's reports.
+        kind: its kind; (generation, kind, index) identifies a report of a worker.
         index: counts this worker's reports of the script in this generation from 0; see `kind`.
         rank: the worker's rank when it reported.
         metrics: JSON object.
         checkpoint: path of a complete, uploaded checkpoint directory, "" for none.
-        status: of that checkpoint. One whose validation is over was reported before; this then
-            says what came of it, with all its metrics.
-        request: number of the newest wish for a checkpoint that it was taken after, 0 for none.
+        status: of that checkpoint. After a validation, the checkpoint was reported before; this
+            report has the outcome, with all metrics.
+        request: number of the newest checkpoint request that preceded it, 0 for none.
     """
 
     worker_id: WorkerId
@@ -69,7 +69,7 @@ class Report:
 
 
 def is_metrics(report: Report) -> bool:
-    """Return whether this is how far a run is, as its script sees it."""
+    """Return whether this is the script's own report from rank 0, the metrics of the run."""
     return report.rank == 0 and report.kind is ReportKind.SCRIPT
 
 
@@ -78,18 +78,17 @@ def is_metrics(report: Report) -> bool:
 
 @dataclass(frozen=True)
 class Hello:
-    """The first message of every connection: who I am and all that runs here.
+    """The first message of every connection: the node and all that runs on it.
 
     Attributes:
-        workers: every worker of this agent that the coordinator has not told it to forget.
-        draining: the node has been told to leave (SIGTERM, a notice).
+        workers: every worker of this agent without a `ForgetWorker`.
+        draining: the node is about to leave (SIGTERM, a notice).
         drain_reason: why, when draining.
-        drain_timeout_ns: how much time is left for it.
-        reports_due: how many reports follow as soon as the agent is welcome, because they have
-            not been acknowledged yet.
-        copies: what this node holds for others.
-        copies_at, copies_fingerprint: where it takes and gives them; see `CopyEndpoint`.
-        problems: what is wrong with the node, a phrase for each; see `NodeHealth`.
+        drain_timeout_ns: time left for it.
+        reports_due: number of unacknowledged reports that follow after `Welcome`.
+        copies: copies that this node holds.
+        copies_at, copies_fingerprint: endpoint for copies; see `CopyEndpoint`.
+        problems: faults of the node, a phrase for each; see `NodeHealth`.
     """
 
     node: Node
@@ -105,27 +104,27 @@ class Hello:
 
     @property
     def copy_endpoint(self) -> CopyEndpoint:
-        """Return where it takes and gives copies."""
+        """Return the endpoint at which it receives and serves copies."""
         return CopyEndpoint(self.copies_at, self.copies_fingerprint)
 
 
 @dataclass(frozen=True)
 class WorkerUpdate:
-    """A worker changed; `report` says all about it."""
+    """A worker changed; `report` is its complete new state."""
 
     report: WorkerReport
 
 
 @dataclass(frozen=True)
 class Reported:
-    """A worker reported; kept by the agent and sent again until `ReportAck` comes."""
+    """A worker's report; the agent keeps and resends it until `ReportAck` comes."""
 
     report: Report
 
 
 @dataclass(frozen=True)
 class DrainNotice:
-    """This node is about to leave: let its workers go at a step boundary."""
+    """This node is about to leave: its workers should leave at a step boundary."""
 
     reason: str
     timeout_ns: int
@@ -133,10 +132,10 @@ class DrainNotice:
 
 @dataclass(frozen=True)
 class NodeHealth:
-    """All that is wrong with this node now; it takes no new workers until nothing is.
+    """All faults of this node now; it gets no new workers while there is one.
 
     Attributes:
-        problems: a phrase for each, such as "the disk of /tmp is full"; empty when all is well.
+        problems: a phrase for each, such as "the disk of /tmp is full"; empty if healthy.
     """
 
     problems: tuple[str, ...]
@@ -144,14 +143,14 @@ class NodeHealth:
 
 @dataclass(frozen=True)
 class Progress:
-    """Telemetry: the first step of a generation is over, and then about one a second.
+    """Telemetry, sent after the first step of a generation, and then about once a second.
 
     Attributes:
         steps: optimizer steps (loader iterations) that this worker did in this generation.
         first_step_unix_ns: wall clock at the end of the first one.
-        spent: where its time in train functions went, since its process became this worker; the
-            numbers never fall, so that one which is lost is made good by the next.
-        telemetry: how its newest steps went.
+        spent: its time in train functions by category, since its process became this worker. The
+            numbers never decrease, so the next message makes up for a lost one.
+        telemetry: of its newest steps.
     """
 
     worker_id: WorkerId
@@ -164,20 +163,20 @@ class Progress:
 
 @dataclass(frozen=True)
 class Pulse:
-    """The main thread of a worker stands, or moves again; a healthy run sends none.
+    """The main thread of a worker stopped making progress, or resumed; a healthy run sends none.
 
-    Durations count back from the moment of sending. It is said again as long as it holds, so that
-    one that is not said any more is not believed for long.
+    Durations count back from the time of sending. It is repeated while it holds, so that a stale
+    one expires soon.
 
     Attributes:
         waiting_ns: how long it has waited for its peers, 0 if it does not.
-        still_ns: how long it has not moved and not waited either, 0 if it moves or waits.
-        epoch, step: where it is, for people.
-        begun: what was begun in groups within its group; empty if that cannot be told.
-        longest_ns: the longest time that it stood still in this process and then moved on.
+        still_ns: how long it has made no progress without waiting, 0 if it moves or waits.
+        epoch, step: its position, for people.
+        begun: collectives begun in groups within its group; empty if unknown.
+        longest_ns: the longest pause in this process after which it moved on.
         has_stepped: a step was committed in this process.
         working_ns: how long it has worked since it last waited, 0 if that is not long.
-        work: what it does, for people; "" if it does not work for long.
+        work: its current work, for people; "" if it does not work for long.
     """
 
     worker_id: WorkerId
@@ -195,18 +194,18 @@ class Pulse:
 
 @dataclass(frozen=True)
 class ProbeAck:
-    """Answer to `Probe`, with the same number."""
+    """Reply to `Probe`, with the same number."""
 
     number: int
 
 
 @dataclass(frozen=True)
 class LogLines:
-    """Output of a worker, for whoever follows. Never passes through a machine.
+    """Output of a worker, for a reader that follows it. Bypasses the state machines.
 
     Attributes:
-        unix_ns: the agent's wall clock when these lines were printed, 0 if not known.
-        generation, rank: that the worker had then; 0 and -1 before its first group.
+        unix_ns: the agent's wall clock when these lines were printed, 0 if unknown.
+        generation, rank: of the worker at that time; 0 and -1 before its first group.
     """
 
     follow_id: str
@@ -243,9 +242,9 @@ class Welcome:
 
     Attributes:
         coordinator: its name, for people.
-        term: which leadership of its store this is, from 1; 0 from a coordinator that does not
-            say. An agent that has seen a later one refuses it.
-        history: names the store that `term` counts in; a new or restored store has another.
+        term: number of its term on its store, from 1; 0 if not given. An agent that has seen a
+            later one refuses it.
+        history: id of the store in which `term` counts; a new or restored store has another.
     """
 
     coordinator: str
@@ -255,7 +254,7 @@ class Welcome:
 
 @dataclass(frozen=True)
 class Refusal:
-    """The node is not registered; `final` means that trying again is of no use."""
+    """The node is not registered; `final` means that a retry is of no use."""
 
     reason: str
     final: bool
@@ -263,11 +262,11 @@ class Refusal:
 
 @dataclass(frozen=True)
 class StartWorker:
-    """Run a worker of this job under this id; a second one for the same id changes nothing.
+    """Run a worker of this job under this id; idempotent for the same id.
 
     Attributes:
-        ahead: it calls its train function before it has a group, up to where it needs one: the
-            group trains meanwhile, in a loop that a newcomer can enter.
+        ahead: it calls its train function before it has a group, up to where it needs one. The
+            group trains meanwhile, in a loop that new members can enter.
     """
 
     worker_id: WorkerId
@@ -277,10 +276,10 @@ class StartWorker:
 
 @dataclass(frozen=True)
 class StopWorker:
-    """End this worker: ask, and kill after the grace period. Unknown ids are no error.
+    """End this worker: ask it, and kill it after the grace period. Unknown ids are no error.
 
     Attributes:
-        asks: a script that has a handler of its own for SIGTERM gets it, and has all that time.
+        asks: a script with its own SIGTERM handler gets that signal and the whole grace period.
     """
 
     worker_id: WorkerId
@@ -291,14 +290,14 @@ class StopWorker:
 
 @dataclass(frozen=True)
 class ForgetWorker:
-    """The coordinator knows that this worker is gone: stop mentioning it."""
+    """The coordinator knows that this worker is gone: stop reporting it."""
 
     worker_id: WorkerId
 
 
 @dataclass(frozen=True)
 class Announce:
-    """Leave whatever group you are in, at once, and join this one."""
+    """Leave the current group, if any, at once, and join this one."""
 
     assignment: Assignment
 
@@ -310,10 +309,10 @@ class LeaveGroup:
     Attributes:
         at_boundary: True: at the next boundary that all members agree on (nothing is lost);
             False: at once, because the group cannot go on.
-        saves: at that boundary the state is saved first, because no member comes back soon. A later
-            order without it takes that back: who waits for storage leaves at once.
-        follows: the next group is being worked out: that its worker is out need not be said before
-            its turn (`policy.spreading`).
+        saves: at that boundary the state is saved first, because no member returns soon. A later
+            order without it cancels that: a member that waits for storage leaves at once.
+        follows: the next group is being computed: the worker's report that it has left may wait
+            for its turn (`policy.pacing`).
     """
 
     worker_id: WorkerId
@@ -326,11 +325,11 @@ class LeaveGroup:
 
 @dataclass(frozen=True)
 class SaveState:
-    """A user wants a checkpoint now: take one at the end of this step, and go on.
+    """A user requests a checkpoint now: take one at the end of this step, and continue.
 
     Attributes:
-        generation: of the group that is to take it; another one is told anew.
-        request: number of the wish; a greater one is newer, one that was served already is none.
+        generation: of the group that should take it; the next group gets its own message.
+        request: number of the request; a greater one is newer, one already served is ignored.
     """
 
     worker_id: WorkerId
@@ -340,13 +339,13 @@ class SaveState:
 
 @dataclass(frozen=True)
 class Preemption:
-    """Nodes of your group were told to leave; told to every member, and again when it changes.
+    """Nodes of the group are about to leave; sent to every member, and again when it changes.
 
     Attributes:
-        generation: of the group; another one is told anew, if nodes of it are still to leave.
-        timeout_ns: until the first of them is gone, from the moment of sending.
-        reason: of that one.
-        nodes: which they are, by id.
+        generation: of the group; the next one gets its own message, if it has leaving nodes.
+        timeout_ns: time until the first of them is gone, from the time of sending.
+        reason: of the first one.
+        nodes: the leaving nodes, by id.
     """
 
     worker_id: WorkerId
@@ -358,7 +357,7 @@ class Preemption:
 
 @dataclass(frozen=True)
 class ReportAck:
-    """The report was taken (a checkpoint in it is durable), or refused for the reason given."""
+    """The report was accepted (its checkpoint is durable), or refused for the given reason."""
 
     worker_id: WorkerId
     generation: Generation
@@ -371,20 +370,19 @@ class ReportAck:
 
 @dataclass(frozen=True)
 class Release:
-    """The drained node has no workers left that matter: the agent may end."""
+    """The drained node is not needed any more: its agent may end."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class FollowLogs:
-    """Send the output of this worker as `LogLines`. Never passes through a machine.
+    """Send the output of this worker as `LogLines`. Bypasses the state machines.
 
     Attributes:
-        tail_lines: how many lines of what there is already, -1 for all.
-        follow: go on until the worker ends or `stop` comes.
-        room: for how many characters the reader has room, 0 for all that come. Said again with
-            the same id: for so many more.
+        tail_lines: how many lines of existing output, -1 for all.
+        follow: continue until the worker ends or `stop` comes.
+        room: credit in characters, 0 for no limit. A message with the same id adds credit.
     """
 
     follow_id: str
@@ -397,14 +395,14 @@ class FollowLogs:
 
 @dataclass(frozen=True)
 class Probe:
-    """Are you there? An agent answers at once; any other word of it is as good an answer."""
+    """A liveness check. The agent replies at once; any other message from it counts as well."""
 
     number: int
 
 
 @dataclass(frozen=True)
 class DumpStacks:
-    """Have this worker write all its stacks to its output. Unknown ids are no error."""
+    """Make this worker write all its stacks to its output. Unknown ids are no error."""
 
     worker_id: WorkerId
     reason: str
@@ -412,11 +410,11 @@ class DumpStacks:
 
 @dataclass(frozen=True)
 class RunEvents:
-    """What happened to a job, for the run's directory; its first rank writes it there.
+    """Events of a job for its run directory; rank 0 writes them there.
 
     Attributes:
-        lines: JSON objects, oldest first, in the schema of the event log; those that the file has
-            already are told again to another worker. No two have the same `time_unix_ns`.
+        lines: JSON objects, oldest first, in the schema of the event log. A new rank 0 receives
+            those again that the file has already. No two have the same `time_unix_ns`.
     """
 
     worker_id: WorkerId
@@ -425,7 +423,7 @@ class RunEvents:
 
 @dataclass(frozen=True)
 class Profile:
-    """A user wants to know where a worker spends its time: sample its stacks for so long.
+    """A user requests a profile of a worker: sample its stacks.
 
     Attributes:
         seconds: for how long.
@@ -468,18 +466,18 @@ CoordinatorMessage = (
 
 @dataclass(frozen=True)
 class Assign:
-    """A spare becomes a worker.
+    """A spare process becomes a worker.
 
     Attributes:
         host: address that this worker's store and gloo bind to and announce.
-        devices: accelerators that are its own, as CUDA_VISIBLE_DEVICES entries; empty on CPU.
-        node_devices: those that the job's workers of this node have, in the order of the workers.
+        devices: its own accelerators, as CUDA_VISIBLE_DEVICES entries; empty on CPU.
+        node_devices: those of all the job's workers on this node, in the order of the workers.
         log_dir: directory of its output files, for people.
         ahead: call the train function before there is a group, up to where it needs one.
-        snapshots: paths of the agent's memory for this job, one for each slot; empty: the worker
-            takes memory of its own.
-        tls: paths of this node's certificate, its key, and the authority, with which copies are
-            fetched from other nodes; empty: as the announcement says.
+        snapshots: paths of the agent's shared memory for this job, one for each slot; empty: the
+            worker allocates its own memory.
+        tls: paths of this node's certificate, its key, and the authority, for fetching copies
+            from other nodes; empty: as in the announcement.
     """
 
     worker_id: WorkerId
@@ -508,7 +506,7 @@ class Stop:
 
 @dataclass(frozen=True)
 class Ping:
-    """Is your control thread alive? Answered with the same number."""
+    """A liveness check of the control thread; answered by `Pong` with the same number."""
 
     number: int
 
@@ -529,20 +527,20 @@ PipeToWorker = (
 
 @dataclass(frozen=True)
 class Warm:
-    """The spare has imported what a worker needs and waits for a job."""
+    """The spare has finished its imports and waits for a job."""
 
     pid: int
 
 
 @dataclass(frozen=True)
 class Pong:
-    """Answer to `Ping`; or said unasked, when `times` changes.
+    """Reply to `Ping`; also sent without one when `times` changes.
 
     Attributes:
         number: of the ping, 0 for none.
-        times: it may be silent for so many times as long as others, 0 for as long as it likes.
-            Native code may keep its control thread from answering, and be no hang: before the
-            first step of a process, and in what a script says that it works at.
+        times: factor on the time that it may be silent, 0 for no limit. Native code may block its
+            control thread without a hang: before the first step of a process, and in work that
+            the script has declared.
     """
 
     number: int

@@ -1,4 +1,4 @@
-"""What can happen to an agent's machine, and what it may ask for."""
+"""Events and effects of the agent's state machine."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from elastic.core.world import (
 
 @dataclass(frozen=True)
 class Connected:
-    """A stream to the coordinator stands; nothing has been said yet."""
+    """A stream to the coordinator is open; nothing has been sent yet."""
 
     session: SessionId
 
@@ -36,7 +36,7 @@ class ConnectionLost:
     """The stream ended, or the attempt to open one failed.
 
     Attributes:
-        jitter: 0.0 to 1.0, drawn by the driver, spreads the next attempt.
+        jitter: 0.0 to 1.0, drawn by the driver, to spread the next attempts.
     """
 
     session: SessionId
@@ -54,7 +54,7 @@ class CoordinatorMessageReceived:
 
 @dataclass(frozen=True)
 class ProcessStarted:
-    """A process that the machine asked for stands; it is not warm yet."""
+    """A requested process was started; it is not warm yet."""
 
     process_id: int
     pid: int
@@ -102,14 +102,14 @@ class DrainSignalled:
 
 @dataclass(frozen=True)
 class CopiesChanged:
-    """What this node holds for others is something else now; these are all."""
+    """The copies on this node changed; these are all of them."""
 
     copies: tuple[HeldCopy, ...]
 
 
 @dataclass(frozen=True)
 class PushFailed:
-    """Snapshots of a job cannot be brought to this node; it is not tried again by itself."""
+    """Snapshots of a job cannot be sent to this node; there is no automatic retry."""
 
     job_id: JobId
     node_id: NodeId
@@ -118,14 +118,14 @@ class PushFailed:
 
 @dataclass(frozen=True)
 class LinksProbed:
-    """Which other nodes this one reached."""
+    """A link probe ended: which other nodes this one reached."""
 
     answer: LinksTried
 
 
 @dataclass(frozen=True)
 class HealthChanged:
-    """Something else is wrong with this node than before; `problems` is all that is."""
+    """The faults of this node changed; `problems` are all of them."""
 
     problems: tuple[str, ...]
 
@@ -178,8 +178,8 @@ class Spawn:
     """Start a spare process under this number (numbers are never reused).
 
     Attributes:
-        job_id: the job that it is for, "" for a process that any may have.
-        script: of that job; what it imports first is to be imported already.
+        job_id: the job that it is for, "" for a process for any job.
+        script: of that job; the process imports its modules in advance.
     """
 
     process_id: int
@@ -189,7 +189,7 @@ class Spawn:
 
 @dataclass(frozen=True)
 class SendProcess:
-    """Write to the process's pipe; if it is gone, the message is dropped."""
+    """Send over the process's pipe; if it is gone, the message is dropped."""
 
     process_id: int
     message: PipeToWorker
@@ -205,7 +205,7 @@ class OpenLog:
 
 @dataclass(frozen=True)
 class Kill:
-    """Send SIGKILL to the process and all that it started."""
+    """Send SIGKILL to the process and all its descendants."""
 
     process_id: int
     reason: str
@@ -213,17 +213,17 @@ class Kill:
 
 @dataclass(frozen=True)
 class ShowStacks:
-    """Have the process write the stacks of all its threads to its output (a signal)."""
+    """Make the process write the stacks of all its threads to its output (by a signal)."""
 
     process_id: int
 
 
 @dataclass(frozen=True)
 class HandleCopy:
-    """Do what the coordinator wants of copies on other nodes.
+    """Carry out the coordinator's order about copies.
 
-    Answered by `CopiesChanged` whenever what is held changes, and by `PushFailed`. An agent that
-    dies before has lost what it held, and says so by its next hello.
+    Answered by `CopiesChanged` whenever the held copies change, and by `PushFailed`. An agent that
+    dies before has lost its copies, and reports that by its next Hello.
     """
 
     order: CopyOrder

@@ -1,4 +1,4 @@
-"""What can happen to the coordinator's machine, and what it may ask for."""
+"""Events and effects of the coordinator's state machine."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from elastic.core.world import (
 
 @dataclass(frozen=True)
 class RankFailure:
-    """What a worker's code raised.
+    """The exception that a worker's code raised.
 
     Attributes:
         rank: of the worker, in the group that it failed in.
@@ -57,37 +57,36 @@ FORMER_MAX = 1000
 
 @dataclass(frozen=True)
 class JobRecord:
-    """All that must survive the coordinator of one job; written whole.
+    """The durable state of one job; written whole.
 
     Attributes:
-        phase: where the job stands.
+        phase: of the job.
         group: the newest group, None before the first.
-        generation: of the newest group; never falls, also when there is no group now.
+        generation: of the newest group; never decreases, also while there is no group.
         failures: how often user code raised so far.
         losses: how many workers were lost in a row without a healthy period.
         preemptions: how many nodes an announced drain took from its groups so far.
         checkpoints: recorded and kept, oldest first.
         reason: why it waits, or how it ended.
         failure, failed_worker: the first failure of the last attempt, shown once and last.
-        rank_failures: of the group in which that was, in the order in which they were heard of; at
-            most `RANK_FAILURES_MAX`.
+        rank_failures: of the group in which that was, in the order of their reports; at most
+            `RANK_FAILURES_MAX`.
         result: JSON that rank 0's train function returned.
         metrics: JSON of rank 0's newest report.
         sequence: order of submission.
         min_workers, max_workers: the bounds that a user set later, 0 for those of the spec.
-        paused: a user wants it to hold no workers; the phase says whether it holds some still.
-        stopping: why it ends as soon as it holds none, "" if it need not; it is paused, too.
+        paused: a user paused it; the phase shows whether it still holds workers.
+        stopping: why it ends as soon as it holds no workers, "" if it does not; then `paused`, too.
         preempted_by: the job that it gave all its workers to, and the priorities: "j-1 (priority
             10 over 0)"; "" once it trains again.
-        submitter: by which token or certificate, "" if users are not told from each other.
-        is_save_requested: the newest group's members were told to save their state where they
-            leave.
-        leaves_for: the job for which they were, and the priorities; "" if it is for none.
-        since_unix_ns: wall clock when it entered its phase, 0 if not known. For people only: no
-            decision may rest on a clock that can be set.
-        goodput: where the time of its workers went, when this was written.
-        former: workers that it had, oldest first; the newest `FORMER_MAX`. Their output is where
-            they ran.
+        submitter: name of the token or certificate, "" if callers are not identified.
+        is_save_requested: the newest group's members must save their state where they leave.
+        leaves_for: the job that they leave for, and the priorities; "" for none.
+        since_unix_ns: wall clock when it entered its phase, 0 if unknown. For people only: no
+            decision may depend on a clock that can be set.
+        goodput: the time of its workers by category, when this was written.
+        former: workers that it had, oldest first; the newest `FORMER_MAX`. Their output is on
+            their nodes.
     """
 
     spec: JobSpec
@@ -119,13 +118,13 @@ class JobRecord:
 
     @property
     def bounds(self) -> tuple[int, int]:
-        """Return the smallest and the largest group that it may have now."""
+        """Return the smallest and largest permitted group size now."""
         return self.min_workers or self.spec.min_workers, self.max_workers or self.spec.max_workers
 
 
 @dataclass(frozen=True)
 class Cordon:
-    """A node on which no new workers start, because an operator said so.
+    """A node on which no new workers start, by order of an operator.
 
     Attributes:
         reason: for people.
@@ -137,10 +136,10 @@ class Cordon:
 
 @dataclass(frozen=True)
 class NodesRecord:
-    """All that must survive the coordinator of nodes; written whole.
+    """The durable state of nodes; written whole.
 
     Attributes:
-        cordons: by node, also of nodes that are not here now.
+        cordons: by node, also of nodes that are not connected now.
     """
 
     cordons: tuple[Cordon, ...] = ()
@@ -148,14 +147,14 @@ class NodesRecord:
 
 @dataclass(frozen=True)
 class Recovered:
-    """First event of a coordinator's life: what the journal holds (nothing, at the very first).
+    """First event of a term: the contents of the journal (empty on a new store).
 
     Attributes:
-        term: counts the lives of coordinators on this store from 1, and never falls.
-        history: names the store that the term counts in.
-        nodes: what it holds of nodes.
-        secret: drawn for this life; agents prove to each other by it whom they serve.
-        unix_ns: the wall clock at this moment, 0 if not known.
+        term: counts the terms on this store from 1, and never decreases.
+        history: id of the store in which the term counts.
+        nodes: the journal's record of nodes.
+        secret: random, of this term; agents authenticate to each other with keys derived from it.
+        unix_ns: the wall clock now, 0 if unknown.
     """
 
     jobs: tuple[JobRecord, ...]
@@ -168,7 +167,7 @@ class Recovered:
 
 @dataclass(frozen=True)
 class AgentConnected:
-    """An agent opened a stream and introduced itself."""
+    """An agent opened a stream and sent its Hello."""
 
     session: SessionId
     hello: Hello
@@ -176,7 +175,7 @@ class AgentConnected:
 
 @dataclass(frozen=True)
 class AgentDisconnected:
-    """A stream ended, or keepalive gave it up."""
+    """A stream ended, or its keepalive timed out."""
 
     session: SessionId
     reason: str
@@ -195,8 +194,8 @@ class SubmitRequested:
     """A user submits a job; answered by `Reply`.
 
     Attributes:
-        submitter: by which token or certificate, "" if users are not told from each other.
-        only_asks: whether it would be taken at this moment is all that is to be answered.
+        submitter: name of the token or certificate, "" if callers are not identified.
+        only_asks: only answer whether the job would be accepted now.
     """
 
     request_id: str
@@ -207,10 +206,10 @@ class SubmitRequested:
 
 @dataclass(frozen=True)
 class StopRequested:
-    """A user stops a job; answered by `Reply`. Stopping an ended job is refused by name.
+    """A user stops a job; answered by `Reply`. Stopping an ended job is refused.
 
     Attributes:
-        now: where it stands. Otherwise what can be saved is saved first.
+        now: stop without a checkpoint. Otherwise the state is saved first, if possible.
     """
 
     request_id: str
@@ -221,10 +220,10 @@ class StopRequested:
 
 @dataclass(frozen=True)
 class CheckpointRequested:
-    """A user wants a checkpoint of a job now; answered by `Reply`, before one is taken.
+    """A user requests a checkpoint of a job now; answered by `Reply`, before one is taken.
 
-    Refused by name when none can be taken: the job has ended, does not train, or has no run
-    directory. The answer's text is the number of the wish.
+    Refused if none can be taken: the job has ended, does not train, or has no run directory. The
+    reply's text is the number of the request.
     """
 
     request_id: str
@@ -243,10 +242,10 @@ class NodeDrainRequested:
 
 @dataclass(frozen=True)
 class EventBatch:
-    """Events that have all come before the machine looked, oldest first.
+    """Events that were queued together, oldest first.
 
-    What follows from them is decided once: when ten thousand agents speak at the same moment, ten
-    thousand looks at the same group would come to the same.
+    The machine decides once after all of them: if ten thousand agents send at the same moment, ten
+    thousand evaluations of the same group would have the same result.
     """
 
     events: tuple[CoordinatorEvent, ...]
@@ -254,10 +253,10 @@ class EventBatch:
 
 @dataclass(frozen=True)
 class NodeCordonRequested:
-    """An operator lets no new workers start on a node, or lets them again; answered by `Reply`.
+    """An operator cordons or uncordons a node; answered by `Reply`.
 
     Attributes:
-        cordoned: False takes a cordon back.
+        cordoned: no new workers may start there; False removes the cordon.
         reason: for people; of a cordon only.
     """
 
@@ -269,7 +268,7 @@ class NodeCordonRequested:
 
 @dataclass(frozen=True)
 class PauseRequested:
-    """A user wants a job to give its workers back, and to go on later; answered by `Reply`."""
+    """A user pauses a job, which releases its workers; answered by `Reply`."""
 
     request_id: str
     job_id: JobId
@@ -277,7 +276,7 @@ class PauseRequested:
 
 @dataclass(frozen=True)
 class ResumeRequested:
-    """A user wants a paused job to go on; answered by `Reply`."""
+    """A user resumes a paused job; answered by `Reply`."""
 
     request_id: str
     job_id: JobId
@@ -288,7 +287,7 @@ class ScaleRequested:
     """A user sets other bounds for a job's group; answered by `Reply`.
 
     Attributes:
-        min_workers, max_workers: 0 leaves that bound as it is.
+        min_workers, max_workers: 0 leaves that bound unchanged.
     """
 
     request_id: str
@@ -329,21 +328,21 @@ CoordinatorEvent = (
 
 @dataclass(frozen=True)
 class Persist:
-    """Make these records durable (replacing those of the same job) before what follows."""
+    """Make these records durable (replacing those of the same job) before later effects."""
 
     records: tuple[JobRecord, ...]
 
 
 @dataclass(frozen=True)
 class PersistNodes:
-    """Make this record durable (replacing the one before) before what follows."""
+    """Make this record durable (replacing the previous one) before later effects."""
 
     record: NodesRecord
 
 
 @dataclass(frozen=True)
 class Forget:
-    """Remove the records of these ended jobs; need not be durable before what follows."""
+    """Remove the records of these ended jobs; need not be durable before later effects."""
 
     job_ids: tuple[JobId, ...]
 
@@ -358,7 +357,7 @@ class SendAgent:
 
 @dataclass(frozen=True)
 class CloseSession:
-    """End the stream after what was sent before."""
+    """End the stream after the messages sent before."""
 
     session: SessionId
     reason: str
@@ -366,13 +365,13 @@ class CloseSession:
 
 @dataclass(frozen=True)
 class Reply:
-    """Answer to a request of a user.
+    """Reply to a user's request.
 
     Attributes:
         error: "" for success, else one of "already_exists", "not_found", "invalid",
             "failed_precondition", "exhausted".
-        text: for success the id of what was asked for, of a drain the nanoseconds that it has, else
-            what to tell the user.
+        text: for success the id of the object, for a drain its time limit in ns, else the error
+            text.
     """
 
     request_id: str

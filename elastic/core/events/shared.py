@@ -1,4 +1,4 @@
-"""Events and effects that every machine knows."""
+"""Events and effects that all state machines share."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Tick:
-    """The deadline that the machine asked for has come (or an earlier moment: harmless)."""
+    """The machine's deadline has come; an earlier tick is harmless."""
 
 
 @dataclass(frozen=True)
 class Note:
-    """Something worth a line in the event log; drivers log it, count it, show it to watchers.
+    """A line for the event log; drivers log it, count it, and send it to watchers.
 
     Attributes:
         name: event name such as "group_formed"; lower case with underscores.

@@ -1,4 +1,4 @@
-"""What can happen to a worker's machine, and what it may ask for."""
+"""Events and effects of the worker's state machine."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class OrderReceived:
     """A message came over the pipe.
 
     Attributes:
-        is_handled: the script has a handler of its own for SIGTERM.
-        silent_times: for how long native code may run in the main thread, as in `Pong.times`.
+        is_handled: the script has its own handler of SIGTERM.
+        silent_times: how long native code may block the main thread, as in `Pong.times`.
     """
 
     message: PipeToWorker
@@ -57,14 +57,14 @@ class StoreOpened:
 
 @dataclass(frozen=True)
 class SetupFailed:
-    """The entry point could not be loaded (a script that is not there, an import error)."""
+    """The entry point could not be loaded (a missing script, an import error)."""
 
     failure: Failure
 
 
 @dataclass(frozen=True)
 class GroupFormed:
-    """The group of this generation stands; main thread."""
+    """The group of this generation was formed; main thread."""
 
     generation: Generation
 
@@ -79,17 +79,17 @@ class GroupFailed:
 
 @dataclass(frozen=True)
 class LoopStateChanged:
-    """The train function has entered or left a loop that goes on when the group changes."""
+    """The train function entered or left a loop that continues when the group changes."""
 
     inside: bool
 
 
 @dataclass(frozen=True)
 class CopiesRequested:
-    """The user wants a copy of the state on another node after each so many steps; 0 for none.
+    """The user requests a copy of the state on another node every n steps; 0 for none.
 
     Attributes:
-        is_sharded: each node has rows of the state alone, so that a copy of each is wanted.
+        is_sharded: each node has only its own rows of the state, so each needs a copy.
     """
 
     every_n_steps: int
@@ -98,7 +98,7 @@ class CopiesRequested:
 
 @dataclass(frozen=True)
 class MicroBatchesDeclared:
-    """A step of the loop is shared out in so many micro-batches: no more workers can take part."""
+    """A step of the loop is split into so many micro-batches, the maximum number of workers."""
 
     num_micro_batches: int
 
@@ -109,7 +109,7 @@ class TrainReturned:
 
     Attributes:
         result: JSON.
-        left: how and where, for people: "left in epoch 0, step 5 (exit 0)".
+        left: how and where it returned, for people: "left in epoch 0, step 5 (exit 0)".
     """
 
     generation: Generation
@@ -122,8 +122,8 @@ class TrainRaised:
     """User code raised.
 
     Attributes:
-        group_broken: the error came out of a broken collective, it is no fault of user code.
-        exit_code: set when user code asked the process to end (sys.exit(3)).
+        group_broken: a broken collective caused the error, not user code.
+        exit_code: set when user code ended the process (sys.exit(3)).
     """
 
     generation: Generation
@@ -148,8 +148,8 @@ class UserReported:
     """`train.report` was called on the main thread; the checkpoint, if any, is uploaded.
 
     Attributes:
-        index: which report of its generation it is, from 0; `NEXT_INDEX` for the one after the
-            last that was counted. One whose upload took longer is told after later ones.
+        index: of the report in its generation, from 0; `NEXT_INDEX` for the one after the last
+            that was counted. One with a slow upload may come after later ones.
         status: of the checkpoint.
     """
 
@@ -163,14 +163,14 @@ class UserReported:
 
 @dataclass(frozen=True)
 class CheckpointWritten:
-    """An automatic checkpoint lies in storage, all but its marker; the writer's thread.
+    """An automatic checkpoint is in storage, except for its marker; the writer's thread.
 
     Attributes:
-        generation: that this worker is in now.
-        index: which snapshot of the run it is.
-        metrics: JSON object: where in the run it was taken.
+        generation: of this worker now.
+        index: number of the snapshot in the run.
+        metrics: JSON object: its position in the run.
         checkpoint: its path.
-        request: number of the newest wish that it was taken after, 0 for none.
+        request: number of the newest checkpoint request that preceded it, 0 for none.
     """
 
     generation: Generation
@@ -182,14 +182,14 @@ class CheckpointWritten:
 
 @dataclass(frozen=True)
 class Validated:
-    """The validation of a reported checkpoint is over, and what came of it is in storage.
+    """The validation of a reported checkpoint ended, and its result is in storage.
 
     Attributes:
-        generation: that this worker is in now.
-        index: of this word, from 0 in each process.
+        generation: of this worker now.
+        index: of this event, from 0 in each process.
         metrics: JSON object: all of the checkpoint's.
         checkpoint: its path.
-        status: how it went.
+        status: the result.
     """
 
     generation: Generation
@@ -201,15 +201,15 @@ class Validated:
 
 @dataclass(frozen=True)
 class ActivitySampled:
-    """What the control thread saw of the main thread, at the moment that the machine asked for.
+    """The control thread's sample of the main thread, at the time set by the machine.
 
     Attributes:
-        beats: grows whenever the main thread moves; 0 until the training loop is first seen.
+        beats: increases with the main thread's progress; 0 until its training loop is first seen.
         waiting_ns: how long it has waited for its peers, 0 if it does not.
-        epoch, step: where it is, for people.
-        begun: what was begun in groups within its group, if it can be told.
+        epoch, step: its position, for people.
+        begun: collectives begun in groups within its group, if known.
         has_stepped: a step was committed in this process.
-        work: what it does, for people; "" if it was not asked, as nobody waits for long.
+        work: its current work, for people; "" if not sampled, as there is no long wait.
     """
 
     beats: int
@@ -245,7 +245,7 @@ WorkerEvent = (
 
 @dataclass(frozen=True)
 class SendPipe:
-    """Write to the agent."""
+    """Send to the agent over the pipe."""
 
     message: PipeToAgent
 
@@ -276,17 +276,16 @@ class EnterTrain:
 
 @dataclass(frozen=True)
 class AbortGroup:
-    """Free everyone who is blocked in this generation's group, or in forming it; any thread."""
+    """Abort this generation's group, or its forming, so that no thread stays blocked in it."""
 
     generation: Generation
 
 
 @dataclass(frozen=True)
 class CloseGroup:
-    """Close the connections to a group that this worker has finished in; the main thread.
+    """Close the connections to a group in which this worker has finished; main thread.
 
-    Who waits for it in that group can then never be helped, and finds out: as if it had ended its
-    process.
+    Peers that still wait for it in that group then get an error, as if its process had ended.
     """
 
     generation: Generation
@@ -294,7 +293,7 @@ class CloseGroup:
 
 @dataclass(frozen=True)
 class SignalScript:
-    """Send the main thread SIGTERM, for which the script has a handler of its own."""
+    """Send the main thread SIGTERM, which the script's own handler receives."""
 
     reason: str
 
@@ -304,8 +303,8 @@ class InterruptTrain:
     """Make the main thread leave the group that it trains in.
 
     Attributes:
-        final: the process is to end: the train function is left at once. Otherwise a loop that
-            can go on in the next group leaves by itself, at its next micro-batch.
+        final: the process must end: the train function is left at once. Otherwise a loop that
+            can continue in the next group leaves by itself, at its next micro-batch.
     """
 
     generation: Generation
@@ -315,10 +314,10 @@ class InterruptTrain:
 
 @dataclass(frozen=True)
 class RequestLeave:
-    """Let the next boundary of this generation be the last: leave there, all together.
+    """Make the next boundary of this generation the last: all members leave there together.
 
     Attributes:
-        saves: what is done by then is saved there, because the job rests.
+        saves: the state is saved there, because the job pauses.
     """
 
     generation: Generation
@@ -328,9 +327,9 @@ class RequestLeave:
 
 @dataclass(frozen=True)
 class RequestCheckpoint:
-    """Let the group of this generation take a checkpoint soon, unless it served this wish already.
+    """Make the group of this generation take a checkpoint soon, unless it has for this request.
 
-    Answered by nothing: a checkpoint that was taken is told as any other is.
+    There is no reply: the checkpoint is reported like any other.
     """
 
     generation: Generation
@@ -339,12 +338,12 @@ class RequestCheckpoint:
 
 @dataclass(frozen=True)
 class NotifyPreemption:
-    """Let user code know that nodes of this generation's group are to leave; answered by nothing.
+    """Notify user code that nodes of this generation's group are about to leave; no reply.
 
     Attributes:
         deadline_ns: when the first of them is gone, on this machine's monotonic clock.
-        reason: of that one.
-        nodes: which they are, with the ranks that go with them.
+        reason: of the first one.
+        nodes: the leaving nodes with their ranks.
     """
 
     generation: Generation
@@ -355,7 +354,7 @@ class NotifyPreemption:
 
 @dataclass(frozen=True)
 class ResolveReport:
-    """Tell the thread that waits whether its checkpoint, or its word, was recorded."""
+    """Notify the waiting thread whether its checkpoint or report was recorded."""
 
     generation: Generation
     index: int
@@ -367,7 +366,7 @@ class ResolveReport:
 
 @dataclass(frozen=True)
 class ExitWorker:
-    """End the process at once with this code; output is flushed before."""
+    """Exit at once with this code, after flushing the output."""
 
     code: int
     reason: str

@@ -1,7 +1,7 @@
-"""The workers that an agent answers for, and the accelerators of each.
+"""The workers of an agent, and the accelerators of each.
 
-Rule: a worker is kept, exited or not, until the coordinator allows to forget it. A change is sent
-once per machine step, as a whole report, or slightly later where a report may be delayed.
+Rule: a worker is kept, exited or not, until the coordinator sends `ForgetWorker`. Changes are sent
+once per machine step as a complete report, or slightly later if the report may be delayed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from elastic.core.world import (
 
 ENDED_ITSELF = ExitCause(ExitKind.STOPPED, detail="its script had ended its process")
 GPU = "GPU"
-"""Name of the resource that stands for accelerators."""
+"""Name of the accelerator resource."""
 
 
 @dataclass
@@ -35,18 +35,18 @@ class AgentWorker:
     """One worker.
 
     Attributes:
-        report: all that is known, as it is told to the coordinator.
-        ahead: it is to call its train function before it has a group.
-        devices: accelerators it has, by position; empty on CPU and once it exited.
-        device_milli: thousandths that it takes of each of them.
+        report: its state, as sent to the coordinator.
+        ahead: it calls its train function before it has a group.
+        devices: positions of its accelerators; empty on CPU and once it exited.
+        device_milli: thousandths that it uses of each of them.
         process_id: its process, None while it waits for one, and after the exit.
-        held: what the coordinator said to it before it had a process.
-        ended_itself: its script has ended its process, and with success; it has finished, and is
-            not to have another one.
-        wanted_in: the newest generation that its process was told to be in, or that it is to wait
-            for, which it may not have heard of yet.
-        group_size: members of the newest group that it was told of.
-        holders: how many of them have the state of the run; 0 if all do, or it is not known.
+        held: orders for it that came before it had a process.
+        ended_itself: its script ended its process with success; it has finished, and must not get
+            another one.
+        wanted_in: the newest generation that it was ordered to join, or to wait for; its process
+            may not have received that yet.
+        group_size: number of members of the newest group announced to it.
+        holders: how many of them have the state of the run; 0 if all do, or if unknown.
         has_state: it has taken part in a step.
     """
 
@@ -65,7 +65,7 @@ class AgentWorker:
 
     @property
     def worker_id(self) -> WorkerId:
-        """Return its id."""
+        """Return the worker's id."""
         return self.report.worker_id
 
     def is_over(self) -> bool:
@@ -77,11 +77,11 @@ class AgentWorker:
         return self.has_no_process() and not self.ended_itself
 
     def has_no_process(self) -> bool:
-        """Return whether it is there, and has no process: not yet, or not any more."""
+        """Return whether it has not exited and has no process: not yet, or not any more."""
         return self.process_id is None and not self.has_exited()
 
     def has_exited(self) -> bool:
-        """Return whether it is no more."""
+        """Return whether its end is final."""
         return self.report.phase is WorkerPhase.EXITED
 
     def hold(self, message: Announce | LeaveGroup) -> None:
@@ -96,14 +96,14 @@ class AgentWorker:
 
 
 class DeviceBook:
-    """Which accelerator belongs to whom.
+    """Assigns accelerators to workers.
 
-    A worker that takes whole ones shares them with nobody; workers that take less than one share
-    a device as long as their parts add up.
+    A worker that takes whole ones has them exclusively; workers that take less than one share a
+    device as long as the sum fits.
     """
 
     def __init__(self, names: tuple[str, ...]) -> None:
-        """Begin with all of them free."""
+        """Start with all of them free."""
         self._names = names
         self._free_milli = [MILLI] * len(names)
 
@@ -111,7 +111,7 @@ class DeviceBook:
         """Take the lowest free devices for an amount in thousandths.
 
         Returns:
-            Positions and the thousandths taken of each; None if they are not there.
+            Positions and the thousandths taken of each; None if there are not enough.
         """
         if milli <= 0:
             return (), 0
@@ -131,27 +131,27 @@ class DeviceBook:
             self._free_milli[at] += each
 
     def names(self, taken: tuple[int, ...]) -> tuple[str, ...]:
-        """Return what the worker sees them as."""
+        """Return the devices' names for CUDA_VISIBLE_DEVICES."""
         return tuple(self._names[at] for at in taken)
 
     def free_milli(self) -> tuple[int, ...]:
-        """Return what is left of each."""
+        """Return the free thousandths of each."""
         return tuple(self._free_milli)
 
 
 class WorkerBook:
-    """The book of workers, in the order in which they came.
+    """The agent's workers, in the order of their arrival.
 
     Attributes:
-        newest: the job of the one that came last, whose next one is likely to be of the same.
+        newest: the job of the last worker; the next one is likely to be of the same job.
     """
 
     def __init__(self, devices: tuple[str, ...]) -> None:
-        """Begin empty."""
+        """Start without workers."""
         self.newest: JobSpec | None = None
         self.devices = DeviceBook(devices)
         self._book: dict[WorkerId, AgentWorker] = {}
-        # Until when each may wait.
+        # Changed workers -> the latest time to report each.
         self._changed: dict[WorkerId, int] = {}
 
     def get(self, worker_id: WorkerId | None) -> AgentWorker | None:
@@ -163,19 +163,19 @@ class WorkerBook:
         return tuple(self._book.values())
 
     def waiting(self) -> list[AgentWorker]:
-        """Return those that need a process, first come first."""
+        """Return those that need a process, oldest first."""
         return [worker for worker in self._book.values() if worker.is_waiting()]
 
     def without_process(self) -> list[AgentWorker]:
-        """Return those that are there and have no process, first come first."""
+        """Return those that have not exited and have no process, oldest first."""
         return [worker for worker in self._book.values() if worker.has_no_process()]
 
     def are_gone(self) -> bool:
-        """Return whether none lives."""
+        """Return whether all have exited."""
         return all(worker.has_exited() for worker in self._book.values())
 
     def enter(self, order: StartWorker) -> AgentWorker:
-        """Take a worker into the book; its fate will be told."""
+        """Add a worker, and report it."""
         report = WorkerReport(order.worker_id, order.spec.job_id, WorkerPhase.STARTING)
         self.newest = order.spec
         worker = self._book[order.worker_id] = AgentWorker(order.spec, report, order.ahead)
@@ -183,7 +183,7 @@ class WorkerBook:
         return worker
 
     def equip(self, worker: AgentWorker) -> bool:
-        """Reserve the accelerators that the job asks for; False if too few are free."""
+        """Reserve the accelerators that the job requires; return False if too few are free."""
         amounts = dict(worker.spec.resources_per_worker.milli)
         taken = self.devices.take(amounts.get(GPU, 0))
         if taken is None:
@@ -192,7 +192,7 @@ class WorkerBook:
         return True
 
     def assign(self, worker: AgentWorker, process_id: int, pid: int, host: str) -> Assign:
-        """Give a waiting worker its process; return what the process must know."""
+        """Give a waiting worker its process; return the message for the process."""
         worker.process_id = process_id
         worker.report = replace(worker.report, pid=pid)
         self.tell(worker)
@@ -206,20 +206,20 @@ class WorkerBook:
         )
 
     def devices_of(self, job_id: JobId) -> tuple[str, ...]:
-        """Return the accelerators of a job's living workers, in the order in which they came."""
+        """Return the accelerators of a job's workers, in the order of the workers' arrival."""
         own = (worker for worker in self._book.values() if worker.report.job_id == job_id)
         taken = tuple(device for worker in own for device in worker.devices)
         return tuple(dict.fromkeys(self.devices.names(taken)))
 
     def hear(self, worker: AgentWorker, said: WorkerReport, *, report_at_ns: int = 0) -> bool:
-        """Merge what the worker says of itself; False if it cannot be true.
+        """Merge a report of the worker's process; return False if it is stale or not legal.
 
-        The pid and the exit are the agent's to know; a failure once told stays told.
+        Only the agent knows the pid and the exit. A reported failure is kept.
 
         Args:
-            worker: whose process spoke.
-            said: all it says of itself.
-            report_at_ns: when the coordinator is to hear of it at the latest.
+            worker: whose process sent it.
+            said: the complete report.
+            report_at_ns: when the coordinator must get it at the latest.
         """
         known = worker.report
         is_stale = said.generation < known.generation
@@ -245,10 +245,10 @@ class WorkerBook:
         return True
 
     def finished_by(self, worker: AgentWorker, cause: ExitCause) -> bool:
-        """Return whether an exit is the end of a script, which then has finished.
+        """Return whether an exit is the regular end of a script, and record that it finished.
 
-        Scripts may end their process (`os._exit`), or become another program (`exec`): elsewhere
-        its code is all that they are judged by. A train function has returned, or it has failed.
+        Scripts may end their process (`os._exit`), or become another program (`exec`): as elsewhere
+        the exit code decides. A train function must return, or it has failed.
         """
         is_in_place = worker.wanted_in <= worker.report.generation
         is_training = worker.report.phase is WorkerPhase.TRAINING
@@ -265,16 +265,16 @@ class WorkerBook:
         return True
 
     def judged(self, worker: AgentWorker, cause: ExitCause) -> ExitCause:
-        """Return what the exit of a worker that has not finished counts as.
+        """Return the cause to record for the exit of a worker that has not finished.
 
-        Who ends its script because the group broke, or is to go on in another one, is not needed
-        where it was, and has not failed: it is started again.
+        A script that ends with success because its group broke, or because it should continue in
+        another group, has not failed: it is started again.
         """
         is_left = worker.report.phase in (WorkerPhase.TRAINING, WorkerPhase.BROKEN)
         return ENDED_ITSELF if is_left and _is_end_of_script(worker, cause) else cause
 
     def exited(self, worker: AgentWorker, cause: ExitCause) -> None:
-        """The worker is no more: its accelerators are free, its report says how it ended."""
+        """Record the exit of a worker: free its accelerators, report the cause."""
         who = f"worker {worker.worker_id}"
         check_move(WORKER_SEEN, who, worker.report.phase, WorkerPhase.EXITED)
         worker.report = replace(
@@ -286,28 +286,28 @@ class WorkerBook:
         self.tell(worker)
 
     def forget(self, worker: AgentWorker) -> None:
-        """Strike a worker from the book."""
+        """Remove a worker."""
         del self._book[worker.worker_id]
         self._changed.pop(worker.worker_id, None)
 
     def tell(self, worker: AgentWorker, *, at_ns: int = 0) -> None:
-        """See that the coordinator hears of this worker by then, also if it is known already."""
+        """Schedule a report of this worker, even if it did not change."""
         waits_ns = self._changed.get(worker.worker_id, at_ns)
         self._changed[worker.worker_id] = min(waits_ns, at_ns)
 
     def is_changed(self, worker: AgentWorker) -> bool:
-        """Return whether the coordinator is still to hear of this worker."""
+        """Return whether a report of this worker is pending."""
         return worker.worker_id in self._changed
 
     def next_deadline_ns(self) -> int | None:
-        """Return when a worker is to be told of."""
+        """Return when the next report is due, None for none."""
         return min(self._changed.values(), default=None)
 
     def take_changed(self, now_ns: int | None = None) -> list[AgentWorker]:
-        """Return the workers that are to be told of now, and take them for told.
+        """Return the workers whose report is due, and mark them as reported.
 
         Args:
-            now_ns: None for those, too, that may wait.
+            now_ns: the time; None for all pending ones.
         """
         due = [
             worker_id
@@ -320,6 +320,6 @@ class WorkerBook:
 
 
 def _is_end_of_script(worker: AgentWorker, cause: ExitCause) -> bool:
-    """Return whether a script has ended its process, and with success."""
+    """Return whether a script ended its process with success."""
     is_script = worker.spec.entry.kind is not EntryKind.FUNCTION
     return is_script and cause.kind is ExitKind.CODE and cause.code == 0

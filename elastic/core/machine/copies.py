@@ -1,11 +1,11 @@
 """Copies of a job's state on other nodes: which node holds one, and which orders were sent.
 
-State that is alike on all members has one source, the node of rank 0; of a sharded model the node
-of each member is a source.
+State that is the same on all members has one source, the node of rank 0; of a sharded model the
+node of each member is a source.
 
-Rule: orders follow from what is wanted and what was sent over the streams that are open now. A node
-that reconnects and a new coordinator are therefore brought up to date by the same code. Nothing is
-durable: agents report in their hello what they hold.
+Rule: orders follow from the wanted state and from what was sent over the streams that are open now.
+So the same code updates a node that reconnects and serves a new coordinator. Nothing is durable:
+agents report in their Hello the copies that they hold.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from elastic.core.policy.replication import NO_NODE, CopyCandidate
 from elastic.core.world import ALL_ALIKE, NO_GENERATION, HeldCopy, JobId, NodeId, zone_of
 
 REFUSED_S = 30.0
-"""How long a node is not asked again that could not take a copy."""
+"""How long a node that could not receive a copy is not chosen again."""
 NEIGHBOURS = 32
-"""Nodes behind a source, and nodes that do not train, among which its copy finds a place."""
+"""Candidates for a copy: so many nodes behind its source, and so many that do not train."""
 
 
 class StateLocation(NamedTuple):
-    """Where state of a job lies.
+    """A node that has state of a job.
 
     Attributes:
         endpoint: of the node's agent.
-        is_sharded: rows of a sharded model, so that one member of a group asks for all.
+        is_sharded: it has rows of a sharded model, so that one member requests all of them.
     """
 
     node_id: NodeId
@@ -52,14 +52,14 @@ class StateLocation(NamedTuple):
 
 
 def key_of(cluster: ClusterState, job_id: JobId) -> str:
-    """Return the secret by which agents and workers of a job know each other."""
+    """Return the secret with which agents and workers of a job authenticate to each other."""
     return hashlib.blake2b(job_id.encode(), key=cluster.secret, digest_size=32).hexdigest()
 
 
 def addresses(cluster: ClusterState, job: JobState) -> tuple[StateLocation, ...]:
-    """Return where a job's state lies, as far as is known: copies of it, the newest first.
+    """Return the known locations of a job's state: nodes with copies, the newest first.
 
-    Then nodes whose workers have left a sharded run: what was in their memory may be there still.
+    Then nodes whose workers have left a sharded run: their memory may still hold its rows.
     """
     held = {node_id: by for node_id, by in job.copies.held.items() if by}
     order = sorted(held, key=lambda node_id: (max(held[node_id].values()), node_id), reverse=True)
@@ -74,11 +74,11 @@ def addresses(cluster: ClusterState, job: JobState) -> tuple[StateLocation, ...]
     )
 
 
-# ---------------------------------------------------------------- what agents say
+# ---------------------------------------------------------------- reports of agents
 
 
 def take_held(cluster: ClusterState, state: NodeState, said: Sequence[HeldCopy]) -> None:
-    """Take what a node says that it holds; what nobody can want any more is given back."""
+    """Record the copies that a node reports; drop those of ended or unknown jobs."""
     node_id = state.node.node_id
     held: dict[JobId, dict[NodeId, replication.Age]] = {}
     for copy in said:
@@ -105,7 +105,7 @@ def take_held(cluster: ClusterState, state: NodeState, said: Sequence[HeldCopy])
 
 
 def _note_lost(job: JobState, node_id: NodeId, now: dict[NodeId, replication.Age]) -> None:
-    """Have what a node was to hold, and has no more, brought there again."""
+    """Count copies that their holder has lost, so that they are sent there again."""
     for source, age in job.copies.held.get(node_id, {}).items():
         is_wanted = job.copies.holders.get(source, (NO_NODE, ""))[0] == node_id
         if is_wanted and now.get(source, replication.NO_COPY) < age:
@@ -113,7 +113,7 @@ def _note_lost(job: JobState, node_id: NodeId, now: dict[NodeId, replication.Age
 
 
 def on_failed(cluster: ClusterState, state: NodeState, message: CopyFailed) -> None:
-    """A copy did not reach the node that is to hold it: another one is chosen for a while."""
+    """Handle a copy that could not be sent to its holder: choose another node for a while."""
     job = cluster.jobs.get(message.job_id)
     if job is None:
         return
@@ -128,14 +128,14 @@ def on_failed(cluster: ClusterState, state: NodeState, message: CopyFailed) -> N
         cluster.touch(job)
 
 
-# ---------------------------------------------------------------- what follows
+# ---------------------------------------------------------------- orders
 
 
 def settle(cluster: ClusterState, job: JobState) -> int | None:
-    """Choose the nodes that hold copies, and bring everyone concerned up to date.
+    """Choose the nodes that hold copies, and send the orders that are missing.
 
     Returns:
-        When to look at the job again, None for when something happens.
+        When to evaluate the job again, None for the next event.
     """
     copies = job.copies
     _learn_request(job)
@@ -144,8 +144,8 @@ def settle(cluster: ClusterState, job: JobState) -> int | None:
     for session in [*copies.granted.values()]:
         _grant(cluster, job, cluster.book.of_session(session))
     if not job.is_open or not copies.every_n_steps:
-        return None  # Nobody takes snapshots, and what is held may be needed.
-    # After a restart, nodes that hold a copy are about to say so; meanwhile they go on taking it.
+        return None  # No snapshots are taken, and held copies may be needed.
+    # After a restart, nodes are about to report their copies; meanwhile they still receive them.
     not_before_ns = cluster.hold_until_ns if copies.held else copies.not_before_ns
     if not any(node for node, _ in copies.holders.values()) and cluster.now_ns < not_before_ns:
         return not_before_ns
@@ -154,7 +154,7 @@ def settle(cluster: ClusterState, job: JobState) -> int | None:
     wakes = [_choose(cluster, job, source) for source in senders]
     for source, sender in senders.items():
         _grant(cluster, job, cluster.book.nodes.get(copies.holders[source][0]))
-        if copies.is_sharded:  # It gives its own rows to whoever goes on without its workers.
+        if copies.is_sharded:  # It serves its own rows to a group without its workers.
             _grant(cluster, job, sender)
     _order(cluster, job, senders)
     _drop_superfluous(cluster, job)
@@ -162,14 +162,14 @@ def settle(cluster: ClusterState, job: JobState) -> int | None:
 
 
 def end(cluster: ClusterState, job: JobState) -> None:
-    """The job has ended: nobody needs its state any more."""
+    """Drop all copies of an ended job."""
     _order(cluster, job, {})
     for node_id in sorted({*job.copies.held, *job.copies.granted}):
         _drop(cluster, job, node_id, ALL_ALIKE, f"the job has {job.phase.value}")
 
 
 def _learn_request(job: JobState) -> None:
-    """Know what the members want; what was wanted holds while nobody says anything."""
+    """Take the members' request for copies; the last one holds while they report none."""
     members = [job.workers[w].report for w in job.member_ids() if w in job.workers]
     told = [r for r in members if r.copies_every and r.generation == job.generation]
     if told:
@@ -178,7 +178,7 @@ def _learn_request(job: JobState) -> None:
 
 
 def _senders(cluster: ClusterState, job: JobState) -> dict[NodeId, NodeState]:
-    """Return who sends the copy of which source, in the order of the group's members."""
+    """Return the sender of each source's copy, in the order of the group's members."""
     leader = job.workers.get(job.member_ids()[0])
     if not job.copies.is_sharded:
         return {ALL_ALIKE: cluster.node_of(leader)} if leader is not None else {}
@@ -188,7 +188,7 @@ def _senders(cluster: ClusterState, job: JobState) -> dict[NodeId, NodeState]:
 
 
 def _forget(cluster: ClusterState, job: JobState, senders: dict[NodeId, NodeState]) -> None:
-    """Keep no place for the copies of those who send none any more; remember who they were."""
+    """Remove the holders of sources that send no more copies; remember when these left."""
     copies, since_ns = job.copies, cluster.now_ns - ns(replication.KEPT_S)
     copies.left_ns |= {source: cluster.now_ns for source in copies.holders if source}
     copies.left_ns = {
@@ -198,7 +198,7 @@ def _forget(cluster: ClusterState, job: JobState, senders: dict[NodeId, NodeStat
 
 
 def _choose(cluster: ClusterState, job: JobState, source: NodeId) -> int | None:
-    """Find a node for a source's copy, unless it can stay; returns when to look again."""
+    """Choose a node for a source's copy, unless it can stay; return when to try again."""
     known, _ = before = job.copies.holders.get(source, (NO_NODE, ""))
     state = cluster.book.nodes.get(known)
     if state is not None:
@@ -215,7 +215,7 @@ def _choose(cluster: ClusterState, job: JobState, source: NodeId) -> int | None:
 
 
 def _grant(cluster: ClusterState, job: JobState, state: NodeState | None) -> None:
-    """Let a node take copies and give them, once in each of its streams."""
+    """Permit a node to receive and serve copies, once over each of its streams."""
     if state is None or state.session is None:
         return
     if job.copies.granted.get(state.node.node_id) != state.session:
@@ -224,10 +224,10 @@ def _grant(cluster: ClusterState, job: JobState, state: NodeState | None) -> Non
 
 
 def _order(cluster: ClusterState, job: JobState, senders: dict[NodeId, NodeState]) -> None:
-    """Have each sender bring its snapshots to the chosen node, and nobody else.
+    """Order each sender to send its snapshots to the chosen node, and others to stop.
 
-    It is said again to each new group, because a node forgets it with the memory of the job; and
-    when the chosen node has lost what it was brought, because who has brought it does not know.
+    The order is repeated for each new group, because a node forgets it with the job's memory, and
+    when the holder has lost its copy, because the sender does not know that.
     """
     before, job.copies.ordered = job.copies.ordered, {}
     for source, sender in senders.items():
@@ -251,9 +251,9 @@ def _order(cluster: ClusterState, job: JobState, senders: dict[NodeId, NodeState
 def _wanted(
     cluster: ClusterState, job: JobState, source: NodeId, sender: NodeState
 ) -> Replicate | None:
-    """Return what is told to who sends a source's copy; None for nothing.
+    """Return the order for the sender of a source's copy; None for no order.
 
-    That there is no node for it is told of a shard: workers would wait for it to arrive.
+    For a shard there is also an order that no node was found: its workers would wait for one.
     """
     generation = job.generation if source != ALL_ALIKE else 0
     every = job.copies.every_n_steps
@@ -269,19 +269,19 @@ def _wanted(
     return Replicate(job.job_id, NO_NODE, "", "", every, source, generation)
 
 
-# ---------------------------------------------------------------- who may not leave yet
+# ---------------------------------------------------------------- nodes that may not leave yet
 
 
 class CopyCoverage(NamedTuple):
-    """How far a job's copies have come to where they are to lie.
+    """How many of a job's copies have reached their holders.
 
     Attributes:
-        trains: all members of its newest group do.
-        base: the oldest of them, see `_base`; without a group, of those of lost nodes.
-        holders: nodes where they are to lie.
-        has_place: each has one, or may have within some time.
-        staying: without a group: the newest of each source on nodes that do not leave.
-        is_waiting: without a group: somebody waits on such a node with what all have alike.
+        trains: all members of its newest group train.
+        base: age of the oldest copy, see `_base`; without a group, of those of lost nodes.
+        holders: nodes that should hold them.
+        has_place: each copy has a holder, or may get one within some time.
+        staying: without a group: age of the newest copy of each source on nodes that stay.
+        is_waiting: without a group: a worker waits on such a node with the unsharded state.
     """
 
     trains: bool
@@ -293,12 +293,12 @@ class CopyCoverage(NamedTuple):
 
 
 def kept_for(cluster: ClusterState, state: NodeState, known: dict[JobId, CopyCoverage]) -> str:
-    """Return why a drained node stays for a moment: what it has of a job lies nowhere else yet.
+    """Return why a drained node must stay for a while: only it has some state of a job.
 
     Args:
-        cluster: of which all jobs are at rest.
+        cluster: after all its jobs were reconciled.
         state: of the node.
-        known: how far jobs are, as found in this step for other nodes.
+        known: cache of this step, by job.
 
     Returns:
         "" if it may go, or its time is over.
@@ -326,14 +326,14 @@ def kept_for(cluster: ClusterState, state: NodeState, known: dict[JobId, CopyCov
 
 
 def _is_elsewhere(job: JobState, node_id: NodeId, spread: CopyCoverage) -> bool:
-    """Return whether copies of all that a group which trains has lie on other nodes."""
+    """Return whether other nodes have copies of all this node has of a training group."""
     ages = job.copies.held.get(node_id, {}).values()
     is_spread = node_id not in spread.holders and spread.base > replication.NO_COPY
     return is_spread and all(age <= spread.base for age in ages)
 
 
 def _goes_on_without(job: JobState, node_id: NodeId, spread: CopyCoverage) -> bool:
-    """Return whether a job without a group has all that it could go on from on nodes that stay."""
+    """Return whether the nodes that stay have all the state of a job without a group."""
     if spread.is_waiting:
         return True
     if not job.copies.is_sharded:
@@ -344,10 +344,10 @@ def _goes_on_without(job: JobState, node_id: NodeId, spread: CopyCoverage) -> bo
 
 
 def _without_group(cluster: ClusterState, job: JobState, spread: CopyCoverage) -> CopyCoverage:
-    """Say of a job that waits where its state lies: what all have alike, with any who waits.
+    """Return the coverage of a job without a group: any waiting worker has unsharded state.
 
-    Of a sharded model the rows of a lost node are as old as their copy, and rows of the others that
-    are as old are enough.
+    Of a sharded model, the rows of a lost node are as old as their copy, so copies of the other
+    rows need not be newer.
     """
     present = {at: s for at, s in cluster.book.nodes.items() if s.is_present()}
     found: dict[NodeId, replication.Age] = {}
@@ -360,7 +360,7 @@ def _without_group(cluster: ClusterState, job: JobState, spread: CopyCoverage) -
     lost = [found.get(at, replication.NO_COPY) for at in _members(job) if at not in present]
     base = min(lost, default=replication.NO_COPY)
     is_kept = all(staying.get(s) == found.get(s) for s in _members(job) if s not in present)
-    # What the group before has left has others as sources.
+    # Copies of an earlier generation have other sources.
     base = base if is_kept and base[0] == job.generation else replication.NO_COPY
     waiting = [job.workers[w] for w in job.member_ids() if w in job.workers]
     is_waiting = (
@@ -391,14 +391,14 @@ def _spread(cluster: ClusterState, job: JobState) -> CopyCoverage:
         job.is_open and job.training_since_ns is not None,
         _base(job),
         frozenset(at for _, at in places),
-        # None was chosen yet by a coordinator that has only begun.
+        # A coordinator that has just started has chosen no holder yet.
         all(at or source in refused for source, at in places),
     )
     return spread if job.is_open else _without_group(cluster, job, spread)
 
 
 def _drop_superfluous(cluster: ClusterState, job: JobState) -> None:
-    """Free older copies elsewhere, once the chosen nodes have newer ones of all sources."""
+    """Drop older copies on other nodes, once the holders have newer ones of all sources."""
     copies, base = job.copies, _base(job)
     for node_id in sorted(copies.held):
         for source, age in sorted(copies.held[node_id].items()):
@@ -408,10 +408,10 @@ def _drop_superfluous(cluster: ClusterState, job: JobState) -> None:
 
 
 def _base(job: JobState) -> replication.Age:
-    """Return the oldest of the copies that are wanted, `NO_COPY` before all of them have come.
+    """Return the age of the oldest wanted copy, `NO_COPY` before all of them have arrived.
 
-    Rows of a group that is over are none of those: without the rows of all its nodes, of which some
-    may be lost, they are worth nothing.
+    Rows of an earlier group do not count: they are useless without the rows of all its nodes, some
+    of which may be lost.
     """
     ages = [job.copies.newest(at, source) for source, (at, _) in job.copies.holders.items()]
     if job.copies.is_sharded:
@@ -427,10 +427,10 @@ def _drop(
     reason: str,
     age: replication.Age = (NO_GENERATION, 0),
 ) -> None:
-    """Tell a node to free its copy; one that missed this says in its hello that it has it.
+    """Order a node to drop its copy; if it misses this, its next Hello still reports the copy.
 
-    Of the age that we know of, if one is given: a newer one, which we are about to hear of, may be
-    the newest anywhere. By default whatever is there is freed.
+    With an age, only a copy of that age is dropped: one that is newer and not reported yet may be
+    the newest of all. By default any copy is dropped.
     """
     job.copies.held.get(node_id, {}).pop(source, None)
     if source == ALL_ALIKE or not job.copies.held.get(node_id):
@@ -443,7 +443,7 @@ def _drop(
 
 
 def _places(cluster: ClusterState, job: JobState, source: NodeId) -> list[CopyCandidate]:
-    """Return the nodes among which the policy chooses: of a large cluster, some for each shard."""
+    """Return the policy's candidates: in a large cluster, a subset for each shard."""
     busy: dict[NodeId, int] = {}
     for other in cluster.active():
         for of, (holder, _) in other.copies.holders.items():
@@ -460,7 +460,7 @@ def _places(cluster: ClusterState, job: JobState, source: NodeId) -> list[CopyCa
 def _near(
     job: JobState, states: Sequence[NodeState], members: frozenset[NodeId], source: NodeId
 ) -> list[NodeState]:
-    """Return the source, those behind it, all round, some that do not train, those that have it."""
+    """Return the source, nodes after it (cyclic), some that do not train, and its holders."""
     ids = [state.node.node_id for state in states]
     at = ids.index(source) if source in ids else 0
     near = {*(ids[at:] + ids[:at])[: NEIGHBOURS + 1]}

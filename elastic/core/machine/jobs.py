@@ -1,7 +1,6 @@
-"""The coordinator's memory of jobs and their workers, and the state that all of it makes up.
+"""The coordinator's state of jobs and their workers, and the whole cluster state.
 
-Rule: this module keeps books; decisions are policies, and what follows from them is in
-`settle`.
+Rule: this module only records; decisions are in policies, their consequences in `reconcile`.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ if TYPE_CHECKING:
     from elastic.core.machine.report_coalescing import PendingReports
 
 RANK_FAILURES_MAX = 16
-"""Of a job: each may have a traceback of 32,000 characters, and the record is written whole."""
+"""Per job: each may have a traceback of 32,000 characters, and the record is written whole."""
 
 
 @dataclass
@@ -60,14 +59,14 @@ class WorkerState:
     """One worker as the coordinator knows it.
 
     Attributes:
-        stop_cause: set once it was told to end; what its exit will then count as.
-        sight: what it said of its main thread last, None if it never had anything to say.
-        lingers_since_ns: it is still in a group that goes on without it; None if it is not.
-        reported_ns: when its agent was first told of the newest group, or to leave, in this
-            coordinator's life; earlier than `announced_ns` while its agent is away, -1 for never.
-        shown_ns: when its stacks were asked for because it was late, -1 for never.
-        account: where its time goes.
-        telemetry: how its newest steps in the newest group went.
+        stop_cause: set once it was ordered to end; the cause to record for its exit.
+        sight: last report of its main thread, None if there was none.
+        lingers_since_ns: since when it stays in a group that goes on without it; None if not.
+        reported_ns: when the newest group, or the order to leave, was first sent to its agent in
+            this term; earlier than `announced_ns` while its agent is away, -1 for never.
+        shown_ns: when its stacks were requested because it was late, -1 for never.
+        account: its time by category.
+        telemetry: of its newest steps in the newest group.
     """
 
     report: WorkerReport
@@ -83,11 +82,11 @@ class WorkerState:
     telemetry: Telemetry = field(default_factory=Telemetry)
 
     def update(self, report: WorkerReport, now_ns: int) -> None:
-        """Take over a newer report."""
+        """Record a newer report."""
         moved = (report.phase, report.generation) != (self.report.phase, self.report.generation)
         if moved:
             self.since_ns = now_ns
-        # An exception once told stays told: the agent knows only how the process ended.
+        # A reported exception is kept: the agent knows only how the process ended.
         self.report = replace(report, failure=report.failure or self.report.failure)
 
 
@@ -96,57 +95,55 @@ class JobState:
     """One job.
 
     Attributes:
-        is_open: the members of `group` were announced and not told to leave at once.
+        is_open: `group` was announced, and its members were not ordered to leave at once.
         asked: they were asked to leave at a boundary.
-        is_save_requested: and to save their state there, because no member goes on with it.
-        announced_ns: when `group` was announced, or told to leave, in this coordinator's life.
+        is_save_requested: and to save their state there, because no member continues with it.
+        announced_ns: when `group` was announced, or ordered to leave, in this term.
         training_since_ns: when the last member of `group` began to train, None before.
-        waits_for: what keeps the next group from forming, "" while there is one.
+        waits_for: what keeps the next group from forming, "" while there is a group.
         restart_at_ns: no worker is started before (back-off).
-        wake_ns: when this job must be looked at again.
+        wake_ns: when this job must be evaluated again.
         first_steps: wall clock at the end of each member's first step in this generation.
         holders: members of `group` that were in a group that committed a step; empty after a
             restart of the coordinator.
-        finished: what the train function returned, of each member that finished; outlives it.
+        finished: results of the train function, by finished member; kept after it is gone.
         rank_failures, failed_in: what members have raised, and in which generation.
         failure_generation, loss_generation: the newest that was charged for a failure, a loss.
-        save_request: of the newest wish for a checkpoint that did not come true yet, 0 for none.
-        preemptions: how many nodes an announced drain took from its groups; a budget of its own.
-        saved_before_ns: when a checkpoint was last wished for because its group needs who leaves.
+        save_request: number of the newest unserved checkpoint request, 0 for none.
+        preemptions: how many nodes an announced drain took from its groups; a separate budget.
+        saved_before_ns: when a checkpoint was last requested because its group needs leaving nodes.
         anew_ns: since when members of the newest group are replaced by new processes, which all
-            begin together; None if they are not.
-        has_news_of_leavers: its members were not told yet of a node of theirs that is to leave.
-        stuck: why the newest group will never go on, "" if it may.
-        ends_announced: the newest group that heard of its end before the next one was worked out.
+            start together; None if they are not.
+        has_news_of_leavers: its members were not notified yet of one of their nodes that leaves.
+        stuck: why the newest group can never continue, "" if it can.
+        ends_announced: the newest group notified of its end before the next one was computed.
         hung: members that are about to be killed as hung, and since when their stacks are written.
-        works: what a member does that the others have waited for, for long; for people.
-        placed: the places of a group, worked out once.
+        works: work of a member for which the others have waited long; for people.
+        placed: the ranks of a group's members, computed once.
         bounds: (min, max) workers that a user set after the submission, None for those of the spec.
-        paused: a user wants it to hold no workers.
-        stopping: why it ends once it holds none, "" if it need not; it is paused, too.
-        hurries: its workers are to end at once, whatever their scripts have to do.
-        yields_to: the job for which it is to leave its slots, as the queue has it, "" for none.
-        pause_request: number of the wish for a checkpoint before it holds no workers, 0 for none.
-        is_saved: that wish came true.
+        paused: a user paused it: it should hold no workers.
+        stopping: why it ends once it holds no workers, "" if it does not; then `paused`, too.
+        hurries: its workers must end at once, whatever their scripts are doing.
+        yields_to: the job for which the queue makes it release its slots, "" for none.
+        pause_request: number of the checkpoint request before its pause, 0 for none.
+        is_saved: that request was served.
         releases_all: since then its group was asked to leave, and no other one is formed.
-        release_deadline_ns: until when it has time for a checkpoint, then for a boundary; None
-            before.
-        request_again_ns: a pause that is late does not wish for a checkpoint again before.
-        preempted_by: the job that it gave way to, "" once it trains again.
-        submitter: by which token or certificate, "" if users are not told from each other.
-        passed_over_until_ns: it does not give way before, because it could not be saved when it
-            was to.
-        micro_batches: that its steps are shared out in, as its members said last in this
-            coordinator's life; 0 while it is not known.
-        reported: (generation, index) of the newest metrics of this coordinator's life.
-        yields: workers that it gives back for another job, as the queue has it.
-        copies: where a copy of its state lies, or is to lie.
+        release_deadline_ns: time limit for the checkpoint, then for the boundary; None before.
+        request_again_ns: a late pause requests no other checkpoint before.
+        preempted_by: the job that preempted it, "" once it trains again.
+        submitter: name of the token or certificate, "" if callers are not identified.
+        passed_over_until_ns: it is not preempted before, because it could not be saved when it
+            was last.
+        micro_batches: per step, as last reported by its members in this term; 0 if unknown.
+        reported: (generation, index) of the newest metrics of this term.
+        yields: workers that the queue makes it release for another job.
+        copies: which nodes hold, or should hold, copies of its state.
         links: which of its nodes do not reach each other.
-        wave: what its workers say one after the other at the moment, None for nothing.
-        unix_ahead_ns: the wall clock less the machine's, at the start; None if not known.
-        ledger: where the time of its workers went.
-        paused_ns: since when training stands still for another group, None while it does not.
-        lost: members that went meanwhile, and how; for people.
+        wave: reports of its workers that are spread over time now, None for none.
+        unix_ahead_ns: the wall clock minus the machine's, at the start; None if unknown.
+        ledger: the time of its workers by category.
+        paused_ns: since when training is interrupted for another group, None while it is not.
+        lost: members lost meanwhile, and how; for people.
         former: workers that are gone, the newest of them.
     """
 
@@ -216,7 +213,7 @@ class JobState:
 
     @property
     def limits(self) -> JobSpec:
-        """Return the spec with the bounds that hold now; what workers are given is the spec."""
+        """Return the spec with the current bounds; workers get the original spec."""
         if self.bounds is None:
             return self.spec
         low, high = self.bounds
@@ -228,11 +225,11 @@ class JobState:
         return self.spec.job_id
 
     def has_ended(self) -> bool:
-        """Return whether the outcome stands; workers may still be on their way out."""
+        """Return whether the outcome is final; workers may still be ending."""
         return self.phase in ENDED
 
     def move(self, phase: JobPhase, now_ns: int) -> None:
-        """Enter a phase."""
+        """Enter a phase; raise InvariantViolation if that move is not allowed."""
         if phase is not self.phase:
             check_move(JOB, f"job {self.job_id}", self.phase, phase)
             self.phase = phase
@@ -253,7 +250,7 @@ class JobState:
         return self.group is not None and worker_id in self.group.ranks
 
     def places(self) -> tuple[RankPlace, ...]:
-        """Return the places of the newest group's members, by rank."""
+        """Return the rank assignment of the newest group's members, by rank."""
         group = self.group
         if group is None:
             return ()
@@ -279,11 +276,11 @@ class JobState:
         )
 
     def is_end_announced(self) -> bool:
-        """Return whether members of the newest group heard that it is over, before the next one."""
+        """Return whether members of the newest group were notified of its end early."""
         return self.is_open and self.ends_announced == self.generation
 
     def is_in_place(self) -> bool:
-        """Return whether its group trains in a loop that newcomers can enter."""
+        """Return whether its group trains in a loop that new members can enter."""
         if not self.is_open:
             return False
         members = (self.workers.get(worker_id) for worker_id in self.member_ids())
@@ -313,43 +310,43 @@ class JobState:
         return found
 
     def is_to_leave(self, worker: WorkerState, node: NodeState) -> bool:
-        """Return whether a worker can be in no group from now on, for the time being at least."""
+        """Return whether a worker cannot be in a group, at least for now."""
         is_out = node.draining or worker.node_id in self.links.out
         return is_out or self.gives_back(worker.report.worker_id)
 
     def gives_back(self, worker_id: WorkerId) -> bool:
-        """Return whether the worker is to leave for another job, or because the job pauses."""
+        """Return whether the worker must leave for another job, or because the job pauses."""
         rests = self.must_release_workers() and (self.releases_all or not self.is_open)
         return rests or worker_id in self.yields
 
     def must_release_workers(self) -> bool:
-        """Return whether it is to hold no workers: a user says so, or another job comes first."""
+        """Return whether it should hold no workers: it is paused, or preempted."""
         return self.paused or bool(self.yields_to)
 
     def _leave_by_ns(self) -> int | None:
-        """Return when members that were asked to make room are cut off.
+        """Return when members that were asked to release their slots are cut off, None for never.
 
-        Never before there is a checkpoint that the job goes on from.
+        Never before there is a checkpoint from which the job can continue.
         """
         is_bounded = self.releases_all and self.yields_to and self.checkpoints
         return self.release_deadline_ns if is_bounded else None
 
     def is_late(self, now_ns: int) -> bool:
-        """Return whether it pauses, and holds its workers for longer than who gives way may."""
+        """Return whether it pauses, and still holds its workers after the deadline."""
         due_ns = self.release_deadline_ns
         return self.paused and self.is_open and due_ns is not None and now_ns >= due_ns
 
     def forget_rest(self) -> None:
-        """How far it came on the way to rest does not count for the next time."""
+        """Reset the progress of a pause or preemption, for the next time."""
         self.pause_request, self.is_saved, self.releases_all = 0, False, False
         self.release_deadline_ns, self.request_again_ns = None, 0
 
     def latest_checkpoint(self) -> str:
         """Return the path of the newest reported checkpoint that is recorded, "" for none.
 
-        Automatic ones are the step engine's, which finds them by itself: what the train function
-        is called with must be what it wrote. Before there is one, a job that was resumed goes on
-        from where it was submitted to.
+        Automatic ones belong to the step engine, which finds them by itself: the train function
+        must get a checkpoint that it wrote. Before there is one, a job with `resume_from` continues
+        from that.
         """
         reported = (c.path for c in reversed(self.checkpoints) if not c.automatic)
         return next(reported, self.spec.resume_from)
@@ -359,7 +356,7 @@ class JobState:
         return next((c.path for c in reversed(self.checkpoints) if c.automatic), "")
 
     def note_failure(self, rank: int, failure: Failure) -> bool:
-        """Keep what a member of the present group raised; return whether that is news."""
+        """Record a failure of a member of the present group; return whether it is new."""
         if self.failed_in != self.generation:
             self.rank_failures, self.failed_in = (), self.generation
         is_known = any(one.rank == rank for one in self.rank_failures)
@@ -369,7 +366,7 @@ class JobState:
         return True
 
     def record(self) -> JobRecord:
-        """Return what must survive the coordinator."""
+        """Return the job's durable state."""
         ahead_ns = self.unix_ahead_ns
         return JobRecord(
             spec=self.spec,
@@ -401,7 +398,7 @@ class JobState:
         )
 
     def view(self, now_ns: int) -> JobView:
-        """Return what status shows; an ended job shows STOPPING until its workers are gone."""
+        """Return the job for the status; an ended one shows STOPPING until its workers are gone."""
         accounts = (worker.account for worker in self.workers.values())
         known, unreported_ns = self.ledger.at(accounts, now_ns)
         record = replace(self.record(), goodput=known)
@@ -424,27 +421,27 @@ class JobState:
 
 @dataclass
 class ClusterState:
-    """All that the coordinator's machine knows, and the effects that the current step made.
+    """The whole state of the coordinator's machine, and the effects of the current step.
 
     Attributes:
-        owner: the job of each worker in the books.
-        dirty: jobs that must be looked at before the step ends, in order of first mention.
-        term, history: which leadership of which store this is; see `Welcome`.
-        first_serial: workers of a node are numbered from here on; a later term begins higher, so
-            that an id is not given again by a coordinator that has forgotten it.
-        polls: jobs whose members wait for each other, and when to look at each again.
-        probes: nodes that were asked for a sign of life and have not given one: when, how long.
-        num_probes: asked so far.
-        secret: the keys of copies are made of it.
-        first_save, num_saves: wishes for checkpoints are numbered from there on; so many so far.
-        check_by_ns: when the machine has asked to be called for a look or a probe, None for never.
-        num_checked: of the sessions, in this round of checks.
+        owner: the job of each known worker.
+        dirty: jobs to evaluate before the step ends, in order of first mention.
+        term, history: the term, and the id of its store; see `Welcome`.
+        first_serial: first number for workers of a node; a later term starts higher, so that a
+            coordinator does not reuse an id that it has forgotten.
+        polls: jobs whose members wait for each other, and when to check each again.
+        probes: nodes with an unanswered probe: when it was sent, its timeout.
+        num_probes: number of probes sent so far.
+        secret: the keys of copies are derived from it.
+        first_save, num_saves: first number for checkpoint requests; how many were made.
+        check_by_ns: the deadline that the machine returned for a check or probe, None for never.
+        num_checked: sessions checked in this round of checks.
         hold_until_ns: after a restart no worker is started before, so that agents can report
-            what runs already.
-        grants: what the queue has for each job; a job that is not in it has no rival.
+            what already runs.
+        grants: the queue's allocation for each job; a job that is not in it has no rival.
         replan: something changed that the queue depends on.
-        replan_at_ns: when time alone changes what the queue says, None for never.
-        unix_ahead_ns: the wall clock less the machine's, at the start; None if not known.
+        replan_at_ns: when time alone changes the queue's result, None for never.
+        unix_ahead_ns: the wall clock minus the machine's, at the start; None if unknown.
     """
 
     config: CoordinatorConfig
@@ -474,19 +471,19 @@ class ClusterState:
     effects: list[CoordinatorEffect] = field(default_factory=list)
 
     def do(self, *effects: CoordinatorEffect) -> None:
-        """Ask for effects, in this order."""
+        """Add effects, in this order."""
         self.effects.extend(effects)
 
     def note(self, name: str, job_id: str = "", **fields: object) -> None:
-        """Ask for a line in the event log."""
+        """Add a line for the event log."""
         self.do(note(name, job_id, **fields))
 
     def touch(self, job: JobState) -> None:
-        """Look at this job before the step ends."""
+        """Evaluate this job before the step ends."""
         self.dirty[job.job_id] = None
 
     def touch_active(self) -> None:
-        """Look at every job that has not ended: capacity changed."""
+        """Evaluate every job that has not ended: capacity changed."""
         self.replan = True
         for job in self.active():
             self.touch(job)
@@ -500,12 +497,12 @@ class ClusterState:
         return self.book.nodes[worker.node_id]
 
     def job_of(self, worker_id: WorkerId) -> JobState | None:
-        """Return the job that a worker in the books belongs to."""
+        """Return the job of a worker, None if the worker is not known."""
         job_id = self.owner.get(worker_id)
         return self.jobs[job_id] if job_id is not None else None
 
     def add_worker(self, job: JobState, state: NodeState, report: WorkerReport) -> WorkerState:
-        """Enter a worker into the books."""
+        """Record a new worker."""
         account = Account(START, self.now_ns)
         if report.phase is not WorkerPhase.STARTING:
             account.told = None
@@ -519,7 +516,7 @@ class ClusterState:
         return worker
 
     def charge(self, job: JobState, worker: WorkerState) -> None:
-        """Account for what a worker did until now; to be called when it does something else."""
+        """Account for a worker's time until now; called whenever its category may change."""
         node = self.book.nodes.get(worker.node_id)
         now = goodput.Situation(
             phase=worker.report.phase,
@@ -530,7 +527,7 @@ class ClusterState:
         job.ledger.move(worker.account, goodput.category(now), self.now_ns)
 
     def remove_worker(self, job: JobState, worker_id: WorkerId) -> WorkerState:
-        """Strike a worker from the books."""
+        """Remove a worker, and evaluate the jobs that may use its slot."""
         worker = job.workers.pop(worker_id)
         is_lost = worker.stop_cause is None and not job.has_ended()
         gone = FormerWorker(worker_id, job.rank_of(worker_id), worker.report.generation)

@@ -1,7 +1,7 @@
-"""What follows from the facts for one job: form, ask, suspend, start, stop, end.
+"""Reconciles one job with the current facts: form, ask, suspend, start, stop, end.
 
-Rule: `reconcile_job` runs after every event that touched the job. It asks the policies and turns
-their answers into effects. A group is persisted before any member is sent its announcement.
+Rule: `reconcile_job` runs after every event that touched the job. It calls the policies and turns
+their decisions into effects. A group is persisted before its announcement is sent to any member.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ from elastic.core.world import (
 from elastic.errors import check
 
 ROUNDS_MAX = 8
-"""A job comes to rest in two or three rounds; more mean that two policies contradict."""
+"""A job settles in two or three rounds; more mean that two policies contradict each other."""
 
 
 def reconcile_job(cluster: ClusterState, job: JobState) -> None:
-    """Bring the job to rest under what is known now."""
+    """Apply the policies until the job's state is stable under the current facts."""
     job.wake_ns, before = None, job.generation
     if job.has_ended():
         _stop_all(cluster, job)
@@ -64,12 +64,12 @@ def reconcile_job(cluster: ClusterState, job: JobState) -> None:
         return
     wake(job, links.settle(cluster, job))
     if job.has_news_of_leavers:
-        # Once for all that came together: a cloud may take a thousand nodes at one moment.
+        # Once for all that came together: a cloud may take a thousand nodes at once.
         job.has_news_of_leavers = False
         remind_of_leavers(cluster, job, job.member_ids())
     if job.anew_ns is not None:
-        # A member whose process is spent has a successor before the next group is decided. Else
-        # one that joins would train without it, and be spent itself when the successor joins.
+        # A member whose process is spent gets a successor before the next group is decided. Else
+        # a new member would train without it, and be spent itself when the successor joins.
         _start_workers(cluster, job)
     for _ in range(ROUNDS_MAX):
         _give_up_stuck(cluster, job)
@@ -83,7 +83,7 @@ def reconcile_job(cluster: ClusterState, job: JobState) -> None:
     if job.has_ended():
         return
     if job.generation > before and announcing.is_large(cluster, job):
-        job.wake_ns = cluster.now_ns + 1  # All else has time until they are told.
+        job.wake_ns = cluster.now_ns + 1  # All else can wait until they are notified.
         return
     _save_before_they_leave(cluster, job)
     _stop_leavers(cluster, job)
@@ -96,11 +96,11 @@ def reconcile_job(cluster: ClusterState, job: JobState) -> None:
 
 
 def end_job(cluster: ClusterState, job: JobState, phase: JobPhase, reason: str) -> None:
-    """Write down how the job ended, then tell every worker to end."""
+    """Persist how the job ended, then order every worker to end."""
     job.move(phase, cluster.now_ns)
     job.is_open = False
     job.reason = reason
-    # No worker starts for it any more, and two hundred ended jobs are remembered.
+    # No worker starts for it any more, and two hundred ended jobs are kept in memory.
     job.spec = replace(job.spec, entry=replace(job.spec.entry, payload=b""))
     if phase is JobPhase.SUCCEEDED:
         job.failure, job.failed_worker, job.rank_failures = None, "", ()
@@ -114,7 +114,7 @@ def end_job(cluster: ClusterState, job: JobState, phase: JobPhase, reason: str) 
 def stop_worker(
     cluster: ClusterState, job: JobState, worker_id: WorkerId, cause: ExitCause
 ) -> None:
-    """Tell a worker to end, once; from here on it counts as absent."""
+    """Order a worker to end, once; from here on it counts as absent."""
     worker = job.workers[worker_id]
     if worker.stop_cause is not None:
         return
@@ -125,9 +125,9 @@ def stop_worker(
 
 
 def stop_order(cluster: ClusterState, job: JobState | None, worker: WorkerState) -> StopWorker:
-    """Return what a worker is told that is to end.
+    """Return the message for a worker that must end.
 
-    A job that a user stops has its script asked: with SIGTERM, if it has a handler of its own.
+    If a user stops the job, its script is asked first: by SIGTERM, if it has its own handler.
     """
     cause = worker.stop_cause or ExitCause(ExitKind.STOPPED)
     asks = job is not None and job.phase is JobPhase.STOPPED and not job.hurries
@@ -148,14 +148,14 @@ def hurry(cluster: ClusterState, job: JobState) -> None:
 def _report_group(
     cluster: ClusterState, worker: WorkerState, message: Announce | LeaveGroup
 ) -> None:
-    """Tell a worker of the newest group; its time runs from now on if its agent is there."""
+    """Send a worker the newest group; its timeout starts now if its agent is connected."""
     if cluster.node_of(worker).session is not None:
         worker.reported_ns = cluster.now_ns
     tell(cluster, worker, message)
 
 
 def remind_of_leavers(cluster: ClusterState, job: JobState, workers: Iterable[WorkerId]) -> None:
-    """Tell these members of the newest group which nodes of it are to leave, if there are any."""
+    """Send these members of the newest group its leaving nodes, if there are any."""
     news = leaving.news(cluster, job)
     for worker_id in workers if news is not None else ():
         worker = job.workers.get(worker_id)
@@ -167,7 +167,7 @@ def remind_of_leavers(cluster: ClusterState, job: JobState, workers: Iterable[Wo
 
 
 def _settle_group(cluster: ClusterState, job: JobState) -> bool:
-    """Ask the membership policy and do what it says; True if that may change its next answer."""
+    """Apply the membership policy; return True if that may change its next decision."""
     candidates = [*job.candidates(cluster.book).values()]
     current = replace(job.current(), is_saving=lateness.is_saving(cluster, job))
     decision = membership.decide(job.limits, current, candidates, cluster.now_ns, cluster.config)
@@ -216,15 +216,15 @@ def _settle_group(cluster: ClusterState, job: JobState) -> bool:
 
 
 def _holds(job: JobState, reason: str) -> None:
-    """The group stands, or comes together: say so."""
+    """Record that there is a group, or that one is forming, with the reason to show."""
     job.waits_for, job.reason = "", links.explain(job, reason)
 
 
 def _fails_by_break(cluster: ClusterState, job: JobState) -> bool:
     """Charge a group that broke without a loss; return whether the job has ended for it.
 
-    While one of its nodes is on its way out, that is what broke it; while a member is on its way
-    in, the others have only waited for it, and its time is bounded.
+    Not while one of its nodes leaves, which broke it, nor while a member is still joining: the
+    others have only waited for it, and its time is bounded.
     """
     if leaving.nodes_of(cluster, job) or lateness.is_somebody_behind(job):
         return False
@@ -294,7 +294,7 @@ def _form(cluster: ClusterState, job: JobState, plan: GroupPlan, reason: str) ->
 
 
 def _key_of_group(cluster: ClusterState, job: JobState) -> str:
-    """Return the secret by which the members of the newest generation know each other."""
+    """Return the secret with which members of the newest group authenticate to each other."""
     name = f"group\n{job.job_id}\n{job.generation}".encode()
     return hashlib.blake2b(name, key=cluster.secret, digest_size=32).hexdigest()
 
@@ -302,8 +302,8 @@ def _key_of_group(cluster: ClusterState, job: JobState) -> str:
 def ask(cluster: ClusterState, job: JobState, plan: GroupPlan, reason: str) -> None:
     """Ask every member to leave at the next boundary; a later request replaces an earlier one.
 
-    That they save is persisted, so that a new coordinator allows the longer timeout of a save. They
-    are told before it is durable: losing the flag costs a shorter timeout, never correctness.
+    That they save is persisted, so that a new coordinator allows the longer timeout of a save. The
+    request is sent before that is durable: losing the flag shortens a timeout, and does no harm.
     """
     is_news, job.asked, job.is_save_requested = (
         job.is_save_requested or plan.saves,
@@ -322,7 +322,7 @@ def ask(cluster: ClusterState, job: JobState, plan: GroupPlan, reason: str) -> N
 
 
 def _suspend(cluster: ClusterState, job: JobState, plan: GroupPlan, reason: str) -> None:
-    """Let the members leave at once; they keep their state and wait, or are replaced."""
+    """Order the members to leave at once; they keep their state and wait, or are replaced."""
     job.is_open, job.asked, job.is_save_requested = False, False, False
     job.anew_ns = cluster.now_ns if plan.members else None
     cluster.replan = True
@@ -340,7 +340,7 @@ def _suspend(cluster: ClusterState, job: JobState, plan: GroupPlan, reason: str)
 
 
 def _say_why_waiting(cluster: ClusterState, job: JobState) -> None:
-    """Keep why the job waits, if it does; log it when it changes."""
+    """Record why the job waits, if it does; log it when it changes."""
     gave_way = f"preempted by {job.preempted_by}; " if job.preempted_by else ""
     full = f"waiting: {gave_way}{links.explain(job, job.waits_for)}"
     if job.waits_for and job.reason != full and not job.paused:
@@ -349,10 +349,10 @@ def _say_why_waiting(cluster: ClusterState, job: JobState) -> None:
 
 
 def _is_complete(job: JobState) -> bool:
-    """Return whether every member that is left has finished this generation.
+    """Return whether every remaining member has finished this generation.
 
-    That is not enough when the leader was lost before it finished, which writes what remains of a
-    run as a rule; nor when user code raised in a member after others had returned.
+    Rank 0 must be among the finished ones, as it usually writes the results of a run; and user
+    code must not have raised in a member after others had returned.
     """
     if not job.is_open or job.member_ids()[0] not in job.finished:
         return False
@@ -366,10 +366,10 @@ def _is_complete(job: JobState) -> bool:
 
 
 def _give_up_stuck(cluster: ClusterState, job: JobState) -> None:
-    """Kill members that never came to train, and others that were told to leave and did not.
+    """Kill members that did not join in time, and workers that did not leave in time.
 
-    Who forms a group waits for those who are not there yet. When all are there and none comes out
-    of it, nobody can tell which one hangs: the group is formed anew, and that one will be missing.
+    Forming members wait for absent ones. If all are forming and none finishes, the hanging one is
+    unknown: the group is formed again, and that one will be absent.
     """
     members = job.member_ids() if job.is_open else ()
     first_out: list[int | None] = []
@@ -380,7 +380,7 @@ def _give_up_stuck(cluster: ClusterState, job: JobState) -> None:
         report, since_ns = worker.report, max(job.announced_ns, worker.reported_ns)
         lingers_since_ns, worker.lingers_since_ns = worker.lingers_since_ns, None
         is_forming = report.phase is WorkerPhase.FORMING
-        if members and report.generation >= job.generation:  # Only members have been told of it.
+        if members and report.generation >= job.generation:  # Only members know that generation.
             if is_forming and not first_out:
                 first_out.append(lateness.first_out_ns(job))
             if not is_forming or (out_ns := first_out[0]) is None:
@@ -395,7 +395,7 @@ def _give_up_stuck(cluster: ClusterState, job: JobState) -> None:
         elif is_member:
             pass
         elif report.phase in (WorkerPhase.FORMING, WorkerPhase.TRAINING):
-            # From the first group without it: those that follow are no reason to wait longer.
+            # From the first group without it: later groups do not extend the time.
             since_ns = lingers_since_ns or max(since_ns, worker.since_ns)
             worker.lingers_since_ns = since_ns
             what = f"leave generation {report.generation}"
@@ -411,7 +411,7 @@ def _give_up_stuck(cluster: ClusterState, job: JobState) -> None:
 
 
 def _save_before_they_leave(cluster: ClusterState, job: JobState) -> None:
-    """Wish for a checkpoint in time, if the group cannot do without the nodes that leave."""
+    """Request a checkpoint in time, if the group cannot continue without the leaving nodes."""
     decision = leaving.save_is_due(cluster, job)
     wake(job, decision.wake_ns)
     if not decision.value:
@@ -425,7 +425,7 @@ def _save_before_they_leave(cluster: ClusterState, job: JobState) -> None:
 
 
 def _start_workers(cluster: ClusterState, job: JobState) -> bool:
-    """Start as many further workers as max and the nodes allow; True if any was started."""
+    """Start as many more workers as max and the nodes allow; return whether any was started."""
     members = [job.workers[w] for w in job.member_ids() if w in job.workers]
     if job.is_open and any(w.report.phase is WorkerPhase.FINISHED for w in members):
         return False
@@ -462,7 +462,7 @@ def _start_workers(cluster: ClusterState, job: JobState) -> bool:
 
 
 def _stop_leavers(cluster: ClusterState, job: JobState) -> None:
-    """End workers on draining nodes, and those given back, as soon as no group needs them."""
+    """End workers on draining nodes, and released ones, as soon as no group needs them."""
     if not cluster.book.leaving and not job.yields:
         return
     for worker_id in sorted(job.workers):
@@ -475,7 +475,7 @@ def _stop_leavers(cluster: ClusterState, job: JobState) -> None:
 
 
 def _stop_surplus(cluster: ClusterState, job: JobState) -> None:
-    """End workers above max that no group needs: first who must stay out of it, then the newest."""
+    """End workers above max that no group needs: first those excluded by links, then the newest."""
     out = job.links.out
     if len(job.workers) <= job.limits.max_workers:
         return
@@ -509,7 +509,7 @@ def _watch_health(cluster: ClusterState, job: JobState) -> None:
         return
     members = [job.workers.get(w) for w in job.member_ids()]
     training = (WorkerPhase.TRAINING, WorkerPhase.FINISHED)
-    # What the journal believes of a member is no evidence that it trains.
+    # A member known from the journal only is no evidence that it trains.
     is_training = all(
         w
         and w.report.phase in training
@@ -530,20 +530,20 @@ def _watch_health(cluster: ClusterState, job: JobState) -> None:
         if cluster.now_ns < until:
             wake(job, until)
         elif lateness.does_somebody_wait(cluster, job):
-            # A group that stands still is not healthy however long it does, or a hang that comes
-            # again in every group would never end the job.
+            # A group without progress is not healthy, or a hang that repeats in every group would
+            # never end the job.
             wake(job, cluster.now_ns + ns(1.0))
         else:
             forgive(job)
 
 
 def forgive(job: JobState) -> None:
-    """The job made progress: a row of losses is over."""
+    """Reset the count of successive losses, because the job made progress."""
     job.history = type(job.history)(job.history.failures, 0, job.history.last)
     job.restart_at_ns = 0
 
 
 def wake(job: JobState, moment: int | None) -> None:
-    """Look at the job again at `moment`, or earlier if something else says so."""
+    """Evaluate the job again at `moment`, or earlier if it has an earlier time."""
     if moment is not None:
         job.wake_ns = moment if job.wake_ns is None else min(job.wake_ns, moment)

@@ -1,8 +1,8 @@
-"""The worker's machine: what the control thread of a training process decides.
+"""The worker's state machine: the decisions of a training process's control thread.
 
 Rule: the main thread has one order at a time (set up, form, train), and gets the next one after its
-answer. What comes in between is remembered, the newest generation first. Errors of a group that the
-main thread was told to leave are expected, and ignored. A process runs a script once; then it is
+reply. Orders in between are remembered; the newest generation wins. Errors of a group that the main
+thread was ordered to leave are expected, and ignored. A process runs a script once; then it is
 spent, and the agent ends it instead of running the script again.
 """
 
@@ -78,23 +78,23 @@ EXIT_DONE = 0
 EXIT_FAILED = 1
 EXIT_AGENT_GONE = 70
 NO_RESULT = "null"
-"""What counts as the result of a train function that ended with `sys.exit(0)`."""
+"""The result of a train function that ended with `sys.exit(0)`."""
 END_NS = 5 * NS_PER_S
-"""A main thread that is told to end has so long to leave."""
+"""Time limit for the main thread to leave after the order to end."""
 LET_GO_NS = 2 * NS_PER_S
-"""Who has finished stays connected for so long: the others finish within moments, as a rule, and
-what they say of their ends goes through the group."""
+"""A finished worker stays connected for so long: the others usually finish within moments, and
+exchange how they ended through the group."""
 
 
 class WorkerMachine:
     """Events in, effects out; owned by the control thread.
 
-    A spare has no job: it answers pings and stops. From `Assign` on it is a worker, whose phase
-    `transitions.WORKER` rules, while `transitions.MAIN` rules what the main thread does.
+    A spare has no job: it answers pings and stops. From `Assign` on it is a worker. Its phase
+    follows `transitions.WORKER`, and that of its main thread `transitions.MAIN`.
     """
 
     def __init__(self) -> None:
-        """Begin as a spare that has not started."""
+        """Start as a spare whose process does not run yet."""
         self._out: list[WorkerEffect] = []
         self._story = EventHistory()
         self._now_ns = 0
@@ -105,12 +105,12 @@ class WorkerMachine:
         self._store_address = ""
         # The group that the main thread forms, trains in, or left last.
         self._current: Assignment | None = None
-        # The newest announced one, if the main thread must first leave what it does.
+        # The newest announced one, if the main thread must first finish or leave its work.
         self._next: Assignment | None = None
         self._newest: Generation = NO_GENERATION
         # The order to leave the newest group, if there is one.
         self._leave: LeaveGroup | None = None
-        # The newest wish for a checkpoint, until the main thread is where it can be served.
+        # The newest checkpoint request, until the main thread can serve it.
         self._save: SaveState | None = None
         self._stop: Stop | None = None
         self._is_cut = False
@@ -119,29 +119,29 @@ class WorkerMachine:
         self._reports = ReportBook()
         self._failure: Failure | None = None
         self._result, self._left = "", ""
-        # When to let go of the group that the train function has returned in, None if not.
+        # When to close the group in which the train function has returned, None for never.
         self._let_go_ns: int | None = None
-        # When this process ends whatever its main thread does, None if it need not.
+        # When this process ends whatever its main thread does, None for never.
         self._end_by_ns: int | None = None
-        # The script's handler of SIGTERM was called because its node is to leave.
+        # The script's handler of SIGTERM was called because its node leaves.
         self._is_warned = False
-        # The newest group of which a node is to leave.
+        # The newest generation with a leaving node.
         self._leavers_in: Generation = NO_GENERATION
         self._pulses = ActivityMonitor()
         self._loop = LoopState()
 
     def step(self, event: WorkerEvent, now_ns: int) -> tuple[WorkerEffect, ...]:
-        """Take one event.
+        """Process one event.
 
         Args:
-            event: what happened.
-            now_ns: monotonic; never falls.
+            event: to process.
+            now_ns: monotonic; never decreases.
 
         Returns:
             Effects, to be performed in this order; none once `ExitWorker` was returned.
 
         Raises:
-            InvariantViolation: a bug; carries the last events.
+            InvariantViolation: a bug; includes the last events.
         """
         if self._main is MainPhase.OVER:
             return ()
@@ -157,10 +157,10 @@ class WorkerMachine:
         return tuple(self._out)
 
     def next_deadline_ns(self) -> int | None:
-        """Return when to step with `ActivitySampled`: a worker that trains is sampled.
+        """Return when to step with `ActivitySampled`, None for no deadline.
 
-        None otherwise, but for one that has just finished: for all else it waits for its agent and
-        its main thread, never for time.
+        Only a worker that trains, has just finished, or must end has one: otherwise it waits for
+        its agent and its main thread, never for time.
         """
         if self._main is MainPhase.OVER:
             return None
@@ -195,7 +195,7 @@ class WorkerMachine:
         elif isinstance(event, ActivitySampled):
             self._let_go()
 
-    # ------------------------------------------------------------ what the agent tells
+    # ------------------------------------------------------------ orders of the agent
 
     def _told(self, event: OrderReceived) -> None:
         message: PipeToWorker = event.message
@@ -227,7 +227,7 @@ class WorkerMachine:
         self._out.append(Setup(assign))
 
     def _announced(self, assignment: Assignment) -> None:
-        """Join this group as soon as the main thread is free; see that it becomes free."""
+        """Join this group as soon as the main thread is free, and interrupt it for that."""
         if not self._is_mine(assignment.worker_id) or assignment.generation <= self._newest:
             return
         self._newest = assignment.generation
@@ -242,8 +242,8 @@ class WorkerMachine:
     def _leave_ordered(self, order: LeaveGroup) -> None:
         """Leave the newest group, at a boundary or now.
 
-        An order to leave at once a group that was never announced here says that the one before
-        it is over as well; should its announcement come late, it is old.
+        An order to leave at once a group that was never announced here means that the previous
+        one is over as well; if its announcement comes later, it is stale.
         """
         if not self._is_mine(order.worker_id) or order.generation < self._newest:
             return
@@ -255,7 +255,7 @@ class WorkerMachine:
         if self._leave is None or (self._leave.at_boundary and not order.at_boundary):
             self._leave = order
         elif order.at_boundary and self._leave.at_boundary and order.saves != self._leave.saves:
-            # It is to rest and not only to change, or need not rest any more.
+            # It must now save and pause, not only change groups, or need not any more.
             self._leave, self._has_requested = order, False
         if order.at_boundary:
             self._request()
@@ -263,16 +263,16 @@ class WorkerMachine:
             self._cut(order.reason)
 
     def _save_ordered(self, order: SaveState) -> None:
-        """Pass on the wish for a checkpoint; of another group than the newest it is old."""
+        """Pass on a checkpoint request; one for another group than the newest is stale."""
         if self._is_mine(order.worker_id) and order.generation == self._newest:
             self._save = order
             self._request_save()
 
     def _preemption_reported(self, told: Preemption, is_handled: bool) -> None:
-        """Let user code know of nodes that leave its group; of an older group it is old news.
+        """Notify user code of nodes that leave its group; for an older group it is stale.
 
-        A script with a handler of its own for SIGTERM gets it if its own node leaves, once: it
-        knows no other way. What a loop that goes on in place has done leaves with nobody.
+        If its own node leaves, a script with a SIGTERM handler gets that signal once: it has no
+        other way to save. A loop that continues in place loses nothing with a node.
         """
         if not self._is_mine(told.worker_id) or told.generation != self._newest:
             return
@@ -288,9 +288,9 @@ class WorkerMachine:
                 self._out.append(SignalScript(told.reason))
 
     def _stop_ordered(self, stop: Stop, is_handled: bool) -> None:
-        """End, after the main thread left its group; at once if it is in none.
+        """End after the main thread left its group; at once if it is in none.
 
-        A script with a handler of its own for SIGTERM ends by itself, in the time that it has.
+        A script with its own SIGTERM handler ends by itself, within the grace period.
         """
         is_asked = self._stop is not None and self._stop.asks and not stop.asks
         if self._stop is not None and not is_asked:
@@ -306,12 +306,12 @@ class WorkerMachine:
             self._exit(EXIT_DONE, stop.reason)
 
     def _acked(self, ack: ReportAck) -> None:
-        """Let the waiting `report` call go on; each is answered once."""
+        """Release the waiting `report` call; each is answered once."""
         is_current = self._is_at(MainPhase.TRAINING, ack.generation)
         if self._is_mine(ack.worker_id) and is_current:
             self._out += self._reports.acked(ack)
 
-    # ------------------------------------------------------------ what the main thread says
+    # ------------------------------------------------------------ replies of the main thread
 
     def _started(self, event: Started) -> None:
         if self._pid == 0:
@@ -334,13 +334,13 @@ class WorkerMachine:
     def _loop_reported(
         self, event: LoopStateChanged | CopiesRequested | MicroBatchesDeclared
     ) -> None:
-        """Remember, and tell, how the next group is to be entered, and what is to be copied."""
+        """Record and report how the next group is entered, and what is copied."""
         before, self._loop = self._loop, self._loop.told(event)
         if before != self._loop and self._main is MainPhase.TRAINING:
             self._update()
 
     def _formed(self, event: GroupFormed | GroupFailed) -> None:
-        """The group stands, or does not; a group that nobody wants any more is dropped."""
+        """Enter the train function if the group was formed, unless it is already obsolete."""
         generation = event.generation
         if isinstance(event, GroupFailed):
             self._note("group_failed", generation=generation, detail=event.detail)
@@ -356,21 +356,21 @@ class WorkerMachine:
             self._request_save()
 
     def _left_train(self, event: TrainReturned | TrainRaised | TrainLeft) -> None:
-        """The main thread left the train function; why, and what that is worth."""
+        """Handle that the main thread left the train function, by the reason."""
         if isinstance(event, TrainLeft):
             self._settle(WorkerPhase.READY)
         elif isinstance(event, TrainReturned):
             self._finished(event.result, event.left)
         elif self._is_ordered_out():
-            # Nobody can tell an error of the user's from one that the abort caused. The group
-            # is over in any case; a real fault comes again in the next one.
+            # An error of user code cannot be distinguished from one that the abort caused. The
+            # group is over in any case; a real fault repeats in the next one.
             self._note_fallout(event)
             self._settle(WorkerPhase.READY)
         elif event.group_broken:
             self._note_fallout(event)
             self._settle(WorkerPhase.BROKEN)
         elif self._was_asked_to_end(event.exit_code):
-            # It was asked to end, or another rank was and has told it: no failure of user code.
+            # It, or another rank that passed this on, was asked to end: not a failure of user code.
             self._exit(TERMINATED, "its script has ended, as a node of its group is to leave")
         elif event.exit_code == EXIT_DONE:
             self._finished(NO_RESULT, "left (exit 0)")
@@ -378,7 +378,7 @@ class WorkerMachine:
             self._fail(event.failure, event.exit_code or EXIT_FAILED)
 
     def _finished(self, result: str, left: str) -> None:
-        """The train function is through, unless a newer group wants it to run again."""
+        """Record that the train function returned, unless a newer group needs it again."""
         if self._next is None:
             self._result, self._left = result, left
             self._let_go_ns = self._now_ns + LET_GO_NS
@@ -399,7 +399,7 @@ class WorkerMachine:
         return self._end_by_ns is not None and self._now_ns >= self._end_by_ns
 
     def _let_go(self) -> None:
-        """Let those who still wait for us in the group in which we have finished find out."""
+        """Close the group in which we have finished, so that peers stop waiting for us."""
         if self._let_go_ns is not None and self._now_ns >= self._let_go_ns:
             self._let_go_ns = None
             self._out.append(CloseGroup(self._generation()))
@@ -430,10 +430,10 @@ class WorkerMachine:
             )
             self._out.append(SendPipe(pulse))
 
-    # ------------------------------------------------------------ moves
+    # ------------------------------------------------------------ transitions
 
     def _begin(self) -> None:
-        """Form the newest announced group, unless we are spent; the main thread is idle."""
+        """Form the newest announced group, unless this process is spent."""
         if self._is_spent():
             return
         self._out += self._reports.turn_over(self._generation())
@@ -448,7 +448,7 @@ class WorkerMachine:
             self._out.append(FormGroup(self._assignment()))
 
     def _settle(self, otherwise: WorkerPhase) -> None:
-        """The main thread is free: do what was ordered meanwhile, else stand in `otherwise`."""
+        """Follow the orders that came while the main thread was busy, else enter `otherwise`."""
         self._set_main(MainPhase.IDLE)
         if self._stop is not None:
             self._exit(EXIT_DONE, self._stop.reason)
@@ -458,19 +458,19 @@ class WorkerMachine:
             self._become(WorkerPhase.READY if self._must_leave_now() else otherwise)
 
     def _cut(self, reason: str, *, final: bool = False) -> None:
-        """Free the main thread from the group it is in: once, and once more if it is to end."""
+        """Abort the main thread's group: once, and once more if the process must end."""
         if self._is_cut and not final:
             return
         was_cut, self._is_cut = self._is_cut, True
         # Interrupted first: after its abort an NCCL collective may return garbage without an error,
-        # and user code must not get to see it.
+        # which user code must not see.
         if self._main is MainPhase.TRAINING:
             self._out.append(InterruptTrain(self._generation(), reason, final))
         if not was_cut:
             self._out.append(AbortGroup(self._generation()))
 
     def _request(self) -> None:
-        """Ask once for the next boundary to be the last, if that is ordered and we train."""
+        """Request once that the next boundary is the last, if that is ordered and we train."""
         order = self._leave
         if order is None or not order.at_boundary or self._has_requested or self._is_cut:
             return
@@ -479,14 +479,14 @@ class WorkerMachine:
             self._out.append(RequestLeave(order.generation, order.reason, order.saves))
 
     def _request_save(self) -> None:
-        """Tell the main thread that a checkpoint is wished for, once it trains."""
+        """Request a checkpoint of the main thread, once it trains."""
         order = self._save
         if order is not None and self._is_at(MainPhase.TRAINING, order.generation):
             self._save = None
             self._out.append(RequestCheckpoint(order.generation, order.request))
 
     def _fail(self, failure: Failure, code: int) -> None:
-        """User code raised: say so, then end; the agent adds how the process ended."""
+        """Report the failure of user code, then exit; the agent adds how the process ended."""
         self._failure = failure
         self._update()
         self._exit(code, f"{failure.error_type}: {failure.message}")
@@ -496,7 +496,7 @@ class WorkerMachine:
         self._out.append(ExitWorker(code, reason))
 
     def _become(self, phase: WorkerPhase) -> None:
-        """Enter a phase and tell the agent."""
+        """Enter a phase and report it to the agent."""
         check_move(WORKER, self._name(), self._phase, phase)
         self._phase = phase
         self._update()
@@ -508,10 +508,10 @@ class WorkerMachine:
             self._has_trained = True
             self._pulses.begin(self._now_ns, self._assignment().world_size)
 
-    # ------------------------------------------------------------ facts
+    # ------------------------------------------------------------ queries
 
     def _is_at(self, main: MainPhase, generation: Generation) -> bool:
-        """Return whether the main thread does this, in this generation; all else is stale."""
+        """Return whether the main thread is in this phase and generation; else it is stale."""
         return self._main is main and self._generation() == generation
 
     def _is_mine(self, worker_id: str) -> bool:
@@ -525,7 +525,7 @@ class WorkerMachine:
         return self._stop is not None or self._next is not None or self._must_leave_now()
 
     def _is_spent(self) -> bool:
-        """Return whether the script has begun here, and is in no loop that goes on."""
+        """Return whether the script has run here, and is in no loop that continues in place."""
         return self._has_trained and not self._loop.keeps
 
     def _generation(self) -> Generation:
@@ -540,7 +540,7 @@ class WorkerMachine:
         return f"worker {self._assign.worker_id}" if self._assign else f"spare {self._pid}"
 
     def _update(self) -> None:
-        """Say all about this worker; a later report replaces this one."""
+        """Send the complete state of this worker; a later report replaces this one."""
         assign = self._assign
         if assign is None:
             raise InvariantViolation(f"{self._name()} has nothing to report")
@@ -568,7 +568,7 @@ class WorkerMachine:
         self._out.append(note(name, job_id, worker=worker_id, **fields))
 
     def _note_fallout(self, event: TrainRaised) -> None:
-        """Keep the text of an error that does not count."""
+        """Log an error that does not count as a failure."""
         self._note(
             "train_error_ignored", generation=event.generation, error=event.failure.error_type,
             message=event.failure.message, exit_code=event.exit_code,
