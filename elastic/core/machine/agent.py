@@ -1,4 +1,4 @@
-"""The agent's machine: runs workers for the coordinator, and keeps running without it.
+"""The agent's state machine: runs workers for the coordinator, also while it is disconnected.
 
 Rule: each event first updates the state; then one turn derives the effects: connect, leave, give
 waiting workers a process, kill, ping, spawn, send. Training never depends on the connection. A
@@ -56,8 +56,8 @@ OVER = ExitCause(ExitKind.STOPPED, detail="its group is over, its script goes on
 class AgentMachine:
     """Events in, effects out; owned by one task of the agent.
 
-    `AgentBooks` holds what is known, `agent_orders` takes what the coordinator says; what comes
-    from processes, and the turn after every event, is here.
+    `AgentBooks` holds the state, `agent_orders` applies the coordinator's messages. Messages of
+    processes, and the turn after every event, are handled here.
     """
 
     def __init__(
@@ -68,33 +68,33 @@ class AgentMachine:
         *,
         copy_endpoint: CopyEndpoint = NO_ENDPOINT,
     ) -> None:
-        """Begin disconnected, with no process; the first `step` connects and spawns.
+        """Start disconnected, with no process; the first `step` connects and spawns.
 
         Args:
-            node: what this agent says it is.
+            node: the node as this agent describes it to the coordinator.
             config: times and limits.
             devices: accelerators, as CUDA_VISIBLE_DEVICES entries; empty on CPU.
-            copy_endpoint: where it takes copies for other nodes.
+            copy_endpoint: where it receives copies for other nodes.
         """
         self._books = AgentBooks(node, config, devices, copy_endpoint)
         self._story = EventHistory()
         self._due_ns: int | None = None
         self._is_over = False
-        # The length of the row of failed spawns that waiting workers were judged by last.
+        # The number of failed spawns in a row at the last decision about waiting workers.
         self._row_judged = 0
 
     def step(self, event: AgentEvent, now_ns: int) -> tuple[AgentEffect, ...]:
-        """Take one event.
+        """Process one event.
 
         Args:
-            event: what happened.
-            now_ns: monotonic; never falls.
+            event: to process.
+            now_ns: monotonic; never decreases.
 
         Returns:
             Effects, to be performed in this order; none once `ExitAgent` was returned.
 
         Raises:
-            InvariantViolation: a bug; carries the last events.
+            InvariantViolation: a bug; includes the last events.
         """
         if self._is_over:
             return ()
@@ -116,12 +116,12 @@ class AgentMachine:
 
     @property
     def leave_by_ns(self) -> int | None:
-        """Return when this node is to be gone, None while it stays."""
+        """Return the deadline for leaving, None while this node stays."""
         return self._books.departure.deadline_ns
 
     @property
     def is_registered(self) -> bool:
-        """Return whether a coordinator has this node in its books, and hears of it."""
+        """Return whether this node is registered at a coordinator, over an open stream."""
         return self._books.connection.is_registered()
 
     def next_deadline_ns(self) -> int | None:
@@ -158,9 +158,9 @@ class AgentMachine:
                 self._process_changed(process, event)
 
     def _forgive_own_sleep(self) -> None:
-        """If this agent was stopped itself, silence meanwhile is nobody's fault.
+        """If this agent itself was stopped, do not count its workers' silence meanwhile.
 
-        The answers of its workers wait in their pipes then, and are read after this step.
+        Their replies wait in the pipes then, and are read after this step.
         """
         late_ns = self._books.now_ns - self._due_ns if self._due_ns is not None else 0
         if late_ns > ns(self._books.config.ping_interval_s):
@@ -176,7 +176,7 @@ class AgentMachine:
             connection.greet(self._books.hello())
 
     def _health(self, event: HealthChanged) -> None:
-        """Let the coordinator know what is wrong with this node."""
+        """Record changed faults of this node, to be reported."""
         books = self._books
         if event.problems != books.problems:
             books.problems, books.health_is_reported = event.problems, False
@@ -208,7 +208,7 @@ class AgentMachine:
             processes.failed(process, event.detail, now_ns)
 
     def _process_reported(self, process: ProcessState, message: PipeToAgent) -> None:
-        """Take a message of a process; as a worker it speaks for itself only."""
+        """Process a message of a process; a worker may report only about itself."""
         books = self._books
         if isinstance(message, Warm):
             books.processes.warmed(process, message.pid)
@@ -233,17 +233,17 @@ class AgentMachine:
             self._telemetry(worker, message)
 
     def _telemetry(self, worker: AgentWorker, message: Progress | Pulse) -> None:
-        """Pass on what a worker says of its main thread."""
+        """Pass on a worker's progress or pulse."""
         books = self._books
         if isinstance(message, Progress):
             if message.steps:
                 worker.has_state = True
             if message.steps and message.generation >= worker.wanted_in:
-                worker.holders = 0  # Its group made a step: all have received the state.
+                worker.holders = 0  # Its group made a step, so all members have the state.
             if books.spreading.hold(message, books.now_ns):
                 return
         elif books.workers.is_changed(worker):
-            # That it waits in a group counts once it is known to be in it.
+            # A pulse counts only after the report that the worker is in that group.
             books.workers.tell(worker)
             books.report_changes()
         books.tell(message)
@@ -264,7 +264,7 @@ class AgentMachine:
     # ------------------------------------------------------------ the turn
 
     def _turn(self) -> None:
-        """Bring the node to rest under what is known now."""
+        """Derive all effects from the current state."""
         books = self._books
         books.connection.turn(books.now_ns)
         self._leave()
@@ -282,11 +282,11 @@ class AgentMachine:
         self._finish()
 
     def _end_spent(self) -> None:
-        """Kill processes that would begin their script a second time: new ones take their place.
+        """Kill processes that would start their script a second time: new ones replace them.
 
-        Nothing of the first time is left then: no library that remembers its rank, no port, thread
-        or child. The script gets to run no more code in a group that is over, and has failed as
-        little as its worker.
+        So nothing of the first run remains: no library that remembers its rank, no port, thread
+        or child. The script runs no more code in a group that is over, and neither it nor its
+        worker counts as failed.
         """
         books = self._books
         for worker in books.workers.all():
@@ -295,11 +295,11 @@ class AgentMachine:
                 books.processes.kill(process, OVER)
 
     def _spare_holders(self) -> None:
-        """Let stopped workers be that may be the last who have their job's newest state.
+        """Do not kill stopped workers that may be the only ones with their job's newest state.
 
-        Those of a group whose members are all here, and all stopped: to kill them would lose
-        committed steps. Members that have joined and not received the state yet do not count. And
-        all while no coordinator is connected, for nobody could replace them.
+        These are members of a group whose state holders are all on this node, and all stopped: to
+        kill them would lose committed steps. Members that have not received the state yet do not
+        count. While no coordinator is connected no stopped worker is killed: none can be replaced.
         """
         books = self._books
         is_connected = books.connection.is_registered()
@@ -315,16 +315,16 @@ class AgentMachine:
                 if is_spared:
                     why = "nobody else has its state" if is_last else "no coordinator hears of it"
                     books.note(worker, "stopped_worker_kept", why=why)
-                else:  # Somebody runs again; this one may, too, in a moment.
+                else:  # Another one runs again; this one may, too, in a moment.
                     process.stopped_since_ns = books.now_ns
             process.is_spared = is_spared
 
     def _leave(self) -> None:
-        """Begin the end of a drain, when its time has come or when nobody is left to wait for."""
+        """Begin the end of a drain, at its deadline or when there is nothing left to wait for."""
         books, departure = self._books, self._books.departure
         if not departure.is_draining() or departure.is_ending():
             return
-        # A coordinator that was greeted counts on this node already: it must hear that we leave.
+        # A coordinator that has our Hello counts on this node: it must be notified that we leave.
         is_connected = books.connection.phase is ConnectionPhase.GREETED
         is_known = is_connected or books.connection.is_registered()
         is_alone = not is_known and books.reports.are_received()
@@ -354,7 +354,7 @@ class AgentMachine:
             )
 
     def _give_up_waiting(self) -> None:
-        """After too many failed spawns in a row, tell so of workers that no process is for."""
+        """After too many failed spawns in a row, report workers without a process as failed."""
         books, spawning = self._books, self._books.processes.spawning
         is_judged = spawning.num_failures == self._row_judged
         self._row_judged = spawning.num_failures
@@ -378,7 +378,7 @@ class AgentMachine:
 
 
 def _is_chatter(event: AgentEvent) -> bool:
-    """Return whether an event comes all the time and tells no story."""
+    """Return whether an event is too frequent and trivial for the history of events."""
     if isinstance(event, ProcessMessageReceived):
         return isinstance(event.message, (Pong, Progress, Pulse))
     if isinstance(event, CoordinatorMessageReceived):
@@ -389,7 +389,7 @@ def _is_chatter(event: AgentEvent) -> bool:
 def _is_last(
     worker: AgentWorker, process: ProcessState, held: Sequence[tuple[AgentWorker, ProcessState]]
 ) -> bool:
-    """Return whether a stopped worker and others that are stopped here alone have the state."""
+    """Return whether only this stopped worker, and others stopped here, have the state."""
     holders = [
         other_process
         for other, other_process in held

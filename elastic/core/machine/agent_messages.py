@@ -1,8 +1,8 @@
 """Messages of agents, applied to the coordinator's state.
 
-Rule: a report describes the present. What was missed while a stream was broken is repaired by
-comparing the report with what the job wants: the worker is sent its group again, or told to leave
-it, or to end.
+Rule: a report describes the present state. Messages missed while a stream was broken are repaired
+by comparing the report with the state that the job needs: the worker is sent its group again, or
+ordered to leave it, or to end.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def _refuse(cluster: ClusterState, hello: Hello) -> Refusal | None:
 
 
 def _enter(cluster: ClusterState, event: AgentConnected) -> NodeState:
-    """Write the node into the books under its new session."""
+    """Record the node under its new session."""
     node = event.hello.node
     book = cluster.book
     state = book.nodes.get(node.node_id)
@@ -120,7 +120,7 @@ def _enter(cluster: ClusterState, event: AgentConnected) -> NodeState:
         )
         book.nodes[node.node_id] = state
         if before is not None and before.node.incarnation == node.incarnation:
-            # Only its link was gone: what is wrong with it is wrong with it still.
+            # Only its link was lost: its faults persist.
             state.faults, state.faulty_why = before.faults, before.faulty_why
             state.faulty_until_ns = before.faulty_until_ns
     elif not state.unconfirmed and state.node.incarnation != node.incarnation:
@@ -142,7 +142,7 @@ def _enter(cluster: ClusterState, event: AgentConnected) -> NodeState:
 
 
 def _compare(cluster: ClusterState, state: NodeState, hello: Hello) -> None:
-    """Hold all that the agent says against the books."""
+    """Compare the agent's workers with the recorded ones, and repair the differences."""
     said = {report.worker_id: report for report in hello.workers}
     for worker_id in sorted(set(state.held) - set(said)):
         job, worker = _find(cluster, worker_id)
@@ -165,7 +165,7 @@ def _find(cluster: ClusterState, worker_id: WorkerId) -> tuple[JobState | None, 
 
 
 def _resume(cluster: ClusterState, report: WorkerReport) -> None:
-    """Say again to a worker what it may have missed while its agent was away."""
+    """Send a worker again what it may have missed while its agent was disconnected."""
     job = cluster.jobs.get(report.job_id)
     worker = job.workers.get(report.worker_id) if job else None
     if job is None or worker is None:
@@ -174,7 +174,8 @@ def _resume(cluster: ClusterState, report: WorkerReport) -> None:
         tell(cluster, worker, stop_order(cluster, job, worker))
         return
     if worker.reported_ns < job.announced_ns:
-        # Nobody is late for what it could not hear; once, so that a link that flaps gains nothing.
+        # A worker is not late for a message that it could not get. Only once, so that a flapping
+        # link does not extend its time again and again.
         worker.reported_ns = cluster.now_ns
     is_member = job.is_open and job.is_member(report.worker_id)
     if is_member and report.generation < job.generation:
@@ -196,7 +197,7 @@ def _resume(cluster: ClusterState, report: WorkerReport) -> None:
 
 
 def on_disconnected(cluster: ClusterState, event: AgentDisconnected) -> None:
-    """A stream ended: the node has a moment to come back, then it is lost."""
+    """Handle the end of a stream: the node has a grace period to reconnect, then it is lost."""
     state = cluster.book.of_session(event.session)
     if state is None:
         return
@@ -218,7 +219,7 @@ def on_disconnected(cluster: ClusterState, event: AgentDisconnected) -> None:
 
 
 def give_up(cluster: ClusterState, state: NodeState, reason: str) -> None:
-    """A node does not answer: take it for lost now, as its stream will tell in the end."""
+    """Treat a node that does not answer as lost now, before its stream ends."""
     if state.session is not None:
         cluster.do(CloseSession(state.session, reason))
         on_disconnected(cluster, AgentDisconnected(state.session, reason))
@@ -227,7 +228,7 @@ def give_up(cluster: ClusterState, state: NodeState, reason: str) -> None:
 
 
 def start_drain(cluster: ClusterState, state: NodeState, reason: str, timeout_ns: int) -> None:
-    """The node is about to leave: its workers go at a boundary, or at the deadline."""
+    """Begin the drain of a node: its workers leave at a boundary, or at the deadline."""
     leave_by_ns = cluster.now_ns + timeout_ns
     if state.draining and state.leave_by_ns is not None:
         if leave_by_ns < state.leave_by_ns:
@@ -251,10 +252,10 @@ def start_drain(cluster: ClusterState, state: NodeState, reason: str, timeout_ns
 
 
 def order_drain(cluster: ClusterState, state: NodeState, reason: str, timeout_ns: int) -> int:
-    """An operator wants the node to leave: its agent is told, who knows it longer than we may.
+    """Drain a node for an operator; its agent is notified, which may outlive this coordinator.
 
     Returns:
-        Nanoseconds until it has left; fewer than wished for if it drains already, and sooner.
+        Nanoseconds until it has left; fewer than requested if it drains already, and sooner.
     """
     start_drain(cluster, state, reason, timeout_ns)
     _report_drain(cluster, state)
@@ -262,9 +263,10 @@ def order_drain(cluster: ClusterState, state: NodeState, reason: str, timeout_ns
 
 
 def _report_drain(cluster: ClusterState, state: NodeState) -> None:
-    """Tell an agent that its node drains.
+    """Notify an agent that its node drains.
 
-    With time for workers to be stopped: until then we end them, and the agent only without us.
+    Its time includes the stop grace: the coordinator ends the workers before, and the agent does
+    so only without it.
     """
     if state.session is None:
         return
@@ -273,7 +275,7 @@ def _report_drain(cluster: ClusterState, state: NodeState) -> None:
 
 
 def _report_groups(cluster: ClusterState, state: NodeState) -> None:
-    """Let every member of every group with workers on this node know that it is to leave, soon."""
+    """Schedule a notice to all members of groups with workers on this leaving node."""
     for worker_id in sorted(state.held):
         job = cluster.job_of(worker_id)
         if job is not None:
@@ -281,7 +283,7 @@ def _report_groups(cluster: ClusterState, state: NodeState) -> None:
 
 
 def lose_node_workers(cluster: ClusterState, state: NodeState, why: str) -> None:
-    """All workers of a node are gone; each job is charged for one loss at most."""
+    """Record that all workers of a node are gone; charge each job for one loss at most."""
     charged: set[str] = set()
     for worker_id in sorted(state.held):
         job, _ = _find(cluster, worker_id)
@@ -297,7 +299,7 @@ def lose_node_workers(cluster: ClusterState, state: NodeState, why: str) -> None
 
 
 def on_reported(cluster: ClusterState, event: AgentMessageReceived) -> None:
-    """Take one message of a registered agent; what comes over an old session is ignored."""
+    """Process one message of a registered agent; ignore one over an old session."""
     state = cluster.book.of_session(event.session)
     if state is None:
         return
@@ -329,7 +331,7 @@ def on_reported(cluster: ClusterState, event: AgentMessageReceived) -> None:
 
 
 def take_report(cluster: ClusterState, state: NodeState, report: WorkerReport) -> None:
-    """Take what an agent says about a worker into the books; it speaks for its own node only."""
+    """Record an agent's report of a worker; it may report only workers of its own node."""
     if not state.has(report.worker_id):
         return
     job = cluster.jobs.get(report.job_id)
@@ -362,7 +364,7 @@ def take_report(cluster: ClusterState, state: NodeState, report: WorkerReport) -
     if report.micro_batches > 0 and report.generation == job.generation:
         requests.on_cut(cluster, job, report.micro_batches)
     if was_in_place is not None and job.is_in_place() is not was_in_place:
-        cluster.replan = True  # It can be saved at any step, and may make room for others.
+        cluster.replan = True  # It can be saved at any step, so it may be preempted.
     if report.phase is WorkerPhase.FINISHED and report.generation == job.generation:
         job.finished[report.worker_id] = report.result
         cluster.replan = True
@@ -386,7 +388,7 @@ def lose_worker(
     failure: Failure | None = None,
     charge: bool = True,
 ) -> None:
-    """Strike a worker that is gone, and let the failure policy say what that means."""
+    """Remove a worker that is gone, and apply the failure policy."""
     rank = job.rank_of(worker_id)
     worker = cluster.remove_worker(job, worker_id)
     if rank >= 0 and job.is_open:
@@ -397,7 +399,7 @@ def lose_worker(
         _stands_still(cluster, job, worker_id)
         job.lost.append(f"{worker_id} (rank {rank}) {what}")
     failure = failure or worker.report.failure
-    has_failed = job.phase is JobPhase.FAILED  # Others may fail in the same moment.
+    has_failed = job.phase is JobPhase.FAILED  # Others may fail at the same time.
     if failure is not None and (has_failed or worker.stop_cause is None):
         is_news = job.note_failure(rank, failure)
         if has_failed and is_news:
@@ -436,7 +438,7 @@ def lose_worker(
 
 
 def _stands_still(cluster: ClusterState, job: JobState, worker_id: WorkerId) -> None:
-    """A member of the newest group is not in it any more: the others wait for the next one."""
+    """Record when training was interrupted, because a member left the newest group."""
     if job.is_member(worker_id) and job.paused_ns is None:
         job.paused_ns = cluster.now_ns
 

@@ -1,6 +1,6 @@
-"""Orders of the coordinator, taken into the agent's state.
+"""Orders of the coordinator, applied to the agent's state.
 
-Rule: an order says how things should be, not what to do. A repeated order, or one for a worker that
+Rule: an order describes the wanted state, not an action. A repeated order, or one for a worker that
 is gone, has no effect, and is answered with the present state.
 """
 
@@ -51,7 +51,7 @@ from elastic.core.world import (
 
 
 def on_reported(books: AgentBooks, message: CoordinatorMessage) -> None:
-    """Take one message of the current session; before the welcome only the answer counts."""
+    """Process one message of the current session; before `Welcome` only the reply counts."""
     if isinstance(message, Refusal):
         books.connection.refused(message.reason, books.now_ns, final=message.final)
         if message.final:
@@ -91,7 +91,7 @@ def on_reported(books: AgentBooks, message: CoordinatorMessage) -> None:
 
 
 def _welcomed(books: AgentBooks, message: Welcome) -> None:
-    """We are registered: reports come first, what became of their workers after."""
+    """Handle the registration: send unacknowledged reports first, then their workers' state."""
     if books.connection.phase is ConnectionPhase.GREETED:
         if not books.connection.welcomed(message, books.now_ns):
             return
@@ -100,7 +100,7 @@ def _welcomed(books: AgentBooks, message: Welcome) -> None:
 
 
 def _start(books: AgentBooks, message: StartWorker) -> None:
-    """Accept a worker; a known one is only told of again."""
+    """Accept a worker; report a known one again."""
     known = books.workers.get(message.worker_id)
     if known is not None:
         books.workers.tell(known)
@@ -120,7 +120,7 @@ def _start(books: AgentBooks, message: StartWorker) -> None:
 
 
 def _stop(books: AgentBooks, message: StopWorker) -> None:
-    """End a worker; one that does not run here is said to have ended."""
+    """End a worker; report one that does not run here as ended."""
     worker = books.workers.get(message.worker_id)
     cause = ExitCause(ExitKind.STOPPED, detail=message.reason)
     if worker is None:
@@ -144,7 +144,7 @@ def _forward(
     worker_id: WorkerId,
     message: Announce | LeaveGroup | ReportAck | SaveState | Preemption | RunEvents | Profile,
 ) -> None:
-    """Pass on what is meant for one worker; one without a process hears it later."""
+    """Forward a message to one worker; hold it if the worker has no process yet."""
     worker = books.workers.get(worker_id)
     if worker is None or worker.has_exited():
         return
@@ -158,7 +158,7 @@ def _forward(
     elif isinstance(message, LeaveGroup) and not message.at_boundary:
         books.spreading.leave_requested(message, books.now_ns)
         if not message.follows and books.workers.is_changed(worker):
-            books.workers.tell(worker)  # Nothing comes that would be told instead.
+            books.workers.tell(worker)  # No later report will replace this one.
     process = books.processes.get(worker.process_id)
     if process is not None:
         worker.wanted_in = max(worker.wanted_in, _wanted_in(message))
@@ -166,16 +166,16 @@ def _forward(
             books.processes.send(process, message)
     elif worker.ended_itself:
         if _wanted_in(message) > worker.report.generation:
-            # Others run again; it would need a process for that.
+            # The others run again; this worker would need a process for that.
             books.exit_worker(worker, ENDED_ITSELF)
     elif isinstance(message, (Announce, LeaveGroup)):
         worker.hold(message)
 
 
 def _wanted_in(message: object) -> Generation:
-    """Return in which generation an order wants its worker at once, or waiting for it; 0 for none.
+    """Return the generation that a worker must join or wait for at once; 0 for none.
 
-    Who is asked to leave at a boundary has a say in when that is.
+    An order to leave at a boundary does not count: the worker takes part in choosing it.
     """
     if isinstance(message, Announce):
         return message.assignment.generation
@@ -185,7 +185,7 @@ def _wanted_in(message: object) -> Generation:
 
 
 def _dump(books: AgentBooks, message: DumpStacks) -> None:
-    """Have a worker's process write its stacks, unless it is on its way out."""
+    """Make a worker's process write its stacks, unless it is ending."""
     worker = books.workers.get(message.worker_id)
     process = books.processes.get(worker.process_id) if worker is not None else None
     if worker is not None and process is not None and process.phase is ProcessPhase.ASSIGNED:

@@ -1,6 +1,6 @@
-"""What workers in large groups say, held back by their agent until it is their turn.
+"""Delays reports of workers in large groups, so that they reach the coordinator spread over time.
 
-Rule: only what `policy.spreading` names waits, and the newest of it replaces what waited.
+Rule: only reports that `policy.pacing` covers are delayed, and a newer one replaces an older one.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from elastic.core.world import Assignment, Generation, WorkerId, WorkerPhase, Wo
 
 @dataclass
 class SendSlot:
-    """When one member of a large group speaks.
+    """When the reports of one member of a large group are sent.
 
     Attributes:
-        after_ns: between what it is told and its turn to answer.
-        answer_at_ns: that it forms or trains.
-        out_at_ns: that it is out of its group, when the next one is being worked out.
-        progress_at_ns, every_ns: how far it is, next and from then on.
-        progress: what waits for that.
+        after_ns: delay between an order and its turn to reply.
+        answer_at_ns: for the report that it forms or trains.
+        out_at_ns: for the report that it left its group, while the next one is being computed.
+        progress_at_ns, every_ns: for its next progress, and the interval after that.
+        progress: the delayed progress.
     """
 
     generation: Generation
@@ -35,15 +35,15 @@ class SendSlot:
 
 
 class Pacer:
-    """Whose turn is when."""
+    """The send slots of all workers in large groups."""
 
     def __init__(self, config: AgentConfig) -> None:
-        """Begin without groups."""
+        """Start without groups."""
         self._member_ns = ns(config.spread_s_per_member)
         self._turns: dict[WorkerId, SendSlot] = {}
 
     def announced(self, place: Assignment, now_ns: int) -> None:
-        """A worker is told of its group."""
+        """Assign slots to a worker whose group is announced to it."""
         known = self._turns.get(place.worker_id)
         if known is not None and known.generation == place.generation:
             return
@@ -57,20 +57,20 @@ class Pacer:
             )
 
     def leave_requested(self, order: LeaveGroup, now_ns: int) -> None:
-        """A worker is told to leave its group at once, maybe because another one follows.
+        """Delay a worker's report that it left its group at once, if another group follows.
 
-        With twice the time: what it says of that one replaces this.
+        By twice the time: its report about the next group replaces this one.
         """
         turn = self._turns.get(order.worker_id)
         if turn is not None and order.generation == turn.generation:
             turn.out_at_ns = now_ns + 2 * turn.after_ns if order.follows else 0
 
     def forget(self, worker_id: WorkerId) -> None:
-        """A worker is no more."""
+        """Remove the slots of a worker that is gone."""
         self._turns.pop(worker_id, None)
 
     def answer_at_ns(self, said: WorkerReport) -> int:
-        """Return until when a worker's report may wait, 0 if it may not."""
+        """Return until when a worker's report may be delayed, 0 if it may not."""
         turn = self._turns.get(said.worker_id)
         if turn is None or said.failure is not None or said.generation != turn.generation:
             return 0
@@ -80,7 +80,7 @@ class Pacer:
         return turn.answer_at_ns if is_answer else 0
 
     def hold(self, progress: Progress, now_ns: int) -> bool:
-        """Return whether a worker's progress waits for its turn; it is kept then."""
+        """Return whether a worker's progress is delayed; if so, it is kept here."""
         turn = self._turns.get(progress.worker_id)
         if turn is None or progress.generation != turn.generation:
             return False
@@ -91,7 +91,7 @@ class Pacer:
         return True
 
     def take_due(self, now_ns: int) -> list[Progress]:
-        """Return the progress of those whose turn it is."""
+        """Return the delayed progress that is due."""
         found = []
         for turn in self._turns.values():
             if turn.progress is not None and now_ns >= turn.progress_at_ns:
@@ -100,6 +100,6 @@ class Pacer:
         return found
 
     def next_deadline_ns(self) -> int | None:
-        """Return when the next one that waits has its turn."""
+        """Return when the next delayed progress is due, None for none."""
         turns = self._turns.values()
         return min((t.progress_at_ns for t in turns if t.progress is not None), default=None)

@@ -1,6 +1,6 @@
-"""All that an agent's machine knows, and the few changes that concern more than one part of it.
+"""The whole state of an agent's machine, and the few changes that concern several of its parts.
 
-Rule: the parts agree on who has whom; `check_books` says so after every step.
+Rule: the parts agree on which worker has which process; `check_books` checks that after each step.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from elastic.errors import check
 
 
 class AgentBooks:
-    """The parts of an agent, which keep books and ask for effects, all into one list.
+    """The parts of an agent's state, which add their effects to one list.
 
     Attributes:
         out: effects of the current step.
@@ -48,19 +48,19 @@ class AgentBooks:
         connection: the stream to the coordinator.
         reports: what the coordinator has not acknowledged yet.
         processes: spares and workers' processes.
-        workers: what is told of each worker.
+        workers: the state of each worker.
         departure: whether and when this agent ends.
-        spreading: which of what workers say waits.
-        copies: what it holds for other nodes.
-        copy_endpoint: where those reach it for that.
-        problems: what is wrong with this node now.
-        health_is_reported: the coordinator knows of it.
+        spreading: which reports of workers are delayed.
+        copies: the copies that it holds for other nodes.
+        copy_endpoint: where other nodes reach it for that.
+        problems: faults of this node now.
+        health_is_reported: they were sent to the coordinator.
     """
 
     def __init__(
         self, node: Node, config: AgentConfig, devices: tuple[str, ...], copy_endpoint: CopyEndpoint
     ) -> None:
-        """Begin with empty books."""
+        """Start without workers and processes."""
         self.node = node
         self.config = config
         self.now_ns = 0
@@ -80,11 +80,11 @@ class AgentBooks:
         return self.departure.is_draining() or self.departure.is_ending()
 
     def note(self, worker: AgentWorker, name: str, **fields: object) -> None:
-        """Ask for a line in the event log about a worker."""
+        """Add a line about a worker for the event log."""
         self.out.append(note(name, worker.report.job_id, worker=worker.worker_id, **fields))
 
     def exit_worker(self, worker: AgentWorker, cause: ExitCause) -> None:
-        """A worker is no more, for the reason given."""
+        """Record and report that a worker is gone."""
         process_id = worker.process_id
         self.spreading.forget(worker.worker_id)
         self.workers.exited(worker, cause)
@@ -98,7 +98,7 @@ class AgentBooks:
         )
 
     def drain(self, reason: str, timeout_ns: int) -> None:
-        """Leave in time; the coordinator lets the workers go at a boundary if there is time."""
+        """Begin a drain; if there is time, the coordinator has the workers leave at a boundary."""
         if self.departure.drain(reason, timeout_ns, self.now_ns):
             seconds = f"{timeout_ns / 1e9:g}"
             self.out.append(note("drain_started", reason=reason, timeout_s=seconds))
@@ -106,7 +106,7 @@ class AgentBooks:
                 self.begin_end(self.departure.code, reason)
 
     def begin_end(self, code: int, why: str) -> None:
-        """Ask all workers to end, and the agent after them; a second time may only hasten it."""
+        """Order all workers to end, then the agent; a second call may only shorten the time."""
         if self.departure.end(code, why, self.now_ns):
             self.out.append(note("agent_ending", code=code, reason=why))
             for worker in self.workers.without_process():
@@ -115,10 +115,10 @@ class AgentBooks:
         for process in self.processes.working():
             self.processes.stop(process, order, self.now_ns)
 
-    # ------------------------------------------------------------ what the coordinator is told
+    # ------------------------------------------------------------ reports to the coordinator
 
     def hello(self) -> Hello:
-        """Return all that the coordinator must know of us; it counts as told."""
+        """Return the complete state for the coordinator, and mark it as reported."""
         self.workers.take_changed()
         generations = {one.worker_id: one.report.generation for one in self.workers.all()}
         self.reports.reconnect(generations)
@@ -137,11 +137,11 @@ class AgentBooks:
         )
 
     def _as_of_its_reports(self, worker: AgentWorker) -> WorkerReport:
-        """Return what to say of a worker in a hello, before its waiting reports are sent.
+        """Return a worker's state for a Hello, as it was before its unacknowledged reports.
 
-        A worker that reported and then left its group, while we were cut off, must not be said
-        to have left before the coordinator has those reports: it would form the next group, or
-        end the job, without the checkpoint in them. The truth follows them.
+        A worker may have reported and then left its group while the agent was disconnected. The
+        coordinator must get those reports first: otherwise it would form the next group, or end
+        the job, without the checkpoint in them. The actual state follows them.
         """
         report = worker.report
         has_left = report.phase is not WorkerPhase.TRAINING
@@ -151,19 +151,19 @@ class AgentBooks:
         return report
 
     def tell(self, message: Reported | Progress | Pulse | CopyFailed | LinksTried) -> None:
-        """Pass on what is said; while the coordinator is away only reports are kept."""
+        """Send to the coordinator; while it is disconnected only reports are kept."""
         if self.connection.is_registered():
             self.connection.send(message)
 
     def next_deadline_ns(self) -> int | None:
-        """Return when something that workers said is to be passed on; never while nobody hears."""
+        """Return when the next delayed report is due; None while disconnected."""
         if not self.connection.is_registered():
             return None
         moments = (self.workers.next_deadline_ns(), self.spreading.next_deadline_ns())
         return min((moment for moment in moments if moment is not None), default=None)
 
     def report_changes(self) -> None:
-        """Tell the coordinator what it does not know yet; while it is away, hello does later."""
+        """Send all unreported changes; while disconnected, the next Hello does that."""
         if not self.connection.is_registered():
             return
         for worker in self.workers.take_changed(self.now_ns):
@@ -181,10 +181,10 @@ class AgentBooks:
             self.copies.is_reported = True
             self.connection.send(CopiesHeld(self.copies.held))
 
-    # ------------------------------------------------------------ what must hold
+    # ------------------------------------------------------------ invariants
 
     def check_books(self) -> None:
-        """Hold the books of workers, processes and devices against each other.
+        """Check that the records of workers, processes and devices agree.
 
         Raises:
             InvariantViolation: they disagree.

@@ -1,4 +1,4 @@
-"""What each member is sent about its group.
+"""The messages to each member about its group.
 
 Rule: what is the same for all members is computed once per group, and no message grows with the
 number of members: groups may have ten thousand.
@@ -23,17 +23,17 @@ EACH = -1
 
 
 def tell(cluster: ClusterState, worker: WorkerState, message: CoordinatorMessage) -> None:
-    """Send to the worker's agent; a broken stream is made good when the agent says hello."""
+    """Send to the worker's agent; after a broken stream its next Hello repairs the loss."""
     session = cluster.node_of(worker).session
     if session is not None:
         cluster.do(SendAgent(session, message))
 
 
 def report_first(cluster: ClusterState, job: JobState) -> bool:
-    """Tell the members of a large group that lost one that it is over; True if that was done now.
+    """Notify the members of a large group that lost one that it is over; return whether it did.
 
-    It takes as long to work the next group out, to write it down and to tell it as this takes. What
-    members have to do first (NCCL's abort) they do meanwhile.
+    Computing, persisting and announcing the next group takes as long as this does. Meanwhile the
+    members can do their first work (NCCL's abort).
     """
     if not (job.is_open and is_large(cluster, job)) or job.is_end_announced():
         return False
@@ -50,26 +50,26 @@ def report_first(cluster: ClusterState, job: JobState) -> bool:
 
 
 def _may_keep_it(cluster: ClusterState, worker: WorkerState) -> bool:
-    """Return whether a group that lost one may stand for the sake of this member.
+    """Return whether a group that lost a member may be kept because of this one.
 
-    It does as long as word of a member is awaited, and when all that are left have finished.
+    It is kept while reports of a member are awaited, and when all remaining ones have finished.
     """
     is_finished = worker.report.phase is WorkerPhase.FINISHED
     return is_finished or cluster.node_of(worker).is_awaited()
 
 
 def is_large(cluster: ClusterState, job: JobState) -> bool:
-    """Return whether the newest group is one whose members take long to tell."""
+    """Return whether the newest group is so large that its announcement takes long."""
     return len(job.member_ids()) >= cluster.config.report_first_min
 
 
 def announcement(cluster: ClusterState, job: JobState, worker_id: WorkerId) -> Announce:
-    """Return what this member must know of the newest group."""
+    """Return the announcement of the newest group for this member."""
     return announcer(cluster, job)(job.places()[job.rank_of(worker_id)])
 
 
 def announcer(cluster: ClusterState, job: JobState) -> Callable[[RankPlace], Announce]:
-    """Return what makes a member's announcement of its place; what all must know is found once."""
+    """Return a function from a place to its announcement; shared fields are computed once."""
     group = job.group
     if group is None:
         raise InvariantViolation(f"job {job.job_id} has no group to announce")
@@ -81,7 +81,7 @@ def announcer(cluster: ClusterState, job: JobState) -> Callable[[RankPlace], Ann
     shares = _shares(found, places)
 
     def alike(asks: int) -> Assignment:
-        """Return what is told to all who ask those that this rank asks, but for their places."""
+        """Return the assignment for all ranks with the same copy endpoints, without a place."""
         endpoints = shares[asks]
         return Assignment(
             job_id=job.job_id,
@@ -135,10 +135,11 @@ def _at(place: RankPlace, shared: Assignment) -> Assignment:
 def _shares(
     found: Sequence[copies.StateLocation], places: Sequence[RankPlace]
 ) -> dict[int, tuple[CopyEndpoint, ...]]:
-    """Return which agents each member asks for copies, by rank; `EACH` for all that are not named.
+    """Return the copy endpoints that each rank queries; `EACH` for the ranks not listed.
 
-    What has rows of a sharded model is asked by one member, who tells the others; there may be as
-    many of those as members. What all members have alike lies on few nodes, and all are told.
+    A node with rows of a sharded model is queried by one member, which informs the others; there
+    may be as many such nodes as members. Unsharded state is on few nodes, and all members get
+    these.
     """
     first_ranks = {place.node_id: place.rank for place in places if not place.local_rank}
     alike = tuple(one.endpoint for one in found if not one.is_sharded)

@@ -1,8 +1,8 @@
-"""The coordinator's machine: one entry point for events; effects in the order to perform them.
+"""The coordinator's state machine: events in; effects out, in the order to perform them.
 
-Rule: only `step` changes state. It applies the event (`intake`), derives what follows for each job
-that the event touched (`settle`), and checks the invariants (`invariants`). It reads no clock, does
-no IO and draws no random number, so that a journal and a list of events replay it exactly.
+Rule: only `step` changes state. It applies the event (`agent_messages`, `requests`), reconciles
+each job that the event touched (`reconcile`), and checks the invariants (`invariants`). It reads no
+clock, does no IO and draws no random number, so a journal and a list of events replay it exactly.
 """
 
 from __future__ import annotations
@@ -57,11 +57,12 @@ from elastic.core.world import JobId, JobPhase, Member, Node, NodeId, NodePhase
 from elastic.errors import InvariantViolation, check
 
 HOLD_AFTER_RESTART_S = 2.0
-"""Agents that run something report it within this time of a restart, as a rule; starting
-workers earlier would start some of them twice."""
+"""After a restart agents usually report their workers within this time; starting workers earlier
+would start some of them twice."""
 GONE_NODES_MAX = 1000
 PLANS_MAX = 100
-"""The queue is asked again after what it said was done, once or twice as a rule."""
+"""Limit of replanning in one step. The queue is planned again after its last plan was carried
+out, usually once or twice."""
 SERIALS_PER_TERM = 1000
 """Worker n1/2007 is the seventh that node n1 started under the third coordinator."""
 
@@ -70,28 +71,28 @@ class CoordinatorMachine:
     """All decisions about nodes, jobs and groups.
 
     Guarantees, checked by the simulator: one current generation per job; a generation is never
-    reused; nobody hears of a generation before it is durable; groups are never below min nor
-    above max.
+    reused; no generation is announced before it is durable; groups are never below min nor above
+    max.
     """
 
     def __init__(self, config: CoordinatorConfig, name: str = "coordinator") -> None:
-        """Begin empty; the first event must be `Recovered`."""
+        """Start empty; the first event must be `Recovered`."""
         self._cluster = ClusterState(config, name)
         self._story = EventHistory()
         self._recovered = False
 
     def step(self, event: CoordinatorEvent, now_ns: int) -> tuple[CoordinatorEffect, ...]:
-        """Take one event.
+        """Process one event.
 
         Args:
-            event: what happened.
-            now_ns: monotonic; never falls.
+            event: to process.
+            now_ns: monotonic; never decreases.
 
         Returns:
             Effects, to be performed in this order; `Persist` is a barrier.
 
         Raises:
-            InvariantViolation: a bug; carries the last events.
+            InvariantViolation: a bug; includes the last events.
         """
         cluster = self._cluster
         check(now_ns >= cluster.now_ns, f"time fell from {cluster.now_ns} to {now_ns}")
@@ -122,7 +123,7 @@ class CoordinatorMachine:
         return min(moments, default=None)
 
     def view(self, now_ns: int) -> ClusterView:
-        """Return all that status shows."""
+        """Return all that the status shows."""
         return ClusterView(
             now_ns,
             self._cluster.book.views(now_ns),
@@ -214,7 +215,7 @@ class CoordinatorMachine:
     # ------------------------------------------------------------ requests
 
     def _recover(self, event: Recovered) -> None:
-        """Take over what the journal holds; members of running groups are awaited."""
+        """Restore the journal's state; members of running groups are awaited."""
         cluster = self._cluster
         check(not self._recovered, "Recovered came twice")
         self._recovered = True
@@ -241,7 +242,7 @@ class CoordinatorMachine:
         cluster.note("recovered", jobs=len(event.jobs))
 
     def _await_node(self, node_id: NodeId) -> NodeState:
-        """Enter a node that is known from the journal only, and must come back in time."""
+        """Add a node that is known from the journal only, and must reconnect in time."""
         cluster = self._cluster
         state = cluster.book.nodes.get(node_id)
         if state is None:
@@ -310,7 +311,7 @@ class CoordinatorMachine:
 
 
 def _told(event: CoordinatorEvent) -> CoordinatorEvent:
-    """Return an event as the story keeps it: without a function of megabytes, maybe refused."""
+    """Return an event for the history: without a pickled function, perhaps of megabytes."""
     if not isinstance(event, SubmitRequested):
         return event
     spec = event.spec
@@ -318,7 +319,7 @@ def _told(event: CoordinatorEvent) -> CoordinatorEvent:
 
 
 def _is_chatter(event: CoordinatorEvent) -> bool:
-    """Return whether an event comes all the time and tells no story."""
+    """Return whether an event is too frequent and trivial for the history of events."""
     if isinstance(event, AgentMessageReceived):
         return isinstance(event.message, (Progress, Pulse, ProbeAck, CopiesHeld))
     return isinstance(event, Tick)

@@ -1,9 +1,9 @@
-"""Links between nodes of a job that are cut while all of them reach the coordinator.
+"""Broken links between nodes of a job while all of them reach the coordinator.
 
-Rule: nothing here happens in a healthy run. When a group gets nowhere, its nodes are asked which
-of the others they reach. As few as possible of those that do not reach each other stay out of the
-next group, with their workers as they are, until the link is there again: both ends are asked
-every few seconds. Else such a group would be formed again and again, and break each time.
+Rule: nothing here happens in a healthy run. When a group makes no progress, its nodes probe their
+links to the others. As few nodes as possible are excluded from the next group, with their workers
+kept, until the link works again: both ends probe it every few seconds. Otherwise such a group would
+be formed again and again, and break each time.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from elastic.core.policy import links as policy
 from elastic.core.world import NodeId
 
 AFTER_NS = 3 * NS_PER_S
-"""A group that has got nowhere for so long is looked into."""
+"""The links of a group without progress are probed after this."""
 EVERY_NS = 2 * NS_PER_S
 DOUBLINGS_MAX = 4
-"""Who waits for something else, maybe for an hour, is asked ever more rarely."""
+"""A group that waits for something else, maybe for an hour, is probed less and less often."""
 AGAIN_NS = 5 * NS_PER_S
-"""Links that are cut are tried so often."""
+"""Interval of probes of broken links."""
 NODES_MAX = 128
-"""Each tries all others: in larger groups that would be a storm of its own."""
+"""Larger groups are not probed: each node probes all others, which would be too much traffic."""
 
 
 def check_into(
     cluster: ClusterState, job: JobState, since_ns: int, *, after_ns: int = AFTER_NS
 ) -> None:
-    """Have the nodes of a group that has got nowhere since then, for so long, try their links."""
+    """Have the nodes of a group probe their links, after so long without progress."""
     now_ns, links = cluster.now_ns, job.links
-    if abs(since_ns - links.since_ns) >= AFTER_NS:  # Each word of who waits moves it a little.
+    if abs(since_ns - links.since_ns) >= AFTER_NS:  # Each pulse of a member moves it a little.
         links.since_ns, links.rounds = since_ns, 0
         links.check_ns = min(links.check_ns, now_ns + EVERY_NS)
-        # What failed once an hour ago, and was not tried again, has not failed in a row.
+        # A failure of an hour ago without another probe does not count as one in a row.
         links.failed = {p: n for p, n in links.failed.items() if _pair(*p) in links.cut}
     if now_ns < max(since_ns + after_ns, links.check_ns):
         return
@@ -53,13 +53,13 @@ def check_into(
 
 
 def check_into_broken(cluster: ClusterState, job: JobState) -> None:
-    """The same for one that broke while it formed: of such there may be ten within seconds."""
+    """Do so at once for a group that broke while forming: there may be ten within seconds."""
     if job.training_since_ns is None:
         check_into(cluster, job, job.links.nowhere_ns, after_ns=0)
 
 
 def take_tried(cluster: ClusterState, state: NodeState, said: LinksTried) -> None:
-    """Take what a node says of its links to others that have to do with the job."""
+    """Record the result of a node's link probe, for nodes of the job."""
     job, asker = cluster.jobs.get(said.job_id), state.node.node_id
     if job is None or job.has_ended():
         return
@@ -71,7 +71,7 @@ def take_tried(cluster: ClusterState, state: NodeState, said: LinksTried) -> Non
         if not _is_on_trial(cluster, job, asker, node_id):
             failed.pop((asker, node_id), None)
             failed.pop((node_id, asker), None)
-    # What was said of a group that has come together meanwhile is not so any more.
+    # Failures between members of a group that has formed meanwhile are obsolete.
     well = set(_nodes(job)) if _gets_on(cluster, job) else set()
     for node_id in known.intersection(said.unreachable) - {asker}:
         job.links.whole_ns.pop(_pair(asker, node_id), None)
@@ -81,7 +81,7 @@ def take_tried(cluster: ClusterState, state: NodeState, said: LinksTried) -> Non
 
 
 def settle(cluster: ClusterState, job: JobState) -> int | None:
-    """Have links that are cut tried again; return when to do that next."""
+    """Have broken links probed again; return when to do that next."""
     links = job.links
     if not links.failed:
         return None
@@ -107,14 +107,14 @@ def settle(cluster: ClusterState, job: JobState) -> int | None:
 
 
 def explain(job: JobState, reason: str = "") -> str:
-    """Return a reason, and behind it which nodes stay out of the group and why, if any do."""
+    """Return a reason, followed by the excluded nodes and why, if there are any."""
     out = job.links.out.items()
     said = [f"{node_id} and {other} do not reach each other" for node_id, other in out]
     return "; ".join([reason] * bool(reason) + said)
 
 
 def _is_on_trial(cluster: ClusterState, job: JobState, asker: NodeId, node_id: NodeId) -> bool:
-    """Return whether a link that is there again has been cut too often to be believed yet."""
+    """Return whether a link that works again has broken too often to be trusted yet."""
     links, pair = job.links, _pair(asker, node_id)
     if pair not in links.cut:
         return False
@@ -127,7 +127,7 @@ def _pair(one: NodeId, other: NodeId) -> policy.Pair:
 
 
 def _judge(cluster: ClusterState, job: JobState) -> None:
-    """Find which links are cut, and who stays out because of that."""
+    """Determine the broken links and the nodes to exclude."""
     links = job.links
     before, links.cut = links.cut, policy.cut_pairs(links.failed)
     if links.cut == before:
@@ -148,7 +148,7 @@ def _judge(cluster: ClusterState, job: JobState) -> None:
 
 
 def _keep_out(cluster: ClusterState, job: JobState) -> None:
-    """Find who stays out: a node on which nothing runs for the job before one that others need."""
+    """Choose the nodes to exclude: first those without workers of the job."""
     links, workers = job.links, _nodes(job)
     hosts = {worker.node_id for worker in job.workers.values()}
     between = [pair for pair in links.cut if hosts.issuperset(pair)]
@@ -166,19 +166,19 @@ def _keep_out(cluster: ClusterState, job: JobState) -> None:
 
 
 def _nodes(job: JobState) -> dict[NodeId, int]:
-    """Return the nodes of the newest group by rank, and how many of its workers are there."""
+    """Return the nodes of the newest group by rank, with the number of its workers on each."""
     members = [job.workers[w].node_id for w in job.member_ids() if w in job.workers]
     return dict(Counter(members))
 
 
 def _gets_on(cluster: ClusterState, job: JobState) -> bool:
-    """Return whether its group stands, and nobody waits in it."""
+    """Return whether its group trains, and no member waits in it."""
     is_formed = job.is_open and job.training_since_ns is not None
     return is_formed and not lateness.does_somebody_wait(cluster, job)
 
 
 def _ways(job: JobState) -> dict[NodeId, Link]:
-    """Return where a worker of the job listens, of each node on which one does."""
+    """Return the address of a listening worker of the job, for each node with one."""
     return {
         worker.node_id: Link(worker.node_id, worker.report.store_address)
         for _, worker in sorted(job.workers.items(), reverse=True)
@@ -193,6 +193,6 @@ def _ask(cluster: ClusterState, job: JobState, node_id: NodeId, targets: list[Li
 
 
 def _is_there(cluster: ClusterState, node_id: NodeId) -> bool:
-    """Return whether a node is not lost: that its stream broke says nothing of other links."""
+    """Return whether a node is not lost; a broken stream does not mean that other links are."""
     state = cluster.book.nodes.get(node_id)
     return state is not None and state.phase in PRESENT

@@ -1,6 +1,6 @@
-"""The coordinator's memory of nodes: sessions, phases and what each still has free.
+"""The coordinator's state of nodes: sessions, phases and free resources.
 
-Rule: this module keeps books; what a change means for jobs is decided by the coordinator.
+Rule: this module only records; other modules decide what a change means for jobs.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ LIVE = (NodePhase.READY, NodePhase.DRAINING)
 PRESENT = (*LIVE, NodePhase.DISCONNECTED)
 SERIAL_DIGITS_MAX = 15
 RETURN_PAUSE_S, RETURN_PART = 1.0, 4
-"""After a restart, nobody is given up while others still come back: not for so long after the last
-one, and not for so many parts of the time that they have taken. Thousands take their time."""
+"""After a restart no node is given up while others still reconnect: until so long after the last
+one, or this part (one fourth) of the time they have taken. Thousands need a while."""
 
 
 @dataclass
@@ -28,25 +28,25 @@ class NodeState:
     """One node as the coordinator knows it.
 
     Attributes:
-        session: the stream that stands, None while disconnected, lost or gone.
-        held: what each worker on the node takes, for every job.
+        session: the open stream, None while disconnected, lost or gone.
+        held: resources of each worker on the node, of all jobs.
         lost_at_ns: when a disconnected node is given up.
         leave_by_ns: when a draining node's workers must be out of their groups.
         unconfirmed: known only from the journal; its agent has not come back yet.
-        grace_extended: its stream ended while this coordinator slept; its agent has not come back
-            yet.
-        reports_due: reports that its agent announced in its hello and that have not come yet.
-        received_ns: when its agent last said anything.
-        announced: why it was to leave, "" if nobody said so in this life of its agent; stays when
-            the node is gone, because what was lost with it is charged to nobody.
-        problems: what its agent says is wrong with it.
+        grace_extended: its stream ended while this coordinator was suspended; its agent has not
+            come back yet.
+        reports_due: reports that its agent announced in its Hello and that have not come yet.
+        received_ns: when its agent last sent a message.
+        announced: reason of its announced drain, "" for none in this life of its agent; kept when
+            the node is gone, because losses with it are not charged.
+        problems: faults reported by its agent.
         faults: when workers hung, crashed or did not start here, oldest first.
         faulty_until_ns: no new workers start here before, because of those, for `faulty_why`.
-        released: its agent was told that it may end.
+        released: its agent was notified that it may end.
         kept_for: why it was not, though it runs nothing any more.
         last_serial: of the workers started here, in any life of the agent.
-        copies: jobs whose state it said last that it holds for others.
-        copy_endpoint: where its agent takes and gives copies.
+        copies: jobs of which it holds copies, as last reported.
+        copy_endpoint: where its agent receives and serves copies.
     """
 
     node: Node
@@ -74,22 +74,22 @@ class NodeState:
     copy_endpoint: CopyEndpoint = NO_ENDPOINT
 
     def is_kept(self) -> bool:
-        """Return whether it may leave but for what its memory holds."""
+        """Return whether it stays only because of the state in its memory."""
         return self.phase is NodePhase.DRAINING and bool(self.kept_for) and not self.held
 
     def next_worker_id(self) -> WorkerId:
-        """Return an id that no worker of this node has had as far as we know."""
+        """Return an id that no worker of this node is known to have had."""
         self.last_serial += 1
         return WorkerId(f"{self.node.node_id}/{self.last_serial}")
 
     def has(self, worker_id: WorkerId) -> bool:
-        """Return whether this id is one of this node's: its agent speaks for no other's workers."""
+        """Return whether this worker id belongs to this node."""
         return worker_id.rpartition("/")[0] == self.node.node_id
 
     def saw_worker(self, worker_id: WorkerId) -> None:
-        """Never give this id to another worker."""
+        """Record a worker id, so that it is never reused."""
         serial = worker_id.rpartition("/")[2]
-        # An agent says it, and may say anything: not all digits make a number.
+        # It comes from an agent and may be anything: not all digits make a number.
         if serial.isascii() and serial.isdigit() and len(serial) <= SERIAL_DIGITS_MAX:
             self.last_serial = max(self.last_serial, int(serial))
 
@@ -102,23 +102,23 @@ class NodeState:
         self.reason = reason
 
     def is_live(self) -> bool:
-        """Return whether its stream stands."""
+        """Return whether its stream is open."""
         return self.phase in LIVE
 
     def may_host(self) -> bool:
-        """Return whether workers may be on the node from now on."""
+        """Return whether new workers may run on the node."""
         return self.is_live() and not self.draining
 
     def is_awaited(self) -> bool:
-        """Return whether its agent is about to tell more of what happened while it was away."""
+        """Return whether its agent still has to report what happened while it was away."""
         return self.is_away() or self.reports_due > 0
 
     def is_away(self) -> bool:
-        """Return whether it may be there, and is not heard of for what happened to us."""
+        """Return whether it may be alive, and is disconnected because of this coordinator."""
         return self.unconfirmed or self.grace_extended
 
     def is_present(self) -> bool:
-        """Return whether its workers still count as living."""
+        """Return whether its workers still count as alive."""
         return self.phase in PRESENT
 
     def quarantine(self, now_ns: int) -> str:
@@ -142,7 +142,7 @@ class NodeState:
         return left
 
     def offer(self, hosting: int) -> NodeOffer:
-        """Return what this node could take of a job of which it hosts some workers already."""
+        """Return the node's free capacity for a job of which it hosts `hosting` workers."""
         return NodeOffer(
             node_id=self.node.node_id,
             free_slots=self.free_slots(),
@@ -155,7 +155,7 @@ class NodeState:
         )
 
     def view(self, now_ns: int) -> NodeView:
-        """Return what status shows."""
+        """Return the node for the status."""
         quarantine = self.quarantine(now_ns) if self.is_present() else ""
         told = f"quarantined: {quarantine}" if quarantine else ""
         kept = self.kept_for if self.is_kept() else ""
@@ -169,13 +169,13 @@ class NodeBook:
     """All nodes, and which session belongs to which.
 
     Attributes:
-        cordons: nodes on which no new workers start, and why; they need not be here now.
+        cordons: nodes on which no new workers start, and why; they need not be connected.
         leaving: nodes that drain.
-        faulty: nodes that are in quarantine for the faults of their workers, for a time.
+        faulty: nodes in quarantine for the faults of their workers, for a time.
         recovered_ns: when the journal was read.
-        returned_ns: when a node that was known from it only came back last.
-        await_until_ns: whoever comes then, nobody waits for others any more.
-        woke_ns: when this coordinator last noticed that it had slept, None for never.
+        returned_ns: when the last node known only from the journal came back.
+        await_until_ns: limit of the wait for such nodes, even if others still come back.
+        woke_ns: when this coordinator last noticed that it was suspended, None for never.
     """
 
     nodes: dict[NodeId, NodeState] = field(default_factory=dict)
@@ -190,7 +190,7 @@ class NodeBook:
     woke_ns: int | None = None
 
     def of_session(self, session: SessionId) -> NodeState | None:
-        """Return the node that speaks over this session; None for an old or refused one."""
+        """Return the node of this session; None for an old or refused one."""
         node_id = self.sessions.get(session)
         return self.nodes[node_id] if node_id is not None else None
 
@@ -201,13 +201,13 @@ class NodeBook:
         self.sessions[session] = state.node.node_id
 
     def came(self, state: NodeState, now_ns: int) -> None:
-        """Note that the node's agent has come, or come back: it is not lost."""
+        """Record that the node's agent has connected: it is not lost."""
         if state.unconfirmed:
             self.returned_ns = now_ns
         state.unconfirmed, state.grace_extended, state.lost_at_ns = False, False, None
 
     def lost_at_ns(self, state: NodeState) -> int | None:
-        """Return when a disconnected node is given up, None for another one."""
+        """Return when a disconnected node is given up, None if it is not disconnected."""
         if state.phase is not NodePhase.DISCONNECTED or state.lost_at_ns is None:
             return None
         if not state.unconfirmed:
@@ -228,11 +228,11 @@ class NodeBook:
         return [self.nodes[node_id] for node_id in sorted(self.nodes)]
 
     def record(self) -> NodesRecord:
-        """Return what must survive the coordinator."""
+        """Return the durable state of nodes."""
         return NodesRecord(tuple(Cordon(n, self.cordons[n]) for n in sorted(self.cordons)))
 
     def views(self, now_ns: int) -> tuple[NodeView, ...]:
-        """Return what status shows, by id."""
+        """Return all nodes for the status, by id."""
         shown = []
         for state in self.ordered():
             view, cordon = state.view(now_ns), self.cordons.get(state.node.node_id)
@@ -242,7 +242,7 @@ class NodeBook:
         return tuple(shown)
 
     def settle(self, state: NodeState) -> None:
-        """Note whether time may still change this node (it drains, or its stream broke)."""
+        """Record whether time may still change this node (it drains, or its stream broke)."""
         node_id = state.node.node_id
         if state.draining:
             self.leaving[node_id] = None
@@ -258,7 +258,7 @@ class NodeBook:
         return [self.nodes[node_id] for node_id in sorted(self.unsettled)]
 
     def next_deadline_ns(self) -> int | None:
-        """Return when the next node is given up, or let go."""
+        """Return when the next node is given up, released, or out of quarantine."""
         unsettled = [self.nodes[node_id] for node_id in self.unsettled]
         moments = [moment for one in unsettled if (moment := self.lost_at_ns(one)) is not None]
         kept = [state.leave_by_ns for state in unsettled if state.is_kept()]
@@ -276,7 +276,7 @@ class NodeBook:
     def drop_gone(self, limit: int) -> None:
         """Forget the nodes that are longest gone, so that at most `limit` of them are kept."""
         if len(self.nodes) - len(self.sessions) <= limit:
-            return  # Who has a session is not gone.
+            return  # A node with a session is not gone.
         gone = [s for s in self.nodes.values() if s.phase in (NodePhase.LOST, NodePhase.LEFT)]
         gone.sort(key=lambda s: (s.since_ns, s.node.node_id))
         for state in gone[: max(0, len(gone) - limit)]:

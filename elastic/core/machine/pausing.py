@@ -1,14 +1,14 @@
-"""Jobs that give all their workers back: a checkpoint, then they leave at a boundary and end.
+"""Jobs that release all their workers: a checkpoint, then they leave at a boundary and end.
 
-A user pauses a job, or stops it, or the queue has it make room for one of higher priority.
+A user pauses or stops a job, or the queue preempts it for one of higher priority.
 
-Rule: that a pause is wanted is durable, and that its members were told to leave; how far it had
-come before is not: after a restart of the coordinator it begins again with a checkpoint. A group
-that is about to finish is let finish, and one whose members are lost meanwhile rests on the newest
-checkpoint that there is. A pause takes as long as it takes. Who makes room has a deadline for the
-checkpoint and another for the boundary; if it has nothing to go on from by then it trains on, and
-the queue looks for others; nor does it count on the slots of a pause that takes longer. Those that
-make room for the same job leave when all of them can, so that none does so in vain.
+Rule: the request for a pause and the order to leave are durable; the progress before is not: after
+a restart of the coordinator it starts again with a checkpoint. A group that is about to finish may
+finish, and one that loses members meanwhile pauses with the newest existing checkpoint. A pause has
+no time limit. A preempted job has a deadline for the checkpoint and another for the boundary. If it
+has no checkpoint by then it continues to train, and the queue chooses others; nor does the queue
+count on the slots of a pause that takes longer. Jobs preempted for the same job leave when all of
+them can, so that none does so in vain.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from elastic.core.world import ExitCause, ExitKind, JobPhase, WorkerPhase
 
 
 def advance(cluster: ClusterState, job: JobState) -> None:
-    """Do the next thing on the way to rest of a job that is to hold no workers."""
+    """Do the next step of releasing the workers of a job that should hold none."""
     if not job.must_release_workers() or job.has_ended():
         return
     if not job.is_open:
@@ -34,7 +34,7 @@ def advance(cluster: ClusterState, job: JobState) -> None:
         _touch_co_preempted(cluster, job)
         return
     if job.stopping and job.training_since_ns is not None and not job.is_in_place():
-        # Its loop has ended meanwhile: there is nothing to be saved, and no boundary to come.
+        # Its loop has ended meanwhile: there is nothing to save, and no next boundary.
         settle.end_job(cluster, job, JobPhase.STOPPED, job.stopping)
         return
     _mind_time(cluster, job)
@@ -54,23 +54,23 @@ def advance(cluster: ClusterState, job: JobState) -> None:
 
 
 def _saving(cluster: ClusterState, job: JobState) -> Decision[EvictionSave]:
-    """Decide whether its members go on until a checkpoint is written."""
+    """Decide whether its members continue until a checkpoint is written."""
     return eviction.judge_saving(
         in_place=bool(job.spec.run_path) and job.is_in_place(),
         is_saved=job.is_saved,
         num_checkpoints=len(job.checkpoints),
-        # A user waits, unless somebody else does; and time counts once it was told to be saved.
+        # Only a preemption has a deadline; it counts from the checkpoint request.
         save_by_ns=job.release_deadline_ns if job.yields_to and job.pause_request else None,
         now_ns=cluster.now_ns,
     )
 
 
 def _mind_time(cluster: ClusterState, job: JobState) -> None:
-    """Have the queue know once a job that pauses takes longer than one that gives way may.
+    """Replan the queue once a pause takes longer than a preemption may.
 
-    Time counts from its beginning: its leader may evaluate for hours before it can be saved at all.
-    Who was told to leave by a coordinator that is gone has all its time once more.
-    What storage has not taken is given up by those who write it: it is wished for again.
+    Time counts from its beginning: its leader may evaluate for hours before it can save at all.
+    A job ordered to leave by an earlier coordinator gets the whole time again. Its members give up
+    a checkpoint that storage does not accept, so it is requested again.
     """
     now_ns = cluster.now_ns
     if (job.paused or job.releases_all) and job.release_deadline_ns is None:
@@ -90,7 +90,7 @@ def _mind_time(cluster: ClusterState, job: JobState) -> None:
 
 
 def _save(cluster: ClusterState, job: JobState) -> None:
-    """Have a checkpoint written; who gives way has not for ever."""
+    """Request a checkpoint; a preemption has a deadline for it."""
     if not job.pause_request:
         saves.wish(cluster, job)
         job.pause_request = job.save_request
@@ -104,7 +104,7 @@ def _leave(cluster: ClusterState, job: JobState) -> None:
     job.releases_all = True
     job.release_deadline_ns = cluster.now_ns + ns(cluster.config.preemption_deadline_s)
     job.reason = _leaves(job)
-    # Who does not leave by then is cut off, if that is due at all: see `JobState.candidates`.
+    # Members that do not leave by then may be cut off: see `JobState.candidates`.
     settle.wake(job, job.release_deadline_ns)
     cause = "pause" if job.paused else "preempt"
     settle.ask(cluster, job, GroupPlan(GroupAction.ASK, cause=cause, saves=True), job.reason)
@@ -112,14 +112,14 @@ def _leave(cluster: ClusterState, job: JobState) -> None:
 
 
 def _train_on(cluster: ClusterState, job: JobState) -> None:
-    """It would lose all that it has done: the queue is to find another one, or to wait."""
+    """Cancel a preemption that would lose all work: the queue chooses another job, or waits."""
     cluster.note("gives_way_in_vain", job.job_id, to=job.yields_to)
     job.passed_over_until_ns = cluster.now_ns + eviction.retry_ns(cluster.config)
     cluster.replan = True
 
 
 def _co_preempted(cluster: ClusterState, job: JobState) -> list[JobState]:
-    """Return who else makes room for the same job, or pauses in time, and holds workers still."""
+    """Return other jobs that still hold workers and are preempted for the same job, or pause."""
     if job.paused:
         return []
     first = job.yields_to.partition(" ")[0]
@@ -133,32 +133,32 @@ def _co_preempted(cluster: ClusterState, job: JobState) -> list[JobState]:
 
 
 def _is_counted_on(cluster: ClusterState, job: JobState) -> bool:
-    """Return whether it pauses, and the queue divides its slots among others already."""
+    """Return whether it pauses, and the queue has already allocated its slots to others."""
     return job.paused and job.job_id not in cluster.grants
 
 
 def _touch_co_preempted(cluster: ClusterState, job: JobState) -> None:
-    """Look at those that may have waited for this one."""
+    """Evaluate the jobs that may have waited for this one."""
     for other in cluster.active():
         if other is not job and other.yields_to and other.is_open and not other.releases_all:
             cluster.touch(other)
 
 
 def _may_leave(cluster: ClusterState, job: JobState) -> bool:
-    """Return whether nothing keeps a job that makes room from leaving at the next boundary."""
+    """Return whether a preempted job can leave at the next boundary."""
     return job.releases_all or (
         _can_leave(job) and _saving(cluster, job).value is EvictionSave.OVER
     )
 
 
 def _can_leave(job: JobState) -> bool:
-    """Return whether it has a group that trains, or leaves, is whole and not about to end."""
+    """Return whether its group trains or leaves, is complete, and is not about to end."""
     has_trained = job.releases_all or job.training_since_ns is not None
     return has_trained and _is_whole(job) and not (_is_ending(job) or job.is_end_announced())
 
 
 def _is_whole(job: JobState) -> bool:
-    """Return whether no member is lost; else the group is replaced as soon as all were heard."""
+    """Return whether no member is lost; else the group is replaced once all have reported."""
     return all(w in job.workers for w in job.member_ids())
 
 
@@ -182,7 +182,7 @@ def _leaves(job: JobState) -> str:
 
 
 def _rest(cluster: ClusterState, job: JobState) -> None:
-    """No group is out there: write down that it rests, and end its workers."""
+    """Persist that a job without a group is paused or preempted, and end its workers."""
     if job.paused:
         _pause(cluster, job)
         if job.has_ended():
@@ -209,7 +209,7 @@ def _pause(cluster: ClusterState, job: JobState) -> None:
 
 
 def _wait_again(cluster: ClusterState, job: JobState) -> None:
-    """It is in the queue again, and goes on from its checkpoint by itself."""
+    """Put it back into the queue; it continues from its checkpoint automatically."""
     job.preempted_by = job.yields_to
     job.reason = f"waiting: preempted by {job.preempted_by}; its workers end"
     job.save_request = 0

@@ -1,8 +1,8 @@
 """Reports of workers, applied to the coordinator's state: metrics, checkpoints, telemetry.
 
 Rule: a report of an earlier generation is refused. One with a checkpoint is durable before it is
-acknowledged. Automatic checkpoints are recorded, but shown only to those who ask for checkpoints.
-The outcome of a validation is applied once.
+acknowledged. Automatic checkpoints are recorded, but shown only in lists of checkpoints. The
+outcome of a validation is applied once.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from elastic.core.world import (
 
 
 def take_metrics(cluster: ClusterState, session: SessionId, report: Report) -> None:
-    """Record a report, durable if it carries a checkpoint; refuse one from an old generation."""
+    """Record a report, durably if it has a checkpoint; refuse one from an old generation."""
     job = cluster.jobs.get(report.job_id)
     code, refusal = _refuse_report(job, report)
     if job is None or refusal:
@@ -35,14 +35,14 @@ def take_metrics(cluster: ClusterState, session: SessionId, report: Report) -> N
                 "checkpoint_refused", report.job_id, path=report.checkpoint, reason=refusal
             )
         return
-    # An agent that has connected anew tells its newest ones again, which we may know.
+    # An agent that has reconnected resends its newest ones, which may be known.
     place, is_users = (report.generation, report.index), is_metrics(report)
     is_again = is_users and place == job.reported
     if is_users and place > job.reported:
-        # One whose checkpoint was uploaded meanwhile comes late, and is not the newest.
+        # A report with a slow upload may come late, and is not the newest.
         job.metrics, job.reported = report.metrics, place
     if report.kind is ReportKind.VALIDATION:
-        # No progress of the run: who becomes rank 0 tells all that was ever found out.
+        # Not progress of the run: a new rank 0 resends all results of validations.
         _take_validation(cluster, job, report)
     elif not is_again or report.checkpoint:
         forgive(job)
@@ -66,7 +66,7 @@ def _ack(report: Report, code: RefusalCode = RefusalCode.NONE, refusal: str = ""
 
 
 def _record(cluster: ClusterState, job: JobState, report: Report) -> None:
-    """Keep a checkpoint, durable, and those that the policy keeps beside it."""
+    """Record a checkpoint durably, and drop those that the retention policy does not keep."""
     record = CheckpointRecord(
         report.checkpoint,
         report.generation,
@@ -77,11 +77,11 @@ def _record(cluster: ClusterState, job: JobState, report: Report) -> None:
         report.kind,
     )
     if any(c.path == record.path for c in job.checkpoints):
-        return  # Told again, perhaps in a later generation: the answer was lost.
-    # With its first one it may make room for others.
+        return  # A repetition, perhaps in a later generation: the reply was lost.
+    # With its first checkpoint it may be preempted.
     cluster.replan = cluster.replan or not job.checkpoints
-    # In order of reports, not of arrival: one that is told again, or late, is not the newest.
-    # Automatic ones come from one thread, in order; their index may begin anew.
+    # In order of reports, not of arrival: a repeated or late one is not the newest. Automatic
+    # ones come from one thread, in order; their index may restart.
     records = (*job.checkpoints, record)
     order = sorted(
         records, key=lambda c: (c.generation, c.automatic, 0 if c.automatic else c.index)
@@ -92,12 +92,12 @@ def _record(cluster: ClusterState, job: JobState, report: Report) -> None:
         cluster.note("checkpoint_recorded", job.job_id, path=report.checkpoint)
         if record.automatic:
             saves.served(job, record.request)
-            # Who is to give its workers back may wait for it.
+            # A job that pauses or is preempted may wait for it.
             cluster.touch(job)
 
 
 def _take_validation(cluster: ClusterState, job: JobState, report: Report) -> None:
-    """Put what a validation found out into its record; the first word stands."""
+    """Record the result of a checkpoint's validation; the first result counts."""
     pending = CheckpointStatus.PENDING_VALIDATION
     known = [c for c in job.checkpoints if c.path == report.checkpoint and c.status is pending]
     if not known:
@@ -111,7 +111,7 @@ def _take_validation(cluster: ClusterState, job: JobState, report: Report) -> No
 
 
 def _keep(job: JobState, records: list[CheckpointRecord]) -> None:
-    """Keep of these, oldest first, what the policy keeps."""
+    """Apply the retention policy to these records, oldest first."""
     job.checkpoints = retention.keep(
         records,
         num_to_keep=job.spec.num_to_keep,
@@ -137,12 +137,12 @@ def _refuse_report(job: JobState | None, report: Report) -> tuple[RefusalCode, s
 
 
 def take_progress(cluster: ClusterState, progress: Progress) -> None:
-    """Take telemetry; note when every member has done its first step of the generation."""
+    """Record telemetry; log when every member has done its first step of the generation."""
     job = cluster.job_of(progress.worker_id)
     if job is None:
         return
     worker, telemetry = job.workers[progress.worker_id], progress.telemetry
-    # Also of a generation that is over: it tells of time that was not charged yet.
+    # Also of an earlier generation: it has time that was not charged yet.
     job.ledger.hear(worker.account, progress.spent, telemetry.place, cluster.now_ns)
     if progress.generation != job.generation:
         return
@@ -167,10 +167,10 @@ def take_progress(cluster: ClusterState, progress: Progress) -> None:
 
 
 def _pause_ns(cluster: ClusterState, job: JobState, last_unix_ns: int) -> int | None:
-    """Return for how long training stood still before this step, None if it did not.
+    """Return how long training was interrupted before this step, None if it was not.
 
-    From the moment in which we heard of it; who told of the step says when that was, because in
-    large groups workers wait for their turn to tell.
+    It counts from when the coordinator noticed. The end is the step's reported time, because in
+    large groups the reports themselves are delayed.
     """
     if job.paused_ns is None:
         return None

@@ -1,8 +1,8 @@
-"""Requests for a checkpoint now, by a user or by us: sent to the group until one is recorded.
+"""Checkpoint requests, of a user or of the coordinator: sent to the group until one is recorded.
 
 Rule: requests are numbered, and a greater number is a newer one, also across coordinators. They are
-kept in memory only: whoever asked sees within seconds whether a checkpoint was taken, and asks
-again; a request that was served days later would help nobody.
+kept in memory only: the user sees within seconds whether a checkpoint was taken, and can repeat
+the request; one that is served days later would be useless.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from elastic.core.messages import SaveState
 from elastic.core.world import JobPhase
 
 REQUESTS_PER_TERM = 1_000_000
-"""Wish 2000007 is the seventh of the third coordinator."""
+"""Request 2000007 is the seventh of the third term."""
 
 
 def on_requested(cluster: ClusterState, event: CheckpointRequested) -> None:
-    """Note the wish and tell the group, or refuse it with the reason."""
+    """Record the request and send it to the group, or refuse it with the reason."""
     job = cluster.jobs.get(event.job_id)
     if job is None:
         text = f"no job {event.job_id} is known here"
@@ -31,7 +31,7 @@ def on_requested(cluster: ClusterState, event: CheckpointRequested) -> None:
 
 
 def wish(cluster: ClusterState, job: JobState, **why: str) -> None:
-    """Tell the group that a checkpoint is wished for, and the event log why, if that is known."""
+    """Request a checkpoint of the group; `why` has fields for the event log."""
     cluster.num_saves += 1
     job.save_request = cluster.first_save + cluster.num_saves
     for worker_id in job.member_ids():
@@ -41,7 +41,7 @@ def wish(cluster: ClusterState, job: JobState, **why: str) -> None:
 
 
 def remind(cluster: ClusterState, job: JobState, worker: WorkerState) -> None:
-    """Tell a member of the newest group that a checkpoint is wished for, if none came yet."""
+    """Send a member of the newest group the pending checkpoint request, if there is one."""
     if job.save_request:
         worker_id = worker.report.worker_id
         tell(cluster, worker, SaveState(worker_id, job.generation, job.save_request))
@@ -62,7 +62,7 @@ def _refuse(job: JobState) -> str:
 
 
 def served(job: JobState, request: int) -> None:
-    """An automatic checkpoint is recorded that was taken after this wish; a newer one stands."""
+    """Mark requests up to this number as served: an automatic checkpoint was recorded."""
     if request >= job.save_request:
         job.save_request = 0
     if 0 < job.pause_request <= request:

@@ -1,10 +1,10 @@
-"""What the coordinator does while members wait for each other: probes nodes, ends hung workers.
+"""Failure detection while members wait for each other: probes nodes, ends hung workers.
 
 Rule: a healthy run causes none of it. It begins with the first member that reports to wait for its
-peers, and ends when none waits any more. Nobody is given up without being asked first: a node by a
-probe, a hung worker for its stacks.
+peers, and ends when none waits any more. A node is given up only after a probe, a hung worker only
+after a request for its stacks.
 
-Members of a group that forms cannot report that they wait. When forming takes longer than expected,
+Members of a forming group cannot report that they wait. When forming takes longer than expected,
 silent nodes are probed as well, with a longer timeout, because forming is hard work. Otherwise the
 group would wait for the keepalive of a silent host, which may take ten seconds.
 """
@@ -26,22 +26,21 @@ from elastic.core.world import ExitCause, ExitKind, WorkerPhase
 
 POLL_NS = NS_PER_S // 10
 QUIET_NS = NS_PER_S // 2
-"""A node that said anything within this time is not probed."""
+"""A node that sent a message within this time is not probed."""
 FORMING_PROBES = 3
-"""While a group forms, a node has so many times longer to answer."""
+"""Factor on the probe timeout while a group forms."""
 LATE_NS = NS_PER_S // 10
-"""If the coordinator itself comes so much later than it wanted, what was said to it meanwhile may
-still be on its way."""
+"""If the coordinator itself is so late for a deadline, messages to it may still be queued."""
 
 
 def received(cluster: ClusterState, state: NodeState) -> None:
-    """An agent said something: it is there."""
+    """Record that an agent sent a message: it is alive."""
     state.received_ns = cluster.now_ns
     cluster.probes.pop(state.node.node_id, None)
 
 
 def take_pulse(cluster: ClusterState, state: NodeState, pulse: Pulse) -> None:
-    """Remember what a worker says of its main thread in the group that it is in."""
+    """Record a worker's pulse: the state of its main thread in its current group."""
     job = cluster.job_of(pulse.worker_id)
     worker = job.workers[pulse.worker_id] if job else None
     if job is None or worker is None or worker.node_id != state.node.node_id:
@@ -63,7 +62,7 @@ def take_pulse(cluster: ClusterState, state: NodeState, pulse: Pulse) -> None:
         work=pulse.work,
     )
     if pulse.generation < job.generation:
-        # Others wait for it in forming the next group, and do not say so.
+        # Others wait for it while they form the next group, and cannot report that.
         cluster.touch(job)
     elif job.is_open and lateness.may_wait(cluster, job, worker):
         due_ns = cluster.polls.get(job.job_id)
@@ -72,7 +71,7 @@ def take_pulse(cluster: ClusterState, state: NodeState, pulse: Pulse) -> None:
 
 
 def look(cluster: ClusterState) -> None:
-    """Look at the jobs that are due."""
+    """Check the jobs that are due: probe their nodes, judge their members."""
     for job_id in [j for j, due_ns in cluster.polls.items() if due_ns <= cluster.now_ns]:
         job = cluster.jobs.get(job_id)
         if job is not None and lateness.does_somebody_wait(cluster, job):
@@ -92,9 +91,9 @@ def look(cluster: ClusterState) -> None:
 
 
 def silent(cluster: ClusterState) -> list[tuple[NodeState, str]]:
-    """Return the nodes that did not answer a probe in time, and why; to be called at a `Tick`.
+    """Return the nodes that did not answer a probe in time, and why; called at a `Tick`.
 
-    A tick comes behind all that was said before it was due: an answer that is there counts.
+    A tick comes after all messages queued before it was due, so a reply in the queue counts.
     """
     found = []
     for node_id, (asked_ns, timeout_ns) in list(cluster.probes.items()):
@@ -112,21 +111,21 @@ def silent(cluster: ClusterState) -> list[tuple[NodeState, str]]:
 
 
 def plan_check(cluster: ClusterState) -> None:
-    """Note when the next look or the end of a probe is due."""
+    """Record when the next check or the timeout of a probe is due."""
     moments = [*cluster.polls.values(), *map(sum, cluster.probes.values())]
     cluster.check_by_ns = min(moments, default=None)
 
 
 def forgive_own_sleep(cluster: ClusterState) -> None:
-    """If the coordinator was stopped, or its store was slow, probes begin anew.
+    """If the coordinator was stopped, or its store was slow, restart the timeouts of probes.
 
-    So does the time of groups that were decided on before: nobody had heard of them, maybe.
+    Also those of groups decided before: their announcements may not have been sent.
     """
     for job_id, due_ns in cluster.polls.items():
         job = cluster.jobs.get(job_id) if cluster.now_ns > due_ns + LATE_NS else None
         if job is not None and job.is_open:
             long_ns = forming_is_long_after_ns(len(job.member_ids()))
-            if due_ns == job.announced_ns + long_ns:  # There was no look at it yet.
+            if due_ns == job.announced_ns + long_ns:  # It was not checked yet.
                 _begin_anew(cluster, job)
     if cluster.check_by_ns is not None and cluster.now_ns > cluster.check_by_ns + LATE_NS:
         for node_id, (_, timeout_ns) in cluster.probes.items():
@@ -134,7 +133,7 @@ def forgive_own_sleep(cluster: ClusterState) -> None:
 
 
 def _begin_anew(cluster: ClusterState, job: JobState) -> None:
-    """The newest group is told only now, and its members are late from now on."""
+    """Count the time for joining the newest group from now."""
     for worker_id in job.member_ids():
         worker = job.workers.get(worker_id)
         since_ns = worker.lingers_since_ns if worker is not None else None
@@ -144,7 +143,7 @@ def _begin_anew(cluster: ClusterState, job: JobState) -> None:
 
 
 def _is_forming(job: JobState) -> bool:
-    """Return whether a group was announced and does not train yet, in this coordinator's life."""
+    """Return whether a group was announced and does not train yet, in this term."""
     return job.is_open and not job.has_ended() and job.training_since_ns is None
 
 
@@ -152,10 +151,10 @@ def _is_forming(job: JobState) -> bool:
 
 
 def _probe(cluster: ClusterState, job: JobState, quiet_ns: int, timeout_ns: int) -> None:
-    """Ask all nodes of the group for a sign of life that have not given one for a while.
+    """Probe all nodes of the group that have been silent for a while.
 
-    Also those of members that wait: they may have stopped after they said so. Whoever was asked
-    already, and has longer to answer than it would have now, is asked again.
+    Also those of members that wait: they may have stopped after they reported it. A pending probe
+    with a longer timeout is replaced.
     """
     for worker_id in job.member_ids():
         worker = job.workers.get(worker_id)
@@ -173,7 +172,7 @@ def _probe(cluster: ClusterState, job: JobState, quiet_ns: int, timeout_ns: int)
 
 
 def _judge(cluster: ClusterState, job: JobState) -> None:
-    """Have the stacks of all members written when one hangs, and kill it a moment later."""
+    """Request the stacks of all members when one hangs, and kill it after `DUMP_NS`."""
     members = []
     for worker_id in job.member_ids():
         worker = job.workers.get(worker_id)
@@ -190,8 +189,9 @@ def _judge(cluster: ClusterState, job: JobState) -> None:
     waiting = sum(1 for m in members if m.sight and m.sight.waits(job.generation, cluster.now_ns))
     works = decision.value.works
     job.works = f"{works}; {waiting} of {len(members)} wait for it" if works else ""
-    # Also before somebody is accused: who waits out of sight, over a link that is cut, stands. And
-    # while a group forms: who has reached all others trains, and waits for those two that do not.
+    # Also before a member is judged hung: one that waits over a cut link, undetected, makes no
+    # progress. And while a group forms: members with all their links already train, and wait for
+    # the two without.
     since_ns = job.links.nowhere_ns if _is_forming(job) else decision.value.since_ns
     if since_ns:
         links.check_into(cluster, job, since_ns)
@@ -199,7 +199,7 @@ def _judge(cluster: ClusterState, job: JobState) -> None:
         _unstick(cluster, job, decision.reason)
     culprits = decision.value.culprits
     seconds = f"{(cluster.now_ns - decision.value.since_ns) / NS_PER_S:.1f}"
-    # Whoever moves after all is forgiven, however late.
+    # A member that moves after all is not killed, however late.
     job.hung = {worker_id: at for worker_id, at in job.hung.items() if worker_id in culprits}
     fresh = [worker_id for worker_id in culprits if worker_id not in job.hung]
     for worker_id in fresh:
@@ -226,7 +226,7 @@ def _judge(cluster: ClusterState, job: JobState) -> None:
 
 
 def _unstick(cluster: ClusterState, job: JobState, why: str) -> None:
-    """Have the stacks of all members written, and the next group formed."""
+    """Request the stacks of all members, and mark the group as stuck, so that it is replaced."""
     if job.stuck:
         return
     job.stuck = why

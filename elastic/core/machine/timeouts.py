@@ -13,12 +13,12 @@ from elastic.core.policy.pacing import forming_is_long_after_ns
 from elastic.core.world import WorkerPhase
 
 DUMP_NS = 3 * NS_PER_S // 10
-"""Between asking for stacks and killing: writing them takes some milliseconds, more when the
-machine is loaded."""
+"""Between the request for stacks and the kill: writing them takes some milliseconds, more on a
+loaded machine."""
 
 
 def is_somebody_behind(job: JobState) -> bool:
-    """Return whether a member of the newest group has not come into it yet."""
+    """Return whether a member of the newest group has not joined it yet."""
     return any(w.report.generation < job.generation for w in _members(job))
 
 
@@ -27,7 +27,7 @@ def first_out_ns(job: JobState) -> int | None:
 
     None while any member has not joined (the others wait for it) or none trains yet (the culprit
     is unknown). Time counts from the first member that trains, so that a link that was cut and has
-    healed is charged to nobody.
+    healed counts against no member.
     """
     members = _members(job)
     if any(w.report.generation < job.generation for w in members):
@@ -37,21 +37,21 @@ def first_out_ns(job: JobState) -> int | None:
 
 
 def watch_forming(cluster: ClusterState, job: JobState) -> None:
-    """Have a group looked at that forms for long, of another coordinator's once all are back."""
+    """Schedule the check of a slowly forming group; after a restart, once all nodes are back."""
     members = _members(job)
     if job.job_id not in cluster.polls and not any(cluster.node_of(w).unconfirmed for w in members):
         cluster.polls[job.job_id] = cluster.now_ns + forming_is_long_after_ns(len(members))
 
 
 def does_somebody_wait(cluster: ClusterState, job: JobState) -> bool:
-    """Return whether a member of the newest group says that it waits for its peers, or may."""
+    """Return whether a member of the newest group waits for its peers, or may."""
     return any(may_wait(cluster, job, worker) for worker in _members(job))
 
 
 def may_wait(cluster: ClusterState, job: JobState, worker: WorkerState) -> bool:
-    """Return whether a member says that it waits, or stands for long where nobody can tell.
+    """Return whether a member reports to wait, or has stalled where that cannot be detected.
 
-    That is said of who has begun something in a group within its group, which takes others.
+    The latter is a member that has begun a collective in a group within its group.
     """
     sight = worker.sight
     if sight is None or sight.generation != job.generation:
@@ -65,18 +65,18 @@ def _members(job: JobState) -> list[WorkerState]:
 
 
 def patience_s(cluster: ClusterState, job: JobState, worker: WorkerState) -> float:
-    """Return how long a worker may take to come out of the group that it is in, or into one."""
+    """Return how long a worker may take to leave its group, or to join one, in seconds."""
     report = worker.report
     limit_s = cluster.config.form_timeout_s
     if not report.in_place or report.phase is not WorkerPhase.TRAINING:
         return limit_s
-    # Its loop leaves by itself, at its next micro-batch: user code between epochs may take.
+    # Its loop leaves by itself, at its next micro-batch; user code between epochs may take long.
     limit_s = max(limit_s, job.spec.collective_timeout_s)
     return min(limit_s, job.spec.hang_timeout_s) if stands(cluster, job, worker) else limit_s
 
 
 def stands(cluster: ClusterState, job: JobState, worker: WorkerState) -> bool:
-    """Return whether the main thread of a worker has not moved for longer than it may."""
+    """Return whether a worker's main thread has stalled for longer than the hang timeout."""
     sight, hang_s = worker.sight, job.spec.hang_timeout_s
     if not hang_s or sight is None or not sight.stands(worker.report.generation, cluster.now_ns):
         return False
@@ -84,7 +84,7 @@ def stands(cluster: ClusterState, job: JobState, worker: WorkerState) -> bool:
 
 
 def is_saving(cluster: ClusterState, job: JobState) -> bool:
-    """Return whether members save where they leave, and none that has not left stands still."""
+    """Return whether members save where they leave, and none of those still inside has stalled."""
     if not (job.is_save_requested and job.is_in_place()):
         return False
     inside = [job.workers[w] for w in job.member_ids() if w in job.workers]
@@ -94,7 +94,7 @@ def is_saving(cluster: ClusterState, job: JobState) -> bool:
 
 
 def show_all(cluster: ClusterState, job: JobState, why: str) -> None:
-    """Have the stacks of all members of the newest group written."""
+    """Request the stacks of all members of the newest group."""
     for worker in _members(job):
         tell(cluster, worker, DumpStacks(worker.report.worker_id, why))
 
@@ -102,17 +102,17 @@ def show_all(cluster: ClusterState, job: JobState, why: str) -> None:
 def show_first(
     cluster: ClusterState, worker: WorkerState, since_ns: int, limit_s: float, why: str
 ) -> int | None:
-    """Have the stacks of a worker written that is about to be killed for being late.
+    """Request the stacks of a worker that is about to be killed for being late.
 
     Args:
-        cluster: all there is.
-        worker: which is waited for.
-        since_ns: from when on.
-        limit_s: how long that may be.
+        cluster: the whole state.
+        worker: the late one.
+        since_ns: since when others wait for it.
+        limit_s: how long that may take.
         why: for people.
 
     Returns:
-        When to look again, None when it can be killed.
+        When to check again, None when it can be killed.
     """
     until_ns = since_ns + ns(limit_s)
     if cluster.now_ns < until_ns - DUMP_NS:

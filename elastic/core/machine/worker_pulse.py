@@ -1,7 +1,7 @@
-"""When a worker has something to say of its main thread.
+"""Decides when a worker reports on its main thread.
 
-Rule: a main thread that moves is not mentioned. One that waits for its peers, stands still, or has
-worked for long while its peers may wait for it, is mentioned again and again until that is over,
+Rule: a main thread that makes progress is not reported. One that waits for its peers, has stalled,
+or has worked for long while its peers may wait for it, is reported repeatedly until that is over,
 and then once more.
 """
 
@@ -16,16 +16,16 @@ from elastic.core.policy.pacing import WAITING_NS, waiting_is_long_after_ns
 POLL_NS = NS_PER_S // 10
 LATE_NS = 3 * POLL_NS
 STILL_NS = NS_PER_S
-"""Standing still is worth a word after this."""
+"""A stall is reported after this."""
 WAITING_AGAIN_NS = NS_PER_S // 2
 STILL_AGAIN_NS = NS_PER_S
 WORKING_NS, WORKING_AGAIN_NS = 10 * NS_PER_S, 5 * NS_PER_S
-"""Work without a step is worth a word after this, for people."""
+"""Work without a step is reported after this, for people, and again in this interval."""
 
 
 @dataclass(frozen=True)
 class PulseState:
-    """What is to be reported of a main thread; fields as of `Pulse`."""
+    """The state of a main thread to report; fields as in `Pulse`."""
 
     waiting_ns: int = 0
     still_ns: int = 0
@@ -34,14 +34,14 @@ class PulseState:
 
 
 class ActivityMonitor:
-    """Looks at the main thread of a worker that trains, ten times a second.
+    """Samples the main thread of a worker that trains, ten times a second.
 
     Attributes:
-        check_at_ns: when to look next.
+        check_at_ns: when to sample next.
     """
 
     def __init__(self) -> None:
-        """Begin with nothing seen."""
+        """Start without samples."""
         self.check_at_ns = 0
         self._beats = -1
         self._moved_ns = 0
@@ -53,18 +53,17 @@ class ActivityMonitor:
         self._long_ns = WAITING_NS
 
     def begin(self, now_ns: int, world_size: int) -> None:
-        """Another generation trains: what was said in the one before is forgotten."""
+        """Reset the state, because another generation trains."""
         self.check_at_ns = now_ns + POLL_NS
         self._long_ns = waiting_is_long_after_ns(world_size)
         self._beats, self._moved_ns, self._worked_ns = -1, now_ns, now_ns
         self._told = (False, False, False)
 
     def look(self, seen: ActivitySampled, now_ns: int) -> PulseState | None:
-        """Take one look; return what to report, None for nothing."""
+        """Process one sample; return what to report, None for nothing."""
         late_ns = now_ns - self.check_at_ns
         if late_ns > LATE_NS:
-            # The process was stopped, or code that holds the interpreter's lock ran: nobody could
-            # see whether the main thread moved.
+            # The process was stopped, or code held the GIL: progress could not be observed.
             self._moved_ns += late_ns
         self.check_at_ns = now_ns + POLL_NS
         if seen.beats != self._beats:
@@ -76,7 +75,7 @@ class ActivityMonitor:
             self._step, self._worked_ns = step, now_ns
         waits = seen.waiting_ns >= self._long_ns
         still_ns, working_ns = now_ns - self._moved_ns, now_ns - self._worked_ns
-        # Before the training loop is seen, user code loads data and builds models in its own time.
+        # Before the training loop starts, user code may take any time for data and models.
         stands = seen.beats > 0 and not seen.waiting_ns and still_ns >= STILL_NS
         works = seen.beats > 0 and not stands and working_ns >= WORKING_NS
         found = (waits, stands, works)
