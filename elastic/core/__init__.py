@@ -1,1 +1,1 @@
-"""The pure core: facts, configuration, events, policies and machines; standard library only."""
+"""The core without IO: state, configuration, events, policies, machines; standard library only."""

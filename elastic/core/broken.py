@@ -1,7 +1,7 @@
-"""How a collective says that its group broke: by text alone, whoever raised it.
+"""Detects from the text of an error that a collective failed because its group broke.
 
-Rule: the words of gloo and NCCL, and of our own sockets; a traceback that ends with them tells of
-somebody else's death.
+Rule: the texts are those of gloo and NCCL, and of our own sockets. A traceback that ends with one of
+them means that another process failed.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ BROKEN_TYPES = (
     "torch.distributed.DistStoreError",
     "elastic.errors.GroupError",
 )
-"""Exceptions that say so by their type, as tracebacks name them."""
+"""Exceptions whose type means the same, with their names in tracebacks."""
 
 
 def broken_words_in(text: str) -> bool:
-    """Return whether a text says that a collective broke."""
+    """Return whether a text has one of `BROKEN_WORDS`."""
     return any(word in text for word in BROKEN_WORDS)
 
 
 def reports_of_broken(line: str) -> bool:
-    """Return whether the last line of a traceback says that a collective broke."""
+    """Return whether the last line of a traceback means that a collective broke."""
     if line.startswith("RuntimeError: "):
         return broken_words_in(line)
     return line.startswith(BROKEN_TYPES)

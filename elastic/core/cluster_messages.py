@@ -1,6 +1,6 @@
-"""What a coordinator tells an agent of the cluster: who else coordinates, and that it is to leave.
+"""Messages to agents about the cluster: the coordinators' addresses, and drains.
 
-Rule: as of all messages (`core.messages`, whose unions hold these): each states how things are.
+Rule: like all messages (`core.messages`, whose unions hold these), each states the current facts.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Coordinators:
-    """Where coordinators answer, the one that leads too. Never passes through a machine.
+    """The addresses of all coordinators, including the leader. Bypasses the state machines.
 
     Attributes:
-        addresses: "host:port" each; to be kept beside those that the agent was started with.
+        addresses: "host:port" each; kept in addition to those that the agent was started with.
     """
 
     addresses: tuple[str, ...]
@@ -21,10 +21,10 @@ class Coordinators:
 
 @dataclass(frozen=True)
 class Drain:
-    """An operator wants this node to leave; the agent keeps that, whoever coordinates next.
+    """An operator drains this node; the agent remembers that across coordinators.
 
     Attributes:
-        timeout_ns: until it is to be gone, from the moment of sending; the nearest end counts.
+        timeout_ns: time until it must be gone, from the time of sending; the earliest end counts.
     """
 
     reason: str

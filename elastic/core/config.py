@@ -1,7 +1,7 @@
-"""Configuration: frozen, keyword-only, validated on construction; units stand in the names.
+"""Configuration: frozen, keyword-only, validated on construction; names include units.
 
-Rule: validation never fills in a value. Times are seconds (`_s`) for people and turned into
-nanoseconds once, by the `_ns` properties.
+Rule: validation never fills in a value. Times are in seconds (`_s`) for people, and converted to
+nanoseconds once, by `ns`.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ def ns(seconds: float) -> int:
 
 
 TEXT_CHARS_MAX = 1000
-"""Of a reason or a label that a user gives."""
+"""Maximum length of a reason or a label that a user gives."""
 
 STACKS_SIGNAL = signal.SIGRTMIN + 9
-"""What has a worker write the stacks of its threads: one that no script and no scheduler uses."""
+"""Signal that makes a worker write its stacks; no script and no scheduler uses it."""
 
 
 def check_name(what: str, name: str) -> None:
@@ -56,10 +56,10 @@ def check_name(what: str, name: str) -> None:
 
 
 def check_text(what: str, text: str) -> str:
-    """Return a line for people, if it is one.
+    """Return `text` if it is one printable line.
 
     Raises:
-        ConfigError: it is too long, or holds what a terminal would obey.
+        ConfigError: it is too long, or has control characters.
     """
     if len(text) > TEXT_CHARS_MAX or any(not c.isprintable() for c in text):
         raise ConfigError(
@@ -71,7 +71,7 @@ def check_text(what: str, text: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class JobSpec:
-    """What a user submitted.
+    """A job as a user submitted it.
 
     Attributes:
         job_id: unique for ever in a cluster; drawn by the client, or, if "", by the coordinator.
@@ -85,24 +85,24 @@ class JobSpec:
         label_selector: only nodes that carry all of these labels.
         backend: "gloo", "nccl" or "auto" (nccl with GPUs).
         collective_timeout_s: torch.distributed's own timeout; a backstop, not the detector.
-        hang_timeout_s: a member that has not moved this long, while all others wait for it in a
-            reduction or a collective of a sharded model, is killed; 0 for never. Longer than
-            anything that one rank does alone while the others train on (an evaluation, a
-            checkpoint written by hand).
+        hang_timeout_s: a member that has made no progress for this long, while all others wait for
+            it in a reduction or a collective of a sharded model, is killed; 0 for never. Must be
+            longer than anything that one rank does alone while the others train (an evaluation, a
+            checkpoint written by the script).
         max_failures: how often user code may raise before the job fails; -1 for ever.
         preemption_limit: the job fails once so many nodes were taken from its groups by announced
             drains (a notice of the cloud, SIGTERM, an operator); 0 for never.
         run_path: the run directory, storage_path/name, as an fsspec path.
         num_to_keep: checkpoints that are kept; -1 for all.
         score_attribute, score_order: which are the best ones; "" for the newest.
-        resume_from: path of the reported checkpoint that the job begins with, "" for none: until
-            it has recorded one of its own.
-        priority: of the jobs that wait, those with a greater one go first; -1000 to 1000.
+        resume_from: path of the reported checkpoint to start from, "" for none; used until the job
+            has recorded one of its own.
+        priority: waiting jobs with a greater one go first; -1000 to 1000.
         non_preemptible: it keeps its min also when a job of higher priority waits.
-        own_steps: its code shares out its steps itself, as scripts for torchrun do, so that a group
-            of any size can train it.
-        resumes: its run directory has a state to go on from, or `resume_from` is one.
-        grace_s: when the job is stopped, a script's own handler of SIGTERM has so long.
+        own_steps: its code divides its steps among workers itself, as scripts for torchrun do, so
+            that a group of any size can train it.
+        resumes: its run directory has a state to continue from, or `resume_from` is one.
+        grace_s: time for a script's own SIGTERM handler when the job is stopped.
     """
 
     job_id: JobId
@@ -200,35 +200,35 @@ class CoordinatorConfig:
         start_timeout_s: a first group waits this long for workers that are still starting,
             once it has min; too small: an early second re-form; too large: a late start.
         node_grace_s: a node whose stream broke is lost after this, or at once when a member of
-            its group says that the group broke.
+            its group reports that the group broke.
         probe_timeout_s: while members wait for a peer, an agent that does not answer this long is
-            lost. Must exceed a round trip plus the longest time for which a loaded machine lets
-            a healthy agent wait: too small, and its workers are restarted for nothing.
+            lost. Must exceed a round trip plus the longest scheduling delay of a healthy agent on
+            a loaded machine: if too small, its workers are restarted for nothing.
         adoption_grace_s: after its own restart the coordinator waits this long for agents that
             it knows from the journal; must exceed the agents' longest back-off.
         adoption_s_max: and for as long as others of them still come, up to this long: thousands
-            cannot all come at once.
-        broken_grace_s: a group that broke without a known loss is formed anew after this.
+            cannot reconnect at once.
+        broken_grace_s: a group that broke without a known loss is formed again after this.
         form_timeout_s: a member that has not begun to train this long after its generation was
             announced is killed.
         boundary_timeout_s: members leave a group at one boundary; those that linger this long
             after the first are cut off.
-        boundary_save_s: the same where they save their state before they leave, and none of them
-            stands still; a little longer than they wait for storage themselves.
+        boundary_save_s: the same if they save their state before they leave, and none of them has
+            stalled; a little longer than their own timeout for storage.
         stop_grace_s: between asking a worker to end and killing it.
         restart_delay_s_max: longest back-off between replacements of a failing worker.
         crash_loop_limit: losses in a row, without a committed step, a report or a healthy period
             in between, after which the job fails; kills and lost nodes are none.
-        healthy_after_s: training this long without a loss ends a row of losses.
+        healthy_after_s: training this long without a loss resets the count of losses in a row.
         node_faults_max: more hangs, crashes and failed starts of workers than this on one node
             within `fault_window_s`, and more than twice as many as on any other, keep new workers
             off it for `quarantine_s` from the last one.
         jobs_max: jobs that have not ended, at once.
-        ended_jobs_kept: ended jobs that are remembered.
-        report_first_min: members of a group with so many are told that it is over before the next
-            one is worked out, and then of that; the others of both at once.
-        preemption_deadline_s: a job that gives way has so long for a checkpoint, and again to reach
-            a boundary; then it goes on later from the newest checkpoint that it has.
+        ended_jobs_kept: number of ended jobs kept in memory.
+        report_first_min: groups of at least this size are notified of their end before the next
+            group is computed; smaller ones get both at once.
+        preemption_deadline_s: time of a preempted job for a checkpoint, and again to reach a
+            boundary; after that it continues later from its newest checkpoint.
     """
 
     start_timeout_s: float = 10.0
@@ -291,9 +291,9 @@ class AgentConfig:
             is killed.
         stop_grace_s: at the agent's own end, between asking workers to end and killing them.
         spawn_failures_max: spawns that fail in a row before the agent gives up.
-        spread_s_per_member: what all members of a group tell alike is told one after another, a
-            member each so often; see `policy.spreading`. Groups for which that makes less than 20
-            milliseconds in all (200 members) tell it at once.
+        spread_s_per_member: reports that all members of a group send at the same time are spread,
+            with this interval between members; see `policy.pacing`. Groups for which that is less
+            than 20 milliseconds in all (200 members) send them at once.
     """
 
     num_spares: int = 1

@@ -1,6 +1,6 @@
-"""What coordinator and agents tell each other of copies of a job's state on other nodes.
+"""Messages between coordinator and agents about copies of a job's state on other nodes.
 
-Rule: as in `messages`: what is told is all of it, so that the newest one counts.
+Rule: as in `messages`, each states the complete current facts, so that the newest one counts.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from elastic.core.world import ALL_ALIKE, NO_GENERATION, Generation, HeldCopy, J
 
 
 class CopyEndpoint(NamedTuple):
-    """Where a node's agent takes and gives copies, as others reach it.
+    """The endpoint where a node's agent receives and serves copies.
 
     Attributes:
-        at: "host:port", "" if it does neither. Over TLS, but on loopback without a certificate.
-        fingerprint: SHA-256 of the certificate that the agent made for itself, hexadecimal; ""
-            where it shows one of the cluster's authority, or none.
+        at: "host:port", "" for none. Over TLS, except on loopback without a certificate.
+        fingerprint: SHA-256 of the agent's self-signed certificate, hexadecimal; "" if it uses one
+            of the cluster's authority, or none.
     """
 
     at: str = ""
@@ -32,14 +32,14 @@ NO_ENDPOINT = CopyEndpoint()
 
 @dataclass(frozen=True)
 class CopiesHeld:
-    """All that this node holds for others now; said when it changes."""
+    """All copies that this node holds now; sent when they change."""
 
     copies: tuple[HeldCopy, ...]
 
 
 @dataclass(frozen=True)
 class CopyFailed:
-    """This node could not bring a copy of a job's state to the node that it was told to."""
+    """This node could not send a copy of a job's state to the ordered node."""
 
     job_id: JobId
     node_id: NodeId
@@ -51,7 +51,7 @@ class CopyFailed:
 
 @dataclass(frozen=True)
 class KeepCopy:
-    """Take copies of this job's state from whoever has the key, and give them; one lies here.
+    """Hold copies of this job's state: accept them from, and serve them to, peers with the key.
 
     Attributes:
         key: a secret; the newest one counts.
@@ -63,12 +63,12 @@ class KeepCopy:
 
 @dataclass(frozen=True)
 class DropCopy:
-    """Free what is held for this job, and take nothing for it any more.
+    """Drop the copies held for this job, and accept no more.
 
     Attributes:
-        source: free what this node has brought, and go on taking; "" for all.
-        generation, steps: of the newest copy that may be freed: if a newer one has come meanwhile,
-            all stays, and the coordinator hears of it; generation 0 for whatever is held.
+        source: drop only copies from this source node, and continue to accept; "" for all.
+        generation, steps: of the newest copy to drop: if a newer one has come meanwhile, all are
+            kept, and the coordinator is informed; generation 0 for no limit.
     """
 
     job_id: JobId
@@ -78,21 +78,21 @@ class DropCopy:
     steps: int = 0
 
     def spares(self, generation: Generation, steps: int) -> bool:
-        """Return whether a copy is newer than those that may be freed."""
+        """Return whether a copy is newer than those to drop."""
         return bool(self.generation) and (generation, steps) > (self.generation, self.steps)
 
 
 @dataclass(frozen=True)
 class Replicate:
-    """Bring snapshots of this job's state, which this node takes, to another node.
+    """Send snapshots of this job's state, taken on this node, to another node.
 
     Attributes:
-        node_id, address: where to; "" to stop.
+        node_id, address: the destination; "" to stop.
         key: a secret.
         every_n_steps: how often, >= 1.
         source: this node, if every node has rows of its own; "" if all have the same.
-        generation: snapshots of earlier groups are not brought.
-        fingerprint: of the certificate that is shown at the address, "" to look at none such.
+        generation: snapshots of earlier groups are not sent.
+        fingerprint: of the certificate expected at the address, "" for no check of it.
     """
 
     job_id: JobId

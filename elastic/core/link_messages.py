@@ -1,6 +1,6 @@
-"""What coordinator and agents tell each other of the links between nodes.
+"""Messages between coordinator and agents about the links between nodes.
 
-Rule: as in `messages`: what is told is how things are, so that the newest word counts.
+Rule: as in `messages`, each states the current facts, so that the newest one counts.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from elastic.core.world import JobId, NodeId
 
 @dataclass(frozen=True)
 class Link:
-    """The way to another node.
+    """The link to another node.
 
     Attributes:
         address: "host:port" where a worker of the job listens on it.
@@ -24,10 +24,10 @@ class Link:
 
 @dataclass(frozen=True)
 class TryLinks:
-    """Connect to these, say nothing, and tell which could be reached.
+    """Probe links: connect without sending anything, and report which nodes were reached.
 
     Attributes:
-        job_id: whose group gets nowhere.
+        job_id: of the group that makes no progress.
     """
 
     job_id: JobId
@@ -36,7 +36,7 @@ class TryLinks:
 
 @dataclass(frozen=True)
 class LinksTried:
-    """Answer to `TryLinks`; who refuses was reached."""
+    """Reply to `TryLinks`; a node that refuses the connection counts as reached."""
 
     job_id: JobId
     reached: tuple[NodeId, ...] = ()

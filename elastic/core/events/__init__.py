@@ -1,6 +1,6 @@
-"""Every event that can happen to a machine, and every effect that a machine may ask for.
+"""Every event that a state machine processes, and every effect that it may return.
 
-Rule: effects are performed in the order given. `Persist` is a barrier: what stands after it is
-not done before it is durable; if the process dies in between, it never happens.
+Rule: effects are performed in the order given. `Persist` is a barrier: later effects are performed
+only after it is durable, and never if the process dies before.
 Events and effects are named from the machine's point of view.
 """

@@ -1,1 +1,1 @@
-"""State: one door each, step(event, now_ns) -> effects; no IO, clock, threads or logging."""
+"""State machines: step(event, now_ns) -> effects; without IO, clock, threads or logging."""

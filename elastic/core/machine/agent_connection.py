@@ -1,7 +1,7 @@
 """The agent's stream to the coordinator: attempts, sessions, and the reports that wait for it.
 
-Rule: nothing that a worker does waits for the connection. What must not be lost is kept here
-until the coordinator took it; all else is a fact that the next `Hello` states anew.
+Rule: a worker never waits for the connection. What must not be lost is kept here until the
+coordinator acknowledges it; all else is in the next `Hello`.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ ReportKey = tuple[WorkerId, Generation, ReportKind, int]
 
 
 def _key(one: Report | ReportAck) -> ReportKey:
-    """Return what names a report, and its answer."""
+    """Return the key that a report and its acknowledgement share."""
     return one.worker_id, one.generation, one.kind, one.index
 
 
 class Connection:
-    """One stream at a time, tried again for ever with growing, jittered pauses.
+    """One stream at a time, retried for ever with growing, jittered pauses.
 
     Attributes:
         phase: see `transitions.CONNECTION`.
-        session: the newest attempt; whatever comes over another one is old.
+        session: the newest attempt; messages over another one are stale.
     """
 
     def __init__(self, node: Node, config: AgentConfig, out: list[AgentEffect]) -> None:
@@ -55,14 +55,14 @@ class Connection:
         self._retry_at_ns: int | None = 0
         self._attempts = 0
         self._num_sessions = 0
-        # The latest leadership that took us in: an earlier one of the same store is over.
+        # The latest term that registered us: earlier ones of the same store are over.
         self._history = ""
         self._term = 0
         # The driver draws jitter, but a refusal brings none: nodes differ by name at least.
         self._jitter = zlib.crc32(node.node_id.encode()) / 2**32
 
     def is_registered(self) -> bool:
-        """Return whether the coordinator has taken this node in, over the stream that stands."""
+        """Return whether the coordinator has registered this node over the open stream."""
         return self.phase is ConnectionPhase.REGISTERED
 
     def is_current(self, session: SessionId) -> bool:
@@ -81,16 +81,16 @@ class Connection:
         self._out.append(Connect(self.session))
 
     def greet(self, hello: Hello) -> None:
-        """The stream stands: introduce ourselves."""
+        """Send Hello over the opened stream."""
         self._move(ConnectionPhase.GREETED)
         self.send(hello)
 
     def welcomed(self, welcome: Welcome, now_ns: int) -> bool:
-        """The coordinator took us in: the next pause is a short one again.
+        """Handle `Welcome`, and reset the back-off.
 
         Returns:
-            False, and the stream is dropped, when a later leader has welcomed us before: this one
-            was frozen or cut off, and does not know yet that it leads no more.
+            False, and the stream is dropped, if a later leader has registered us before: this one
+            was frozen or cut off, and does not know yet that it was replaced.
         """
         if welcome.history == self._history and welcome.term < self._term:
             reason = (
@@ -107,7 +107,7 @@ class Connection:
         return True
 
     def lost(self, reason: str, jitter: float, now_ns: int) -> None:
-        """The stream ended, or none came about: try again after a pause."""
+        """Handle the end of a stream, or a failed attempt: retry after a pause."""
         self._jitter = min(1.0, max(0.0, jitter))
         if self.phase is not ConnectionPhase.CONNECTING:
             self._out.append(note("connection_lost", session=self.session, reason=reason))
@@ -116,7 +116,7 @@ class Connection:
         self._pause(now_ns)
 
     def refused(self, reason: str, now_ns: int, *, final: bool) -> None:
-        """The coordinator said no: drop the stream, and try again unless that is of no use."""
+        """Handle a refusal: drop the stream, and retry unless it is final."""
         self._out.append(note("registration_refused", reason=reason, final=final))
         self._out.append(Disconnect(self.session))
         self._pause(now_ns)
@@ -124,7 +124,7 @@ class Connection:
             self._retry_at_ns = None
 
     def send(self, message: AgentMessage) -> None:
-        """Send over the stream that stands."""
+        """Send over the open stream."""
         self._out.append(SendCoordinator(self.session, message))
 
     def next_deadline_ns(self) -> int | None:
@@ -148,10 +148,10 @@ class Unacknowledged:
     """Reports of workers that the coordinator has not answered yet, oldest first.
 
     A train function may report for hours while the coordinator is away; reports with a
-    checkpoint wait for their answer, so only the others can pile up.
+    checkpoint wait for their acknowledgement, so only the others can accumulate.
 
-    Metrics without a checkpoint are in the coordinator's memory once it has answered, and in no
-    store: the newest of them are told to it once more with every connection, as it may be another.
+    Acknowledged metrics without a checkpoint are in the coordinator's memory only, not in a store:
+    the newest ones are resent with every connection, as it may be to another coordinator.
     """
 
     def __init__(self, out: list[AgentEffect], limit: int = REPORTS_KEPT_MAX) -> None:
@@ -167,7 +167,7 @@ class Unacknowledged:
         return len(self._kept)
 
     def add(self, reported: Reported) -> bool:
-        """Keep a report; False if it was known already."""
+        """Keep a report; return False if it was known already."""
         report = reported.report
         key = _key(report)
         if key in self._kept:
@@ -178,7 +178,7 @@ class Unacknowledged:
         return True
 
     def ack(self, ack: ReportAck) -> None:
-        """The coordinator answered: there is nothing to send again over this connection."""
+        """Drop an acknowledged report; keep the newest metrics for the next connection."""
         reported = self._kept.pop(_key(ack), None)
         if reported is None or not ack.accepted or not is_metrics(reported.report):
             return
@@ -188,14 +188,14 @@ class Unacknowledged:
             self._newest[ack.worker_id] = reported
 
     def forget(self, worker_id: WorkerId) -> None:
-        """The coordinator needs to hear nothing of this worker's any more."""
+        """Drop this worker's newest metrics: they need not be resent any more."""
         self._newest.pop(worker_id, None)
 
     def reconnect(self, generations: Mapping[WorkerId, Generation]) -> None:
-        """Let what a new coordinator may not know be unanswered again.
+        """Mark metrics that a new coordinator may not know as unacknowledged again.
 
         Args:
-            generations: that our workers are in; what was reported before is over.
+            generations: of our workers; reports of earlier ones are obsolete.
         """
         again: dict[ReportKey, Reported] = {}
         newer = {key[0] for key, one in self._kept.items() if is_metrics(one.report)}
@@ -207,7 +207,7 @@ class Unacknowledged:
         self._kept, self._newest = again | self._kept, {}
 
     def are_received(self) -> bool:
-        """Return whether a coordinator has answered all of them, be it an earlier one."""
+        """Return whether a coordinator, perhaps an earlier one, has acknowledged all of them."""
         return {*self._kept} <= self._again
 
     def all(self) -> tuple[Reported, ...]:

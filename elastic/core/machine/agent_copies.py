@@ -1,7 +1,7 @@
 """The copies of other nodes' state that this node holds, as the agent's machine knows them.
 
-Rule: the coordinator orders which copies are held, and is sent what is held. An agent without a
-coordinator for long frees its copies, because nobody could fetch them.
+Rule: the coordinator orders which copies are held, and receives the list of held ones. An agent
+without a coordinator for long drops its copies, because they could not be fetched.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from elastic.core.events.agent import AgentEffect, HandleCopy
 from elastic.core.world import HeldCopy
 
 ORPHANED_S = 600.0
-"""How long copies are held while no coordinator is there: longer than an upgrade of it takes."""
+"""How long copies are held without a coordinator: longer than its upgrade takes."""
 
 
 class HeldCopies:
@@ -31,13 +31,13 @@ class HeldCopies:
         self._drop_at_ns: int | None = None
 
     def changed(self, held: tuple[HeldCopy, ...]) -> None:
-        """These are all, from here on."""
+        """Record the complete list of copies."""
         held = tuple(sorted(held, key=lambda copy: (copy.job_id, copy.source)))
         if held != self.held:
             self.held, self.is_reported = held, False
 
     def turn(self, now_ns: int, *, is_registered: bool) -> None:
-        """Give everything back if no coordinator was there for long."""
+        """Drop all copies after a long time without a coordinator."""
         if is_registered or not self.held:
             self._drop_at_ns = None
         elif self._drop_at_ns is None:
@@ -48,5 +48,5 @@ class HeldCopies:
             self._out += [HandleCopy(DropCopy(copy.job_id, why)) for copy in self.held]
 
     def next_deadline_ns(self) -> int | None:
-        """Return when everything is given back."""
+        """Return when all copies are dropped, None for never."""
         return self._drop_at_ns

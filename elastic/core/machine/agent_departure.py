@@ -20,14 +20,14 @@ class Departure:
         reason: why the node drains, "" if it does not.
         deadline_ns: by when a draining node has left.
         stop_at_ns: when workers that are still there are asked to end, so that the deadline holds.
-        is_reported: the coordinator knows of the drain as it is now.
+        is_reported: the current drain was reported to the coordinator.
         code: exit code of the end that has begun, None before.
         kill_at_ns: when what still runs is killed, set with `code`.
         why: what began the end.
     """
 
     def __init__(self, config: AgentConfig) -> None:
-        """Begin with no wish to leave."""
+        """Start without a drain."""
         self.reason = ""
         self.deadline_ns: int | None = None
         self.stop_at_ns = 0
@@ -38,7 +38,7 @@ class Departure:
         self._stop_grace_ns = ns(config.stop_grace_s)
 
     def is_draining(self) -> bool:
-        """Return whether the node has been told to leave."""
+        """Return whether the node drains."""
         return self.deadline_ns is not None
 
     def is_ending(self) -> bool:
@@ -46,7 +46,7 @@ class Departure:
         return self.code is not None
 
     def drain(self, reason: str, timeout_ns: int, now_ns: int) -> bool:
-        """Leave within `timeout_ns`; False if an earlier signal wants it no later than that."""
+        """Leave within `timeout_ns`; return False if an earlier deadline is not later."""
         timeout_ns = max(0, timeout_ns)
         deadline_ns = now_ns + timeout_ns
         if self.deadline_ns is not None and self.deadline_ns <= deadline_ns:

@@ -1,7 +1,7 @@
-"""The processes that an agent asked for: spares, those that work, and those on their way out.
+"""The processes of an agent: spares, working ones, and ending ones.
 
-Rule: a process is one thing for its whole life and its number is never used again. Nothing is
-sent to a process that has not started or is gone.
+Rule: a process number is never reused. Nothing is sent to a process that has not started or is
+gone.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ class ProcessState:
     Attributes:
         spawned_ns: when it was asked for.
         job_id: the job whose script's imports it has made, and for which alone it is; "" for any.
-        worker_id: whose it is, None for a spare.
-        end: why we end it, None as long as we do not; decides what its exit counts as.
+        worker_id: its worker, None for a spare.
+        end: why we end it, None as long as we do not; decides the cause of its exit.
         kill_at_ns: when it is killed if it still lives: too slow to warm up, or to stop.
         stopped_since_ns: since when the kernel shows it as stopped, None if it runs.
-        is_spared: it may stay stopped: nobody else has what it has in memory.
+        is_spared: it may stay stopped: the state in its memory is nowhere else.
         silent_since_ns: since when a ping is unanswered, None if none is.
-        silent_times: how many times as long as others it may be silent, 0 for as long as it likes.
+        silent_times: factor on the time that it may be silent, 0 for no limit.
         num_pings, last_pong: numbers of the newest ping and of the newest answer.
     """
 
@@ -99,14 +99,14 @@ class ProcessBook:
         return tuple(self._all.values())
 
     def working(self) -> list[ProcessState]:
-        """Return those that have a worker to their name, also the killed ones, oldest first."""
+        """Return those with a worker, also the killed ones, oldest first."""
         return [process for process in self._all.values() if process.worker_id is not None]
 
     def num_unassigned(self) -> int:
         """Return how many are, or may get, ready for a worker."""
         return sum(1 for process in self._all.values() if process.phase in UNASSIGNED)
 
-    # ------------------------------------------------------------ what happens to them
+    # ------------------------------------------------------------ events
 
     def started(self, process: ProcessState, pid: int, now_ns: int) -> None:
         """The operating system made it; it imports torch now."""
@@ -129,7 +129,7 @@ class ProcessBook:
         del self._all[process.process_id]
 
     def failed(self, process: ProcessState, detail: str, now_ns: int) -> None:
-        """It never came to stand, or ended by itself before it got a job."""
+        """Record that it did not start, or ended by itself before it got a job."""
         self.spawning.failed(process.spawned_ns, detail, now_ns)
         row = self.spawning.num_failures
         self._out.append(note("spare_failed", process=process.process_id, detail=detail, row=row))
@@ -144,13 +144,13 @@ class ProcessBook:
             process.stopped_since_ns = now_ns
 
     def ponged(self, process: ProcessState, pong: Pong, now_ns: int) -> None:
-        """Its control thread lives: an older answer than the newest one says nothing new."""
+        """Record a reply of its control thread; ignore one that is not newer than the last."""
         process.silent_times = pong.times
         if process.last_pong < pong.number <= process.num_pings:
             process.last_pong = pong.number
             process.silent_since_ns = None if pong.number == process.num_pings else now_ns
 
-    # ------------------------------------------------------------ what we do with them
+    # ------------------------------------------------------------ actions
 
     def take_warm(self, spec: JobSpec) -> ProcessState | None:
         """Return a warm spare for a job, one of its own before any other; None if there is none."""
@@ -200,7 +200,7 @@ class ProcessBook:
     def turn(
         self, now_ns: int, *, waiting: Sequence[JobSpec], spares: Sequence[JobSpec | None]
     ) -> None:
-        """Kill what is overdue, ping what works, and keep as many spares as are wanted.
+        """Kill overdue processes, ping working ones, and keep the wanted number of spares.
 
         Args:
             now_ns: monotonic.
@@ -214,7 +214,7 @@ class ProcessBook:
         self._balance(now_ns, waiting, spares)
 
     def forgive(self, late_ns: int) -> None:
-        """This agent itself did not run for so long: no process is to blame for it."""
+        """Extend all time limits, because this agent itself did not run for so long."""
         for process in self._all.values():
             if process.silent_since_ns is not None:
                 process.silent_since_ns += late_ns
@@ -271,7 +271,7 @@ class ProcessBook:
             return
 
     def _ping(self, now_ns: int) -> None:
-        """Ask all that work, together; there are only a few on a node."""
+        """Ping all working processes together; there are only a few on a node."""
         if self._ping_at_ns is None or now_ns < self._ping_at_ns:
             return
         working = [p for p in self._all.values() if p.phase is ProcessPhase.ASSIGNED]
@@ -285,7 +285,7 @@ class ProcessBook:
     def _balance(
         self, now_ns: int, waiting: Sequence[JobSpec], spares: Sequence[JobSpec | None]
     ) -> None:
-        """Spawn what is missing; end spares that nobody is going to need."""
+        """Spawn missing processes; end spares that are not needed."""
         idle = [process for process in self._all.values() if process.phase in UNASSIGNED]
         idle.sort(key=lambda p: (-UNASSIGNED.index(p.phase), not p.job_id, p.process_id))
         missing: list[JobSpec | None] = []
@@ -321,7 +321,7 @@ def script_job(spec: JobSpec | None) -> JobId:
 
 
 def judge_exit(process: ProcessState, cause: ExitCause) -> ExitCause:
-    """Return what an exit counts as: ours if we ordered it, else what the system says.
+    """Return the cause of an exit: ours if we ordered it, else that of the operating system.
 
     A process that we were about to kill as hung, but that ended with a code, was not hung.
     """

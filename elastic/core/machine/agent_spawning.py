@@ -1,6 +1,6 @@
 """How soon an agent may try to start a process again after an attempt failed.
 
-Rule: attempts that were under way together fail together, and count as one failure.
+Rule: attempts in progress at the same time fail together, and count as one failure.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class SpawnBackoff:
     Attributes:
         num_failures: in a row; 0 after a success.
         not_before_ns: no attempt before this moment.
-        detail: what the newest failure said.
+        detail: text of the newest failure.
     """
 
     def __init__(self, config: AgentConfig) -> None:

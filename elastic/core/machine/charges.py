@@ -1,8 +1,8 @@
-"""What a job is charged for: one attempt fails once, however many of its workers are lost.
+"""Charges a job for failures: an attempt fails once, however many of its workers are lost.
 
-Rule: a wrong batch raises in every rank, and a step that wants too much memory takes all workers
-of a node. So of what members of one generation end with, the first failure and the first loss
-count; before its first group every worker is an attempt of its own.
+Rule: a wrong batch raises in every rank, and a step that needs too much memory kills all workers of
+a node. So only the first failure and the first loss of a generation's members count; before the
+first group every worker is an attempt of its own.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What the coordinator knows of the copies of one job's state, and what it has told of them.
+"""The coordinator's records of the copies of one job's state, and of the orders sent for them.
 
-Rule: as `jobs`: this module keeps books; what follows is in `copies`.
+Rule: like `jobs`, this module only records; decisions and orders are in `copies`.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from elastic.core.world import Generation, NodeId, SessionId
 
 
 class PlacedCopyOrder(NamedTuple):
-    """What a source's node was told to do.
+    """An order that was sent to a source's node.
 
     Attributes:
-        session: over which stream.
-        generation: for which group.
-        order: what.
-        holder_life: incarnation of the agent that is to hold the copy: memory goes with its agent.
-        num_lost: how often that one had lost what it held.
+        session: the stream over which it was sent.
+        generation: of the group that it is for.
+        order: the order.
+        holder_life: incarnation of the agent that should hold the copy, lost with that agent.
+        num_lost: how often that agent had lost the copy.
     """
 
     session: SessionId
@@ -34,23 +34,23 @@ class PlacedCopyOrder(NamedTuple):
 
 @dataclass
 class CopyBook:
-    """What is known of the copies of a job's state, in this coordinator's life.
+    """The known copies of a job's state, in this term.
 
     Attributes:
-        every_n_steps: as its members want it, 0 for not at all.
-        is_sharded: each node has rows of its own. What follows is by source then: the node whose
+        every_n_steps: as requested by its members, 0 for no copies.
+        is_sharded: each node has its own rows. Then the following is by source: the node whose
             rows they are. Otherwise there is one source, "", because all have the same.
-        not_before_ns: no node is chosen earlier: one may hold it already, and is about to say so.
-        holders: the node where a source's copy is to lie, "" for none, and why there.
-        held: sources whose copies a node has, as it said last: generation and steps.
-        received_ns: of node and source, when that was said first.
-        left_ns: nodes whose workers have left the sharded run, and when; what was in their memory
-            is there for a while.
-        granted: nodes that may take and give them, and the stream over which they were told so.
-        ordered: what the node of each source was told.
-        num_lost: of each source, how often the node that is to hold its copy had it no more.
-        refused_until_ns: of source and node that could not take its copy: until when that node is
-            passed over.
+        not_before_ns: no holder is chosen earlier: a node may hold a copy and not have reported it.
+        holders: the node that should hold a source's copy, "" for none, and why that one.
+        held: by node, its last reported copies: source -> generation and steps.
+        received_ns: by node and source, when that copy was first reported.
+        left_ns: nodes whose workers have left the sharded run, and when; their memory is kept for
+            a while.
+        granted: nodes that may receive and serve copies, and the stream of that permission.
+        ordered: the last order to the node of each source.
+        num_lost: by source, how often its holder had lost the copy.
+        refused_until_ns: by source and node: until when a node that could not receive a copy is
+            not chosen.
     """
 
     every_n_steps: int = 0
@@ -70,7 +70,7 @@ class CopyBook:
         return self.held.get(node_id, {}).get(source, NO_COPY)
 
     def view(self, first: NodeId) -> tuple[CopyView, ...]:
-        """Return what status shows; `first` is the node of rank 0, which sends what all have."""
+        """Return the copies for the status; `first` is rank 0's node, which sends unsharded state."""
         return tuple(
             CopyView(node_id, source or first, *age, self.received_ns.get((node_id, source), 0))
             for node_id in sorted(self.held)

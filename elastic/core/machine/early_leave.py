@@ -1,8 +1,8 @@
 """Members that leave the train function for good while others still wait for them.
 
-A rank that returns or calls `sys.exit(0)` has finished, and cannot be told from the first of all
-members to do so. It closes its group a moment later (`machine.worker.LET_GO_NS`). Members that need
-nothing from it go on and finish; those that wait for it see their group break.
+A rank that returns or calls `sys.exit(0)` has finished, and looks like the first of all members to
+do so. It closes its group shortly later (`machine.worker.LET_GO_NS`). Members that need nothing
+from it continue and finish; those that wait for it see their group break.
 
 Rule: if a group breaks without a loss while one of its members has finished, that member is the
 cause. This counts as a failure of user code.
@@ -22,19 +22,19 @@ from elastic.core.policy.decision import Decision
 from elastic.core.world import Failure, WorkerPhase
 
 LOSS_NS = 2 * NS_PER_S
-"""A node that died silently is known to be lost within this: until then it may be that which broke
-the group."""
+"""The loss of a silently dead node is detected within this: until then it may be the cause that
+broke the group."""
 RANKS_MAX = 8
-"""So many are named."""
+"""Maximum number of ranks listed."""
 
 
 class EarlyLeaveOutcome(Enum):
-    """What becomes of a broken group that members had left before."""
+    """The decision on a broken group that members had left before."""
 
     WAIT = "wait"
-    """Somebody may be lost."""
+    """A member may be lost."""
     AGAIN = "again"
-    """It is formed anew, and those who left run again."""
+    """It is formed again, and the finished members run again."""
     FAIL = "fail"
 
 
@@ -44,7 +44,7 @@ def has_left(job: JobState) -> bool:
 
 
 def judge(cluster: ClusterState, job: JobState) -> Decision[EarlyLeaveOutcome]:
-    """Decide whether who left has broken a group, and charge the job for it."""
+    """Decide whether finished members have broken a group, and charge the job for it."""
     if leaving.nodes_of(cluster, job) or lateness.is_somebody_behind(job):
         return Decision(EarlyLeaveOutcome.AGAIN, "the group changes")
     members = _members(job)

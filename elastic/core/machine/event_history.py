@@ -1,7 +1,7 @@
-"""What led here: a bounded memory of a machine's events, and the notes that it tells outside.
+"""A bounded history of a machine's last events, for errors; and the construction of notes.
 
-Rule: remembering costs nothing but a reference; events are turned into text only when
-somebody reads the story, which is when an invariant broke.
+Rule: remembering an event costs only a reference; events are turned into text only for the error
+of a broken invariant.
 """
 
 from __future__ import annotations

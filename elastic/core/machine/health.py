@@ -1,8 +1,8 @@
-"""The health of nodes: what their agents complain of, and the faults of their workers.
+"""The health of nodes: problems that their agents report, and the faults of their workers.
 
-Rule: a node in quarantine takes no new workers; those that train there go on, and it is nobody's
-failure. What an agent complains of ends when it no longer does; faults are forgotten with time,
-and by a coordinator that is started anew.
+Rule: a node in quarantine gets no new workers; those that train there continue, and no job is
+charged. A problem ends when the agent no longer reports it; faults expire with time, and with a
+restart of the coordinator.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ FAULTS_KEPT = 100
 
 
 def take_problems(cluster: ClusterState, state: NodeState, problems: tuple[str, ...]) -> None:
-    """Take what an agent says is wrong with its node."""
+    """Record the problems of a node that its agent reports."""
     if problems == state.problems:
         return
     was, state.problems = bool(state.problems), problems
@@ -30,7 +30,7 @@ def take_problems(cluster: ClusterState, state: NodeState, problems: tuple[str, 
 
 
 def forgive(cluster: ClusterState, state: NodeState) -> None:
-    """Forget the faults of a node's workers: an operator says that it is well."""
+    """Forget the faults of a node's workers: by an operator, or because its agent is new."""
     state.faults.clear()
     state.faulty_until_ns = 0
     if state.node.node_id in cluster.book.faulty:
@@ -55,7 +55,7 @@ def _replan(cluster: ClusterState) -> None:
 
 
 def take_exit(cluster: ClusterState, state: NodeState, cause: ExitCause, *, ordered: bool) -> None:
-    """Count an exit that may be the node's fault, and let the policy say what that means."""
+    """Count an exit that may be the node's fault, and apply the policy."""
     if not policy.is_fault(cause, ordered=ordered) or not state.is_live() or state.draining:
         return
     now_ns, config = cluster.now_ns, cluster.config

@@ -1,6 +1,6 @@
-"""What must hold after every step of the coordinator's machine, whatever happened before.
+"""Invariants that must hold after every step of the coordinator's machine.
 
-A violation is a bug of ours; it is raised with the story that led to it.
+A violation is a bug of ours; it is raised with the events that led to it.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from elastic.core.world import JobPhase
 from elastic.errors import check
 
 SESSIONS_PER_STEP = 256
-"""In a large cluster a step that takes in one word of one agent must not look at all of them."""
+"""In a large cluster a step for one message of one agent must not check all sessions."""
 
 
 def check_cluster(cluster: ClusterState) -> None:
-    """Check the books against each other; of many sessions some at each step, in turn.
+    """Check that the records agree; of many sessions some at each step, in turn.
 
     Raises:
         InvariantViolation: naming the entry that contradicts another.

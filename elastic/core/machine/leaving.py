@@ -1,6 +1,6 @@
-"""Nodes that were told to leave: which groups they belong to, what that costs, what is saved first.
+"""Draining nodes: the groups they belong to, the job's budget for them, and checkpoints before.
 
-Rule: this module reads the books and asks policies; only the budget of a job is written here.
+Rule: this module reads the state and calls policies; it changes only the budget of a job.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from elastic.core.world import LeavingNode, NodeId, WorkerId
 
 
 def nodes_of(cluster: ClusterState, job: JobState) -> list[NodeState]:
-    """Return the nodes of the newest group that are to leave and still there, by id.
+    """Return the nodes of the newest group that drain and are not gone yet, by id.
 
-    It begins with the nodes that leave, which are few or none, because it is asked all the time.
+    It iterates over the draining nodes, which are few or none, because it is called very often.
     """
     book = cluster.book
     if not book.leaving or not job.is_open or job.group is None:
@@ -29,9 +29,9 @@ def nodes_of(cluster: ClusterState, job: JobState) -> list[NodeState]:
 
 
 def news(cluster: ClusterState, job: JobState) -> Preemption | None:
-    """Return what members of the newest group must know of nodes that leave, None if none do.
+    """Return the message about leaving nodes for the newest group, None if there are none.
 
-    It is for no worker yet.
+    Its worker id is still empty.
     """
     nodes = nodes_of(cluster, job)
     if not nodes or job.group is None:
@@ -71,7 +71,7 @@ def exhausts_budget(cluster: ClusterState, job: JobState, staying: Iterable[Work
 
 
 def save_is_due(cluster: ClusterState, job: JobState) -> Decision[bool]:
-    """Ask whether a checkpoint must be taken now because of nodes that leave."""
+    """Decide whether a checkpoint must be taken now because of nodes that leave."""
     nodes = nodes_of(cluster, job)
     if not nodes or not job.spec.run_path:
         job.saved_before_ns = None
@@ -79,7 +79,7 @@ def save_is_due(cluster: ClusterState, job: JobState) -> Decision[bool]:
     found = job.candidates(cluster.book)
     candidates = {worker_id: found[worker_id] for worker_id in sorted(found)}
     wanted = membership.choose(job.limits, job.current(), candidates, interrupting=True)
-    # Others may take over, but only who stays has the state.
+    # Others may replace them, but only members that stay have the state.
     can_go_on = any(job.is_member(worker_id) for worker_id in wanted)
     leave_by_ns = min(state.leave_by_ns or 0 for state in nodes)
     return policy.save_before(

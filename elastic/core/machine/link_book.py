@@ -1,6 +1,6 @@
-"""What the coordinator knows of the links between the nodes of one job.
+"""The coordinator's records of the links between the nodes of one job.
 
-Rule: as `jobs`: this module keeps books; what follows is in `links`.
+Rule: like `jobs`, this module only records; decisions and orders are in `links`.
 """
 
 from __future__ import annotations
@@ -13,18 +13,19 @@ from elastic.core.world import NodeId
 
 @dataclass
 class LinkBook:
-    """What nodes said of their links, in this coordinator's life; empty in a healthy job.
+    """Results of link probes in this term; empty in a healthy job.
 
     Attributes:
-        failed: of who tried and whom, how many times in a row that failed.
-        cut: links that are cut.
-        out: nodes of which no group is formed, and for each one that it does not reach.
-        again_ns: links that are cut are not tried before.
-        cuts: of each link that was, how many times it was found cut, and when last.
-        whole_ns: of those that are cut, since when they were reached at each try.
-        since_ns, rounds: the group has got nowhere since then, and was asked so often for that.
-        check_ns: and is not asked before.
-        nowhere_ns: when the first of those groups was announced that never trained, and broke.
+        failed: by prober and target, how many probes in a row failed.
+        cut: broken links.
+        out: nodes excluded from groups, and for each one that it does not reach.
+        again_ns: broken links are not probed before.
+        cuts: by link, how many times it was found broken, and when last.
+        whole_ns: for broken links, since when every probe succeeded.
+        since_ns, rounds: since when the group has made no progress; probes since then.
+        check_ns: the group's links are not probed before.
+        nowhere_ns: when the first of the successive groups that broke without training was
+            announced.
     """
 
     failed: dict[Pair, int] = field(default_factory=dict)

@@ -14,7 +14,7 @@ from elastic.core.machine.nodes import NodeState
 from elastic.core.world import NodePhase, WorkerPhase
 
 WAKING_S = 2.0
-"""What ends so soon after this coordinator slept has ended for that."""
+"""A stream that ends so soon after a suspend of this coordinator has ended because of it."""
 AWAY_GRACE_S = 2.0
 """Grace for silent nodes of a group that is broken or short of a member, after a restart or suspend
 of the coordinator: their agents may be reconnecting with reports that were not delivered. The group
@@ -22,9 +22,9 @@ is not replaced before."""
 
 
 def on_woke(cluster: ClusterState, event: WokeFromSuspend) -> None:
-    """We slept: agents have taken us for dead, and come back as after a restart of ours.
+    """Handle a suspend of this coordinator: agents gave it up, and reconnect as after a restart.
 
-    Their groups train meanwhile, or tell us of who is missing as soon as the first member is back.
+    Their groups train meanwhile, or report missing members as soon as the first agent is back.
     """
     book = cluster.book
     book.woke_ns = cluster.now_ns
@@ -32,7 +32,7 @@ def on_woke(cluster: ClusterState, event: WokeFromSuspend) -> None:
         if state.phase is not NodePhase.DISCONNECTED:
             continue
         if state.is_away() or state.since_ns < cluster.now_ns - event.slept_ns:
-            # It was away before: no more than a moment to come back, or it would be for ever.
+            # It was away before: only a short grace, or repeated suspends would extend it for ever.
             until_ns = cluster.now_ns + ns(AWAY_GRACE_S)
             state.lost_at_ns = max(state.lost_at_ns or 0, until_ns)
         else:
@@ -43,9 +43,9 @@ def on_woke(cluster: ClusterState, event: WokeFromSuspend) -> None:
 
 
 def is_for_our_sake(cluster: ClusterState, state: NodeState) -> bool:
-    """Return whether a stream that ends now has ended because we slept.
+    """Return whether a stream that ends now has ended because of our suspend.
 
-    Ten thousand that have ended are heard of one after the other.
+    The ends of ten thousand streams are noticed one after the other.
     """
     woke_ns = cluster.book.woke_ns
     if woke_ns is None:
@@ -56,14 +56,14 @@ def is_for_our_sake(cluster: ClusterState, state: NodeState) -> bool:
 
 
 def extend_grace(cluster: ClusterState, state: NodeState) -> None:
-    """Wait for a node whose stream has ended for our sake, as after a restart of ours."""
+    """Wait for a node whose stream ended because of our suspend, as after our restart."""
     state.grace_extended = True
     until_ns = cluster.now_ns + ns(cluster.config.adoption_grace_s)
     state.lost_at_ns = max(state.lost_at_ns or 0, until_ns)
 
 
 def check_broken_groups(cluster: ClusterState, state: NodeState) -> None:
-    """If a group with members on this node is known to be broken, the node is the cause."""
+    """Give up this node early if a group with members on it is broken: it is the cause."""
     for worker_id in sorted(state.held):
         job = cluster.job_of(worker_id)
         if job is None or not job.is_open or not job.is_member(worker_id):
@@ -74,13 +74,13 @@ def check_broken_groups(cluster: ClusterState, state: NodeState) -> None:
 
 
 def is_broken(job: JobState, worker: WorkerState) -> bool:
-    """Return whether a worker says that the newest group is broken."""
+    """Return whether a worker reports that the newest group is broken."""
     report = worker.report
     return report.phase is WorkerPhase.BROKEN and report.generation == job.generation
 
 
 def suspect_silent_nodes(cluster: ClusterState, job: JobState, *, only_away: bool = False) -> None:
-    """The group is known to be broken: a node that is silent at this moment is the cause."""
+    """Give up the disconnected nodes of a broken group early: they are the cause."""
     for worker_id in job.member_ids():
         worker = job.workers.get(worker_id)
         node = cluster.node_of(worker) if worker else None

@@ -1,8 +1,8 @@
-"""The queue at work: facts for its policy, and what its answer means for each job.
+"""Applies the queue: collects the facts for its policy, and carries out the plan for each job.
 
-Rule: the plan is made anew when something changed that it depends on, never per report or per
-step, and a job alone in the cluster needs none. A worker that is given back leaves as one on a
-draining node does: at a boundary, and nothing is done twice.
+Rule: the plan is computed when one of its inputs changed, never per report or per step, and a job
+alone in the cluster needs none. A released worker leaves like one on a draining node: at a
+boundary, without repeated work.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from elastic.core.world import JobId, NodeId, Strategy, WorkerId, WorkerPhase
 
 
 def plan(cluster: ClusterState) -> None:
-    """Divide the cluster again if that may have another result; touch the jobs that it concerns."""
+    """Compute the plan again if an input changed, and touch the affected jobs."""
     if cluster.replan_at_ns is not None and cluster.now_ns >= cluster.replan_at_ns:
         cluster.replan = True
     if not cluster.replan:
@@ -38,7 +38,7 @@ def plan(cluster: ClusterState) -> None:
         before, now = cluster.grants.get(job.job_id), grants.get(job.job_id)
         for_whom = now.yields_to if now is not None else ""
         if before == now and job.yields_to == for_whom:
-            continue  # Before the first plan a job may give way as the coordinator before had it.
+            continue  # Before the first plan a job may be preempted as restored from the journal.
         _make_room(cluster, job, for_whom)
         yields = _yields(job, now)
         is_new = before is None or before.yields != yields
@@ -54,19 +54,19 @@ def plan(cluster: ClusterState) -> None:
 
 
 def _room_made(cluster: ClusterState, job: JobState) -> tuple[str, bool]:
-    """Return what others that make room look at: whether it leaves, or is counted on to."""
+    """Return what other preempted jobs depend on: whether it leaves, or is counted on to."""
     return job.yields_to, job.job_id in cluster.grants
 
 
 def _make_room(cluster: ClusterState, job: JobState, for_whom: str) -> None:
-    """Begin to have a job leave all its slots, or end that: `pausing` does what follows.
+    """Begin or cancel the preemption of a job; `pausing` carries it out.
 
-    Whoever was asked to leave and need not any more is put into the next group at that boundary.
+    Members that were asked to leave and need not any more join the next group at that boundary.
     """
     before, job.yields_to = job.yields_to, for_whom
     if bool(before) is bool(for_whom):
         return
-    if not job.paused:  # It goes on with its pause, in the time of who gives way.
+    if not job.paused:  # A pause continues, with the deadlines of a preemption.
         job.forget_rest()
     if job.is_open:
         name = "gives_way" if for_whom else "gives_way_no_more"
@@ -74,7 +74,7 @@ def _make_room(cluster: ClusterState, job: JobState, for_whom: str) -> None:
 
 
 def _yields(job: JobState, grant: Allocation | None) -> tuple[WorkerId, ...]:
-    """Return who is given back one by one: members of a job that gives way leave together."""
+    """Return the workers to release singly: members of a preempted job leave together."""
     if grant is None:
         return ()
     if grant.yields_to and job.is_open:
@@ -83,7 +83,7 @@ def _yields(job: JobState, grant: Allocation | None) -> tuple[WorkerId, ...]:
 
 
 def _grants(cluster: ClusterState, jobs: list[JobState]) -> dict[JobId, Allocation]:
-    """Return what each job may have; nothing for a job without a rival."""
+    """Return the allocation of each job; empty if there is only one job."""
     if len(jobs) < 2:
         return {}
     rooms = [room_of(cluster, state) for state in cluster.book.ordered() if state.may_host()]
@@ -123,7 +123,7 @@ def claim_of(cluster: ClusterState, job: JobState) -> Demand:
             limits, max_workers=max(limits.min_workers, min(whole, limits.max_workers))
         )
     elif job.links.out:
-        # Who is out keeps its slot, and its state, until another has taken its place.
+        # An excluded worker keeps its slot, and its state, until another has replaced it.
         step = limits.workers_per_replica
         num_out = sum(1 for w in alive.values() if w.node_id in job.links.out)
         more = -(-num_out // step) * step
@@ -147,7 +147,7 @@ def claim_of(cluster: ClusterState, job: JobState) -> Demand:
 
 
 def _by_preference(job: JobState) -> list[WorkerId]:
-    """Members by rank, then those who are ready, then those who start; last who must stay out."""
+    """Return members by rank, then ready workers, then starting ones; excluded ones come last."""
     members = [w for w in job.member_ids() if w in job.workers]
     others = sorted(
         set(job.workers) - set(members),
@@ -167,16 +167,16 @@ def _has_finished(job: JobState, worker: WorkerState | None) -> bool:
 def place(
     cluster: ClusterState, job: JobState, hosting: Mapping[NodeId, int], have: int
 ) -> tuple[NodeId, ...]:
-    """Choose nodes for further workers of a job: what its plan says and is free by now.
+    """Choose nodes for more workers of a job: those of its plan that are free by now.
 
     Args:
-        cluster: all there is.
-        job: whose workers are to start.
-        hosting: its living workers by node.
+        cluster: the whole state.
+        job: whose workers should start.
+        hosting: number of its living workers by node.
         have: how many of them it will keep.
 
     Returns:
-        Nothing when nothing can or need be started; `explain` says why.
+        Empty if no worker can or need be started; `explain` returns why.
     """
     return _place(cluster, job, hosting, have).value
 
@@ -186,7 +186,7 @@ def explain(cluster: ClusterState, job: JobState, hosting: Mapping[NodeId, int],
     grant = cluster.grants.get(job.job_id)
     reason = grant.reason if grant is not None else ""
     if not reason and have >= job.limits.min_workers:
-        return job.waits_for  # Not for more workers: the group says what for.
+        return job.waits_for  # Not for more workers: it has the group's own reason.
     if not reason:
         offers = [state.offer(hosting.get(state.node.node_id, 0)) for state in _open(cluster, job)]
         reason = placement.place(job.limits, offers, have).reason
@@ -196,7 +196,7 @@ def explain(cluster: ClusterState, job: JobState, hosting: Mapping[NodeId, int],
 def _place(
     cluster: ClusterState, job: JobState, hosting: Mapping[NodeId, int], have: int
 ) -> Decision[tuple[NodeId, ...]]:
-    """Place what the plan says by what is free; its reason knows only of nodes with room."""
+    """Place the plan's workers on free slots; the reason considers only nodes with free slots."""
     grant = cluster.grants.get(job.job_id)
     if grant is not None and not grant.starts:
         return Decision((), "the plan has no new workers for it")
@@ -216,7 +216,7 @@ def _place(
 
 
 def _with_cordons(cluster: ClusterState, reason: str) -> str:
-    """Say that nodes are there on which nothing may start."""
+    """Add to a reason which nodes are quarantined or cordoned."""
     live = [s for s in cluster.book.ordered() if s.may_host()]
     ill = [s for s in live if s.quarantine(cluster.now_ns)]
     if ill:

@@ -16,7 +16,7 @@ from elastic.core.world import JobId, NodePhase
 
 
 def settle_nodes(cluster: ClusterState) -> None:
-    """Give up nodes whose time is over; release drained ones that nobody needs any more."""
+    """Give up nodes whose time is over; release drained ones that are not needed any more."""
     known: dict[JobId, copies.CopyCoverage] = {}
     for state in cluster.book.unsettled_nodes():
         lost_at_ns = cluster.book.lost_at_ns(state)
@@ -35,9 +35,9 @@ def settle_nodes(cluster: ClusterState) -> None:
 def _release(
     cluster: ClusterState, state: NodeState, known: dict[JobId, copies.CopyCoverage]
 ) -> None:
-    """Let a node go that runs nothing, unless what it holds is still needed.
+    """Release a node that runs nothing, unless its copies are still needed.
 
-    Asked when all jobs are at rest: before, copies may be about to find another place.
+    Called after all jobs were reconciled: before, copies may still get another holder.
     """
     if state.released:
         return

@@ -17,12 +17,12 @@ from elastic.core.policy.membership import WAITING_PHASES
 from elastic.core.world import NO_GENERATION, Generation, WorkerId, WorkerPhase, WorkerReport
 
 POLL_NS, POLL_NS_PER_WORKER = NS_PER_S // 10, 50_000
-"""What users see of a wave is not older than the larger one: half a second with ten thousand."""
+"""Longest delay of a wave's reports, the larger of the two: half a second with ten thousand."""
 UNDER_WAY = (WorkerPhase.FORMING, WorkerPhase.TRAINING)
 
 
 class ReportKind(Enum):
-    """What the workers do one after the other."""
+    """The transition that the workers report one after the other."""
 
     COME_UP = "come up"
     """Members of a new group begin to train."""
@@ -34,10 +34,10 @@ class ReportKind(Enum):
 
 @dataclass
 class PendingReports:
-    """Who has not said it yet.
+    """The workers that have not sent this report yet.
 
     Attributes:
-        left: workers that may hold back; the last of them does, as far as is known.
+        left: workers that may be missing; the last of them is, as far as is known.
     """
 
     kind: ReportKind
@@ -48,13 +48,13 @@ class PendingReports:
 def may_wait(
     cluster: ClusterState, job: JobState, worker: WorkerState, before: WorkerReport
 ) -> bool:
-    """Return whether a report can wait for those of others, and remember to look in time.
+    """Return whether a report can wait for those of others, and schedule the next evaluation.
 
     Args:
-        cluster: all there is.
+        cluster: the whole state.
         job: of the worker.
-        worker: with the report.
-        before: what was known of it.
+        worker: with the new report.
+        before: its previous report.
     """
     kind = _kind(cluster, job, worker, before)
     if kind is None:
@@ -81,7 +81,7 @@ def may_wait(
 def _kind(
     cluster: ClusterState, job: JobState, worker: WorkerState, before: WorkerReport
 ) -> ReportKind | None:
-    """Return the wave that a report belongs to, None for one from which something may follow."""
+    """Return the kind of wave that a report belongs to, None if a decision may depend on it."""
     report, generation = worker.report, job.generation
     if (
         worker.stop_cause is not None
@@ -104,7 +104,7 @@ def _kind(
 
 def _is_behind(cluster: ClusterState, job: JobState, worker: WorkerState) -> bool:
     report = worker.report
-    # What the journal believes of a member is no evidence that it trains.
+    # A member known from the journal only is no evidence that it trains.
     return (
         report.generation != job.generation
         or report.phase in (WorkerPhase.FORMING, WorkerPhase.READY)

@@ -1,6 +1,6 @@
-"""What users ask of jobs and nodes while they run: pause, resume, other bounds, a cordon.
+"""Users' requests to running jobs and nodes: stop, pause, resume, scale, cordon.
 
-Rule: what was granted is durable before it is answered, and asking twice is as good as once.
+Rule: a granted request is durable before it is answered, and requests are idempotent.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ CORDONS_BYTES_MAX = 512 * 1024
 
 
 def too_many_jobs(cluster: ClusterState) -> str:
-    """Return why no further job is taken, "" if one is."""
+    """Return why no further job is accepted, "" if one is."""
     most, active = cluster.config.jobs_max, sum(1 for _ in cluster.active())
     if active < most:
         return ""
@@ -38,9 +38,9 @@ def too_many_jobs(cluster: ClusterState) -> str:
 
 
 def on_stop(cluster: ClusterState, event: StopRequested) -> None:
-    """End a job: where it stands, or once it is saved and its workers have left at a boundary.
+    """End a job: at once, or after a checkpoint and after its workers left at a boundary.
 
-    Only a loop that can be saved at any step has something to wait for.
+    Only a loop that can be saved at any step is waited for.
     """
     job, reason = cluster.jobs.get(event.job_id), event.reason or "stopped"
     if job is not None and job.has_ended() and job.workers and event.now:
@@ -65,7 +65,7 @@ def on_stop(cluster: ClusterState, event: StopRequested) -> None:
 
 
 def on_pause(cluster: ClusterState, event: PauseRequested) -> None:
-    """Note that a job is to hold no workers."""
+    """Request the pause of a job."""
     job = _active(cluster, event)
     if job is None:
         return
@@ -86,7 +86,7 @@ def on_pause(cluster: ClusterState, event: PauseRequested) -> None:
 
 
 def on_resume(cluster: ClusterState, event: ResumeRequested) -> None:
-    """Let a job go on, also one that has not come to rest yet."""
+    """Resume a job, also one whose pause is not complete yet."""
     job = _active(cluster, event)
     if job is None:
         return
@@ -138,10 +138,10 @@ def _shape(job: JobState) -> JobBounds:
 
 
 def _has_own_steps(job: JobState) -> bool:
-    """Return whether its code shares out its steps itself, whatever the size of its group.
+    """Return whether its code divides its steps among workers itself, for any group size.
 
-    Scripts for torchrun do; other code has shown it if its newest group has reported a checkpoint,
-    and trains in no loop of ours. Whoever was ever in one may come to it again.
+    Scripts for torchrun do. Other code does if its newest group has reported a checkpoint outside a
+    loop of ours. A job that was ever in such a loop may enter it again.
     """
     if job.is_in_place() or any(checkpoint.automatic for checkpoint in job.checkpoints):
         return False
@@ -151,9 +151,9 @@ def _has_own_steps(job: JobState) -> bool:
 
 
 def on_cut(cluster: ClusterState, job: JobState, micro_batches: int) -> None:
-    """Its loop has said in how many parts a step is shared out: no bound is above that.
+    """Record the number of micro-batches of a step: the bounds may not exceed it.
 
-    One that a script of torchrun's was given may be, if it trains in our loop after all.
+    A bound set before may exceed it, if a torchrun script turns out to train in our loop.
     """
     if job.micro_batches == micro_batches:
         return
@@ -169,7 +169,7 @@ def on_cut(cluster: ClusterState, job: JobState, micro_batches: int) -> None:
 
 
 def on_cordon(cluster: ClusterState, event: NodeCordonRequested) -> None:
-    """Let no new workers start on a node, or let them again."""
+    """Cordon or uncordon a node."""
     book, node_id = cluster.book, event.node_id
     if node_id not in book.nodes and node_id not in book.cordons:
         known = ", ".join(sorted(book.nodes)) or "none"
@@ -203,7 +203,7 @@ def on_cordon(cluster: ClusterState, event: NodeCordonRequested) -> None:
 def _active(
     cluster: ClusterState, event: StopRequested | PauseRequested | ResumeRequested | ScaleRequested
 ) -> JobState | None:
-    """Return the job, or answer why it is none to change."""
+    """Return the job, or reply why it cannot be changed and return None."""
     job = cluster.jobs.get(event.job_id)
     if job is None:
         text = f"no job {event.job_id} is known here"

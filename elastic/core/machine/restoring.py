@@ -1,4 +1,4 @@
-"""What a new coordinator derives from the records of the one before.
+"""Restores a job's state from the journal, for a new coordinator.
 
 Rule: what is not in a record (`JobState.record`) is unknown: agents report the workers, and times
 count from now.
@@ -15,14 +15,14 @@ from elastic.core.world import NO_GENERATION, JobPhase
 
 
 def restore(record: JobRecord, now_ns: int, unix_ahead_ns: int | None = None) -> JobState:
-    """Return the state that a journal record stands for; its workers are not known yet.
+    """Return the state for a journal record; its workers are not known yet.
 
-    Where the wall clock is not known, or was not to whoever wrote it, its phase begins now.
+    If the wall clock is unknown, now or to the writer of the record, its phase begins now.
     """
     is_known = unix_ahead_ns is not None and record.since_unix_ns
     # That clock may have been set back meanwhile.
     since_ns = min(now_ns, record.since_unix_ns - (unix_ahead_ns or 0)) if is_known else now_ns
-    # A group is replaced only after what ended it was charged: more of that may still be told.
+    # A group is replaced only after its losses were charged: more of them may still be reported.
     is_open = record.phase is JobPhase.RUNNING
     leaves = is_open and record.is_save_requested
     charged = max(NO_GENERATION, record.generation - 1) if is_open else record.generation

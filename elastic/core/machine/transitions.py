@@ -1,4 +1,4 @@
-"""Which phase may follow which, as tables: the machines obey them, tests and docs read them.
+"""Tables of the legal phase transitions: the machines check them, tests and docs read them.
 
 Rule: a machine changes a phase only after `check_move` agreed. A table lists every phase of its
 enum, moves to itself included where they mean something (a newer generation).
@@ -18,21 +18,21 @@ Phase = TypeVar("Phase", bound=Enum)
 
 
 class ConnectionPhase(Enum):
-    """How far an agent's stream to the coordinator is."""
+    """The phase of an agent's stream to the coordinator."""
 
     DISCONNECTED = "disconnected"
     """No stream; the next attempt waits for its back-off."""
     CONNECTING = "connecting"
     GREETED = "greeted"
-    """The stream stands and `Hello` was sent; nothing else is said before the answer."""
+    """The stream is open and `Hello` was sent; nothing else is sent before the reply."""
     REGISTERED = "registered"
 
 
 class ProcessPhase(Enum):
-    """What an agent knows of a process that it asked for."""
+    """The phase of a process that an agent requested."""
 
     SPAWNING = "spawning"
-    """Asked for; it has no pid, so it can be neither told nor killed."""
+    """Requested; it has no pid yet, so it can get neither messages nor signals."""
     WARMING = "warming"
     WARM = "warm"
     """A spare: torch is imported, no job yet."""
@@ -46,24 +46,24 @@ class ProcessPhase(Enum):
 
 
 class MainPhase(Enum):
-    """What the main thread of a worker process does, as its control thread knows."""
+    """The phase of a worker's main thread, as known to its control thread."""
 
     IDLE = "idle"
     SETTING_UP = "setting_up"
     FORMING = "forming"
     TRAINING = "training"
     OVER = "over"
-    """The process was told to end; nothing follows."""
+    """The process was ordered to end; the last phase."""
 
 
 @dataclass(frozen=True)
 class TransitionTable(Generic[Phase]):
-    """The legal moves of one kind of thing.
+    """The legal transitions of one kind of object.
 
     Attributes:
         name: printed in errors and as the heading of the rendered table.
-        starts: phases in which a thing may come to be known.
-        moves: for every phase those that may follow it; none for a last one.
+        starts: phases in which an object may first be known.
+        moves: for every phase those that may follow it; none for a final one.
     """
 
     name: str
@@ -85,14 +85,14 @@ WORKER: TransitionTable[WorkerPhase] = TransitionTable(
         _W.EXITED: (),
     },
 )
-"""What a worker does, step by step, as its own machine lives it."""
+"""A worker, as its own machine sees each transition."""
 
 
 def seen(table: TransitionTable[Phase], name: str) -> TransitionTable[Phase]:
-    """Return what one sees who hears only of some phases: several moves may look like one.
+    """Return the table for an observer that sees only some phases: several moves look like one.
 
-    Reports replace each other and get lost with connections, so a reader of reports must accept
-    every phase that some row of moves leads to, and the same phase again.
+    Reports replace each other and get lost with connections, so an observer must accept every phase
+    that is reachable by several moves, and the same phase again.
     """
     reached: dict[Phase, tuple[Phase, ...]] = {}
     for phase in table.moves:
@@ -104,7 +104,7 @@ def seen(table: TransitionTable[Phase], name: str) -> TransitionTable[Phase]:
 
 
 WORKER_SEEN: TransitionTable[WorkerPhase] = seen(WORKER, "WORKER_SEEN")
-"""What agents and the coordinator may see from one report about a worker to the next."""
+"""A worker, as agents and the coordinator may see it from one report to the next."""
 
 _J = JobPhase
 JOB: TransitionTable[JobPhase] = TransitionTable(
@@ -120,7 +120,7 @@ JOB: TransitionTable[JobPhase] = TransitionTable(
         _J.STOPPED: (),
     },
 )
-"""Where a job stands; a group that is replaced by the next is no move."""
+"""A job; the replacement of its group by the next is not a transition."""
 
 _N = NodePhase
 NODE: TransitionTable[NodePhase] = TransitionTable(
@@ -134,7 +134,7 @@ NODE: TransitionTable[NodePhase] = TransitionTable(
         _N.LEFT: (_N.READY, _N.DRAINING),
     },
 )
-"""What the coordinator thinks of a node; one that was lost or has left may come back."""
+"""A node, as the coordinator sees it; one that was lost or has left may come back."""
 
 _C = ConnectionPhase
 CONNECTION: TransitionTable[ConnectionPhase] = TransitionTable(
@@ -163,7 +163,7 @@ PROCESS: TransitionTable[ProcessPhase] = TransitionTable(
         _P.GONE: (),
     },
 )
-"""A process that an agent asked for, from the wish to the exit."""
+"""A process of an agent, from the request to the exit."""
 
 _M = MainPhase
 MAIN: TransitionTable[MainPhase] = TransitionTable(
@@ -181,13 +181,13 @@ MAIN: TransitionTable[MainPhase] = TransitionTable(
 
 
 def check_move(table: TransitionTable[Phase], what: str, old: Phase, new: Phase) -> None:
-    """Agree to a move, or raise; the machine adds its story to the error.
+    """Check that a transition is legal; the machine adds its recent events to the error.
 
     Args:
-        table: the legal moves.
-        what: names the thing, such as "worker n1/4".
-        old: the phase it is in.
-        new: the phase it is to enter.
+        table: the legal transitions.
+        what: names the object, such as "worker n1/4".
+        old: its present phase.
+        new: its next phase.
 
     Raises:
         InvariantViolation: the table does not list the move.
@@ -204,7 +204,7 @@ def check_move(table: TransitionTable[Phase], what: str, old: Phase, new: Phase)
 def render(table: TransitionTable[Phase]) -> str:
     """Return the table as text, one phase a line, for documents and terminals.
 
-    ">" marks a phase in which a thing may begin, "." one that nothing follows.
+    ">" marks an initial phase, "." a final one.
     """
     width = max(len(phase.value) for phase in table.moves)
     lines = [table.name]

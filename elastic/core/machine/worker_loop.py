@@ -1,4 +1,4 @@
-"""What is known of the loop of a worker: declared by it once, and used when its group changes.
+"""The state of a worker's training loop: declared by it once, and used when its group changes.
 
 Rule: it holds across groups, because the loop does. A process that never enters a loop of ours
 declares nothing.
@@ -15,13 +15,13 @@ NO_COPIES = CopiesRequested(0)
 
 @dataclass(frozen=True)
 class LoopState:
-    """What is known of the loop of this process.
+    """The loop of this process.
 
     Attributes:
-        in_place: the train function is inside it, and it goes on when the group changes.
-        keeps: what it has reached is kept in this process from group to group.
-        copies: of the state that are wanted on other nodes.
-        micro_batches: of a step, the fewest that any of its loaders has; 0 before one was read.
+        in_place: the train function is inside it, and it continues when the group changes.
+        keeps: this process keeps its progress from group to group.
+        copies: the requested copies of the state on other nodes.
+        micro_batches: per step, the minimum over its loaders; 0 before one was read.
     """
 
     in_place: bool = False
@@ -30,7 +30,7 @@ class LoopState:
     micro_batches: int = 0
 
     def told(self, event: LoopStateChanged | CopiesRequested | MicroBatchesDeclared) -> LoopState:
-        """Return what is known after this event."""
+        """Return the state after this event."""
         if isinstance(event, LoopStateChanged):
             return replace(self, in_place=event.inside, keeps=True)
         if isinstance(event, CopiesRequested):

@@ -1,6 +1,6 @@
-"""The reports of one worker in one generation that the coordinator has not answered yet.
+"""The unacknowledged reports of one worker in one generation.
 
-Rule: each is answered once, and none is left without an answer when the generation is over.
+Rule: each is answered once, and none is left unanswered when the generation is over.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Reporting = UserReported | CheckpointWritten | Validated
 
 
 class ReportBook:
-    """Numbers reports, and remembers who waits."""
+    """Numbers reports, and remembers the unanswered ones."""
 
     def __init__(self) -> None:
         """Begin before the first report."""
@@ -50,7 +50,7 @@ class ReportBook:
         return replace(report, status=event.status)
 
     def acked(self, ack: ReportAck) -> list[ResolveReport]:
-        """Return the answer that the waiting thread is to have; nothing the second time."""
+        """Return the answer for the waiting thread; empty if it was answered before."""
         key = (ack.kind, ack.index)
         if key not in self._unanswered:
             return []
@@ -62,14 +62,14 @@ class ReportBook:
         ]
 
     def turn_over(self, generation: Generation) -> list[ResolveReport]:
-        """Begin anew for the next generation; returns answers for those who wait."""
+        """Reset for the next generation; return the answers for waiting threads."""
         reason = f"generation {generation} is over"
         left, self._count, self._unanswered = self._unanswered, 0, {}
         return [_over(generation, index, kind, reason) for kind, index in left]
 
 
 def unheard(event: Reporting) -> ResolveReport:
-    """Return the answer between two groups, when nobody could consent."""
+    """Return the answer between two groups, when a report cannot be accepted."""
     reason = f"generation {event.generation} does not train"
     return _over(event.generation, event.index, _kind(event), reason)
 

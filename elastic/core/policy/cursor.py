@@ -1,12 +1,12 @@
-"""Where in the data a run stands, and which samples a micro-batch has: pure functions.
+"""The position of a run in the data, and the samples of a micro-batch: pure functions.
 
 Rule: sample ids depend on (seed, epoch, step, micro-batch) and on nothing else: not on the world
-size, not on the past, not on who asks. So the cursor is two integers, any position of any epoch
-can be reached at once, and nothing about data has to be saved.
+size, the past, or the caller. So the cursor is two integers, any position of any epoch is directly
+accessible, and nothing about data has to be saved.
 
 The permutation is a balanced Feistel network with cycle walking (Black and Rogaway, "Ciphers with
 Arbitrary Finite Domains", 2002): random access, no memory. Its arithmetic is written so that it
-works on integers and on NumPy's uint64 arrays alike, for whoever needs many at once.
+works on integers and on NumPy's uint64 arrays alike, for computing many at once.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ROUNDS = 6
 MASK_64 = (1 << 64) - 1
 MASK_32 = (1 << 32) - 1
 LEAST = 2
-"""Samples of a micro-batch if it can be: BatchNorm refuses to train on a single vector."""
+"""Least samples of a micro-batch, if possible: BatchNorm cannot train on a single vector."""
 SEED_BITS = 63
 """Seeds fit into a signed 64-bit integer, which torch's generators take."""
 
@@ -103,7 +103,7 @@ class DataPlan:
         return start + first, start + last
 
     def stand_in(self, step: int) -> Span:
-        """Return the places of what is computed with in a micro-batch that has no samples."""
+        """Return the positions of the placeholder samples for a micro-batch without samples."""
         start = step * self.global_batch
         return start, start + min(LEAST, self.micro_batch, self.step_size(step))
 

@@ -1,4 +1,4 @@
-"""The shape of every policy's answer: a value, the reason for it, and when to ask again."""
+"""The result type of every policy: a value, the reason for it, and when to decide again."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ class Decision(Generic[Value]):
     """What to do, why in one line for people, and when it may change by itself.
 
     Attributes:
-        reason: key facts and numbers; shown by `status`, logged when it changes. Carries no
-            ages, because those change without anything happening.
-        wake_ns: the moment at which the same facts give another answer, None for never.
+        reason: key facts and numbers; shown by `status`, logged when it changes. Contains no
+            ages, because those change without an event.
+        wake_ns: when the same facts give another decision, None for never.
     """
 
     value: Value
