@@ -16,9 +16,10 @@ this gate between its exchange and its optimizer, and in this order:
    abort that begins now, anywhere, finds nothing to break. (That we are whole does not say it of
    the others: an aborted sender may have given us what it had.)
 
-`p.grad` is shown after the first three; weights, optimizer state and cursor change, and buffers
-are kept, only after the fourth. A snapshot copies committed state, and is marked only after the
-device has done the copy. What is durable rests on marks.
+`p.grad` is shown after the first three: ranks whose forward took other branches come to it in other
+rounds, and cannot wait for each other there. Weights, optimizer state and cursor change, and
+buffers are kept, only after the fourth. A snapshot copies committed state, and is marked only after
+the device has done the copy. What is durable rests on marks.
 
 Why a kill between any two lines loses nothing. Before a member has sent 4, nobody passes: all find
 the step void, put buffers back, have changed neither weights nor optimizer state nor cursor, and
