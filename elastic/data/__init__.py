@@ -5,8 +5,8 @@
     ds = data.read_parquet("s3://bucket/table/").map_batches(tokenize).random_shuffle(seed=1)
     TorchTrainer(train_func, datasets={"train": ds}, ...).fit()
 
-Shaped like ray.data. Rule: nothing is read or computed before somebody asks for rows, and nothing
-is imported before it is needed: pyarrow, pandas and torch come with the first use.
+The API follows ray.data. Rule: nothing is read or computed before rows are requested, and pyarrow,
+pandas and torch are imported on first use only.
 """
 
 from __future__ import annotations
@@ -70,5 +70,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """Return what can be imported from here."""
+    """Return the public names."""
     return sorted(__all__)

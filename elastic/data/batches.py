@@ -1,7 +1,7 @@
-"""Rows between two operations, in the form that the next one wants.
+"""Batches of rows between operations, and their conversion between formats.
 
-A batch is a pyarrow table, or a dict of NumPy arrays with as many entries each. Rule: it is turned
-into the other form only when an operation asks for that one, and rows keep their order.
+A batch is a pyarrow table, or a dict of NumPy arrays of equal length. Rule: it is converted to the
+other form only when an operation needs that one, and rows keep their order.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _needed(name: str, what: str) -> Any:
 
 
 def num_rows(batch: Batch) -> int:
-    """Return the rows of a batch."""
+    """Return the number of rows of a batch."""
     if isinstance(batch, dict):
         return len(next(iter(batch.values()))) if batch else 0
     return int(batch.num_rows)
@@ -58,21 +58,21 @@ def columns_of(batch: Batch) -> list[str]:
 
 
 def sliced(batch: Batch, start: int, stop: int) -> Batch:
-    """Return some rows that follow each other, without a copy."""
+    """Return the rows from `start` to `stop`, without a copy."""
     if isinstance(batch, dict):
         return {name: values[start:stop] for name, values in batch.items()}
     return batch.slice(start, stop - start)
 
 
 def taken(batch: Batch, rows: Any) -> Batch:
-    """Return rows by their numbers, in that order."""
+    """Return rows by their numbers, in the given order."""
     if isinstance(batch, dict):
         return {name: values[rows] for name, values in batch.items()}
     return batch.take(arrow().array(rows))
 
 
 def joined(batches: Sequence[Batch]) -> Batch:
-    """Return one batch of several; of mixed forms a dict."""
+    """Concatenate batches; mixed forms become a dict."""
     if len(batches) == 1:
         return batches[0]
     if all(not isinstance(one, dict) for one in batches):
@@ -88,7 +88,7 @@ def _stacked(arrays: Sequence[Any]) -> Any:
 
 
 def batched(batches: Iterable[Batch], size: int | None) -> Iterator[Batch]:
-    """Yield the same rows in batches of a size, the last one smaller; None leaves them alone."""
+    """Yield the same rows in batches of a size, the last one smaller; None for no change."""
     held: list[Batch] = []
     count = 0
     for batch in batches:
@@ -123,10 +123,10 @@ def to_format(batch: Batch, name: str) -> Any:
 
 
 def check_format(name: str | None, what: str) -> str:
-    """Return the name of a format.
+    """Return the name of a format, if valid; None is "default".
 
     Raises:
-        UsageError: there is none of that name.
+        UsageError: there is no such format.
     """
     name = name or "default"
     if name not in FORMATS:
@@ -166,7 +166,7 @@ def _column(column: Any) -> Any:
 
 
 def array_of(values: Sequence[Any]) -> Any:
-    """Return an array with one entry for each value: of numbers where they are, else of objects."""
+    """Return an array with one entry for each value: numeric if possible, otherwise of objects."""
     first = values[0] if len(values) else None
     if _is_tensor(first):
         values = [one.detach().cpu().numpy() for one in values]
@@ -181,7 +181,7 @@ def array_of(values: Sequence[Any]) -> Any:
 
 
 def _is_even(values: Sequence[Any]) -> bool:
-    """Return whether nested lists have the same lengths, so that NumPy can put them together."""
+    """Return whether nested lists have equal lengths, so that NumPy can stack them."""
     return len({_lengths(one) for one in values}) == 1 and _lengths(values[0]) is not None
 
 
@@ -211,7 +211,7 @@ def to_table(batch: Batch) -> Any:
     """Return a pyarrow table.
 
     Raises:
-        UsageError: a column holds what Arrow cannot say.
+        UsageError: a column holds values that Arrow cannot store.
     """
     pa = arrow()
     if not isinstance(batch, dict):
@@ -235,7 +235,7 @@ def to_table(batch: Batch) -> Any:
 
 
 def to_pandas(batch: Batch) -> Any:
-    """Return a DataFrame; what has several numbers in a row becomes a column of arrays."""
+    """Return a DataFrame; a column with several numbers per row becomes one of arrays."""
     frames = pandas()
     if not isinstance(batch, dict):
         return frames.DataFrame(
@@ -255,10 +255,10 @@ def to_pandas(batch: Batch) -> Any:
 
 
 def taken_from(value: Any, what: str) -> Batch:
-    """Return what a function of the user's has returned, as a batch.
+    """Return the result of a user's function as a batch.
 
     Raises:
-        UsageError: it is none, or its columns differ in length.
+        UsageError: it is not a batch, or its columns differ in length.
     """
     pa = arrow()
     if isinstance(value, pa.RecordBatch):
@@ -310,7 +310,7 @@ def rows_of(batch: Batch) -> Iterator[dict[str, Any]]:
 
 
 def of_rows(rows: Sequence[Mapping[str, Any]]) -> Batch:
-    """Return a batch of rows; a column that a row lacks is None there."""
+    """Return a batch of rows; a missing value is None."""
     names = dict.fromkeys(name for row in rows for name in row)
     return {name: array_of([row.get(name) for row in rows]) for name in names}
 
@@ -324,7 +324,7 @@ def to_torch(batch: Batch, dtypes: Any = None, device: Any = None) -> dict[str, 
     Args:
         batch: whose columns are numbers.
         dtypes: a torch.dtype for all columns, or a dict by name.
-        device: where to, None to leave them on the CPU.
+        device: of the tensors, None for the CPU.
 
     Raises:
         UsageError: a column cannot be a tensor.

@@ -1,4 +1,4 @@
-"""Ray's `DataContext`: settings of its execution, none of which changes anything here."""
+"""Ray's `DataContext`, accepted for compatibility: its execution settings have no effect here."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from types import SimpleNamespace
 
 
 class DataContext(SimpleNamespace):
-    """Takes what scripts set, such as `execution_options.preserve_order`: order is always kept."""
+    """Accepts any setting, such as `execution_options.preserve_order`: order is always kept."""
 
     @staticmethod
     def get_current() -> DataContext:
-        """Return the one of this process."""
+        """Return the context of this process."""
         return _current
 
 

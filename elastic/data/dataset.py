@@ -1,7 +1,7 @@
-"""A lazy dataset, with the verbs of ray.data.
+"""A lazy dataset, with the methods of ray.data.
 
-Rule: a verb returns another dataset at once and reads nothing; rows are read by those that show,
-count, write or iterate, as a stream whose memory does not grow with the data.
+Rule: a transformation returns another dataset at once and reads nothing. Methods that show, count,
+write or iterate read rows as a stream, whose memory does not depend on the size of the data.
 """
 
 from __future__ import annotations
@@ -75,11 +75,11 @@ NO_EFFECT = frozenset(
         "udf_modifying_row_count",
     }
 )
-"""Arguments of Ray's that say who does something where, and change nothing of what is done."""
+"""Ray's arguments for placement and resources: accepted without effect."""
 
 
 class Dataset:
-    """Rows with columns, not read yet.
+    """A lazy table of rows and columns.
 
     Example:
         >>> from elastic import data
@@ -88,18 +88,18 @@ class Dataset:
     """
 
     def __init__(self, node: Node) -> None:
-        """Stand for what a node computes."""
+        """Wrap the node that computes the rows."""
         self._node = node
         self._count: int | None = None
         self._columns: Any = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Travel without what was learnt here."""
+        """Pickle without cached count and schema."""
         return {"_node": self._node, "_count": None, "_columns": None}
 
     @property
     def node(self) -> Node:
-        """Return what computes the rows."""
+        """Return the node that computes the rows."""
         return self._node
 
     def _apply(self, operation: Operation) -> Dataset:
@@ -118,17 +118,17 @@ class Dataset:
         on_error: str = "raise",
         **others: Any,
     ) -> Dataset:
-        """Return the rows that a function makes of each row.
+        """Apply a function to each row.
 
         Args:
-            fn: takes a row as a dict, returns one; or a class whose objects do, of which each
-                process makes one.
-            fn_args: for each call, behind the row.
+            fn: takes a row as a dict, returns one; or a class of such callables, with one
+                instance per process.
+            fn_args: for each call, after the row.
             fn_kwargs: for each call.
             fn_constructor_args: for the class.
             fn_constructor_kwargs: for the class.
-            on_error: "skip" to leave rows out for which it raises; `stats()` counts them.
-            others: Ray's that say where it runs, which has no effect here.
+            on_error: "skip" to leave out rows for which it raises; `stats()` counts them.
+            others: Ray's placement arguments, without effect here.
         """
         _check_others("map", others)
         check_on_error(on_error, "map")
@@ -146,7 +146,7 @@ class Dataset:
         on_error: str = "raise",
         **others: Any,
     ) -> Dataset:
-        """Return all rows of the lists that a function makes of each row; otherwise as `map`."""
+        """Apply a function that returns a list of rows for each row; otherwise as `map`."""
         _check_others("flat_map", others)
         check_on_error(on_error, "flat_map")
         return self._apply(MapRows("flat_map", Function(fn, fn_args, fn_kwargs or {}), on_error))
@@ -163,18 +163,18 @@ class Dataset:
         fn_constructor_kwargs: Mapping[str, Any] | None = None,
         **others: Any,
     ) -> Dataset:
-        """Return the rows that a function makes of many at once.
+        """Apply a function to batches of rows.
 
         Args:
             fn: takes a batch, returns one (or yields several); or a class, as in `map`. In training
-                it is called with the rows of micro-batches, and returns as many as it gets.
-            batch_size: rows of a call at most; None for whatever is at hand.
+                it is called with the rows of micro-batches, and must return as many rows.
+            batch_size: maximum rows of a call; None for batches as they are read.
             batch_format: "numpy" (the default; a dict of arrays), "pandas" or "pyarrow".
-            fn_args: for each call, behind the batch.
+            fn_args: for each call, after the batch.
             fn_kwargs: for each call.
             fn_constructor_args: for the class.
             fn_constructor_kwargs: for the class.
-            others: Ray's that say where it runs, which has no effect here.
+            others: Ray's placement arguments, without effect here.
         """
         _check_others("map_batches", others)
         size = ROWS_AT_ONCE if batch_size in ("default", "auto") else batch_size
@@ -193,13 +193,13 @@ class Dataset:
         on_error: str = "raise",
         **others: Any,
     ) -> Dataset:
-        """Return the rows that a function or an expression is true for.
+        """Keep the rows for which a function or an expression is true.
 
         Args:
             fn: takes a row as a dict.
             expr: of pyarrow.compute, such as `pc.field("age") > 30`, or its text, "age > 30".
-            on_error: "skip" to leave rows out for which `fn` raises.
-            others: Ray's that say where it runs, which has no effect here.
+            on_error: "skip" to leave out rows for which `fn` raises.
+            others: Ray's placement arguments, without effect here.
         """
         _check_others("filter", others)
         check_on_error(on_error, "filter")
@@ -212,12 +212,12 @@ class Dataset:
     def add_column(
         self, col: str, fn: Callable[[Any], Any], *, batch_format: str = "pandas", **others: Any
     ) -> Dataset:
-        """Return the rows with one column more, which a function makes of batches."""
+        """Add a column, which a function computes from batches."""
         _check_others("add_column", others)
         return self._apply(AddColumn(col, Function(fn), check_format(batch_format, "add_column")))
 
     def select_columns(self, cols: str | Sequence[str], **others: Any) -> Dataset:
-        """Return the rows with these columns only; of parquet files no others are read."""
+        """Keep these columns only; of parquet files no others are read."""
         _check_others("select_columns", others)
         names, node = _names(cols), self._node
         source = node.source if isinstance(node, Read) else None
@@ -226,12 +226,12 @@ class Dataset:
         return self._apply(Columns("select_columns", names))
 
     def drop_columns(self, cols: str | Sequence[str], **others: Any) -> Dataset:
-        """Return the rows without these columns."""
+        """Remove these columns."""
         _check_others("drop_columns", others)
         return self._apply(Columns("drop_columns", _names(cols)))
 
     def rename_columns(self, names: Mapping[str, str] | Sequence[str], **others: Any) -> Dataset:
-        """Return the rows with other names of columns, by a dict or for all of them in order."""
+        """Rename columns, by a dict, or by a list of new names for all columns."""
         _check_others("rename_columns", others)
         if not isinstance(names, Mapping):
             names = dict(zip(self.columns(), names, strict=True))
@@ -240,48 +240,48 @@ class Dataset:
     # --------------------------------------------------------------------- which rows
 
     def limit(self, limit: int) -> Dataset:
-        """Return the first rows."""
+        """Keep the first `limit` rows."""
         return Dataset(Slice((self._node,), 0, max(0, limit)))
 
     def random_sample(self, fraction: float, *, seed: int | None = None) -> Dataset:
-        """Return each row with a probability; the same ones for the same seed, None being 0."""
+        """Keep each row with a probability; the same rows for the same seed (None is 0)."""
         if not 0 <= fraction <= 1:
             raise UsageError(f"random_sample: fraction={fraction!r}: expected 0 to 1")
         return self._apply(Sample(fraction, seed or 0))
 
     def random_shuffle(self, *, seed: int | None = None, **others: Any) -> Dataset:
-        """Return all rows in another order, and in training in another one in each epoch.
+        """Shuffle the rows; in training each epoch has another order.
 
-        The order follows from the seed alone, None being 0. Row groups are permuted, and rows
-        are shuffled within windows of them; a table of up to 32 MB is shuffled as a whole.
+        The order depends on the seed alone (None is 0). Row groups are permuted, and rows are
+        shuffled within windows of them; a table of up to 32 MB is shuffled as a whole.
         """
         _check_others("random_shuffle", others)
         return Dataset(Shuffle((self._node,), seed or 0))
 
     def randomize_block_order(self, *, seed: int | None = None) -> Dataset:
-        """Do as `random_shuffle`."""
+        """Do the same as `random_shuffle`."""
         return self.random_shuffle(seed=seed)
 
     def repartition(self, num_blocks: int | None = None, **others: Any) -> Dataset:
-        """Return the same rows: who reads which of them does not depend on blocks here."""
+        """Do nothing: here the distribution of rows to ranks does not depend on blocks."""
         del num_blocks, others
         return self
 
     def union(self, *other: Dataset) -> Dataset:
-        """Return the rows of this one and then those of others."""
+        """Append the rows of other datasets."""
         return Dataset(Union((self._node, *(one._node for one in other))))
 
     def zip(self, *other: Dataset) -> Dataset:
-        """Return the columns of this one beside those of others, row by row."""
+        """Add the columns of other datasets, row by row."""
         node = self._node
         for one in other:
             node = Zip((node, one._node))
         return Dataset(node)
 
     def split(self, n: int, *, equal: bool = False, locality_hints: Any = None) -> list[Dataset]:
-        """Return n datasets with all rows in between them: equal numbers, but for one row.
+        """Split the rows into n consecutive datasets, whose sizes differ by at most one row.
 
-        With `equal` all have the same number, and the rows that do not divide are left out.
+        With `equal` all have the same size, and surplus rows are left out.
         """
         del locality_hints
         if not isinstance(n, int) or n < 1:
@@ -294,7 +294,7 @@ class Dataset:
         ]
 
     def split_at_indices(self, indices: Sequence[int]) -> list[Dataset]:
-        """Return the datasets between these row numbers."""
+        """Split the rows at these row numbers."""
         ends: list[int | None] = [0, *indices, None]
         return [
             Dataset(Slice((self._node,), start or 0, stop))
@@ -302,7 +302,7 @@ class Dataset:
         ]
 
     def split_proportionately(self, proportions: Sequence[float]) -> list[Dataset]:
-        """Return datasets of these shares of the rows, and one with the rest."""
+        """Split the rows into datasets of these fractions, and one with the remainder."""
         rows, ends, total = self.count(), [], 0.0
         for share in proportions:
             total += share
@@ -317,13 +317,13 @@ class Dataset:
         seed: int | None = None,
         stratify: str | None = None,
     ) -> tuple[Dataset, Dataset]:
-        """Return the first rows, and the last ones to test with.
+        """Split the rows into a first part to train and a last part to test with.
 
         Args:
-            test_size: a number of rows, or a share of them below 1.
+            test_size: a number of rows, or a fraction below 1.
             shuffle: shuffle the rows first, which writes them out.
-            seed: of that.
-            stratify: not here: see `using`.
+            seed: of the shuffle.
+            stratify: not supported; see `using`.
         """
         if stratify is not None:
             _refuse("train_test_split(stratify=...)")
@@ -341,7 +341,7 @@ class Dataset:
     def streaming_split(
         self, n: int, *, equal: bool = True, locality_hints: Any = None
     ) -> list[DataIterator]:
-        """Return n iterators that have all rows in between them, each row once."""
+        """Return n iterators over disjoint parts of the rows, which together cover all."""
         from elastic.data.iterator import DataIterator
 
         del equal, locality_hints
@@ -349,13 +349,13 @@ class Dataset:
         return [DataIterator(lambda: table, partial(_fixed, one, n)) for one in range(n)]
 
     def iterator(self) -> DataIterator:
-        """Return an iterator over all rows that can say where it stands."""
+        """Return an iterator over all rows whose position can be saved."""
         return self.streaming_split(1)[0]
 
-    # --------------------------------------------------------------------- what it is
+    # --------------------------------------------------------------------- inspection
 
     def take(self, limit: int = 20) -> list[dict[str, Any]]:
-        """Return the first rows."""
+        """Return the first `limit` rows."""
         return [row for batch in self.limit(limit)._node.stream() for row in rows_of(batch)]
 
     def take_all(self, limit: int | None = None) -> list[dict[str, Any]]:
@@ -381,13 +381,13 @@ class Dataset:
             print(shown(row))
 
     def count(self) -> int:
-        """Return how many rows there are; of parquet files the footers say so."""
+        """Return the number of rows; for parquet files from the footers alone."""
         if self._count is None:
             self._count = counted(self._node)
         return self._count
 
     def schema(self) -> Any:
-        """Return a pyarrow schema, after a look at the first rows; None if there are none."""
+        """Return the pyarrow schema of the first rows; None if there are none."""
         if self._columns is None:
             first = next((b for b in self._node.stream() if num_rows(b)), None)
             if first is None:
@@ -410,7 +410,7 @@ class Dataset:
         ]
 
     def size_bytes(self) -> int:
-        """Return the size of the rows in memory, before any operation, as far as it is known."""
+        """Return the size of the source rows in memory, where known; 0 otherwise."""
         blocks = [
             block
             for node in _nodes(self._node)
@@ -420,11 +420,11 @@ class Dataset:
         return sum(block.size for block in blocks)
 
     def num_blocks(self) -> int:
-        """Return into how many pieces the rows are cut where they are read."""
+        """Return the number of blocks in which the rows are read."""
         return len(table_of(self._node, in_memory).blocks)
 
     def stats(self) -> str:
-        """Return what is known of files, rows, and what was left out, for people."""
+        """Return a text about the files, rows, and skipped rows."""
         lines = [repr(self)]
         for node in _nodes(self._node):
             if isinstance(node, Read):
@@ -445,11 +445,11 @@ class Dataset:
         return self._reduced(on, "sum")
 
     def min(self, on: str) -> Any:
-        """Return the least value of a column."""
+        """Return the minimum of a column."""
         return self._reduced(on, "min")
 
     def max(self, on: str) -> Any:
-        """Return the greatest value of a column."""
+        """Return the maximum of a column."""
         return self._reduced(on, "max")
 
     def mean(self, on: str) -> float:
@@ -471,10 +471,10 @@ class Dataset:
             known.append(", ".join(f"{one.name}: {one.type}" for one in self._columns))
         return f"Dataset({steps})" + "".join(f"\n  {line}" for line in known)
 
-    # --------------------------------------------------------------------- to somewhere
+    # --------------------------------------------------------------------- output
 
     def materialize(self) -> Dataset:
-        """Return the same rows, computed and held in memory."""
+        """Compute the rows now, and keep them in memory."""
         part = in_memory(self._node)
         return Dataset(Read((), part.source))
 
@@ -497,11 +497,11 @@ class Dataset:
         """Yield batches of rows.
 
         Args:
-            batch_size: rows of each; None for whatever is at hand.
+            batch_size: rows of each; None for batches as they are read.
             batch_format: "numpy" (the default), "pandas" or "pyarrow".
-            drop_last: leave a last one out that is smaller.
-            local_shuffle_buffer_size: shuffle so many rows among each other.
-            local_shuffle_seed: of that; None being 0.
+            drop_last: leave out a smaller last batch.
+            local_shuffle_buffer_size: shuffle within buffers of this many rows.
+            local_shuffle_seed: of the shuffle; None is 0.
             others: Ray's, without effect here.
         """
         _check_others("iter_batches", others, "prefetch_batches")
@@ -525,16 +525,16 @@ class Dataset:
         local_shuffle_seed: int | None = None,
         **others: Any,
     ) -> Iterator[Any]:
-        """Yield dicts of tensors, or what `collate_fn` makes of dicts of arrays.
+        """Yield dicts of tensors, or the results of `collate_fn` for dicts of arrays.
 
         Args:
-            batch_size: as in `iter_batches`, and so are those that are not told of here.
+            batch_size: see `iter_batches`.
             dtypes: a torch.dtype, or one for each column.
-            device: where to; by default they stay on the CPU.
+            device: of the tensors; the CPU by default.
             collate_fn: takes a dict of arrays.
-            drop_last: see there.
-            local_shuffle_buffer_size: see there.
-            local_shuffle_seed: see there.
+            drop_last: see `iter_batches`.
+            local_shuffle_buffer_size: see `iter_batches`.
+            local_shuffle_seed: see `iter_batches`.
             others: Ray's, without effect here.
         """
         _check_others("iter_torch_batches", others, "prefetch_batches", "pin_memory")
@@ -596,7 +596,7 @@ class Dataset:
         self._write_one(path, "csv", write)
 
     def write_json(self, path: str | os.PathLike[str], **others: Any) -> None:
-        """Write all rows to a file in a folder, a JSON object in each line."""
+        """Write all rows to a file in a folder, one JSON object a line."""
         import json
 
         _check_others("write_json", others)
@@ -618,7 +618,7 @@ class Dataset:
     # --------------------------------------------------------------------- engines
 
     def using(self, engine: str, **options: Any) -> Engine:
-        """Return this dataset in the hands of an engine that sorts, groups and joins.
+        """Return this dataset for an engine that sorts, groups and joins.
 
             ds.using("dask").sort("age")
 
@@ -646,7 +646,7 @@ class Dataset:
         _refuse("join")
 
     def unique(self, *_: Any, **__: Any) -> NoReturn:
-        """Refuse: an engine finds what is twice; see `using`."""
+        """Refuse: an engine finds unique values; see `using`."""
         _refuse("unique")
 
 
@@ -685,7 +685,7 @@ def _nodes(node: Node) -> Iterator[Node]:
 
 
 def _reported(node: Node) -> list[str]:
-    """Return the steps to a node, for people."""
+    """Return the steps to a node, as texts."""
     if isinstance(node, Read):
         where = ""
         if isinstance(node.source, FileSource):
@@ -706,14 +706,14 @@ def _reported(node: Node) -> list[str]:
 
 
 def _mixed(batches: Iterator[Batch], size: int, seed: int) -> Iterator[Batch]:
-    """Yield rows drawn from a buffer of so many."""
+    """Yield the rows shuffled within buffers of `size` rows."""
     generator = np.random.default_rng(seed)
     for batch in batched(batches, size):
         yield taken(batch, generator.permutation(num_rows(batch)))
 
 
 def _watched(batches: Iterator[Batch], what: str) -> Iterator[Batch]:
-    """Show how many rows have gone by, where somebody looks."""
+    """Show the number of processed rows, if stderr is a terminal."""
     if not sys.stderr.isatty():
         yield from batches
         return

@@ -1,10 +1,10 @@
-"""What moves all rows about is the work of engines that exist: sort, groupby, join, distinct rows.
+"""Operations that need all rows are left to existing engines: sort, groupby, join, distinct rows.
 
     ds.using("dask").sort("age")
     ds.using("dask", address="tcp://head:8786", path="s3://bucket/sorted").join(other, on="id")
 
-Rule: rows go to the engine as parquet files and come back as parquet files, in a folder that the
-user names, or in a temporary one of this machine.
+Rule: rows are exchanged with the engine as parquet files, in a folder that the user names, or in a
+temporary one of this machine.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PARTITION_BYTES = 64 * 1024**2
 
 
 def engine_of(name: str, dataset: Dataset, options: Mapping[str, Any]) -> Engine:
-    """Return a dataset in the hands of an engine.
+    """Return an engine for a dataset.
 
     Raises:
         UsageError: there is no such engine, its package is missing, or an option is unknown.
@@ -48,7 +48,7 @@ def engine_of(name: str, dataset: Dataset, options: Mapping[str, Any]) -> Engine
 
 
 class Engine:
-    """A dataset in the hands of Dask: each verb computes, and returns a dataset of files."""
+    """Operations on a dataset by Dask: each computes at once, and returns a dataset of files."""
 
     def __init__(self, dataset: Dataset, address: str | None, path: Any) -> None:
         """Compute nothing yet.
@@ -69,7 +69,7 @@ class Engine:
         )
 
     def groupby(self, key: str | Sequence[str]) -> Groups:
-        """Return groups of rows with equal values, to be counted or summed up."""
+        """Return groups of rows with equal values, for aggregation."""
         return Groups(self, _names(key))
 
     def join(
@@ -79,13 +79,13 @@ class Engine:
         join_type: str = "inner",
         suffixes: tuple[str, str] = ("", "_1"),
     ) -> Dataset:
-        """Return the columns of both for rows with equal keys.
+        """Return the columns of both datasets for rows with equal keys.
 
         Args:
             other: the right side.
-            on: columns of both.
+            on: key columns of both.
             join_type: "inner", "left_outer", "right_outer" or "full_outer".
-            suffixes: of columns that both have.
+            suffixes: for columns that both have.
         """
         hows = {"inner": "inner", "full_outer": "outer"}
         how = hows.get(join_type, join_type.removesuffix("_outer"))
@@ -94,16 +94,16 @@ class Engine:
         )
 
     def drop_duplicates(self, on: str | Sequence[str] | None = None) -> Dataset:
-        """Return the first of rows with equal values, in these columns or in all."""
+        """Keep the first of rows with equal values in these columns, None for all columns."""
         return self._computed(lambda frame: frame.drop_duplicates(subset=on and _names(on)))
 
     def unique(self, column: str) -> list[Any]:
-        """Return the values of a column, each once."""
+        """Return the distinct values of a column."""
         found = Engine(self._dataset.select_columns([column]), self._address, None)
         return [row[column] for row in found.drop_duplicates().take_all()]
 
     def repartition(self, num_blocks: int) -> Dataset:
-        """Return the rows in so many files."""
+        """Return the rows in this many files."""
         return self._computed(lambda frame: frame.repartition(npartitions=num_blocks))
 
     def _computed(self, work: Any, *others: Dataset) -> Dataset:
@@ -121,7 +121,7 @@ class Engine:
         return read_parquet(target)
 
     def _files(self, dataset: Dataset, folders: contextlib.ExitStack) -> list[str]:
-        """Return parquet files with the rows, written if there are none."""
+        """Return parquet files with the rows: the source's own, or newly written ones."""
         node = dataset.node
         if isinstance(node, Read) and isinstance(node.source, Parquet) and not node.source.columns:
             return dataset.input_files()
@@ -146,14 +146,14 @@ class Engine:
 
 
 class Groups:
-    """Rows by equal values; `count`, `sum`, `mean`, `min`, `max` and `std` return a dataset."""
+    """Grouped rows; `count`, `sum`, `mean`, `min`, `max` and `std` return a dataset."""
 
     def __init__(self, engine: Engine, keys: list[str]) -> None:
         """Group by these columns."""
         self._engine, self._keys = engine, keys
 
     def __getattr__(self, name: str) -> Any:
-        """Return what sums up: called with a column, or several."""
+        """Return an aggregate, which is called with a column or several."""
         if name not in AGGREGATES:
             raise AttributeError(f"groupby(...) has {', '.join(AGGREGATES)}, and no {name!r}")
         return lambda on=None: self._summed(name, on)

@@ -1,4 +1,4 @@
-"""One feeder: reads rows from its standard input, writes batches to its standard output."""
+"""The main program of one feeder: reads rows from stdin, writes batches to stdout."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ POLL_S = 1.0
 
 
 def main() -> None:
-    """Answer until whoever asks is gone."""
+    """Reply to requests until the training process is gone."""
     source, sink = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-    # What the user's functions print goes where errors go.
+    # Output of the user's functions goes to stderr: stdout carries the protocol.
     os.dup2(2, 1)
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     try:
@@ -39,7 +39,7 @@ def main() -> None:
 
 
 def _end_with(parent: int) -> None:
-    """End with the process that began this one, also if others hold its end of a pipe."""
+    """Exit when the parent process is gone, even if other processes hold its end of the pipe."""
     while os.getppid() == parent:
         time.sleep(POLL_S)
     os._exit(0)

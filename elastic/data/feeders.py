@@ -1,9 +1,9 @@
-"""Feeders: processes beside a training process that do what is done to rows, ahead of time.
+"""Feeders: processes beside a training process that apply operations to rows ahead of time.
 
-The training process reads the rows, each once, and sends those of a micro-batch to whichever
-feeder has least to do; what comes back is the batch. Rule: what a feeder computes depends on what
-it is sent and on nothing else, so that any of them may answer; what a dead one has not answered is
-sent to another, and what nobody has answered is computed by whoever needs it.
+The training process reads the rows, each once, and sends those of a micro-batch to the feeder with
+the fewest requests, which replies with the batch. Rule: a batch depends on the request alone, so
+that any feeder can compute it. Open requests of a dead feeder are sent to another; a batch without
+a reply is computed by the training process itself.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ log = logging.getLogger(__name__)
 LENGTH = struct.Struct(">Q")
 WAIT_SLICE_S = 0.05
 TIMEOUT_TIMES, TIMEOUT_S = 3.0, 1.0
-"""An answer is waited for as long as three usual ones take, at least a second; then the batch is
-computed here, so that a feeder that hangs holds nobody up."""
+"""The timeout of a reply is three times the usual duration, at least a second; then the batch is
+computed here, so that a hung feeder does not block training."""
 STARTS_MAX = 5
-"""Of processes that end without an answer, in a row."""
+"""Consecutive deaths without a reply after which feeders are no longer replaced."""
 
 
 def send(pipe: BinaryIO, value: bytes) -> None:
@@ -61,7 +61,7 @@ def receive(pipe: BinaryIO) -> bytes:
 
 
 class _Feeder:
-    """One process; a thread of ours begins it, and takes its answers."""
+    """One process; a thread writes its requests, another one reads its replies."""
 
     def __init__(self, pool: Feeders, number: int) -> None:
         self.asked: dict[int, Gathered] = {}
@@ -80,11 +80,11 @@ class _Feeder:
             threading.Thread(target=work, name="elastic-feeder", daemon=True).start()
 
     def send(self, value: bytes) -> None:
-        """Send a request, without waiting; b"" is the last one."""
+        """Queue a request, without waiting; b"" ends the writing thread."""
         self._outbox.put(value)
 
     def _write(self) -> None:
-        # What is lost is asked elsewhere once the process is known to be gone.
+        # Lost requests are sent to another feeder once the reader sees that this one is gone.
         with contextlib.suppress(OSError, ValueError):
             while value := self._outbox.get():
                 send(self.process.stdin, value)  # type: ignore[arg-type]
@@ -108,18 +108,18 @@ class _Feeder:
 
 
 class Feeders:
-    """Some feeders, and what was asked of them.
+    """A pool of feeders, and its requests.
 
     Attributes:
-        depth: steps that are asked for ahead.
-        setup: what a process is begun with.
+        depth: steps that are requested ahead.
+        setup: the first message to each process.
     """
 
     def __init__(self, operations: Sequence[Sequence[Operation]], number: int) -> None:
-        """Begin the processes; until they are there, batches are computed by who needs them.
+        """Start the processes; until they are ready, the training process computes batches.
 
         Args:
-            operations: on the rows of each part of a table.
+            operations: for the rows of each part of a table.
             number: of processes.
         """
         self.depth = max(2, number)
@@ -135,27 +135,27 @@ class Feeders:
         self._feeders = [_Feeder(self, one) for one in range(number)]
 
     def pids(self) -> list[int]:
-        """Return the ids of the processes that live."""
+        """Return the ids of the present processes."""
         return [one.process.pid for one in self._feeders]
 
     @property
     def has_room(self) -> bool:
-        """Return whether a feeder is there, and not too much is asked for already."""
+        """Return whether a feeder is ready, and the number of requests is below its limit."""
         with self._changed:
             ready = any(one.is_ready for one in self._feeders)
             return ready and len(self._since) + len(self._answers) < self._most
 
     def has(self, key: int) -> bool:
-        """Return whether a batch was asked for already."""
+        """Return whether a batch was requested already."""
         with self._changed:
             return key in self._since or key in self._answers
 
     def ask(self, key: int, rows: Gathered) -> None:
-        """Ask for a batch.
+        """Request a batch.
 
         Args:
-            key: names it, and is the seed of what is random in it.
-            rows: what it is made of.
+            key: identifies the batch, and seeds its random operations.
+            rows: the input rows.
         """
         with self._changed:
             self._since[key] = time.monotonic()
@@ -173,10 +173,9 @@ class Feeders:
         feeder.send(pickle.dumps((key, rows), protocol=5))
 
     def take(self, key: int) -> Batch | None:
-        """Return a batch that was asked for; None if it has to be computed here.
+        """Wait for a requested batch; None if it must be computed here.
 
-        Raises:
-            Exception: what a function of the user's raised.
+        That is so after a timeout, and after an error in the feeder, to show it in this process.
         """
         with self._changed:
             while key in self._since:
@@ -200,7 +199,7 @@ class Feeders:
             feeder.asked.pop(key, None)
 
     def answered(self, feeder: _Feeder, key: int, is_good: bool, value: Any) -> None:
-        """Take an answer; the first of a feeder says that it is there."""
+        """Record a reply; the first one of a feeder means that it is ready."""
         with self._changed:
             if not feeder.is_ready:
                 feeder.is_ready = True
@@ -214,7 +213,7 @@ class Feeders:
             self._changed.notify_all()
 
     def lost(self, feeder: _Feeder) -> None:
-        """Ask others what a feeder has not answered, and begin another one."""
+        """Send the open requests of a lost feeder to others, and start a replacement."""
         with self._changed:
             if self._is_closed:
                 return

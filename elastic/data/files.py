@@ -1,7 +1,8 @@
-"""The files of a dataset: found in a stable order, and read only while they are what was found.
+"""The files of a dataset: listed in a stable order, and read only if unchanged since.
 
-Rule: a file is known by its path, its size and its stamp (etag, checksum, or time of change). One
-that differs from what a run has begun with is refused by name, as its rows would be others.
+Rule: a file is identified by its path, its size and its stamp (etag, checksum, or modification
+time). One that has changed since the start of the run is refused with its name, because its rows
+may differ.
 """
 
 from __future__ import annotations
@@ -26,23 +27,23 @@ from elastic.storage.files import PACKAGES
 log = logging.getLogger(__name__)
 
 STAMPS = ("ETag", "etag", "md5Hash", "checksum", "mtime", "LastModified", "last_modified")
-"""What file systems call that which changes with the content, the surest first."""
+"""Names, in different file systems, of a value that changes with the content; the surest first."""
 TAIL_BYTES = 64 * 1024
-"""Read at once from the end of a parquet file, where mostly the whole footer is."""
+"""Read at once from the end of a parquet file; usually includes the whole footer."""
 
 
 class DataError(StorageError):
-    """A file of a dataset cannot be read, has changed, or holds what was not expected."""
+    """A file of a dataset cannot be read, has changed, or has unexpected content."""
 
 
 @dataclass(frozen=True)
 class File:
-    """One file as it was found.
+    """One file as listed.
 
     Attributes:
         path: with its protocol, such as "s3://bucket/a.parquet"; local ones are absolute.
         size: in bytes.
-        stamp: of its content.
+        stamp: changes with the content.
     """
 
     path: str
@@ -51,7 +52,7 @@ class File:
 
 
 def filesystem_of(path: str, options: dict[str, Any] | None = None) -> tuple[Any, str]:
-    """Return the file system of a path, and the path as that knows it.
+    """Return the file system of a path, and the path within it.
 
     Raises:
         UsageError: there is none for such a path, or its package is missing.
@@ -72,13 +73,13 @@ def find_files(
     """Return the files of paths, globs and folders, sorted within each of these.
 
     Args:
-        paths: one or several; a folder stands for all files below it, but those whose name, or
-            whose folder's name, begins with "." or "_".
-        extensions: in a folder or a glob only files that end so, such as [".csv"]; None for all.
+        paths: one or several; a folder means all files below it, except those whose name, or
+            whose folder's name, starts with "." or "_".
+        extensions: of files in a folder or a glob, such as [".csv"]; None for all.
         options: for the file system, such as {"anon": True}.
 
     Raises:
-        DataError: a path leads to no file, or cannot be listed.
+        DataError: a path matches no file, or cannot be listed.
     """
     given = [paths] if isinstance(paths, (str, os.PathLike)) else list(paths)
     ends = tuple("." + one.lstrip(".").lower() for one in extensions or ())
@@ -114,7 +115,7 @@ def _infos(fs: Any, root: str) -> list[dict[str, Any]]:
 
 
 def _below(fs: Any, info: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return a file itself, or all files below a folder that are no one's own business."""
+    """Return a file itself, or all files below a folder that are not hidden ("." or "_")."""
     if info["type"] != "directory":
         return [info]
     root = info["name"].rstrip("/")
@@ -139,10 +140,10 @@ def _stamp(info: dict[str, Any]) -> str:
 
 
 def check_unchanged(before: Sequence[File], now: Sequence[File], name: str) -> None:
-    """Refuse another listing than that which a run has begun with.
+    """Refuse a listing that differs from the one at the start of the run.
 
     Raises:
-        DataError: names the first file that has come, gone or changed.
+        DataError: names the first file that was added, removed or changed.
     """
     if list(before) == list(now):
         return
@@ -174,22 +175,22 @@ class Reader:
 
     Attributes:
         options: for the file system.
-        bytes_read: so far.
+        bytes_read: number of bytes read so far.
     """
 
     options: dict[str, Any] | None = None
     bytes_read: int = 0
 
     def __post_init__(self) -> None:
-        """Begin with nothing checked."""
+        """Start without checked files."""
         self._checked: set[File] = set()
         self._lock = threading.Lock()
 
     def check(self, file: File) -> tuple[Any, str]:
-        """Return a file's file system and its path there, once it is known to be unchanged.
+        """Check once that a file is unchanged; return its file system and its path there.
 
         Raises:
-            DataError: it has changed, or is gone.
+            DataError: it has changed, or was removed.
         """
         fs, path = filesystem_of(file.path, self.options)
         if file not in self._checked:
@@ -204,7 +205,7 @@ class Reader:
         return fs, path
 
     def read(self, file: File, start: int = 0, stop: int | None = None) -> bytes:
-        """Return the bytes of a file, or of a part of it.
+        """Return the bytes of a file from `start` to `stop`.
 
         Raises:
             DataError: it has changed, or cannot be read.
@@ -222,7 +223,7 @@ class Reader:
             self.bytes_read += size
 
     def open(self, file: File) -> Any:
-        """Return a file opened to be read from its beginning on, unpacked if its name says so.
+        """Open a file for sequential reading, decompressed according to its name.
 
         Raises:
             DataError: it has changed, or cannot be opened.
@@ -240,16 +241,16 @@ def _unreadable(file: File, error: Exception) -> DataError:
 
 
 class RangedFile(io.RawIOBase):
-    """A file of which one range is fetched beforehand, in one request; the rest when asked for."""
+    """A file of which one range is fetched in advance, in one request; the rest on demand."""
 
     def __init__(self, reader: Reader, file: File, start: int, stop: int) -> None:
         """Fetch the range.
 
         Args:
-            reader: counts the bytes.
-            file: which one.
-            start: of the range, in bytes from the beginning.
-            stop: behind its last byte.
+            reader: reads the file, and counts the bytes.
+            file: the file.
+            start: offset of the range, in bytes.
+            stop: end of the range, exclusive.
         """
         super().__init__()
         self._reader = reader
@@ -271,13 +272,13 @@ class RangedFile(io.RawIOBase):
         return self._at
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Go to a position."""
+        """Set the position, and return it."""
         base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._file.size}[whence]
         self._at = base + offset
         return self._at
 
     def read(self, size: int | None = -1) -> bytes:
-        """Return bytes from the position on."""
+        """Return bytes from the position, and advance it."""
         rest = self._file.size - self._at
         size = rest if size is None or size < 0 else min(size, rest)
         begin = self._at - self._start
@@ -290,6 +291,6 @@ class RangedFile(io.RawIOBase):
 
 
 def chunks(file: Any, size: int) -> Iterator[bytes]:
-    """Yield what is left of an open file, in pieces."""
+    """Yield the rest of an open file, in pieces."""
     while piece := file.read(size):
         yield piece

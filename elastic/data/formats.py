@@ -1,4 +1,4 @@
-"""Files that are read from their beginning: CSV, JSON, text, arrays; and whole files as rows."""
+"""Sources for sequential formats (CSV, JSON, text, arrays), and for whole files as rows."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from elastic.data.sources import BLOCK_ROWS, Block, FileSource, Listing
 
 CHUNK_BYTES = 8 * 1024**2
 FILES_IN_BLOCK = 16
-"""Small files that are read together, such as images."""
+"""Files that form one block, because they are mostly small, such as images."""
 
 
 @dataclass
 class Csv(FileSource):
-    """CSV files, read in chunks; the types of columns are those of the first file.
+    """CSV files, read in chunks; the first file determines the types of columns.
 
     Attributes:
         arrow_options: `read_options`, `parse_options`, `convert_options` of pyarrow.csv.
@@ -31,7 +31,7 @@ class Csv(FileSource):
     arrow_options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Begin with no schema known."""
+        """Start without a schema."""
         super().__post_init__()
         self._first: Any = None
 
@@ -49,7 +49,7 @@ class Csv(FileSource):
         try:
             found = csv.open_csv(
                 opened,
-                # Several threads do not count the rows, which errors name.
+                # With several threads pyarrow does not count rows, whose numbers errors name.
                 read_options=options.get("read_options") or csv.ReadOptions(use_threads=False),
                 parse_options=parse,
                 convert_options=convert,
@@ -77,8 +77,8 @@ class Lines(FileSource):
     """Files of lines: plain text, or a JSON object each (a file may also be one JSON list).
 
     Attributes:
-        is_json: what the lines are.
-        drop_empty: leave empty lines of text out.
+        is_json: the lines are JSON objects.
+        drop_empty: leave out empty lines of text.
         encoding: of text.
     """
 
@@ -87,7 +87,7 @@ class Lines(FileSource):
     encoding: str = "utf-8"
 
     def __post_init__(self) -> None:
-        """Begin with no schema known."""
+        """Start without a schema."""
         super().__post_init__()
         self._first: Any = None
 
@@ -139,7 +139,7 @@ class Lines(FileSource):
         return found
 
     def _one_by_one(self, file: File, text: bytes, number: int, schema: Any, why: str) -> Any:
-        """Read lines of which one is wrong: leave it out, or say which one it is."""
+        """Parse line by line after an error: skip the invalid lines, or name the first one."""
         pa, rows = arrow(), []
         for at, line in enumerate(text.split(b"\n"), start=number):
             if not line.strip():
@@ -166,7 +166,7 @@ class Lines(FileSource):
 
 @dataclass
 class Numpy(FileSource):
-    """Files of one array each; a row is what its first axis counts."""
+    """Files of one array each; a row is an entry of the first axis."""
 
     def _rows(self, reader: Reader, file: File) -> Iterator[Batch]:
         try:
@@ -181,7 +181,7 @@ class Binary(FileSource):
     """A row for each file: its bytes.
 
     Attributes:
-        with_paths: also its path.
+        with_paths: add a column "path".
     """
 
     with_paths: bool = False
@@ -196,7 +196,7 @@ class Binary(FileSource):
         return Listing(files, tuple(blocks))
 
     def read(self, reader: Reader, files: Sequence[File], block: Block) -> Batch:
-        """Return the content of some files."""
+        """Return the content of the files of a block."""
         some = files[block.file + block.start : block.file + block.stop]
         found = {"bytes": array_of([reader.read(file) for file in some])}
         if self.with_paths:

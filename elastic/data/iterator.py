@@ -1,7 +1,7 @@
-"""What a training loop reads a dataset through: by rank, from anywhere, each row once.
+"""The iterator of a training loop over a dataset: split by rank, resumable, each row once.
 
-Rule: a pass is dealt out as ranges of places in one order of all rows (`lanes.py`), equal for all
-ranks but for one row; so the ranges that are left say where a pass stands, at any world size.
+Rule: a pass is split into ranges of places in one order of all rows (`lanes.py`), which differ by
+at most one row between ranks. The remaining ranges are the position of a pass, at any world size.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from elastic.data.table import SHUFFLE_BYTES, Table
 from elastic.errors import UsageError
 
 SHARES = 32
-"""A window in a plain loop takes no more than so many parts of a rank's blocks."""
+"""A window in a plain loop has at most 1/32 of a rank's blocks."""
 
 
 class DataIterator:
-    """Yields one rank's part of a dataset, again and again; each pass is an epoch.
+    """Yields one rank's part of a dataset; each pass is an epoch.
 
-    Within a pass no row is dropped and none is twice: where the rows do not divide, some ranks
-    have one less. All ranks have the same number of batches (where there are fewer rows left than
-    ranks, one that has none gets a row of another's once more, unless gradients are off).
+    Within a pass no row is dropped or repeated: if the rows do not divide evenly, some ranks have
+    one less. All ranks have the same number of batches (if fewer rows than ranks are left, a rank
+    without rows gets a copy of another rank's row, unless gradients are disabled).
     """
 
     def __init__(
@@ -48,10 +48,10 @@ class DataIterator:
 
         Args:
             table: returns the rows.
-            place: returns the rank, and the number of ranks, when a pass begins.
-            max_ranks: the most ranks that there may be.
+            place: returns the rank, and the number of ranks; called when a pass starts.
+            max_ranks: maximum number of ranks.
             num_feeders: processes that compute batches ahead, for this rank.
-            memory: bytes that rows may take which are read ahead to be shuffled.
+            memory: bytes for rows that are read ahead to be shuffled.
         """
         self._table_of, self._place = table, place
         self._max_ranks = max_ranks
@@ -62,18 +62,18 @@ class DataIterator:
         self._shuffles: tuple[bool, int] | None = None
         self._epoch = 0
         self._left: Ranges | None = None
-        # Of the pass that is being read: batches done, ranks, rows of a batch.
+        # Of the running pass: batches done, ranks, rows of a batch.
         self._pass: tuple[int, int, int] | None = None
 
     @property
     def table(self) -> Table:
-        """Return the rows."""
+        """Return the rows, as a table."""
         if self._table is None:
             self._table = self._table_of()
         return self._table
 
     def world_size(self) -> int:
-        """Return over how many ranks the rows are dealt out now."""
+        """Return the present number of ranks."""
         return self._place()[1]
 
     def count(self) -> int:
@@ -81,13 +81,13 @@ class DataIterator:
         return self.table.rows
 
     def schema(self) -> Any:
-        """Return a pyarrow schema, after a look at the first rows."""
+        """Return the pyarrow schema of the first rows."""
         from elastic.data.batches import to_table
 
         return to_table(self._reader().get(0, range(min(20, self.table.rows)))).schema
 
     def stats(self) -> str:
-        """Return what is known, for people."""
+        """Return a text about rows, blocks and bytes read."""
         table, read = self.table, self.bytes_read()
         return f"{table.rows:,} rows in {len(table.blocks):,} blocks; {read:,} bytes read here"
 
@@ -95,12 +95,12 @@ class DataIterator:
         """Return the bytes that this process has read from files."""
         return self._rows.bytes_read if self._rows is not None else 0
 
-    # --------------------------------------------------------------------- where it stands
+    # --------------------------------------------------------------------- position
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where all ranks stand: the same on each, if all have read as many batches.
+        """Return the position of all ranks: equal on each, if all have read as many batches.
 
-        It holds after the batch that was yielded last, and for any number of ranks.
+        It is the position after the last yielded batch, and valid for any number of ranks.
         """
         left = self._left_now()
         if not left:
@@ -109,7 +109,7 @@ class DataIterator:
         return {"epoch": self._epoch, "left": None if whole else [list(one) for one in left]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Let the next pass be the rest of the one that `state_dict` was called in."""
+        """Make the next pass the rest of the one in which `state_dict` was called."""
         if set(state) != {"epoch", "left"}:
             raise UsageError(
                 f"load_state_dict: got {sorted(state)}: expected what state_dict() of such an "
@@ -140,10 +140,10 @@ class DataIterator:
         Args:
             batch_size: rows of each.
             batch_format: "numpy" (the default), "pandas" or "pyarrow".
-            drop_last: leave a last one out that is smaller.
+            drop_last: leave out a smaller last batch.
             local_shuffle_buffer_size: shuffle, in windows of row groups, as after
                 `random_shuffle`; the number itself has no effect.
-            local_shuffle_seed: of that.
+            local_shuffle_seed: of the shuffle.
             others: Ray's, without effect here.
         """
         check_others("iter_batches", others)
@@ -169,11 +169,11 @@ class DataIterator:
         Args:
             batch_size: rows of each.
             dtypes: a torch.dtype, or one for each column.
-            device: where to; "auto" leaves them on the CPU.
+            device: of the tensors; "auto" is the CPU.
             collate_fn: takes a dict of arrays, returns the batch.
-            drop_last: see `iter_batches`, and so are the following.
-            local_shuffle_buffer_size: see there.
-            local_shuffle_seed: see there.
+            drop_last: see `iter_batches`.
+            local_shuffle_buffer_size: see `iter_batches`.
+            local_shuffle_seed: see `iter_batches`.
             others: Ray's, without effect here.
         """
         check_others("iter_torch_batches", others)
@@ -200,7 +200,7 @@ class DataIterator:
         return from_arrow(list(self.iter_batches(batch_format="pyarrow")))
 
     def close(self) -> None:
-        """Stop what reads ahead."""
+        """Stop reading ahead."""
         if self._rows is not None:
             self._rows.close()
         self._rows = None
@@ -212,17 +212,17 @@ class DataIterator:
             self.close()
 
     def shuffled_table(self) -> Table:
-        """Return the rows, to be shuffled if the loop has asked for it."""
+        """Return the table, marked to be shuffled if the loop requested that."""
         if self._shuffles is None:
             return self.table
         return replace(self.table, shuffle=True, seed=self._shuffles[1])
 
     def _reader(self) -> Rows:
-        """Return what reads one lane of all rows, whatever the number of ranks."""
+        """Return a reader with one lane of all rows, independent of the number of ranks."""
         if self._rows is None:
             table = self.shuffled_table()
             lanes = table.lanes(1, 1, self._memory)
-            # A window that two ranks have a part of is read by both.
+            # Limit the window: one that two ranks share is read by both.
             most = max(1, len(lanes.blocks) // (SHARES * self._max_ranks))
             if not table.is_small:
                 lanes = replace(lanes, window=min(lanes.window, most))
@@ -230,7 +230,7 @@ class DataIterator:
         return self._rows
 
     def _batches(self, size: int, *, drop_last: bool) -> Iterator[Batch]:
-        """Yield this rank's batches, from where the pass stands."""
+        """Yield this rank's batches, from the position of the pass."""
         left = self._left_now()
         if not left:
             self._epoch, left = self._epoch + 1, [(0, self.table.rows)]
@@ -251,7 +251,7 @@ class DataIterator:
             if not len(places):
                 if not _learns():
                     continue
-                places = [left[0][0]]  # Others wait for our backward.
+                places = [left[0][0]]  # A repeated row: other ranks wait for our backward.
             ahead = [(epoch, places_of(mine, *span)) for span in spans[number + 1 : number + 4]]
             if drop_last and len(places) < size:
                 continue
@@ -268,35 +268,35 @@ def _learns() -> bool:
 
 
 class Collate:
-    """Makes what the loop gets of a batch."""
+    """Converts a batch to what the training loop receives."""
 
     def __init__(self, given: Callable[[Any], Any] | None, dtypes: Any, device: Any) -> None:
-        """Take the arguments of `iter_torch_batches`."""
+        """Store the arguments of `iter_torch_batches`."""
         self._given = given
         self._dtypes = dtypes
         self._device = device
 
     def __call__(self, batch: Batch) -> Any:
-        """Return tensors, or what the user's function makes of arrays."""
+        """Return tensors, or the result of the user's function for arrays."""
         if self._given is not None:
             return self._given(to_format(batch, "numpy"))
         return to_torch(batch, self._dtypes, self._device)
 
 
 class Again:
-    """An iterable that begins anew each time."""
+    """An iterable that can be iterated over several times."""
 
     def __init__(self, begin: Callable[[], Iterator[Any]]) -> None:
-        """Take what begins."""
+        """Store the function that returns a new iterator."""
         self._begin = begin
 
     def __iter__(self) -> Iterator[Any]:
-        """Begin."""
+        """Return a new iterator."""
         return self._begin()
 
 
 def torch_dataset(begin: Callable[[], Iterator[Any]]) -> Any:
-    """Return a torch IterableDataset that yields what `begin` does."""
+    """Return a torch IterableDataset over the iterators that `begin` returns."""
     from torch.utils.data import IterableDataset
 
     class Batches(IterableDataset[Any]):
@@ -307,10 +307,10 @@ def torch_dataset(begin: Callable[[], Iterator[Any]]) -> Any:
 
 
 def check_others(what: str, others: Mapping[str, Any]) -> None:
-    """Refuse arguments that neither Ray has nor we.
+    """Refuse arguments that are neither Ray's nor ours.
 
     Raises:
-        UsageError: there is one.
+        UsageError: an argument is unknown.
     """
     known = {"prefetch_batches", "prefetch_blocks", "pin_memory", "global_batch_size", "weigh"}
     unknown = sorted(set(others) - known)

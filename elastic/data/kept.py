@@ -1,8 +1,7 @@
-"""What a run trains with, as it is written down in its directory.
+"""The record of a run's datasets in its directory.
 
-Rule: RUN/data/<name>.json holds the files of a dataset with their sizes and stamps; rows that
-cannot be read by number lie beside it, as parquet files. Whoever goes on with the run finds the
-same, or a refusal.
+Rule: RUN/data/<name>.json lists the files of a dataset with their sizes and stamps; rows without
+random access are stored beside it, as parquet files. A resumed run gets the same rows, or an error.
 """
 
 from __future__ import annotations
@@ -25,20 +24,20 @@ from elastic.storage.files import Files
 log = logging.getLogger(__name__)
 
 FOLDER = "data"
-"""In the run directory."""
+"""Name of the folder in the run directory."""
 
 
 def table_of_run(node: Node, name: str, run: Files, *, writes: bool) -> Table | None:
-    """Return the table that a run trains with, which is written down at its first beginning.
+    """Return the table that a run trains with, recorded at the first start of the run.
 
     Args:
-        node: the dataset as it is now.
+        node: the dataset as given now.
         name: of the dataset, in the run.
         run: the run directory.
-        writes: False to return None if nothing is written down yet.
+        writes: False to return None if there is no record yet.
 
     Raises:
-        DataError: the run has begun with other files.
+        DataError: the run was started with other files.
         StorageError: the run directory cannot be read or written.
     """
     path = f"{FOLDER}/{name}.json"
@@ -93,7 +92,7 @@ def _kept_part(run: Files, saved: dict[str, Any]) -> Part:
 
 
 def _sources_of(node: Node) -> tuple[File, ...]:
-    """Return all that a dataset is made of; rows in memory as a file with a checksum."""
+    """Return all source files of a dataset; rows in memory are a file with a checksum."""
     if isinstance(node, Read):
         if isinstance(node.source, FileSource):
             return node.source.listing().files
@@ -104,7 +103,7 @@ def _sources_of(node: Node) -> tuple[File, ...]:
 
 
 def _file_of(source: Memory) -> File:
-    """Return what stands for rows in memory: their size and checksum, as Arrow says them."""
+    """Return a file entry for rows in memory: size and checksum of their Arrow stream."""
     pa, total = arrow(), Sink()
     for batch in source.batches:
         table = to_table(batch)

@@ -1,13 +1,12 @@
 """The order of an epoch: lanes of row groups, shuffled in windows. Pure functions.
 
-A table is a list of blocks (row groups). For an epoch they are permuted and laid end to end; that
-line is cut into V lanes of equal length, one for each micro-batch of a step, and micro-batch v of
-step s is the next rows of lane v. Within a lane, rows are shuffled over windows of some blocks.
+A table is a list of blocks (row groups). For an epoch they are permuted and concatenated; this line
+of rows is cut into V lanes of equal length, one for each micro-batch of a step, and micro-batch v
+of step s is the next rows of lane v. Within a lane, rows are shuffled in windows of some blocks.
 
-Rule: which row stands where depends on (table, V, micro-batch, seed, epoch) and on nothing else.
-So a position of the epoch is all that has to be known to go on, at any world size, and a rank reads
-the blocks of the lanes that it holds and few others. (A shuffle over all rows would make every
-rank read every block.)
+Rule: the order depends on (table, V, micro-batch, seed, epoch) alone. So a position in the epoch is
+enough to resume, at any world size, and a rank reads the blocks of its own lanes and few others.
+(A shuffle over all rows would make every rank read every block.)
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ from elastic.errors import check
 from elastic.worker.data.loader import permuted
 
 LANE = 6
-"""Purpose of the seeds of windows, beside those in core/policy/cursor.py."""
+"""Purpose number for the seeds of windows; others are in core/policy/cursor.py."""
 Ints = NDArray[np.int64]
 Ranges = list[tuple[int, int]]
 
 
 @dataclass(frozen=True)
 class Lanes:
-    """How the rows of a table are ordered, in each epoch anew.
+    """The order of a table's rows, different in each epoch.
 
     Attributes:
         blocks: rows of each block, all at least 1.
@@ -57,7 +56,7 @@ class Lanes:
 
     @cached_property
     def fingerprint(self) -> int:
-        """Return a number that is equal where the order is."""
+        """Return a hash of the order: equal for equal orders."""
         blocks = zlib.crc32(np.asarray(self.blocks, np.int64).tobytes())
         parts = (blocks, self.num_lanes, self.micro_batch, self.window, int(self.shuffle))
         return derive(self.seed, LANE, *parts)
@@ -69,7 +68,7 @@ class Lanes:
 
 @dataclass(frozen=True)
 class Found:
-    """Where rows are: for each place one entry.
+    """Locations of rows: one entry per place.
 
     Attributes:
         block: number of the block in the table.
@@ -85,11 +84,11 @@ class Found:
 class EpochOrder:
     """The order of one epoch: places 0 to N - 1, step after step, micro-batch after micro-batch.
 
-    The places of the last step, which is not full, go over what all lanes have left.
+    The last step, which is not full, has the remaining rows of all lanes, one lane after the other.
     """
 
     def __init__(self, lanes: Lanes, epoch: int) -> None:
-        """Lay out the blocks of an epoch."""
+        """Permute the blocks for an epoch."""
         self._lanes, self._epoch = lanes, epoch
         count = len(lanes.blocks)
         order = np.arange(count, dtype=np.uint64)
@@ -106,7 +105,7 @@ class EpochOrder:
         self._windows: dict[int, Ints] = {}
 
     def find(self, places: Ints) -> Found:
-        """Return where the rows of these places are.
+        """Return the locations of the rows at these places.
 
         Args:
             places: each from 0 to N - 1.
@@ -120,7 +119,7 @@ class EpochOrder:
         return Found(self._order[at], line - self._starts[at], lane)
 
     def windows_at(self, place: int) -> tuple[list[int], list[int]]:
-        """Return the blocks of the window that a place is in, and of the next one of its lane."""
+        """Return the blocks of a place's window, and those of the next window of its lane."""
         lanes, offsets = self._in_lanes(np.asarray([place]))
         lane = int(lanes[0])
         windows = self._windows_of(lane)
@@ -128,7 +127,7 @@ class EpochOrder:
         return self._blocks(windows, at), self._blocks(windows, at + 1)
 
     def _in_lanes(self, places: Ints) -> tuple[Ints, Ints]:
-        """Return the lane of each place, and how far it is from the beginning of that lane."""
+        """Return the lane of each place, and its offset in that lane."""
         size, number = self._lanes.micro_batch, self._lanes.num_lanes
         step, rest = np.divmod(places, size * number)
         lane, offset = rest // size, step * size + rest % size
@@ -142,7 +141,7 @@ class EpochOrder:
         return lane, offset
 
     def _shuffled(self, lane: int, offset: Ints) -> Ints:
-        """Return where in the line of all rows these rows of a lane are."""
+        """Return the positions of these rows of a lane in the line of all rows, shuffled."""
         line = self._bounds[lane] + offset
         if not self._lanes.shuffle:
             return line
@@ -157,7 +156,7 @@ class EpochOrder:
         return line
 
     def _windows_of(self, lane: int) -> Ints:
-        """Return where the windows of a lane begin, and where the last one ends."""
+        """Return the starts of the windows of a lane, and the end of the last one."""
         if lane not in self._windows:
             first, last = self._bounds[lane], self._bounds[lane + 1]
             low = np.searchsorted(self._starts, first, side="right")
@@ -179,24 +178,24 @@ class EpochOrder:
 
 
 def share_of(left: Ranges, rank: int, world_size: int) -> Ranges:
-    """Return a rank's part of the places that are left: as many as any other's, or one less."""
+    """Return a rank's part of the remaining places; parts differ by at most one place."""
     total = sum(stop - start for start, stop in left)
     first, last = rank * total // world_size, (rank + 1) * total // world_size
     return _between(left, first, last)
 
 
 def num_batches(left: Ranges, world_size: int, size: int) -> int:
-    """Return how many batches each rank has, the same for all."""
+    """Return the number of batches of a rank, equal for all."""
     total = sum(stop - start for start, stop in left)
     most = -(-total // world_size)
     return -(-most // size)
 
 
 def batch_sizes(rows: int, batches: int, size: int) -> list[int]:
-    """Return the rows of each batch: full ones, then what is left, none of them empty if possible.
+    """Return the rows of each batch: full batches, then the rest; none is empty if possible.
 
-    A rank that has one row less than others would be without a last batch, and the others' last
-    backward would wait for it; so it keeps one row of the batch before.
+    A rank with one row less might lack a last batch, and the others' last backward would wait for
+    it; so it keeps one row of an earlier batch for the last.
     """
     sizes = []
     for number in range(batches):
@@ -207,7 +206,7 @@ def batch_sizes(rows: int, batches: int, size: int) -> list[int]:
 
 
 def left_after(left: Ranges, done: int, world_size: int, size: int) -> Ranges:
-    """Return the places that are left once every rank has had so many batches."""
+    """Return the remaining places after every rank has read `done` batches."""
     batches = num_batches(left, world_size, size)
     check(0 <= done <= batches, f"{done} of {batches} batches")
     found: Ranges = []
@@ -226,7 +225,7 @@ def left_after(left: Ranges, done: int, world_size: int, size: int) -> Ranges:
 
 
 def places_of(ranges: Ranges, first: int, last: int) -> Any:
-    """Return the places number `first` to `last` - 1 of these ranges, as an array."""
+    """Return the places with indices `first` to `last` - 1 in these ranges, as an array."""
     parts = [np.arange(start, stop) for start, stop in _between(ranges, first, last)]
     return np.concatenate([np.empty(0, np.int64), *parts])
 

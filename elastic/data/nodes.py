@@ -1,4 +1,4 @@
-"""A dataset that is not computed yet: a tree of nodes, from sources to operations."""
+"""The lazy plan of a dataset: a tree of nodes, from sources to operations."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from elastic.errors import UsageError
 
 @dataclass
 class Node:
-    """A dataset that is not computed yet.
+    """A node of the plan; computes rows from those of its parents.
 
     Attributes:
-        parents: what it is made of.
+        parents: the input nodes.
     """
 
     parents: tuple[Node, ...] = ()
@@ -41,7 +41,7 @@ class Read(Node):
 
 @dataclass
 class Apply(Node):
-    """An operation on all rows."""
+    """An operation on the rows of the parent."""
 
     operation: Operation = field(default_factory=Operation)
 
@@ -52,7 +52,7 @@ class Apply(Node):
 
 @dataclass
 class Slice(Node):
-    """Some rows that follow each other; `stop` None for the rest."""
+    """The rows from `start` to `stop`; None for the end."""
 
     start: int = 0
     stop: int | None = None
@@ -64,7 +64,7 @@ class Slice(Node):
 
 @dataclass
 class Union(Node):
-    """The rows of several, one after the other."""
+    """The rows of all parents, one after the other."""
 
     def stream(self) -> Iterator[Batch]:
         """Yield all rows in order."""
@@ -74,13 +74,13 @@ class Union(Node):
 
 @dataclass
 class Zip(Node):
-    """The columns of two, row by row; of equal names those of the second get "_1"."""
+    """The columns of two parents, row by row; duplicate names of the second get "_1"."""
 
     def stream(self) -> Iterator[Batch]:
         """Yield all rows in order.
 
         Raises:
-            UsageError: they differ in length.
+            UsageError: the parents differ in length.
         """
         one, two = (batched(parent.stream(), 1024) for parent in self.parents)
         while True:
@@ -101,7 +101,7 @@ class Zip(Node):
 
 @dataclass
 class Shuffle(Node):
-    """All rows in an order that is drawn: windows of blocks, see lanes.py."""
+    """All rows in a random order: shuffled in windows of blocks, see lanes.py."""
 
     seed: int = 0
 

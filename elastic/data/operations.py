@@ -1,8 +1,8 @@
-"""What is done to rows on their way: functions of the user's, columns, samples of rows.
+"""Operations on rows: functions of the user, column selection, sampling of rows.
 
-Rule: an operation that gives one row for each row it takes says so (`keeps_rows`); it may then be
-done to any rows at any time, such as to those of one micro-batch. What changes the number of rows
-is done once, from the first row to the last.
+Rule: an operation with exactly one output row per input row sets `keeps_rows`; it may be applied to
+any rows at any time, such as to those of one micro-batch. An operation that changes the number of
+rows is applied once, from the first row to the last.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from elastic.data.batches import (
 from elastic.errors import UsageError
 
 ROWS_AT_ONCE = 1024
-"""Rows that a function of batches gets, unless the user says how many."""
+"""Default batch size of functions of batches."""
 
 
 @dataclass
 class Function:
-    """A function of the user's, or a class whose objects are called: one in each process.
+    """A user's function, or a class of callables, with one instance per process.
 
     Attributes:
         given: the function or the class.
-        args, kwargs: for each call, behind the batch.
+        args, kwargs: for each call, after the batch.
         constructor_args, constructor_kwargs: for the class.
     """
 
@@ -56,11 +56,11 @@ class Function:
 
     @property
     def name(self) -> str:
-        """Return what people call it."""
+        """Return its name for messages."""
         return getattr(self.given, "__name__", type(self.given).__name__)
 
     def __call__(self, value: Any) -> Any:
-        """Call it."""
+        """Call it; the first call creates the instance of a class."""
         if self._called is None:
             self._called = self.given
             if inspect.isclass(self.given):
@@ -68,36 +68,36 @@ class Function:
         return self._called(value, *self.args, **self.kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave the object out: each process makes its own."""
+        """Pickle without the instance: each process creates its own."""
         return {**self.__dict__, "_called": None}
 
 
 @dataclass
 class Operation:
-    """One step on the way of rows.
+    """Base class: one step of processing.
 
     Attributes:
-        skipped: rows that `on_error="skip"` has left out, in this process.
+        skipped: rows left out by `on_error="skip"`, in this process.
     """
 
     skipped: int = field(default=0, init=False, compare=False)
 
     @property
     def keeps_rows(self) -> bool:
-        """Return whether there is one row for each, in the same order."""
+        """Return whether there is one output row per input row, in the same order."""
         return True
 
     def apply(self, batch: Batch) -> Batch:
-        """Return what becomes of some rows.
+        """Apply the operation to some rows.
 
         Raises:
-            UsageError: a function of the user's returned what it must not.
-            Exception: what it raised, with a note of where.
+            UsageError: a user's function returned an invalid value.
+            Exception: that of the user's function, with a note about the row or batch.
         """
         raise NotImplementedError
 
     def stream(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """Yield what becomes of all rows, in order."""
+        """Apply the operation to all rows, in order."""
         for batch in batches:
             if num_rows(batch):
                 yield self.apply(batch)
@@ -116,11 +116,11 @@ class MapRows(Operation):
 
     @property
     def keeps_rows(self) -> bool:
-        """Return whether there is one row for each."""
+        """Return whether there is one output row per input row."""
         return self.kind == "map" and self.on_error == "raise"
 
     def apply(self, batch: Batch) -> Batch:
-        """Return the rows that come of some."""
+        """Apply the function to each row, and return the resulting rows."""
         if self.kind == "filter":
             kept = [n for n, row in enumerate(rows_of(batch)) if self._try(row)]
             return taken(batch, np.asarray(kept, np.int64))
@@ -165,7 +165,7 @@ class MapBatches(Operation):
         return f"map_batches({self.function.name})"
 
     def apply(self, batch: Batch) -> Batch:
-        """Return as many rows as are given."""
+        """Apply the function; the number of rows must stay the same."""
         parts = [self._call(part) for part in batched([batch], self.batch_size)]
         count = sum(num_rows(part) for part in parts)
         if count != num_rows(batch):
@@ -178,7 +178,7 @@ class MapBatches(Operation):
         return joined(parts)
 
     def stream(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """Yield what the function makes of batches of its size; of however many rows."""
+        """Apply the function to batches of its size; the number of rows may change."""
         for batch in batched(batches, self.batch_size):
             found = self._call(batch)
             if num_rows(found):
@@ -214,11 +214,11 @@ class FilterBy(Operation):
 
     @property
     def keeps_rows(self) -> bool:
-        """Return False."""
+        """Return False: rows are removed."""
         return False
 
     def apply(self, batch: Batch) -> Batch:
-        """Return the rows for which it is true."""
+        """Return the rows for which the expression is true."""
         return to_table(batch).filter(self.expression)
 
 
@@ -253,7 +253,7 @@ class Columns(Operation):
 
 @dataclass
 class AddColumn(Operation):
-    """`add_column`: a function of a batch gives a column."""
+    """`add_column`: a function computes a column from a batch."""
 
     name: str
     function: Function
@@ -263,7 +263,7 @@ class AddColumn(Operation):
         return f"add_column({self.name!r})"
 
     def apply(self, batch: Batch) -> Batch:
-        """Return the same rows with one column more."""
+        """Return the same rows with the new column."""
         value = self.function(to_format(batch, self.batch_format))
         if np.ndim(value) == 0:
             value = np.full(num_rows(batch), value)
@@ -287,11 +287,11 @@ class Sample(Operation):
 
     @property
     def keeps_rows(self) -> bool:
-        """Return False."""
+        """Return False: rows are removed."""
         return False
 
     def stream(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """Yield the rows that are drawn."""
+        """Yield the sampled rows."""
         generator = np.random.default_rng(self.seed)
         for batch in batches:
             chosen = generator.random(num_rows(batch)) < self.fraction
@@ -301,7 +301,7 @@ class Sample(Operation):
 
 @dataclass
 class Fetch(Operation):
-    """Samples of a dataset of torch's kind, by the numbers in the column "id": as "item"."""
+    """Samples of a torch dataset, by the indices in the column "id", as column "item"."""
 
     items: Any
 
@@ -319,12 +319,12 @@ class Fetch(Operation):
 
 @dataclass
 class Decode(Operation):
-    """Images out of the bytes of files.
+    """Decodes images from the bytes of files.
 
     Attributes:
-        size: (height, width) to resize to, None to leave them.
-        mode: of Pillow, such as "RGB"; None to leave it.
-        drops_path: leave the column "path" out, which is there for errors.
+        size: (height, width) to resize to, None for no change.
+        mode: of Pillow, such as "RGB"; None for no change.
+        drops_path: remove the column "path", which is only read for errors.
     """
 
     size: tuple[int, int] | None
@@ -335,7 +335,7 @@ class Decode(Operation):
         return "decode_images"
 
     def apply(self, batch: Batch) -> Batch:
-        """Return the images as arrays of uint8: height, width, and channels if there are some."""
+        """Return the images as arrays of uint8: height, width, and channels if any."""
         columns = to_numpy(batch)
         paths = columns["path"]
         images = [self._decode(*one) for one in zip(columns["bytes"], paths, strict=True)]
@@ -360,13 +360,13 @@ class Decode(Operation):
 
 
 def add_note(error: BaseException, note: str) -> None:
-    """Say with an error where it happened, where Python can (from 3.11 on)."""
+    """Add a note to an error about where it happened; needs Python 3.11."""
     if hasattr(error, "add_note"):
         error.add_note(f"elastic.data: {note}")
 
 
 def shown(row: Mapping[str, Any]) -> str:
-    """Return a row in one short line."""
+    """Return a row as one short line of text."""
     parts = []
     for name, value in row.items():
         text = f"array{value.shape}" if isinstance(value, np.ndarray) else repr(value)
@@ -375,7 +375,7 @@ def shown(row: Mapping[str, Any]) -> str:
 
 
 def row_slice(batches: Iterator[Batch], start: int, stop: int | None) -> Iterator[Batch]:
-    """Yield the rows from one number to another, and read no further."""
+    """Yield the rows from `start` to `stop`, and read no further."""
     seen = 0
     if stop is not None and stop <= start:
         return
@@ -391,10 +391,10 @@ def row_slice(batches: Iterator[Batch], start: int, stop: int | None) -> Iterato
 
 
 def expression_of(text: str) -> Any:
-    """Return a pyarrow expression of text such as "age > 30 and name == 'x'".
+    """Parse text such as "age > 30 and name == 'x'" into a pyarrow expression.
 
     Raises:
-        UsageError: it is none.
+        UsageError: the text is not valid.
     """
     import ast
 

@@ -1,4 +1,4 @@
-"""Parquet files, whose row groups can be read by themselves."""
+"""Source for parquet files, with random access by row group."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class Parquet(FileSource):
     columns: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
-        """Begin with no footer known."""
+        """Start with an empty cache of footers."""
         super().__post_init__()
         self._footers: dict[str, Any] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave the footers out, which no pickle can hold."""
+        """Pickle without the footers, which cannot be pickled."""
         return {**super().__getstate__(), "_footers": {}}
 
     def _check(self) -> Listing:
@@ -96,8 +96,8 @@ class Parquet(FileSource):
         start, stop = _span_of(footer.row_group(block.group), names)
         try:
             fetched = RangedFile(reader, file, start, stop)
-            # Arrow's own threads would hold `fetched`, and abort the process where they are the
-            # last to let go of it, while the interpreter ends (apache/arrow#34314).
+            # No threads: Arrow's own would hold a reference to `fetched`, and abort the process if
+            # they release the last one while the interpreter exits (apache/arrow#34314).
             opened = parquet.ParquetFile(fetched, metadata=footer, pre_buffer=False)
             found = opened.read_row_group(block.group, columns=names, use_threads=False)
         except (pa.ArrowException, OSError) as error:
@@ -111,7 +111,7 @@ class Parquet(FileSource):
 
 
 def _span_of(group: Any, names: list[str] | None) -> tuple[int, int]:
-    """Return the bytes of a file that the columns of a row group take."""
+    """Return the byte range of the columns of a row group in the file."""
     start, stop = 2**62, 0
     for number in range(group.num_columns):
         column = group.column(number)
@@ -126,7 +126,7 @@ def _span_of(group: Any, names: list[str] | None) -> tuple[int, int]:
 def check_schema(
     before: tuple[File, Any], file: File, found: Any, columns: Sequence[str] | None
 ) -> None:
-    """Refuse a file whose columns are not those of the first.
+    """Refuse a file whose columns differ from those of the first.
 
     Raises:
         DataError: names the file and the column.

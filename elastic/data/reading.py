@@ -1,4 +1,4 @@
-"""How a dataset begins: `read_...` for files, `from_...` for what is in memory."""
+"""Functions that create a dataset: `read_...` from files, `from_...` from memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NO_EFFECT = frozenset({
     "parallelism", "override_num_blocks", "concurrency", "ray_remote_args", "num_cpus", "num_gpus",
     "memory", "meta_provider", "shuffle", "ignore_missing_paths", "tensor_column_schema",
 })  # fmt: skip
-"""Arguments of Ray's that say who reads what, and change nothing of what is read."""
+"""Ray's arguments for placement and metadata: accepted without effect."""
 IMAGES = ("png", "jpg", "jpeg", "tif", "tiff", "bmp", "gif", "webp")
 
 
@@ -28,7 +28,7 @@ def _of(source: Source) -> Dataset:
 
 
 def _files(what: str, paths: Any, ends: Sequence[str] | None, others: dict[str, Any]) -> Any:
-    """Return the arguments that all sources of files have."""
+    """Return the common arguments of all sources of files."""
     options, filesystem = others.pop("storage_options", None), others.pop("filesystem", None)
     if filesystem is not None:
         paths, options = _in_filesystem(what, paths, filesystem)
@@ -49,7 +49,7 @@ def _files(what: str, paths: Any, ends: Sequence[str] | None, others: dict[str, 
 
 
 def _in_filesystem(what: str, paths: Any, filesystem: Any) -> tuple[list[str], dict[str, Any]]:
-    """Return the URLs of paths in a file system of fsspec's, and its options."""
+    """Return the URLs of paths in an fsspec file system, and its options."""
     if not hasattr(filesystem, "unstrip_protocol"):
         raise UsageError(
             f"elastic.data.{what}: filesystem is a {type(filesystem).__name__}: expected one of "
@@ -67,14 +67,14 @@ def read_parquet(
     file_extensions: Sequence[str] | None = ("parquet",),
     **others: Any,
 ) -> Dataset:
-    """Read parquet files; a row group of them can be read by itself.
+    """Read parquet files, with random access by row group.
 
     Args:
-        paths: a path of fsspec's, a folder, a pattern, or several of these.
+        paths: an fsspec path of a file or folder, a pattern, or several of these.
         columns: those to read, None for all.
         file_extensions: of the files in a folder.
         others: storage_options, a dict for the file system; on_error, "skip" to leave out files
-            that are broken or have another schema; Ray's that say where it is read.
+            that are broken or have another schema; Ray's placement arguments, without effect.
     """
     files = _files("read_parquet", paths, file_extensions, others)
     return _of(Parquet(**files, columns=None if columns is None else tuple(columns)))
@@ -89,16 +89,16 @@ def read_csv(
     convert_options: Any = None,
     **others: Any,
 ) -> Dataset:
-    """Read CSV files, also compressed ones.
+    """Read CSV files, including compressed ones.
 
     Args:
         paths: as in `read_parquet`.
         file_extensions: of the files in a folder, None for all.
-        read_options: of pyarrow.csv, as are the following two.
-        parse_options: see there.
-        convert_options: see there.
-        others: as in `read_parquet`; on_error="skip" leaves out rows with too many columns or too
-            few, and the rest of a file from where it cannot be read.
+        read_options: of pyarrow.csv.
+        parse_options: of pyarrow.csv.
+        convert_options: of pyarrow.csv.
+        others: as in `read_parquet`; on_error="skip" leaves out rows with a wrong number of
+            columns, and the rest of a file after an error.
     """
     options = {
         "read_options": read_options,
@@ -115,9 +115,9 @@ def read_json(
 
     Args:
         paths: as in `read_parquet`.
-        lines: of Ray; a file shows by itself which of both it is.
+        lines: Ray's, without effect: the format is detected.
         file_extensions: of the files in a folder, None for all.
-        others: as in `read_parquet`; on_error="skip" leaves out lines that cannot be read.
+        others: as in `read_parquet`; on_error="skip" leaves out invalid lines.
     """
     del lines
     return _of(Lines(**_files("read_json", paths, file_extensions, others), is_json=True))
@@ -148,7 +148,7 @@ def read_numpy(
 def read_binary_files(
     paths: Any, *, include_paths: bool = False, file_extensions: Any = None, **others: Any
 ) -> Dataset:
-    """Read whole files: a row for each, with "bytes", and "path" if that is wished."""
+    """Read whole files: a row for each, with "bytes", and optionally "path"."""
     files = _files("read_binary_files", paths, file_extensions, others)
     return _of(Binary(**files, with_paths=include_paths))
 
@@ -162,13 +162,13 @@ def read_images(
     file_extensions: Any = IMAGES,
     **others: Any,
 ) -> Dataset:
-    """Read images, as arrays of uint8 in column "image"; they are decoded last, when rows are read.
+    """Read images, as arrays of uint8 in column "image"; they are decoded when rows are read.
 
     Args:
         paths: as in `read_parquet`.
         size: (height, width) to resize to; images of one size become one array in a batch.
-        mode: of Pillow, such as "RGB"; None to leave it.
-        include_paths: also a column "path".
+        mode: of Pillow, such as "RGB"; None for no change.
+        include_paths: add a column "path".
         file_extensions: of the files in a folder.
         others: as in `read_parquet`.
 
@@ -187,20 +187,20 @@ def read_images(
 
 
 def range(n: int, **others: Any) -> Dataset:  # noqa: A001
-    """Return the numbers 0 to n - 1, as column "id"."""
+    """Return a dataset of the numbers 0 to n - 1, as column "id"."""
     del others
     return _of(Range("range", count=n))
 
 
 def from_items(items: Sequence[Any], **others: Any) -> Dataset:
-    """Return rows of dicts; other values become the column "item"."""
+    """Return a dataset of dicts; other values become the column "item"."""
     del others
     rows = [one if isinstance(one, Mapping) else {"item": one} for one in items]
     return _of(Memory("from_items", batches=[of_rows(rows)] if rows else []))
 
 
 def from_pandas(dfs: Any) -> Dataset:
-    """Return the rows of a DataFrame, or of several; without their index."""
+    """Return the rows of a DataFrame, or of several, without their index."""
     pandas()
     several = dfs if isinstance(dfs, (list, tuple)) else [dfs]
     tables = [arrow().Table.from_pandas(one, preserve_index=False) for one in several]
@@ -229,8 +229,8 @@ def from_polars(frames: Any) -> Dataset:
 def from_torch(dataset: Any, **others: Any) -> Dataset:
     """Return the samples of a torch dataset, as column "item".
 
-    One with `__getitem__` and `__len__` stays where it is and is asked when rows are read; it
-    travels to the workers as a pickle. One that can only be iterated over is read at once.
+    One with `__getitem__` and `__len__` is pickled to the workers, and read when rows are. An
+    iterable one is read at once.
     """
     del others
     if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
@@ -240,10 +240,10 @@ def from_torch(dataset: Any, **others: Any) -> Dataset:
 
 
 def from_huggingface(dataset: Any, **others: Any) -> Dataset:
-    """Return the rows of a dataset of Hugging Face's, with or without random access.
+    """Return the rows of a Hugging Face dataset, map-style or iterable.
 
     Raises:
-        UsageError: it is a dict of several.
+        UsageError: it is a dict of several datasets.
     """
     del others
     if isinstance(dataset, Mapping):

@@ -1,7 +1,7 @@
-"""Rows by epoch and place, as a dataset of torch's kind: what loaders ask.
+"""Rows by epoch and place, as a torch dataset for loaders.
 
-Rule: what the functions of the user's draw at random depends on (seed, epoch, places) alone, so
-that it is the same in whatever process a batch is computed, for the first time or once more.
+Rule: random numbers in the user's functions depend on (seed, epoch, places) alone, so that a batch
+is the same in any process that computes it, and when it is computed again.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from elastic.data.feeders import Feeders
 
 Wanted = Sequence[tuple[int, Any]]
-"""Epochs and places of batches that will be asked for next."""
+"""Epochs and places of batches that will be requested next."""
 
 
 class Rows:
-    """The rows of a table in the order of its lanes: number epoch * N + place stands for a row.
+    """The rows of a table in the order of its lanes; the index of a row is epoch * N + place.
 
     Attributes:
         lanes: the order.
@@ -71,7 +71,7 @@ class Rows:
         return self.__getitems__([number])
 
     def __getitems__(self, numbers: Sequence[int]) -> Batch:
-        """Return the rows of a micro-batch, and let feeders begin with those that follow it."""
+        """Return the rows of a micro-batch, and request the next ones from feeders."""
         epoch = numbers[0] // self._table.rows
         places = np.asarray(numbers, np.int64) - epoch * self._table.rows
         return self.get(epoch, places, self._following(epoch, places))
@@ -82,7 +82,7 @@ class Rows:
         Args:
             epoch: the pass over the data.
             places: numbers from 0 to N - 1.
-            ahead: what will be asked for next.
+            ahead: what will be requested next.
         """
         feeders = self._feeders
         if feeders is None:
@@ -123,7 +123,7 @@ class Rows:
         return found
 
     def close(self) -> None:
-        """Stop what reads ahead."""
+        """Stop reading ahead."""
         if self._feeders is not None:
             self._feeders.close()
         if self._reader is not None:
@@ -132,13 +132,13 @@ class Rows:
 
 
 def _seed(seed: int, epoch: int, places: Any) -> int:
-    """Return the seed of what is drawn for a batch, which no other batch has."""
+    """Return the seed for random numbers in a batch; different for each batch."""
     return derive(seed, AUGMENT, epoch, int(places[0]), int(places[-1]), len(places))
 
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Seed all that functions may draw from, and put it back afterwards."""
+    """Seed all random generators for the block, and restore their states afterwards."""
     before = torch.get_rng_state(), np.random.get_state(), random.getstate()
     seed_everything(seed)
     try:
@@ -150,23 +150,23 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 class LaneOrder:
-    """The sampler of a loader over `Rows`: place after place, each epoch its own numbers."""
+    """The sampler of a loader over `Rows`: all places in order, with other indices per epoch."""
 
     def __init__(self, rows: Rows) -> None:
-        """Order these."""
+        """Take size and order of these rows."""
         self._size, self._lanes = len(rows), rows.lanes
 
     def __len__(self) -> int:
         return self._size
 
     def __iter__(self) -> Iterator[int]:
-        """Yield the numbers of the first epoch."""
+        """Yield the indices of the first epoch."""
         return iter(self.of(0))
 
     def of(self, epoch: int) -> Sequence[int]:
-        """Return the numbers of an epoch."""
+        """Return the indices of an epoch."""
         return range(epoch * self._size, (epoch + 1) * self._size)
 
     def print(self, epoch: int) -> int:
-        """Return a number that differs where the order of an epoch does."""
+        """Return a 32-bit fingerprint of an epoch's order."""
         return derive(self._lanes.fingerprint, epoch) & 0xFFFFFFFF

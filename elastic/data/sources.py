@@ -1,8 +1,7 @@
-"""Where rows come from: files in their formats, and what lies in memory.
+"""Sources of rows: files in several formats, and data in memory.
 
-Rule: a source whose rows can be read from the middle says so by `blocks`, which tell where; any
-other one is read from its beginning, and whoever has to have its rows by number writes them to
-parquet files first (`table.py`).
+Rule: a source with random access lists its `blocks`; any other one is read sequentially, and if its
+rows are needed by number, they are written to parquet files first (`table.py`).
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from elastic.errors import UsageError
 log = logging.getLogger(__name__)
 
 BLOCK_ROWS = 8192
-"""Rows of a block that is made here, rather than found in a file."""
+"""Rows of a block that is not a row group of a file."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +41,8 @@ class Block:
     Attributes:
         file: number of the file in the source's list.
         group: number of the row group in the file, or of the block in the source.
-        start, stop: which of its rows; all, unless the dataset was cut.
-        size: bytes in memory, as far as that is known.
+        start, stop: range of its rows; all, unless the dataset was sliced.
+        size: bytes in memory, 0 if unknown.
     """
 
     file: int
@@ -55,7 +54,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Listing:
-    """What a source consists of: its files, and its blocks if rows can be read by number."""
+    """Content of a source: its files, and its blocks, None without random access."""
 
     files: tuple[File, ...] = ()
     blocks: tuple[Block, ...] | None = None
@@ -66,8 +65,8 @@ class Source:
     """The rows of a dataset before any operation.
 
     Attributes:
-        name: for people.
-        skipped: what `on_error="skip"` has left out, by kind.
+        name: for messages.
+        skipped: number of items left out by `on_error="skip"`, by kind.
     """
 
     name: str
@@ -75,7 +74,7 @@ class Source:
     _listing: Listing | None = field(default=None, init=False, repr=False)
 
     def listing(self) -> Listing:
-        """Return what there is; looked up once.
+        """Return files and blocks; computed once.
 
         Raises:
             DataError: a file cannot be read, or has another schema than the first.
@@ -102,12 +101,12 @@ class Source:
             yield self.read(reader, listing.files, block)
 
     def skip(self, what: str, why: str) -> None:
-        """Count something that is left out, and say so once for each kind."""
+        """Count a skipped item, and log it; the first of each kind as a warning."""
         count = self.skipped[what] = self.skipped.get(what, 0) + 1
         (log.warning if count == 1 else log.info)("data_skipped %s: %s", what, why)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out what each process looks up by itself."""
+        """Pickle without the listing, which each process computes itself."""
         return {**self.__dict__, "_listing": None}
 
 
@@ -131,23 +130,23 @@ class FileSource(Source):
     on_error: str = "raise"
 
     def __post_init__(self) -> None:
-        """Refuse what nothing can be done with."""
+        """Check `on_error`."""
         check_on_error(self.on_error, self.name)
 
     @property
     def skips(self) -> bool:
-        """Return whether what is broken is left out."""
+        """Return whether broken data is skipped."""
         return self.on_error == "skip"
 
     def files(self) -> list[File]:
-        """Return the files that are there."""
+        """List the files."""
         return find_files(self.paths, self.extensions, self.options)
 
     def _check(self) -> Listing:
         return Listing(tuple(self.files()))
 
     def stream(self) -> Iterator[Batch]:
-        """Yield the rows of each file; a broken one ends it, or is left out from there on."""
+        """Yield the rows of each file; a broken one raises, or the rest of it is skipped."""
         listing, reader = self.listing(), Reader(self.options)
         if listing.blocks is not None:
             yield from super().stream()
@@ -165,10 +164,10 @@ class FileSource(Source):
 
 
 def check_on_error(value: str, what: str) -> None:
-    """Refuse another word than "raise" and "skip".
+    """Refuse a value other than "raise" and "skip".
 
     Raises:
-        UsageError: it is one.
+        UsageError: the value is invalid.
     """
     if value not in ("raise", "skip"):
         raise UsageError(f"{what}: on_error={value!r}: expected 'raise' or 'skip'")
@@ -179,7 +178,7 @@ def check_on_error(value: str, what: str) -> None:
 
 @dataclass
 class Memory(Source):
-    """Rows that lie in this process.
+    """Rows in the memory of this process.
 
     Attributes:
         batches: in order.
@@ -188,7 +187,7 @@ class Memory(Source):
     batches: Sequence[Batch] = ()
 
     def __post_init__(self) -> None:
-        """Cut large batches."""
+        """Split large batches into blocks."""
         self.batches = [part for one in self.batches for part in batched([one], BLOCK_ROWS)]
 
     def _check(self) -> Listing:
@@ -199,14 +198,14 @@ class Memory(Source):
         )
 
     def read(self, reader: Reader, files: Sequence[File], block: Block) -> Batch:
-        """Return some rows."""
+        """Return the rows of a block."""
         del reader, files
         return sliced(self.batches[block.group], block.start, block.stop)
 
 
 @dataclass
 class Range(Source):
-    """The numbers below another one, in the column "id"."""
+    """The numbers from 0 to `count` - 1, in the column "id"."""
 
     count: int = 0
 
@@ -214,7 +213,7 @@ class Range(Source):
         return Listing((), _blocks_of(self.count, 8))
 
     def read(self, reader: Reader, files: Sequence[File], block: Block) -> Batch:
-        """Return some numbers."""
+        """Return the numbers of a block."""
         del reader, files
         begin = block.group * BLOCK_ROWS
         return {"id": np.arange(begin + block.start, begin + block.stop)}

@@ -1,9 +1,9 @@
-"""A dataset as a table of blocks: what has to be known to read any row by its number.
+"""A dataset as a table of blocks, with random access to rows by number.
 
-Rows of a tree of nodes can be read by number as far as sources can (`Source.listing`) and
-operations keep rows; above that, rows are written out once, and the tree goes on from there. So a
-table is a list of parts: a source, its files, its blocks, and the operations that are done to rows
-when they are read.
+Rows of a plan have random access if the sources do (`Source.listing`) and operations keep rows;
+otherwise the rows of such a node are written out once, and the plan continues from there. So a
+table is a list of parts: a source, its files, its blocks, and the operations to apply when rows are
+read.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from elastic.data.operations import Operation
 from elastic.data.sources import Block, Memory, Source
 
 SHUFFLE_BYTES = 512 * 1024**2
-"""Of memory for the windows of all lanes, unless `DataConfig` says otherwise."""
+"""Default memory for the windows of all lanes; see `DataConfig`."""
 WINDOW_MAX = 64
 SMALL_BYTES, SMALL_ROWS = 32 * 1024**2, 2**17
-"""A table no larger than both is shuffled as a whole, and held as a whole by whoever reads it."""
+"""A table within both limits is shuffled as a whole, and its readers keep all of it in memory."""
 
 
 @dataclass(frozen=True)
@@ -31,10 +31,10 @@ class Part:
     """Blocks of one source.
 
     Attributes:
-        source: reads them.
+        source: reads the blocks.
         files: of the source.
-        blocks: of the source; some of them may be cut.
-        operations: done to the rows when they are read.
+        blocks: of the source; some may be sliced.
+        operations: applied to the rows when they are read.
     """
 
     source: Source
@@ -45,12 +45,12 @@ class Part:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows that can be read by number.
+    """Rows with random access.
 
     Attributes:
         parts: in order.
-        shuffle: order the rows anew in each epoch.
-        seed: of that.
+        shuffle: shuffle the rows in each epoch.
+        seed: of the shuffle.
     """
 
     parts: tuple[Part, ...]
@@ -59,22 +59,22 @@ class Table:
 
     @cached_property
     def blocks(self) -> list[tuple[Part, Block]]:
-        """Return all blocks, each with the part that it is in."""
+        """Return all blocks, each with its part."""
         return [(part, block) for part in self.parts for block in part.blocks]
 
     @cached_property
     def sizes(self) -> list[int]:
-        """Return the rows of each block."""
+        """Return the number of rows of each block."""
         return [block.stop - block.start for _, block in self.blocks]
 
     @property
     def operations(self) -> list[tuple[Operation, ...]]:
-        """Return what is done to the rows of each part."""
+        """Return the operations of each part."""
         return [part.operations for part in self.parts]
 
     @cached_property
     def rows(self) -> int:
-        """Return how many rows there are."""
+        """Return the number of rows."""
         return sum(self.sizes)
 
     @cached_property
@@ -87,9 +87,9 @@ class Table:
         """Return the order of its rows.
 
         Args:
-            num_lanes: V.
+            num_lanes: V, micro-batches of a step.
             micro_batch: rows of a micro-batch.
-            memory: bytes that the windows of all lanes may take, this one's and the next one's.
+            memory: bytes for the windows of all lanes, two for each: the present and the next.
         """
         window = 1
         if self.shuffle and not self.is_small and self.blocks:
@@ -97,13 +97,13 @@ class Table:
             window = int(memory / (2 * num_lanes * max(mean, 1.0)))
         window = max(1, min(WINDOW_MAX, window))
         blocks = tuple(self.sizes)
-        if self.is_small:  # Each row is a block, and a lane one window: a permutation a batch.
+        if self.is_small:  # Each row is a block, and each lane one window: a full shuffle.
             blocks, window = (1,) * self.rows, self.rows
         return Lanes(blocks, num_lanes, micro_batch, self.seed, window, self.shuffle)
 
 
 Keep = Callable[[Node], Part]
-"""Computes a node, and puts its rows where they can be read by number."""
+"""Computes a node, and stores its rows with random access."""
 
 
 def table_of(node: Node, keep: Keep, *, travels: bool = False) -> Table:
@@ -111,11 +111,11 @@ def table_of(node: Node, keep: Keep, *, travels: bool = False) -> Table:
 
     Args:
         node: the dataset.
-        keep: for what cannot be read by number.
-        travels: other processes will read it, so that what lies in memory is kept, too.
+        keep: for nodes without random access.
+        travels: other processes will read it, so that rows in memory are stored, too.
     """
     operations: tuple[Operation, ...] = ()
-    # Operations that keep rows may as well be done to rows that were shuffled before.
+    # Operations that keep rows can be applied after the shuffle.
     while isinstance(node, Apply) and node.operation.keeps_rows:
         operations, node = (node.operation, *operations), node.parents[0]
     shuffle, seed = isinstance(node, Shuffle), 0
@@ -165,14 +165,14 @@ def _cut(parts: Sequence[Part], start: int, stop: int | None) -> list[Part]:
 
 
 def in_memory(node: Node) -> Part:
-    """Compute a node, and keep its rows in this process."""
+    """Compute a node, and keep its rows in the memory of this process."""
     source = Memory("rows in memory", batches=list(node.stream()))
     listing = source.listing()
     return Part(source, (), listing.blocks or ())
 
 
 def counted(node: Node) -> int:
-    """Return the rows of a dataset; without reading them, where that can be."""
+    """Return the number of rows of a dataset, if possible without reading them."""
 
     class Unknown(Exception):
         pass

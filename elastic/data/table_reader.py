@@ -1,4 +1,4 @@
-"""Reads rows of a table by their places, and holds the windows of row groups that are in use."""
+"""Reads rows of a table by their places, and caches the windows of blocks in use."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from elastic.data.operations import Operation
 from elastic.data.table import Table
 
 Gathered = list[tuple[int, Batch, Any]]
-"""Rows of a batch: for each part that has some its number, the rows, and their places in it."""
+"""Rows of a batch: for each part with rows its number, the rows, and their places in the batch."""
 
 
 def finish(operations: Sequence[Sequence[Operation]], gathered: Gathered) -> Batch:
-    """Return rows as the operations of their parts leave them, in order."""
+    """Apply the operations of their parts to rows, and return them in order."""
     pieces = []
     for part, batch, _ in gathered:
         for operation in operations[part]:
@@ -32,7 +32,7 @@ def finish(operations: Sequence[Sequence[Operation]], gathered: Gathered) -> Bat
 
 
 class TableReader:
-    """Reads rows of a table in the order of its lanes, and holds the windows that are in use."""
+    """Reads rows of a table in the order of its lanes, and caches the windows in use."""
 
     def __init__(self, table: Table, lanes: Lanes) -> None:
         """Read nothing yet."""
@@ -42,7 +42,7 @@ class TableReader:
         self._ends = np.cumsum(self._sizes)
         counts = [len(part.blocks) for part in table.parts]
         self._part_of = np.repeat(np.arange(len(counts)), counts)
-        # Blocks in memory, those on their way, and those that each lane needs.
+        # Blocks in memory, those being read, and those that each lane needs.
         self._held: dict[int, Batch] = {}
         self._coming: dict[int, Future[Batch]] = {}
         self._pool = ThreadPoolExecutor(1, "elastic-data")
@@ -55,7 +55,7 @@ class TableReader:
 
     @property
     def bytes_read(self) -> int:
-        """Return the bytes that were read from files, by this process."""
+        """Return the number of bytes read from files by this process."""
         return sum(reader.bytes_read for reader in self._readers.values())
 
     def gather(self, epoch: int, places: Any) -> Gathered:
@@ -78,7 +78,7 @@ class TableReader:
         return gathered
 
     def read(self, epoch: int, places: Any) -> Batch:
-        """Return the rows at these places of an epoch, as the operations leave them."""
+        """Return the rows at these places of an epoch, after the operations."""
         return finish(self._table.operations, self.gather(epoch, places))
 
     def _order(self, epoch: int) -> Any:
@@ -89,7 +89,7 @@ class TableReader:
         return self._orders[epoch]
 
     def _note(self, order: Any, places: Any, lanes: Any) -> None:
-        """Say which blocks the lanes of these places need, and begin to read their next ones."""
+        """Note the blocks that the lanes of these places need, and prefetch their next windows."""
         self._turn += 1
         for lane in np.unique(lanes).tolist():
             mine = np.asarray(places)[lanes == lane]
@@ -101,7 +101,7 @@ class TableReader:
                     self._coming[number] = self._pool.submit(self._fetch, number)
 
     def _gather(self, blocks: Any, rows: Any) -> Gathered:
-        """Return rows of several blocks: those of each part in the order of their places."""
+        """Return rows of several blocks, grouped by part, in the order of their places."""
         of_part: dict[int, list[int]] = {}
         for number in np.unique(blocks).tolist():
             of_part.setdefault(int(self._part_of[number]), []).append(number)
@@ -112,7 +112,7 @@ class TableReader:
                 _take(self._block(number), rows[mine])
                 for number, mine in zip(numbers, places, strict=True)
             ]
-            # Functions of batches see them in this order, whatever blocks they are in.
+            # Functions of batches get rows in this order, independent of their blocks.
             where = np.concatenate(places)
             sort = np.argsort(where, kind="stable")
             gathered.append((part, _take(joined(pieces), sort), where[sort]))
@@ -132,12 +132,12 @@ class TableReader:
         return part.source.read(self._readers[id(part)], part.files, block)
 
     def close(self) -> None:
-        """Stop reading ahead, and forget all rows."""
+        """Stop reading ahead, and drop all rows."""
         self._pool.shutdown(wait=False, cancel_futures=True)
         self._held, self._coming = {}, {}
 
     def _let_go(self) -> None:
-        """Forget the blocks that no lane needs which was asked for of late."""
+        """Drop the blocks that no recently read lane needs."""
         if self._table.is_small:
             return
         recent = self._turn - 2 * self._lanes.num_lanes

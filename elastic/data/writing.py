@@ -1,4 +1,4 @@
-"""Rows written to parquet files that are good to read: moderate row groups, whole files."""
+"""Writes rows to parquet files that read well: moderate row groups and file sizes."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from elastic.data.batches import Batch, arrow, batched, joined, to_table
 from elastic.storage.files import Files
 
 GROUP_BYTES, GROUP_ROWS = 8 * 1024**2, 65536
-"""Of a row group."""
+"""Size limits of a row group."""
 FILE_BYTES = 256 * 1024**2
 
 
 class Sink:
-    """What pyarrow writes to: counts and sums up the bytes, and hands them on."""
+    """A file object for pyarrow: counts the bytes, and passes them on or computes their CRC-32."""
 
     closed = False
 
     def __init__(self, hand_on: Callable[[Any], object] | None = None) -> None:
-        """Take the function that is called with the bytes."""
+        """Set the function that receives the bytes; None to compute their CRC-32."""
         self.size = self.crc32 = 0
         self._hand_on = hand_on
 
     def write(self, data: Any) -> int:
-        """Take some bytes."""
+        """Count bytes, and pass them on or add them to the CRC-32."""
         if self._hand_on is not None:
             self._hand_on(bytes(data))
         else:
@@ -37,11 +37,11 @@ class Sink:
         """Do nothing."""
 
     def close(self) -> None:
-        """Do nothing: whoever opened the file closes it."""
+        """Do nothing: the code that opened the file closes it."""
 
 
 def write_parquet(batches: Iterator[Batch], files: Files, folder: str) -> int:
-    """Write rows to parquet files of moderate row groups; return how many there were.
+    """Write rows to parquet files of moderate row groups; return the number of rows.
 
     Raises:
         StorageError: they cannot be written.
@@ -72,7 +72,7 @@ def _write_file(output: Any, table: Any, groups: Iterator[Any]) -> tuple[Any, in
 
 
 def _row_groups(batches: Iterator[Batch]) -> Iterator[Any]:
-    """Yield tables of at most so many rows and about so many bytes."""
+    """Yield tables of about `GROUP_ROWS` rows or `GROUP_BYTES` bytes."""
     held: list[Any] = []
     size = rows = 0
     for batch in batched(batches, 1024):
