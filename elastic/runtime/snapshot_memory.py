@@ -69,7 +69,7 @@ class SnapshotMark(NamedTuple):
 
 
 OF_ALL = 6
-"""Number of leading fields that are equal for all parts; the skeleton differs between workers."""
+"""Number of leading fields that are equal for all parts; the skeleton is local rank 0's alone."""
 
 
 def whole(marks: bytes) -> SnapshotMark | None:

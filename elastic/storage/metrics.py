@@ -203,8 +203,8 @@ class Numbering:
         """Start before the first row of a run directory.
 
         Args:
-            begins: a checkpoint's name -> number of its report, for checkpoints of other runs that
-                this run may start from.
+            begins: a checkpoint's name -> number of its report, for checkpoints that the run may
+                start from and that none of its own reports names.
             named: the same, for reports of this run that are known already.
         """
         self._named = {**(named or {}), **(begins or {})}
