@@ -1,7 +1,7 @@
 """Detects from the text of an error that a collective failed because its group broke.
 
-Rule: the texts are those of gloo and NCCL, and of our own sockets. A traceback that ends with one of
-them means that another process failed.
+Rule: the texts are those of gloo and NCCL, and of our own sockets. A traceback that ends with one
+of them means that another process failed.
 """
 
 from __future__ import annotations

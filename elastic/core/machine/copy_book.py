@@ -70,7 +70,7 @@ class CopyBook:
         return self.held.get(node_id, {}).get(source, NO_COPY)
 
     def view(self, first: NodeId) -> tuple[CopyView, ...]:
-        """Return the copies for the status; `first` is rank 0's node, which sends unsharded state."""
+        """Return the copies for the status; `first` is rank 0's node, source of unsharded state."""
         return tuple(
             CopyView(node_id, source or first, *age, self.received_ns.get((node_id, source), 0))
             for node_id in sorted(self.held)

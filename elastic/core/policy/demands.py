@@ -1,6 +1,6 @@
-"""Facts of the queue: what a job demands, what it is granted, and how jobs are named in reasons.
+"""Data types of the queue: a job's demand and allocation, and the texts of reasons.
 
-Rule: only the plan that a draft is part of changes it; everything else is frozen.
+Rule: an allocation draft is changed only by its own plan; everything else is frozen.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ from elastic.core.world import JobId, NodeId, WorkerId
 
 Seat = tuple[WorkerId, NodeId]
 NAMED_MAX = 3
-"""So many other jobs are named in a reason."""
+"""Maximum number of other jobs named in a reason."""
 
 
 @dataclass(frozen=True)
 class Demand:
-    """One job that wants workers.
+    """The demand of one job for workers.
 
     Attributes:
-        spec: needs, and the bounds that hold now.
+        spec: needs, and the current bounds.
         sequence: order of submission.
-        seats: its workers on nodes that may be used, in the order in which it would keep them.
-        away: its workers on nodes that do not answer at the moment.
-        out: nodes on which no more of its workers may start, whatever room they have.
-        trains: a group of it is out there.
-        is_ending: members of its group have finished: it is left alone.
-        keeps_state: its workers hold training state, or had a group at some time.
+        seats: its workers on usable nodes, in the order in which it would keep them.
+        away: number of its workers on nodes that do not answer now.
+        out: nodes on which no more of its workers may start, whatever they have free.
+        trains: it has a group.
+        is_ending: members of its group have finished, so it is not changed any more.
+        keeps_state: its workers hold training state, or had a group before.
         in_place: its group leaves at a step boundary, not only at a report.
-        stays: why it does not give way as a whole, "" if it may.
-        passed_over_until_ns, passed_over_why: nor before this moment, and why.
+        stays: why it cannot be preempted, "" if it can.
+        passed_over_until_ns, passed_over_why: it is not preempted before, and why.
     """
 
     spec: JobSpec
@@ -51,17 +51,16 @@ class Demand:
 
 @dataclass(frozen=True)
 class Allocation:
-    """What one job may have.
+    """The workers that one job may have.
 
     Attributes:
         size: workers in all, 0 if it is not admitted and holds none.
-        starts: on which nodes how many of them are new.
-        yields: workers that it has and gives back at its next boundary, or at once if no group
-            needs them.
-        reason: why it must wait and what would let it run, "" if nothing of the queue is in its
-            way.
-        yields_to: the job for which it is to leave all its slots, once its state is saved, and
-            with which priority: "j-1 (priority 10 over 0)"; "" for none.
+        starts: number of new workers by node.
+        yields: workers that it must release at its next boundary, or at once if no group needs
+            them.
+        reason: why it must wait and what would let it run, "" if the queue does not hold it back.
+        yields_to: the job that preempts it, once its state is saved, with the priorities: "j-1
+            (priority 10 over 0)"; "" for none.
     """
 
     job_id: JobId
@@ -74,12 +73,12 @@ class Allocation:
 
 @dataclass
 class AllocationDraft:
-    """A grant in the making.
+    """An allocation while the plan is computed.
 
     Attributes:
         kept: its seats that are counted.
-        tried: so many of its seats need not be looked at again. What was found full or barred stays
-            so while the plan grows; whoever takes something back sets this to 0.
+        tried: number of its seats that need not be checked again. Full or barred nodes stay so
+            while the plan grows; code that frees something resets this to 0.
         starts, num_starts: new workers by node, and in all.
     """
 
@@ -117,7 +116,7 @@ class AllocationDraft:
 
 
 def rank(claim: Demand) -> tuple[int, int]:
-    """Return what jobs are sorted by: priority, then age."""
+    """Return the sort key of jobs: priority, then age."""
     return -claim.spec.priority, claim.sequence
 
 
@@ -138,7 +137,7 @@ def over(first: AllocationDraft, draft: AllocationDraft) -> str:
 
 
 def gives(draft: AllocationDraft) -> str:
-    """Say what a job that trains gives back, and when."""
+    """Return a phrase for what a training job releases, and when."""
     claim, count = draft.claim, len(draft.unkept())
     if draft.yields_to is not None:
         how = "a checkpoint is written" if claim.in_place else "it has reported a checkpoint"
@@ -148,7 +147,7 @@ def gives(draft: AllocationDraft) -> str:
 
 
 def holders(held: Sequence[tuple[AllocationDraft, int]]) -> str:
-    """Say which jobs keep how many workers, and by which right.
+    """Return a phrase for which jobs keep how many workers, and why.
 
     Args:
         held: jobs that keep some.
@@ -169,7 +168,7 @@ def holders(held: Sequence[tuple[AllocationDraft, int]]) -> str:
 
 
 def blocker(claim: Demand) -> str:
-    """Say what keeps workers of a job from nodes on which no other job holds any."""
+    """Return a phrase for why a job cannot use nodes on which no other job has workers."""
     said = []
     if claim.away:
         said.append(f"workers of its own ({claim.away}) are on nodes that do not answer")
@@ -185,7 +184,7 @@ def workers(spec: JobSpec, count: int) -> str:
 
 
 def behind(draft: AllocationDraft, ahead: AllocationDraft) -> str:
-    """Say that free slots are kept for another job."""
+    """Return a phrase that free slots are reserved for another job."""
     spec = draft.claim.spec
     return (
         f"needs {workers(spec, spec.min_workers)}; free slots are kept for {named(ahead.claim)}, "

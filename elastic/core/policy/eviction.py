@@ -1,8 +1,8 @@
-"""Which of the jobs that train give way as a whole, so that one of higher priority can start.
+"""Preemption: which training jobs release all workers, so that one of higher priority can start.
 
-Rule: strictly lower priority only, and no more of them than it takes. One that could not go on from
-where it stood is not touched at all. A job leaves saved, or with an older checkpoint once its time
-is over; one that has none, and cannot be saved by then, is passed over for a while.
+Rule: strictly lower priority only, and as few jobs as possible. A job that could not continue later
+is not preempted. A job leaves with a new checkpoint, or with an older one once its time is over;
+one that has none, and cannot be saved by then, is passed over for a while.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from elastic.core.config import CoordinatorConfig, JobSpec, ns
 from elastic.core.policy.decision import Decision
 
 Fits = Callable[[tuple[int, ...]], bool]
-"""Says whether the job fits if these gave way, and leaves everything as it was."""
+"""Returns whether the job fits if these were preempted; has no side effects."""
 
 DEADLINES_PASSED_OVER = 2
-"""A job that could not be saved by its deadline is asked again after so many of them."""
+"""A job that could not be saved by its deadline is preempted again after so many of them."""
 
 
 def why_it_stays(spec: JobSpec, *, in_place: bool, num_checkpoints: int) -> str:
-    """Return why a job that trains keeps its min, whoever waits; "" if it may give way.
+    """Return why a training job keeps its min, whatever waits; "" if it can be preempted.
 
     Args:
         spec: of the job that trains.
@@ -38,19 +38,19 @@ def why_it_stays(spec: JobSpec, *, in_place: bool, num_checkpoints: int) -> str:
 
 
 def retry_ns(config: CoordinatorConfig) -> int:
-    """Return how long after a save that did not come the next one is asked for."""
+    """Return the time between a save that did not come and the next request."""
     return DEADLINES_PASSED_OVER * ns(config.preemption_deadline_s)
 
 
 def passed_over_until(
     config: CoordinatorConfig, *, until_ns: int, num_checkpoints: int
 ) -> Decision[int]:
-    """Decide until when a job that may give way is left alone, because it could not be saved.
+    """Decide until when a job is not preempted, because it could not be saved.
 
     Args:
         config: times for the reason.
         until_ns: `retry_ns` after its time was over, 0 if it never was.
-        num_checkpoints: recorded so far; with one it can always go on.
+        num_checkpoints: recorded so far; with one it can always continue.
 
     Returns:
         The moment, on the clock of `until_ns`; 0 for a job that is not passed over.
@@ -66,24 +66,24 @@ def passed_over_until(
 
 
 class EvictionSave(Enum):
-    """How far a job that is to hold no workers has come with its checkpoint."""
+    """The state of the checkpoint of a job that must release its workers."""
 
     AWAITED = "awaited"
-    """Its members go on until one is written."""
+    """Its members continue until one is written."""
     OVER = "over"
-    """It may leave: what it goes on from later is there."""
+    """It may leave: there is a checkpoint to continue from."""
     IN_VAIN = "in vain"
-    """None came in time, and there is no older one: it is not taken down."""
+    """None came in time, and there is no older one: it is not preempted."""
 
 
 def judge_saving(
     *, in_place: bool, is_saved: bool, num_checkpoints: int, save_by_ns: int | None, now_ns: int
 ) -> Decision[EvictionSave]:
-    """Decide whether a job that is to hold no workers is still to be saved first.
+    """Decide whether a job that must release its workers is saved first.
 
     Args:
         in_place: its loop can be saved at any step; other code is saved by its reports.
-        is_saved: it was, since it was to leave.
+        is_saved: it was saved since the request.
         num_checkpoints: recorded so far.
         save_by_ns: when its time is over, None for never.
         now_ns: on the same clock.
@@ -98,15 +98,15 @@ def judge_saving(
 
 
 def fewest(count: int, fits: Fits) -> tuple[int, ...]:
-    """Return which of `count` jobs must give way, () if all of them together are not enough.
+    """Return which of `count` jobs must be preempted, () if all of them together are not enough.
 
     Args:
-        count: jobs 0 to count - 1, in the order in which they would go.
-        fits: if it says yes for some of them, it says so for more of them as well.
+        count: jobs 0 to count - 1, in the order of preference.
+        fits: monotonic: if it returns True for some of them, it does for any superset.
 
     Returns:
-        None of them can be left out. Of two such choices, the one that spares the later jobs: the
-        last one that goes is the first with which the earlier ones are enough.
+        A minimal choice: none of them can be omitted. Of several, the one that spares the later
+        jobs: the last one chosen is the first with which the earlier ones are enough.
     """
     if not count or not fits(tuple(range(count))):
         return ()

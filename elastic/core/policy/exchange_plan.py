@@ -1,12 +1,12 @@
-"""The route of an exchange: which rank sends which slices of which subtree sums to whom.
+"""The plan of an all-reduce: which rank sends which slices of which subtree sums to which rank.
 
-The order of addition is the tree's over the V micro-batches (see `microbatch`), and nothing says
-that one rank must add all of a slice. Ranks hold contiguous micro-batches. Groups of ranks are
-joined again and again, the ranks of a node first: before a join each group holds the sums of its
-own subtrees, cut into a slice for each of its ranks; the join cuts them into the slices of the
-larger group, and adds siblings as they meet. At the top each rank holds 1/W of the total; the way
-back, over the same edges, hands it round. With two groups in each join this is recursive halving,
-for any W and in the tree's order; with all ranks in one join it is an all-to-all.
+The order of addition is the tree's over the V micro-batches (see `microbatch`), and need not be
+done by one rank per slice. Ranks hold contiguous micro-batches. Groups of ranks are joined
+repeatedly, the ranks of a node first. Before a join each group holds the sums of its own subtrees,
+cut into a slice for each of its ranks; the join cuts them into the slices of the larger group, and
+adds siblings as they meet. At the top each rank holds 1/W of the total; the gather distributes it
+back over the same edges. With two groups in each join this is recursive halving, for any W and in
+the tree's order; with all ranks in one join it is an all-to-all.
 
 Rule: a plan is a function of (V, the node of each rank, size), the same on all ranks. Neither the
 shape nor the slices are part of the result: every plan gives the plain tree's bits.
@@ -24,16 +24,16 @@ from elastic.core.policy.microbatch import Span, additions_to, deal, subtrees
 from elastic.errors import check
 
 AT_ONCE = 4
-"""So many nodes are joined in one round: bytes are those of halving, and rounds fewer."""
+"""Nodes joined in one round: as many bytes as with halving, in fewer rounds."""
 MESSAGE_BYTES = 64 << 10
-"""Below it a message costs more by its number than by its bytes."""
+"""Below this size the cost per message exceeds the cost of its bytes."""
 BUCKET_BYTES = 4 << 20
-"""Size of a bucket, in worlds whose slices of it are no shorter than a message should be."""
+"""Size of a bucket, as long as its slices are no shorter than `MESSAGE_BYTES`."""
 
 
 @dataclass(frozen=True, eq=False)
 class GroupShape:
-    """A group of ranks, and the groups that it is joined of; compared by identity, as it is large.
+    """A group of ranks, and its subgroups; compared by identity, as it is large.
 
     Attributes:
         ranks: its first rank, and the one after its last.
@@ -74,14 +74,14 @@ class PlannedMessage:
 
 @dataclass(frozen=True)
 class ExchangeRound:
-    """Messages that go at the same time, and what is added when they are there.
+    """Messages sent at the same time, and the additions after their arrival.
 
     Attributes:
         sends, receives: at most one to, and from, each rank.
         additions: (left, right, total) of the subtrees, in order; none if we keep no elements.
-        first, last: elements that we hold the sums of afterwards.
+        first, last: elements whose sums this rank holds afterwards.
         is_local: all of it is among the ranks of one node.
-        depth: how many larger groups the joined one lies in; tells messages of two ranks apart.
+        depth: in how many larger groups the joined one is; distinguishes messages of two ranks.
     """
 
     sends: tuple[PlannedMessage, ...]
@@ -95,7 +95,7 @@ class ExchangeRound:
 
 @dataclass(frozen=True)
 class ExchangePlan:
-    """All that one rank does for one bucket.
+    """The rounds of one rank for one bucket.
 
     Attributes:
         reduce: rounds after which we hold the total of a slice.
@@ -116,12 +116,12 @@ class ExchangePlan:
 
 @dataclass(frozen=True)
 class RowsRound:
-    """A round in which a few numbers of each rank are handed on.
+    """A round in which a few numbers of each rank are passed on.
 
     Attributes:
-        held: ranks whose numbers we have before, ours among them.
-        sends: to whom we send all of those.
-        receives: (from whom, of which ranks).
+        held: ranks whose numbers this rank has before, including its own.
+        sends: ranks to which it sends all of those.
+        receives: (sender, ranks whose numbers it sends).
     """
 
     held: Span
@@ -130,9 +130,9 @@ class RowsRound:
 
 
 def bucket_bytes_for(world_size: int) -> int:
-    """Return the size of buckets of which a rank's slice is no shorter than a message should be.
+    """Return the size of buckets for which a rank's slice has at least `MESSAGE_BYTES`.
 
-    It doubles, so that few changes of the group change it.
+    It grows by doubling, so that few changes of the group change it.
     """
     size = BUCKET_BYTES
     while size < world_size * MESSAGE_BYTES:
@@ -145,8 +145,8 @@ def shape_of(
 ) -> GroupShape:
     """Return how a group is joined: the ranks of each node at once, nodes by halves.
 
-    Halves are those of the slots and not of the nodes that are there: a node that is lost leaves a
-    hole, and moves no middle.
+    Halves are of the slots, not of the present nodes: a lost node leaves a hole, and does not move
+    the middle.
 
     Args:
         nodes: the slot of each rank's node, ascending by rank.
@@ -185,10 +185,10 @@ def _shape_of(nodes: tuple[int, ...], num_slots: int, at_once: int) -> GroupShap
             return GroupShape(ranks, tuple(locals_[low:high]), is_local=False)
         slot = (a + b) // 2
         middle = next((n for n in range(low, high) if slots[n] >= slot), high)
-        if not low < middle < high:  # A half of which nobody is there.
+        if not low < middle < high:  # One half is empty.
             return join(low, high, *((slot, b) if middle == low else (a, slot)))
         if 3 * min(middle - low, high - middle) < high - low:
-            # Mostly holes on one side: whoever is there would have to talk to all others.
+            # Mostly holes on one side: the few nodes there would have to send to all others.
             middle = (low + high) // 2
             slot = slots[middle]
         return GroupShape(ranks, (join(low, middle, a, slot), join(middle, high, slot, b)), False)
@@ -206,8 +206,8 @@ def _node_shape(ranks: Span) -> GroupShape:
 def _owners(shape: GroupShape) -> tuple[int, ...]:
     """Return the ranks of a group in the order of their slices.
 
-    Ranks whose slices lie at the same place in their groups come beside each other, so that each
-    keeps as much as it can of what it holds.
+    Ranks whose slices have the same place in their groups are adjacent, so that each keeps as much
+    as possible of what it holds.
     """
     if not shape.groups:
         return (shape.ranks[0],)
@@ -227,7 +227,7 @@ def _places(shape: GroupShape) -> dict[int, int]:
 
 @dataclass(frozen=True)
 class _Cuts:
-    """Where slices begin: at whole blocks, so that two ways to cut leave no splinters."""
+    """Boundaries of slices: at whole blocks, so that different cuts leave no tiny pieces."""
 
     size: int
     blocks: int
@@ -249,7 +249,7 @@ def tree_plan(
         num_micro_batches: V, at least the ranks of the group.
         shape: of the whole group.
         size: elements of the bucket.
-        grain: elements of which no message should have fewer.
+        grain: least number of elements that a message should have.
     """
     world = shape.world_size
     cuts = _Cuts(size, max(world, size // grain))
@@ -278,7 +278,7 @@ def tree_plan(
 
 @lru_cache(maxsize=1024)
 def whole_plan(rank: int, world_size: int, num_micro_batches: int, size: int) -> ExchangePlan:
-    """Return what a rank does in an exchange of something small: all send all to all.
+    """Return what a rank does in an exchange of a small bucket: an all-to-all of whole buckets.
 
     Args:
         rank: ours.
@@ -303,7 +303,7 @@ def whole_plan(rank: int, world_size: int, num_micro_batches: int, size: int) ->
 
 
 def rows_plan(rank: int, shape: GroupShape) -> tuple[RowsRound, ...]:
-    """Return how everyone comes to have a few numbers of everyone's, over the same edges.
+    """Return the rounds of an all-gather of a few numbers per rank, over the same edges.
 
     Args:
         rank: ours.
@@ -338,7 +338,7 @@ def partners(plan: ExchangePlan) -> frozenset[int]:
 
 
 def _joins_of(rank: int, shape: GroupShape) -> Iterator[GroupShape]:
-    """Yield the groups that a rank comes to be in, smallest first."""
+    """Yield the groups that contain a rank, smallest first."""
     if shape.groups:
         yield from _joins_of(rank, _group_with(rank, shape))
         yield shape

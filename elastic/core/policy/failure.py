@@ -1,18 +1,18 @@
-"""What a lost worker costs: nothing, a back-off, or the job.
+"""The consequence of a lost worker: none, a back-off, or the end of the job.
 
-Rule: what user code does (raises, exits with a code, crashes natively) is charged to
-`max_failures`, and tried again as long as that allows: at once, or after a back-off if it is the
-same error at the same place again. A kill or a stop from outside and a lost node cost nothing,
-however many there are: they are replaced at once. What may come again by itself (a hang, a worker
-that cannot be started, one that the kernel killed for its memory, a group that breaks) is a loss: a
-row of losses in which no generation has committed a step backs off, and ends the job instead of
-burning the cluster for ever. What happens on a node that was told to leave is neither, however the
-node then ends: that has a budget of its own (`policy.preemption`).
+Rule: failures of user code (it raises, exits with a code, crashes natively) are charged to
+`max_failures`, and retried as long as that allows: at once, or after a back-off if it is the same
+error at the same place again. A kill or a stop from outside and a lost node cost nothing, however
+many there are: they are replaced at once. What may repeat by itself (a hang, a worker that cannot
+be started, one that the kernel killed for its memory, a group that breaks) is a loss: losses in a
+row without a committed step back off, and end the job instead of occupying the cluster for ever.
+Exits on a node that was about to leave are neither, however the node ends: they have a separate
+budget (`policy.preemption`).
 
-A hang is charged as a loss although user code may be its cause: nobody can tell a deadlock from a
-dead link or a stuck driver, and a run with `max_failures=0` should outlive those. One that comes
-again in every group is ended by the limit on losses in a row, because a group that stands still
-commits no step and is not taken for healthy either.
+A hang is charged as a loss although user code may be its cause: a deadlock cannot be distinguished
+from a dead link or a stuck driver, and a run with `max_failures=0` should survive those. One that
+repeats in every group is ended by the limit on losses in a row, because a stalled group commits no
+step and does not count as healthy either.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ CRASH_SIGNALS = (
     signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSYS,
 )  # fmt: skip
 OUT_OF_MEMORY = "out of memory"
-"""In the detail of an exit: this SIGKILL was the kernel's answer to who wants too much."""
+"""In the detail of an exit: this SIGKILL came from the kernel's OOM killer."""
 STOPPED = "stopped (SIGSTOP)"
-"""In the detail of a hang: somebody has stopped the process, and it was given up."""
+"""In the detail of a hang: the process was stopped from outside, and given up."""
 TERMINATED = 128 + int(signal.SIGTERM)
-"""The code of who was told to end, and has; a script that raises it unasked has raised."""
+"""Exit code of a process that was asked to end; from a script that was not, it is a failure."""
 FREE_LOSSES = 2
 """Losses in a row that are replaced without delay."""
 FIRST_DELAY_S = 0.5
 FINAL_ERRORS = (f"{StorageNotShared.__module__}.{StorageNotShared.__qualname__}",)
-"""What user code raises when something is wrong that another attempt cannot mend."""
+"""Exceptions of user code that a retry cannot repair."""
 DOUBLINGS_MAX = 64
 """Enough to reach any bound; more would leave the range of floating point."""
 
 
 @dataclass(frozen=True)
 class FailureHistory:
-    """What the job has been through.
+    """The job's failures and losses so far.
 
     Attributes:
         failures: failures of user code in the whole run.
@@ -84,8 +84,8 @@ def judge_exit(
         cause: how the process ended; an exit that we ordered costs nothing.
         failure: what user code raised, None if the process just ended.
         config: back-off and crash-loop limit.
-        announced: why its node was to leave, "" if it was not. What a machine does to a worker on
-            its way out cannot be told from a crash; an exception that user code raised can.
+        announced: why its node was about to leave, "" if it was not. A machine's shutdown cannot
+            be distinguished from a crash of the worker; an exception of user code can.
     """
     if cause.kind is ExitKind.STOPPED:
         return Decision(FailureDecision(False, history), "stopped by order")
@@ -109,16 +109,16 @@ def judge_exit(
 
 
 def _delay_ns(number: int, config: CoordinatorConfig) -> int:
-    """Return how long the attempt of this number waits, the first one is 1; below that, not."""
+    """Return the back-off before attempt `number`, counted from 1; 0 for less."""
     doubled = FIRST_DELAY_S * 2 ** min(number - 1, DOUBLINGS_MAX)
     return ns(min(config.restart_delay_s_max, doubled)) if number > 0 else 0
 
 
 def judge_break(history: FailureHistory, config: CoordinatorConfig) -> Decision[FailureDecision]:
-    """Decide what it means that a group broke and no member was lost.
+    """Decide the consequence of a group that broke without a lost member.
 
-    Once that is bad luck. When every group breaks, something is wrong that a next one does not
-    mend, such as a collective that user code calls with tensors of different shapes.
+    Once that may be chance. If every group breaks, the cause is one that the next group does not
+    remove, such as a collective called with tensors of different shapes.
     """
     losses = history.losses + 1
     after = FailureHistory(history.failures, losses, history.last)
@@ -135,10 +135,10 @@ def judge_break(history: FailureHistory, config: CoordinatorConfig) -> Decision[
 def judge_left(
     spec: JobSpec, history: FailureHistory, failure: Failure, config: CoordinatorConfig
 ) -> Decision[FailureDecision]:
-    """Decide what it means that a member has left for good while others waited for it.
+    """Decide the consequence of a member that finished while others waited for it.
 
-    It is a fault of user code, as if it had raised: twice in a row at the same place, and trying
-    again would not help.
+    It is a failure of user code, as if it had raised; after the second one in a row at the same
+    place there is no retry.
     """
     if _same(failure, history.last):
         after = FailureHistory(history.failures + 1, history.losses, failure)
@@ -158,7 +158,7 @@ def is_users_fault(cause: ExitCause) -> bool:
 
 
 def is_kill(cause: ExitCause) -> bool:
-    """Return whether somebody else ended the process: it says nothing about what it runs."""
+    """Return whether the process was ended from outside, which is not a fault of its code."""
     if cause.kind is ExitKind.SIGNAL:
         return not is_users_fault(cause) and OUT_OF_MEMORY not in cause.detail
     return cause.kind is ExitKind.LOST or (cause.kind is ExitKind.HUNG and STOPPED in cause.detail)
@@ -197,7 +197,7 @@ def _judge_failure(
     if failure is not None and failure.error_type in FINAL_ERRORS:
         return Decision(FailureDecision(True, after), what)
     if failure is not None and _same(failure, history.last):
-        # A service that is away for a minute looks like this, and so does a bug.
+        # A service that is down for a minute looks like this, and so does a bug.
         delay_ns = _delay_ns(failures - 1, config)
         where = failure.position or "the same place"
         return Decision(

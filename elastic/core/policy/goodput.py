@@ -1,12 +1,12 @@
-"""Where the time of workers goes: each moment of each worker is charged to one category, once.
+"""Goodput accounting: each nanosecond of each worker is charged to exactly one category.
 
-The coordinator sees when a worker starts, waits, trains and ends; how the time inside a train
-function was spent only the worker knows, and tells about once a second. So the account of a worker
-that trains lags: what was not told yet is charged to nothing, until it is told or the worker does
+The coordinator sees when a worker starts, waits, trains and ends. Only the worker knows how the
+time inside a train function is spent, and reports it about once a second. So the account of a
+training worker lags: unreported time is not charged until it is reported or the worker does
 something else.
 
-Rule: what is charged to a worker is the time from its first moment to `since_ns`, to the
-nanosecond, whatever workers say and whenever it comes.
+Rule: the time charged to a worker is exactly that from its start to `since_ns`, whatever workers
+report and whenever that arrives.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from elastic.core.world import WorkerPhase
 
 NOTHING = (0,) * len(FIELDS)
 TOLD = -1
-"""Stands for the category of a worker that trains: it tells itself."""
+"""Category of a training worker: it reports the categories itself."""
 
 
 @dataclass(frozen=True)
 class Situation:
-    """What is known of a worker, as far as it says what its time goes into.
+    """The facts about a worker that decide the category of its time.
 
     Attributes:
         phase: of the worker.
-        is_leaving: it was told to end, or its node drains.
+        is_leaving: it was ordered to end, or its node drains.
         has_trained: in this or an earlier group.
-        has_group: its job's newest group stands, or comes together.
+        has_group: its job has a group, or one is forming.
     """
 
     phase: WorkerPhase
@@ -49,9 +49,9 @@ class Situation:
 
 
 def category(now: Situation) -> int:
-    """Return what a worker's time goes into, `TOLD` where only the worker knows."""
+    """Return the category of a worker's time, `TOLD` where only the worker knows."""
     if now.phase is WorkerPhase.TRAINING:
-        return TOLD  # Also of one that is to leave: it trains on to the next boundary.
+        return TOLD  # Also if it must leave: it trains until the next boundary.
     if now.is_leaving or now.phase in (WorkerPhase.FINISHED, WorkerPhase.EXITED):
         return DRAIN
     if now.phase is WorkerPhase.STARTING:
@@ -62,7 +62,7 @@ def category(now: Situation) -> int:
 
 
 def untold(following: int) -> int:
-    """Return what the rest is charged to that a worker had not told when it stopped training.
+    """Return the category for time that a worker had not reported when it stopped training.
 
     Args:
         following: the category of what it does next; `REDONE` if it is gone.
@@ -71,18 +71,18 @@ def untold(following: int) -> int:
 
 
 def split(told: Sequence[int], before: Sequence[int], room_ns: int) -> tuple[int, ...]:
-    """Return what is to be charged to each category, `room_ns` in all at most.
+    """Return the time to charge to each category, `room_ns` in all at most.
 
     Args:
-        told: where the worker's time went so far, as it says.
-        before: the same, as it said before.
+        told: the worker's reported time so far, by category.
+        before: the same from its previous report.
         room_ns: how much of its time is not charged yet.
     """
     news = [max(0, now - then) for now, then in zip(told, before, strict=True)]
     total = sum(news)
     if total <= room_ns:
         return tuple(news)
-    # Its clock begins when it is told of its group, ours when we hear that it trains.
+    # Its clock starts with the announcement, ours with its report that it trains.
     scaled = [one * room_ns // total for one in news]
     scaled[news.index(max(news))] += room_ns - sum(scaled)
     return tuple(scaled)
@@ -93,9 +93,9 @@ class Account:
     """The account of one worker.
 
     Attributes:
-        category: what its time goes into now.
+        category: of its time now.
         since_ns: its time up to here is charged.
-        told: what it has said of itself so far; None of one that we hear of when it trains already.
+        told: its reported time so far; None for one that already trained when first reported.
         has_trained: it has been in a group.
     """
 
@@ -107,12 +107,12 @@ class Account:
 
 @dataclass
 class Ledger:
-    """The accounts of a job's workers, added up.
+    """The sums of the accounts of a job's workers.
 
     Attributes:
         charged: by category, nanoseconds.
-        furthest: where in the run any worker of the job was.
-        again_until: steps up to here were done before the newest group; it may do them again.
+        furthest: the furthest step that any worker of the job has reached.
+        again_until: steps up to here were done before the newest group; it may repeat them.
     """
 
     charged: list[int] = field(default_factory=lambda: [0] * len(FIELDS))
@@ -120,11 +120,11 @@ class Ledger:
     again_until: tuple[int, int] = (0, 0)
 
     def total(self) -> Goodput:
-        """Return what was charged so far."""
+        """Return the time charged so far."""
         return Goodput(*self.charged)
 
     def at(self, accounts: Iterable[Account], now_ns: int) -> tuple[Goodput, int]:
-        """Return what is known now, and the nanoseconds that workers have not told of yet."""
+        """Return the goodput at `now_ns`, and the nanoseconds that workers have not reported."""
         charged, unreported_ns = [*self.charged], 0
         for account in accounts:
             if account.category == TOLD:
@@ -134,18 +134,18 @@ class Ledger:
         return Goodput(*charged), unreported_ns
 
     def group_formed(self) -> None:
-        """Another group begins, maybe at a step that was done before."""
+        """Mark the steps done so far, because a new group may repeat some of them."""
         self.again_until = self.furthest
 
     def move(self, account: Account, to: int, now_ns: int) -> None:
-        """Charge what a worker did until now; from here on it does something else."""
+        """Charge a worker's time until now, and change its category."""
         if account.category != to:
             self._charge(account, untold(to), now_ns)
             account.category = to
             account.has_trained = account.has_trained or to == TOLD
 
     def close(self, account: Account, now_ns: int, *, is_lost: bool) -> None:
-        """Charge the rest of a worker that is gone; of one that was lost it is done again."""
+        """Charge the remaining time of a worker that is gone; a lost one's work is repeated."""
         self._charge(account, REDONE if is_lost else DRAIN, now_ns)
 
     def _charge(self, account: Account, unreported_to: int, now_ns: int) -> None:
@@ -154,13 +154,13 @@ class Ledger:
         account.since_ns = now_ns
 
     def hear(self, account: Account, told: Goodput, place: tuple[int, int], now_ns: int) -> None:
-        """Take what a worker says of itself.
+        """Charge the time that a worker reports.
 
         Args:
             account: of the worker.
-            told: where its time went so far.
-            place: the step that it does next.
-            now_ns: the moment.
+            told: its time so far, by category.
+            place: its next step.
+            now_ns: time of the report.
         """
         times, before = told.times(), account.told
         account.told = times if before is None else tuple(map(max, times, before))

@@ -1,15 +1,16 @@
 """Which members of a group are hung: their main thread makes no progress, and all others wait.
 
-Rule: only what a member reports of itself counts, and only while it keeps reporting it. A member
-that makes progress, however slow, is never hung; if none is without progress, or one is silent,
-none is accused (probes deal with silence). If all wait for each other and none makes progress, a
-message was lost: a link is cut, or they are in different collectives. The group is formed anew.
+Rule: only a member's own reports count, and only while it repeats them. A member that makes
+progress, however slow, is never hung; if none is without progress, or one is silent, none is
+judged hung (probes deal with silence). If all wait for each other and none makes progress, a
+message was lost: a link is cut, or they are in different collectives. The group is formed again.
 
-Not all waiting can be seen: a rank that waits in a collective of the script's own may look hung. In
-a group with subgroups (shards and their replicas) the collectives begun in each show who waits for
-whom, and the end of such a chain is accused. In a cycle all that make no progress are accused, as
-without subgroups. If all have made no progress for long, a rank that has begun what others have not
-counts as waiting for them: two hung ranks may each hide the only one that waits for the other.
+Not all waiting is visible: a rank that waits in a collective of the script's own may look hung. In
+a group with subgroups (shards and their replicas) the collectives begun in each show which member
+waits for which, and the end of such a chain is judged hung. In a cycle all that make no progress
+are, as without subgroups. If all have made no progress for long, a rank that has begun a collective
+which others have not counts as waiting for them: two hung ranks may each hide the only one that
+waits for the other.
 """
 
 from __future__ import annotations
@@ -22,37 +23,36 @@ from elastic.core.policy.decision import Decision
 from elastic.core.world import CollectiveCount, Generation, WorkerId
 
 FRESH_NS = 3 * NS_PER_S
-"""What was not said again for so long is not believed; a worker repeats it every second."""
+"""A report expires after this; a worker repeats it every second."""
 WORK_FRESH_NS = 15 * NS_PER_S
-"""The same of work, which it repeats every five seconds."""
+"""The same for reports of work, which it repeats every five seconds."""
 STUCK_TIMES = 2
-"""All wait, or all stand, for so many times as long as one may stand still. Where bytes still come
-in, a worker counts its wait from the last of them (`worker.activity.Flow`): a slow network is no
-cut one."""
+"""Factor on the hang timeout if all wait, or all have stalled. A worker counts its wait from the
+last received bytes (`worker.activity.Flow`): a slow network is not a cut one."""
 FIRST_TIMES = 10
-"""A process that has committed no step yet may stand still for so many times as long: compilers,
-devices and libraries start in it, some in native code that shows nothing."""
+"""Factor on the hang timeout for a process without a committed step: compilers, devices and
+libraries start in it, some in native code without visible progress."""
 LONGEST_TIMES = 3
-"""Who has stood still and gone on before may do so again, and for so many times as long."""
+"""Factor on the longest pause of a process so far: it may pause that long again."""
 STANDING_MAX = 256
-"""When more stand still, they are not told from each other."""
+"""If more members have stalled, all are judged hung without an analysis."""
 
 
 @dataclass(frozen=True)
 class MainThreadState:
-    """What a member said of its main thread.
+    """A member's last report of its main thread.
 
     Attributes:
-        generation: in which group.
-        reported_ns: when it was heard.
+        generation: of its group.
+        reported_ns: when the report came.
         waiting_since_ns: since when it waits for its peers, None if it does not.
-        still_since_ns: since when it has neither moved nor waited, None if it moves or waits.
-        epoch, step: where it is.
-        begun: what it has begun in groups within its group.
-        longest_ns: for how long it has stood still, in this process, before it went on.
+        still_since_ns: since when it has stalled without waiting, None if it has not.
+        epoch, step: its position.
+        begun: the collectives that it has begun in groups within its group.
+        longest_ns: its longest pause in this process after which it moved on.
         has_stepped: it has committed a step in this process.
         working_since_ns: since when it works without a step, None if not for long.
-        work: what it does, for people.
+        work: its current work, for people.
     """
 
     generation: Generation
@@ -68,7 +68,7 @@ class MainThreadState:
     work: str = ""
 
     def limit_ns(self, timeout_ns: int) -> int:
-        """Return how long it may stand still."""
+        """Return how long it may make no progress."""
         times = 1 if self.has_stepped else FIRST_TIMES
         return max(times * timeout_ns, LONGEST_TIMES * self.longest_ns)
 
@@ -77,11 +77,11 @@ class MainThreadState:
         return self.waiting_since_ns is not None and self.is_fresh(generation, now_ns)
 
     def stands(self, generation: Generation, now_ns: int) -> bool:
-        """Return whether it stands still in this group now, and not because it waits."""
+        """Return whether it has stalled in this group now, without waiting."""
         return self.still_since_ns is not None and self.is_fresh(generation, now_ns)
 
     def is_fresh(self, generation: Generation, now_ns: int) -> bool:
-        """Return whether it was said of this group, and a moment ago."""
+        """Return whether the report is of this group, and has not expired."""
         return self.generation == generation and now_ns - self.reported_ns <= FRESH_NS
 
 
@@ -90,8 +90,8 @@ class WatchedMember:
     """A member of the newest group.
 
     Attributes:
-        trains: it is inside its train function in this generation, and nobody has told it to end.
-        sight: what it said last, None for nothing.
+        trains: it is inside its train function in this generation, and was not ordered to end.
+        sight: its last report, None for none.
     """
 
     worker_id: WorkerId
@@ -101,13 +101,12 @@ class WatchedMember:
 
 @dataclass(frozen=True)
 class Hang:
-    """Members that hang, and since when the whole group has stood because of them.
+    """Members that hang, and since when the whole group has stalled because of them.
 
     Attributes:
-        since_ns: 0 while somebody moves, or may.
-        is_stuck: nobody is to blame: all wait for each other, and none will ever go on.
-        works: what a member does that the others wait for, for people; "" for nothing that takes
-            long.
+        since_ns: 0 while a member moves, or may.
+        is_stuck: no member is at fault: all wait for each other, and none can continue.
+        works: long work of a member for which the others wait, for people; "" for none.
     """
 
     culprits: tuple[WorkerId, ...] = ()
@@ -119,17 +118,16 @@ class Hang:
 def judge(
     generation: Generation, members: Sequence[WatchedMember], now_ns: int, timeout_ns: int
 ) -> Decision[Hang]:
-    """Decide who hangs.
+    """Decide which members hang.
 
-    Time counts from the moment at which all others wait, and from the last movement of those who
-    do not: a rank that computes alone for long, and then lets all others wait for a moment, has
-    not hung for long.
+    Time counts from when all others wait, and from the last progress of those that do not: a rank
+    that computes alone for long, and then makes all others wait briefly, has not hung for long.
 
     Args:
         generation: of the group.
         members: all of them.
         now_ns: monotonic.
-        timeout_ns: of standing still; 0 accuses nobody.
+        timeout_ns: how long a member may stall; 0 for no limit.
     """
     waiting: dict[WorkerId, int] = {}
     standing: dict[WorkerId, int] = {}
@@ -175,7 +173,7 @@ def _what_it_does(
 
 
 def _judge_all(since_ns: int, now_ns: int, timeout_ns: int) -> Decision[Hang]:
-    """Decide whether a group in which all wait will ever go on."""
+    """Decide whether a group in which all wait is stuck."""
     waited_ns = now_ns - since_ns
     if not timeout_ns or waited_ns < STUCK_TIMES * timeout_ns:
         return Decision(Hang(since_ns=since_ns), "all wait")
@@ -187,13 +185,13 @@ def _judge_all(since_ns: int, now_ns: int, timeout_ns: int) -> Decision[Hang]:
 
 
 class WaitChain:
-    """Who waits for whom, as far as groups within the group tell."""
+    """Which member waits for which, as far as groups within the group show."""
 
     def __init__(self, begun: Mapping[WorkerId, Sequence[CollectiveCount]]) -> None:
-        """Put the members of each group in order.
+        """Sort the members of each subgroup by their progress.
 
         Args:
-            begun: of each member of the whole group.
+            begun: the collectives begun, by member of the whole group.
         """
         self._begun = begun
         self._groups: dict[tuple[str, tuple[int, ...]], list[tuple[int, WorkerId]]] = {}
@@ -204,12 +202,12 @@ class WaitChain:
             group.sort()
 
     def is_ahead(self, worker_id: WorkerId) -> bool:
-        """Return whether it has begun what another member of the same group has not."""
+        """Return whether it has begun a collective that another member of its group has not."""
         begun = self._begun.get(worker_id, ())
         return any(self._groups[one.name, one.ranks][0][0] < one.count for one in begun)
 
     def before(self, worker_id: WorkerId) -> dict[WorkerId, None]:
-        """Return whom a member waits for: those who have begun less, and whom they wait for."""
+        """Return the members it waits for: those that have begun less, transitively."""
         found: dict[WorkerId, None] = {}
         seen: dict[tuple[str, tuple[int, ...]], int] = {}
         todo = [worker_id]
@@ -231,13 +229,13 @@ class WaitChain:
 def _at_the_end(
     waiting: Sequence[WorkerId], standing: Sequence[WorkerId], queue: WaitChain
 ) -> tuple[WorkerId, ...]:
-    """Return those who stand, are waited for, and wait for nobody else who stands."""
+    """Return the stalled members that are waited for and wait for no other stalled one."""
     if len(standing) == 1 or len(standing) > STANDING_MAX:
         return tuple(standing)
     before = {worker_id: queue.before(worker_id) for worker_id in standing}
     awaited: dict[WorkerId, None] = {}
     for worker_id in waiting:
-        # Who waits where we cannot see for whom may wait for all.
+        # A member whose wait is not visible may wait for all of them.
         awaited.update(queue.before(worker_id) or dict.fromkeys(standing))
         if all(one in awaited for one in standing):
             break

@@ -1,7 +1,7 @@
-"""Whether a node is fit for new workers: faults that come again and again where others have none.
+"""Whether a node is fit for new workers: it has repeated faults, and the other nodes have not.
 
 Rule: a node is never blamed for what happens everywhere. A crash that follows a job from node to
-node is the job's; only what one node shows and the others do not is the node's.
+node is the job's fault; only faults of one node alone are the node's.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from elastic.core.policy.decision import Decision
 from elastic.core.world import ExitCause, ExitKind
 
 FAULT_SIGNALS = (signal.SIGBUS, signal.SIGILL, signal.SIGSEGV)
-"""What broken memory and broken processors end in. SIGKILL is not among them: it is the kernel's
-answer to a job that wants too much memory, or a person's."""
+"""Signals that broken memory and processors cause. SIGKILL is not among them: it comes from the
+kernel's OOM killer, or from a person."""
 
 
 def is_fault(cause: ExitCause, *, ordered: bool) -> bool:
@@ -23,8 +23,8 @@ def is_fault(cause: ExitCause, *, ordered: bool) -> bool:
 
     Args:
         cause: how the worker ended, or why it was made to.
-        ordered: the coordinator ended it. A worker that an agent found stopped was stopped by
-            somebody; one that the coordinator found hanging just hangs.
+        ordered: the coordinator ended it. A worker that an agent found stopped was stopped from
+            outside; one that the coordinator found hanging has hung by itself.
     """
     if cause.kind is ExitKind.SIGNAL:
         return cause.code in [int(number) for number in FAULT_SIGNALS]
@@ -42,7 +42,7 @@ def judge_faults(
     Args:
         here: moments of the node's faults, oldest first.
         elsewhere: of every other live node, how many it had in the same window; empty if this is
-            the only one, which is never quarantined: it would help nobody.
+            the only one, which is never quarantined: that would be useless.
         now_ns: on the clock of the moments.
         config: window, limit, and how long.
 

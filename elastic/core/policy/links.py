@@ -1,8 +1,8 @@
-"""Which nodes stay out of a group because they and others of it cannot reach each other.
+"""Which nodes are excluded from a group because they and others of it cannot reach each other.
 
-Rule: a link counts as cut when both ends say so, again and again: one of them alone may lie, or
-be what is wrong. As few nodes as possible stay out, found greedily; the least is hard to find, and
-with one cut link or one node that is cut off, which is nearly always, this is the least.
+Rule: a link counts as cut when both ends report it repeatedly: one end alone may be wrong, or be
+the fault. As few nodes as possible are excluded, chosen greedily: the true minimum is hard to find,
+and with one cut link or one isolated node, the usual case, the greedy choice is the minimum.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from elastic.core.config import NS_PER_S
 from elastic.core.world import NodeId
 
 ROUNDS = 2
-"""So many times in a row each end could not reach the other: what is lost once may be chance."""
+"""Failed probes in a row, at each end, for a link to count as cut: one failure may be chance."""
 
 TRIAL_NS = 5 * NS_PER_S
-"""A link that was cut twice is there again when it has been for so long, and for twice as long each
-further time: that costs two groups, and each group that gets nowhere counts against the job."""
+"""A link that was cut twice counts as restored after working for so long, and for twice as long each
+further time: a relapse costs two groups, and each group without progress counts against the job."""
 TRIAL_NS_MAX = 8 * TRIAL_NS
-"""Longer than a group trains until what it counted against its job is forgiven."""
+"""Longer than the healthy time after which a job's losses are forgiven."""
 FORGET_NS = 600 * NS_PER_S
-"""Of a link that has not been cut for so long the earlier times do not count."""
+"""After so long without a cut, a link's earlier cuts do not count."""
 
 Pair = tuple[NodeId, NodeId]
 
@@ -31,7 +31,7 @@ def cut_pairs(failed: Mapping[Pair, int]) -> tuple[Pair, ...]:
     """Return the links that are cut, each once, in order.
 
     Args:
-        failed: of who tried and whom, how many times in a row that failed.
+        failed: by prober and target, how many probes in a row failed.
     """
     return tuple(
         sorted(
@@ -43,22 +43,22 @@ def cut_pairs(failed: Mapping[Pair, int]) -> tuple[Pair, ...]:
 
 
 def trial_ns(cuts: int) -> int:
-    """Return for how long a link must be there until it counts, that was found cut so often."""
+    """Return how long a link must work until it counts as restored, after so many cuts."""
     return min(TRIAL_NS << min(cuts - 2, 8), TRIAL_NS_MAX) if cuts >= 2 else 0
 
 
 def who_stays_out(
     cut: Sequence[Pair], out: Collection[NodeId], workers: Mapping[NodeId, int]
 ) -> dict[NodeId, NodeId]:
-    """Return the nodes that stay out, and for each one that it does not reach.
+    """Return the nodes to exclude, and for each one that it does not reach.
 
     Args:
         cut: links that are cut.
-        out: nodes that are out already: they stay so while a link of theirs is cut, because each
-            change costs a group; unless fewer are out without them, and one of the group is left,
-            who knows how far it has come.
-        workers: how many members of the group are on each of its nodes, by rank: who has fewest
-            goes first, of those the last one.
+        out: nodes excluded already: they stay so while a link of theirs is cut, because each
+            change costs a group; unless another choice excludes fewer, and keeps a node of the
+            group, which has its state.
+        workers: how many members of the group are on each of its nodes, by rank: the node with
+            the fewest is excluded first, of several the last one.
     """
     found = _greedily(cut, out, workers)
     fewest = _greedily(cut, (), workers)

@@ -1,11 +1,11 @@
-"""Which workers form the next group of a job, or what we wait for.
+"""Which workers form the next group of a job, or what it waits for.
 
-Rule: one function decides, from what is known now. A group that lost a member is replaced at
-once by its survivors and whoever is ready; a wish to change (someone joins, a node drains) waits
-for a boundary that the members agree on, because there nothing is lost.
+Rule: one function decides, from the current facts. A group that lost a member is replaced at once
+by its survivors and ready workers. A planned change (a worker joins, a node drains) waits for a
+boundary that the members agree on, because there nothing is lost.
 
-The idea of returning the reason with the decision is torchft's `quorum_compute`; that members
-are never voted on, but derived from reports, keeps a decision free of round trips.
+The idea of returning the reason with the decision is torchft's `quorum_compute`. Members are not
+voted on, but derived from reports, so a decision needs no round trips.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from elastic.core.policy.decision import Decision
 from elastic.core.world import Generation, NodeId, WorkerId, WorkerPhase
 
 POLL_S = 5.0
-"""While members save their state at a boundary, it is looked so often whether one stands still."""
+"""While members save their state at a boundary, a stalled one is checked for so often."""
 
 UNASKED_S = 2.0
-"""How long to wait for the rest when members left a group without being asked by this coordinator.
+"""How long to wait for the others when members left a group without a request of this coordinator.
 An earlier one has asked them: either a member was lost, or all are about to reach a boundary."""
 
 ANEW_S = 30.0
-"""Processes that are replaced all together wait for each other so long: for the slowest imports."""
+"""How long processes that are all replaced together wait for each other's imports."""
 
 WAITING_PHASES = (WorkerPhase.READY, WorkerPhase.BROKEN, WorkerPhase.FINISHED)
 """Phases in which a worker can be announced into a group without being interrupted."""
@@ -37,7 +37,7 @@ class GroupAction(Enum):
     """What the coordinator should do with a job's group."""
 
     KEEP = "keep"
-    """Go on as it is."""
+    """Keep the group unchanged."""
     WAIT = "wait"
     """There is no group, and none can be formed yet."""
     FORM = "form"
@@ -45,8 +45,8 @@ class GroupAction(Enum):
     ASK = "ask"
     """Ask all members to leave at their next boundary."""
     SUSPEND = "suspend"
-    """Members leave now: too few are left, who wait with their state, or their processes are spent,
-    and `members` are to be in the next group, they or who replaces them."""
+    """Members leave now: either too few are left, which wait with their state, or their processes
+    are spent, and `members` or their replacements will be in the next group."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,8 @@ class GroupPlan:
     """An act, with its members (by preference, not yet ranked) and a one-word cause.
 
     Attributes:
-        saves: members are to save their state where they leave.
-        shows: nobody knows which of the members hangs: all their stacks are wanted first.
+        saves: members must save their state where they leave.
+        shows: it is unknown which member hangs: request the stacks of all first.
     """
 
     act: GroupAction
@@ -66,17 +66,17 @@ class GroupPlan:
 
 
 class Candidate(NamedTuple):
-    """One worker of the job; a tuple, because there are ten thousand of them at each look.
+    """One worker of the job; a tuple, because each decision creates up to ten thousand of them.
 
     Attributes:
-        phase, generation: as it reported last.
+        phase, generation: as last reported.
         since_ns: when it entered the phase.
-        present: its process lives as far as we know, and nobody has told it to end.
-        reachable: its node's stream stands, so that it can be told something.
-        awaited: its agent is about to come back, or to send reports that it kept.
+        present: its process is alive as far as known, and was not ordered to end.
+        reachable: its node's stream is open, so that messages reach it.
+        awaited: its agent is about to reconnect, or to send reports that it kept.
         leaving: its node drains.
         leave_by_ns: by when it must be out of the group, None if not leaving.
-        spent: it can be in no other group; a new process takes its place once it is out of this.
+        spent: it cannot join another group; a new process replaces it once it has left this one.
     """
 
     worker_id: WorkerId
@@ -98,15 +98,16 @@ class CurrentGroup:
 
     Attributes:
         members: by rank; empty before the first group.
-        is_open: its members were announced and not told to leave at once.
+        is_open: it was announced, and its members were not ordered to leave at once.
         asked: its members were asked to leave at a boundary.
-        saves: they were also told to save their state there.
-        is_saving: and that they still do so is to be seen, of each that has not left yet.
-        stuck: why it will never go on, "" if it may.
-        in_place: members that are out have its state in memory still, and go on with it.
-        has_trained: all its members were seen to train at some time.
-        is_over: its members were told that it is, while one was lost; it may have come back.
-        anew_ns: since when its members are replaced by new processes, which all begin together;
+        saves: they must also save their state there.
+        is_saving: and those that have not left yet are still doing so, without a stall.
+        stuck: why it can never continue, "" if it can.
+        in_place: members that have left still have its state in memory, and continue with it.
+        has_trained: all its members trained at some time.
+        is_over: its members were notified of its end because one was lost, which may have
+            reconnected since.
+        anew_ns: since when its members are replaced by new processes, which all start together;
             None if they are not.
     """
 
@@ -140,7 +141,7 @@ def decide(
         config: grace periods.
 
     Returns:
-        A plan; WAIT says in its reason how many workers are missing.
+        A plan; the reason of WAIT includes how many workers are missing.
 
     Guarantees:
         FORM has at least min and at most max members, in whole replicas, all present and
@@ -168,7 +169,7 @@ def choose(
         current: the newest group.
         by_id: every worker that is known.
         interrupting: also count members that form or train (they are interrupted for it).
-        with_leavers: also count members that are to leave.
+        with_leavers: also count members that must leave.
     """
     members = set(current.members)
     order = [w for w in current.members if w in by_id]
@@ -195,11 +196,11 @@ def _decide_open(
     now_ns: int,
     config: CoordinatorConfig,
 ) -> Decision[GroupPlan]:
-    """A group is out there: is it whole, is it over, should it change?"""
+    """Decide on an open group: whether it is complete, broken, or should change."""
     members = [by_id[w] for w in current.members if w in by_id and by_id[w].present]
     strangers = [c for c in by_id.values() if c.present and c.worker_id not in current.members]
     lost = [w for w in current.members if w not in by_id or not by_id[w].present]
-    # Replaced too early, a group takes along what its members have reported meanwhile.
+    # If a group is replaced too early, reports of its members on the way are lost.
     awaited = [c.worker_id for c in members if c.awaited]
     if lost or current.is_over:
         why = f"lost {', '.join(lost)}" if lost else "its members were told that it is over"
@@ -215,7 +216,7 @@ def _decide_open(
     # Whatever else is waited for, a member that must leave is cut off in time.
     wake = [c.leave_by_ns for c in members if c.leave_by_ns is not None]
 
-    # A member that has not heard of this generation yet still reports the one before.
+    # A member that has not got the announcement yet still reports the previous generation.
     here = [c for c in members if c.generation == current.generation]
     broken = [c for c in here if c.phase is WorkerPhase.BROKEN]
     if broken:
@@ -240,7 +241,7 @@ def _decide_open(
         return _replace(spec, current, by_id, "broken", current.stuck)
 
     wanted = choose(spec, current, by_id, interrupting=True)
-    # The state goes along with a member that stays; if none does, only what is saved is not lost.
+    # A member that stays keeps the state; if none does, only saved state survives.
     saves = set(current.members).isdisjoint(wanted) if wanted else current.saves
     left = [c for c in here if c.phase is WorkerPhase.READY]
     if left:
@@ -249,7 +250,7 @@ def _decide_open(
         until = min(c.since_ns for c in left) + _timeout_ns(current, is_saving, awaited, config)
         if out == len(members) or now_ns >= until:
             return _replace_out(spec, current, by_id, wanted)
-        # Who is out already saves nothing any more: with those, it is done in the next group.
+        # Members that have left cannot save any more: with those, the next group saves.
         if current.saves is not saves and (current.saves or not current.in_place):
             return _ask(saves, min([until, *wake]))
         look = [now_ns + ns(POLL_S)] if is_saving else []
@@ -266,7 +267,7 @@ def _decide_open(
     if spec.own_steps and not (ending or any(_is_starting(c) for c in strangers)):
         joining = len(set(wanted) - set(current.members))
         if joining and any(c.spent for c in members):
-            # It knows no boundary, and would never let them in.
+            # It has no boundaries, so they could never join.
             return _replace(spec, current, by_id, "join", f"{joining} to join")
     forms = "" if current.has_trained else _forms(current, here)
     return _request(current, wanted, saves, wake_ns, forms=forms)
@@ -284,7 +285,7 @@ def _timeout_ns(
 
 
 def _forms(current: CurrentGroup, here: Sequence[Candidate]) -> str:
-    """Say how far a group has come that does not train yet, "" if it does."""
+    """Return a phrase for how many members have joined, "" once all train."""
     trained = (WorkerPhase.TRAINING, WorkerPhase.FINISHED)
     if sum(1 for c in here if c.phase in trained) == len(current.members):
         return ""
@@ -292,7 +293,7 @@ def _forms(current: CurrentGroup, here: Sequence[Candidate]) -> str:
 
 
 def forming(count: int, size: int) -> str:
-    """Return what is said of a group before all of it trains.
+    """Return the phrase for a group that does not train completely yet.
 
     Args:
         count: members that have come to it.
@@ -309,7 +310,7 @@ def _request(
     *,
     forms: str,
 ) -> Decision[GroupPlan]:
-    """Nothing is wrong with the group: should it change at its next boundary?"""
+    """Decide whether a healthy group should change at its next boundary."""
     joining = len(set(wanted) - set(current.members))
     leaving = len(set(current.members) - set(wanted))
     if wanted and joining + leaving:
@@ -328,7 +329,7 @@ def _request(
 
 
 def _ask(saves: bool, wake_ns: int | None) -> Decision[GroupPlan]:
-    """Members leave at the same boundary as before, but have to save their state, or need not."""
+    """Return a new request for the same boundary, with or without saving the state."""
     plan, reason = (
         GroupPlan(GroupAction.ASK, cause="drain", saves=True),
         "nobody stays: it is saved first",
@@ -344,9 +345,9 @@ def _ask(saves: bool, wake_ns: int | None) -> Decision[GroupPlan]:
 def _stuck_at_ns(
     members: Sequence[Candidate], here: Sequence[Candidate], config: CoordinatorConfig
 ) -> int | None:
-    """Return when a group in which all form hangs, None while anybody does anything else.
+    """Return when a group counts as hung in which all members form, None if any does not.
 
-    One of them does. The others come out of a group that is over, and into the next one.
+    One of them hangs. The others leave the group that is over, and join the next one.
     """
     if (
         not here
@@ -364,7 +365,7 @@ def _replace(
     cause: str,
     why: str,
 ) -> Decision[GroupPlan]:
-    """The group cannot go on: form the next one now, or suspend if too few are left."""
+    """Replace a group that cannot continue: form the next one, or suspend if too few are left."""
     members = choose(spec, current, by_id, interrupting=True)
     if not members:
         told = [c for c in by_id.values() if c.present and c.reachable and not c.leaving]
@@ -382,7 +383,7 @@ def _replace(
 def _replace_stuck(
     spec: JobSpec, current: CurrentGroup, by_id: dict[WorkerId, Candidate]
 ) -> Decision[GroupPlan]:
-    """All members form, and none comes out of it: one of them hangs."""
+    """Replace a group in which all members form and none finishes: one of them hangs."""
     found = _replace(spec, current, by_id, "broken", "nobody has come out of forming")
     return replace(found, value=replace(found.value, shows=True))
 
@@ -393,10 +394,10 @@ def _replace_out(
     by_id: dict[WorkerId, Candidate],
     wanted: tuple[WorkerId, ...],
 ) -> Decision[GroupPlan]:
-    """Members are out at a boundary: form the next group, with somebody who has the state.
+    """Form the next group after members left at a boundary, with a member that has the state.
 
-    If all that have it are to leave since they were asked, and have saved nothing, they go on once
-    more: they hand it to others, or save it, before they leave at another boundary.
+    If since the request all members with the state must leave, and have not saved it, they join
+    once more: they pass it to others, or save it, before they leave at another boundary.
     """
     members = set(current.members)
     if current.in_place and not current.saves and members.isdisjoint(wanted):
@@ -415,7 +416,7 @@ def _decide_closed(
     now_ns: int,
     config: CoordinatorConfig,
 ) -> Decision[GroupPlan]:
-    """No group is out there: form one as soon as enough workers wait for it."""
+    """Decide without an open group: form one as soon as enough workers wait for it."""
     members = choose(spec, current, by_id, interrupting=False)
     here = [c for c in by_id.values() if c.present and not c.spent]
     ready = [c for c in here if c.reachable and c.phase in WAITING_PHASES]
@@ -429,8 +430,8 @@ def _decide_closed(
         if away:
             state += f", {away} on nodes that do not answer"
         return Decision(GroupPlan(GroupAction.WAIT), state)
-    # With a state to resume others join it at a boundary, which costs less than to wait for them.
-    # Where all begin anew, a group without them would have to end for them.
+    # With a state to resume, others join at a boundary, which costs less than to wait for them.
+    # If all start over, a group without them would have to end to let them in.
     until = None
     if current.anew_ns is not None:
         until = current.anew_ns + ns(max(config.start_timeout_s, ANEW_S))
@@ -447,5 +448,5 @@ def _decide_closed(
 
 
 def _is_starting(candidate: Candidate) -> bool:
-    """Return whether this one, or who takes the place of its process, will be ready."""
+    """Return whether this worker, or the replacement of its process, will become ready."""
     return candidate.phase is WorkerPhase.STARTING or candidate.spent

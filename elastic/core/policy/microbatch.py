@@ -1,6 +1,6 @@
-"""Who computes which micro-batches of a step, and in which order their gradients are added.
+"""Which rank computes which micro-batches of a step, and in which order gradients are added.
 
-Rule: what a micro-batch is depends on the run alone, who computes it on the group alone, and the
+Rule: the contents of a micro-batch depend on the run alone, its rank on the group alone, and the
 sum of all of them on neither: it follows one binary tree over the V micro-batches, which every
 group cuts into the subtrees that its ranks hold.
 
@@ -108,8 +108,8 @@ def additions_to(trees: Iterable[Span], parts: Iterable[Span]) -> tuple[Addition
     """Return the additions that make the sums of some subtrees out of those of others.
 
     Args:
-        trees: whose sums are wanted, from left to right.
-        parts: whose sums are there; together they are all of `trees`.
+        trees: subtrees to sum, from left to right.
+        parts: subtrees with known sums; together they cover `trees`.
     """
     known = set(parts)
 

@@ -10,22 +10,22 @@ from __future__ import annotations
 from elastic.core.config import NS_PER_S
 
 LEAST_NS = NS_PER_S // 50
-"""A group that would be done sooner speaks at once."""
+"""A group that needs less time in all sends at once."""
 MOST_NS = 2 * NS_PER_S
-"""The largest group is done after twice this: who is silent too long counts as hung."""
+"""The largest group is done after twice this: a member silent for too long counts as hung."""
 TELEMETRY_SPREADS = 10
 """Telemetry may take a tenth of the coordinator's time."""
 WAITING_NS = NS_PER_S // 4
 FORMING_NS, FORMING_NS_PER_MEMBER = NS_PER_S // 2, NS_PER_S // 1000
 WAITING_NS_PER_MEMBER = NS_PER_S // 5000
-"""Members of ten thousand learn of a group within a second, and the first ones wait."""
+"""Announcing a group to ten thousand members takes a second, during which the first ones wait."""
 
 
 def answer_after_ns(rank: int, world_size: int, member_ns: int) -> int:
-    """Return how long after the announcement a member says that it forms its group, or trains.
+    """Return how long after the announcement a member reports that it forms its group, or trains.
 
-    The first half of the time is for telling the others: a coordinator that hears and tells at once
-    does both more slowly.
+    The first half of the time is for announcing to the others: a coordinator that sends and
+    receives at the same time does both more slowly.
 
     Args:
         rank: of the member.
@@ -37,16 +37,17 @@ def answer_after_ns(rank: int, world_size: int, member_ns: int) -> int:
 
 
 def telemetry_every_ns(rank: int, world_size: int, member_ns: int) -> int:
-    """Return the least time between two messages of how far a member is, 0 for none.
+    """Return the least time between two progress messages of a member, 0 for no limit.
 
-    Of rank 0, whose progress users see, as of a small group: workers keep to a second.
+    There is none for rank 0, whose progress users see, and in a small group: workers send one a
+    second.
     """
     is_small = world_size * member_ns < LEAST_NS
     return 0 if is_small or rank == 0 else world_size * member_ns * TELEMETRY_SPREADS
 
 
 def waiting_is_long_after_ns(world_size: int) -> int:
-    """Return how long a member waits for its peers before it says so.
+    """Return how long a member waits for its peers before it reports it.
 
     Ranks of a healthy run differ by less.
     """
@@ -54,9 +55,9 @@ def waiting_is_long_after_ns(world_size: int) -> int:
 
 
 def forming_is_long_after_ns(world_size: int) -> int:
-    """Return how long a group forms before nodes that say nothing are asked whether they live.
+    """Return how long a group forms before its silent nodes are probed.
 
-    A healthy group stands after some milliseconds, and one of ten thousand, whose members answer
+    A healthy group forms within some milliseconds, and one of ten thousand, whose members reply
     one after another, within half of this.
     """
     return FORMING_NS + world_size * FORMING_NS_PER_MEMBER

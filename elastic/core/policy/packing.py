@@ -1,8 +1,8 @@
-"""Nodes while a plan for several jobs is made: what is left, and where the next worker goes.
+"""Nodes while a plan for several jobs is computed: free capacity, and the next worker's node.
 
-Rule: a plan begins with empty nodes and puts everybody back, so that slots which are about to come
-free count; nothing here outlives one decision. Slots on which nobody sits go first, so that as few
-workers as possible have to move.
+Rule: a plan starts with empty nodes and places all workers again, so that slots which are about to
+become free count; nothing here outlives one decision. Slots without a worker are used first, so
+that as few workers as possible have to move.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class NodeCapacity:
         slots: workers that may run here at once.
         free_slots: of these, the ones that no process holds now.
         resources: of the empty node.
-        cordoned: workers that are here may stay, new ones may not come.
+        cordoned: its workers may stay, but no new ones may start.
     """
 
     node_id: NodeId
@@ -35,7 +35,7 @@ class NodeCapacity:
     cordoned: bool = False
 
     def matches(self, spec: JobSpec) -> bool:
-        """Return whether new workers of the job may come here, some time."""
+        """Return whether new workers of the job may ever start here."""
         if self.cordoned:
             return False
         if spec.accelerator_type and self.accelerator_type != spec.accelerator_type:
@@ -56,7 +56,7 @@ def _capacity(slots: int, free: Mapping[str, int], need: Resources) -> int:
 
 @dataclass(frozen=True)
 class WorkerShape:
-    """What workers of one kind see of the cluster.
+    """The nodes usable for workers of one kind.
 
     Attributes:
         rooms: the nodes that could ever take one of them, by id.
@@ -79,10 +79,10 @@ def together(strategy: Strategy, counts: Sequence[int]) -> int:
 
 
 class FreeCapacity:
-    """What is left of all nodes.
+    """The free capacity of all nodes.
 
     Attributes:
-        idle: slots of each node that no process holds, less the new workers that were put there.
+        idle: slots of each node that no process holds, minus the new workers placed there.
     """
 
     def __init__(self, rooms: Sequence[NodeCapacity]) -> None:
@@ -94,7 +94,7 @@ class FreeCapacity:
         self._shapes: dict[tuple[object, ...], WorkerShape] = {}
 
     def shape(self, spec: JobSpec) -> WorkerShape:
-        """Return what the workers of this job see; equal kinds of workers share one shape."""
+        """Return the shape for the workers of this job; equal kinds of workers share one."""
         key = (spec.resources_per_worker, spec.accelerator_type, spec.label_selector)
         if key not in self._shapes:
             need = spec.resources_per_worker
@@ -107,12 +107,12 @@ class FreeCapacity:
         return _capacity(self.slots[node_id], self._free[node_id], need)
 
     def take(self, node_id: NodeId, need: Resources, *, is_new: bool) -> None:
-        """Put one worker onto the node; `is_new`: it does not live there already."""
+        """Place one worker on the node; `is_new`: it does not run there already."""
         self._change(node_id, need, -1)
         self.idle[node_id] -= int(is_new)
 
     def give(self, node_id: NodeId, need: Resources, *, is_new: bool) -> None:
-        """Take back `take`."""
+        """Undo `take`."""
         self._change(node_id, need, 1)
         self.idle[node_id] += int(is_new)
 
@@ -128,13 +128,12 @@ Ranked = tuple[int, int, int, int, NodeId]
 
 
 class WorkerPlacer:
-    """Says where the next worker of one job goes, by its strategy.
+    """Chooses the node for the next worker of one job, by its strategy.
 
     SPREAD goes over zones first, where nodes have that label, and over nodes within a zone.
-
-    Rule of the heaps, one for the nodes of each zone and one for the zones: while others take room
-    a node only becomes a worse choice, so an entry that is out of date stands too early, never too
-    late, and is put back where it belongs.
+    Rule of the heaps, one for the nodes of each zone and one for the zones: while others take slots
+    a node only becomes a worse choice, so an outdated entry is too early in the heap, never too
+    late, and is moved when it is reached.
     """
 
     def __init__(
@@ -146,14 +145,14 @@ class WorkerPlacer:
         barred: Mapping[NodeId, object],
         pinned: bool = False,
     ) -> None:
-        """Look at the nodes.
+        """Build the heaps.
 
         Args:
             spec: needs and strategy.
-            space: what is left; read, and not changed here.
+            space: free capacity; only read here.
             hosting: workers of the job that are counted already, by node.
-            barred: nodes that are kept for another job.
-            pinned: further workers of the job are on nodes that are away.
+            barred: nodes that are reserved for another job.
+            pinned: other workers of the job are on nodes that do not answer.
         """
         self._spec = spec
         self._space = space
@@ -214,7 +213,7 @@ class WorkerPlacer:
         return None
 
     def host(self, node_id: NodeId, count: int) -> None:
-        """One worker of the job more is counted on the node."""
+        """Count more workers of the job on the node."""
         self.hosting[node_id] = self.hosting.get(node_id, 0) + count
         zone = self._zone(node_id)
         self._loads[zone] = self._loads.get(zone, 0) + count
@@ -241,7 +240,7 @@ class WorkerPlacer:
         return is_taken, self._loads.get(zone, 0) if self._spreads else 0, load, room, node_id
 
     def _one_room(self, rooms: Sequence[NodeCapacity], *, pinned: bool) -> list[NodeCapacity]:
-        """The node that hosts the job already, else the one that can take most of it."""
+        """Return the node that hosts the job already, else the one that fits most of it."""
         hosting = [r for r in rooms if self.hosting.get(r.node_id)]
         if hosting or pinned:
             return hosting[:1]

@@ -19,13 +19,13 @@ from elastic.core.world import NO_ZONE, Node, NodeId, Resources, Strategy, zone_
 
 @dataclass(frozen=True)
 class NodeOffer:
-    """What a node could still take.
+    """The free capacity of a node.
 
     Attributes:
         free_slots: workers that may still start here.
         free: resources that no worker holds.
         total, slots: resources of the empty node, and workers that it could take at once.
-        hosting: workers of the job in question that are here already.
+        hosting: workers of the job that are here already.
     """
 
     node_id: NodeId
@@ -47,8 +47,8 @@ def place(spec: JobSpec, offers: Sequence[NodeOffer], have: int) -> Decision[tup
         have: workers of the job that live already, wherever they are.
 
     Returns:
-        One node id per worker to start; empty when nothing can or need be started, and then the
-        reason says what is missing.
+        One node id per worker to start; empty when none can or need be started, and then the
+        reason includes what is missing.
 
     Guarantees:
         No node gets more workers than slots or resources allow; STRICT strategies hold for old
@@ -82,11 +82,11 @@ _SPREADING = (Strategy.SPREAD, Strategy.STRICT_SPREAD)
 
 
 def explain_misfit(spec: JobSpec, nodes: Sequence[Node]) -> str:
-    """Return why a job would wait for ever if these empty nodes were all there will be, "" if not.
+    """Return why a job would wait for ever with only these nodes, empty; "" if it would not.
 
     Args:
         spec: needs and strategy.
-        nodes: without any, nothing is known, and it is "".
+        nodes: if there are none, the result is "".
     """
     offers = [
         NodeOffer(
@@ -119,9 +119,9 @@ def _capacity(spec: JobSpec, offer: NodeOffer) -> int:
 
 
 def _one_node(offers: Sequence[NodeOffer], capacity: Mapping[NodeId, int]) -> dict[NodeId, int]:
-    """Leave capacity on a single node: the one that hosts the job already, else the roomiest.
+    """Keep capacity on a single node: the one that hosts the job already, else the largest.
 
-    If the job's node is away for a moment the caller leaves none: it must not begin another.
+    If the job's node does not answer now, the caller keeps none: it must not start on another.
     """
     hosting = sorted(o.node_id for o in offers if o.hosting)
     roomiest = sorted(capacity, key=lambda n: (-capacity[n], n))
@@ -147,7 +147,7 @@ def _spread_out(
             heaps.setdefault(zone, []).append((sign * o.hosting, -room[o.node_id], o.node_id))
     for heap in heaps.values():
         heapq.heapify(heap)
-    # The best node of the best zone is on top; taking a place changes no other zone's standing.
+    # The best node of the best zone is on top; taking a slot does not change other zones' order.
     zones = [(loads[zone], heap[0], zone) for zone, heap in heaps.items()]
     heapq.heapify(zones)
     chosen: list[NodeId] = []
@@ -169,7 +169,7 @@ def _spread_out(
 def explain_shortage(
     spec: JobSpec, offers: Sequence[NodeOffer], capacity: Mapping[NodeId, int], have: int
 ) -> str:
-    """Say in one line what keeps min workers from fitting, and what would let them."""
+    """Return in one line why min workers do not fit, and what would help."""
     fits = sum(capacity.values())
     need = spec.min_workers - have
     if not offers:
@@ -190,7 +190,7 @@ def explain_shortage(
 
 
 def _unlike(spec: JobSpec, offers: Sequence[NodeOffer]) -> str:
-    """Say that no node is of the kind that a worker needs, "" if one is."""
+    """Return a text that no node is of the kind that a worker needs, "" if one is."""
     matching = [o for o in offers if _matches(spec, o)]
     if spec.accelerator_type and not any(
         o.accelerator_type == spec.accelerator_type for o in offers
@@ -219,7 +219,7 @@ def _holds(spec: JobSpec, offer: NodeOffer) -> int:
 
 
 def _empty(spec: JobSpec, offers: Sequence[NodeOffer]) -> list[dict[str, int]]:
-    """Return for each node that matches how many workers each thing of it is enough for."""
+    """Return for each matching node how many workers each of its resources is enough for."""
     need = spec.resources_per_worker.milli
     found = []
     for offer in offers:
@@ -231,7 +231,7 @@ def _empty(spec: JobSpec, offers: Sequence[NodeOffer]) -> list[dict[str, int]]:
 
 
 def _too_small(spec: JobSpec, offers: Sequence[NodeOffer], elsewhere: int) -> str:
-    """Say that min does not fit onto these nodes even without anybody else, "" if it does.
+    """Return a text that min does not fit onto these nodes even if empty, "" if it does.
 
     Args:
         spec: needs and strategy.
@@ -264,7 +264,7 @@ def _too_small(spec: JobSpec, offers: Sequence[NodeOffer], elsewhere: int) -> st
 
 
 def _what_would_do(spec: JobSpec, offers: Sequence[NodeOffer], elsewhere: int) -> str:
-    """Say what would let a job run for which these nodes are too small."""
+    """Return what would let a job run for which these nodes are too small."""
     counts = [_holds(spec, o) for o in offers if _matches(spec, o)]
     need, holds = spec.min_workers - elsewhere, together(spec.strategy, counts)
     is_packed = spec.strategy is Strategy.STRICT_PACK
@@ -286,7 +286,7 @@ def _nodes(count: int) -> str:
 
 
 def refuse_accelerator(spec: JobSpec, present: Sequence[str]) -> str:
-    """Return why the accelerator type can never be served, "" if it may.
+    """Return why the accelerator type can never be available, "" if it may.
 
     A type that no connected node has is accepted if it is a known one: such a node may come.
     """

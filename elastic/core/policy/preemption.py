@@ -1,7 +1,7 @@
-"""Announced losses: what they cost a job, and what is saved before they happen.
+"""Announced losses of nodes: how they are charged to a job, and when a checkpoint is taken before.
 
-Rule: a node that says that it will leave is no failure, however it then ends: its losses are
-charged to `preemption_limit` alone.
+Rule: a node that announces its leave is no failure, however it then ends: its losses are charged to
+`preemption_limit` alone.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from elastic.core.config import JobSpec, ns
 from elastic.core.policy.decision import Decision
 
 SAVE_RESERVE_S = 3.0
-"""A checkpoint that is begun later than this before the end would not be there in time."""
+"""A checkpoint begun later than this before the end would not be complete in time."""
 
 
 def judge_budget(spec: JobSpec, preemptions: int) -> Decision[bool]:
@@ -35,10 +35,10 @@ def save_before(
 ) -> Decision[bool]:
     """Decide whether a checkpoint is taken now because nodes are about to leave.
 
-    While enough others are there the state is handed on in memory, and nothing needs to be saved.
-    Otherwise at once, for nobody knows whether the machine keeps its word, and again whenever half
-    of the time that was left then is over: training goes on until the end, and what it does after
-    the last checkpoint is done again if no survivor has it.
+    While enough other workers stay, the state is passed on in memory, and nothing needs to be saved.
+    Otherwise at once, because the machine may be gone earlier than announced, and again whenever
+    half of the remaining time is over: training continues until the end, and its work after the
+    last checkpoint is repeated if no survivor has it.
 
     Args:
         leave_by_ns: when the first of the nodes is gone.
