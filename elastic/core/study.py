@@ -1,7 +1,7 @@
-"""A study and its trials, as facts: what its log says, folded line by line.
+"""A study and its trials: the state that results from its log, applied line by line.
 
-Rule: a study is what its log says and nothing else. Whoever reads the same lines knows the same, be
-it the driver that goes on with it or a command that only looks.
+Rule: a study is defined by its log alone. All readers of the same lines have the same state, be it
+the driver that continues the study or a command that only shows it.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ ITERATION = "training_iteration"
 
 
 class TrialState(Enum):
-    """Where a trial stands."""
+    """The state of a trial."""
 
     PENDING = "pending"
     """Proposed; no job of it is known to the cluster."""
     RUNNING = "running"
     """Its job was submitted; it may wait for workers."""
     PAUSED = "paused"
-    """It holds no workers until its scheduler lets it go on."""
+    """It holds no workers until its scheduler resumes it."""
     SUCCEEDED = "succeeded"
     STOPPED = "stopped"
     """By a scheduler, a stopper or a person."""
@@ -112,7 +112,7 @@ class Trial:
 
     @property
     def is_over(self) -> bool:
-        """Return whether its outcome stands."""
+        """Return whether its outcome is final."""
         return self.state in OVER
 
     @property

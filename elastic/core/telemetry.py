@@ -1,7 +1,7 @@
-"""How training goes: where a worker's time went, how its steps went lately, where in the run it is.
+"""Telemetry of training: a worker's time by category, its newest steps, its position in the run.
 
-Rule: durations are nanoseconds of the clock of whoever measured them, and are never compared with
-moments of another machine's.
+Rule: durations are nanoseconds on the clock of the machine that measured them, and are never
+compared with times of another machine.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ NS_PER_S = 1_000_000_000
 
 @dataclass(frozen=True)
 class Goodput:
-    """Where the time of workers went: each nanosecond of each worker is in exactly one field.
+    """The time of workers by category: each nanosecond of each worker is in exactly one field.
 
     Attributes:
         productive_ns: computed and exchanged for steps that were committed and kept.
         data_wait_ns: waited for the loader.
         straggler_wait_ns: waited in an exchange for the slowest rank.
         redone_ns: computed what had to be computed again: micro-batches of a step that broke, steps
-            behind the checkpoint that a run went back to, and what a worker that died had not told.
-        reform_ns: left a group, formed the next one, found out who is how far.
+            after the checkpoint that a run went back to, and unreported work of a lost worker.
+        reform_ns: left a group, formed the next one, exchanged positions.
         start_ns: started: process, imports, model, until it trained for the first time.
         restore_ns: read a checkpoint, or received state from a peer.
-        checkpoint_stall_ns: the loop stood still for a checkpoint.
+        checkpoint_stall_ns: the loop was blocked by a checkpoint.
         eval_ns: read a prepared loader to evaluate.
         user_ns: ran code of the user's outside of steps, such as between epochs.
         drain_ns: had nothing more to do: its node drains, its job ends, others still finish.
@@ -53,7 +53,7 @@ class Goodput:
 
     @property
     def ratio(self) -> float:
-        """Return the productive part of it, 0 to 1; 0 before anything was told."""
+        """Return the productive share of it, 0 to 1; 0 before any report."""
         return self.productive_ns / self.allocated_ns if self.allocated_ns else 0.0
 
     def times(self) -> tuple[int, ...]:
@@ -65,7 +65,7 @@ class Goodput:
         return {name.removesuffix("_ns"): getattr(self, name) / NS_PER_S for name in FIELDS}
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it for programs: the ratio, what was allocated, and the seconds by category."""
+        """Return it for programs: the ratio, the allocated time, and the seconds by category."""
         seconds = {name: round(value, 6) for name, value in self.seconds().items()}
         allocated_s = round(self.allocated_ns / NS_PER_S, 6)
         return {"ratio": round(self.ratio, 6), "allocated_s": allocated_s, "seconds": seconds}
@@ -82,11 +82,11 @@ CATEGORIES = tuple(name.removesuffix("_ns") for name in FIELDS)
 
 @dataclass(frozen=True)
 class Telemetry:
-    """How the newest steps of one worker went, about a second of them, and where it is in the run.
+    """The newest steps of one worker, about a second of them, and its position in the run.
 
     Attributes:
         steps: committed in this window; the times below are sums over them.
-        wall_ns: all of it.
+        wall_ns: duration of the window.
         data_wait_ns: waited for the loader.
         compute_ns: forward, backward and user code within the steps. What is left of `wall_ns` went
             into something outside of steps, such as an evaluation or a checkpoint.
@@ -96,7 +96,7 @@ class Telemetry:
         bytes_sent: gradients that this rank sent to others.
         samples: of the whole group, in these steps.
         tokens: what `weigh` counted in these steps, of the whole group; 0 without it.
-        straggler: rank that the others waited for longest, -1 if they waited for nobody.
+        straggler: rank that the others waited for longest, -1 if they did not wait.
         epoch, step: the next step to be committed; 0, 0 before the first or without a loop over
             `train.epochs()`.
         num_epochs: that the loop does, 0 if not known.
@@ -123,7 +123,7 @@ class Telemetry:
 
     @property
     def place(self) -> tuple[int, int]:
-        """Return where in the run it is; comparable."""
+        """Return its position in the run; comparable."""
         return self.epoch, self.step
 
     def per_second(self, amount: int) -> float:

@@ -1,4 +1,4 @@
-"""What the coordinator shows of itself: read-only facts for status, command line and pages."""
+"""The coordinator's views: read-only data for status, command line and pages."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class NodeView:
         since_ns: when it entered its phase, on the coordinator's monotonic clock.
         free_slots: workers that could still start here.
         reason: why it drains, was lost or is cordoned, "" otherwise.
-        cordoned: no new workers start here until an operator says otherwise.
+        cordoned: no new workers start here until an operator uncordons it.
     """
 
     node: Node
@@ -37,8 +37,8 @@ class WorkerView:
 
     Attributes:
         rank: in the newest group, -1 if it is not part of it.
-        steps: optimizer steps in its generation, as far as telemetry told.
-        telemetry: how its newest steps went.
+        steps: optimizer steps in its generation, as last reported.
+        telemetry: of its newest steps.
     """
 
     report: WorkerReport
@@ -54,10 +54,10 @@ class CopyView:
     """A copy of a job's state in the memory of another node.
 
     Attributes:
-        node_id: where it lies.
-        source: the node that sends it now, or whose rows it has; "" if nobody does.
+        node_id: of its holder.
+        source: the node that sends it now, or whose rows it has; "" for none.
         generation, steps: of the snapshot.
-        since_ns: when the node told of it.
+        since_ns: when the node reported it.
     """
 
     node_id: NodeId
@@ -73,8 +73,8 @@ class JobView:
 
     Attributes:
         copies: of its state, by node and source.
-        unreported_ns: time of its workers that `record.goodput` does not have yet, because they
-            have not told how they spent it: about a second for each.
+        unreported_ns: time of its workers that is not in `record.goodput` yet, because they have
+            not reported it: about a second for each.
     """
 
     record: JobRecord
@@ -86,7 +86,7 @@ class JobView:
 
     @cached_property
     def telemetry(self) -> Telemetry:
-        """Return how the group's newest steps went, as its first rank tells it."""
+        """Return the telemetry of the lowest rank that has reported any."""
         first: WorkerView | None = None
         for worker in self.workers:
             is_earlier = worker.rank >= 0 and (first is None or worker.rank < first.rank)
@@ -100,7 +100,7 @@ class ClusterView:
     """Everything, at one moment; nodes sorted by id, jobs by order of submission.
 
     Attributes:
-        cordons: by node, also of nodes that are not here now.
+        cordons: by node, also of nodes that are not connected now.
     """
 
     now_ns: int

@@ -1,7 +1,7 @@
-"""Facts: what a node, a worker, a group and a job are. Frozen, no behaviour beyond validation.
+"""Basic data types: node, worker, group, job. Frozen, no behaviour beyond validation.
 
-Rule: everything here is a value. Two facts with equal fields are the same fact, on every
-machine and in every process.
+Rule: everything here is a value. Two objects with equal fields are equal, on every machine and in
+every process.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ JobId = NewType("JobId", str)
 NodeId = NewType("NodeId", str)
 WorkerId = NewType("WorkerId", str)
 SessionId = NewType("SessionId", str)
-"""One connection of one agent to one coordinator; what comes late over an old one is ignored."""
+"""One connection of one agent to one coordinator; late messages over an old one are ignored."""
 Generation = int
 """Number of a group: grows by one with every change of membership, never reused; 0 means none."""
 
 NO_GENERATION: Generation = 0
 ALL_ALIKE = NodeId("")
-"""Stands for the source of a state that all members of a group have alike."""
+"""The source of unsharded state, which all members of a group have."""
 MILLI = 1000
 
 
@@ -68,7 +68,7 @@ class Resources:
         return all(mine.get(name, 0) >= amount for name, amount in other.milli)
 
     def minus(self, other: Resources) -> Resources:
-        """Return what is left; amounts may not fall below zero (they stop there)."""
+        """Return the difference; amounts below zero become zero."""
         mine = dict(self.milli)
         for name, amount in other.milli:
             mine[name] = max(0, mine.get(name, 0) - amount)
@@ -81,10 +81,10 @@ class Node:
 
     Attributes:
         node_id: unique in the cluster; by default the host name.
-        incarnation: one life of the agent; a later life has a greater number.
+        incarnation: identifies a run of the agent; a later one has a greater number.
         host: address under which workers of other nodes reach this node's workers.
         num_slots: how many workers may run here at once.
-        resources: what this node has in all.
+        resources: total of this node.
         labels: free (name, value) pairs for selectors, sorted.
         accelerator_type: such as "H100", "" for none.
         version: version of elastic-torch that the agent runs.
@@ -101,7 +101,7 @@ class Node:
 
 
 ZONE_LABELS = ("zone", "topology.kubernetes.io/zone")
-"""The labels that name what fails together with a node: a rack, a room, a cloud's zone."""
+"""Labels that name a node's failure domain: a rack, a room, a cloud's zone."""
 NO_ZONE = ""
 
 
@@ -112,19 +112,19 @@ def zone_of(labels: Sequence[tuple[str, str]]) -> str:
 
 
 class NodePhase(Enum):
-    """What the coordinator thinks of a node."""
+    """The phase of a node, as the coordinator sees it."""
 
     READY = "ready"
     DISCONNECTED = "disconnected"
-    """The stream broke a moment ago; the node is lost if it stays away."""
+    """The stream broke; the node is lost if it does not reconnect in time."""
     DRAINING = "draining"
     LOST = "lost"
     LEFT = "left"
-    """Drained, and gone with the coordinator's consent."""
+    """Drained, and released by the coordinator."""
 
 
 class WorkerPhase(Enum):
-    """What a worker is doing. `transitions.WORKER` says which moves are legal."""
+    """The phase of a worker; the legal transitions are in `transitions.WORKER`."""
 
     STARTING = "starting"
     READY = "ready"
@@ -139,15 +139,15 @@ class WorkerPhase(Enum):
 
 
 class ExitKind(Enum):
-    """Why a worker process is no more."""
+    """Why a worker process ended."""
 
     CODE = "code"
     """It ended with an exit code."""
     SIGNAL = "signal"
     STOPPED = "stopped"
-    """We ended it, by order of the coordinator."""
+    """Ended by order of the coordinator."""
     HUNG = "hung"
-    """Killed because it stood still: stopped (SIGSTOP), no answer, or all others waited for it."""
+    """Killed because it stalled: stopped (SIGSTOP), no answer, or all others waited for it."""
     LOST = "lost"
     """Its node is gone."""
     SPAWN_FAILED = "spawn_failed"
@@ -158,7 +158,7 @@ class ExitCause:
     """How a worker ended.
 
     Attributes:
-        kind: the category, which the failure policy decides by.
+        kind: the category, input of the failure policy.
         code: exit code for CODE, signal number for SIGNAL, else 0.
         detail: for people.
     """
@@ -176,7 +176,7 @@ class Failure:
         error_type: qualified class name.
         message: `str(error)`, cut at 4,000 characters.
         traceback: formatted, cut at 32,000 characters from the front.
-        position: where in the run it happened, such as "report 7", for telling repeats.
+        position: where in the run it happened, such as "report 7", to recognise repetitions.
     """
 
     error_type: str
@@ -187,27 +187,27 @@ class Failure:
 
 @dataclass(frozen=True)
 class WorkerReport:
-    """Everything an agent says about one of its workers; a later report replaces an earlier one.
+    """The complete state of a worker; a later report replaces an earlier one.
 
     Attributes:
         worker_id: "node/serial".
         job_id: the job it works for.
-        phase: what it does.
-        generation: the group it is, or was last, part of; 0 before the first.
+        phase: of the worker.
+        generation: of the group it is, or was last, part of; 0 before the first.
         store_address: "host:port" of the rendezvous store it serves, "" before READY.
-        pid: operating system's id, 0 before the process stands.
+        pid: operating system's id, 0 before the process has started.
         exit: how it ended; set exactly when phase is EXITED.
         failure: the exception that user code raised, if it did.
         result: JSON of what the train function returned, set when FINISHED.
         left: how and where it left the train function, for people; set when FINISHED.
-        in_place: its training loop goes on when the group changes.
-        copies_every: a copy of the run's state is to lie on another node after each so many steps;
-            0 for none.
-        copies_sharded: of that state each node has rows alone, and a copy of each is wanted.
-        micro_batches: that its loop's steps are shared out in, and so the most workers that the
-            group can have; 0 while it is not known.
-        spent: its process has begun the script or train function, outside of any loop that goes on,
-            and begins it no second time: another process takes its place in the next group.
+        in_place: its training loop continues when the group changes.
+        copies_every: requested interval, in steps, of copies of the state on another node; 0 for
+            none.
+        copies_sharded: each node has only its own rows of that state, and each needs a copy.
+        micro_batches: per step of its loop, and so the maximum number of workers of the group; 0
+            while unknown.
+        spent: its process has run the script or train function, outside of a loop that continues,
+            and cannot run it again: another process replaces it in the next group.
     """
 
     worker_id: WorkerId
@@ -234,7 +234,7 @@ class HeldCopy:
     Attributes:
         generation: of the group that took it.
         steps: of the run, committed when it was taken.
-        source: the node that took it, if every node has rows of its own; "" if all have the same.
+        source: the node that took it, if every node has its own rows; "" if all have the same.
     """
 
     job_id: JobId
@@ -255,14 +255,14 @@ class Member:
 
 @dataclass(frozen=True)
 class Group:
-    """The workers that train together now, by rank.
+    """The workers that train together, by rank.
 
     Attributes:
         generation: >= 1.
         members: sorted by rank; rank 0 leads the rendezvous.
-        reason: what made this group necessary.
-        key: by which its members know each other; a secret. Durable with the group, since another
-            coordinator may go on telling members of it.
+        reason: why this group was formed.
+        key: with which its members authenticate to each other; a secret. Durable with the group,
+            since another coordinator may continue to announce it.
     """
 
     generation: Generation
@@ -286,10 +286,10 @@ class Group:
 
 @dataclass(frozen=True)
 class LeavingNode:
-    """A node that was told to leave, and the ranks of a group that go with it.
+    """A node that is about to leave, and the ranks of a group on it.
 
     Attributes:
-        ranks: sorted; of the group whose members are told of it.
+        ranks: sorted; of the group whose members are notified.
     """
 
     node_id: NodeId
@@ -298,7 +298,7 @@ class LeavingNode:
 
 @dataclass(frozen=True)
 class Assignment:
-    """What one worker must know to join a group; its size does not grow with the group.
+    """The data for one worker to join a group; its size does not grow with the group.
 
     Attributes:
         leader_address: "host:port" of rank 0's store.
@@ -306,14 +306,14 @@ class Assignment:
             job resumes from; "" for none.
         cause: one word for logs and counters: start, lost, join, drain, broken, resume.
         saved: path of the newest automatic checkpoint that is recorded; "" for none.
-        copies: "host:port" of the agents that hold a copy of the job's state, and of those with
-            rows of a sharded model that this worker asks: other members ask others.
-        copies_key: proves to them that the job may have it; a secret.
-        copies_fingerprints: of the certificates that those agents made for themselves, in the order
-            of `copies`, "" for one that shows none such; () if all do.
+        copies: "host:port" of the agents with a copy of the job's state, and of those with rows of
+            a sharded model that this worker queries: other members query others.
+        copies_key: authenticates the job to them; a secret.
+        copies_fingerprints: of those agents' self-signed certificates, in the order of `copies`,
+            "" for one without; () if there are none.
         node_devices: accelerators that the job's workers of this node have, in the order of the
             workers; the agent adds them.
-        group_key: by which the members of the group know each other; a secret.
+        group_key: with which the members authenticate to each other; a secret.
         holders: members that trained in a group before, and so have the state; 0 if unknown.
     """
 
@@ -348,7 +348,7 @@ class Strategy(Enum):
 
 
 class EntryKind(Enum):
-    """What a worker runs."""
+    """The kind of code that a worker runs."""
 
     FUNCTION = "function"
     """`payload` is a pickled (train function, config) pair."""
@@ -380,14 +380,14 @@ class Entry:
 
 
 class CheckpointStatus(Enum):
-    """How far a reported checkpoint is; automatic ones are never validated."""
+    """The state of a reported checkpoint; automatic ones are never validated."""
 
     COMMITTED = "COMMITTED"
-    """It counts, and nobody asked for more."""
+    """It counts, and no validation was requested."""
     PENDING_VALIDATION = "PENDING_VALIDATION"
-    """It counts, and is to be validated: until then it is not deleted."""
+    """It counts, and its validation is pending: until then it is not deleted."""
     VALIDATED = "VALIDATED"
-    """What its validation found out stands among its metrics."""
+    """Its metrics include the result of its validation."""
     VALIDATION_TIMEOUT = "VALIDATION_TIMEOUT"
     VALIDATION_FAILED = "VALIDATION_FAILED"
 
@@ -397,45 +397,45 @@ VALIDATION_OVER = (
     CheckpointStatus.VALIDATION_TIMEOUT,
     CheckpointStatus.VALIDATION_FAILED,
 )
-"""A checkpoint enters one of these once, and stays there."""
+"""Final states of a validation."""
 
 
 class ReportKind(Enum):
-    """What a worker reports; each kind is numbered by itself."""
+    """The kind of a worker's report; each kind is numbered separately."""
 
     SCRIPT = "script"
-    """A call of `train.report`, with a checkpoint of the script's or without."""
+    """A call of `train.report`, with or without a checkpoint of the script."""
     AUTOMATIC = "automatic"
     """A checkpoint that the step engine took."""
     VALIDATION = "validation"
-    """What the validation of a reported checkpoint came to; no checkpoint of its own."""
+    """The result of the validation of a reported checkpoint."""
 
 
 class RefusalCode(Enum):
-    """Why the coordinator does not take a report, for programs."""
+    """Why the coordinator refuses a report, for programs."""
 
     NONE = "none"
-    """It does."""
+    """It is accepted."""
     JOB_UNKNOWN = "job_unknown"
     JOB_ENDED = "job_ended"
     GENERATION_OVER = "generation_over"
-    """The next group may have it taken."""
+    """The next group may report it again."""
     NO_MEMBER = "no_member"
 
 
 @dataclass(frozen=True)
 class CheckpointRecord:
-    """A checkpoint that the coordinator has recorded: it counts, whatever happens next.
+    """A checkpoint that the coordinator has recorded durably.
 
     Attributes:
         path: of its directory, as an fsspec path.
         generation: of the group that wrote it.
-        index: of a reported one, which report of its generation brought it, from 0; of an
-            automatic one, which snapshot of the run it is.
-        metrics: JSON object: what was reported with it, and what its validation found out.
-        status: how far its validation is.
-        request: number of the newest wish for a checkpoint that it was taken after, 0 for none.
-        kind: who took it.
+        index: of a reported one, the number of its report in its generation, from 0; of an
+            automatic one, the number of the snapshot in the run.
+        metrics: JSON object: reported with it, and by its validation.
+        status: of its validation.
+        request: number of the newest checkpoint request that preceded it, 0 for none.
+        kind: of the report that it came with.
     """
 
     path: str
@@ -453,18 +453,18 @@ class CheckpointRecord:
 
 
 SNAPSHOT_SLOTS = 2
-"""What a node keeps of a job in memory: the newest snapshot, and the one that is being written."""
+"""Snapshots of a job in a node's memory: the newest one, and the one that is being written."""
 
 
 class JobPhase(Enum):
-    """Where a job stands. `transitions.JOB` says which moves are legal."""
+    """The phase of a job; the legal transitions are in `transitions.JOB`."""
 
     PENDING = "pending"
-    """No group yet, or none now: waits for workers; the reason says for which."""
+    """No group yet, or none now: it waits for workers, see its reason."""
     RUNNING = "running"
     STOPPING = "stopping"
     PAUSED = "paused"
-    """A user gave its workers back; it goes on where it was when a user resumes it."""
+    """Paused by a user; it continues from its checkpoint when a user resumes it."""
     SUCCEEDED = "succeeded"
     FAILED = "failed"
     STOPPED = "stopped"
@@ -477,11 +477,11 @@ ENDED = (JobPhase.SUCCEEDED, JobPhase.FAILED, JobPhase.STOPPED)
 class CollectiveCount:
     """How many collectives a worker has begun in a group within its group.
 
-    Of two that are in it, the one that has begun more waits for the other, or soon will.
+    Of two of its members, the one that has begun more waits for the other, or soon will.
 
     Attributes:
-        name: of it, among those of the same ranks.
-        ranks: who is in it, ascending.
+        name: of the group, among those of the same ranks.
+        ranks: of its members, ascending.
         count: of collectives, as torch counts them.
     """
 

@@ -17,8 +17,8 @@ ROUNDS = 2
 """Failed probes in a row, at each end, for a link to count as cut: one failure may be chance."""
 
 TRIAL_NS = 5 * NS_PER_S
-"""A link that was cut twice counts as restored after working for so long, and for twice as long each
-further time: a relapse costs two groups, and each group without progress counts against the job."""
+"""A link that was cut twice counts as restored after working for so long, and for twice as long
+each further time: a relapse costs two groups, and each group without progress is charged."""
 TRIAL_NS_MAX = 8 * TRIAL_NS
 """Longer than the healthy time after which a job's losses are forgiven."""
 FORGET_NS = 600 * NS_PER_S

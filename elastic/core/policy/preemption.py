@@ -35,7 +35,7 @@ def save_before(
 ) -> Decision[bool]:
     """Decide whether a checkpoint is taken now because nodes are about to leave.
 
-    While enough other workers stay, the state is passed on in memory, and nothing needs to be saved.
+    While enough other workers stay, the state is passed on in memory, and need not be saved.
     Otherwise at once, because the machine may be gone earlier than announced, and again whenever
     half of the remaining time is over: training continues until the end, and its work after the
     last checkpoint is repeated if no survivor has it.

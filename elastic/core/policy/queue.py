@@ -1,22 +1,22 @@
-"""Who of several jobs may have how many workers, and which workers are given back for another.
+"""The queue: how many workers each job may have, and which workers are released for another job.
 
 Rule, in this order:
 
-1. A job that trains keeps its min, unless one of strictly higher priority cannot start otherwise:
-   then as few jobs as possible, of the lowest priority, give way as a whole (`eviction`), and wait.
-2. Jobs that wait are admitted by priority, then by age. A job is admitted with its whole min or
+1. A training job keeps its min, unless one of strictly higher priority cannot start otherwise:
+   then as few jobs as possible, of the lowest priority, are preempted (`eviction`), and wait.
+2. Waiting jobs are admitted by priority, then by age. A job is admitted with its whole min or
    holds nothing.
-3. Behind the first one that does not fit, free slots that it could use are kept: a stream of small
-   jobs cannot starve it. Later ones may only have what it could never use. One that would not fit
-   if it were alone keeps nothing from others.
-4. What is left goes to all that were admitted, replica by replica, by priority, then to the
-   smallest: elastic jobs grow into free slots, those that are kept for a waiting job too, and give
-   them back at a boundary when it can start.
+3. For the first one that does not fit, free slots that it could use are reserved: a stream of small
+   jobs cannot starve it. Later ones may only have slots that it could never use. One that would not
+   fit even alone reserves nothing.
+4. The remaining slots go to all admitted jobs, replica by replica, by priority, then to the
+   smallest: elastic jobs grow into free slots, also into reserved ones, and release them at a
+   boundary when the waiting job can start.
 
-The answer depends on who is there, and hardly on who sits where: a plan that has been carried out
-is planned again the same way, so that nobody grows and shrinks in turn.
+The result depends on the jobs and nodes, and hardly on the present placement: after a plan was
+carried out, the next plan is the same, so that jobs do not grow and shrink in turn.
 Source: gang admission and reclaimable growth are those of Kueue and of Volcano's DRF; keeping slots
-for the first is "backfill" without run times, which nobody knows of a training job.
+for the first is "backfill" without run times, which are unknown for training jobs.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ def decide(
         now_ns: the moment, on the clock of `Demand.passed_over_until_ns`.
 
     Returns:
-        One grant for each claim, by order of submission; when to ask again if somebody waits for a
-        job that is passed over for a while.
+        One allocation for each claim, by order of submission; when to decide again if a job waits
+        for one that is passed over for a while.
 
     Guarantees (tests/property/test_queue.py):
-        No node holds more than it has. Who is admitted has min, in whole replicas; who trains
-        keeps it, but for one of higher priority. Carried out, the same plan comes again.
+        No node is overcommitted. An admitted job has min, in whole replicas; a training job keeps
+        it, except for one of higher priority. A plan that was carried out is planned again.
     """
     plan = _Plan(sorted(claims, key=lambda c: c.sequence), rooms, now_ns)
     plan.keep_training()
@@ -73,7 +73,7 @@ def decide(
 
 
 class _Plan:
-    """All drafts, and what they leave of the nodes."""
+    """All drafts, and the free capacity of the nodes."""
 
     def __init__(
         self, claims: Sequence[Demand], rooms: Sequence[NodeCapacity], now_ns: int
@@ -87,19 +87,19 @@ class _Plan:
     # ------------------------------------------------------------ the four steps
 
     def keep_training(self) -> None:
-        """Who trains keeps min; who is about to end keeps all."""
+        """Keep min workers of training jobs, and all workers of jobs that are about to end."""
         for draft in sorted(self.drafts, key=lambda d: rank(d.claim)):
             claim = draft.claim
             if not claim.trains and not claim.is_ending:
                 continue
-            # Those that are away do not count here: they may turn out to be lost.
+            # Workers on nodes that do not answer do not count here: they may be lost.
             self._keep_workers(
                 draft, len(claim.seats) if claim.is_ending else claim.spec.min_workers
             )
             draft.is_admitted = claim.is_ending or draft.size >= claim.spec.min_workers
 
     def admit_waiting(self) -> None:
-        """Give the others their min, one after the other; keep free slots for the first in vain."""
+        """Give waiting jobs their min, in order; reserve free slots for those that do not fit."""
         waiting = [draft for draft in self.drafts if not draft.is_admitted]
         for draft in self._by_turn(waiting):
             spec = draft.claim.spec
@@ -107,7 +107,7 @@ class _Plan:
             shape = self.space.shape(spec)
             cordoned = sum(1 for _, n in draft.claim.seats if self.space.rooms[n].cordoned)
             if shape.fitting(spec) + cordoned + draft.claim.away < spec.min_workers:
-                continue  # Not with these nodes: what is missing is said where workers are placed.
+                continue  # It never fits on these nodes: placement reports what is missing.
             ahead = next((self._barred[n] for n in shape.capacity if n in self._barred), None)
             can_have = any(node_id not in self._barred for node_id in shape.capacity)
             if self._place(draft, need) or (can_have and self._evict(draft, need, waiting)):
@@ -122,9 +122,9 @@ class _Plan:
                 self._barred.setdefault(node_id, draft)
 
     def _evict(self, draft: AllocationDraft, need: int, waiting: list[AllocationDraft]) -> bool:
-        """Let others give way as a whole if the job fits then; they wait from here on."""
+        """Preempt other jobs if the job fits then; they wait from here on."""
         if draft.yields_to is not None:
-            return False  # It trains still; once it waits it may take the place of others.
+            return False  # It still trains; once it waits it may preempt others.
         able = []
         for other in sorted(self.drafts, key=lambda d: rank(d.claim), reverse=True):
             claim = other.claim
@@ -155,14 +155,14 @@ class _Plan:
     def _place_without(
         self, draft: AllocationDraft, need: int, victims: Sequence[AllocationDraft], *, keep: bool
     ) -> bool:
-        """Try to give a job its workers with these out of the way; `keep`: and leave it so."""
+        """Try to place a job's workers without these jobs; `keep`: and keep the result."""
         seats = [dict(victim.kept) for victim in victims]
         kept, starts, num_starts = len(draft.kept), dict(draft.starts), draft.num_starts
         for victim in victims:
             self._release(victim, 0)
         fits = self._place(draft, need)
         for other in self.drafts:
-            other.tried = 0  # There was more room, or there is now.
+            other.tried = 0  # Capacity was freed, here or in between.
         if fits and keep:
             return True
         if fits:
@@ -178,7 +178,7 @@ class _Plan:
         return fits
 
     def _release(self, draft: AllocationDraft, count: int) -> None:
-        """Give back all but the first `count` seats that were kept."""
+        """Release all but the first `count` kept seats."""
         over = list(draft.kept)[count:]
         for worker_id in over:
             node_id = draft.kept.pop(worker_id)
@@ -189,7 +189,7 @@ class _Plan:
         self.wake_ns = moment if self.wake_ns is None else min(self.wake_ns, moment)
 
     def keep_survivors(self) -> None:
-        """Workers that wait with state keep their slots as long as nobody can start on them."""
+        """Keep the slots of waiting workers with state, as long as no other job can use them."""
         self._barred = {}
         for draft in self.drafts:
             draft.tried = 0
@@ -198,7 +198,7 @@ class _Plan:
             self._keep_workers(draft, len(draft.claim.seats))
 
     def grow(self) -> None:
-        """Deal what is left, one replica at a time."""
+        """Distribute the remaining slots, one replica at a time."""
         able = [d for d in self.drafts if d.is_admitted and not d.claim.is_ending]
         for draft in self._by_turn(able, again=True):
             spec = draft.claim.spec
@@ -210,12 +210,12 @@ class _Plan:
             if self._place(draft, step):
                 self._again(draft)
 
-    # ------------------------------------------------------------ whose turn it is
+    # ------------------------------------------------------------ order
 
     def _by_turn(
         self, drafts: Sequence[AllocationDraft], *, again: bool = False
     ) -> Iterator[AllocationDraft]:
-        """Yield drafts by order; those that are entered again meanwhile have another turn."""
+        """Yield drafts in order; those that are pushed again meanwhile are yielded again."""
         self._size_counts = again
         self._turns = [(self._turn(d), i) for i, d in enumerate(drafts)]
         heapq.heapify(self._turns)
@@ -261,7 +261,7 @@ class _Plan:
                 draft.starts[node_id] = draft.starts.get(node_id, 0) + 1
             draft.num_starts += missing
             if self._barred:
-                draft.dealer = None  # It knows only the nodes that are not kept for others.
+                draft.dealer = None  # It covers only the nodes that are not reserved for others.
             return True
         for node_id in chosen:
             self.space.give(node_id, need, is_new=True)
@@ -273,7 +273,7 @@ class _Plan:
         return False
 
     def _choose(self, draft: AllocationDraft, count: int) -> list[NodeId]:
-        """Take room for up to `count` new workers; return where."""
+        """Take capacity for up to `count` new workers; return their nodes."""
         spec = draft.claim.spec
         if draft.dealer is None:
             claim = draft.claim
@@ -291,10 +291,10 @@ class _Plan:
             chosen.append(node_id)
         return chosen
 
-    # ------------------------------------------------------------ the answer, and why
+    # ------------------------------------------------------------ results and reasons
 
     def grant(self, draft: AllocationDraft) -> Allocation:
-        """Return what came of a draft."""
+        """Return the allocation of a draft."""
         reason = draft.reason
         if draft.is_admitted and not draft.claim.trains:
             reason = self._waits_for_slots(draft)
@@ -308,7 +308,7 @@ class _Plan:
         )
 
     def _waits_for_slots(self, draft: AllocationDraft) -> str:
-        """Say who gives back what an admitted job still lacks, "" if it lacks nothing."""
+        """Return which jobs release the slots that an admitted job still lacks, "" for none."""
         spec = draft.claim.spec
         need = spec.min_workers - len(draft.kept) - draft.claim.away
         free = sum(
@@ -324,7 +324,7 @@ class _Plan:
         return f"needs {workers(spec, need)}, {free} free; {'; '.join(parts)}"
 
     def _in_vain(self, draft: AllocationDraft) -> str:
-        """Say what the first one in vain lacks."""
+        """Return what a job that does not fit lacks."""
         spec = draft.claim.spec
         shape = self.space.shape(spec)
         need = spec.min_workers - len(draft.kept) - draft.claim.away
@@ -349,7 +349,7 @@ class _Plan:
         )
 
     def _who_stays(self, draft: AllocationDraft) -> str:
-        """Say why jobs of lower priority do not give way to it."""
+        """Return why jobs of lower priority are not preempted for it."""
         lower = [
             f"; {named(d.claim)} {d.claim.stays or d.claim.passed_over_why}"
             for d in self.drafts

@@ -1,4 +1,4 @@
-"""Who gets which rank: node-contiguous, survivors first and in their old order, a total order.
+"""Assigns ranks: node-contiguous, survivors first and in their old order, a total order.
 
 Rank 0 of a later group is always a survivor if there is one, so that the member that leads the
 rendezvous and writes reports has taken part before.
@@ -35,9 +35,9 @@ def assign_ranks(
     inside a node survivors come in their old order, then the others by id.
 
     Args:
-        members: who is in the group, in any order, no one twice.
+        members: of the group, in any order, without duplicates.
         node_of: the node of each member.
-        previous: the members of the group before, by rank.
+        previous: the members of the previous group, by rank.
 
     Guarantees:
         Ranks are a permutation of 0..n-1, nodes are contiguous, and the order of `members` does

@@ -1,8 +1,8 @@
-"""Who sends training state to whom after a group was formed.
+"""Transfers of training state between the members of a newly formed group.
 
-Rule: decided by every member from the same table, so that nobody has to be asked. The most
-advanced members have the state of the run; all others, and newcomers, receive it. Members differ
-by at most one step: nobody commits a step without the whole group.
+Rule: every member decides from the same table, so that no further communication is needed. The most
+advanced members have the state of the run; all others, and new members, receive it. Members differ
+by at most one step: no member commits a step without the whole group.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from elastic.core.policy.decision import Decision
 
 @dataclass(frozen=True)
 class RunPosition:
-    """How far one member is.
+    """The position of one member in the run.
 
     Attributes:
         has_state: it holds the run's state: it began the run, received it, or loaded it.
         cursor: the next step that it would commit.
-        steps: steps of an epoch; 0 if it does not know its data yet, or if that is found out
-            only in the epoch's last step: then the steps of the epoch of the cursor.
+        steps: steps of an epoch; 0 if unknown. If the length shows only in the epoch's last step,
+            the steps of the cursor's epoch.
         is_inside: it is in a pass over this epoch's data; the code before the pass has run.
     """
 
@@ -34,11 +34,11 @@ class RunPosition:
 
 @dataclass(frozen=True)
 class TransferPlan:
-    """Who sends to whom.
+    """The transfers between members.
 
     Attributes:
         sender_of: (rank that receives, rank that sends), by receiving rank.
-        cursors: where each member stands once the transfers are done, by rank.
+        cursors: of each member after the transfers, by rank.
     """
 
     sender_of: tuple[tuple[int, int], ...]
@@ -54,13 +54,13 @@ class TransferPlan:
 
 
 def plan_transfers(standings: Sequence[RunPosition]) -> Decision[TransferPlan]:
-    """Decide who sends to whom.
+    """Decide which members send the state to which others.
 
-    When nobody has state yet, the run begins: rank 0's initial weights are everyone's.
+    If no member has state yet, the run begins: all members get rank 0's initial weights.
 
-    A member behind the last step of an epoch and one before the first step of the next have the
-    same weights, and nothing is sent between them: the one behind runs the code between the
-    epochs by itself. Who receives, receives from the latter, so that this code is not run twice.
+    A member after the last step of an epoch and one before the first step of the next have the
+    same weights, and nothing is sent between them: the former runs the code between the epochs by
+    itself. Receivers receive from the latter, so that this code is not run twice.
 
     Args:
         standings: by rank; at least one.
@@ -101,13 +101,13 @@ def next_places(standings: Sequence[RunPosition], transfers: TransferPlan) -> tu
 
     Args:
         standings: as given to `plan_transfers`.
-        transfers: what came of it.
+        transfers: its result.
     """
     steps = max(standing.steps for standing in standings)
     places = []
     for standing, cursor in zip(standings, transfers.cursors, strict=True):
         is_inside = standing.is_inside and standing.cursor.epoch == cursor.epoch
-        # Where nobody knows the end yet, nobody is behind it.
+        # While the end is unknown to all, no member is past it.
         has_more = cursor.step < steps or not steps
         places.append(Cursor(cursor.epoch, cursor.step + 1) if is_inside and has_more else cursor)
     return tuple(places)

@@ -1,10 +1,10 @@
-"""Which node holds the copy of a job's state, beside those that have it anyway.
+"""Which node holds the copy of a job's state, in addition to the nodes that have it anyway.
 
-What all members have alike needs one copy, and that on a node where none of them run. Of a sharded
-model every node has rows of its own, and those lie on any other node as well.
+Unsharded state needs one copy, on a node without members. Of a sharded model every node has its own
+rows, whose copy is on any other node.
 
-Rule: a copy lies where what it is a copy of does not, and it stays where it is for as long as that
-holds, because to move it is to send all of it.
+Rule: a copy is never on the node of its source, and it stays on its holder as long as that is true,
+because to move it is to send all of it.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ Age = tuple[Generation, int]
 """Generation and steps: of two copies, the greater one is newer."""
 NO_COPY: Age = (0, -1)
 TRAINING_COUNTS = 4
-"""Copies as which it counts that a node trains the job, and may be lost with the source."""
+"""Weight, in copies, of a node that trains the job itself, and may be lost with the source."""
 
 
 KEPT_S = 120.0
-"""How long a node keeps in memory what workers had there that died, and gives it to others."""
+"""How long a node keeps and serves the memory of workers that died there."""
 UNREPORTED_S = 10.0
-"""How long an agent may take to hear where to bring rows, and workers to copy all of them."""
+"""Time limit for an agent to get the destination of its rows, and for workers to copy them all."""
 
 
 class CopyMode(IntEnum):
-    """Whether a node's agent brings its snapshots to another node.
+    """Whether a node's agent sends its snapshots to another node.
 
-    UNKNOWN: it was not told yet. ON: it does. OFF: there is no node, or it takes none.
+    UNKNOWN: it has no order yet. ON: it does. OFF: there is no holder, or it accepts none.
     """
 
     UNKNOWN = 0
@@ -44,13 +44,13 @@ class CopyMode(IntEnum):
 
 @dataclass(frozen=True)
 class CopyProgress:
-    """How far the newest snapshot of a node's rows has come on its way to another one.
+    """The progress of the newest snapshot of a node's rows to its holder.
 
     Attributes:
-        bringing: as the agent says.
+        bringing: as reported by the agent.
         is_whole: all workers of the node have copied their part.
         has_arrived: the other node has it.
-        waited_s: since it was begun.
+        waited_s: since it was started.
     """
 
     bringing: CopyMode
@@ -65,15 +65,15 @@ class CopyCandidate:
 
     Attributes:
         host: its address: two agents under one address are likely to fail together.
-        zone: what fails together with it, "" if nobody said so.
+        zone: nodes of one zone fail together; "" if unknown.
         is_present: it is not lost.
-        is_live: its stream stands.
+        is_live: its stream is open.
         is_leaving: it drains.
         takes_copies: its agent can be reached by others for this.
         has_members: the job's group has members there.
-        copy: of that source, that lies there.
-        num_copies: others that it holds, or is to hold.
-        refused_until_ns: it could not be reached, or had no room; not chosen before.
+        copy: age of that source's copy there.
+        num_copies: other copies that it holds, or should hold.
+        refused_until_ns: it could not be reached, or had no memory; not chosen before.
     """
 
     node_id: NodeId
@@ -104,7 +104,7 @@ def is_fit(place: CopyCandidate, now_ns: int, source: NodeId = ALL_ALIKE) -> boo
 def choose(
     places: Sequence[CopyCandidate], now_ns: int, source: NodeId = ALL_ALIKE
 ) -> Decision[NodeId]:
-    """Decide where the copy of a job that trains is to lie, if it cannot stay where it is.
+    """Choose the holder of a training job's copy, if it cannot stay where it is.
 
     Args:
         places: all nodes that may be chosen, and those that train.
@@ -127,7 +127,7 @@ def choose(
                 not p.zone or p.zone in zones,
                 p.host in hosts,
                 p.num_copies + TRAINING_COUNTS * p.has_members,
-                p.node_id <= source,  # Each to the next one, all round, so that nobody holds many.
+                p.node_id <= source,  # Each to the next one, cyclic, so that none holds many.
                 p.node_id,
             ),
         )
@@ -144,11 +144,11 @@ def choose(
 
 
 def asks(node_id: NodeId, first_ranks: Mapping[NodeId, int], world_size: int) -> int:
-    """Return the rank of the member of a new group that asks a node for rows of a sharded model.
+    """Return the rank of the member of a new group that queries a node for rows of a sharded model.
 
-    One of the node itself, if there is one; else any. So nobody is told of more nodes than its
-    share, and who asks a node does not depend on what other nodes have: members that are told at
-    different moments, of which a node was lost between, leave nobody out.
+    One of the node itself, if there is one; else any. So no member gets more nodes than its share,
+    and the result does not depend on what other nodes have: if a node is lost while the members are
+    notified one after the other, no node is left out.
 
     Args:
         node_id: the node.
@@ -160,12 +160,12 @@ def asks(node_id: NodeId, first_ranks: Mapping[NodeId, int], world_size: int) ->
 
 
 def is_superfluous(copy: Age, base: Age) -> bool:
-    """Decide whether a copy may be freed where it is not wanted any more.
+    """Decide whether a copy may be dropped where it is not wanted any more.
 
     Args:
-        copy: that copy.
-        base: the oldest of the copies that are wanted, `NO_COPY` before all of them have come:
-            then the run can go on from those, whatever is lost next.
+        copy: its age.
+        base: the age of the oldest wanted copy, `NO_COPY` before all of them have arrived. Once
+            they have, the run can continue from them, whatever is lost next.
     """
     return NO_COPY < copy <= base
 
@@ -173,10 +173,10 @@ def is_superfluous(copy: Age, base: Age) -> bool:
 def is_awaited(way: CopyProgress) -> Decision[bool]:
     """Decide whether the next snapshot of a sharded model has to wait for this one's arrival.
 
-    There are two slots for snapshots, here and where the copies lie, and the next but one is
-    written over this one. If the next is begun only when this one has arrived from all nodes, all
-    rows of the one or of the other are in living memory, whichever node dies. A group's first does
-    not wait: what the group goes on from lies in the other slot.
+    There are two slots for snapshots, here and on the holders, and the next but one overwrites this
+    one. If the next is started only when this one has arrived from all nodes, all rows of one of
+    the two are in memory, whichever node dies. A group's first does not wait: the state that the
+    group started from is in the other slot.
     """
     if way.has_arrived or way.bringing is CopyMode.OFF:
         return Decision(False, "it has arrived" if way.has_arrived else "no node takes it")
@@ -188,13 +188,13 @@ def is_awaited(way: CopyProgress) -> Decision[bool]:
 
 @dataclass(frozen=True)
 class UncopiedState:
-    """State of a job in the memory of a node that is to leave, and trains it no more.
+    """State of a job in the memory of a leaving node that does not train it any more.
 
     Attributes:
-        rests: the job is to hold no workers: it was saved before, and waits for a user or a slot.
-        trains: all members of its newest group do.
-        has_place: another node takes each copy, or may within some time.
-        is_elsewhere: all that the newest group, or the next one, could go back to lies on other
+        rests: the job is paused or preempted: it was saved, and waits for a user or a slot.
+        trains: all members of its newest group train.
+        has_place: another node accepts each copy, or may within some time.
+        is_elsewhere: all state that the newest or the next group could continue from is on other
             nodes.
     """
 
@@ -205,10 +205,10 @@ class UncopiedState:
 
 
 def is_left_behind(what: UncopiedState) -> Decision[bool]:
-    """Decide whether a drained node has to stay for what it holds, up to its deadline.
+    """Decide whether a drained node has to stay for its copies, until its deadline.
 
-    Without a group that trains, what it has may be all that there is, and the next one asks for it.
-    Where copies find no other place, nothing comes of waiting.
+    Without a training group, its copies may be the only ones, and the next group needs them. If
+    there is no other holder, waiting is useless.
     """
     if what.rests or what.is_elsewhere:
         return Decision(False, "it rests" if what.rests else "all of it lies elsewhere")

@@ -1,7 +1,7 @@
 """Which checkpoints are kept: the newest always, then the best, or the newest ones.
 
-Rule: one that is to be validated is kept until that is over, and takes nobody's place meanwhile:
-how good it is may be what its validation finds out.
+Rule: one with a pending validation is kept until that is over, and replaces no other meanwhile: its
+score may depend on the validation.
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ def keep(
 
     Args:
         records: oldest first.
-        num_to_keep: -1 for all, else >= 1; of automatic ones the newest two at least, and all
-            that are more only if it says so.
+        num_to_keep: -1 for all, else >= 1; of automatic ones at least the newest two are kept.
         score_attribute: metric to rank by, "" to keep the newest ones. A checkpoint without it,
             or with one that is not a number, ranks last.
         score_order: "max" or "min" is best.
@@ -74,7 +73,7 @@ def superfluous_automatic(names: Sequence[str], num_to_keep: int) -> tuple[str, 
 
     Args:
         names: oldest first.
-        num_to_keep: as the user wishes, -1 for no wish.
+        num_to_keep: set by the user, -1 for not set.
     """
     return tuple(names[: -max(AUTOMATIC_KEPT, num_to_keep)])
 

@@ -10,7 +10,7 @@ from elastic.errors import ConfigError
 
 @dataclass(frozen=True)
 class SavingPlan:
-    """How often the state of a run is saved by itself.
+    """How often the state of a run is saved automatically.
 
     Attributes:
         every_n_steps: after each n committed steps of the run; 0 for never.
@@ -38,13 +38,13 @@ class SavingPlan:
 def is_due(plan: SavingPlan, *, steps: int, last_steps: int, waited_s: float) -> Decision[bool]:
     """Decide whether the state is saved after this step.
 
-    A checkpoint that came to nothing is not made up for before the next one is due: if storage is
-    away, asking it at every step would help nobody.
+    A failed checkpoint is not retried before the next one is due: if storage is down, a try at
+    every step would be useless.
 
     Args:
-        plan: what the user wants.
-        steps: committed in the run once this one is.
-        last_steps: the same when the state was last saved, or tried to be.
+        plan: the user's settings.
+        steps: committed in the run, including this one.
+        last_steps: the same at the last save or attempt.
         waited_s: since then.
     """
     n = plan.every_n_steps

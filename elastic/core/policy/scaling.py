@@ -1,8 +1,8 @@
-"""Which bounds a user may give to a job that was submitted with others.
+"""Which bounds a user may set for a submitted job.
 
-Rule: no group may be larger than a step has micro-batches, V, because a worker without one would
-have nothing to compute. V is fixed for a run and known once its loop has begun; code with a loop of
-its own has none, and any number of workers may share its steps.
+Rule: no group may be larger than the number of micro-batches of a step, V, because a worker without
+one would have nothing to compute. V is fixed for a run and known once its loop has begun; code with
+its own loop has none, and any number of workers may share its steps.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ from elastic.errors import ConfigError
 
 
 class StepShares(Enum):
-    """What is known of how a job's steps are shared out."""
-
+    """How a job's steps are divided among workers, as far as known."""
     IDLE = "idle"
-    """It does not train, and has told nothing in this coordinator's life."""
+    """It does not train, and has reported nothing in this term."""
     UNKNOWN = "unknown"
     """It trains, and has not shown yet which loop it has."""
     CUT = "cut"
@@ -46,7 +45,7 @@ class JobBounds:
 
 
 def judge_bounds(shape: JobBounds, low: int, high: int) -> Decision[bool]:
-    """Decide whether a job may have these bounds; the reason says why not, and what to do.
+    """Decide whether a job may have these bounds; the reason is why not, and what to do.
 
     Args:
         shape: of the job.
@@ -64,9 +63,9 @@ def judge_bounds(shape: JobBounds, low: int, high: int) -> Decision[bool]:
 
 
 def largest(shape: JobBounds) -> int | None:
-    """Return how many workers a job may ever have, None if that is up to the cluster.
+    """Return the maximum number of workers of a job, None if only the cluster limits it.
 
-    What it was submitted with it may always have: V is chosen for that.
+    The submitted maximum is always permitted: V is chosen for that.
     """
     if shape.steps is StepShares.ITS_OWN:
         return None
@@ -74,7 +73,7 @@ def largest(shape: JobBounds) -> int | None:
 
 
 def within(shape: JobBounds, low: int, high: int) -> tuple[int, int]:
-    """Return these bounds, or as much of them as a job may have, in whole replicas."""
+    """Return these bounds, reduced to what the job may have, in whole replicas."""
     most = largest(shape)
     if most is None or high <= most:
         return low, high
@@ -84,7 +83,7 @@ def within(shape: JobBounds, low: int, high: int) -> tuple[int, int]:
 
 
 def _why_no_more(shape: JobBounds, most: int) -> str:
-    """Say what bounds a job's groups, and what to do."""
+    """Return what limits a job's groups, and what to do."""
     if shape.steps is StepShares.CUT:
         return (
             f"a step of this run is shared out in {shape.micro_batches} micro-batches, so that no "

@@ -1,8 +1,8 @@
-"""Who copies, or writes, which part of a state: of tensors that all have, and of sharded ones.
+"""Which worker copies or writes which part of a state: of replicated and of sharded tensors.
 
-Rule: every row of every tensor is somebody's, once: a function of the tensors' shapes, of how they
-are sharded, and of the number of parts alone. Parts of what all members have differ by at most one
-row in size; of a sharded tensor each answers for rows that it holds.
+Rule: every row of every tensor belongs to exactly one part: a function of the tensors' shapes, of
+how they are sharded, and of the number of parts alone. Parts of replicated tensors differ by at
+most one row in size; of a sharded tensor each rank is responsible for rows that it holds.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class TensorRows:
 
 @dataclass(frozen=True)
 class TensorExtent:
-    """How large a tensor is.
+    """The size of a tensor.
 
     Attributes:
         rows: along its first dimension; 1 without dimensions.
@@ -66,7 +66,7 @@ class RowRange(NamedTuple):
 
 
 Spread = tuple[RowRange, ...]
-"""The rows of a sharded tensor that each rank answers for, by rank: all rows, each once."""
+"""The rows of a sharded tensor that each rank is responsible for, by rank: all rows, each once."""
 
 
 def chunk(rows: int, parts: int, part: int) -> RowRange:
@@ -134,7 +134,7 @@ def share_of(
         for piece in cut([extents[number] for number in whole], part, parts)
     ]
     for number, spread in enumerate(spreads):
-        # Somebody has to say that a tensor without rows is there.
+        # One part has to list a tensor without rows.
         if spread is not None and (spread[rank].rows or (not extents[number].rows and not rank)):
             pieces.append(TensorRows(number, *spread[rank]))
     return tuple(sorted(pieces, key=lambda piece: piece.tensor))
@@ -174,21 +174,20 @@ def _row_from(offset: int, extent: TensorExtent) -> int:
 
 
 class RowSources:
-    """Who gives which rows of a tensor to whom: what a taker has itself, else the first who has it.
+    """Which rank provides which rows of a tensor: the taker itself, else the first that has them.
 
-    Whom the others ask is found once for all of them, so that a group of many nodes does not look
-    at all of them for each.
+    The sources are determined once for all takers, so that a group of many nodes does not search
+    all of them for each.
     """
 
     def __init__(
         self, held: Sequence[tuple[int, Sequence[RowRange]]], wanted: Iterable[RowRange]
     ) -> None:
-        """Find who is asked for what.
+        """Assign the rows to sources.
 
         Args:
-            held: (rank, rows that it has), several for one rank maybe, in the order in which they
-                are to be asked.
-            wanted: what anybody wants.
+            held: (rank, rows that it has), possibly several for one rank, in order of preference.
+            wanted: the rows that any rank needs.
         """
         self._held = held
         self._own: dict[int, list[int]] = {}
@@ -207,12 +206,12 @@ class RowSources:
         self._found = sorted(found)
 
     def may_give(self, rank: int, wanted: RowRange) -> bool:
-        """Return whether a rank may have to give some of the rows to another one."""
+        """Return whether a rank may have to provide some of the rows to another one."""
         low, high = self._spans.get(rank, (0, 0))
         return low < wanted.end and wanted.first < high
 
     def of(self, taker: int, wanted: RowRange) -> tuple[tuple[int, RowRange], ...]:
-        """Return who gives which of these rows to a rank, by number; fewer if nobody has some."""
+        """Return (index in `held`, rows) for these rows; fewer if some are held by no rank."""
         left = [wanted] if wanted.rows else []
         given = [
             (number, part)
@@ -232,10 +231,10 @@ class RowSources:
 
 
 def _take(left: list[RowRange], stretch: RowRange) -> list[RowRange]:
-    """Take from the rows that are left those of a stretch, and return them.
+    """Remove the rows of a stretch from those that are left, and return them.
 
     Args:
-        left: in order, with others between; changed in place, in the time of a search.
+        left: in order, with gaps; changed in place, in the time of a search.
         stretch: any rows.
     """
     if not stretch.rows:

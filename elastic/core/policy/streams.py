@@ -4,7 +4,7 @@ A dataset that can only be iterated over is read as V streams, one for each micr
 
 Rule: micro-batch v of every step is the next samples of stream v, so that what it contains depends
 on (run, epoch, step, v) and on nothing else. So the position of every stream follows from the
-cursor, and whoever reads a stream next can count up to it.
+cursor, and the next reader of a stream can count up to it.
 """
 
 from __future__ import annotations
