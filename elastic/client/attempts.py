@@ -1,8 +1,8 @@
-"""Beginning a run, or going on with one that did not succeed: who may use a run directory.
+"""Attempts of a run: which submission may start or resume a run in a run directory.
 
-Rule: a directory belongs to one run, and a run to one attempt at a time. What cannot be told from
-storage (whether the last attempt still runs) is asked of the coordinator, and where that does not
-know the job, of the process that the job could not outlive; where nobody knows, it is over.
+Rule: a directory belongs to one run, and a run to one attempt at a time. Storage does not show
+whether the last attempt still runs: the coordinator is asked, and if it does not know the job, the
+process is checked that the job could not outlive. If neither is known, the attempt is over.
 """
 
 from __future__ import annotations
@@ -40,24 +40,24 @@ log = logging.getLogger(__name__)
 TRAINER_FILE = "trainer.pkl"
 LOCK_S, LOCK_POLL_S = 5.0, 0.05
 LEFT_BY_A_KILL = re.compile(rf"{re.escape(TRAINER_FILE)}(\.partial)?|run\.json(\.\w+)?\.partial")
-"""What is in a directory whose run was killed before it had begun."""
+"""Files in a directory whose run was killed before it had begun."""
 
 JobOf = Callable[[str], JobRecord | None]
-"""Returns what the coordinator knows of a job, None if it does not know it."""
+"""Returns the coordinator's record of a job, None if it does not know it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunPlan:
-    """A run that is to begin, or to go on.
+    """A run to start or resume.
 
     Attributes:
         run_path: the run directory.
         name: of the run.
         job_id: of this attempt.
-        resume_from: path of a checkpoint of another run, with which a new one begins.
-        owner: the process without which it cannot run, None if there is a cluster for it.
+        resume_from: path of a checkpoint of another run, from which a new one starts.
+        owner: the process without which it cannot run, None on a shared cluster.
         trainer: pickled; stored for `TorchTrainer.restore`, b"" for nothing.
-        may_resume: the name was chosen by somebody: a run of that name that is there goes on.
+        may_resume: the name was chosen explicitly, so an existing run of that name is resumed.
         may_repeat: also one that has succeeded, where it has nothing left to do.
     """
 
@@ -73,12 +73,12 @@ class RunPlan:
 
 @dataclass(frozen=True)
 class RunAttempt:
-    """An attempt that may begin.
+    """An attempt that may start.
 
     Attributes:
-        resume_from: path of the reported checkpoint that it begins with, "" for none.
-        resumes: there is a state to go on from, be it an automatic checkpoint.
-        lines: what users should know before it begins; () for a new run.
+        resume_from: path of the reported checkpoint to start from, "" for none.
+        resumes: there is a state to continue from, perhaps an automatic checkpoint.
+        lines: texts for users before it starts; () for a new run.
     """
 
     resume_from: str = ""
@@ -88,7 +88,7 @@ class RunAttempt:
 
 @contextlib.contextmanager
 def attempt(plan: RunPlan, *, job_of: JobOf = lambda job_id: None) -> Iterator[RunAttempt]:
-    """Take a run directory for the submission in the `with` block; as it was if that fails.
+    """Claim a run directory for the submission in the `with` block; undo that if it fails.
 
     Args:
         plan: the run.
@@ -122,12 +122,12 @@ def attempt(plan: RunPlan, *, job_of: JobOf = lambda job_id: None) -> Iterator[R
         with contextlib.suppress(StorageError, OSError), _alone(files):
             _take_back(files, plan, before, replaced)
             if not was_there:
-                files.fs.rmdir(files.root)  # Empty it is only if nobody else has begun in it.
+                files.fs.rmdir(files.root)  # It is empty only if no other attempt has begun.
         raise
 
 
 def _claim(files: Files, plan: RunPlan, before: RunRecord | None) -> None:
-    """Write down that this attempt has the run, unless another one has taken it meanwhile.
+    """Record that this attempt owns the run, unless another one has claimed it meanwhile.
 
     Raises:
         NameTaken: another one has.
@@ -137,9 +137,9 @@ def _claim(files: Files, plan: RunPlan, before: RunRecord | None) -> None:
     with _alone(files):
         if before is None:
             create_run(files, record)
-        elif read_run(files) == before:  # To check its checkpoints took a while.
+        elif read_run(files) == before:  # Unchanged since the slow check of its checkpoints.
             write_run(files, record)
-        # Also where a store's answer was lost, or another host wrote in the same moment.
+        # Detects a lost reply of the store, or a write of another host at the same time.
         is_ours = read_run(files) == record
     if not is_ours:
         raise NameTaken(
@@ -150,10 +150,10 @@ def _claim(files: Files, plan: RunPlan, before: RunRecord | None) -> None:
 
 @contextlib.contextmanager
 def _alone(files: Files) -> Iterator[None]:
-    """Keep other processes of this host from writing a run's record, if that can be.
+    """Lock out other processes of this host from writing a run's record, if possible.
 
-    Somebody may hold the lock for long, such as `flock RUN python train.py`: to go on without it
-    is better than to stand still.
+    The lock may be held for long, as by `flock RUN python train.py`: to continue without it is
+    better than to wait.
     """
     fd = -1
     with contextlib.suppress(OSError):
@@ -164,7 +164,7 @@ def _alone(files: Files) -> Iterator[None]:
         yield
     finally:
         if fd >= 0:
-            with contextlib.suppress(OSError):  # A process that was forked meanwhile has it, too.
+            with contextlib.suppress(OSError):  # A process forked meanwhile shares the lock.
                 fcntl.flock(fd, fcntl.LOCK_UN)
             os.close(fd)
 
@@ -202,18 +202,18 @@ def _record(plan: RunPlan, before: RunRecord | None) -> RunRecord:
 def _take_back(
     files: Files, plan: RunPlan, before: RunRecord | None, replaced: bytes | None
 ) -> None:
-    """Put record and trainer back.
+    """Restore the previous record and trainer.
 
     Args:
         files: of the run.
         plan: of the attempt that failed.
-        before: the record that there was, None for none.
-        replaced: the trainer that there was, b"" for none, None if it is still there.
+        before: the previous record, None for none.
+        replaced: the previous trainer, b"" for none, None if it was not replaced.
     """
     record = read_run(files)
     if record is None or record.jobs[-1:] != (plan.job_id,):
-        return  # It was never ours, or is somebody else's by now.
-    # The record last: once it is gone, somebody else may begin.
+        return  # It was never ours, or belongs to another attempt by now.
+    # The record last: once it is gone, another attempt may begin.
     if replaced:
         files.write(TRAINER_FILE, replaced)
     elif replaced is not None and files.exists(TRAINER_FILE):
@@ -225,7 +225,7 @@ def _take_back(
 
 
 def _make_directory(run_path: str) -> bool:
-    """Make the directory if need be; return whether it was there."""
+    """Create the directory if it is missing; return whether it existed."""
     try:
         fs, root = url_to_fs(run_path)
     except (ImportError, ValueError) as error:
@@ -250,7 +250,7 @@ def _make_directory(run_path: str) -> bool:
 
 
 def _is_a_runs(fs: Any, root: str) -> bool:
-    """Return whether a directory is a run's, or holds nothing that anybody could miss."""
+    """Return whether a directory is a run's, or has only leftovers of a killed run."""
     names = {name.rstrip("/").rpartition("/")[2] for name in fs.ls(root, detail=False)}
     return "run.json" in names or all(map(LEFT_BY_A_KILL.fullmatch, names))
 
@@ -258,11 +258,11 @@ def _is_a_runs(fs: Any, root: str) -> bool:
 def _check_over(
     files: Files, record: RunRecord, job: JobRecord | None, *, may_repeat: bool
 ) -> RunRecord:
-    """Refuse a run that goes on, or has nothing left to do; return its record as it is now."""
+    """Refuse a run that still runs, or has nothing left to do; return its updated record."""
     if record.phase is RunPhase.RUNNING and record.jobs:
         job_id = record.jobs[-1]
         phase = job.phase if job is not None else None
-        if phase is JobPhase.SUCCEEDED:  # Nobody was there to write it down.
+        if phase is JobPhase.SUCCEEDED:  # Its end was not recorded in the directory.
             record = record.ended(RunPhase.SUCCEEDED, SystemClock().unix_ns())
             write_run(files, record)
         elif phase is not None and phase not in ENDED:
@@ -286,7 +286,7 @@ def _check_over(
 
 
 def _resumed(plan: RunPlan, record: RunRecord, job: JobRecord | None) -> RunAttempt:
-    """Find what the next attempt of a run begins with, and say it."""
+    """Return the next attempt of a run: its starting point, and the lines that describe it."""
     run = RunDirectory(plan.run_path)
     lines: list[str] = []
     found = newest_valid(run, lines.append, job)

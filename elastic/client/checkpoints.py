@@ -1,7 +1,7 @@
 """The commands about checkpoints: checkpoint, checkpoints, verify.
 
-Rule: what the coordinator has recorded and what lies in storage are two things; each command says
-which of them it shows.
+Rule: the coordinator's records and the contents of storage may differ; each command states which of
+them it shows.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ VALIDATION = {
     CheckpointStatus.VALIDATION_FAILED.value: "validation failed",
 }
 PLACE = ("epoch", "step")
-"""Metrics that say where in the run a checkpoint was taken."""
+"""Metrics with the position in the run at which a checkpoint was taken."""
 
 
 @click.command()
@@ -128,17 +128,17 @@ def checkpoint(target: ClusterTarget, job: str, timeout_s: float, output: str) -
 
 
 def _wait_recorded(client: Client, job_id: str, wish: int, deadline: float) -> str:
-    """Return the path of an automatic checkpoint that was taken after a wish.
+    """Return the path of an automatic checkpoint that was taken after a request.
 
     Raises:
         Refused: the job has ended without one.
-        TimeoutError: none came in time; says why, as far as can be seen from here.
+        TimeoutError: none came in time; the text has the likely reason.
     """
     is_lost = False
     while True:
         try:
             if is_lost:
-                # A coordinator that was started anew knows no wishes.
+                # A restarted coordinator does not know earlier requests.
                 wish = client.checkpoint(job_id)
                 is_lost = False
             view = client.get(job_id)
@@ -148,7 +148,7 @@ def _wait_recorded(client: Client, job_id: str, wish: int, deadline: float) -> s
             is_lost = True
             time.sleep(POLL_S)
             continue
-        # A greater number is a newer wish: somebody else's will do.
+        # A greater number is a newer request: a checkpoint for another user's request will do.
         new = [c.path for c in view.record.checkpoints if c.automatic and c.request >= wish]
         if new:
             return new[-1]
@@ -160,7 +160,7 @@ def _wait_recorded(client: Client, job_id: str, wish: int, deadline: float) -> s
 
 
 def _why_not(view: JobView) -> str:
-    """Return what keeps a job from taking a checkpoint, in words."""
+    """Return the likely reason why a job takes no checkpoint."""
     if waits := waiting_line(view, SystemClock().monotonic_ns()):
         return waits
     if not any(worker.report.in_place for worker in view.workers):
@@ -176,10 +176,10 @@ def _why_not(view: JobView) -> str:
 
 
 def _wait_committed(path: str, deadline: float) -> None:
-    """Wait for the marker, which follows the record, if the checkpoint can be seen from here.
+    """Wait for the marker, which is written after the record, if this machine can read it.
 
     Raises:
-        TimeoutError: it does not follow.
+        TimeoutError: it was not written in time.
     """
     while _marker_of(path) is None:
         try:

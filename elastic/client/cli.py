@@ -1,8 +1,8 @@
-"""The command `elastic`: submit jobs, look at them and their checkpoints, stop them, let nodes go.
+"""The command `elastic`: submit, show and stop jobs, show their checkpoints, drain nodes.
 
 Rule: a flag wins over its variable, that over the default; the environment is read here only.
-Exit codes: 0 done; 1 the job failed; 2 used wrongly; 69 no coordinator answers; 70 a bug; 75 the
-job was stopped and can go on later; 78 a setting is wrong; 124 timed out; 130 interrupted.
+Exit codes: 0 done; 1 the job failed; 2 wrong usage; 69 no coordinator answers; 70 a bug; 75 the
+job was stopped and can be continued; 78 a setting is wrong; 124 timed out; 130 interrupted.
 """
 
 from __future__ import annotations

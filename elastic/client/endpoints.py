@@ -1,8 +1,8 @@
-"""Where the coordinator is, and calls to it: several addresses, one of which leads.
+"""Calls to a coordinator with several addresses, one of which leads.
 
-Rule: what leaves this module is an answer or one of our errors, never a gRPC status. Every call
-is one that may be repeated, so an address that fails is followed by the next one, or by the one
-that a standby points to. Addresses that answers name are asked after those that the user named.
+Rule: a call returns an answer or raises one of our errors, never a gRPC status. Every call is
+idempotent, so after a failed address the next one is tried, or the one that a standby points to.
+Addresses learned from answers are tried after those of the user.
 """
 
 from __future__ import annotations
@@ -38,12 +38,11 @@ from elastic.runtime.rpc import (
 )
 
 TIMEOUT_S = 10.0
-"""A coordinator that answers "not yet" (it starts, or a standby is taking over) is asked again
-for so long."""
+"""How long to retry a coordinator that is starting, or a standby that is taking over."""
 PAUSE_S_MIN = 0.1
 PAUSE_S_MAX = 2.0
 TAKEOVER_PAUSE_S_MAX = 0.5
-"""Between two questions while a standby is about to take over."""
+"""Between two attempts while a standby is about to take over."""
 LAST_ERROR = "last error: "
 
 Start = Callable[[grpc.Channel], Any]
@@ -56,12 +55,12 @@ def longer(pause_s: float) -> float:
 
 
 def jittered(pause_s: float) -> float:
-    """Return between half of the pause and all of it, so that many clients do not come at once."""
+    """Return between half of the pause and all of it, so that clients do not retry in sync."""
     return pause_s * random.uniform(0.5, 1.0)
 
 
 def as_our_error(error: BaseException, endpoint: str) -> ElasticError:
-    """Return what a failed call means; of gRPC's chain of causes only the last one is kept."""
+    """Return our error for a failed call; of gRPC's chain of causes only the last one is kept."""
     ours = error_from_rpc(error, endpoint)
     if isinstance(ours, CoordinatorUntrusted):
         return ours
@@ -73,7 +72,7 @@ def as_our_error(error: BaseException, endpoint: str) -> ElasticError:
 
 
 def with_reason(error: Unavailable, failures: Mapping[str, Unavailable]) -> Unavailable:
-    """Return the error of a standby, with the reason why its leader could not be asked instead."""
+    """Return a standby's error, with the reason why its leader could not be reached."""
     if not isinstance(error, NotLeading):
         return error
     why = failures.get(error.leader)
@@ -99,14 +98,14 @@ class Endpoints:
     Attributes:
         names: "host:port" each, in the order in which they are tried at first.
         learned: others that a coordinator named in its last answer.
-        access: what new connections are made with.
+        access: credentials for new connections.
         in_touch: whether a coordinator has answered before.
-        patience_s: how long nobody may answer at all, as while the coordinator is started anew.
-        closed: set by `close`; whoever pauses between two attempts waits on it.
+        patience_s: how long to retry without any answer, as during a coordinator's restart.
+        closed: set by `close`; pauses between two attempts wait on it.
     """
 
     def __init__(self, names: tuple[str, ...], access: Access, clock: Clock) -> None:
-        """Connect to nothing yet."""
+        """Open no connection yet."""
         self.names = names
         self.learned: tuple[str, ...] = ()
         self.access = access
@@ -126,8 +125,8 @@ class Endpoints:
 
     @property
     def metadata(self) -> Metadata:
-        """Return what every call carries; the token as it stands now, else as it stood last."""
-        # A file that is being replaced, or is gone: whether the old one is any good is answered.
+        """Return the metadata of every call, with the current token, else the last readable one."""
+        # The file may be missing or incomplete now: the coordinator checks the old token.
         with contextlib.suppress(UsageError):
             self._metadata = call_metadata(self.access.current_token())
         return self._metadata
@@ -139,19 +138,19 @@ class Endpoints:
         return (self._leader, *others) if self._leader else others
 
     def answered(self, endpoint: str) -> None:
-        """Remember that this one leads."""
+        """Record that this one leads."""
         self.in_touch = True
         self._leader = endpoint
 
     def learn(self, metadata: Any) -> None:
-        """Take note of the addresses in what came before an answer."""
+        """Record the coordinators' addresses from an answer's initial metadata."""
         for key, value in metadata or ():
             if key == COORDINATORS_KEY:
                 told = plain_addresses(str(value))
                 self.learned = tuple(name for name in told if name not in self.names)
 
     def pointed(self, error: BaseException) -> bool:
-        """Take note of where a standby points to; True if that address is news."""
+        """Record the leader that a standby points to; return whether that address is new."""
         if not isinstance(error, NotLeading) or not error.leader:
             return False
         self.in_touch = True
@@ -165,11 +164,11 @@ class Endpoints:
             start: the method.
             request: its message.
             timeout_s: deadline of each attempt.
-            stale_ok: when no leader answers, a standby may, with what the store holds.
+            stale_ok: if no leader answers, a standby may, from the store.
 
         Raises:
-            CoordinatorUnreachable: nobody answers at any address, and patience ended.
-            Unavailable: somebody does, but not for the cluster yet, and patience ended.
+            CoordinatorUnreachable: no address answers, and the time for retries is over.
+            Unavailable: one answers, but does not lead yet, and the time for retries is over.
             ElasticError: the coordinator refused.
         """
         asked_ns = self._clock.monotonic_ns()
@@ -204,7 +203,7 @@ class Endpoints:
     def _ask_standby(
         self, names: tuple[str, ...], start: Start, request: Any, timeout_s: float
     ) -> Any:
-        """Ask the first that answers, whether it leads or not; raises the last one's error."""
+        """Call the first address that answers, leader or not; raise the last error if none."""
         failure: Unavailable = Unavailable("no coordinator address was given")
         for name in names:
             try:
@@ -221,7 +220,7 @@ class Endpoints:
         return CoordinatorUnreachable(self.address, f"{more}{detail}")
 
     def close(self) -> None:
-        """Close every channel; calls that are under way fail."""
+        """Close every channel; calls in progress fail."""
         self.closed.set()
         with self._lock:
             lines, self._lines = list(self._lines.values()), {}
@@ -234,7 +233,7 @@ class Endpoints:
         with self._line(endpoint) as line:
             try:
                 method = start(line.channel)
-                wish = ((FRESH_KEY, "1"),) if fresh else ()  # Only the leader is to answer.
+                wish = ((FRESH_KEY, "1"),) if fresh else ()  # Only the leader may answer.
                 answer, call = method.with_call(
                     request, timeout=timeout_s, metadata=(*self.metadata, *wish)
                 )
@@ -271,7 +270,7 @@ class Endpoints:
                 line.channel.close()
 
     def _retire(self, line: _CountedChannel) -> None:
-        """Let later calls use a new channel; calls of other threads on this one go on."""
+        """Make later calls use a new channel; calls of other threads on this one continue."""
         with self._lock:
             line.retired = True
             if self._lines.get(line.endpoint) is line:

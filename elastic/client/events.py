@@ -1,7 +1,7 @@
-"""The command `elastic events`: what happened to a job, why, and how long training stood still.
+"""The command `elastic events`: the events of a job, their causes, and pauses in training.
 
-Rule: an event is told once, as a line for people or as a line of JSON, whether it comes from the
-coordinator's memory or from the run's directory.
+Rule: an event is printed once, as a line for people or as a line of JSON, whether it comes from the
+coordinator's memory or from the run directory.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ WORDS = {
     "checkpoint_refused": "checkpoint {path} does not count: {reason}",
     "job_ended": "{phase}: {reason}",
 }
-"""Others are shown by their names and fields."""
+"""Texts of events; others are shown by their names and fields."""
 
 
 @click.command()
@@ -58,7 +58,7 @@ def events(target: ClusterTarget, job: str, follow: bool, output: str) -> None:
 
 
 def happened(client: Client, job: str, *, follow: bool = False) -> Iterator[TimedNote]:
-    """Yield what happened to a job, oldest first: what its run's directory has, then the rest.
+    """Yield the events of a job, oldest first: those of its run directory, then later ones.
 
     Raises:
         ElasticError: the job is not known, or the coordinator does not answer.
@@ -68,7 +68,7 @@ def happened(client: Client, job: str, *, follow: bool = False) -> Iterator[Time
     try:
         stored = read_events(spec.run_path) if spec.run_path else []
     except StorageError:
-        stored = []  # This machine may not reach it; what the coordinator remembers is told.
+        stored = []  # This machine may not reach it; use the coordinator's events only.
     known = [from_dict(one) for one in stored if one["job"] == spec.job_id]
     for timed in known:
         last_ns = max(last_ns, timed.unix_ns)
@@ -85,13 +85,13 @@ def as_dict(timed: TimedNote) -> dict[str, Any]:
 
 
 def from_dict(told: dict[str, Any]) -> TimedNote:
-    """Return the event that such a line tells of."""
+    """Return the event from such a line."""
     note = Note(told["event"], told["job"], tuple(told["fields"].items()))
     return TimedNote(note, told["time_unix_ns"])
 
 
 def event_line(timed: TimedNote) -> str:
-    """Return an event as people read it, with its moment in local time."""
+    """Return an event as text for people, with its local time."""
     moment = datetime.fromtimestamp(timed.unix_ns / 1e9).astimezone()
     return plain(f"{moment:%Y-%m-%d %H:%M:%S}.{moment.microsecond // 1000:03d}  {_reported(timed)}")
 
@@ -111,5 +111,5 @@ def _reported(timed: TimedNote) -> str:
         try:
             return WORDS[name].format_map(fields)
         except KeyError:
-            pass  # A field that is empty is not told.
+            pass  # Empty fields are missing.
     return f"{name} {fields_text(timed.note.fields)}".rstrip()

@@ -1,6 +1,6 @@
-"""Following a job to its end: what the command line and `TorchTrainer.fit` share.
+"""Follows a job to its end, for the command line and `TorchTrainer.fit`.
 
-Rule: two threads read (events, output), the caller's thread shows and calls back, so that an
+Rule: two threads read (events, output), the caller's thread prints and runs callbacks, so that an
 interrupt or an error in a callback ends all of it at once and leaves nothing running.
 """
 
@@ -29,7 +29,7 @@ __all__ = ["JobFollower", "JobPrinter", "follow"]
 QUEUE_ITEMS_MAX = 1000
 TICK_S = 0.25
 OUTPUT_GRACE_S = 5.0
-"""Output that has not come this long after the job's end is not waited for."""
+"""How long to wait for the end of the output after the job's end."""
 JOIN_TIMEOUT_S = 2.0
 
 OnReport = Callable[[dict[str, Any]], None]
@@ -66,11 +66,11 @@ class _Reader:
         self._thread = threading.Thread(target=self._run, name=f"follow-{name}", daemon=True)
 
     def start(self) -> None:
-        """Begin to read."""
+        """Start to read."""
         self._thread.start()
 
     def put(self, item: _Item) -> None:
-        """Queue an item; waits for room, so that a slow screen slows the stream."""
+        """Queue an item; wait while the queue is full, so that a slow screen slows the stream."""
         while not self._stopped.is_set():
             try:
                 self._items.put(item, timeout=TICK_S)
@@ -89,7 +89,7 @@ class _Reader:
         try:
             for item in self._stream:
                 self.put(item)
-        except BaseException as raised:  # Raised again by whoever reads the queue.
+        except BaseException as raised:  # Raised again by the reader of the queue.
             error = raised
         self.put(_Over(self._name, error))
 
@@ -110,19 +110,19 @@ def follow(
         client: of the cluster.
         job: id or name.
         printer: shows it; opened and closed here.
-        on_report: called with what rank 0 reported, in the caller's thread.
-        on_note: called with everything that is noted of the job, in the caller's thread.
-        on_interrupt: called at the first Ctrl-C, in the caller's thread, and the job is followed
-            on; for so many seconds if it returns a number.
-        check: called some times a second until the job has ended, in the caller's thread; raises
-            what makes following futile.
+        on_report: called with the metrics of rank 0, in the caller's thread.
+        on_note: called with every event of the job, in the caller's thread.
+        on_interrupt: called at the first Ctrl-C, in the caller's thread; then following continues,
+            for so many seconds if it returns a number.
+        check: called several times a second until the job has ended, in the caller's thread;
+            raises if following has become useless.
 
     Returns:
-        The job as it was last seen: its phase says how it ended.
+        The last snapshot of the job: its phase shows how it ended.
 
     Raises:
         KeyboardInterrupt: Ctrl-C, the second one with `on_interrupt`, or the time it gave is over.
-        ElasticError: the job is not known, or the coordinator was away for too long.
+        ElasticError: the job is not known, or the coordinator did not answer for too long.
     """
     follower = JobFollower(client, job, printer, on_report=on_report, on_note=on_note)
     follower.check, follower.on_interrupt = check, on_interrupt
@@ -131,15 +131,15 @@ def follow(
 
 @dataclass(kw_only=True)
 class _Progress:
-    """What has been seen so far.
+    """The state of following.
 
     Attributes:
         metrics: JSON of the newest report that was passed on.
-        told: hashes of all that were passed on: a new leader knows the newest that was durable, and
-            shows that again.
-        from_snapshot: it came with a snapshot; its note may still come, and is no new report.
-        places: generations and indices of reports whose notes came; a new leader is told of the
-            newest ones once more, and tells us.
+        told: hashes of all reports that were passed on: a new leader shows the newest durable one
+            again.
+        from_snapshot: it came with a snapshot; its event may still come, and is no new report.
+        places: generations and indices of reports whose events came; a new leader gets the newest
+            ones again, and sends them again.
         is_fresh: the next snapshot is the first one of a connection.
     """
 
@@ -153,7 +153,7 @@ class _Progress:
 
 
 class JobFollower:
-    """`follow` in parts, for those who need a time limit.
+    """`follow` as a class, with a time limit.
 
     Attributes:
         timeout_s: how long to follow, None for as long as it takes.
@@ -184,11 +184,11 @@ class JobFollower:
         self._seen = _Progress()
 
     def run(self) -> JobView:
-        """Follow; see `follow`.
+        """Follow the job; see `follow`.
 
         Raises:
-            TimeoutError: the time was over first; the job goes on.
-            KeyboardInterrupt: see `follow`; within a quarter of a second. The job goes on.
+            TimeoutError: the time was over first; the job continues.
+            KeyboardInterrupt: see `follow`; within a quarter of a second. The job continues.
             ElasticError: see `follow`.
         """
         with CtrlC() as ctrl_c:
@@ -256,7 +256,7 @@ class JobFollower:
         name = view.record.spec.name if view else self._job
         return f"job {name} has not ended within {self.timeout_s:g} s and goes on; it {state}"
 
-    # ------------------------------------------------------------ what comes
+    # ------------------------------------------------------------ items
 
     def _take(self, item: _Item) -> None:
         if isinstance(item, LogChunk):
@@ -277,7 +277,7 @@ class JobFollower:
                 self._read("output", self._client.logs(job_id, ranks=ranks, follow=True))
             seen.view = event
             self._printer.job(event)
-            # Notes from before the connection are not told: the newest report is in the snapshot.
+            # Events from before the connection are not sent: the snapshot has the newest report.
             is_reported = hash(event.record.metrics) in seen.told
             if (seen.is_fresh or has_ended(event)) and not is_reported:
                 self._report(event.record.metrics, from_snapshot=True)
@@ -313,7 +313,7 @@ class JobFollower:
         self._printer.say(f"output is not followed any more: {over.error}")
 
     def _traceback(self) -> str:
-        """Return what whoever reports the end will show."""
+        """Return the traceback that the caller shows at the end."""
         view = self._seen.view
         if view is None or view.record.phase is not JobPhase.FAILED:
             return ""

@@ -41,9 +41,9 @@ T = TypeVar("T")
 
 READ_TIMEOUT_S = 10.0
 CHANGE_TIMEOUT_S = 25.0
-"""Above the time within which a coordinator answers a request, or says why not."""
+"""Longer than a coordinator's own timeout for a request."""
 OUTAGE_LIMIT_S = 300.0
-"""A coordinator that is away longer is given up by those who follow; training goes on."""
+"""Followers give up a coordinator that does not answer for longer; training continues."""
 
 ID_CHARS = "abcdefghijklmnopqrstuvwxyz234567"
 ID_LENGTH = 6
@@ -56,7 +56,7 @@ class Client:
     the one submitted last).
 
     Attributes:
-        call_timeout_s: no call waits longer for an answer; None for what each has by itself.
+        call_timeout_s: upper limit of each call's timeout; None for the calls' own timeouts.
 
     Example:
         >>> with Client("127.0.0.1:7070") as client:  # doctest: +SKIP
@@ -64,14 +64,14 @@ class Client:
     """
 
     def __init__(self, address: str | Sequence[str], access: Access | str = NO_ACCESS) -> None:
-        """Connect to nothing yet.
+        """Open no connection yet.
 
         Args:
             address: "host:port", several of them with commas, or a list.
-            access: what is shown to the coordinator; a string is a bare token.
+            access: credentials for the coordinator; a string is a bare token.
 
         Raises:
-            ConfigError: an address is none.
+            ConfigError: an address is not valid.
         """
         text = address if isinstance(address, str) else ",".join(address)
         self.call_timeout_s: float | None = None
@@ -81,7 +81,7 @@ class Client:
         self._lock = threading.Lock()
 
     def wait_for_answers(self, patience_s: float) -> None:
-        """Let each call wait so long while nobody answers, as when a coordinator is restarted."""
+        """Let each call retry for so long without an answer, as during a coordinator's restart."""
         self._endpoints.patience_s = patience_s
 
     @property
@@ -115,15 +115,15 @@ class Client:
     def submit(self, spec: JobSpec) -> JobId:
         """Submit a job; it is durable when this returns.
 
-        A spec without an id gets one here, so that a repeat after a lost answer is recognised
-        and nothing is submitted twice.
+        A spec without an id gets one here, so that a retry after a lost reply is recognised and
+        nothing is submitted twice.
 
         Returns:
             The job's id.
 
         Raises:
             NameTaken: a job of this name has not ended.
-            UsageError: the coordinator cannot ever run this, or the spec cannot travel.
+            UsageError: the cluster can never run this, or the spec cannot be serialised.
             ElasticError: see the class.
         """
         job_id = spec.job_id or new_job_id()
@@ -141,7 +141,7 @@ class Client:
         Args:
             job: id or name.
             reason: shown with it.
-            now: where it stands; scripts are not asked either.
+            now: stop without a checkpoint; scripts are not asked either.
 
         Raises:
             NotFound: there is none.
@@ -152,10 +152,10 @@ class Client:
         self._ask("Stop", request, timeout_s=CHANGE_TIMEOUT_S)
 
     def checkpoint(self, job: str) -> int:
-        """Have a job take a checkpoint now; does not wait until it is recorded.
+        """Request a checkpoint of a job now; does not wait until it is recorded.
 
         Returns:
-            The number of the wish, for logs.
+            The number of the request, for logs.
 
         Raises:
             NotFound: there is no such job.
@@ -166,17 +166,17 @@ class Client:
         return int(self._ask("Checkpoint", request, timeout_s=CHANGE_TIMEOUT_S).request)
 
     def pause(self, job: str) -> None:
-        """Have a job give its workers back, after a checkpoint; does not wait for that.
+        """Pause a job: it releases its workers after a checkpoint; does not wait for that.
 
         Raises:
             NotFound: there is no such job.
-            Refused: it has ended, or has no run directory to go on from.
+            Refused: it has ended, or has no run directory to continue from.
             ElasticError: see the class.
         """
         self._ask("Pause", jobs_pb2.PauseRequest(job=job), timeout_s=CHANGE_TIMEOUT_S)
 
     def resume(self, job: str) -> None:
-        """Let a paused job go on.
+        """Resume a paused job.
 
         Raises:
             NotFound: there is no such job.
@@ -186,7 +186,7 @@ class Client:
         self._ask("Resume", jobs_pb2.ResumeRequest(job=job), timeout_s=CHANGE_TIMEOUT_S)
 
     def scale(self, job: str, *, min_workers: int = 0, max_workers: int = 0) -> None:
-        """Set other bounds for a job's group, which follows at a boundary; 0 leaves one as it is.
+        """Change the bounds of a job's group, which follows at a boundary; 0 keeps a bound.
 
         Raises:
             NotFound: there is no such job.
@@ -198,11 +198,11 @@ class Client:
         self._ask("Scale", request, timeout_s=CHANGE_TIMEOUT_S)
 
     def get(self, job: str, *, stale_ok: bool = False) -> JobView:
-        """Return one job as it stands; moments are on this process's monotonic clock.
+        """Return the present state of a job; times are on this process's monotonic clock.
 
         Args:
             job: see the class.
-            stale_ok: while nobody leads, a standby may answer; the job's reason says so.
+            stale_ok: while there is no leader, a standby may answer; the job's reason states it.
 
         Raises:
             NotFound: there is none.
@@ -212,7 +212,7 @@ class Client:
         return job_from_proto(proto, self._clock.monotonic_ns())
 
     def record_of(self, job: str) -> JobRecord | None:
-        """Return what the coordinator knows of a job, None if it does not know it.
+        """Return the coordinator's record of a job, None if it does not know it.
 
         Raises:
             ElasticError: see the class.
@@ -226,7 +226,7 @@ class Client:
         """Return all jobs by order of submission.
 
         Args:
-            include_ended: those that have ended too, as far as they are remembered.
+            include_ended: ended ones too, as far as the coordinator remembers them.
             stale_ok: as for `get`.
 
         Raises:
@@ -242,13 +242,13 @@ class Client:
     ) -> ResumingStream[JobEvent]:
         """Follow a job: a snapshot, then notes, and a snapshot after each change.
 
-        Ends when the job has ended and its workers are gone. When the coordinator is away, goes
-        on once it is back; what happened meanwhile shows in the next snapshot only.
+        Ends when the job has ended and its workers are gone. After an outage of the coordinator it
+        continues; changes meanwhile are in the next snapshot only.
 
         Args:
             job: see the class.
-            on_outage: told of outages, in the thread that reads.
-            limit_s: the longest outage that is waited out.
+            on_outage: called during outages, in the thread that reads.
+            limit_s: the longest tolerated outage.
 
         Returns:
             An iterator, which raises as the other methods do.
@@ -256,11 +256,11 @@ class Client:
         return self._stream(JobSource(job), limit_s, on_outage)
 
     def events(self, job: str, *, follow: bool = False) -> ResumingStream[TimedNote]:
-        """Read what happened to a job, oldest first, as far as the coordinator remembers.
+        """Read the events of a job, oldest first, as far as the coordinator remembers.
 
         Args:
             job: see the class.
-            follow: go on until the job has ended.
+            follow: continue until the job has ended.
 
         Returns:
             An iterator, which raises as the other methods do.
@@ -268,13 +268,13 @@ class Client:
         return self._stream(EventSource(job, follow=follow), OUTAGE_LIMIT_S if follow else 0.0)
 
     def profile(self, job: str, *, rank: int, seconds: float) -> str:
-        """Have a worker sample its stacks for so long, and write them into the run's directory.
+        """Request that a worker samples its stacks, and writes them into the run directory.
 
         Returns:
-            The name of the file, which is there when that is over.
+            The name of the file, which exists after that time.
 
         Raises:
-            NotFound: there is no such job, or nobody has this rank.
+            NotFound: there is no such job, or no worker has this rank.
             Refused: the job has no run directory.
             ElasticError: see the class.
         """
@@ -282,14 +282,14 @@ class Client:
         return str(self._ask("Profile", request, timeout_s=CHANGE_TIMEOUT_S).name)
 
     def stacks(self, job: str, *, ranks: Sequence[int] = ()) -> tuple[WorkerId, ...]:
-        """Have a job's workers write the stacks of all their threads to their output.
+        """Request that a job's workers write the stacks of all their threads to their output.
 
         Args:
             job: see the class.
-            ranks: in the newest group; none for all workers.
+            ranks: in the newest group; empty for all workers.
 
         Returns:
-            Who was asked.
+            The workers that were asked.
 
         Raises:
             NotFound: there is no such job.
@@ -306,9 +306,9 @@ class Client:
 
         Args:
             job: see the class.
-            ranks: in the newest group; none for all workers.
-            tail: lines of what there is already, for each worker; -1 for all.
-            follow: go on until the job has ended, workers that come later included.
+            ranks: in the newest group; empty for all workers.
+            tail: lines of existing output, for each worker; -1 for all.
+            follow: continue until the job has ended, also with the output of later workers.
 
         Returns:
             An iterator, which raises as the other methods do.
@@ -323,7 +323,7 @@ class Client:
         """Return the coordinator, its nodes and its jobs.
 
         Args:
-            stale_ok: while nobody leads, a standby may answer; `standby` says so.
+            stale_ok: while there is no leader, a standby may answer; `standby` states it.
 
         Raises:
             ElasticError: see the class.
@@ -332,16 +332,16 @@ class Client:
         return status_from_proto(proto, self._clock.monotonic_ns())
 
     def drain(self, node: str, *, timeout_s: float = 30.0, reason: str = "") -> float:
-        """Let a node go: its workers leave at a boundary, then its agent ends.
+        """Drain a node: its workers leave at a boundary, then its agent ends.
 
         Args:
             node: its id.
-            timeout_s: until it is to be gone. Workers that are still there in the last quarter of
-                it, 5 s at most, are ended where they stand; 0 ends them at once.
+            timeout_s: until it must be gone. Workers still there in the last quarter of it, 5 s at
+                most, are ended at once; 0 ends them immediately.
             reason: for people.
 
         Returns:
-            Seconds until the node is to be gone: fewer if it drains already, and sooner.
+            Seconds until the node must be gone: fewer if it drains already, and sooner.
 
         Raises:
             NotFound: there is none.
@@ -353,7 +353,7 @@ class Client:
         return float(answer.timeout_s)
 
     def cordon(self, node: str, *, cordoned: bool = True, reason: str = "") -> None:
-        """Let no new workers start on a node, or let them again; those that are there stay.
+        """Cordon or uncordon a node: whether new workers may start; existing ones stay.
 
         Raises:
             NotFound: there is none.
@@ -392,7 +392,7 @@ class Client:
         return stream
 
     def _is_there(self, job_id: JobId, name: str) -> bool:
-        """Return whether the job that was to be submitted is known: an answer was lost."""
+        """Return whether the submitted job is known, because only the reply was lost."""
         try:
             spec = self.get(job_id).record.spec
         except NotFound:

@@ -1,7 +1,7 @@
-"""Whose output goes where, by torchrun's flags: to the screen, under which prefix, into which file.
+"""Routes the output of workers by torchrun's flags: to the screen, with a prefix, into files.
 
-Rule: what a worker prints is one stream here, its stdout and stderr in the order in which they
-came; a flag that speaks of one of the two is taken for both.
+Rule: a worker's stdout and stderr are one stream here, in the order of arrival; a flag for one of
+the two applies to both.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ LEVELS = ("0", "1", "2", "3")
 
 @dataclass(frozen=True, kw_only=True)
 class LogOptions:
-    """What is to happen to the output of workers, by local rank.
+    """How the output of workers is handled, by local rank.
 
     Attributes:
-        directory: files go below it, "" for none.
-        redirects, tee: local ranks (`ALL` for each) whose output is written; that of the first
-            is then not shown, that of the second is shown with a prefix.
-        local_ranks: that are shown, () for all.
+        directory: for files, "" for none.
+        redirects, tee: local ranks (`ALL` for each) whose output is written to files; redirected
+            output is not shown, teed output is shown with a prefix.
+        local_ranks: the ones to show, () for all.
         role: for prefixes.
         prefix: template of a prefix, with role_name, rank, local_rank.
     """
@@ -44,10 +44,10 @@ class LogOptions:
 
 
 def parse_streams(flag: str, text: str) -> frozenset[int]:
-    """Read "3" or "0:1,1:2": which local ranks a flag of torchrun's speaks of.
+    """Parse "3" or "0:1,1:2": the local ranks that a flag of torchrun applies to.
 
     Raises:
-        ConfigError: it is neither.
+        ConfigError: it has neither form.
     """
     chosen: set[int] = set()
     for part in text.split(","):
@@ -64,13 +64,13 @@ def parse_streams(flag: str, text: str) -> frozenset[int]:
 
 @dataclass
 class OutputRouter:
-    """The workers of one job, as they are heard on this machine."""
+    """Routes the output of one job's workers."""
 
     wish: LogOptions
     _local: dict[WorkerId, int] = field(default_factory=dict)
 
     def know(self, view: JobView) -> None:
-        """Take a snapshot: it says who is the how-manieth on its node."""
+        """Take a snapshot, from which local ranks are derived."""
         if view.record.group is None:
             return
         count: dict[NodeId, int] = {}
@@ -79,7 +79,7 @@ class OutputRouter:
             count[member.node_id] = self._local[member.worker_id] + 1
 
     def hear(self, chunk: LogChunk) -> bool:
-        """Write to a file what is to be written; return whether it is to be shown.
+        """Write output to its file, if it has one; return whether to show it.
 
         Raises:
             StorageError: the file cannot be written.
@@ -92,7 +92,7 @@ class OutputRouter:
         return not is_hidden and (not wish.local_ranks or rank in wish.local_ranks)
 
     def prefix(self, chunk: LogChunk) -> str:
-        """Return what each line of this output begins with, "" unless it is teed."""
+        """Return the prefix for each line of this output, "" unless it is teed."""
         rank = self._rank(chunk)
         if not _speaks_of(self.wish.tee, rank):
             return ""
@@ -102,7 +102,7 @@ class OutputRouter:
         return Template(self.wish.prefix).safe_substitute(fields)
 
     def _rank(self, chunk: LogChunk) -> int:
-        """Return the local rank; before the first group, the rank is the best that is known."""
+        """Return the local rank; before the first group, the rank is used instead."""
         return self._local.get(chunk.worker_id, max(chunk.rank, 0))
 
     def _write(self, chunk: LogChunk) -> None:

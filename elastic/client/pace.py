@@ -1,6 +1,6 @@
-"""How training goes, said in a line: steps a second, where the time went, who is waited for.
+"""One-line texts about training: steps per second, time by category, stragglers.
 
-Rule: pure text, the same words in `status`, `top` and the line of a followed job.
+Rule: pure functions, with the same words in `status`, `top` and the line of a followed job.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from elastic.core.telemetry import Goodput, Telemetry
 from elastic.core.view import JobView
 
 SHOWN_PART = 0.001
-"""A smaller part of the time is not worth a word."""
+"""A smaller share of the time is not shown."""
 
 
 def place_line(told: Telemetry) -> str:
-    """Return "epoch 3/10 step 45/100", "" before a loop over epochs has told of itself."""
+    """Return "epoch 3/10 step 45/100", "" before a loop over epochs has reported."""
     if not (told.num_epochs or any(told.place)):
         return ""
     epochs = f"/{told.num_epochs}" if told.num_epochs else ""
@@ -29,7 +29,7 @@ def place_line(told: Telemetry) -> str:
 
 
 def eta_ns(told: Telemetry) -> int | None:
-    """Return how long the loop over epochs still takes at this pace, None if nobody can say."""
+    """Return how long the loop over epochs still takes at this pace, None if unknown."""
     if not (told.num_epochs and told.num_steps and told.steps and told.wall_ns):
         return None
     left = told.num_steps * (told.num_epochs - told.epoch) - told.step
@@ -37,7 +37,7 @@ def eta_ns(told: Telemetry) -> int | None:
 
 
 def progress_line(told: Telemetry) -> str:
-    """Return how far it is and how fast: "epoch 3/10 step 4/9, 12.3 steps/s, 4m left"."""
+    """Return position and pace: "epoch 3/10 step 4/9, 12.3 steps/s, 4m left"."""
     if not told.steps:
         return ""
     left_ns = eta_ns(told)
@@ -48,7 +48,7 @@ def progress_line(told: Telemetry) -> str:
 
 
 def logged_line(told: Telemetry) -> str:
-    """Return the newest averages of what was logged: "loss=0.1234"; none that begin with "_"."""
+    """Return the newest logged averages: "loss=0.1234"; names that begin with "_" are omitted."""
     known = parsed_metrics(told.logged)
     return metrics_line({name: value for name, value in known.items() if not name.startswith("_")})
 
@@ -83,7 +83,7 @@ def step_line(told: Telemetry) -> str:
 
 
 def straggler_line(told: Telemetry) -> str:
-    """Return "rank 3 is waited for, 18 % of the time", "" if nobody is."""
+    """Return "rank 3 is waited for, 18% of the time", "" if no rank is."""
     if told.straggler < 0:
         return ""
     part = told.straggler_wait_ns / told.wall_ns if told.wall_ns else 0.0
@@ -92,7 +92,7 @@ def straggler_line(told: Telemetry) -> str:
 
 
 def goodput_line(goodput: Goodput, unreported_ns: int = 0) -> str:
-    """Return "93.1 % of 12m 4s: productive 11m 14s, reform 3.1 s, ...", "" before any."""
+    """Return "93.1% of 12m 4s of workers: productive 11m 14s, ...", "" before any time."""
     if not goodput.allocated_ns:
         return ""
     parts = sorted(goodput.seconds().items(), key=lambda pair: -pair[1])
@@ -104,5 +104,5 @@ def goodput_line(goodput: Goodput, unreported_ns: int = 0) -> str:
 
 
 def job_goodput(view: JobView) -> str:
-    """Return the goodput of a job in a line."""
+    """Return the goodput of a job as one line."""
     return goodput_line(view.record.goodput, view.unreported_ns)

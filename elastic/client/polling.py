@@ -1,7 +1,8 @@
-"""Commands that wait until something has happened, by asking again and again.
+"""Waits by polling until a request has been carried out.
 
-Rule: what was ordered goes on whether or not anybody waits for it. So an outage of the coordinator
-is waited out like a slow node, and whatever ends the waiting says that it ends nothing else.
+Rule: the request continues whether or not a command waits for it. So an outage of the coordinator
+is tolerated like a slow node, and when the wait ends early, the text states that the request
+continues.
 """
 
 from __future__ import annotations
@@ -18,22 +19,22 @@ from elastic.errors import CoordinatorUntrusted, Unavailable
 POLL_S = 0.3
 RETURN_S = CoordinatorConfig.adoption_grace_s
 SAY_AFTER_S = 1.0
-"""What is over sooner is not worth a line."""
+"""A wait that is over sooner is not printed."""
 
 
 def wait_until(
     client: Client, look: Callable[[], str], timeout_s: float | None, goes_on: str
 ) -> None:
-    """Ask again and again until nothing is waited for, and say what is.
+    """Poll until nothing is waited for, and print what is.
 
-    A coordinator that has taken over meanwhile knows of nothing at first: it is believed once
-    agents have had time to come back to it.
+    A coordinator that has taken over meanwhile knows nothing at first: its answer counts once
+    agents have had time to reconnect.
 
     Args:
         client: of the cluster.
         look: asks the coordinator; returns what is still waited for, "" for nothing.
-        timeout_s: the longest wait, None for as long as it takes.
-        goes_on: said when the waiting ends early, such as "the drain goes on".
+        timeout_s: the longest wait, None for no limit.
+        goes_on: printed when the wait ends early, such as "the drain goes on".
 
     Raises:
         TimeoutError: the time was over first.
@@ -74,6 +75,6 @@ def wait_until(
 
 
 def _unsure(client: Client, waited_s: float) -> str:
-    """Return what is waited for before a coordinator is believed that nothing is left, or ""."""
+    """Return what is waited for before the answer of a new coordinator counts, "" for nothing."""
     led_s = client.status().uptime_ns / NS_PER_S
     return "" if led_s >= min(waited_s, RETURN_S) else "agents to come back to the coordinator"

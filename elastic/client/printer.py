@@ -1,8 +1,7 @@
-"""Shows a followed job: one moving line on a terminal, one line per change anywhere else.
+"""Shows a followed job: one updating line on a terminal, one line per change anywhere else.
 
-Rule: what workers print goes to stdout as it is, what we say about the job goes to stderr, so that
-a pipe gets the script's own output. Called by one thread; only the moving line is drawn by
-another.
+Rule: the output of workers goes to stdout unchanged, lines about the job go to stderr, so that a
+pipe gets the script's own output. Called by one thread; only the updating line is drawn by another.
 """
 
 from __future__ import annotations
@@ -37,10 +36,10 @@ from elastic.runtime.clock import Clock, SystemClock
 from elastic.wire.codec_jobs import LogChunk, TimedNote
 
 REPEAT_S = 30.0
-"""A wait that lasts is said again after this long, where nothing moves on the screen."""
+"""A long wait is printed again after this, where there is no updating line."""
 METRICS_INTERVAL_S = 1.0
 BY_ORDER = "stopped"
-"""A worker that ended by order of the coordinator is no news."""
+"""Beginning of the cause of a worker that ended by order; such ends are not printed."""
 COLOURS = {
     JobPhase.PENDING: "yellow",
     JobPhase.RUNNING: "green",
@@ -60,10 +59,10 @@ RULED = {
 
 
 class JobPrinter:
-    """Turns what is told of a job into lines.
+    """Turns snapshots and events of a job into lines.
 
     Attributes:
-        ranks: whose output is shown; () for all workers, None for none at all.
+        ranks: of the workers whose output is shown; () for all, None for none.
     """
 
     def __init__(
@@ -75,14 +74,14 @@ class JobPrinter:
         clock: Clock | None = None,
         voices: OutputRouter | None = None,
     ) -> None:
-        """Write to stderr, and output of workers to stdout, unless told otherwise.
+        """Write to stderr, and output of workers to stdout, by default.
 
         Args:
-            console: where lines about the job go; the moving line needs a terminal.
+            console: for lines about the job; the updating line needs a terminal.
             ranks: see the class.
-            stdout: where output of workers goes.
+            stdout: for output of workers.
             clock: for ages.
-            voices: who is shown how, and written where; without it, as `ranks` says.
+            voices: routes and formats output; by default `ranks` selects it.
         """
         self.ranks = ranks
         self._console = console or PlainConsole(stderr=True)
@@ -108,10 +107,10 @@ class JobPrinter:
         self._spinner = Spinner("dots")
         self._live: Live | None = None
 
-    # ------------------------------------------------------------ begin and end
+    # ------------------------------------------------------------ start and end
 
     def open(self) -> None:
-        """Begin to show."""
+        """Start the updating line, if there is a terminal."""
         if self._console.is_terminal:
             self._live = Live(
                 get_renderable=self._moving_line,
@@ -124,10 +123,10 @@ class JobPrinter:
             self._live.start()
 
     def close(self, *, reported_elsewhere: str = "") -> None:
-        """Show what is left and end the moving line.
+        """Print what is still held back, and end the updating line.
 
         Args:
-            reported_elsewhere: a traceback that the caller shows, and that is left out here.
+            reported_elsewhere: a traceback that the caller shows, and that is omitted here.
         """
         self._say_loss(is_over=True)
         self._write(self._lines.rest(reported_elsewhere))
@@ -140,10 +139,10 @@ class JobPrinter:
             colour = COLOURS[self._view.record.phase]
             self.say(ending_line(self._view), style=colour)
 
-    # ------------------------------------------------------------ what is told
+    # ------------------------------------------------------------ inputs
 
     def job(self, view: JobView) -> None:
-        """Take a snapshot; say what changed."""
+        """Take a snapshot; print what changed."""
         self._view = view
         if self._voices is not None:
             self._voices.know(view)
@@ -154,11 +153,11 @@ class JobPrinter:
         state = (record.phase, missing(view))
         if state != self._reported:
             self._reported = state
-            # As a rule over in a moment: said only if it is not.
+            # Usually over soon: printed only if it is not.
             self._reported_ns = self._clock.monotonic_ns() - round((REPEAT_S - SOON_S) * 1e9)
 
     def note(self, timed: TimedNote) -> None:
-        """Take something that happened."""
+        """Take an event, and print it if it matters."""
         name, fields = timed.note.name, dict(timed.note.fields)
         if name == "group_formed":
             generation = int(fields.get("generation", "0"))
@@ -179,19 +178,19 @@ class JobPrinter:
             self.say(RULED[name].format_map({**blank, **fields}))
 
     def report(self, metrics: dict[str, Any]) -> None:
-        """Take what rank 0 reported; said at most once a second where nothing moves."""
+        """Take the metrics of rank 0; printed at most once a second, without an updating line."""
         self._metrics, self._metrics_due = metrics, self._live is None
         if self._age_s(self._metrics_ns) >= METRICS_INTERVAL_S:
             self._say_metrics()
 
     def output(self, chunk: LogChunk) -> None:
-        """Show what a worker printed."""
+        """Show a worker's output."""
         if self._voices is not None and not self._voices.hear(chunk):
             return
         self._write(self._lines.take(chunk, self._clock.monotonic_ns()))
 
     def outage(self, seconds: float) -> None:
-        """Say that the coordinator is silent, or with 0.0 that it answers again."""
+        """Print that the coordinator does not answer, or with 0.0 that it answers again."""
         now_ns = self._clock.monotonic_ns()
         if seconds:
             self._outage_since_ns = now_ns - round(seconds * 1e9)
@@ -205,7 +204,7 @@ class JobPrinter:
             self._outage_since_ns, self._outage_reported_s = None, 0.0
 
     def tick(self) -> None:
-        """Let time pass: show what was kept back, repeat a wait that lasts."""
+        """Print what is overdue: held output, delayed lines, a wait that lasts."""
         self._write(self._lines.overdue(self._clock.monotonic_ns()))
         self._say_loss()
         reason, since_ns = self._planned
@@ -231,7 +230,7 @@ class JobPrinter:
     def _lost(self, fields: dict[str, str], at_unix_ns: int) -> None:
         rank = fields.get("rank", "-1")
         who = f"worker {fields.get('worker')}{f' (rank {rank})' if rank != '-1' else ''}"
-        if rank == "-1":  # It was in no group: nothing stood still.
+        if rank == "-1":  # It was in no group: training was not interrupted.
             self.say(f"lost {who}, {fields.get('cause')}")
             return
         now_ns = self._clock.monotonic_ns()
@@ -260,7 +259,7 @@ class JobPrinter:
             self.say(f"job {name} {waiting}")
 
     def _say_pace(self) -> None:
-        """Say how far a job is that trains, where no line moves."""
+        """Print a training job's progress, where there is no updating line."""
         self._paced_ns = self._clock.monotonic_ns()
         view = self._view
         if view is None or not world_size(view) or not view.telemetry.steps:
@@ -301,14 +300,14 @@ class JobPrinter:
         return self._spinner
 
     def _write(self, text: str) -> None:
-        """Write output of workers; above the moving line, if both share a terminal."""
+        """Write output of workers; above the updating line, if both share a terminal."""
         if not text:
             return
         if self._stdout.isatty():
             text = plain_output(text)
         if self._live is not None and self._stdout.isatty():
             for line in text.removesuffix("\n").split("\n"):
-                # Of a line that was drawn over itself, as tqdm does, only the end stays.
+                # Of a line that was overwritten, as by tqdm, only the last version is shown.
                 shown = Text.from_ansi(line.rstrip("\r").rpartition("\r")[2])
                 self._console.print(shown, soft_wrap=True)
             return

@@ -1,6 +1,6 @@
 """The commands that only ask: ps, status, nodes, logs, version.
 
-Rule: each answer is there as a table and as JSON, and both say the same.
+Rule: each answer is available as a table and as JSON, with the same contents.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def ps(target: ClusterTarget, include_ended: bool, output: str) -> None:
     """List jobs, with what each one waits for."""
     with target.connect() as client:
         jobs = client.list(include_ended=include_ended, stale_ok=True)
-        # Jobs say themselves how old that is; where there is none, nobody would.
+        # Jobs of a standby's answer state their age; without jobs, get it from the status.
         standby = "" if jobs else client.status(stale_ok=True).standby
     if standby:
         click.echo(f"elastic: {standby}", err=True)
@@ -143,13 +143,13 @@ def logs(target: ClusterTarget, job: str, follow: bool, output: str, **wanted: A
 
 @dataclass(frozen=True, kw_only=True)
 class LogQuery:
-    """Which lines are wanted.
+    """Selects lines of output.
 
     Attributes:
-        ranks: of whom, () for all.
-        tail: how many of each, before what follows; -1 for all.
-        grep: found in each, None for all.
-        since_ns: not printed before, nanoseconds since 1970; 0 for all.
+        ranks: of the workers, () for all.
+        tail: number of existing lines of each worker; -1 for all.
+        grep: pattern that each line must contain, None for all.
+        since_ns: earliest time, Unix nanoseconds; 0 for all.
     """
 
     follow: bool
@@ -159,7 +159,7 @@ class LogQuery:
     since_ns: int
 
     def of(self, chunk: LogChunk) -> LogChunk | None:
-        """Return what is wanted of a piece of output, None if nothing is."""
+        """Return the selected lines of a piece of output, None if there are none."""
         if chunk.unix_ns and chunk.unix_ns < self.since_ns:
             return None
         if self.grep is None:

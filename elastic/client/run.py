@@ -1,7 +1,7 @@
-"""`elastic run`: torchrun's command line, for scripts that know nothing of us.
+"""`elastic run`: torchrun's command line, for scripts that do not use this library.
 
-Rule: what torchrun accepts is accepted, by its names and its variables (PET_*); what it does not
-do here is said, once, before anything starts. In the foreground, as torchrun is: when the command
+Rule: all flags and variables (PET_*) of torchrun are accepted; those without effect here are
+listed once, before anything starts. It runs in the foreground, like torchrun: when the command
 ends, the job has ended.
 """
 
@@ -97,7 +97,7 @@ def run(target: ClusterTarget, /, detach: bool, standalone: bool, **given: Any) 
         )
     if detach and (wish.redirects or wish.tee):
         raise UsageError("--detach, and --tee or --redirects: nobody is left to write output")
-    job_spec(launch, JobSize(1, 1), job_id="j-", stamp="")  # What is wrong with it is known now.
+    job_spec(launch, JobSize(1, 1), job_id="j-", stamp="")  # Raises for errors in the options.
     if cluster is None:
         check_alone(launch)
     _say_ignored(context, standalone=standalone)
@@ -118,7 +118,7 @@ def run(target: ClusterTarget, /, detach: bool, standalone: bool, **given: Any) 
 
 
 def _launch(context: click.Context, given: dict[str, Any]) -> RunCommandLine:
-    """Return what was asked for; contradictions are refused."""
+    """Return the command line as one object; contradictions are refused."""
     bounds = (given["min_workers"], given["max_workers"])
     ours = [flag for flag, bound in zip(("--min", "--max"), bounds, strict=True) if bound]
     theirs = [
@@ -142,7 +142,7 @@ def _launch(context: click.Context, given: dict[str, Any]) -> RunCommandLine:
         if not os.path.isabs(given["script"]):
             _misused(f"--run-path needs an absolute path, {given['script']} is none")
         given = {**given, "no_python": False}
-    if given["args"][:1] == ("--",):  # It ends torchrun's own flags there, too.
+    if given["args"][:1] == ("--",):  # It ends torchrun's own flags in torchrun, too.
         given = {**given, "args": given["args"][1:]}
     shared = take_job_options(dict(given))
     names = {field.name for field in fields(RunCommandLine)} - {"nodes", "num_workers", "shared"}
@@ -161,7 +161,7 @@ def _log_request(given: dict[str, Any]) -> LogOptions:
 
 
 def _with_directory(wish: LogOptions, given: dict[str, Any]) -> LogOptions:
-    """Make the directory that output is written to, if it is to be written."""
+    """Create the directory for output, if output is written to files."""
     if not (wish.redirects or wish.tee):
         return wish
     stem = plain_name(given["rdzv_id"]) if given["rdzv_id"] else "elastic"
@@ -181,7 +181,7 @@ def _with_directory(wish: LogOptions, given: dict[str, Any]) -> LogOptions:
 def _named(
     context: click.Context, target: ClusterTarget, *, standalone: bool, coord: str
 ) -> ClusterTarget | None:
-    """Return the cluster that is named, None if this command is to start its own."""
+    """Return the cluster that is named, None if this command must start its own."""
     source = context.find_root().get_parameter_source("coord")
     named_before = source is not None and source is not ParameterSource.DEFAULT
     if coord:
@@ -202,7 +202,7 @@ def _say_ignored(context: click.Context, *, standalone: bool) -> None:
 
 
 def _say_alone(context: click.Context) -> None:
-    """Say what is heeded only where others want the same nodes."""
+    """Print the flags that have an effect only on a shared cluster."""
     for option in context.command.params:
         name = option.name or ""
         if name in AMONG_JOBS and _is_given(context, name):
@@ -230,16 +230,16 @@ def _say(text: str) -> None:
     click.echo(f"elastic run: {text}", err=True)
 
 
-# ----------------------------------------------------------------------------------- the two ways
+# ----------------------------------------------------------------------------------- own or shared
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Job:
-    """A job that is to be followed.
+    """A job to follow.
 
     Attributes:
         is_named: the user has chosen its name.
-        came: signals, beside Ctrl-C, that told this command to end.
+        came: signals received, other than Ctrl-C, that end this command.
     """
 
     spec: JobSpec
@@ -249,7 +249,7 @@ class _Job:
 
 
 def _run_here(launch: RunCommandLine, logs: LogOptions, came: list[int]) -> None:
-    """Run on a cluster that is started for it."""
+    """Run on a cluster that is started for this job."""
     cluster, node = _start(launch)
     try:
         size = size_here(launch, node)
@@ -279,7 +279,7 @@ def _start(launch: RunCommandLine) -> tuple[ClusterConnection, Node]:
     except BaseException:
         stop_cluster(cluster)
         raise
-    if is_short:  # There is a driver and no GPU: it was to count GPUs, it is to count CPUs.
+    if is_short:  # There is a driver and no GPU, so count CPUs instead of GPUs.
         stop_cluster(cluster)
         return _start(replace(launch, nproc_per_node="cpu"))
     return cluster, node
@@ -293,7 +293,7 @@ def _run_there(
     *,
     detach: bool,
 ) -> None:
-    """Run on a cluster that is there."""
+    """Run on an existing cluster."""
     with target.connect() as client:
         nodes = [n.node for n in client.status().view.nodes if n.phase is NodePhase.READY]
         size = size_on(launch, nodes)
@@ -328,7 +328,7 @@ def _submit(
         try:
             client.submit(spec)
         except KeyboardInterrupt:
-            _stop(client, spec)  # It may have been taken by now.
+            _stop(client, spec)  # It may have been accepted by now.
             raise
     bounds = workers(size.high) if size.low == size.high else f"{size.low} to {size.high} workers"
     _say(f"job {spec.name} ({spec.job_id}) with {bounds}, results in {spec.run_path}")
@@ -356,8 +356,8 @@ def _follow(client: Client, job: _Job, *, check: Callable[[], None] | None = Non
     try:
         view = follow(client, spec.job_id, printer, on_interrupt=interrupted, check=check)
     except Unavailable:
-        raise  # Nobody hears us.
-    except BaseException:  # Whatever it is: an interrupt, a file or a pipe that takes no output.
+        raise  # There is no coordinator to stop the job.
+    except BaseException:  # For example an interrupt, or a file or pipe that cannot be written.
         _stop(client, spec)
         raise
     record = view.record
@@ -375,7 +375,7 @@ def _follow(client: Client, job: _Job, *, check: Callable[[], None] | None = Non
 
 
 def _stop(client: Client, spec: JobSpec) -> None:
-    """Stop a job where it stands, and wait for its workers, within reason."""
+    """Stop a job at once, and wait for its workers for a limited time."""
     with contextlib.suppress(ElasticError, TimeoutError):
         client.stop(spec.job_id, "interrupted", now=True)
         last = JobFollower(client, spec.job_id, JobPrinter(ranks=None))
@@ -386,7 +386,7 @@ def _stop(client: Client, spec: JobSpec) -> None:
 
 @contextlib.contextmanager
 def _ending_signals() -> Iterator[list[int]]:
-    """Let SIGTERM and SIGHUP do what Ctrl-C does; yields which of them came."""
+    """Make SIGTERM and SIGHUP act like Ctrl-C; yields the list of those received."""
     came: list[int] = []
 
     def note(number: int, frame: FrameType | None) -> None:
@@ -395,7 +395,7 @@ def _ending_signals() -> Iterator[list[int]]:
 
     before: dict[signal.Signals, Any] = {}
     for number in ENDING_SIGNALS:
-        if signal.getsignal(number) is signal.SIG_DFL:  # nohup has SIGHUP ignored.
+        if signal.getsignal(number) is signal.SIG_DFL:  # nohup ignores SIGHUP.
             before[number] = signal.signal(number, note)
     try:
         yield came

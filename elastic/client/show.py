@@ -1,6 +1,6 @@
 """Jobs and nodes, as tables for people and as JSON for programs.
 
-Rule: both say the same; ages are in seconds, and whatever waits says for what and since when.
+Rule: both have the same contents; ages are in seconds, and waits are shown with reason and start.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from elastic.wire.codec_jobs import ClusterStatus
 
 NS_PER_S = 1e9
 COPIES_SHOWN = 4
-"""Of a job, in a line; a sharded model has one for each of its nodes."""
+"""Maximum number of a job's copies in a line; a sharded model has one for each node."""
 PHASE_COLOURS = {
     "ready": "green", "running": "green", "succeeded": "green", "training": "green",
     "finished": "green", "pending": "yellow", "draining": "yellow", "disconnected": "yellow",
@@ -220,7 +220,7 @@ def print_jobs(jobs: tuple[JobView, ...], now_ns: int, console: Console) -> None
 
 
 def print_job(view: JobView, now_ns: int, console: Console) -> None:
-    """Print all that is known of one job; the traceback of its failure is not part of it."""
+    """Print all about one job, except the traceback of its failure."""
     record, spec = view.record, view.record.spec
     console.print(
         f"[bold]{spec.name}[/bold] ({spec.job_id})  {coloured(record.phase.value)} since "
@@ -274,7 +274,7 @@ def print_job(view: JobView, now_ns: int, console: Console) -> None:
 
 
 def parts_of_step(told: Telemetry) -> list[str]:
-    """Return the time of a step, and which parts of it go where."""
+    """Return the time of a step, and its shares for data, exchange and commit."""
     if not told.steps:
         return ["-"] * 4
     parts = (told.data_wait_ns, told.exchange_ns, told.commit_ns)
@@ -282,7 +282,7 @@ def parts_of_step(told: Telemetry) -> list[str]:
 
 
 def copies_line(view: JobView, now_ns: int) -> str:
-    """Return where copies of a job's state lie, "" for nowhere: "n1 → n2 step 400 (3.0 s ago)"."""
+    """Return the copies of a job's state, "" for none: "n1 → n2 step 400 (3.0 s ago)"."""
     told = [
         f"{copy.source} → {copy.node_id} step {copy.steps} ({duration(now_ns - copy.since_ns)} ago)"
         if copy.source
@@ -294,7 +294,7 @@ def copies_line(view: JobView, now_ns: int) -> str:
 
 
 def failure_text(view: JobView) -> str:
-    """Return who failed first and the traceback, "" if nobody did; to be shown last."""
+    """Return the first failed worker and its traceback, "" for none; to be shown last."""
     record = view.record
     if record.failure is None:
         return ""
@@ -320,7 +320,7 @@ def _priority(view: JobView) -> str:
 
 
 def bounds(view: JobView) -> str:
-    """Return between which numbers of workers a job may have: "2-3"."""
+    """Return the minimum and maximum number of a job's workers: "2-3"."""
     low, high = view.record.bounds
     return str(low) if low == high else f"{low}-{high}"
 

@@ -1,7 +1,7 @@
-"""From the options of `elastic submit` to a job: what is checked before anything is sent.
+"""Converts the options of `elastic submit` to a job spec, and checks them before anything is sent.
 
-Rule: what can be found wrong on this machine is found here, with what to do; nothing is left
-behind by a submission that does not take place.
+Rule: errors that can be detected on this machine are raised here, with advice; a failed submission
+leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class SubmitOptions:
         script: path of the script, or name of the module if `is_module`.
         num_workers: (min, max).
         working_dir: where workers run it, "" for the current directory.
-        shared: those that other commands have as well.
+        shared: options that other commands have as well.
     """
 
     script: str
@@ -51,10 +51,10 @@ def job_spec(options: SubmitOptions, *, now: datetime.datetime) -> JobSpec:
 
     Args:
         options: the command line.
-        now: goes into the name, if none was given.
+        now: used in the name, if none was given.
 
     Raises:
-        ConfigError: values that cannot work.
+        ConfigError: a value is not valid.
         UsageError: the script is not on this machine.
     """
     name = options.name or f"{_stem(options)}-{now:%Y%m%d-%H%M%S}"
@@ -86,13 +86,13 @@ def _stem(options: SubmitOptions) -> str:
 
 
 def plain_name(text: str) -> str:
-    """Return what of a text can stand in a name: letters and digits, "_" for all else."""
+    """Return a text as a valid name: letters and digits, "_" for all else."""
     letters = "".join(c if c.isascii() and (c.isalnum() or c in "._-") else "_" for c in text)
     return letters.lstrip("._-")[:NAME_CHARS_MAX] or "job"
 
 
 def entry_of(script: str, *, is_module: bool, working_dir: str) -> Entry:
-    """Return what workers run, without arguments yet; paths are made absolute.
+    """Return the entry point of workers, without arguments yet; paths are made absolute.
 
     Args:
         script: its path, or the name of the module.
@@ -121,8 +121,8 @@ def run_path_of(storage_path: str, name: str) -> str:
     """Return the run directory, storage_path/name, as an absolute path or URL.
 
     Raises:
-        UsageError: nothing at all, as of a variable that is not set; an URL that has lost a
-            slash, as in `Path("s3://bucket")`.
+        UsageError: it is empty, as from an unset variable, or a URL that has lost a slash, as in
+            `Path("s3://bucket")`.
     """
     if not storage_path.strip():
         raise UsageError("the storage path is empty; expected a path or an URL, or leave it out")

@@ -1,7 +1,7 @@
-"""What torchrun's command line means here: how many workers, and which job they do.
+"""Translates torchrun's command line to a job: the number of workers and their entry point.
 
-Rule: pure. A flag of torchrun's is either obeyed or named in `IGNORED`, with what happens
-instead; none is passed over in silence.
+Rule: pure functions. A flag of torchrun is either followed or listed in `IGNORED`, with what
+happens instead; none is ignored silently.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ IGNORED: Mapping[str, str] = {
     "numa-binding": "workers are bound to no CPU; start the agent under numactl for that",
     "signals-to-handle": "SIGINT, SIGTERM and SIGHUP end the job, and call no handler of a script",
 }
-"""Flags that are accepted, and what happens instead of what they ask for."""
+"""Flags that are accepted without effect, and what happens instead."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,9 +55,9 @@ class RunCommandLine:
         num_workers: (min, max) of --min and --max, None for torchrun's way of counting.
         max_restarts: how often the script may fail.
         shutdown_timeout: seconds that a script's handler of SIGTERM has.
-        threads: OMP_NUM_THREADS of whoever starts this, "" if unset.
+        threads: OMP_NUM_THREADS in this command's environment, "" if unset.
         working_dir: where workers run it, "" for the current directory.
-        shared: what `elastic submit` asks as well.
+        shared: options that `elastic submit` has as well.
     """
 
     script: str
@@ -81,7 +81,7 @@ class RunCommandLine:
 
 @dataclass(frozen=True)
 class JobSize:
-    """How large the job is.
+    """The number of workers of a job, and of GPUs per worker.
 
     Attributes:
         low, high: workers.
@@ -96,10 +96,10 @@ class JobSize:
 
 
 def per_node(launch: RunCommandLine, nodes: Sequence[Node]) -> int:
-    """Return --nproc-per-node as a number; words are counted on the smallest of the nodes.
+    """Return --nproc-per-node as a number; "auto" and the like use the smallest node.
 
     Raises:
-        UsageError: no node says, or none has a GPU.
+        UsageError: no node is connected, or none has a GPU.
     """
     wish = launch.nproc_per_node
     if wish not in AS_MANY:
@@ -118,7 +118,7 @@ def per_node(launch: RunCommandLine, nodes: Sequence[Node]) -> int:
 
 
 def size_on(launch: RunCommandLine, nodes: Sequence[Node]) -> JobSize:
-    """Return how large the job is on a cluster with these nodes.
+    """Return the job's size on a cluster with these nodes.
 
     Raises:
         UsageError: see `per_node`.
@@ -134,7 +134,7 @@ def size_on(launch: RunCommandLine, nodes: Sequence[Node]) -> JobSize:
 
 
 def size_here(launch: RunCommandLine, node: Node) -> JobSize:
-    """Return how large the job is where this machine is the only node: it cannot grow.
+    """Return the job's size if this machine is the only node: it cannot grow.
 
     Raises:
         UsageError: see `per_node`.
@@ -145,12 +145,12 @@ def size_here(launch: RunCommandLine, node: Node) -> JobSize:
 
 
 def _share(workers: int, gpus: int) -> float:
-    """Return what of a GPU each worker gets; as under torchrun, they may share one."""
+    """Return the share of a GPU for each worker; as under torchrun, they may share one."""
     return 1.0 / math.ceil(workers / gpus) if gpus else 0.0
 
 
 def check_alone(launch: RunCommandLine) -> None:
-    """Refuse what one machine cannot do.
+    """Check that the job can run on this machine alone.
 
     Raises:
         UsageError: more than one node is needed.
@@ -165,10 +165,10 @@ def check_alone(launch: RunCommandLine) -> None:
 
 
 def check_fits(spec: JobSpec, node: Node) -> None:
-    """Refuse a job that would wait for ever, because this node is the only one.
+    """Check that a job fits on this node, the only one: otherwise it would wait for ever.
 
     Raises:
-        UsageError: with what is missing.
+        UsageError: it does not; names what is missing.
     """
     if reason := explain_misfit(spec, (node,)):
         raise UsageError(
@@ -183,9 +183,9 @@ def job_spec(launch: RunCommandLine, size: JobSize, *, job_id: str, stamp: str) 
 
     Args:
         launch: the command line.
-        size: how large it is.
-        job_id: of the job; keeps apart what is started in one second.
-        stamp: date and time, for the name of a job that was given none.
+        size: of the job.
+        job_id: of the job; distinguishes jobs started in the same second.
+        stamp: date and time, for the name if none was given.
 
     Raises:
         ConfigError: values that cannot work.
@@ -204,7 +204,7 @@ def job_spec(launch: RunCommandLine, size: JobSize, *, job_id: str, stamp: str) 
         max_workers=size.high,
         workers_per_replica=size.per_node,
         own_steps=True,
-        # A program of its own forms its own group; the worker around it computes nothing.
+        # A separate program forms its own group; the worker around it computes nothing.
         backend="gloo" if launch.no_python else "auto",
         max_failures=launch.max_restarts,
         grace_s=launch.shutdown_timeout,
@@ -238,5 +238,5 @@ def _entry(launch: RunCommandLine, size: JobSize) -> Entry:
 
 
 def default_threads(size: JobSize) -> str:
-    """Return the threads of each worker where several share a node, "" to leave it open."""
+    """Return OMP_NUM_THREADS if several workers share a node, "" to leave it unset."""
     return "1" if size.per_node > 1 else ""

@@ -17,6 +17,7 @@ from elastic.errors import ConfigError
 
 class StepShares(Enum):
     """How a job's steps are divided among workers, as far as known."""
+
     IDLE = "idle"
     """It does not train, and has reported nothing in this term."""
     UNKNOWN = "unknown"
