@@ -1,1 +1,1 @@
-"""The room of users: a client for driver scripts, and the `elastic` command."""
+"""The client library for driver scripts, and the `elastic` command."""

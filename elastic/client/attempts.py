@@ -314,9 +314,9 @@ def _resumed(plan: RunPlan, record: RunRecord, job: JobRecord | None) -> RunAtte
 
 
 def note_end(run_path: str, job_id: str, phase: JobPhase, reason: str = "") -> None:
-    """Write down how an attempt ended; does nothing if it is not known to have ended.
+    """Record how an attempt ended; do nothing if it is not known to have ended.
 
-    What storage refuses is logged only: the run is over all the same.
+    An error of storage is only logged: the run is over anyway.
     """
     if not run_path or phase not in ENDED:
         return

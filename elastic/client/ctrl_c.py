@@ -14,7 +14,7 @@ from typing import Any
 
 
 class CtrlC:
-    """Takes SIGINT for the time of a `with` block; on other threads it does nothing."""
+    """Handles SIGINT during a `with` block; on other threads it does nothing."""
 
     def __init__(self) -> None:
         """Take nothing yet."""

@@ -1,7 +1,7 @@
-"""The commands that bring a machine into a cluster and take it out again: start, and stop's half.
+"""The command `elastic start`, which makes this machine a node or head, and its part of `stop`.
 
-Under the names that users of `ray start` and `ray stop` know. What a cluster for months needs
-(etcd, certificates, roles) is said to `elastic-coord serve` and `elastic-agent` themselves.
+The names are those of `ray start` and `ray stop`. Permanent clusters (etcd, certificates, roles)
+are set up with `elastic-coord serve` and `elastic-agent` directly.
 """
 
 from __future__ import annotations
@@ -109,10 +109,10 @@ def _say(started: StartedCluster) -> None:
 
 
 def stop_machine(*, force: bool) -> None:
-    """End what `elastic start` started here.
+    """End the daemons that `elastic start` started here.
 
     Raises:
-        UsageError: nothing was.
+        UsageError: there are none.
     """
     started = find_started()
     if started is None:

@@ -1,4 +1,4 @@
-"""A cluster of one process's own: a coordinator and an agent on loopback, which end with it.
+"""An embedded cluster: a coordinator and an agent on loopback that end with this process.
 
 Rule: nothing outlives the process that started it: a pipe ties the daemons to it, and when that
 closes, however the process ended, they end themselves and all workers.
@@ -28,10 +28,10 @@ START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 15.0
 POLL_S = 0.01
 PARTS = ("coordinator", "agent")
-"""What is started, in order; each writes a log of this name."""
+"""The processes in the order of their start; each writes a log of this name."""
 LAST_WORDS_MAX = 2000
 FIRST_FD = 3
-"""Those below are standard streams, also where one is closed: a child's are put there."""
+"""Lower numbers are for standard streams, even if one is closed: a child gets its own there."""
 NOT_FOR_US = frozenset({
     "ELASTIC_ACCELERATOR_TYPE", "ELASTIC_ADVERTISE", "ELASTIC_COORD_FILE",
     "ELASTIC_DRAIN_TIMEOUT", "ELASTIC_EVENT_LOG",
@@ -43,17 +43,17 @@ NOT_FOR_US = frozenset({
     "ELASTIC_TLS_CA", "ELASTIC_TLS_CERT", "ELASTIC_TLS_DIR", "ELASTIC_TLS_KEY", "ELASTIC_TOKENS",
     "ELASTIC_TOKEN_FILE", "ELASTIC_VERSION", "ELASTIC_WORKERS",
 })  # fmt: skip
-"""Variables of the two commands: what they say of another cluster's daemons is not for these."""
+"""Variables of the two commands; they are meant for other daemons and not passed to these."""
 
 
 @dataclass
 class ClusterConnection:
-    """What a driver, or `elastic run`, is connected to.
+    """The cluster of a driver or of `elastic run`.
 
     Attributes:
         address: "host:port" of the coordinator.
-        access: what is shown to it.
-        processes: what was started for this script, in order; empty for a named cluster.
+        access: credentials for it.
+        processes: started for this script, in order; empty for a named cluster.
         directory: their files; deleted in the end.
         tether_fd: our end of the pipe whose closing ends them.
         num_workers: slots of the embedded agent, 0 if it counted them itself.
@@ -77,10 +77,10 @@ class ClusterConnection:
         return bool(self.processes)
 
     def check(self) -> None:
-        """See that what was started for this script still runs; any thread.
+        """Check that the embedded processes still run; any thread.
 
         Raises:
-            Unavailable: a part has ended, and nobody would start it again; its log is shown.
+            Unavailable: one has ended, and is not restarted; the text has its log.
         """
         for name, process in zip(PARTS, self.processes, strict=False):
             if process.poll() is not None:
@@ -97,11 +97,11 @@ def start_cluster(
     """Start a coordinator, then an agent, tied to this process by a pipe.
 
     Args:
-        num_workers: workers that the agent may run at once, None to let it count.
-        resources: what the node offers, in place of what the agent finds; GPUs at most those.
+        num_workers: workers that the agent may run at once, None for its own default.
+        resources: of the node, in place of those that the agent detects; no more GPUs than exist.
 
     Raises:
-        Unavailable: a part did not come up; its log is shown.
+        Unavailable: a part did not start; the text has its log.
     """
     directory = Path(tempfile.mkdtemp(prefix="elastic-"))
     token_file = directory / "token"
@@ -114,7 +114,7 @@ def start_cluster(
     ready = directory / "coordinator.ready"
     try:
         workers = "auto" if num_workers is None else str(num_workers)
-        # Both at once: the agent imports what it needs while the coordinator does.
+        # Both at once, so that their imports run in parallel.
         _spawn(
             cluster, theirs, "coordinator", "elastic.coord.cli", "serve",
             "--listen", "127.0.0.1:0", "--store", "memory:", "--ready-file", str(ready),
@@ -149,7 +149,7 @@ def _pipe() -> tuple[int, int]:
 
 
 def child_environment() -> dict[str, str]:
-    """Return the environment of a daemon that is started here."""
+    """Return the environment for a daemon, without the variables of `NOT_FOR_US`."""
     return {name: value for name, value in os.environ.items() if name not in NOT_FOR_US}
 
 
@@ -196,7 +196,7 @@ def _wait_node(cluster: ClusterConnection) -> None:
 
 
 def _story(cluster: ClusterConnection, name: str, process: subprocess.Popen[bytes]) -> str:
-    """Return why a part of the embedded cluster did not come up."""
+    """Return the text for a part of the embedded cluster that did not start."""
     is_slow = process.poll() is None
     how = f"within {START_TIMEOUT_S:g} s" if is_slow else f"and {_how(process)}"
     return f"the embedded {name} did not come up {how}; {_last_words(cluster, name)}"

@@ -1,7 +1,7 @@
 """The commands that change something: submit, stop, drain.
 
-Rule: each says what it has begun before it waits for it, and what goes on when the waiting ends
-early; an interrupt or a time limit ends only the waiting.
+Rule: each prints what it has begun before it waits for it, and what continues when the wait ends
+early; an interrupt or a time limit ends only the wait.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from elastic.runtime.clock import SystemClock
 from elastic.runtime.rpc import is_loopback, parse_endpoints
 
 DEADLINE_S = 30.0
-"""Of a drain, unless the operator says another."""
+"""Default deadline of a drain."""
 GONE = (NodePhase.LEFT, NodePhase.LOST)
 timeout_option = click.option(
     "--timeout",
@@ -56,10 +56,10 @@ timeout_option = click.option(
 
 
 class SubmitCommand(click.Command):
-    """`elastic submit`, which says where a script's own options stand."""
+    """`elastic submit`, with a hint where a script's own options belong."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse as every command; torchrun's users put a script's options right behind it."""
+        """Parse as usual; add the hint, as torchrun's users put options right behind the script."""
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
@@ -147,7 +147,7 @@ def _next_steps(target: ClusterTarget, spec: JobSpec, job_id: str) -> str:
 def _wait_for_end(
     client: Client, job_id: str, target: ClusterTarget, *, timeout_s: float | None, output: str
 ) -> None:
-    """Follow a job that was submitted, and exit as it ends."""
+    """Follow a submitted job, and exit with the code of its end."""
     is_json = output == "json"
     follower = JobFollower(client, job_id, JobPrinter(ranks=None if is_json else (0,)))
     follower.timeout_s = timeout_s
@@ -254,7 +254,7 @@ def drain(
             left_s = DRAIN_TIMEOUT_S_MAX
             try:
                 if node in already:
-                    # The sooner one counts: a wish for later than any asks when it is to be gone.
+                    # The sooner deadline counts, so a drain with the largest one only queries it.
                     left_s = client.drain(node, timeout_s=DRAIN_TIMEOUT_S_MAX, reason=reason)
                 if left_s >= DRAIN_TIMEOUT_S_MAX:
                     left_s = client.drain(node, timeout_s=request_s, reason=reason)
@@ -279,10 +279,10 @@ def _draining(client: Client) -> frozenset[str]:
 
 
 def _wait_until_gone(client: Client, nodes: list[str], timeout_s: float | None) -> None:
-    """Ask again and again until no node of these is there; say which are.
+    """Poll until none of these nodes is there; print which still are.
 
     Raises:
-        TimeoutError: some are, at the end of the time.
+        TimeoutError: some still are at the end of the time.
         Unavailable: see `wait_until`.
     """
 

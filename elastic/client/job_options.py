@@ -1,4 +1,4 @@
-"""The options that every command which submits a job has: where it may run, and among whom.
+"""The options of every command that submits a job: where it may run, and its priority.
 
 Rule: they are defined here once, for `elastic submit` and `elastic run`, with the same names,
 texts and defaults.
@@ -66,12 +66,12 @@ OPTIONS = (
 )  # fmt: skip
 
 AMONG_JOBS = ("max_preemptions", "priority", "preemptible")
-"""Those that say nothing where a job is alone."""
+"""Options without effect if a job is alone on its cluster."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobOptions:
-    """What these options say; names are those of the flags.
+    """The values of these options; names are those of the flags.
 
     Attributes:
         resources: of each worker, beside the command's defaults.

@@ -1,7 +1,7 @@
 """Daemons that `elastic start` leaves running on this machine, and how others find them.
 
-Rule: a record in a folder that only this user can write to says what was started; who reads it
-looks whether the processes still live, so that what has ended is nobody's cluster.
+Rule: a record in a folder that only this user can write to lists the started processes. Readers
+check that the processes are still alive, so an ended cluster is not used.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ if TYPE_CHECKING:
 
 RECORD = "started.json"
 STOP_TIMEOUT_S = 60.0
-"""Above the time that an agent has for its workers to leave."""
+"""Longer than an agent's time for its workers to leave."""
 POLL_S = 0.05
 LAST_WORDS_MAX = 2000
 
 
 @dataclass(frozen=True)
 class StartedDaemon:
-    """A process that was started: which part of a cluster, and where its output is."""
+    """A started process: its part of a cluster, and the path of its output."""
 
     part: str
     process: RunOwner
@@ -50,7 +50,7 @@ class StartedDaemon:
 
 @dataclass(frozen=True)
 class StartedCluster:
-    """What runs on this machine.
+    """The daemons on this machine.
 
     Attributes:
         address: "host:port" of the coordinator, on this machine or another.
@@ -68,22 +68,22 @@ class StartedCluster:
         return any(daemon.part == "coordinator" for daemon in self.daemons)
 
     def alive(self) -> tuple[StartedDaemon, ...]:
-        """Return the daemons that live."""
+        """Return the daemons that are alive."""
         return tuple(d for d in self.daemons if d.process.is_other_and_alive())
 
 
 def folder() -> Path:
-    """Return where record, token and logs are: this user's, on this machine."""
+    """Return this user's folder for record, token and logs."""
     return Path(tempfile.gettempdir()) / f"elastic-{os.getuid()}" / "started"
 
 
 def find_started() -> StartedCluster | None:
-    """Return what `elastic start` has started here and still lives, None for nothing."""
+    """Return the cluster that `elastic start` started here, None if nothing is alive."""
     path = folder() / RECORD
     try:
         found = path.stat()
         if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o022:
-            return None  # Somebody else's: /tmp is everybody's.
+            return None  # Another user's: all users can write to /tmp.
         body = json.loads(path.read_text())
         daemons = tuple(
             StartedDaemon(d["part"], RunOwner(**d["process"]), d["log"]) for d in body["daemons"]
@@ -100,10 +100,10 @@ def start_head(
     """Start a coordinator and the agent of this machine.
 
     Args:
-        host: address of this machine, as other nodes reach it; on loopback nobody else does.
+        host: address of this machine for other nodes; on loopback they cannot reach it.
         port: of the coordinator.
-        node: flags of the agent: what it offers.
-        token_file: of the join token, "" to draw one.
+        node: flags of the agent: its resources.
+        token_file: of the join token, "" to create one.
         store: of the coordinator.
 
     Raises:
@@ -142,14 +142,14 @@ def join(address: str, node: Sequence[str], *, token_file: str) -> StartedCluste
 
 
 def stop_started(started: StartedCluster, *, force: bool = False) -> tuple[StartedDaemon, ...]:
-    """End what was started, the agent first: it lets its workers leave at a boundary.
+    """End the daemons, the agent first: its workers leave at a boundary.
 
     Args:
-        started: what `find_started` returned.
+        started: from `find_started`.
         force: kill at once.
 
     Returns:
-        What has ended.
+        The daemons that were alive.
     """
     gone = started.alive()
     for daemon in reversed(gone):
@@ -168,7 +168,7 @@ def own_address() -> str:
     """Return the address of this machine on its way to others, loopback if it has none."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         try:
-            sock.connect(("192.0.2.1", 9))  # Sends nothing, but finds a way.
+            sock.connect(("192.0.2.1", 9))  # Sends nothing, but selects a route.
             return str(sock.getsockname()[0])
         except OSError:
             return "127.0.0.1"
@@ -236,7 +236,7 @@ def _spawn(started: StartedCluster, part: str, module: str, *args: str) -> Start
 
 
 def _wait_until(started: StartedCluster, is_there: Callable[[], bool]) -> None:
-    """Wait until the part that was started last is there; ends all of them if it is not."""
+    """Wait until the last started part is ready; if it is not in time, end all of them."""
     daemon = started.daemons[-1]
     until = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < until and daemon.process.is_other_and_alive():
@@ -251,7 +251,7 @@ def _wait_until(started: StartedCluster, is_there: Callable[[], bool]) -> None:
 def node_flags(
     *, num_cpus: int | None, num_gpus: int | None, resources: Mapping[str, float]
 ) -> list[str]:
-    """Return an agent's flags for what a node is to offer: as many slots as processors."""
+    """Return an agent's flags for a node's resources; by default as many slots as CPUs."""
     amounts = dict(resources)
     if num_cpus is not None:
         amounts["CPU"] = num_cpus

@@ -1,4 +1,4 @@
-"""What the loss of a worker cost, in one line: who, why, and how long training stood still.
+"""Summarises the loss of workers in one line: which, why, and how long training was interrupted.
 
 Rule: it is said when training goes on, or after `SOON_S` if it does not: then the wait is news too.
 """
@@ -15,7 +15,7 @@ NAMED_MAX = 4
 
 @dataclass
 class LossSummary:
-    """Workers that are gone, and the group that follows, as long as that is not told."""
+    """Lost workers, and the next group, until both were printed."""
 
     _gone: list[str] = field(default_factory=list)
     _since_ns: int = 0
@@ -24,7 +24,7 @@ class LossSummary:
     _next: tuple[int, int] = (0, 0)
 
     def __bool__(self) -> bool:
-        """Return whether training stands still because of a loss, as far as is known."""
+        """Return whether training is interrupted because of a loss, as far as known."""
         return bool(self._gone)
 
     def add(self, who: str, cause: str, *, at_unix_ns: int, now_ns: int) -> None:

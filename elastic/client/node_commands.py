@@ -1,7 +1,6 @@
-"""The commands that steer what runs: pause, resume, scale, cordon, uncordon.
+"""The commands that control running jobs and nodes: pause, resume, scale, cordon, uncordon.
 
-Rule: each says what it has begun, and what happens by itself from there on; saying it twice is as
-good as once.
+Rule: each prints what it has begun, and what follows automatically; all are idempotent.
 """
 
 from __future__ import annotations
@@ -45,10 +44,10 @@ def pause(target: ClusterTarget, job: str, wait: bool, timeout_s: float | None) 
 def _wait_until_paused(
     client: Client, job_id: str, target: ClusterTarget, timeout_s: float | None
 ) -> None:
-    """Look until the job holds no workers; say what it waits for.
+    """Poll until the job holds no workers; print what it waits for.
 
     Raises:
-        Refused: it ended, or somebody resumed it.
+        Refused: it ended, or was resumed.
         TimeoutError: it still holds some at the end of the time.
         Unavailable: see `wait_until`.
     """
@@ -134,7 +133,7 @@ def uncordon(target: ClusterTarget, nodes: tuple[str, ...]) -> None:
 
 
 def _cordon(target: ClusterTarget, nodes: tuple[str, ...], *, cordoned: bool, reason: str) -> None:
-    """Tell each node's state; the first refusal is the outcome, after all were tried."""
+    """Cordon or uncordon nodes and print their state; raise the first refusal after all of them."""
     refusals: list[Refused] = []
     told: list[str] = []
     with target.connect() as client:
@@ -157,7 +156,7 @@ def _cordon(target: ClusterTarget, nodes: tuple[str, ...], *, cordoned: bool, re
 
 
 def _hosting(view: NodeView | None, *, cordoned: bool) -> str:
-    """Return whether a node takes workers after the cordon, or its end."""
+    """Return a phrase for whether a node gets workers after the cordon or uncordon."""
     if cordoned:
         return "takes no new workers"
     if view is None or view.phase in GONE:

@@ -1,8 +1,8 @@
-"""Output of workers on its way to the screen: whole lines, and the last traceback kept back.
+"""Prepares output of workers for the screen: complete lines, with tracebacks held back.
 
-Rule: a traceback waits a moment, because when it is the one that ended the job it is shown last and
-only once, by whoever reports the end. One that tells of a broken group is somebody else's death:
-it stands in the worker's log, and is not shown. Nothing else is lost.
+Rule: a traceback is held for a while, because the one that ended the job is shown last and only
+once, with the job's end. One of a broken group was caused by another process: it is in the worker's
+log, and is not shown. Nothing else is omitted.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class LineCutter:
         start = text.find(TRACEBACK)
         if start < 0 or len(text) - start > HELD_CHARS_MAX:
             return self._shown(voice, text)
-        start = text.rfind("\n", 0, start) + 1  # It may stand behind "[rank0]: ".
+        start = text.rfind("\n", 0, start) + 1  # It may follow "[rank0]: ".
         if not was_held:
             voice.held_since_ns = now_ns
         voice.held = text[start:]
@@ -122,13 +122,13 @@ class LineCutter:
     def _shown(self, voice: _WorkerOutput, text: str) -> str:
         if not voice.prefix or not text:
             return text
-        # Not splitlines(): a bar that is drawn over itself with \r is one line.
+        # Not splitlines(): a progress bar that overwrites itself with \r is one line.
         lines = text.removesuffix("\n").split("\n")
         return "".join(f"{voice.prefix}{line}\n" for line in lines)
 
 
 def without_noticed(text: str, *, is_all: bool = False) -> str:
-    """Return whole lines without the tracebacks that end in the words of a broken group.
+    """Return complete lines without the tracebacks that end in the error of a broken group.
 
     Args:
         text: what one worker printed.

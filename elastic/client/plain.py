@@ -1,4 +1,4 @@
-"""What others wrote, on its way to a terminal: without what a terminal would obey.
+"""Makes text from outside safe for a terminal: removes what the terminal would interpret.
 
 A title, a cleared screen, a text in the clipboard: each is a few bytes in a project's name, a
 reason or a line of output, and whoever looks at them need not be who wrote them.
@@ -32,7 +32,7 @@ def _shown(match: re.Match[str]) -> str:
 
 
 class PlainConsole(Console):
-    """A console that shows control characters in what it is told instead of obeying them."""
+    """A console that shows control characters instead of interpreting them."""
 
     def render_str(self, text: str, **options: Any) -> Text:
         """Render a text; rich calls this for all that is printed, and for the cells of tables."""

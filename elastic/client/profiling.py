@@ -11,7 +11,7 @@ from elastic.storage.files import Files
 
 PAUSE_S = 0.2
 LATE_S = 15.0
-"""How long storage may take, after the time is over."""
+"""How long storage may take after the end of sampling."""
 
 
 @click.command()

@@ -1,6 +1,6 @@
-"""What can be streamed from a coordinator: what happens to a job, and what its workers print.
+"""Sources of streams from a coordinator: snapshots and events of a job, output of its workers.
 
-Rule: a stream that is taken up again tells nothing twice. What it must leave out it says.
+Rule: a resumed stream repeats nothing. If output may be missing, it contains a remark.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from elastic.wire.codec_jobs import (
 from elastic.wire.generated.elastic.v1 import jobs_pb2, jobs_pb2_grpc
 
 AGENTS_RETURN_S = 15.0
-"""Agents are back this long after the coordinator, or their nodes are lost."""
+"""Agents reconnect within this time after the coordinator, or their nodes are lost."""
 REMARK = "[elastic] "
-"""Begins what the coordinator says in place of a worker's output."""
+"""Prefix of the coordinator's remarks in place of a worker's output."""
 NOT_AT_HAND = REMARK + "output of "
 
 
 class JobSource:
-    """What happens to a job; once the job is known, it is asked for by its id.
+    """Snapshots and events of a job; once the job is known, requests use its id.
 
     Attributes:
-        is_complete: whether the job's end was told.
+        is_complete: whether the job's end was received.
     """
 
     def __init__(self, job: str) -> None:
@@ -43,7 +43,7 @@ class JobSource:
         self._job = job
 
     def opened(self) -> None:
-        """Nothing to prepare: each call begins with a snapshot."""
+        """Do nothing: each call begins with a snapshot."""
 
     def start(self, channel: grpc.Channel, **options: Any) -> Any:
         """Begin the call."""
@@ -54,16 +54,16 @@ class JobSource:
         """Return the snapshot or the note."""
         event = job_event_from_proto(message, now_ns)
         if isinstance(event, JobView):
-            self._job = event.record.spec.job_id  # Names are used again, ids are not.
+            self._job = event.record.spec.job_id  # Names are reused, ids are not.
             self.is_complete = event.record.phase in ENDED
         return event
 
 
 class EventSource:
-    """What happened to a job, each event once, also over several calls.
+    """Events of a job, each one once, also over several calls.
 
     Attributes:
-        is_complete: True: the coordinator says when there is no more.
+        is_complete: True: the coordinator ends the stream when there are no more.
     """
 
     def __init__(self, job: str, *, follow: bool) -> None:
@@ -72,7 +72,7 @@ class EventSource:
         self._request = jobs_pb2.EventsRequest(job=job, follow=follow)
 
     def opened(self) -> None:
-        """Nothing to prepare: a call says what was seen."""
+        """Do nothing: a call includes the time of the last event."""
 
     def start(self, channel: grpc.Channel, **options: Any) -> Any:
         """Begin the call."""
@@ -88,16 +88,16 @@ class EventSource:
 class LogSource:
     """Output of workers, each character once, also over several calls.
 
-    A call that takes up an earlier one asks for all output again and leaves out as much of each
-    worker's as was seen. When only a tail was asked for, where it began is not known: then a
-    remark says that output may be missing.
+    A call that resumes an earlier one requests all output again and skips as much of each worker's
+    as was seen. If only a tail was requested, its start is unknown: then a remark states that
+    output may be missing.
 
     Attributes:
         is_complete: True: the coordinator alone knows when no more output will come.
     """
 
     def __init__(self, job: str, *, ranks: tuple[int, ...], tail: int, follow: bool) -> None:
-        """Ask for the output of these ranks, of all if none are named."""
+        """Request the output of these ranks, of all if empty."""
         self.is_complete = True
         self._request = jobs_pb2.LogsRequest(job=job, ranks=ranks, tail_lines=tail, follow=follow)
         self._seen: dict[WorkerId, int] = {}
@@ -107,7 +107,7 @@ class LogSource:
         self._owes_remark = False
 
     def opened(self) -> None:
-        """Take up the earlier call, if that brought anything."""
+        """Resume the earlier call, if that delivered anything."""
         self._is_resumed = bool(self._seen)
         if not self._is_resumed:
             return
@@ -122,11 +122,11 @@ class LogSource:
         return jobs_pb2_grpc.JobsStub(channel).Logs(self._request, **options)
 
     def decode(self, message: jobs_pb2.LogChunk, now_ns: int) -> LogChunk | None:
-        """Return what was not seen before, None if all was.
+        """Return the part that was not seen before, None if all was.
 
         Raises:
-            Again: an agent has not come back to the coordinator yet. Once it has, a new call
-                brings what was missed; this one would bring only what comes from then on.
+            ReopenStream: an agent has not reconnected to the coordinator yet. Once it has, a new
+                call delivers what was missed; this one would deliver only later output.
         """
         chunk = log_chunk_from_proto(message)
         if chunk.text.startswith(REMARK):

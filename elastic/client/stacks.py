@@ -1,4 +1,4 @@
-"""The command `elastic stack`: where each rank stands, ranks that stand in the same place together.
+"""The command `elastic stack`: the stack of each rank, grouped by equal stacks.
 
 Workers write their stacks to their output, as they do when a hang is found; they are read there.
 """
@@ -30,7 +30,7 @@ WAIT_S = 10.0
 
 @dataclass(frozen=True)
 class Dump:
-    """What one worker wrote.
+    """The stacks that one worker wrote.
 
     Attributes:
         unix_ns: its agent's clock when it began.
@@ -122,12 +122,12 @@ def _of_user(frames: tuple[str, ...]) -> tuple[str, ...]:
 def _await(
     client: Client, job_id: str, asked: Iterable[WorkerId], before: dict[WorkerId, Dump]
 ) -> dict[WorkerId, Dump]:
-    """Wait until all who were asked have written; return what is there in the end."""
+    """Wait until all asked workers have written, up to a timeout; return the stacks found."""
     deadline, seen = time.monotonic() + WAIT_S, dict[WorkerId, Dump]()
     while True:
         now = newest_dumps(client, job_id)
         fresh = {w: now[w] for w in asked if w in now and now[w] != before.get(w)}
-        # Twice the same: nothing of it is still on its way.
+        # Twice the same, so that none of it is still in transit.
         if (set(fresh) == set(asked) and fresh == seen) or time.monotonic() >= deadline:
             return fresh
         seen = fresh
@@ -135,7 +135,7 @@ def _await(
 
 
 def grouped(found: dict[WorkerId, Dump], *, all_threads: bool) -> list[tuple[str, tuple[str, ...]]]:
-    """Return who stands in the same place, and where: "ranks 0, 2, 3" and the frames."""
+    """Return groups of ranks with equal stacks: "ranks 0, 2, 3" and the frames."""
     places: dict[tuple[str, ...], list[str]] = {}
     for worker_id, dump in sorted(found.items(), key=lambda pair: (pair[1].rank, pair[0])):
         chosen = dump.threads if all_threads else (_of_user(dump.threads[-1]),)

@@ -1,6 +1,6 @@
-"""The first interrupt of whoever follows a job: it is saved, and ends between two steps.
+"""The first interrupt of a followed job: it is saved, and ends between two steps.
 
-Rule: the second one ends it where it stands; that is said before it could be needed.
+Rule: the second one ends it at once; the first one's message states that.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from elastic.errors import Refused
 def stop_saved(
     client: Client, spec: JobSpec, reason: str, *, limit_s: float | None = None
 ) -> float | None:
-    """Have a job stop as soon as it is saved, and say so; see `watching.follow`'s `on_interrupt`.
+    """Stop a job after a checkpoint, and print that; for `on_interrupt` of `job_follower.follow`.
 
     Args:
         client: of its cluster.

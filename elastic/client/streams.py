@@ -1,7 +1,7 @@
-"""Streams of the coordinator that outlive it: opened anew when they break, until a limit.
+"""Streams from the coordinator that survive its outages: reopened when they break, up to a limit.
 
-Rule: a stream is read by one thread and may be closed by any. It ends when what it tells of is
-over, when it is closed, or with one of our errors; a coordinator that is away only delays it.
+Rule: a stream is read by one thread and may be closed by any. It ends when its source is complete,
+when it is closed, or with one of our errors; an outage of the coordinator only delays it.
 """
 
 from __future__ import annotations
@@ -20,30 +20,30 @@ from elastic.runtime.rpc import open_blocking_channel
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 OnOutage = Callable[[float], None]
-"""Called with the seconds since the coordinator fell silent, at each attempt that fails; with
-0.0 when it answers again. In the thread that reads the stream."""
+"""Called with the seconds since the last answer, at each failed attempt; with 0.0 when the
+coordinator answers again. In the thread that reads the stream."""
 
 STREAM_TIMEOUT_S = 24 * 3600.0
-"""Deadline of one call; the stream goes on with the next one."""
+"""Deadline of one call; the stream continues with the next one."""
 STEADY_S = 5.0
-"""A call that lasted so long had reached the coordinator, also if it brought nothing."""
+"""A call that lasted so long had reached the coordinator, even without a message."""
 
 
 class ReopenStream(Exception):
-    """A stream stands, but tells too little: open it anew after a pause."""
+    """An open stream would miss messages: reopen it after a pause."""
 
 
 class StreamSource(Protocol[T_co]):
-    """Which call a stream makes, and what its messages mean.
+    """The call that a stream makes, and the decoder of its messages.
 
     Attributes:
-        is_complete: whether an end that the server makes is the end; otherwise it is an outage.
+        is_complete: whether the server's end of the call ends the stream; else it is an outage.
     """
 
     is_complete: bool
 
     def opened(self) -> None:
-        """Take note of a new call that is about to begin."""
+        """Prepare for a new call that is about to start."""
         ...
 
     def start(self, channel: grpc.Channel, **options: Any) -> Any:
@@ -51,16 +51,16 @@ class StreamSource(Protocol[T_co]):
         ...
 
     def decode(self, message: Any, now_ns: int) -> T_co | None:
-        """Return what a message tells, None if it is nothing new.
+        """Return the item of a message, None if it has nothing new.
 
         Raises:
-            Again: see there.
+            ReopenStream: see there.
         """
         ...
 
 
 class ResumingStream(Generic[T]):
-    """An iterator over what a server sends, over as many calls as it takes.
+    """An iterator over the items that a server sends, over as many calls as necessary.
 
     Example:
         >>> with client.watch("digits") as events:  # doctest: +SKIP
@@ -80,11 +80,11 @@ class ResumingStream(Generic[T]):
         """Open nothing yet.
 
         Args:
-            endpoints: where.
-            source: what is asked for.
+            endpoints: of the coordinators.
+            source: makes the calls.
             clock: measures outages.
             limit_s: the longest outage; with 0 each address is tried once.
-            on_outage: told of outages.
+            on_outage: called during outages.
         """
         self._endpoints = endpoints
         self._source = source
@@ -111,7 +111,7 @@ class ResumingStream(Generic[T]):
         self.close()
 
     def __iter__(self) -> Iterator[T]:
-        """Return the stream itself: what was read is gone."""
+        """Return the stream itself: it cannot be read twice."""
         return self
 
     def __next__(self) -> T:
@@ -142,7 +142,7 @@ class ResumingStream(Generic[T]):
         raise StopIteration
 
     def close(self) -> None:
-        """End the stream; whoever reads it sees its end."""
+        """End the stream, also for the thread that reads it."""
         self._closed.set()
         self._drop()
 
@@ -150,7 +150,7 @@ class ResumingStream(Generic[T]):
         return self._closed.is_set() or self._endpoints.closed.is_set()
 
     def _read(self) -> Any:
-        """Return the next message of the call, which is opened if there is none."""
+        """Return the next message of the call; start a call if there is none."""
         call = self._call
         if call is None:
             order = self._endpoints.order()
@@ -162,7 +162,7 @@ class ResumingStream(Generic[T]):
             with self._lock:
                 self._channel, self._call = channel, call
             self._opened_ns, self._is_new = self._clock.monotonic_ns(), True
-            if self._is_closed():  # By a thread that could not see this call yet.
+            if self._is_closed():  # By a thread that did not see this call yet.
                 self._drop()
         message = next(call)
         if self._is_new:
@@ -186,7 +186,7 @@ class ResumingStream(Generic[T]):
         return item
 
     def _wait_out(self, error: ElasticError, *, quietly: bool = False) -> None:
-        """Pause before the next attempt, or raise if there is to be none."""
+        """Pause before the next attempt, or raise if the limit is reached."""
         if not isinstance(error, Unavailable):
             raise error
         if self._endpoints.pointed(error):

@@ -1,6 +1,6 @@
-"""A study for people: a table of its trials, and one line for each thing that happens.
+"""A study for people: a table of its trials, and one line per event.
 
-Rule: it shows what the log says; how many workers a trial has is what the driver knows beside it.
+Rule: it shows the contents of the log, and in addition the driver's numbers of workers.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from elastic.client.text_format import duration
 from elastic.core.study import Study, Trial, TrialState, number_of
 
 ROWS_MAX = 30
-"""Of a live table: those that run first, then the best, then the newest."""
+"""Rows of a live table: running trials and the best one, then the newest ended ones."""
 CONFIG_CHARS_MAX = 60
 REFRESH_PER_S = 4
 
 
 def config_line(config: Any, *, chars_max: int = CONFIG_CHARS_MAX) -> str:
-    """Return a config as "lr=0.01 layers=3", cut when it is long; 0 for not."""
+    """Return a config as "lr=0.01 layers=3", cut at `chars_max`, 0 for no limit."""
     parts: list[str] = []
 
     def add(value: Any, path: str) -> None:
@@ -66,7 +66,7 @@ def study_as_dict(study: Study) -> dict[str, Any]:
 
 
 def headline(study: Study, seconds: float = 0.0) -> str:
-    """Return how far a study is, in one line."""
+    """Return the state of a study in one line."""
     counts = dict.fromkeys(TrialState, 0)
     for trial in study.trials:
         counts[trial.state] += 1
@@ -85,7 +85,7 @@ def headline(study: Study, seconds: float = 0.0) -> str:
 
 
 def eta_s(study: Study, seconds: float) -> float | None:
-    """Return the seconds that the trials which are known to come will take, at the pace so far."""
+    """Return the estimated seconds left, at the pace so far; None if unknown."""
     total, ended = study.settings.get("total"), sum(t.is_over for t in study.trials)
     if not total or not ended or not seconds or study.over:
         return None
@@ -98,9 +98,9 @@ def study_table(
     """Return a table of trials.
 
     Args:
-        study: what the log says.
-        workers: by a trial's number, what it has now.
-        rows_max: show no more rows; 0 for all.
+        study: from the log.
+        workers: present workers as text, by the trial's number.
+        rows_max: maximum number of rows; 0 for all.
     """
     metric = (escape(study.metric),) if study.metric else ()
     best = (f"best {escape(study.metric)}",) if study.metric else ()
@@ -143,13 +143,13 @@ def _shown(study: Study, rows_max: int) -> Sequence[Trial]:
 
 
 class StudyView:
-    """Shows a study while it goes on: a table on a terminal, lines in a pipe."""
+    """Shows a study while it runs: a table on a terminal, lines in a pipe."""
 
     def __init__(self, study: Study, *, is_quiet: bool = False) -> None:
         """Show nothing yet.
 
         Args:
-            study: grows while it is shown.
+            study: may change while it is shown.
             is_quiet: show nothing at all.
         """
         self._study, self._is_quiet = study, is_quiet
@@ -157,7 +157,7 @@ class StudyView:
         self.workers: dict[int, str] = {}
 
     def __enter__(self) -> StudyView:
-        """Begin to show."""
+        """Start the table, if there is a terminal."""
         if not self._is_quiet and sys.stderr.isatty():
             from rich.console import Console
 
@@ -172,22 +172,22 @@ class StudyView:
             self._live.stop()
 
     def say(self, line: str) -> None:
-        """Say a line above the table."""
+        """Print a line above the table."""
         if self._live is not None:
             self._live.console.print(escape(line))
         elif not self._is_quiet:
             print(line, file=sys.stderr, flush=True)
 
     def moved(self, line: str) -> None:
-        """Say what happened to a trial, where no table shows it."""
+        """Print an event of a trial, if there is no table."""
         if self._live is None:
             self.say(line)
 
     def draw(self, seconds: float) -> None:
-        """Bring the table up to date.
+        """Update the table.
 
         Args:
-            seconds: since the study was begun here.
+            seconds: since this driver started the study.
         """
         if self._live is not None:
             table = study_table(self._study, self.workers, rows_max=ROWS_MAX)

@@ -1,7 +1,7 @@
-"""What all commands of `elastic` share: where the coordinator is, how errors end, how JSON looks.
+"""Shared parts of all `elastic` commands: the target cluster, errors and exit codes, output.
 
-Rule: answers go to stdout, everything about the asking goes to stderr; an error is one clear
-text and an exit code that a scheduler can act on.
+Rule: answers go to stdout, messages about the request go to stderr; an error is one text and an
+exit code that a scheduler can act on.
 """
 
 from __future__ import annotations
@@ -37,28 +37,28 @@ from elastic.runtime.access import find_access
 
 EXIT_OK = 0
 EXIT_FAILED = 1
-"""The job failed: its own fault."""
+"""The job failed by its own fault."""
 EXIT_USAGE = 2
-"""The command line is wrong, or names what is not there."""
+"""The command line is wrong, or names something that does not exist."""
 EXIT_UNREACHABLE = 69
 EXIT_BUG = 70
 EXIT_STOPPED = 75
-"""The job was stopped: it can be submitted again and goes on from its checkpoint."""
+"""The job was stopped: it can be submitted again and continues from its checkpoint."""
 EXIT_CONFIG = 78
-"""A setting is wrong: trying again changes nothing."""
+"""A setting is wrong: a retry is of no use."""
 EXIT_TIMEOUT = 124
 EXIT_INTERRUPTED = 130
 RESTART_S = 10.0
-"""How long commands wait for a coordinator that does not answer, unless --timeout says it."""
+"""How long commands wait for a coordinator that does not answer, without --timeout."""
 
 PIPED_WIDTH = 500
-"""Columns of a table that nobody looks at: wide enough for programs that cut by lines."""
+"""Columns of a table in a pipe: wide enough for programs that process lines."""
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 def output_option(command: Command) -> Command:
-    """Let a command say its answer for people or for programs: `-o json`, or `--json`."""
+    """Add the choice between a table and JSON to a command: `-o json`, or `--json`."""
 
     @click.option(
         "-o", "--output", type=click.Choice(["table", "json"]), default="table",
@@ -74,13 +74,13 @@ def output_option(command: Command) -> Command:
 
 @dataclass(frozen=True)
 class ClusterTarget:
-    """The cluster that a command speaks to.
+    """The cluster that a command connects to.
 
     Attributes:
         coord: addresses of the coordinator.
         token_file: path of the join token, "" for none.
         tls: path of each TLS flag that was given, as `find_access` takes them.
-        flags: what was said on the command line to name them, to be said again.
+        flags: the flags on the command line that name them, to be repeated in hints.
         patience_s: how long a command waits for a coordinator that does not answer; see
             `with_timeout`.
     """
@@ -95,21 +95,21 @@ class ClusterTarget:
         """Return a client.
 
         Raises:
-            UsageError: an address, the token file or a TLS file is no good.
+            UsageError: an address, the token file or a TLS file is not usable.
         """
         client = Client(self.coord, find_access(self.token_file, **self.tls))
         client.wait_for_answers(RESTART_S if self.patience_s is None else self.patience_s)
         return client
 
     def command(self, *words: str) -> str:
-        """Return an `elastic` command for this cluster, as one types it."""
+        """Return an `elastic` command line for this cluster."""
         return shlex.join(("elastic", *self.flags, *words))
 
 
 def with_timeout(command: click.Command) -> click.Command:
-    """Have a command wait through a coordinator's restart for as long as its --timeout says.
+    """Make a command tolerate a coordinator's restart for as long as its --timeout.
 
-    Those that wait for something have the option already: it bounds both.
+    Commands that wait for something have the option already: it bounds both.
     """
     option = next((one for one in command.params if one.name == "timeout_s"), None)
     if option is None:
@@ -123,7 +123,7 @@ def with_timeout(command: click.Command) -> click.Command:
         command.params.append(option)
 
     def take(context: click.Context, parameter: click.Parameter, value: float | None) -> Any:
-        # A default is for what the command waits for; an outage is waited out as everywhere.
+        # A default applies to the command's own wait only, not to outages.
         if context.get_parameter_source("timeout_s") is ParameterSource.COMMANDLINE:
             context.obj = replace(context.obj, patience_s=value)
         return value
@@ -133,7 +133,7 @@ def with_timeout(command: click.Command) -> click.Command:
 
 
 def exit_code(error: ElasticError) -> int:
-    """Return the exit code that says what to do about an error."""
+    """Return the exit code for an error."""
     if isinstance(error, Unavailable):
         return EXIT_UNREACHABLE
     settings = (UsageError, StorageError, NotAuthorized, VersionMismatch, NameTaken)
@@ -143,19 +143,19 @@ def exit_code(error: ElasticError) -> int:
 
 
 def ending_code(view: JobView) -> int:
-    """Return the exit code that says how a job ended."""
+    """Return the exit code for how a job ended."""
     codes = {JobPhase.SUCCEEDED: EXIT_OK, JobPhase.FAILED: EXIT_FAILED}
     return codes.get(view.record.phase, EXIT_STOPPED)
 
 
 def fail(text: str, code: int) -> NoReturn:
-    """End with one text on stderr."""
+    """Exit with one text on stderr."""
     click.echo(f"elastic: {plain(text)}", err=True)
     sys.exit(code)
 
 
 def reporting_errors(command: Command) -> Command:
-    """Let a command end with a clear text and the right code, whatever goes wrong."""
+    """Make a command exit with a text and the right code for each kind of error."""
 
     @functools.wraps(command)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -169,14 +169,14 @@ def reporting_errors(command: Command) -> Command:
             sys.exit(EXIT_INTERRUPTED)
         except OSError as error:
             if error.errno != errno.ENOSPC:
-                raise  # Such as EPIPE: who read this has enough, and click ends it without a word.
+                raise  # Such as EPIPE: the reader is gone, and click exits silently.
             fail(f"output cannot be written: {error.strerror}", EXIT_FAILED)
 
     return run  # type: ignore[return-value]
 
 
 def stdout_console() -> Console:
-    """Return where tables go: coloured on a terminal, plain and wide in a pipe."""
+    """Return the console for tables: coloured on a terminal, plain and wide in a pipe."""
     return PlainConsole(
         width=None if sys.stdout.isatty() else PIPED_WIDTH, highlight=False, soft_wrap=True
     )

@@ -1,6 +1,6 @@
-"""How the state of a job is said in one line: the same words in the command line and the library.
+"""One-line texts about the state of a job, for the command line and the library.
 
-Rule: a job that waits says for what and since when; pure text, no colours.
+Rule: the text of a waiting job has the reason and the start; no colours.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ METRICS_CHARS_MAX = 120
 
 
 def duration(length_ns: int, *, digits: int = 1) -> str:
-    """Return a length of time as people say it: "3.2 s", "4m 10s", "2h 5m", "3d 4h"."""
+    """Return a duration for people: "3.2 s", "4m 10s", "2h 5m", "3d 4h"."""
     seconds = max(0, length_ns) / NS_PER_S
     if seconds < 60:
         return f"{seconds:.{digits}f} s"
@@ -29,7 +29,7 @@ def duration(length_ns: int, *, digits: int = 1) -> str:
 
 
 def num_bytes(size: int) -> str:
-    """Return an amount of bytes as people say it: "17 B", "3.2 MB"."""
+    """Return a number of bytes for people: "17 B", "3.2 MB"."""
     amount, unit = float(size), "B"
     for larger in ("kB", "MB", "GB", "TB"):
         if amount < 1000:
@@ -50,7 +50,7 @@ def workers(count: int) -> str:
 
 
 def has_ended(view: JobView) -> bool:
-    """Return whether the job's outcome stands."""
+    """Return whether the job's outcome is final."""
     return view.record.phase in ENDED
 
 
@@ -86,11 +86,11 @@ def ending_line(view: JobView) -> str:
 
 
 def where_it_goes_on(view: JobView, how: str) -> str:
-    """Return from where a job that was stopped goes on, as the last line that a user reads.
+    """Return the line from where a stopped job continues, for the end of the output.
 
     Args:
         view: of the job, at its end.
-        how: what is to be done for it.
+        how: how the user continues it.
     """
     record = view.record
     newest = record.checkpoints[-1].path if record.checkpoints else ""
@@ -102,7 +102,7 @@ def where_it_goes_on(view: JobView, how: str) -> str:
 
 
 def parsed_metrics(text: str) -> dict[str, Any]:
-    """Return reported metrics, {} for none or for what is no JSON object."""
+    """Return reported metrics, {} if there are none or the text is no JSON object."""
     try:
         metrics = json.loads(text) if text else {}
     except ValueError:

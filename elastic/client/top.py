@@ -1,6 +1,6 @@
-"""The command `elastic top`: jobs and their workers, how fast they train, and whom they wait for.
+"""The command `elastic top`: jobs and their workers, their pace, and stragglers.
 
-Rule: on a terminal it is drawn anew each second; in a pipe, and with --once, it is printed once.
+Rule: on a terminal it is redrawn each second; in a pipe, and with --once, it is printed once.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from elastic.wire.codec_jobs import ClusterStatus
 
 EVERY_S = 1.0
 WORKERS_MAX = 40
-"""More do not fit on a screen."""
+"""Workers shown; more do not fit on a screen."""
 
 
 @click.command()
@@ -75,7 +75,7 @@ def _live(client: Client, job: str, include_ended: bool) -> None:
 
 
 def _picture(client: Client, job: str, include_ended: bool) -> RenderableType:
-    """Return what there is to see now."""
+    """Return the present tables."""
     if job:
         view = client.get(job, stale_ok=True)
         return Group(jobs_table([view], time.monotonic_ns()), Text(""), workers_table(view))
@@ -124,7 +124,7 @@ def jobs_table(jobs: list[JobView], now_ns: int) -> RenderableType:
 
 
 def workers_table(view: JobView) -> RenderableType:
-    """Return a table with a line for each worker, the rank that others wait for marked."""
+    """Return a table with a line for each worker; the straggler is marked."""
     table = new_table(
         "rank", "worker", "phase", "steps", "step time", "data", "exchange", "commit", "pid"
     )

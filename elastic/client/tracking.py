@@ -1,4 +1,4 @@
-"""The command `elastic track`: what a run has reported, told to trackers by hand."""
+"""The command `elastic track`: sends a run's reported metrics to trackers."""
 
 from __future__ import annotations
 
