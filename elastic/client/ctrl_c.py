@@ -1,8 +1,8 @@
-"""Ctrl-C while a job is followed: noted at once, acted upon where it can do no harm.
+"""Ctrl-C while a job is followed: recorded at once, handled where it can do no harm.
 
 Rule: the first one raises nothing by itself. Python would raise `KeyboardInterrupt` between any
 two bytecodes, also inside of gRPC's callbacks, which swallow it, and in the middle of taking a
-lock. Whoever is too impatient for that presses again, and has Python's own behaviour.
+lock. A second Ctrl-C has Python's own behaviour.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class CtrlC:
     """Handles SIGINT during a `with` block; on other threads it does nothing."""
 
     def __init__(self) -> None:
-        """Take nothing yet."""
+        """Install no handler yet."""
         self._came = False
         self._before: Any = None
 

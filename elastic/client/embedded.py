@@ -57,8 +57,8 @@ class ClusterConnection:
         directory: their files; deleted in the end.
         tether_fd: our end of the pipe whose closing ends them.
         num_workers: slots of the embedded agent, 0 if it counted them itself.
-        by_itself: nobody said how large it is to be: where a run needs more, another takes its
-            place.
+        by_itself: its size was not chosen explicitly: if a run needs more, another cluster
+            replaces it.
         env: of all workers of what this script submits.
     """
 
@@ -218,9 +218,9 @@ def _last_words(cluster: ClusterConnection, name: str) -> str:
 
 
 def stop_cluster(cluster: ClusterConnection) -> None:
-    """End what was started: agent first, so that it takes its workers with it.
+    """End the processes: the agent first, so that it ends its workers.
 
-    Whoever is too impatient for that (Ctrl-C again) has all of it killed, and nothing left behind.
+    If this is interrupted (Ctrl-C again), all of them are killed, and the files still removed.
     """
     try:
         for process in reversed(cluster.processes):

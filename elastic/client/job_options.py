@@ -94,10 +94,10 @@ class JobOptions:
     trackers: tuple[str, ...] = ()
 
     def apply(self, spec: JobSpec, defaults: dict[str, float]) -> JobSpec:
-        """Return a job that is as these options say.
+        """Return the job with these options.
 
         Args:
-            spec: of the job; its own environment gives way to the user's.
+            spec: of the job; the user's environment overrides its own.
             defaults: resources of each worker that the user did not name.
 
         Raises:

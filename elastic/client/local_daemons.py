@@ -192,7 +192,7 @@ def _check_none() -> None:
 
 
 def _with_agent(started: StartedCluster, node: Sequence[str]) -> StartedCluster:
-    from elastic.client.jobs import Client  # Not where a script only looks for a cluster.
+    from elastic.client.jobs import Client  # Not needed by scripts that only search for a cluster.
 
     access = ("--token-file", started.token_file) if started.token_file else ()
     log_dir = folder() / "logs"

@@ -1,6 +1,6 @@
 """Summarises the loss of workers in one line: which, why, and how long training was interrupted.
 
-Rule: it is said when training goes on, or after `SOON_S` if it does not: then the wait is news too.
+Rule: it is printed when training continues, or after `SOON_S` if it does not.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from elastic.wire.codec_jobs import LogChunk
 
 TRACEBACK = "Traceback (most recent call last):"
 LINKS = ("During handling of the above exception", "The above exception was the direct cause")
-"""Stand between the tracebacks of a chain, which is one to us."""
+"""Lines between the tracebacks of a chain, which counts as one traceback here."""
 HOLD_S = 3.0
 HELD_CHARS_MAX = 200_000
 LINE_CHARS_MAX = 16_384
@@ -65,9 +65,9 @@ class LineCutter:
         self._voices: dict[str, _WorkerOutput] = {}
 
     def take(self, chunk: LogChunk, now_ns: int) -> str:
-        """Return what can be shown now: whole lines (unless one is very long).
+        """Return what can be shown now: complete lines (unless one is very long).
 
-        With neither prefixes nor tracebacks to look for, that is everything as it comes.
+        Without prefixes and held tracebacks, that is all output immediately.
         """
         if not (self.shows_prefix or self.holds_tracebacks):
             return chunk.text
@@ -92,7 +92,7 @@ class LineCutter:
         return self._shown(voice, text[:start])
 
     def overdue(self, now_ns: int) -> str:
-        """Return what was kept back for long enough."""
+        """Return the tracebacks that were held for long enough."""
         return "".join(
             self._released(voice)
             for voice in self._voices.values()

@@ -1,7 +1,7 @@
 """Makes text from outside safe for a terminal: removes what the terminal would interpret.
 
 A title, a cleared screen, a text in the clipboard: each is a few bytes in a project's name, a
-reason or a line of output, and whoever looks at them need not be who wrote them.
+reason or a line of output, and the reader need not be the author.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The commands `elastic tune status`, `best` and `stop`: a study by its log.
 
-Rule: the log says everything. Nobody else is asked, but for stopping what a dead driver has left.
+Rule: the log is the only source, except for stopping the jobs that a dead driver has left.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Values of options that click does not know: "2:8", "CPU=2,GPU=1", "0,3".
 
-Rule: what cannot be read is a usage error that names the option and what was expected.
+Rule: an invalid value is a usage error that names the option and the expected format.
 """
 
 from __future__ import annotations

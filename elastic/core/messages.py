@@ -308,7 +308,7 @@ class LeaveGroup:
 
     Attributes:
         at_boundary: True: at the next boundary that all members agree on (nothing is lost);
-            False: at once, because the group cannot go on.
+            False: at once, because the group cannot continue.
         saves: at that boundary the state is saved first, because no member returns soon. A later
             order without it cancels that: a member that waits for storage leaves at once.
         follows: the next group is being computed: the worker's report that it has left may wait

@@ -56,11 +56,11 @@ class TrialAttempt:
 
 @dataclass(frozen=True)
 class TrialReport:
-    """What rank 0 of a trial reported.
+    """A report of rank 0 of a trial.
 
     Attributes:
-        number: within the trial, from 1; a report that is made again after a loss counts once.
-        metrics: as JSON says them, so that NaN is "nan".
+        number: within the trial, from 1; a report repeated after a loss counts once.
+        metrics: as in JSON, so that NaN is "nan".
         place: generation and index in the run directory.
         seconds: since the trial's first job was submitted.
         checkpoint: name of the one that came with it, "" for none.
@@ -82,12 +82,12 @@ class Trial:
         name: study and number; names its job and its run directory, too.
         label: for people; the name, unless a user made another one.
         config: what the trainable is called with.
-        pickled: the same where JSON cannot say it, base64; "" otherwise.
+        pickled: the same, base64, if JSON cannot represent it; "" otherwise.
         proposal: config and pickled as they were proposed; a scheduler may have changed them since.
         attempts: one for each run directory, with its newest job.
         reports: those that count, oldest first.
         rungs: resource -> value, where a scheduler has judged it.
-        verdict: why it is to end, "" as long as it is not.
+        verdict: why it must end, "" for not.
     """
 
     number: int
@@ -135,10 +135,10 @@ class Study:
     """All trials of a study.
 
     Attributes:
-        settings: what the first line says: metric, mode, seed, num_samples.
-        order: (kind, trial) of proposals and ends, as they came: what a search is told again.
-        is_exhausted: the search has no more to propose.
-        over: why the study ended, "" as long as it goes on.
+        settings: from the first line: metric, mode, seed, num_samples.
+        order: (kind, trial) of proposals and ends, in order, to be replayed to a search.
+        is_exhausted: the search has no more proposals.
+        over: why the study ended, "" while it runs.
     """
 
     settings: dict[str, Any] = field(default_factory=dict)
@@ -159,7 +159,7 @@ class Study:
         return -1.0 if self.settings.get("mode") == "min" else 1.0
 
     def apply(self, event: Event) -> None:
-        """Take a line; one of an unknown kind, of a later version, is passed over."""
+        """Apply a line; ignore one of an unknown kind, from a later version."""
         kind = event.get("e")
         if kind == "study":
             self.settings = dict(event["settings"])
@@ -189,7 +189,7 @@ class Study:
             str(event["job"]), str(event["run"]), begins, str(event.get("from", ""))
         )
         if trial.attempts and trial.attempt.run == begun.run:
-            trial.attempts.pop()  # The same run goes on as another job.
+            trial.attempts.pop()  # The same run continues as another job.
         trial.attempts.append(begun)
         trial.started_unix_ns = trial.started_unix_ns or int(event.get("unix_ns", 0))
         trial.state = TrialState.RUNNING
@@ -224,7 +224,7 @@ class Study:
         trial.state, trial.reason = TrialState.RUNNING, str(event.get("reason", ""))
 
     def _left(self, trial: Trial, event: Event) -> None:
-        # Its job is gone; another one goes on in the same run directory, or in a new one.
+        # Its job is gone; another one continues in the same run directory, or in a new one.
         if trial.state is not TrialState.PAUSED:
             trial.state, trial.error, trial.verdict = TrialState.PENDING, None, ""
         trial.attempts[-1] = replace(trial.attempt, job_id="")
@@ -245,7 +245,7 @@ class Study:
 
 
 def number_of(value: Any) -> float | None:
-    """Return a metric as a number, also one that JSON says in words; None if it is none."""
+    """Return a metric as a number, also from JSON text such as "nan"; None if it is none."""
     if isinstance(value, (bool, int, float)):
         return float(value)
     return float(value) if value in ("nan", "inf", "-inf") else None

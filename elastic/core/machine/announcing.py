@@ -19,7 +19,7 @@ from elastic.core.world import Assignment, WorkerId, WorkerPhase
 from elastic.errors import InvariantViolation
 
 EACH = -1
-"""Stands for the ranks that have no share of their own."""
+"""Key for the ranks without a share of their own."""
 
 
 def tell(cluster: ClusterState, worker: WorkerState, message: CoordinatorMessage) -> None:

@@ -61,7 +61,7 @@ class WorkerState:
     Attributes:
         stop_cause: set once it was ordered to end; the cause to record for its exit.
         sight: last report of its main thread, None if there was none.
-        lingers_since_ns: since when it stays in a group that goes on without it; None if not.
+        lingers_since_ns: since when it stays in a group that continues without it; None if not.
         reported_ns: when the newest group, or the order to leave, was first sent to its agent in
             this term; earlier than `announced_ns` while its agent is away, -1 for never.
         shown_ns: when its stacks were requested because it was late, -1 for never.

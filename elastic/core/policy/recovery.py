@@ -96,7 +96,7 @@ def plan_transfers(standings: Sequence[RunPosition]) -> Decision[TransferPlan]:
 def next_places(standings: Sequence[RunPosition], transfers: TransferPlan) -> tuple[Cursor, ...]:
     """Return the first cursor at which each member will run code of its own again, by rank.
 
-    A member inside a pass has run all code at its cursor: it goes on with the next step. One that
+    A member inside a pass has run all code at its cursor: it continues with the next step. One that
     begins, or that receives the state of another epoch, runs the code before that epoch's pass.
 
     Args:

@@ -1,1 +1,1 @@
-"""Which trials of a study go on: pure rules, each with the reason for what it says."""
+"""Which trials of a study continue: pure functions that return a decision with its reason."""

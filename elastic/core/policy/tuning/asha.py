@@ -1,8 +1,8 @@
-"""Asynchronous successive halving: at each rung the best part of those that came so far goes on.
+"""Asynchronous successive halving: at each rung the best share of the trials so far continues.
 
 Source: Li et al., A System for Massively Parallel Hyperparameter Tuning, arXiv 1810.05934; the rule
-for few competitors is that of Optuna's `SuccessiveHalvingPruner`, which the tests hold it against:
-while fewer than `reduction_factor` have come to a rung only the best of them goes on.
+for few competitors is that of Optuna's `SuccessiveHalvingPruner`, to which the tests compare it:
+while fewer than `reduction_factor` have reached a rung, only the best of them continues.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class Asha:
 
     Attributes:
         grace: resource of the first rung.
-        reduction: of so many at a rung one goes on.
-        max_t: a trial that has got so far is past all rungs; 0 for no limit.
+        reduction: of so many at a rung one continues.
+        max_t: a trial with this resource is past all rungs; 0 for no limit.
         stops_last: such a trial is stopped.
         brackets: trials are dealt to so many brackets in turn; each begins one rung later.
         sign: what values were turned with so that greater is better; reasons turn them back.
@@ -42,7 +42,7 @@ class Asha:
 
         Args:
             trial: with its newest report.
-            others: all other trials, with what was remembered of them at rungs.
+            others: all other trials, with their values at rungs.
         """
         at, value = trial.curve[-1]
         passed: dict[int, float] = {}
@@ -76,6 +76,6 @@ class Asha:
 
 
 def cut_of(values: Sequence[float], reduction: int) -> float:
-    """Return the value that goes on from a rung with these, and all that are no worse."""
+    """Return the lowest value that passes a rung with these values."""
     ordered = sorted(values, reverse=True)
     return ordered[max(0, len(ordered) // reduction - 1)]

@@ -1,4 +1,4 @@
-"""What a scheduler says of a trial, and what it may look at."""
+"""The decision of a scheduler about a trial, and the facts that it may use."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Curve = Sequence[tuple[int, float]]
 
 
 class TrialAction(Enum):
-    """What is done with a trial."""
+    """The action for a trial."""
 
     GO_ON = "go on"
     STOP = "stop"
@@ -23,11 +23,11 @@ class TrialAction(Enum):
 
 @dataclass(frozen=True)
 class TrialDecision:
-    """What is done, and what is remembered of the judgement.
+    """The action, and the values recorded with it.
 
     Attributes:
-        rungs: resource -> value that the trial is remembered with there.
-        donor: of `EXPLOIT`: number of the trial whose checkpoint is taken.
+        rungs: resource -> value to record for the trial.
+        donor: of `EXPLOIT`: number of the trial whose checkpoint is used.
     """
 
     act: TrialAction
@@ -44,9 +44,9 @@ class TrialProgress:
 
     Attributes:
         curve: its reports.
-        rungs: what was remembered of it.
-        is_over: it has ended, however that was.
-        is_complete: it has ended by itself, as a success.
+        rungs: its recorded values, by resource.
+        is_over: it has ended, in any way.
+        is_complete: it has ended by itself, with success.
         is_paused: it waits for its scheduler.
     """
 
@@ -59,5 +59,5 @@ class TrialProgress:
 
 
 def rank_of(value: float) -> float:
-    """Return what to sort by: NaN is worse than everything."""
+    """Return the sort key: NaN is worse than everything."""
     return -math.inf if math.isnan(value) else value

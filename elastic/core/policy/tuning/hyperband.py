@@ -1,4 +1,4 @@
-"""HyperBand: brackets of trials that wait for each other at each rung, and whose best part goes on.
+"""HyperBand: brackets of trials that wait for each other at each rung; the best share continues.
 
 Source: Li et al., HyperBand, JMLR 2018. Trials fill one bracket after the other by their numbers,
 those with the smallest first resource before the others; a full band is followed by another one.
@@ -22,7 +22,7 @@ from elastic.core.policy.tuning.decision import (
 
 @dataclass(frozen=True)
 class Bracket:
-    """A bracket, and who is in it.
+    """A bracket and its trials.
 
     Attributes:
         first, size: numbers of its trials, first to first + size - 1.
@@ -39,8 +39,8 @@ class HyperBand:
     """The band.
 
     Attributes:
-        max_t: resource of a trial that goes all the way.
-        reduction: of so many at a rung one goes on.
+        max_t: resource of a trial that passes all rungs.
+        reduction: of so many at a rung one continues.
         sign: see `Asha`.
     """
 
@@ -67,8 +67,7 @@ class HyperBand:
     ) -> Decision[TrialDecision]:
         """Judge a trial by its reports: at a rung it waits; see `settle`.
 
-        What it reported until its pause took effect gives it no advantage: at a rung its first
-        value there counts.
+        Its first value at a rung counts, so reports until its pause took effect are no advantage.
         """
         at, value = trial.curve[-1]
         if at >= self.max_t:
@@ -86,11 +85,11 @@ class HyperBand:
     def settle(
         self, trials: Sequence[TrialProgress], *, is_exhausted: bool
     ) -> list[tuple[int, Decision[TrialDecision]]]:
-        """Return what becomes of trials that wait, where nobody is waited for any more.
+        """Return the decisions for waiting trials whose bracket is complete at their rung.
 
         Args:
             trials: all of them, by number.
-            is_exhausted: no further one will come.
+            is_exhausted: there will be no more trials.
         """
         found: list[tuple[int, Decision[TrialDecision]]] = []
         first = 0
@@ -112,7 +111,7 @@ class HyperBand:
             arrived = [one for one in members if rung in one.rungs]
             order = sorted(arrived, key=lambda one: (-rank_of(one.rungs[rung]), one.number))
             kept = order[: max(1, len(order) // self.reduction)]
-            # Who is past this rung already was let go on before.
+            # A trial past this rung has passed it before.
             waiting = [one for one in arrived if one.is_paused and following not in one.rungs]
             last = kept[-1].rungs[rung] * self.sign if kept else 0.0
             said = f"at rung {rung} the best {len(kept)} of {len(order)} go on, to {last:.4g}"

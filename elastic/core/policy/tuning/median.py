@@ -1,7 +1,7 @@
 """Median stopping: a trial whose best is worse than the median of the others at the same place.
 
 Source: Golovin et al., Google Vizier, KDD 2017, in the form of Optuna's `MedianPruner`, which the
-tests hold it against: the others are those that ran to their end.
+tests compare it to: the others are those that ran to their end.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Median:
     """When trials are compared.
 
     Attributes:
-        grace: below this resource nobody is stopped.
+        grace: below this resource no trial is stopped.
         min_samples: nor before so many trials ran to their end.
         sign: see `Asha`.
     """

@@ -1,4 +1,4 @@
-"""Population based training: the worst of a population go on from the best ones' checkpoints.
+"""Population based training: the worst of a population continue from the best ones' checkpoints.
 
 Source: Jaderberg et al., arXiv 1711.09846. How the config is changed is not decided here.
 """
@@ -21,12 +21,12 @@ from elastic.core.policy.tuning.decision import (
 
 @dataclass(frozen=True)
 class Pbt:
-    """When trials are compared, and who counts as good or bad.
+    """When trials are compared, and which count as good or bad.
 
     Attributes:
         interval: resource between two comparisons of a trial.
         burn_in: no comparison before.
-        quantile: part of the population that is good, and that is bad; at most a half.
+        quantile: share of the population that is good, and that is bad; at most a half.
         sign: see `Asha`.
     """
 
