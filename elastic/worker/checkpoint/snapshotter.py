@@ -295,11 +295,10 @@ class Snapshotter:
         arrangement: SnapshotLayout,
         devices: Sequence[torch.device],
     ) -> None:
-        """Let our devices copy directly to where our share lies; once one refuses, never again."""
+        """Pin the pages of our share for our devices; once that is refused, never again."""
         try:
-            for device in devices:
-                for slot in slots:
-                    slot.pin(arrangement.layout, arrangement.pieces, device)
+            for slot in slots if devices else ():  # What one device registers, all may copy to.
+                slot.pin(arrangement.layout, arrangement.pieces, devices[0])
         except OSError as error:
             self._can_pin = False
             log.warning("snapshot_memory_not_pinned error=%r: copies are slower", str(error))

@@ -37,7 +37,7 @@ class GroupProvider(Protocol):
         """Return whether this group is over by order."""
         ...
 
-    def is_broken(self, generation: int) -> bool:
+    def is_group_over(self, generation: int) -> bool:
         """Return whether this group is over by order, or has lost a member or a communicator."""
         ...
 

@@ -196,7 +196,7 @@ class StepEngine(ObjectRegistry):
             units,
             consistency=self._consistency,
             activity=activity,
-            is_over=lambda: self._home.is_broken(self._context.generation),
+            is_over=lambda: self._home.is_group_over(self._context.generation),
         )
         self._stack.enter_context(scalers_know(self))
         self._stack.enter_context(modules_know(self._reducer.parameters_zeroed))

@@ -1,11 +1,11 @@
 """Devices that work behind the host's back: a call returns before the device has done its work.
 
-Whether a device is done with what it was given, an event says that was recorded behind it. A work
-of NCCL's that was waited for has told only the device's stream to wait, and one whose communicator
-is aborted ends without an error, with whatever had come by then.
+An event that was recorded after some work shows whether the device has finished that work.
+`Work.wait()` of NCCL only makes the device's stream wait, and an operation whose communicator is
+aborted ends without an error, with whatever had arrived by then.
 
-Rule: whoever meets a device asks here, and nothing follows from a call that has returned. Tests
-put a played device in CUDA's place, of whose tensors torch believes that they are the CPU's.
+Rule: code that depends on a device's result waits for an event from here; that a call has returned
+proves nothing. Tests replace CUDA by a played device, whose tensors are CPU tensors to torch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch.distributed as dist
 from elastic.worker.group import c10d
 
 POLL_S = 50e-6
-"""Between two looks at an event; a step takes milliseconds."""
+"""Between two polls of an event; a step takes milliseconds."""
 PORTABLE = 1
 """CUDA's flag for memory that is registered for all devices of a process."""
 
@@ -29,22 +29,22 @@ BeginMessages = Callable[[list[dist.P2POp]], Sequence[Any]]
 
 
 class DeviceEvent(Protocol):
-    """A place in what a device was given."""
+    """A position in a device's queue of work."""
 
     def query(self) -> bool:
-        """Return whether the device has come there; raises RuntimeError if it failed."""
+        """Return whether the device has reached it; raises RuntimeError if it failed."""
         ...
 
 
 class Accelerator(Protocol):
-    """What is asked of a kind of device."""
+    """What the engine needs of a kind of device."""
 
     def record(self, device: torch.device) -> DeviceEvent:
-        """Return an event behind all that was given to this device's current stream."""
+        """Return an event after all work on this device's current stream."""
         ...
 
     def messages(self, group: Any) -> BeginMessages | None:
-        """Return what carries this device's tensors in a group, None if the host has to."""
+        """Return the sender of this device's tensors in a group, None to send host copies."""
         ...
 
     def register(self, device: torch.device, address: int, num_bytes: int) -> None:
@@ -52,12 +52,12 @@ class Accelerator(Protocol):
         ...
 
     def unregister(self, address: int) -> None:
-        """Take that back, before the memory is unmapped; raises OSError if refused."""
+        """Undo `register` before the memory is unmapped; raises OSError if refused."""
         ...
 
 
 class TorchAccelerator:
-    """A device that torch drives; memory of the host is registered with CUDA alone."""
+    """A device of torch; host memory can be registered with CUDA only."""
 
     def record(self, device: torch.device) -> DeviceEvent:
         """Return an event; see `Accelerator`."""
@@ -67,7 +67,7 @@ class TorchAccelerator:
         return event
 
     def messages(self, group: Any) -> BeginMessages | None:
-        """Return NCCL's, where the group has it."""
+        """Return NCCL's sender, where the group has NCCL."""
         return dist.batch_isend_irecv if c10d.has_nccl(group) else None
 
     def register(self, device: torch.device, address: int, num_bytes: int) -> None:
@@ -79,7 +79,7 @@ class TorchAccelerator:
         _check(code, f"cudaHostRegister of {num_bytes} bytes")
 
     def unregister(self, address: int) -> None:
-        """Take that back."""
+        """Undo `register`."""
         _check(_runtime().cudaHostUnregister(address), "cudaHostUnregister")
 
 
@@ -93,32 +93,32 @@ def _check(code: Any, call: str) -> None:
 
 
 KINDS: dict[str, Accelerator | None] = {"cpu": None, "meta": None}
-"""By type of device; all others are torch's. None does at once what it is told."""
+"""By type of device; others are `TorchAccelerator`. None: calls return when they are done."""
 _TORCHS = TorchAccelerator()
 
 
 def accelerator_of(device: torch.device) -> Accelerator | None:
-    """Return what drives a device, None if calls on its tensors return when they are done."""
+    """Return a device's accelerator, None if calls on its tensors return when they are done."""
     return KINDS.get(device.type, _TORCHS)
 
 
 def record(devices: Iterable[torch.device]) -> list[DeviceEvent]:
-    """Return events behind all that these devices were given so far; none for the CPU."""
+    """Return events after all work queued on these devices; none for the CPU."""
     found = ((accelerator_of(device), device) for device in devices)
     return [one.record(device) for one, device in found if one is not None]
 
 
-def wait_done(events: Iterable[DeviceEvent], look: Callable[[], None] = lambda: None) -> None:
-    """Wait until devices have come to these events.
+def wait_done(events: Iterable[DeviceEvent], check: Callable[[], None] = lambda: None) -> None:
+    """Wait until devices have reached these events.
 
     Args:
         events: as `record` returns them.
-        look: called while we wait; raises to give up, because the device may never come there.
+        check: called at each poll; raises to give up, because the device may never reach them.
 
     Raises:
         RuntimeError: a device failed.
     """
     for event in events:
         while not event.query():
-            look()
+            check()
             time.sleep(POLL_S)

@@ -208,7 +208,7 @@ class NoNextGroup:
         del generation
         return False
 
-    def is_broken(self, generation: int) -> bool:
+    def is_group_over(self, generation: int) -> bool:
         """Return False: what breaks the group raises."""
         del generation
         return False

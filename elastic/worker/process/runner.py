@@ -475,7 +475,7 @@ class Runner:
         """Return whether this group is over by order."""
         return self._interrupter.is_over(generation) or self._exchange.was_aborted(generation)
 
-    def is_broken(self, generation: int) -> bool:
+    def is_group_over(self, generation: int) -> bool:
         """Return whether this group is over by order, or has lost a member or a communicator."""
         return self.is_called_back(generation) or self._groups.peer_hung_up()
 

@@ -282,7 +282,7 @@ class Reducer:
         if self._is_void or self.broken is not None or self._number is None:
             return False
         self._buffers.end_micro_batch(self._number, share.counts[self._number])
-        own = self._gate.given()
+        own = self._gate.record()
         self._guarded(lambda: self._buffers.settle(share.deal, share.samples))
         self._guarded(lambda: self._gate.wait_all(own), waits=False)
         if self.broken is not None or not is_good():
@@ -419,7 +419,7 @@ class Reducer:
         for bucket in buckets:
             if self._reduced[bucket.unit] or not self._sent[bucket.number]:
                 self._start(bucket)
-        own = self._gate.given()
+        own = self._gate.record()
         with record_function("elastic::exchange"):
             self._guarded(lambda: self._finish(buckets))
             self._guarded(lambda: self._gate.wait_exchanged(own), waits=False)

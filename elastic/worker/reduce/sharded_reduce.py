@@ -193,7 +193,7 @@ class ShardedReducer:
         if self._is_void or self.broken is not None or self._number is None:
             return False
         self._buffers.end_micro_batch(self._number, share.counts[self._number])
-        own = self._gate.given()
+        own = self._gate.record()
         self._guarded(lambda: self._buffers.settle(share.deal, share.samples))
         self._guarded(lambda: self._gate.wait_all(own), waits=False)
         if self.broken is not None or not is_good():

@@ -257,10 +257,11 @@ class SnapshotSlot:
         Raises:
             OSError: the device refuses; copies are right all the same, and slower.
         """
-        accelerator, spans = accelerator_of(device), self._pages_of(layout, pieces)
+        accelerator = accelerator_of(device)
         if accelerator is None or self.is_pinned(layout, pieces):
             return
         self._unpin()
+        spans = self._pages_of(layout, pieces)
         self._pinned = PinnedMemory(self._mapped(), spans, accelerator, device)
         # Also without `close`: what was registered must not be unmapped.
         release = self._release = weakref.finalize(self, self._pinned.release)
