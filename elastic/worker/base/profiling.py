@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import sys
 import threading
 import time
 from collections import defaultdict
@@ -17,6 +16,7 @@ from typing import Any
 
 from elastic.errors import StorageError
 from elastic.storage.files import Files
+from elastic.worker.base.thread_frames import thread_frames
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ def sampled(seconds: float, name: str) -> dict[str, Any]:
     while then - began < seconds:
         time.sleep(EVERY_S)
         now = time.monotonic()
-        for thread, frame in sys._current_frames().items():
+        for thread, frame in thread_frames().items():
             if thread != own:
                 samples[thread].append(_stack(frame, places))
                 weights[thread].append(now - then)

@@ -19,7 +19,6 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
-import sys
 import sysconfig
 import threading
 from collections.abc import Callable, Set
@@ -30,6 +29,7 @@ import torch
 
 import elastic
 from elastic.core.world import CollectiveCount
+from elastic.worker.base.thread_frames import thread_frames
 from elastic.worker.group import abortable_wait as waits
 from elastic.worker.group import c10d
 from elastic.worker.group.gloo_threads import sleeps_for_ever, wait_for_peers
@@ -215,7 +215,7 @@ class CollectiveWatch:
 def blocked_in_of(thread: threading.Thread) -> BlockedIn:
     """Return where a thread is, by its stack."""
     # Nothing may keep the frame: it would keep the tensors in it.
-    frame = _outside_of_waits(sys._current_frames().get(thread.ident or 0))
+    frame = _outside_of_waits(thread_frames().get(thread.ident or 0))
     found = _blocked_in(frame)
     if found is BlockedIn.ELSEWHERE and is_asleep():
         return BlockedIn.ASLEEP
@@ -244,7 +244,7 @@ def seen_stack(thread: threading.Thread) -> tuple[tuple[int, ...], str]:
     found: list[int] = []
     where = ""
     # Our own waits go round in slices, which is no movement.
-    frame = _outside_of_waits(sys._current_frames().get(thread.ident or 0))
+    frame = _outside_of_waits(thread_frames().get(thread.ident or 0))
     while frame is not None:
         code = frame.f_code
         found += (id(code), frame.f_lasti)

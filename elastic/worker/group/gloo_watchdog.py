@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from elastic.worker.base.thread_frames import thread_frames
 from elastic.worker.group.collective_watch import (
     BlockedIn,
     blocked_in_of,
@@ -86,7 +87,7 @@ class StuckWaitWatchdog:
 def _place_of_main(generation: int) -> Place | None:
     """Return where the main thread stands, None if it is not where torch waits for others."""
     main = threading.main_thread()
-    frame: Any = sys._current_frames().get(main.ident or 0)
+    frame: Any = thread_frames().get(main.ident or 0)
     if frame is None:
         return None
     if blocked_in_of(main) not in PLACES:
