@@ -22,6 +22,7 @@ import psutil
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.harness.traces import end_references
 from tests.patience import (
     DEADLINE_S,
     HANG_S,
@@ -62,6 +63,7 @@ def _no_process_is_left_behind() -> Iterator[None]:
     mark = f"{os.getpid()}-{psutil.Process().create_time()}"
     os.environ[SESSION_MARK] = mark
     yield
+    end_references()
     del os.environ[SESSION_MARK]
     # A process may be on its way out: what counts is that it goes without being told.
     _, left = psutil.wait_procs(started_here(mark), timeout=DEADLINE_S)

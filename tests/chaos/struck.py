@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from elastic.core.view import JobView
 from elastic.core.world import ENDED, JobPhase, WorkerPhase
+from elastic.errors import Unavailable
 from elastic.testing.local_cluster import LocalCluster
 from tests.harness.chaos_jobs import ChaosJob
-from tests.harness.traces import Reference, compare
+from tests.harness.traces import Reference
 from tests.patience import wait_for
 
+ELASTIC = ("-m", "elastic.client.cli")
 WORKERS = 3
 PLACES = ("forward", "backward", "step", "commit", "between")
 
@@ -50,7 +54,20 @@ class Run:
         """Strike whoever comes to a place first, and wait until it has happened."""
         order = self.orders / what
         order.touch()
-        wait_for(lambda: not order.exists(), f"a rank that obeys {what}")
+        try:
+            self.cluster.wait(
+                self.job_id, lambda _: not order.exists(), f"a rank that obeys {what}"
+            )
+        except Unavailable as error:
+            raise AssertionError(f"{error}\n{self.stacks()}") from error
+
+    def stacks(self) -> str:
+        """Return where all threads of all workers are, for the report of a job that hangs."""
+        command = (*ELASTIC, "-c", self.cluster.address, "stack", "--all", self.job_id)
+        done = subprocess.run(
+            [sys.executable, *command], check=False, capture_output=True, text=True
+        )
+        return done.stdout + done.stderr
 
     def pids(self) -> dict[str, int]:
         """Return the processes of the group's members."""
@@ -65,7 +82,6 @@ class Run:
             self.order(f"kill-{place}")
             view = self.full(after=generation)
             assert_kept(before, self.pids(), lost=1)
-            self.check()
 
     def end(self) -> JobView:
         """Let it end, as it must."""
@@ -77,7 +93,7 @@ class Run:
 
     def check(self) -> None:
         """Compare every step of every rank so far with the undisturbed run's."""
-        compare(self.job.trace, self.reference.line)
+        self.reference.compare(self.job.trace)
 
 
 def assert_kept(before: dict[str, int], after: dict[str, int], *, lost: int) -> None:

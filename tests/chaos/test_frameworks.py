@@ -16,7 +16,7 @@ from elastic.testing.local_cluster import LocalCluster
 from tests.chaos.scripts import Script
 from tests.chaos.struck import WORKERS, Run
 from tests.harness.chaos_jobs import chaos_job, with_script
-from tests.harness.traces import Reference
+from tests.harness.traces import reference_of
 
 JOBS = {
     "accelerate": "accelerate_job.py",
@@ -51,10 +51,9 @@ def test_workers_are_killed_at_every_place(
     )
     entry = replace(job.spec.entry, args=args)
     job = replace(job, spec=replace(job.spec, entry=entry))
-    with Reference(script, (), tmp_path / "reference") as reference:
-        run = Run(cluster, job, reference, cluster.submit(job.spec))
-        run.kill_at_every_place(PLACES[library])
-        run.end()
+    run = Run(cluster, job, reference_of(script, ()), cluster.submit(job.spec))
+    run.kill_at_every_place(PLACES[library])
+    run.end()
 
 
 @pytest.mark.slow

@@ -7,8 +7,6 @@ what it is to play.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +15,7 @@ import pytest
 from elastic.testing.local_cluster import LocalCluster
 from tests.chaos.struck import PLACES, WORKERS, Run
 from tests.harness.chaos_jobs import JOBS, chaos_job, with_script
-from tests.harness.traces import Reference, TraceDiffers
+from tests.harness.traces import TraceDiffers, reference_of
 from tests.patience import wait_for
 
 SCRIPT = JOBS / "device_job.py"
@@ -25,8 +23,7 @@ ON_DEVICE = ("send", "sent", "arrived", "confirm", "confirmed", "commit")
 """What `played_device` calls its places, and the optimizer's step."""
 
 
-@contextmanager
-def running(cluster: LocalCluster, directory: Path, name: str, *orders: str) -> Iterator[Run]:
+def running(cluster: LocalCluster, directory: Path, name: str, *orders: str) -> Run:
     """Give a run with three workers that train, each on a device of its own."""
     (directory / "orders").mkdir()
     for order in orders:
@@ -37,10 +34,9 @@ def running(cluster: LocalCluster, directory: Path, name: str, *orders: str) -> 
         *("--orders", str(directory / "orders")),
     )
     job = replace(job, spec=replace(job.spec, entry=replace(job.spec.entry, args=args)))
-    with Reference(SCRIPT, (), directory / "reference") as reference:
-        run = Run(cluster, job, reference, cluster.submit(job.spec))
-        run.full()
-        yield run
+    run = Run(cluster, job, reference_of(SCRIPT, ()), cluster.submit(job.spec))
+    run.full()
+    return run
 
 
 @pytest.mark.parametrize(
@@ -49,9 +45,9 @@ def running(cluster: LocalCluster, directory: Path, name: str, *orders: str) -> 
 def test_kills_at_any_place_leave_the_bits_of_an_undisturbed_run(
     cluster: LocalCluster, tmp_path: Path, places: tuple[str, ...]
 ) -> None:
-    with running(cluster, tmp_path, "played") as run:
-        run.kill_at_every_place(places)
-        run.end()
+    run = running(cluster, tmp_path, "played")
+    run.kill_at_every_place(places)
+    run.end()
 
 
 def test_a_commit_before_the_device_has_done_the_exchange_is_found_out(
@@ -64,7 +60,7 @@ def test_a_commit_before_the_device_has_done_the_exchange_is_found_out(
             return True
         return False
 
-    with running(cluster, tmp_path, "too-early", "open-gate") as run:
-        run.check()  # Without a fault it would never show.
-        run.order("kill-commit")
-        wait_for(lambda: differs(run), "a step with another state than the undisturbed run's")
+    run = running(cluster, tmp_path, "too-early", "open-gate")
+    run.check()  # Without a fault it would never show.
+    run.order("kill-commit")
+    wait_for(lambda: differs(run), "a step with another state than the undisturbed run's")

@@ -11,8 +11,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Iterator
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,7 +22,7 @@ from elastic.testing.local_cluster import LocalCluster, start_of
 from tests.chaos.struck import PLACES, WORKERS, Run, assert_kept
 from tests.harness.chaos import check_logs
 from tests.harness.chaos_jobs import chaos_job, with_arguments
-from tests.harness.traces import Reference, compare, lines_of
+from tests.harness.traces import lines_of, reference_of
 from tests.patience import wait_for
 
 HANG_TIMEOUT_S = 3.0
@@ -34,23 +32,20 @@ PACE_S = 0.03
 
 
 @pytest.fixture(scope="module")
-def runs(cluster: LocalCluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Run]]:
+def runs(cluster: LocalCluster, tmp_path_factory: pytest.TempPathFactory) -> list[Run]:
     """Give the runs of this module; there is a second one only if a test has ended the first."""
-    with ExitStack() as stack:
-        directory = tmp_path_factory.mktemp("promise")
-        job = chaos_job("steps", "x", workers=1, directory=directory)
-        options = (*job.options, *OPTIONS)
-        reference = Reference(Path(job.spec.entry.target), options, directory / "reference")
-        found = [make_run(cluster, stack.enter_context(reference), directory / "0")]
-        yield found
+    return [make_run(cluster, tmp_path_factory.mktemp("promise"))]
 
 
-def make_run(cluster: LocalCluster, reference: Reference, directory: Path) -> Run:
+def make_run(cluster: LocalCluster, directory: Path) -> Run:
     """Describe a run in this folder."""
     (directory / "orders").mkdir(parents=True)
     job = chaos_job("steps", "promise", workers=WORKERS, directory=directory, save_every=5)
-    job = with_arguments(job, *OPTIONS, "--orders", str(directory / "orders"))
-    entry = replace(job.spec.entry, args=(*job.spec.entry.args, "--pace", str(PACE_S)))
+    job = with_arguments(job, *OPTIONS)
+    reference = reference_of(job.spec.entry.target, job.options)
+    # What is only for the run that is disturbed.
+    more = ("--orders", str(directory / "orders"), "--pace", str(PACE_S))
+    entry = replace(job.spec.entry, args=(*job.spec.entry.args, *more))
     spec = replace(job.spec, entry=entry, hang_timeout_s=HANG_TIMEOUT_S)
     return Run(cluster, replace(job, spec=spec), reference)
 
@@ -60,7 +55,7 @@ def run(runs: list[Run], cluster: LocalCluster, tmp_path: Path) -> Run:
     """Give a run with three workers that train, whatever the test before has left."""
     one = runs[-1]
     if not one.job_id or cluster.job(one.job_id).record.phase in ENDED:
-        one = make_run(cluster, one.reference, tmp_path / "run")
+        one = make_run(cluster, tmp_path / "run")
         one.job_id = cluster.submit(replace(one.job.spec, name=tmp_path.name))
         runs.append(one)
     one.full()
@@ -221,7 +216,7 @@ def test_a_stopped_job_is_resumed_by_its_run_and_ends_with_nothing_left(run: Run
     view = cluster.wait(run.job_id, lambda v: v.record.phase in ENDED and not v.workers, "its end")
     # It was saved where it ended: no step is done again.
     about = json.loads(view.record.checkpoints[-1].metrics)
-    assert about["steps"] == compare(run.job.trace, run.reference.line)
+    assert about["steps"] == run.reference.compare(run.job.trace)
     run.job_id = cluster.submit(replace(run.job.spec, name="resumed"))
     run.full()
     pids = {pid: start_of(pid) for pid in run.pids().values()}

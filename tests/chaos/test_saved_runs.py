@@ -26,7 +26,7 @@ def slow(*values: Any) -> Any:
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
+def eight(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
     """Give eight slots on one node."""
     directory = tmp_path_factory.mktemp("saved")
     with LocalCluster(nodes=1, workers_per_node=8, spares=8, directory=directory) as running:
@@ -47,34 +47,35 @@ def automatic(view: JobView) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def saved(cluster: LocalCluster, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def saved(eight: LocalCluster, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Give the directory of a run of four workers that was stopped in the middle of an epoch."""
     folder = tmp_path_factory.mktemp("four")
     job = job_of("four", folder / "job", workers=SAVED_AT, run_path=folder / "run")
-    job_id = cluster.submit(job.spec)
-    cluster.wait(job_id, lambda view: len(automatic(view)) > 1, "two checkpoints")
-    cluster.client.stop(job_id, "its checkpoints are all that is wanted")
-    cluster.wait(job_id, lambda view: not view.workers, "its processes' end")
+    job_id = eight.submit(job.spec)
+    eight.wait(job_id, lambda view: len(automatic(view)) > 1, "two checkpoints")
+    eight.client.stop(job_id, "its checkpoints are all that is wanted")
+    eight.wait(job_id, lambda view: not view.workers, "its processes' end")
     return folder / "run"
 
 
 @pytest.mark.parametrize(("model", "size"), [slow("mlp", 2), slow("cnn", 8), slow("gpt", 5)])
 def test_every_world_size_ends_with_the_same_bits(
-    cluster: LocalCluster, tmp_path: Path, model: str, size: int
+    eight: LocalCluster, tmp_path: Path, model: str, size: int
 ) -> None:
     # 1,000 samples in steps of 32: the last step of an epoch has 8, fewer than it has workers.
     job = chaos_job("steps", f"{model}-{size}", workers=size, directory=tmp_path)
     job = with_arguments(job, "--model", model, "--width", "32")
-    job_id = cluster.submit(replace(job.spec, min_workers=size))
+    job_id = eight.submit(replace(job.spec, min_workers=size))
     job.finish.touch()
-    view = cluster.wait(job_id, lambda v: v.record.phase in ENDED, "the end")
-    cluster.wait(job_id, lambda v: not v.workers, "its processes' end")
+    view = eight.wait(job_id, lambda v: v.record.phase in ENDED, "the end")
+    eight.wait(job_id, lambda v: not v.workers, "its processes' end")
     assert job.check(view)
 
 
-@pytest.mark.parametrize("workers", [1, slow(3), slow(8)])
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [1, 3, 8])
 def test_another_world_goes_on_to_the_same_bits(
-    cluster: LocalCluster, saved: Path, tmp_path: Path, workers: int
+    eight: LocalCluster, saved: Path, tmp_path: Path, workers: int
 ) -> None:
     run_path = tmp_path / "run"
     shutil.copytree(saved, run_path)
@@ -84,10 +85,10 @@ def test_another_world_goes_on_to_the_same_bits(
     job = job_of(f"on-{workers}", tmp_path / "job", workers=workers, run_path=run_path)
     shutil.copytree(saved.parent / "job" / "trace", job.trace)
     job.finish.touch()
-    job_id = cluster.submit(job.spec)
-    view = cluster.wait(job_id, lambda v: v.record.phase in ENDED, "the end")
+    job_id = eight.submit(job.spec)
+    view = eight.wait(job_id, lambda v: v.record.phase in ENDED, "the end")
     assert job.check(view)
-    cluster.wait(job_id, lambda v: not v.workers, "its processes' end")
+    eight.wait(job_id, lambda v: not v.workers, "its processes' end")
     # It has gone on, and not begun anew: its first own checkpoint is of a later step.
     steps = [int(one.about("steps")) for _, one in RunDirectory(str(run_path)).committed()]
     assert min(steps) > marker.about("steps") - 5

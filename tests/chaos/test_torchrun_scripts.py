@@ -136,6 +136,7 @@ def test_a_part_of_its_own_cluster_that_dies_ends_the_command_with_its_log(
     run.assert_nothing_is_left()
 
 
+@pytest.mark.slow
 def test_nodes_that_a_cluster_loses_are_outlived_within_nnodes(
     launched: Callable[..., Script], tmp_path: Path
 ) -> None:

@@ -8,6 +8,8 @@ import signal
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from elastic.core.config import TRACKERS_VARIABLE
 from elastic.core.world import ENDED
 from elastic.storage.metrics import Numbering
@@ -17,6 +19,7 @@ from tests.harness.chaos_jobs import chaos_job
 from tests.patience import wait_for
 
 
+@pytest.mark.slow
 def test_each_report_is_shown_once_though_rank_zero_dies(
     cluster: LocalCluster, tmp_path: Path
 ) -> None:

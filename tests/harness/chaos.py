@@ -33,6 +33,7 @@ from elastic.errors import ElasticError
 from elastic.testing.local_cluster import LocalCluster, start_of
 from tests.harness.breaking import Breaker
 from tests.harness.chaos_jobs import ChaosFailed, ChaosJob, Verdict, chaos_job
+from tests.harness.traces import end_references
 
 BURST_S = 0.3
 WEIGHTS = {
@@ -263,7 +264,10 @@ def run_faults(job_name: str, seed: int, faults: list[Fault], *, nodes: int = 3)
     with LocalCluster(nodes=nodes) as cluster:
         directory = Path(tempfile.mkdtemp(prefix="job-", dir=cluster.directory))
         job = chaos_job(job_name, f"chaos-{seed}", workers=nodes, directory=directory)
-        return Chaos(cluster, job).run(faults)
+        try:
+            return Chaos(cluster, job).run(faults)
+        finally:
+            end_references()
 
 
 def percentiles(seconds: list[float]) -> str:

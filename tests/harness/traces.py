@@ -8,13 +8,14 @@ travels with the next step, may be a step older: whoever knew it may be lost.
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from elastic.errors import ElasticError
@@ -23,8 +24,6 @@ Line = Mapping[str, Any]
 Place = tuple[int, int]
 """Epoch, and the step of it that comes next."""
 POLL_S = 0.02
-LEAD_MAX = 200
-"""Steps; an undisturbed run that is further ahead of what was asked for pauses."""
 
 
 class TraceDiffers(ElasticError):
@@ -107,73 +106,90 @@ def _all_to(last: Place, places: set[Place]) -> list[Place]:
 
 
 class Reference:
-    """The same script alone in a process, which goes on while others ask for its steps."""
+    """The same script alone in a process, which trains only as far as its steps are asked for."""
 
     def __init__(self, script: Path, options: Sequence[str], directory: Path) -> None:
-        """Describe the run.
+        """Describe the run; the process starts with the first question.
 
         Args:
             script: takes `--epochs` and `--trace`.
             options: its other arguments.
-            directory: for its trace and output.
+            directory: for its trace and output; must exist.
         """
-        self._directory = directory
+        self.directory = directory
         self._command = [
             *("env", "OMP_NUM_THREADS=1", sys.executable, str(script), *options),
             *("--epochs", "1000000", "--trace", str(directory)),
         ]
         self._process: subprocess.Popen[bytes] | None = None
         self._lines: dict[Place, Line] = {}
-        self._asked: set[Place] = set()
         self._read_bytes = 0
-        self._is_paused = False
 
-    def __enter__(self) -> Reference:
-        """Start it."""
-        self._directory.mkdir(parents=True, exist_ok=True)
-        with (self._directory / "log").open("wb") as log:
-            self._process = subprocess.Popen(
-                self._command, stdin=subprocess.DEVNULL, stdout=log, stderr=log
-            )
-        return self
+    def compare(self, directory: Path) -> int:
+        """Compare a disturbed run with this one; see `compare`."""
+        try:
+            return compare(directory, self._line)
+        finally:
+            self._signal(signal.SIGSTOP)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """End it."""
+    def end(self) -> None:
+        """End the process."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
+            self._process = None
 
-    def line(self, place: Place) -> Line:
+    def _line(self, place: Place) -> Line:
         """Return the line of a step, once the run has come to it."""
-        self._asked.add(place)
+        if self._process is None:
+            with (self.directory / "log").open("wb") as log:
+                self._process = subprocess.Popen(
+                    self._command, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+                )
+        if place not in self._lines:
+            self._signal(signal.SIGCONT)
         while place not in self._lines:
-            self._pause(False)
-            is_over = self._process is None or self._process.poll() is not None
+            is_over = self._process.poll() is not None
             self._read_on()
             if is_over and place not in self._lines:
-                log = (self._directory / "log").read_text()
-                raise TraceDiffers(f"the undisturbed run has no step {place}: {log[-2000:]}")
+                log_text = (self.directory / "log").read_text()
+                raise TraceDiffers(f"the undisturbed run has no step {place}: {log_text[-2000:]}")
             time.sleep(POLL_S)
-        self._pause(len(self._lines) - len(self._asked) > LEAD_MAX)
         return self._lines[place]
 
-    def _pause(self, is_paused: bool) -> None:
-        """Leave the processor to those who are compared with this run, or go on."""
-        if self._process is not None and self._is_paused is not is_paused:
-            self._process.send_signal(signal.SIGSTOP if is_paused else signal.SIGCONT)
-            self._is_paused = is_paused
+    def _signal(self, number: int) -> None:
+        if self._process is not None:
+            self._process.send_signal(number)
 
     def _read_on(self) -> None:
-        """Take what was written since the last look; all of it again would slow the run down."""
-        for path in self._directory.glob("*.jsonl"):
+        """Read what was written since the last time; reading all of it again would be slow."""
+        for path in self.directory.glob("*.jsonl"):
             with path.open("rb") as file:
                 file.seek(self._read_bytes)
                 text = file.read()
             text = text[: text.rfind(b"\n") + 1]
             self._read_bytes += len(text)
             self._lines |= {place_of(line): line for line in map(json.loads, text.splitlines())}
+
+
+_references: dict[tuple[str, tuple[str, ...]], Reference] = {}
+
+
+def reference_of(script: str | Path, options: Sequence[str]) -> Reference:
+    """Return the undisturbed run of a script with these options; one for all who compare with it.
+
+    Starting it takes seconds, most of them imports; `end_references` ends it.
+    """
+    key = (str(script), tuple(options))
+    if key not in _references:
+        directory = Path(tempfile.mkdtemp(prefix="undisturbed-"))
+        _references[key] = Reference(Path(script), options, directory)
+    return _references[key]
+
+
+def end_references() -> None:
+    """End all undisturbed runs, and remove their files."""
+    while _references:
+        _, reference = _references.popitem()
+        reference.end()
+        shutil.rmtree(reference.directory, ignore_errors=True)
