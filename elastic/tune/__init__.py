@@ -1,7 +1,7 @@
-"""Hyperparameter search, shaped like ray.tune: a trial is a job in the queue that exists.
+"""Hyperparameter search with the API of ray.tune; each trial is a job in the cluster's queue.
 
-Names only; each is loaded when it is first used, so that importing this package loads neither
-torch nor grpc.
+This module has names only. Each is loaded on first use, so that importing this package loads
+neither torch nor grpc.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ _NOT_HERE = {
     "JupyterNotebookReporter": "the table is shown by itself; RunConfig(verbose=0) hides it",
     "ExperimentAnalysis": "tune.Tuner.restore(path, trainable).get_results()",
 }
-"""What Ray has and this has not -> what to do instead."""
+"""Names of ray.tune that are missing here -> what to use instead."""
 __all__ = [
     "Callback",
     "Checkpoint",

@@ -1,4 +1,4 @@
-"""Callbacks of a study, under Ray Tune's names; called in the driver."""
+"""Callbacks of a study, with Ray Tune's names; they run in the driver."""
 
 from __future__ import annotations
 
@@ -10,43 +10,43 @@ if TYPE_CHECKING:
 
 
 class Callback:
-    """The base of one's own: pass it as `RunConfig(callbacks=[...])` of the tuner.
+    """Base class of callbacks: pass instances as `RunConfig(callbacks=[...])` of the tuner.
 
-    A trial is a `elastic.core.study.Trial`: number, name, config, reports, state. What a callback
-    raises ends the study.
+    A trial is a `elastic.core.study.Trial`: number, name, config, reports, state. An exception of
+    a callback ends the study.
     """
 
     def setup(self, **info: Any) -> None:
-        """Hear of the beginning."""
+        """Run before the first trial is proposed."""
 
     def on_trial_start(self, iteration: int, trials: Sequence[Trial], trial: Trial) -> None:
-        """Hear that a trial's job was submitted."""
+        """Run after a trial's job was submitted."""
 
     def on_trial_result(
         self, iteration: int, trials: Sequence[Trial], trial: Trial, result: dict[str, Any]
     ) -> None:
-        """Hear of a report."""
+        """Run on each report of a trial."""
 
     def on_trial_complete(self, iteration: int, trials: Sequence[Trial], trial: Trial) -> None:
-        """Hear that a trial has ended, or was stopped."""
+        """Run after a trial has ended or was stopped."""
 
     def on_trial_error(self, iteration: int, trials: Sequence[Trial], trial: Trial) -> None:
-        """Hear that a trial has failed."""
+        """Run after a trial has failed."""
 
     def on_experiment_end(self, trials: Sequence[Trial]) -> None:
-        """Hear of the end."""
+        """Run after all trials have ended."""
 
 
 class Callbacks:
-    """All callbacks of a study; those that lack a method do not hear of it."""
+    """All callbacks of a study; one that lacks a method is skipped for that event."""
 
     def __init__(self, callbacks: Sequence[Any]) -> None:
-        """Tell these."""
+        """Keep the callbacks that have methods for trials."""
         self._callbacks = [one for one in callbacks if is_for_trials(one)]
         self._count = 0
 
     def tell(self, what: str, **named: Any) -> None:
-        """Call a method of all."""
+        """Call the method `what` of all callbacks; counts those of trials as `iteration`."""
         if what.startswith("on_trial"):
             self._count += 1
             named["iteration"] = self._count
@@ -57,5 +57,5 @@ class Callbacks:
 
 
 def is_for_trials(callback: Any) -> bool:
-    """Return whether a callback hears of trials."""
+    """Return whether a callback has methods for trials."""
     return any(hasattr(callback, name) for name in ("on_trial_result", "on_trial_complete"))

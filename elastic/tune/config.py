@@ -1,4 +1,4 @@
-"""How a study is run: Ray Tune's `TuneConfig`, frozen and checked at once."""
+"""Ray Tune's `TuneConfig`: how a study runs; frozen, and validated when it is constructed."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ from elastic.tune.search import Searcher, check_searcher
 
 @dataclass(frozen=True)
 class TuneConfig:
-    """What is optimized, and how.
+    """The objective, search and limits of a study.
 
     Attributes:
-        metric: the reported number that trials are compared by; None if they are not.
-        mode: "min" or "max" is better.
-        search_alg: who proposes configs; None for grids and at random.
-        scheduler: who stops trials early; None for nobody.
-        num_samples: trials, or, with grids, times that each combination is tried; -1 without end.
-        max_concurrent_trials: so many at once; None for as many as the cluster has room for.
-        time_budget_s: after so many seconds all trials are stopped.
-        trial_name_creator: returns what people read in place of a trial's name.
-        seed: of what is drawn at random; None draws one, which the log keeps.
-        reuse_actors, chdir_to_trial_dir, trial_dirname_creator: of Ray, without effect.
+        metric: the reported number that trials are compared by; None to not compare them.
+        mode: "min" or "max": which values of the metric are better.
+        search_alg: proposes configs; None for grid and random search.
+        scheduler: stops trials early; None to run all to their end.
+        num_samples: number of trials; with grids, of trials per combination; -1 for no limit.
+        max_concurrent_trials: limit of running trials; None for as many as the cluster has room
+            for.
+        time_budget_s: seconds after which all trials are stopped.
+        trial_name_creator: returns the name that is displayed for a trial.
+        seed: of all random draws; None draws a seed, which the study's log records.
+        reuse_actors, chdir_to_trial_dir, trial_dirname_creator: accepted as in Ray, no effect.
     """
 
     metric: str | None = None
@@ -43,7 +44,7 @@ class TuneConfig:
     trial_dirname_creator: Callable[[Trial], str] | None = None
 
     def __post_init__(self) -> None:
-        """Refuse what cannot work."""
+        """Raise ConfigError for values that are not valid."""
         if self.mode not in (None, "min", "max"):
             raise ConfigError(f"TuneConfig: mode={self.mode!r}: expected 'min' or 'max'")
         if self.metric is not None and not isinstance(self.metric, str):

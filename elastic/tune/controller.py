@@ -1,8 +1,8 @@
-"""The driver of a study: proposes trials, submits them as jobs, hears of them, and decides.
+"""The driver of a study: proposes trials, submits them as jobs, reads reports, and decides.
 
-Rule: a line of the log is written before what it says is done. What was done and not written, or
-written and not done, is found by whoever goes on (`recover`): jobs have names and ids that the log
-knows, and a report that is read again has the number that it had.
+Rule: the log is a write-ahead log: an action is logged before it is carried out. After a crash,
+the next driver finds logged actions that were not carried out (`_recover`): the log has the names
+and ids of all jobs, and a report that is read again gets the same number.
 """
 
 from __future__ import annotations
@@ -47,24 +47,24 @@ if TYPE_CHECKING:
 
 TICK_S = 0.25
 POLL_S = 2.0
-"""How often the cluster is asked for its nodes, and storage for a wish to stop."""
+"""Seconds between polls of the cluster for its nodes and of storage for a stop request."""
 SAME_FAILURES_MAX = 10
-"""So many trials that fail alike, before any has reported, end the study."""
+"""The study ends after so many trials with the same failure, if none has reported yet."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What a study is run by.
+    """The components and limits that a study runs with.
 
     Attributes:
         recipe: makes the trainer of a trial.
-        search, scheduler, stopper, callbacks: bound to the study's metric already.
-        max_concurrent: so many trials at once; 0 for as many as there is room for.
-        num_samples: of searchers that do not end by themselves; -1 without end.
-        time_budget_s: None for none.
-        label: returns what people read in place of a trial's name.
+        search, scheduler, stopper, callbacks: already bound to the study's metric.
+        max_concurrent: limit of running trials; 0 for as many as the cluster has room for.
+        num_samples: limit for searchers that never end by themselves; -1 for no limit.
+        time_budget_s: None for no limit.
+        label: returns the name that is displayed for a trial.
         fail_fast: the first trial that fails ends the study.
-        is_quiet: show nothing.
+        is_quiet: print nothing.
     """
 
     recipe: Recipe
@@ -86,7 +86,7 @@ class Controller:
     def __init__(
         self, log: StudyLog, plan: Plan, client: Client, cluster: ClusterConnection
     ) -> None:
-        """Prepare; see `run`."""
+        """Start nothing yet; see `run`."""
         self._log = log
         self._plan = plan
         self._client = client
@@ -104,16 +104,16 @@ class Controller:
 
     @property
     def study(self) -> Study:
-        """Return what the log says so far."""
+        """Return the study's state, as replayed from the log."""
         return self._log.study
 
     def run(self) -> None:
-        """Propose, run and judge trials until none is left.
+        """Propose, run and judge trials until the study is done.
 
         Raises:
-            KeyboardInterrupt: Ctrl-C: all trials were stopped, saved where they can be.
-            UsageError: what the trials report, or how they are to run, makes no sense.
-            ElasticError: the cluster does not answer, or storage takes no more lines.
+            KeyboardInterrupt: Ctrl-C: all trials were stopped; those that can were saved first.
+            UsageError: the trials' reports or their resources are not usable.
+            ElasticError: the cluster does not reply, or the log cannot be written.
         """
         with CtrlC() as ctrl_c, self._view:
             try:
@@ -146,17 +146,17 @@ class Controller:
             )
 
     def _abandon(self) -> None:
-        """Stop what runs: whatever went wrong will be told, and nobody is left to judge trials."""
+        """Stop all jobs after an error: without this driver no process judges their trials."""
         for trial in self.study.trials:
             if trial.attempts and not trial.is_over:
                 with contextlib.suppress(ElasticError):
                     self._client.stop(trial.attempt.job_id, "its study ended", now=True)
                     self._log.add({"e": "left", "trial": trial.number})
 
-    # ------------------------------------------------------------------------- coming back
+    # ---------------------------------------------------------------------------- recovery
 
     def _recover(self) -> None:
-        """Tell the search what it was told, and find the jobs that there are."""
+        """Replay the log into the search and the stopper, and find the jobs that still exist."""
         for kind, number in self.study.order:
             trial = self.study.trials[number]
             if kind == "proposed":
@@ -179,7 +179,11 @@ class Controller:
                 self._log.add({"e": "left", "trial": trial.number})
 
     def _find(self, trial: Trial) -> bool:
-        """Follow a trial's job if the cluster knows it, and do what was decided of it."""
+        """Follow a trial's job if it exists, and repeat the last decision about it.
+
+        Returns:
+            False if the cluster has no such job.
+        """
         if not trial.attempt.job_id:
             return False
         try:
@@ -206,7 +210,7 @@ class Controller:
         return not live and (self.study.is_exhausted or bool(self._stop_reason))
 
     def _fill(self) -> None:
-        """Start trials while there is room for more."""
+        """Start pending and new trials while the limit of running trials allows."""
         if self._stop_reason:
             for trial in () if self._is_leaving else self.study.trials:
                 if not trial.is_over and trial.number not in self._following:
@@ -228,7 +232,7 @@ class Controller:
         return sum(t.state is TrialState.RUNNING for t in self.study.trials) < limit
 
     def _propose(self) -> Trial | None:
-        """Ask the search for a trial; None if there is none now."""
+        """Request a config from the search and log it as a trial; None if it has none now."""
         number, samples = len(self.study.trials), self._plan.num_samples
         name = f"{self.study.settings['name']}_{number:05d}"
         try:
@@ -254,7 +258,7 @@ class Controller:
         return self.study.trials[number]
 
     def _start(self, trial: Trial) -> None:
-        """Submit a trial's job, in the run directory that it has by now."""
+        """Submit a trial's job, in the run directory of its newest attempt."""
         known = trial.attempts[-1] if trial.attempts else TrialAttempt("", trial.name)
         config = from_log(trial.config, trial.pickled)
         trainer = self._plan.recipe.trainer(known.run, config, known.resume_from)
@@ -277,7 +281,7 @@ class Controller:
         self._plan.callbacks.tell("on_trial_start", trials=self.study.trials, trial=trial)
 
     def _check(self, trial: Trial, spec: JobSpec) -> None:
-        """Refuse what would wait for ever."""
+        """Raise UsageError for a job that an embedded cluster can never place."""
         if self._cluster.is_embedded:
             try:
                 check_fits(spec, [view.node for view in self._nodes])
@@ -297,10 +301,10 @@ class Controller:
             run,
         )
 
-    # --------------------------------------------------------------------------- what comes
+    # -------------------------------------------------------------------------------- events
 
     def _receive(self) -> None:
-        """Wait for something to happen, and take it all."""
+        """Wait up to TICK_S for events of jobs, and handle all that are queued."""
         came: list[tuple[int, str, Any]] = []
         with contextlib.suppress(queue.Empty):
             came.append(self._events.get(timeout=TICK_S))
@@ -311,7 +315,7 @@ class Controller:
         for number, job_id, event in came:
             trial = self.study.trials[number]
             if number not in self._following or job_id != trial.attempt.job_id:
-                continue  # Of an attempt before.
+                continue  # Of an earlier attempt.
             if isinstance(event, Exception):
                 raise event
             touched.add(number)
@@ -320,7 +324,7 @@ class Controller:
                 self._view.workers[number] = f"{world_size(event)} of {event.record.bounds[1]}"
                 if event.record.phase in ENDED:
                     ended[number] = event
-        # Each report is noted, but not always after it has come to storage.
+        # An event may arrive before its report is in storage. Local storage is cheap to poll.
         self._read(set(self._following) if self._log.files.is_local else touched)
         for number, view in ended.items():
             trial = self.study.trials[number]
@@ -328,7 +332,7 @@ class Controller:
                 self._take_end(trial, view)
 
     def _read(self, numbers: set[int], *, is_over: bool = False) -> None:
-        """Take the new reports of some trials, in the order in which they were made."""
+        """Handle the new reports of some trials, in the order in which they were made."""
         rows = []
         for number in numbers & set(self._following):
             trial = self.study.trials[number]
@@ -340,7 +344,7 @@ class Controller:
         for unix_ns, number, _, row in rows:
             trial = self.study.trials[number]
             if trial.verdict or len(trial.attempts) != attempts[number]:
-                continue  # It was decided by a report before this one.
+                continue  # An earlier report already led to a decision.
             place = self._following[number].numbering.take(row)
             if place > trial.iteration:
                 self._take_report(trial, place, row, unix_ns)
@@ -376,7 +380,7 @@ class Controller:
         return f"stop criterion met at report {metrics[ITERATION]}"
 
     def _check_metric(self, trial: Trial, metrics: Mapping[str, Any]) -> None:
-        """Say at once that the metric is not there, or is no number.
+        """Raise if a trial lacks the metric; warn if it has become NaN.
 
         Raises:
             UsageError: a trial has never reported the metric that trials are compared by.
@@ -400,7 +404,7 @@ class Controller:
     def _reported(
         self, trial: Trial, number: int, metrics: Mapping[str, Any], seconds: float
     ) -> dict[str, Any]:
-        """Return a report as users know it."""
+        """Return a report in the form that stoppers, searchers and callbacks receive."""
         return {
             **as_reported(metrics),
             ITERATION: number,
@@ -409,7 +413,7 @@ class Controller:
             "config": from_log(trial.config, trial.pickled),
         }
 
-    # -------------------------------------------------------------------------- what is done
+    # ------------------------------------------------------------------------------- actions
 
     def _carry_out(self, trial: Trial, decision: Decision[TrialDecision]) -> None:
         verdict, number = decision.value, trial.number
@@ -434,9 +438,9 @@ class Controller:
             self._ask(self._client.pause, trial)
 
     def _exploit(self, trial: Trial, event: dict[str, Any], donor: Trial) -> None:
-        """Let a trial go on from another one's newest checkpoint, with a config of its own."""
+        """Continue a trial from another trial's newest checkpoint, with a mutated config."""
         config = self._plan.scheduler.explore(trial, from_log(donor.config, donor.pickled))
-        # Copied: the donor trains on, and may delete it.
+        # Copied: the donor keeps training, and may delete its checkpoint.
         run, old = next_run(trial), trial.attempt
         target = self._log.files.folder(f"{TAKEN}/{run}").path
         taken = take_newest(self._log.files.folder(donor.attempt.run).path, target)
@@ -452,7 +456,7 @@ class Controller:
         self._start(trial)
 
     def _leave(self, attempt: TrialAttempt) -> None:
-        """Stop the job of a run that its trial has left for another one."""
+        """Stop the job of a run that its trial has replaced by another run."""
         reason = "its trial goes on from another one's checkpoint"
         with contextlib.suppress(Refused, NotFound):
             self._client.stop(attempt.job_id, reason, now=True)
@@ -460,7 +464,7 @@ class Controller:
         note_end(run_path, attempt.job_id, JobPhase.STOPPED, reason)
 
     def _halt(self, trial: Trial, reason: str) -> None:
-        """Stop a trial's job; its end comes as that of any other."""
+        """Stop a trial's job; its end is handled as an event, as for any other job."""
         if trial.number not in self._following:
             self._end(trial, TrialState.STOPPED, reason)
             return
@@ -468,12 +472,12 @@ class Controller:
             self._client.stop(trial.attempt.job_id, reason)
 
     def _ask(self, what: Callable[[str], None], trial: Trial) -> None:
-        """Have a job paused or resumed; one that has ended meanwhile will tell."""
+        """Request a pause or resume; if the job has ended, its end comes as an event."""
         with contextlib.suppress(Refused, NotFound):
             what(trial.attempt.job_id)
 
     def _settle(self) -> None:
-        """Let trials that wait go on, or end."""
+        """Apply the scheduler's decisions about paused trials."""
         if self._stop_reason or not any(t.state is TrialState.PAUSED for t in self.study.trials):
             return
         for number, decision in self._plan.scheduler.settle(self.study):
@@ -488,7 +492,7 @@ class Controller:
                 self._start(trial)
 
     def _stop_all(self, reason: str) -> None:
-        """Stop every trial, and propose no more."""
+        """Stop every followed trial, and propose no more."""
         self._stop_reason = reason
         for trial in self.study.trials:
             if not trial.is_over and trial.number in self._following:
@@ -502,7 +506,7 @@ class Controller:
         path = self._log.files.folder(trial.attempt.run).path
         self._read({trial.number}, is_over=True)
         if trial.attempt.job_id != record.spec.job_id:
-            return  # Its last report let it go on from another one's checkpoint.
+            return  # After its last report, the trial continues in another run.
         phase, reason, error = record.phase, record.reason, None
         state = TrialState(phase.value)
         if trial.verdict:
@@ -573,10 +577,10 @@ class Controller:
         is_error = trial.state is TrialState.FAILED
         self._plan.search.on_trial_complete(trial.name, result, is_error)
 
-    # -------------------------------------------------------------------------- now and then
+    # ---------------------------------------------------------------------------- periodically
 
     def _check_all(self) -> None:
-        """Count the nodes, and see whether somebody wants the study to stop."""
+        """Count the nodes, and check for a stop request and the time budget."""
         now = time.monotonic()
         budget = self._plan.time_budget_s
         if budget is not None and now - self._since > budget and not self._stop_reason:
@@ -590,7 +594,7 @@ class Controller:
             self._stop_all(f"stopped by a user: {reason}")
 
     def _count_room(self) -> None:
-        """Count how many trials the cluster has room for, by what the newest one takes."""
+        """Count how many trials the cluster has room for, by the newest trial's resources."""
         if self.study.trials:
             trial = self.study.trials[-1]
             config = from_log(trial.config, trial.pickled)

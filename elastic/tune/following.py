@@ -1,7 +1,7 @@
-"""What the driver hears of a trial's job: its reports from storage, its state from the coordinator.
+"""Follows a trial's job: reads its reports from storage, its state from the coordinator.
 
-Rule: reports are read from the run directory, where every one of them is, in order. That something
-has happened comes from the coordinator, which may be away meanwhile: nothing is lost by that.
+Rule: reports are read from the run directory, which has all of them, in order. The coordinator
+sends only events that something has changed, so no report is lost while it is unreachable.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ if TYPE_CHECKING:
 
 
 Events = queue.SimpleQueue[tuple[int, str, Any]]
-"""Number of a trial, id of its job, and a view, None for something else, or an error."""
+"""(trial number, job id, event); the event is a JobView, None for other events, or an error."""
 
 
 class Watch:
-    """Follows one job in a thread of its own, and puts what happens into a queue."""
+    """Follows one job in a thread, and puts its events into a queue."""
 
     def __init__(self, client: Client, trial: Trial, events: Events) -> None:
-        """Begin to follow a trial's present job.
+        """Start to follow a trial's current job.
 
         Args:
-            client: of its cluster.
-            trial: which one.
-            events: where to.
+            client: of the trial's cluster.
+            trial: the trial.
+            events: the queue that receives the events.
         """
         self._key = (trial.number, trial.attempt.job_id)
         self._events = events
@@ -42,25 +42,25 @@ class Watch:
         self._thread.start()
 
     def close(self) -> None:
-        """End it."""
+        """Close the stream, which ends the thread."""
         self._stream.close()
 
     def _run(self) -> None:
         try:
             for event in self._stream:
                 self._events.put((*self._key, event if isinstance(event, JobView) else None))
-        except Exception as error:  # Raised by whoever reads the queue.
+        except Exception as error:  # Raised where the queue is read.
             self._events.put((*self._key, error))
 
 
 @dataclass
 class Following:
-    """What the driver knows of a trial's present job beside the log.
+    """The driver's state of a trial's current job that is not in the log.
 
     Attributes:
-        run: its run directory.
-        waiting: rows that were read and do not count yet: see `ready`.
-        view: newest one, None before the first.
+        run: the job's run directory.
+        waiting: rows that were read and do not count yet; see `ready`.
+        view: the newest view, None before the first.
     """
 
     watch: Watch
@@ -71,11 +71,11 @@ class Following:
     view: JobView | None = None
 
     def ready(self, *, is_over: bool) -> list[dict[str, Any]]:
-        """Return the rows that count from now on.
+        """Return the waiting rows that count now.
 
-        One that came with a checkpoint counts once that is committed: who is stopped because of
-        the report is to leave its checkpoint behind. Where a later row is there, or nothing more
-        can come, it is not waited for.
+        The last row, if it has a checkpoint, counts once that is committed: a trial that is
+        stopped because of the report must keep the checkpoint. There is no such wait if a later
+        row exists or the job is over.
         """
         self.waiting += self.reader.read()
         ready = self.waiting

@@ -1,7 +1,7 @@
-"""What a study left behind: a result for each trial, by what its log says.
+"""The results of a study: one per trial, from the study's log.
 
-Rule: a report counts if it is in the log. Those that a trial made after it was to be stopped do
-not, nor do checkpoints that came with them.
+Rule: a report counts if it is in the log. Reports that a trial made after the decision to stop it
+do not count, nor do their checkpoints.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class ResultGrid:
     """The results of all trials, in the order in which they were proposed."""
 
     def __init__(self, log: StudyLog) -> None:
-        """Read nothing but the log yet.
+        """Use a study's log; the trials' directories are read on demand.
 
         Args:
-            log: of the study.
+            log: the study's log.
         """
         self._files, self._study = log.files, log.study
 
@@ -41,7 +41,7 @@ class ResultGrid:
 
     @property
     def filesystem(self) -> Any:
-        """Return the fsspec file system that it is in."""
+        """Return the fsspec file system of the study's directory."""
         return self._files.fs
 
     def __len__(self) -> int:
@@ -58,7 +58,7 @@ class ResultGrid:
 
     @property
     def errors(self) -> list[ElasticError]:
-        """Return why trials failed."""
+        """Return the errors of failed trials."""
         return [e for trial in self._study.trials if (e := _error_of(trial)) is not None]
 
     @property
@@ -68,7 +68,7 @@ class ResultGrid:
 
     @property
     def num_terminated(self) -> int:
-        """Return how many trials have ended without failing, those that were stopped among them."""
+        """Return how many trials have ended without failing, including stopped ones."""
         return sum(t.is_over and t.state is not TrialState.FAILED for t in self._study.trials)
 
     def get_best_result(
@@ -83,12 +83,13 @@ class ResultGrid:
         Args:
             metric: by default that of `TuneConfig`.
             mode: "min" or "max", by default that of `TuneConfig`.
-            scope: "last": by each trial's last report; "all": by its best one; "avg": by the mean;
-                "last-5-avg", "last-10-avg": by that of its last reports.
-            filter_nan_and_inf: values that are not finite do not count.
+            scope: the value by which trials are compared. "last": the last report; "all": the
+                best report; "avg": the mean of all; "last-5-avg", "last-10-avg": the mean of the
+                last 5 or 10.
+            filter_nan_and_inf: ignore values that are not finite.
 
         Raises:
-            UsageError: there is no metric, or no trial has reported it.
+            UsageError: no metric is set, or no trial has reported it.
         """
         metric, mode = self._objective("get_best_result", metric, mode)
         sign = -1.0 if mode == "min" else 1.0
@@ -116,7 +117,7 @@ class ResultGrid:
         """Return a pandas DataFrame with a row for each trial.
 
         Args:
-            filter_metric: take the report where this is best, in place of the last one.
+            filter_metric: use the report where this is best, instead of the last one.
             filter_mode: "min" or "max", with `filter_metric`.
 
         Raises:
@@ -152,7 +153,7 @@ class ResultGrid:
     def as_optuna_study(self) -> Any:
         """Return an Optuna study of these trials, for `optuna.visualization` and its dashboard.
 
-        Bounds are those of what was tried; values that are no numbers are categories.
+        Bounds are those of the values that were tried; other values than numbers are categories.
 
         Raises:
             UsageError: Optuna is not installed, or the study has no metric.
@@ -179,7 +180,7 @@ class ResultGrid:
     def _result(self, trial: Trial) -> Result:
         path, error, config = self._run_path(trial), _error_of(trial), _config(trial)
         known = committed_in(path) if trial.attempts else ()
-        # A generation's reports are in order, and so are generations.
+        # Reports are ordered by generation, and within it.
         last = trial.reports[-1].place if trial.reports else (0, -1)
         counting = tuple(
             record

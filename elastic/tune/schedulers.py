@@ -1,7 +1,7 @@
-"""Schedulers under Ray Tune's names: which trials go on, by the core's policies.
+"""Schedulers with Ray Tune's names: decide which trials continue, by the core's policies.
 
-Rule: a scheduler holds configuration only. What it looks at is the study, so that a driver that
-was killed decides as it would have done.
+Rule: a scheduler holds configuration only. Its decisions depend only on the study, so that a
+restarted driver decides as the killed one would have done.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ class TrialScheduler:
     """Judges trials by their reports.
 
     Attributes:
-        metric, mode: what is compared; None for that of `TuneConfig`.
-        time_attr: the metric that says how far a trial is: a number that grows.
+        metric, mode: the metric that is compared; None for that of `TuneConfig`.
+        time_attr: the metric that measures a trial's progress: a number that increases.
     """
 
     needs_checkpoints = False
-    """Trials that do not report checkpoints begin anew where they are to go on."""
+    """Whether trials need checkpoints to continue; without them they start from the beginning."""
     compares_curves = False
-    """It looks at all reports of other trials, not only at what is remembered of their rungs."""
+    """Whether it reads all reports of other trials, not only their values at rungs."""
 
     def __init__(
         self, time_attr: str = ITERATION, metric: str | None = None, mode: str | None = None
@@ -46,7 +46,7 @@ class TrialScheduler:
         self.time_attr, self.metric, self.mode = time_attr, metric, mode
 
     def bind(self, metric: str, mode: str, seed: int) -> None:
-        """Take what the tuner has been given; "" for nothing.
+        """Receive the tuner's metric and mode, "" if not set, and the study's seed.
 
         Raises:
             ConfigError: there is no metric at all, or two different ones.
@@ -66,7 +66,7 @@ class TrialScheduler:
 
     @property
     def sign(self) -> float:
-        """Return what turns values so that greater is better."""
+        """Return the factor that makes greater values better: -1 for mode "min"."""
         return -1.0 if self.mode == "min" else 1.0
 
     def judge(self, study: Study, trial: Trial) -> Decision[TrialDecision]:
@@ -74,11 +74,11 @@ class TrialScheduler:
         return Decision(GO_ON, "")
 
     def settle(self, study: Study) -> list[tuple[int, Decision[TrialDecision]]]:
-        """Return what becomes of trials that wait, by their numbers."""
+        """Return decisions about paused trials, as (trial number, decision)."""
         return []
 
     def explore(self, trial: Trial, donor: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the config with which a trial goes on from its donor's checkpoint."""
+        """Return the config with which a trial continues from its donor's checkpoint."""
         return dict(donor)
 
     def _seen(self, trial: Trial, *, with_curve: bool = True) -> TrialProgress:
@@ -106,7 +106,11 @@ class TrialScheduler:
         trial: Trial,
         judge: Callable[[TrialProgress, Sequence[TrialProgress]], Decision[TrialDecision]],
     ) -> Decision[TrialDecision]:
-        """Judge by a policy; a report without the time or the metric is passed over."""
+        """Judge by a policy; a report without the metric changes nothing.
+
+        Raises:
+            ConfigError: the report lacks the time_attr.
+        """
         newest = trial.reports[-1]
         if number_of(self._at(newest.metrics, newest.number)) is None:
             raise ConfigError(
@@ -127,11 +131,11 @@ class FIFOScheduler(TrialScheduler):
     """Every trial runs to its end."""
 
     def bind(self, metric: str, mode: str, seed: int) -> None:
-        """Take what the tuner has been given; it needs none."""
+        """Do nothing: no metric is needed."""
 
 
 class AsyncHyperBandScheduler(TrialScheduler):
-    """ASHA: at each rung the best part of the trials that came so far goes on; see `Asha`."""
+    """ASHA: at each rung, the best fraction of the trials that reached it continues; see `Asha`."""
 
     def __init__(
         self,
@@ -148,13 +152,13 @@ class AsyncHyperBandScheduler(TrialScheduler):
 
         Args:
             time_attr: see `TrialScheduler`.
-            metric: what is compared.
+            metric: the metric that is compared.
             mode: "min" or "max" is better.
-            max_t: a trial that has got so far has ended.
-            grace_period: the first rung; nobody is stopped before.
-            reduction_factor: of so many one goes on.
-            brackets: so many groups of trials, each of which begins a rung later.
-            stop_last_trials: False: a trial that reaches max_t runs on.
+            max_t: progress at which a trial ends.
+            grace_period: the first rung; no trial is stopped before it.
+            reduction_factor: one of so many trials continues at each rung.
+            brackets: number of groups of trials; each starts its rungs one later than the last.
+            stop_last_trials: False: a trial that reaches max_t keeps running.
         """
         super().__init__(time_attr, metric, mode)
         _expect(self, "grace_period", grace_period, grace_period >= 1, "at least 1")
@@ -176,7 +180,7 @@ ASHAScheduler = AsyncHyperBandScheduler
 
 
 class MedianStoppingRule(TrialScheduler):
-    """Stops a trial whose best is behind the median of those that ran to their end; `Median`."""
+    """Stops a trial whose best is worse than the median of completed trials; see `Median`."""
 
     compares_curves = True
 
@@ -194,12 +198,12 @@ class MedianStoppingRule(TrialScheduler):
 
         Args:
             time_attr: see `TrialScheduler`.
-            metric: what is compared.
+            metric: the metric that is compared.
             mode: "min" or "max" is better.
-            grace_period: nobody is stopped before.
-            min_samples_required: nor before so many trials have ended.
-            min_time_slice: of Ray, where trials take turns; without effect.
-            hard_stop: True only: trials are stopped, not paused.
+            grace_period: no trial is stopped before this progress,
+            min_samples_required: nor before so many trials have completed.
+            min_time_slice: accepted as in Ray, where trials take turns; no effect.
+            hard_stop: only True is supported: trials are stopped, not paused.
         """
         super().__init__(time_attr, metric, mode)
         _expect(self, "hard_stop", hard_stop, bool(hard_stop), "True")
@@ -236,14 +240,14 @@ class HyperBandScheduler(TrialScheduler):
         return self._judged(study, trial, HyperBand(*self._sizes, sign=self.sign).judge)
 
     def settle(self, study: Study) -> list[tuple[int, Decision[TrialDecision]]]:
-        """Return what becomes of trials that wait."""
+        """Return decisions about paused trials."""
         policy = HyperBand(*self._sizes, sign=self.sign)
         seen = [self._seen(trial, with_curve=False) for trial in study.trials]
         return policy.settle(seen, is_exhausted=study.is_exhausted)
 
 
 class PopulationBasedTraining(TrialScheduler):
-    """The worst trials go on from the best ones' checkpoints with another config; see `Pbt`."""
+    """The worst trials continue from checkpoints of the best with a mutated config; see `Pbt`."""
 
     needs_checkpoints = True
 
@@ -267,18 +271,18 @@ class PopulationBasedTraining(TrialScheduler):
 
         Args:
             time_attr: see `TrialScheduler`.
-            metric: what is compared.
+            metric: the metric that is compared.
             mode: "min" or "max" is better.
-            perturbation_interval: between two comparisons of a trial.
-            burn_in_period: no comparison before.
-            hyperparam_mutations: key -> a domain, a list or a function, for what is changed.
-            quantile_fraction: the worst part takes over from the best part; at most 0.5.
-            resample_probability: drawn anew rather than changed a little.
-            perturbation_factors: what a number is multiplied with, one or the other.
-            custom_explore_fn: called with the config in the end, and returns it.
-            log_config: of Ray; the log has every config.
-            require_attrs: of Ray; a report without `time_attr` is an error.
-            synch: False only: trials do not wait for each other.
+            perturbation_interval: progress between two comparisons of a trial.
+            burn_in_period: progress before the first comparison.
+            hyperparam_mutations: key -> a domain, a list or a function that draws new values.
+            quantile_fraction: the worst fraction copies from the best fraction; at most 0.5.
+            resample_probability: probability that a value is drawn anew rather than perturbed.
+            perturbation_factors: a number is multiplied by one of these, at random.
+            custom_explore_fn: called with the mutated config; returns the final one.
+            log_config: accepted as in Ray; the study's log always has every config.
+            require_attrs: accepted as in Ray; a report without `time_attr` is always an error.
+            synch: only False is supported: trials do not wait for each other.
         """
         super().__init__(time_attr, metric, mode)
         _expect(self, "synch", synch, not synch, "False")
@@ -307,9 +311,9 @@ class PopulationBasedTraining(TrialScheduler):
         return self._judged(study, trial, lambda seen, others: policy.judge(seen, others, draw))
 
     def explore(self, trial: Trial, donor: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the donor's config, changed."""
+        """Return the donor's config with mutated values."""
         random = Random(f"{self._seed}/{trial.number}/{trial.iteration}/config")
-        # Flat keys of a trainer are those of its train_loop_config.
+        # For a trainer, top-level keys of the mutations apply to its train_loop_config.
         inner = donor.get("train_loop_config")
         is_inner = isinstance(inner, Mapping) and "train_loop_config" not in self._mutations
         config = self._mutated(

@@ -1,4 +1,4 @@
-"""What a trial's own code asks and says, and how its function is called on a worker."""
+"""The functions that a trial's code calls, and the call of its function on a worker."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ SINGLE = "_metric"
 
 
 def report(metrics: Mapping[str, Any], *, checkpoint: Checkpoint | None = None) -> None:
-    """Report numbers of this trial, and a checkpoint if there is one; see `train.report`.
+    """Report metrics of this trial, and optionally a checkpoint; see `train.report`.
 
-    Returns at once without a checkpoint. Where a scheduler or stopper decides that the trial has
-    had enough, its worker is stopped soon after; further reports do not count.
+    Without a checkpoint it does not block. If a scheduler or stopper then ends the trial, its
+    worker is stopped soon after; later reports do not count.
     """
     train_report(metrics, UNSAID if checkpoint is None else checkpoint)
 
 
 @dataclass(frozen=True)
 class TuneContext(TrainContext):
-    """A trial's place in its study, with all that a train context has."""
+    """A train context with the names of the study and the trial."""
 
     def get_experiment_name(self) -> str:
         """Return the study's name."""
@@ -49,7 +49,7 @@ class TuneContext(TrainContext):
 
 
 def get_context() -> TuneContext:
-    """Return this trial's place in its study.
+    """Return the context of this trial.
 
     Raises:
         UsageError: outside a trial.
@@ -60,11 +60,11 @@ def get_context() -> TuneContext:
 
 @dataclass(frozen=True)
 class Trainable:
-    """A function with what it is called with, and what its worker takes from its node.
+    """A function with its extra arguments and the resources of its worker.
 
     Attributes:
         function: called with a config.
-        parameters: further arguments, by name; large ones are stored once for all trials.
+        parameters: further keyword arguments; stored once for all trials.
         resources: such as {"CPU": 2}, a `ScalingConfig`, or a function of the config.
     """
 
@@ -78,24 +78,24 @@ class Trainable:
         return str(getattr(self.function, "__name__", type(self.function).__name__))
 
     def __call__(self, config: Mapping[str, Any]) -> Any:
-        """Call the function."""
+        """Call the function with the config and the parameters."""
         if self.parameters:
             return self.function(config, **self.parameters)
         return call_with_config(self.function, config)
 
 
 def with_parameters(trainable: Callable[..., Any], **parameters: Any) -> Trainable:
-    """Give a function further arguments by name, such as data: stored once, for all trials.
+    """Bind further keyword arguments, such as data, which are stored once for all trials.
 
     Raises:
-        UsageError: it is no function.
+        UsageError: the trainable is not a function.
     """
     one = as_trainable(trainable)
     return Trainable(one.function, {**one.parameters, **parameters}, one.resources)
 
 
 def with_resources(trainable: Callable[..., Any], resources: Any) -> Trainable:
-    """Say what a trial of a function takes.
+    """Set the resources of each trial of a function.
 
     Args:
         trainable: a function.
@@ -103,7 +103,7 @@ def with_resources(trainable: Callable[..., Any], resources: Any) -> Trainable:
             returns one of these.
 
     Raises:
-        UsageError: it is a trainer, which has a scaling_config.
+        UsageError: the trainable is a trainer; set its scaling_config instead.
     """
     one = as_trainable(trainable)
     return Trainable(one.function, one.parameters, resources)
@@ -113,7 +113,7 @@ def as_trainable(trainable: Any) -> Trainable:
     """Return a function as a `Trainable`.
 
     Raises:
-        UsageError: it is something else.
+        UsageError: it is not a function.
     """
     if isinstance(trainable, Trainable):
         return trainable
@@ -132,11 +132,11 @@ def as_trainable(trainable: Any) -> Trainable:
 
 @dataclass(frozen=True)
 class Objective:
-    """What a worker calls: the function of a trial, whose value is reported if it returns one.
+    """The callable that a worker runs for a trial: its function; reports the return value.
 
     Attributes:
         function: called with the config.
-        parameters_path: (directory, file) of a pickle of further arguments, None for none.
+        parameters_path: (directory, file) of the pickled further arguments, None for none.
     """
 
     function: Callable[..., Any]
@@ -146,7 +146,7 @@ class Objective:
         """Run the trial.
 
         Raises:
-            UsageError: it returned what is no report.
+            UsageError: its return value is not a valid report.
         """
         if self.parameters_path is None:
             value = call_with_config(self.function, config)

@@ -1,7 +1,7 @@
-"""What a config may be: values, domains that are drawn from, and grids that are gone through.
+"""Search spaces: constants, domains that are sampled, and grids that are enumerated.
 
-Rule: what a space says is known before anything starts; what is no value, no domain and no grid is
-refused by its path, such as "train_loop_config/lr".
+Rule: a space is validated before anything starts. An element that is no value, domain or grid is
+rejected with its path, such as "train_loop_config/lr".
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from elastic.errors import ConfigError
 
 Path = tuple[Any, ...]
-"""Keys, from the outermost one inward."""
+"""Keys and indices, from the outermost one inward."""
 GRID = "grid_search"
 
 
@@ -27,11 +27,12 @@ class Domain:
 
     Attributes:
         kind: "float", "int", "normal", "choice" or "call".
-        low, high: bounds; of ints `high` is not in it. Of "normal": mean and deviation.
+        low, high: bounds; for ints without `q`, `high` is excluded. For "normal": mean and
+            standard deviation.
         log: uniform in the logarithm.
-        q: values are multiples of it; None for any.
-        options: of "choice".
-        call: of "call": called with the config that was drawn so far.
+        q: values are multiples of it; None for any value.
+        options: the options of "choice".
+        call: for "call": called with the config drawn so far.
     """
 
     kind: str
@@ -43,7 +44,7 @@ class Domain:
     call: Callable[..., Any] | None = None
 
     def __post_init__(self) -> None:
-        """Refuse what has no values."""
+        """Raise ConfigError for a domain that has no values."""
         if self.kind == "choice":
             if not self.options:
                 raise ConfigError("tune.choice([]): expected at least one option")
@@ -62,14 +63,14 @@ class Domain:
 
     @property
     def highest(self) -> float:
-        """Return the greatest value that may be drawn."""
+        """Return the greatest value that can be drawn."""
         if self.kind == "int":
-            # Ray's ints leave out the upper bound, unless they are quantized.
+            # As in Ray, ints exclude the upper bound unless they are quantized.
             return int(self.high) if self.q is not None else int(self.high) - 1
         return self.high
 
     def sample(self, random: Random) -> Any:
-        """Draw a value."""
+        """Draw a value, quantized to `q`."""
         if self.kind == "choice":
             return self.options[random.randrange(len(self.options))]
         if self.kind == "normal":
@@ -87,7 +88,7 @@ class Domain:
         """Return the multiple of `q` in the bounds that is nearest to a value."""
         if self.q is None:
             return value
-        # Multiples inside of the bounds only, written without what binary fractions add.
+        # Only multiples within the bounds, without the rounding noise of binary fractions.
         low, high = (-math.inf, math.inf) if self.kind == "normal" else (self.low, self.highest)
         number = round(value / self.q)
         while number * self.q < low - 1e-12:
@@ -108,7 +109,7 @@ def quniform(lower: float, upper: float, q: float) -> Domain:
 
 
 def loguniform(lower: float, upper: float, base: float = 10) -> Domain:
-    """Floats, uniform in their logarithm; the base changes nothing."""
+    """Floats, uniform in their logarithm; the base has no effect."""
     return Domain("float", lower, upper, log=True)
 
 
@@ -118,12 +119,12 @@ def qloguniform(lower: float, upper: float, q: float, base: float = 10) -> Domai
 
 
 def randn(mean: float = 0.0, sd: float = 1.0) -> Domain:
-    """Floats of a normal distribution."""
+    """Floats from a normal distribution."""
     return Domain("normal", mean, sd)
 
 
 def qrandn(mean: float, sd: float, q: float) -> Domain:
-    """Floats of a normal distribution in steps of `q`."""
+    """Floats from a normal distribution in steps of `q`."""
     return Domain("normal", mean, sd, q=q)
 
 
@@ -133,7 +134,7 @@ def randint(lower: int, upper: int) -> Domain:
 
 
 def qrandint(lower: int, upper: int, q: int = 1) -> Domain:
-    """Ints from `lower` to `upper`, that one included, in steps of `q`."""
+    """Ints from `lower` to `upper` inclusive, in steps of `q`."""
     return Domain("int", lower, upper, q=q)
 
 
@@ -143,22 +144,22 @@ def lograndint(lower: int, upper: int, base: float = 10) -> Domain:
 
 
 def qlograndint(lower: int, upper: int, q: int, base: float = 10) -> Domain:
-    """Ints from `lower` to `upper`, uniform in their logarithm, in steps of `q`."""
+    """Ints from `lower` to `upper` inclusive, uniform in their logarithm, in steps of `q`."""
     return Domain("int", lower, upper, log=True, q=q)
 
 
 def choice(categories: Sequence[Any]) -> Domain:
-    """One of several values, which may be spaces in turn."""
+    """One of several values, which may themselves be spaces."""
     return Domain("choice", options=tuple(categories))
 
 
 def sample_from(func: Callable[..., Any]) -> Domain:
-    """What a function returns, called with the config drawn so far; `spec.config` is it, too."""
+    """The return value of a function of the config drawn so far (also `spec.config`, as in Ray)."""
     return Domain("call", call=func)
 
 
 def grid_search(values: Sequence[Any]) -> dict[str, list[Any]]:
-    """Each of several values; several grids are gone through in all combinations."""
+    """Each of several values; several grids are tried in all combinations."""
     found = list(values)
     if not found:
         raise ConfigError("tune.grid_search([]): expected at least one value")
@@ -166,13 +167,13 @@ def grid_search(values: Sequence[Any]) -> dict[str, list[Any]]:
 
 
 class Drawn(dict[str, Any]):
-    """A config as `sample_from` functions see it: by key, by attribute, and as `spec.config`."""
+    """The config that `sample_from` functions receive: by key, attribute, or `spec.config`."""
 
     def __getattr__(self, name: str) -> Any:
         """Return a key's value, or this config as `config`.
 
         Raises:
-            AttributeError: there is no such key, or it is not drawn yet.
+            AttributeError: the key does not exist, or is not drawn yet.
         """
         if name in self:
             value = self[name]
@@ -183,15 +184,15 @@ class Drawn(dict[str, Any]):
 
 
 def is_grid(value: Any) -> bool:
-    """Return whether a value is what `grid_search` returns."""
+    """Return whether a value was made by `grid_search`."""
     return isinstance(value, dict) and list(value) == [GRID]
 
 
 def check(space: Any, where: str = "param_space") -> None:
-    """Refuse what is no space.
+    """Validate a space.
 
     Raises:
-        ConfigError: naming the key, what it is, and what to write.
+        ConfigError: an element is not supported; names its key, its type, and what to use.
     """
     if isinstance(space, Domain):
         for number, option in enumerate(space.options):
@@ -224,7 +225,7 @@ def check(space: Any, where: str = "param_space") -> None:
 
 
 def _is_foreign(value: Any) -> bool:
-    """Return whether it is a distribution of another library."""
+    """Return whether a value is a distribution of another library."""
     home = type(value).__module__.partition(".")[0]
     return home in ("ray", "hyperopt", "optuna", "ConfigSpace", "skopt", "nevergrad") or (
         home == "scipy" and hasattr(value, "rvs")
@@ -238,12 +239,12 @@ SPACES = (
 
 
 def grids(space: Any) -> list[tuple[Path, list[Any]]]:
-    """Return where a space has grids, and their values, in the order of the keys."""
+    """Return the paths of a space's grids and their values, in the order of the keys."""
     return [(path, part[GRID]) for path, part in leaves(space) if is_grid(part)]
 
 
 def leaves(space: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Yield path and value of everything that is not itself a dict or a list."""
+    """Yield path and value of every element that is not a container; a grid is one element."""
     if isinstance(space, Mapping) and not is_grid(space):
         for key, part in space.items():
             yield from leaves(part, (*path, key))
@@ -255,19 +256,19 @@ def leaves(space: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
 
 
 def combinations(space: Any) -> Iterator[dict[Path, Any]]:
-    """Yield a value for each grid's path, in all combinations; one {} without grids."""
+    """Yield all combinations of grid values, by path; a single {} without grids."""
     found = grids(space)
     for values in itertools.product(*(values for _, values in found)):
         yield dict(zip((path for path, _ in found), values, strict=True))
 
 
 def draw(space: Any, random: Random, chosen: Mapping[Path, Any]) -> Any:
-    """Return a config: grids as they were chosen, domains drawn, functions called last.
+    """Return a config: grids as chosen, domains drawn, then functions called.
 
     Args:
-        space: a checked one.
-        random: draws, in the order of the keys.
-        chosen: by path, for each grid.
+        space: a validated space.
+        random: source of the draws, which are in the order of the keys.
+        chosen: path -> value, for each grid.
     """
     config = _drawn(space, random, chosen, ())
     for path, part in list(leaves(config)):
@@ -293,7 +294,7 @@ def _drawn(space: Any, random: Random, chosen: Mapping[Path, Any], path: Path) -
 
 
 def put(config: Any, path: Path, value: Any) -> Any:
-    """Return a config with another value at a path."""
+    """Return a copy of a config with another value at a path."""
     if not path:
         return value
     key, rest = path[0], path[1:]
@@ -305,5 +306,5 @@ def put(config: Any, path: Path, value: Any) -> Any:
 
 
 def flat(config: Any) -> dict[str, Any]:
-    """Return a config by paths such as "optimizer/lr"."""
+    """Return a flat config, with keys such as "optimizer/lr"."""
     return {"/".join(map(str, path)): value for path, value in leaves(config)}

@@ -1,6 +1,6 @@
-"""When a trial, or the whole study, has had enough: under Ray Tune's names.
+"""Stoppers with Ray Tune's names: end a trial, or the whole study, by its reports.
 
-Rule: a stopper is told each report once, in order; one that is restored is told them again.
+Rule: a stopper receives each report once, in order. After a restore it receives them again.
 """
 
 from __future__ import annotations
@@ -18,43 +18,43 @@ from elastic.errors import ConfigError
 
 
 class Stopper:
-    """The base of one's own."""
+    """Base class of stoppers."""
 
     def __call__(self, trial_id: str, result: Mapping[str, Any]) -> bool:
-        """Return whether a trial has had enough, by its newest report."""
+        """Return whether to stop a trial, by its newest report."""
         raise NotImplementedError
 
     def stop_all(self) -> bool:
-        """Return whether the study has had enough."""
+        """Return whether to stop the study."""
         return False
 
 
 class NoopStopper(Stopper):
-    """Stops nobody."""
+    """Never stops a trial."""
 
     def __call__(self, trial_id: str, result: Mapping[str, Any]) -> bool:
-        """Return False."""
+        """Return False for every report."""
         return False
 
 
 class FunctionStopper(Stopper):
-    """A function of trial and report."""
+    """Stops a trial when a function of its id and report returns True."""
 
     def __init__(self, function: Callable[..., bool]) -> None:
-        """Ask a function, which may also take the report alone."""
+        """Use a function of (trial_id, result), or of the result alone."""
         self._function = function
         self._takes_id = len(inspect.signature(function).parameters) > 1
 
     def __call__(self, trial_id: str, result: Mapping[str, Any]) -> bool:
-        """Return what the function says."""
+        """Return the function's value as a bool."""
         return bool(self._function(*((trial_id,) if self._takes_id else ()), result))
 
 
 class DictStopper(Stopper):
-    """A trial ends once one of these metrics is so much or more."""
+    """Stops a trial once one of these metrics is at least its bound."""
 
     def __init__(self, bounds: Mapping[str, float]) -> None:
-        """Compare with bounds by metric."""
+        """Use these bounds: metric -> value."""
         self._bounds = dict(bounds)
 
     def __call__(self, trial_id: str, result: Mapping[str, Any]) -> bool:
@@ -66,7 +66,7 @@ class DictStopper(Stopper):
 
 
 class MaximumIterationStopper(Stopper):
-    """A trial ends after so many reports."""
+    """Stops a trial after a number of reports."""
 
     def __init__(self, max_iter: int) -> None:
         """Stop after `max_iter` reports."""
@@ -75,12 +75,12 @@ class MaximumIterationStopper(Stopper):
         self._max_iter = max_iter
 
     def __call__(self, trial_id: str, result: Mapping[str, Any]) -> bool:
-        """Return whether it has made so many."""
+        """Return whether the trial has made that many reports."""
         return bool(result[ITERATION] >= self._max_iter)
 
 
 class TrialPlateauStopper(Stopper):
-    """A trial ends once its metric hardly moves any more."""
+    """Stops a trial once its metric has reached a plateau."""
 
     def __init__(
         self,
@@ -94,12 +94,12 @@ class TrialPlateauStopper(Stopper):
         """Configure.
 
         Args:
-            metric: what is looked at.
-            std: standard deviation below which it stands still.
-            num_results: of so many reports.
-            grace_period: reports before which nobody is stopped.
-            metric_threshold: a trial that is not so good yet is not stopped.
-            mode: "min" or "max": what is good; needed with `metric_threshold`.
+            metric: the metric to watch.
+            std: standard deviation below which the metric counts as a plateau,
+            num_results: over so many newest reports.
+            grace_period: number of reports before which no trial is stopped.
+            metric_threshold: a trial whose metric is worse than this is not stopped.
+            mode: "min" or "max" is better; needed with `metric_threshold`.
         """
         if metric_threshold is not None and mode not in ("min", "max"):
             raise ConfigError(
@@ -115,7 +115,7 @@ class TrialPlateauStopper(Stopper):
         self._count: dict[str, int] = defaultdict(int)
 
     def __call__(self, trial_id: str, result: Mapping[str, Any]) -> bool:
-        """Return whether it stands still."""
+        """Return whether the trial's metric is on a plateau."""
         value = result.get(self._metric)
         if not isinstance(value, (int, float)):
             return False
@@ -132,7 +132,7 @@ class TrialPlateauStopper(Stopper):
 
 
 class ExperimentPlateauStopper(Stopper):
-    """The study ends once its best values hardly move any more."""
+    """Stops the study once its best values have reached a plateau."""
 
     def __init__(
         self,
@@ -145,11 +145,11 @@ class ExperimentPlateauStopper(Stopper):
         """Configure.
 
         Args:
-            metric: what is looked at.
-            std: standard deviation below which the best stand still.
-            top: so many best values.
-            mode: "min" or "max" is good.
-            patience: so many further reports that change nothing.
+            metric: the metric to watch.
+            std: standard deviation below which the best values count as a plateau.
+            top: number of best values.
+            mode: "min" or "max" is better.
+            patience: number of further reports for which the plateau must last.
         """
         self._metric = metric
         self._std = std
@@ -159,7 +159,7 @@ class ExperimentPlateauStopper(Stopper):
         self._best: list[float] = []
 
     def __call__(self, trial_id: str, result: Mapping[str, Any]) -> bool:
-        """Take note of a report."""
+        """Add a report; return whether to stop the study."""
         value = result.get(self._metric)
         if isinstance(value, (int, float)) and math.isfinite(value):
             self._best = sorted([*self._best, value], reverse=self._mode == "max")[: self._top]
@@ -168,45 +168,45 @@ class ExperimentPlateauStopper(Stopper):
         return self.stop_all()
 
     def stop_all(self) -> bool:
-        """Return whether they stand still."""
+        """Return whether the plateau has lasted for more than `patience` reports."""
         return self._still > self._timeout
 
 
 class TimeoutStopper(Stopper):
-    """The study ends after so many seconds."""
+    """Stops the study after a time, in seconds or as a timedelta."""
 
     def __init__(self, timeout: float) -> None:
-        """Count from now on."""
+        """Start the timer now."""
         self._until = time.monotonic() + float(getattr(timeout, "total_seconds", lambda: timeout)())
 
     def __call__(self, trial_id: str, result: Mapping[str, Any]) -> bool:
-        """Return whether they are over."""
+        """Return whether the time is over."""
         return self.stop_all()
 
     def stop_all(self) -> bool:
-        """Return whether they are over."""
+        """Return whether the time is over."""
         return time.monotonic() >= self._until
 
 
 class CombinedStopper(Stopper):
-    """Whatever one of several says."""
+    """Stops when any of several stoppers does."""
 
     def __init__(self, *stoppers: Stopper) -> None:
-        """Ask several."""
+        """Combine these stoppers."""
         self._stoppers = stoppers
 
     def __call__(self, trial_id: str, result: Mapping[str, Any]) -> bool:
-        """Return whether one says so; all are told."""
+        """Return whether any stops the trial; all receive the report."""
         said = [stopper(trial_id, result) for stopper in self._stoppers]
         return any(said)
 
     def stop_all(self) -> bool:
-        """Return whether one says so."""
+        """Return whether any stops the study."""
         return any(stopper.stop_all() for stopper in self._stoppers)
 
 
 def as_stopper(rule: Any) -> Stopper:
-    """Return what `RunConfig(stop=...)` is given as a stopper."""
+    """Return the value of `RunConfig(stop=...)` as a stopper."""
     if rule is None:
         return NoopStopper()
     if isinstance(rule, Stopper):

@@ -1,6 +1,6 @@
-"""A trial takes over another one's newest checkpoint: copied, for the other one trains on.
+"""Copies a checkpoint for a trial that continues from another one, which keeps training.
 
-STUDY/taken/RUN/NAME/    the checkpoint NAME with which the run RUN begins
+STUDY/taken/RUN/NAME/    the checkpoint NAME from which the run RUN starts
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class Taken:
     """A copy of a checkpoint.
 
     Attributes:
-        name: of the checkpoint.
-        path: of the copy.
+        name: the checkpoint's name.
+        path: the copy's path.
     """
 
     name: str
@@ -30,7 +30,7 @@ class Taken:
 
 
 def next_run(trial: Trial) -> str:
-    """Return the name of the run in which a trial goes on from a checkpoint of another one."""
+    """Return the name of the run in which a trial continues from another one's checkpoint."""
     return f"{trial.name}-{len(trial.attempts) + 1}"
 
 
@@ -39,20 +39,20 @@ def take_newest(run_path: str, target: str) -> Taken | None:
 
     Args:
         run_path: the run directory.
-        target: where the copy is to lie, under the checkpoint's name.
+        target: directory in which the copy is created, with the checkpoint's name.
 
     Returns:
-        None if there is none.
+        The copy, None if the run has reported no checkpoint.
 
     Raises:
-        StorageError: it cannot be read or written.
+        StorageError: a file cannot be read or written.
     """
     found = RunDirectory(run_path).reported()
     if not found:
         return None
     name = found[-1][0]
     source, copy = Files(f"{run_path}/checkpoints/{name}"), Files(f"{target}/{name}")
-    # The marker last: without it the copy is no checkpoint.
+    # The marker is copied last: without it an incomplete copy does not count as a checkpoint.
     files = sorted((file.path for file in source.tree()), key=lambda path: path == MARKER)
     for path in files:
         if path in OURS and path != MARKER:

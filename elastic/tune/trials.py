@@ -1,7 +1,7 @@
-"""Trials as jobs: what a trial runs, under which name, with which config.
+"""Maps trials to jobs: which function a trial's job runs, its name and its config.
 
-Rule: a trial's job is named after study and trial, and its id is in the log before it is
-submitted: a driver that comes back finds it, and nothing is submitted twice.
+Rule: a trial's job is named after study and trial, and its id is logged before it is submitted.
+So a restarted driver finds the job, and submits none twice.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ PARAMETERS = "parameters.pkl"
 
 
 class Recipe:
-    """Makes the trainer of each trial from what the user passed to the tuner.
+    """Makes the trainer of each trial from the arguments of the tuner.
 
     Attributes:
-        name: of what is tried.
+        name: name of the trainable.
     """
 
     def __init__(
@@ -45,8 +45,8 @@ class Recipe:
         """Make trainers for the trials of one study.
 
         Args:
-            trainable: what is tried.
-            run_config: policies of its runs.
+            trainable: the function or trainer that trials run.
+            run_config: policies of the runs.
             path: the study's directory.
         """
         self._trainable = trainable
@@ -55,11 +55,11 @@ class Recipe:
         self._stored: tuple[str, str] | None = None
 
     def store(self) -> None:
-        """Write what all trials need once.
+        """Write the parameters that all trials share, once per study.
 
         Raises:
-            StorageError: it cannot be written.
-            UsageError: it cannot be pickled.
+            StorageError: the file cannot be written.
+            UsageError: the parameters cannot be pickled.
         """
         if isinstance(self._trainable, Trainable) and self._trainable.parameters:
             Files(self._path).write(PARAMETERS, parameters_of(self._trainable))
@@ -71,12 +71,12 @@ class Recipe:
         """Return the trainer of a trial.
 
         Args:
-            run: name of its job and run directory.
-            config: as it was proposed.
-            resume_from: path of a checkpoint of another trial, "" for none.
+            run: name of the job and of its run directory.
+            config: the proposed config.
+            resume_from: path of another trial's checkpoint, "" for none.
 
         Raises:
-            UsageError: the config has what no trainer takes.
+            UsageError: the config has keys or values that a trainer does not accept.
         """
         run_config = replace(
             self._run_config, name=run, storage_path=self._path, callbacks=(), stop=None
@@ -100,10 +100,11 @@ class Recipe:
 
 
 def split_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], ScalingConfig | None]:
-    """Return what goes over a trainer's train_loop_config, and its scaling_config, None for none.
+    """Split a config into updates of the train_loop_config and a scaling_config, None for none.
 
     Raises:
-        ConfigError: a key beside train_loop_config is none that a trainer has.
+        ConfigError: the scaling_config is not a ScalingConfig, or other keys are given beside
+            train_loop_config.
     """
     scaling = config.get(SCALING)
     if scaling is not None and not isinstance(scaling, ScalingConfig):
@@ -136,7 +137,7 @@ def _scaling(resources: Any) -> ScalingConfig:
     amounts: dict[str, float] = {
         names.get(str(name), str(name)): float(amount) for name, amount in resources.items()
     }
-    # A worker takes a slot, which stands for a CPU.
+    # Each worker takes a slot, which already counts as one CPU.
     if amounts.get("CPU", 1.0) <= 1.0:
         amounts.pop("CPU", None)
     amounts = {name: amount for name, amount in amounts.items() if amount}
@@ -144,7 +145,7 @@ def _scaling(resources: Any) -> ScalingConfig:
 
 
 def room_for(spec: JobSpec, nodes: Sequence[NodeView]) -> int:
-    """Return how many jobs like this one a cluster has room for, if it had no others."""
+    """Return how many jobs of this size fit on the cluster if it ran nothing else; at least 1."""
     amounts = spec.resources_per_worker.as_dict()
     workers = 0
     for view in nodes:
@@ -160,7 +161,7 @@ def room_for(spec: JobSpec, nodes: Sequence[NodeView]) -> int:
 
 
 def to_log(config: Any) -> dict[str, Any]:
-    """Return a config as fields of a line of the log: as JSON, and pickled where that says less."""
+    """Return a config as log fields: JSON, plus a pickle if JSON would lose something."""
     try:
         text = json.dumps(config)
         if json.loads(text) == config and _is_plain(config):
@@ -172,7 +173,7 @@ def to_log(config: Any) -> dict[str, Any]:
 
 
 def from_log(config: Any, pickled: str) -> Any:
-    """Return a config that a log holds; what is pickled runs code, as the trainable does."""
+    """Return a config from its log fields; unpickling runs code, as the trainable does."""
     return cloudpickle.loads(base64.b64decode(pickled)) if pickled else config
 
 

@@ -1,4 +1,4 @@
-"""`Tuner`: tries configs of a function or a trainer, each as a job, and brings the results home."""
+"""`Tuner`: runs configs of a function or a trainer, each as a job, and returns the results."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from elastic.worker.engine import context as worker_context
 
 TUNER_FILE = "tuner.pkl"
 NAME_CHARS_MAX = 80
-"""Trials have the study's name and a number; names of jobs have 100 characters at most."""
+"""A trial's name is the study's name and a number; job names have at most 100 characters."""
 
 
 class Tuner:
@@ -57,21 +57,22 @@ class Tuner:
         tune_config: TuneConfig | None = None,
         run_config: RunConfig | None = None,
     ) -> None:
-        """Describe the study; nothing is started.
+        """Configure the study; `fit` starts it.
 
         Args:
             trainable: a function of a config that calls `tune.report`, or a `TorchTrainer`.
-            param_space: what configs are drawn from. For a trainer it goes over its
-                train_loop_config: inside of "train_loop_config", or with its keys at the top.
-            tune_config: what is optimized, and how.
-            run_config: name and place of the study; policies of its trials, for a trainer those of
-                the trainer where this one says nothing.
+            param_space: the search space. For a trainer it updates the train_loop_config: keys
+                are inside of "train_loop_config", or at the top level.
+            tune_config: objective, search and limits.
+            run_config: name and storage path of the study, and policies of its trials. What it
+                leaves unset is taken from the trainer's, if the trainable is a trainer.
 
         Raises:
-            UsageError: the trainable is none, or the space has what cannot be drawn from.
+            UsageError: the trainable is not supported, or the space has elements that cannot be
+                drawn.
         """
         self._path = ""
-        # Of `restore`: what becomes of trials that have not ended, and of those that have failed.
+        # See `restore`: (resume_unfinished, resume_errored, restart_errored).
         self._again = (True, False, False)
         self._trainable = _trainable(trainable)
         self._space = param_space if param_space is not None else {}
@@ -99,22 +100,22 @@ class Tuner:
         param_space: Mapping[str, Any] | None = None,
         storage_filesystem: Any = None,
     ) -> Tuner:
-        """Return the tuner of a study that is there; its `fit` goes on with it.
+        """Return the tuner of an existing study; its `fit` continues the study.
 
-        Use it on directories that you trust: what the study was made of is a pickle in it.
+        Use it only on directories that you trust: the study's configuration is a pickle there.
 
         Args:
             path: the study's directory, storage_path/name.
             trainable: the function or trainer, as before.
-            resume_unfinished: trials that have not ended go on; False: they are stopped.
-            resume_errored: trials that failed go on from their newest checkpoints.
-            restart_errored: trials that failed begin anew.
-            param_space: where it holds what could not be stored.
-            storage_filesystem: of fsspec or pyarrow, in which `path` is.
+            resume_unfinished: trials that have not ended continue; False: they are stopped.
+            resume_errored: failed trials continue from their newest checkpoints.
+            restart_errored: failed trials start from the beginning.
+            param_space: needed if it has parts that could not be pickled.
+            storage_filesystem: file system of fsspec or pyarrow that has `path`.
 
         Raises:
-            UsageError: there is no study.
-            StorageError: it cannot be read.
+            UsageError: there is no study at `path`.
+            StorageError: the directory cannot be read.
         """
         where = absolute(url_in(storage_filesystem, str(path)) if storage_filesystem else path)
         log = StudyLog(where)
@@ -136,19 +137,19 @@ class Tuner:
 
     @classmethod
     def can_restore(cls, path: str | Path, storage_filesystem: Any = None) -> bool:
-        """Return whether a directory holds a study.
+        """Return whether a directory has a study.
 
         Raises:
-            StorageError: it cannot be read.
+            StorageError: the directory cannot be read.
         """
         where = absolute(url_in(storage_filesystem, str(path)) if storage_filesystem else path)
         return StudyLog(where).is_there and Files(where).exists(TUNER_FILE)
 
     def get_results(self) -> ResultGrid:
-        """Return the results of a study as far as it has come.
+        """Return the results of the study so far.
 
         Raises:
-            UsageError: it was not begun.
+            UsageError: the study was not started.
         """
         if not self._path:
             raise UsageError("Tuner.get_results: call fit() first, or Tuner.restore(path, ...)")
@@ -157,14 +158,14 @@ class Tuner:
     def fit(self) -> ResultGrid:
         """Run the study to its end, and return the results.
 
-        Ctrl-C stops the trials, and `Tuner.restore` goes on with them. A trial that fails ends
-        only itself: see `ResultGrid.errors`.
+        Ctrl-C stops the trials; `Tuner.restore` continues them. A failed trial does not end the
+        study: see `ResultGrid.errors`.
 
         Raises:
-            NameTaken: a study of this name is there; `Tuner.restore` goes on with it.
-            UsageError: the trials cannot run like this, or do not report what is optimized.
+            NameTaken: a study of this name exists; `Tuner.restore` continues it.
+            UsageError: the trials cannot run as configured, or do not report the metric.
             StorageError: the study's directory cannot be written.
-            CoordinatorUnreachable: the cluster does not answer.
+            CoordinatorUnreachable: the cluster does not reply.
         """
         if worker_context.current() is not None:
             raise UsageError(
@@ -178,7 +179,7 @@ class Tuner:
                 f"({log.files.path!r}, trainable).fit(), choose another name, or remove it"
             )
         recipe = Recipe(self._trainable, self._run_config, log.files.path)
-        # What cannot run at all is known before anything is written.
+        # Errors that every trial would have are raised before anything is written.
         spec = recipe.trainer("trial", self._some_config()).job_spec()
         cluster = require_cluster(spec.min_workers, spec.max_workers)
         with Client(cluster.address, cluster.access) as client:
@@ -196,7 +197,7 @@ class Tuner:
             Controller(log, plan, client, cluster).run()
         return ResultGrid(log)
 
-    # ----------------------------------------------------------------- a study begins or goes on
+    # ---------------------------------------------------------------------- starting or resuming
 
     def _own_path(self) -> str:
         name = self._run_config.name or self._own_name()
@@ -207,7 +208,7 @@ class Tuner:
         return run_path_of(str(self._run_config.storage_path or DEFAULT_STORAGE), name)
 
     def _begin(self, log: StudyLog) -> None:
-        """Begin a study: what it is made of, and the first line of its log."""
+        """Start a study: write its configuration and the first line of its log."""
         config = self._tune_config
         self._store(log.files)
         seed = secrets.randbits(32) if config.seed is None else config.seed
@@ -224,7 +225,7 @@ class Tuner:
         log.add({"e": "study", "settings": settings})
 
     def _go_on(self, log: StudyLog) -> None:
-        """Say in the log what becomes of trials that have not ended, or have failed."""
+        """Resume a study: log what happens to trials that have not ended, or have failed."""
         known = log.study.owner
         if known is not None and RunOwner(**known).is_other_and_alive():
             raise NameTaken(
@@ -240,14 +241,14 @@ class Tuner:
                 log.add({"e": "ended", "trial": trial.number, "phase": "stopped", "reason": reason})
 
     def _store(self, files: Files) -> None:
-        """Write what the study is made of, for `restore`."""
+        """Pickle the study's configuration for `restore`."""
         parts = {
             "param_space": self._space,
             "tune_config": self._tune_config,
             "run_config": self._run_config,
         }
         bare = {**parts, "run_config": replace(self._run_config, callbacks=())}
-        # Callbacks that cannot be pickled are given anew by who restores, or not at all.
+        # Callbacks that cannot be pickled are lost on restore, unless they are passed again.
         data = _pickled(parts) or _pickled(bare)
         if not data:
             raise UsageError(
@@ -262,11 +263,11 @@ class Tuner:
         stem = self._trainable.name if isinstance(self._trainable, Trainable) else kind
         return f"{plain_name(stem)}_{datetime.datetime.now():%Y-%m-%d_%H-%M-%S}"
 
-    # ---------------------------------------------------------------------------- what runs it
+    # ---------------------------------------------------------------------------- components
 
     def _plan(self, log: StudyLog, recipe: Recipe) -> Plan:
         config, seed = self._tune_config, int(log.study.settings["seed"])
-        # A copy: what it is bound to belongs to one study.
+        # Copied, since it is bound to one study's metric and seed.
         scheduler: TrialScheduler = copy.copy(config.scheduler) or FIFOScheduler()
         scheduler.bind(config.metric or "", config.mode or "", seed)
         failures = self._run_config.failure_config
@@ -286,7 +287,7 @@ class Tuner:
 
     def _search(self, seed: int) -> Searcher:
         config = self._tune_config
-        # A copy: what it is told belongs to one study.
+        # Copied, since it keeps the state of one study.
         search: Searcher = cloudpickle.loads(cloudpickle.dumps(config.search_alg))
         if search is None:
             search = BasicVariantGenerator()
@@ -302,10 +303,10 @@ class Tuner:
         return self._search(seed).total or (samples if samples > 0 else None)
 
     def _check_space(self) -> None:
-        """Refuse a space that cannot be drawn from.
+        """Validate the search space.
 
         Raises:
-            ConfigError: naming the key.
+            ConfigError: an element cannot be drawn; names its key.
         """
         space = self._space
         if callable(space):
@@ -324,7 +325,7 @@ class Tuner:
                 raise ConfigError(f"param_space[{LOOP!r}]: expected a dict")
 
     def _some_config(self) -> dict[str, Any]:
-        """Return a config that may come, to see what its trial needs."""
+        """Return a sample config, to find the resources of a trial."""
         from random import Random
 
         if callable(self._space):
@@ -347,7 +348,7 @@ def _trainable(trainable: Any) -> Trainable | DataParallelTrainer:
 
 
 def _merged(run_config: RunConfig | None, trainable: Any) -> RunConfig:
-    """Return the study's run config; what it does not say, the trainer's does."""
+    """Return the study's run config, with unset fields taken from the trainer's."""
     theirs = trainable.run_config if isinstance(trainable, DataParallelTrainer) else RunConfig()
     if run_config is None:
         return theirs
@@ -361,7 +362,7 @@ def _merged(run_config: RunConfig | None, trainable: Any) -> RunConfig:
 
 
 def _pickled(parts: Mapping[str, Any]) -> bytes:
-    """Return a pickle, b"" if there can be none."""
+    """Return a pickle, b"" if it cannot be made."""
     try:
         return bytes(cloudpickle.dumps(dict(parts)))
     except Exception:

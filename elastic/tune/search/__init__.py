@@ -1,7 +1,7 @@
-"""Who proposes configs: at random, along grids, or by another library.
+"""Searchers propose configs: by random and grid search, or by another library.
 
-Rule: a searcher that is told the same proposes the same, so that a study is gone on with by telling
-it again what the study's log says.
+Rule: searchers are deterministic: the same calls lead to the same proposals. So a study is resumed
+by replaying its log into a new searcher.
 """
 
 from __future__ import annotations
@@ -17,61 +17,61 @@ from elastic.tune import space as spaces
 
 
 class Exhausted(Exception):
-    """A searcher has nothing more to propose."""
+    """Raised by a searcher that has no more configs to propose."""
 
 
 class Searcher:
-    """What proposes; the base of one's own.
+    """Proposes configs; the base class of searchers.
 
     Attributes:
-        metric, mode: what it searches by; set by the tuner where they were not given.
+        metric, mode: the objective; set by the tuner if not given.
     """
 
     def __init__(self, metric: str | None = None, mode: str | None = None) -> None:
-        """Search by a metric, None for that of `TuneConfig`."""
+        """Optimize a metric; None for that of `TuneConfig`."""
         if mode not in (None, "min", "max"):
             raise ConfigError(f"{type(self).__name__}: mode={mode!r}: expected 'min' or 'max'")
         self.metric, self.mode = metric, mode
 
     def set_space(self, space: Mapping[str, Any], metric: str, mode: str, seed: int) -> None:
-        """Take what the tuner has been given, before the first proposal."""
+        """Receive the tuner's space and objective, before the first proposal."""
         self.metric, self.mode = self.metric or metric, self.mode or mode
 
     def suggest(self, trial_id: str) -> Mapping[str, Any] | None:
-        """Return a config, None for not yet.
+        """Return a config, or None if it has none now.
 
         Raises:
-            Exhausted: there will be no more.
+            Exhausted: there are no more configs.
         """
         raise NotImplementedError
 
     def on_trial_result(self, trial_id: str, result: Mapping[str, Any]) -> None:
-        """Hear of a report."""
+        """Receive a report of a trial."""
 
     def on_trial_complete(
         self, trial_id: str, result: Mapping[str, Any] | None = None, error: bool = False
     ) -> None:
-        """Hear of an end; `result` is the trial's last report."""
+        """Receive the end of a trial; `result` is its last report."""
 
     def takes_again(self, trial_id: str, config: Any) -> None:
-        """Propose what was proposed before; for a study that is gone on with.
+        """Repeat an earlier proposal, when a study is resumed.
 
         Args:
-            trial_id: of then.
-            config: what was proposed then; what is proposed now should equal it.
+            trial_id: the trial's id.
+            config: the earlier proposal, which the new one should equal.
         """
         self.suggest(trial_id)
 
     @property
     def total(self) -> int | None:
-        """Return how many it proposes by itself, None if it never ends."""
+        """Return how many configs it proposes in all, None if it has no limit of its own."""
         return None
 
 
 class BasicVariantGenerator(Searcher):
-    """Grids in all combinations, and what is not a grid drawn at random, `num_samples` times each.
+    """Grid and random search: each grid combination `num_samples` times, all else drawn at random.
 
-    Each proposal has a seed of its own, made from that of the study and its number.
+    Each proposal has its own seed, derived from the study's seed and the proposal's number.
     """
 
     def __init__(
@@ -82,13 +82,13 @@ class BasicVariantGenerator(Searcher):
         constant_grid_search: bool = False,
         random_state: int | None = None,
     ) -> None:
-        """Prepare.
+        """Configure; the tuner sets the space.
 
         Args:
             points_to_evaluate: configs, or parts of them, that are tried first.
-            max_concurrent: so many trials at once; 0 for no limit.
-            constant_grid_search: of Ray; grids are always whole here.
-            random_state: seed, in place of the study's.
+            max_concurrent: limit of running trials; 0 for no limit.
+            constant_grid_search: accepted as in Ray; grids are always complete here.
+            random_state: seed, instead of the study's.
         """
         super().__init__()
         self.max_concurrent = max_concurrent
@@ -100,14 +100,14 @@ class BasicVariantGenerator(Searcher):
         self._count = 0
 
     def set_space(self, space: Mapping[str, Any], metric: str, mode: str, seed: int) -> None:
-        """Take what the tuner has been given."""
+        """Receive the tuner's space and seed."""
         super().set_space(space, metric, mode, seed)
         self._space = space
         self._seed = seed if self._random_state is None else self._random_state
 
     @property
     def total(self) -> int | None:
-        """Return how many trials there will be; -1 samples are without end."""
+        """Return the number of trials; None for -1 samples, which have no end."""
         if self.num_samples < 0:
             return None
         return self.num_samples * sum(1 for _ in spaces.combinations(self._space))
@@ -127,15 +127,15 @@ class BasicVariantGenerator(Searcher):
 
 
 class ConcurrencyLimiter(Searcher):
-    """Lets another searcher propose only while fewer than so many trials run."""
+    """Limits how many trials of another searcher run at once."""
 
     def __init__(self, searcher: Searcher, max_concurrent: int, batch: bool = False) -> None:
         """Limit a searcher.
 
         Args:
-            searcher: who proposes.
-            max_concurrent: at most so many that have not ended.
-            batch: wait until all of a batch have ended.
+            searcher: proposes the configs.
+            max_concurrent: limit of trials that have not ended.
+            batch: propose a full batch, then wait until all of it has ended.
         """
         if max_concurrent < 1:
             raise ConfigError(f"ConcurrencyLimiter: max_concurrent={max_concurrent}: expected >= 1")
@@ -145,16 +145,16 @@ class ConcurrencyLimiter(Searcher):
         self._is_closed = False
 
     def set_space(self, space: Mapping[str, Any], metric: str, mode: str, seed: int) -> None:
-        """Take what the tuner has been given."""
+        """Pass the tuner's space and objective to the searcher."""
         self.searcher.set_space(space, metric, mode, seed)
 
     @property
     def total(self) -> int | None:
-        """Return how many it proposes."""
+        """Return the searcher's total."""
         return self.searcher.total
 
     def suggest(self, trial_id: str) -> Mapping[str, Any] | None:
-        """Return a config if there is room; see `Searcher`."""
+        """Return a config if the limit allows; see `Searcher`."""
         if self._is_closed or len(self._live) >= self.max_concurrent:
             return None
         config = self.searcher.suggest(trial_id)
@@ -163,7 +163,7 @@ class ConcurrencyLimiter(Searcher):
         return config
 
     def takes_again(self, trial_id: str, config: Any) -> None:
-        """Propose what was proposed before."""
+        """Repeat an earlier proposal."""
         self.searcher.takes_again(trial_id, config)
         self._add(trial_id)
 
@@ -172,13 +172,13 @@ class ConcurrencyLimiter(Searcher):
         self._is_closed = self.batch and len(self._live) >= self.max_concurrent
 
     def on_trial_result(self, trial_id: str, result: Mapping[str, Any]) -> None:
-        """Hear of a report."""
+        """Pass a report to the searcher."""
         self.searcher.on_trial_result(trial_id, result)
 
     def on_trial_complete(
         self, trial_id: str, result: Mapping[str, Any] | None = None, error: bool = False
     ) -> None:
-        """Hear of an end."""
+        """Release the trial's place, and pass its end to the searcher."""
         self._live.discard(trial_id)
         if not self._live:
             self._is_closed = False
@@ -186,15 +186,15 @@ class ConcurrencyLimiter(Searcher):
 
 
 class Repeater(Searcher):
-    """Tries each config of another searcher several times, and tells it the mean."""
+    """Runs each config of another searcher several times, and reports the mean to it."""
 
     def __init__(self, searcher: Searcher, repeat: int = 1, set_index: bool = True) -> None:
-        """Repeat what a searcher proposes.
+        """Repeat each config of a searcher.
 
         Args:
-            searcher: who proposes; it must search by a metric.
-            repeat: how often each.
-            set_index: the config says which repetition it is, as "__trial_index__".
+            searcher: proposes the configs; it must have a metric.
+            repeat: number of trials per config.
+            set_index: add the number of the repetition to the config, as "__trial_index__".
         """
         if repeat < 1:
             raise ConfigError(f"Repeater: repeat={repeat}: expected >= 1")
@@ -208,13 +208,13 @@ class Repeater(Searcher):
         self._ended: Counter[str] = Counter()
 
     def set_space(self, space: Mapping[str, Any], metric: str, mode: str, seed: int) -> None:
-        """Take what the tuner has been given."""
+        """Pass the tuner's space and objective to the searcher."""
         self.searcher.set_space(space, metric, mode, seed)
         self.metric = self.searcher.metric
 
     @property
     def total(self) -> int | None:
-        """Return how many it proposes."""
+        """Return the searcher's total, times the repetitions."""
         total = self.searcher.total
         return None if total is None else total * self.repeat
 
@@ -230,7 +230,7 @@ class Repeater(Searcher):
         return {**self._config, **({"__trial_index__": index} if self.set_index else {})}
 
     def takes_again(self, trial_id: str, config: Any) -> None:
-        """Propose what was proposed before."""
+        """Repeat an earlier proposal."""
         index, self._count = self._count % self.repeat, self._count + 1
         if index == 0:
             bare = {key: v for key, v in config.items() if key != "__trial_index__"}
@@ -241,7 +241,7 @@ class Repeater(Searcher):
     def on_trial_complete(
         self, trial_id: str, result: Mapping[str, Any] | None = None, error: bool = False
     ) -> None:
-        """Hear of an end; the searcher hears once all repetitions have ended."""
+        """Receive the end of a trial; the searcher receives it once all repetitions have ended."""
         leader = self._leaders.get(trial_id)
         if leader is None:
             return
@@ -257,10 +257,10 @@ class Repeater(Searcher):
 
 
 def check_searcher(searcher: Any) -> Searcher:
-    """Return a searcher.
+    """Return the searcher unchanged.
 
     Raises:
-        UsageError: it is something else.
+        UsageError: it is not a `Searcher`.
     """
     if not isinstance(searcher, Searcher):
         raise UsageError(

@@ -1,7 +1,7 @@
-"""Search by Optuna, by ask and tell: TPE, GP, CMA-ES, NSGA-II and whatever sampler it has.
+"""Search by Optuna's ask-and-tell API: TPE, GP, CMA-ES, NSGA-II and all its other samplers.
 
-Rule: the study that Optuna sees is in memory, and is made again by asking and telling in the order
-of the log: with the same seed it goes on as if it had never been away.
+Rule: the Optuna study is in memory. On resume it is rebuilt by repeating ask and tell in the order
+of the log: with the same seed it continues as if it had not been interrupted.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 PLAIN = (bool, int, float, str, type(None))
-"""What may be a category of Optuna's."""
+"""Types of values that Optuna accepts as categories."""
 Space = Mapping[str, Any] | Callable[[Any], Mapping[str, Any] | None]
 
 
 class OptunaSearch(Searcher):
-    """Proposes by an Optuna sampler.
+    """Proposes configs by an Optuna sampler.
 
-    A space may be a dict, with `tune.choice` of further spaces where one depends on another, or a
-    function of Optuna's trial that calls `trial.suggest_float(...)` and so on, and returns what
-    else the config is to hold.
+    A space may be a dict, with `tune.choice` of further spaces for conditional parameters, or a
+    function of Optuna's trial that calls `trial.suggest_float(...)` and so on, and returns the
+    other entries of the config.
     """
 
     def __init__(
@@ -45,17 +45,17 @@ class OptunaSearch(Searcher):
         study_name: str | None = None,
         evaluated_rewards: Sequence[float] | None = None,
     ) -> None:
-        """Prepare; Optuna is imported here.
+        """Configure; Optuna is imported here.
 
         Args:
-            space: in place of the tuner's param_space.
-            metric: in place of `TuneConfig`'s; several for several objectives.
-            mode: of each metric.
+            space: instead of the tuner's param_space.
+            metric: instead of `TuneConfig`'s; several for several objectives.
+            mode: the mode of each metric.
             points_to_evaluate: parameters that are tried first.
             sampler: one of `optuna.samplers`; None for TPE.
-            seed: of TPE; None for the study's.
-            study_name: of Optuna's study.
-            evaluated_rewards: values of `points_to_evaluate`, which then are known, not tried.
+            seed: TPE's seed; None for the study's.
+            study_name: name of the Optuna study.
+            evaluated_rewards: known values of `points_to_evaluate`, which are then not tried.
 
         Raises:
             UsageError: Optuna is not installed.
@@ -73,10 +73,10 @@ class OptunaSearch(Searcher):
         self._asked: dict[str, Any] = {}
 
     def set_space(self, space: Mapping[str, Any], metric: str, mode: str, seed: int) -> None:
-        """Take what the tuner has been given, and begin Optuna's study.
+        """Receive the tuner's space and objective, and create the Optuna study.
 
         Raises:
-            ConfigError: there is no metric, or the space has what Optuna cannot draw.
+            ConfigError: there is no metric, or Optuna cannot draw from the space.
         """
         optuna = _optuna()
         self._metrics = self._metrics or ([metric] if metric else [])
@@ -124,7 +124,7 @@ class OptunaSearch(Searcher):
             )
 
     def suggest(self, trial_id: str) -> Mapping[str, Any] | None:
-        """Return what Optuna proposes."""
+        """Return Optuna's next proposal."""
         trial = self._study.ask()
         self._asked[trial_id] = trial
         if callable(self._space):
@@ -137,7 +137,7 @@ class OptunaSearch(Searcher):
         return dict(config)
 
     def takes_again(self, trial_id: str, config: Any) -> None:
-        """Ask again; where Optuna now proposes another config, it is told of the one there was."""
+        """Ask again; if Optuna now proposes another config, fail it and enqueue the earlier one."""
         now = self.suggest(trial_id)
         if now == config:
             return
@@ -167,13 +167,13 @@ class OptunaSearch(Searcher):
 def study_of(
     trials: Sequence[Trial], metric: str, mode: str, configs: Sequence[Mapping[str, Any]]
 ) -> Any:
-    """Return an Optuna study of trials that there were.
+    """Return an Optuna study with a study's trials; trials without a final value count as failed.
 
     Args:
-        trials: with their reports.
-        metric: their value.
+        trials: the trials, with their reports.
+        metric: the metric that is a trial's value.
         mode: "min" or "max".
-        configs: of each.
+        configs: the config of each trial.
 
     Raises:
         UsageError: Optuna is not installed.
@@ -208,7 +208,7 @@ def study_of(
 
 
 def _tried(values: Sequence[Any]) -> Any:
-    """Return the smallest distribution that has all of these."""
+    """Return the smallest distribution that contains all of these values."""
     distributions = _optuna().distributions
     kinds = {type(value) for value in values}
     if kinds == {int}:
@@ -230,10 +230,10 @@ def _optuna() -> Any:
 
 
 def _check(space: Any) -> None:
-    """Refuse what Optuna cannot draw.
+    """Reject spaces that Optuna does not support.
 
     Raises:
-        ConfigError: naming the path.
+        ConfigError: an element is not supported; names its path.
     """
     for path, part in spaces.leaves(space):
         where = "/".join(map(str, path))
@@ -253,11 +253,11 @@ def _check(space: Any) -> None:
 
 
 def _distribution(domain: spaces.Domain) -> Any:
-    """Return a domain as Optuna knows it; of a choice, where all options are plain."""
+    """Return a domain as an Optuna distribution; a choice must have plain options only."""
     distributions = _optuna().distributions
     if domain.kind == "choice":
         return distributions.CategoricalDistribution(domain.options)
-    # Optuna has no steps in a logarithm: those are rounded to afterwards.
+    # Optuna has no steps for log distributions: values are rounded afterwards.
     step = None if domain.log else domain.q
     if domain.kind == "int":
         return distributions.IntDistribution(
