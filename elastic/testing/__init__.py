@@ -1,1 +1,1 @@
-"""What users test with: a cluster of real processes on one machine, made to be broken."""
+"""Test support for users: a cluster of real processes on one machine, for fault injection."""

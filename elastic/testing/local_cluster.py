@@ -1,13 +1,13 @@
-"""A real cluster of real processes on loopback, made to be broken: for tests, demos and benches.
+"""A cluster of real processes on loopback, for fault injection in tests, demos and benchmarks.
 
     with LocalCluster(nodes=3) as cluster:
         job = cluster.submit(spec)
         cluster.wait(job, lambda view: view.record.generation == 1)
         cluster.kill_node("n1")
 
-Each node is one `elastic-agent` with its workers; a node dies as a machine does, agent and
-workers at once. Nothing outlives the `with` block, nor the process that it is in: a pipe ties all
-to it, and whoever is stopped (SIGSTOP) ends when it wakes.
+Each node is one `elastic-agent` with its workers. `kill_node` kills agent and workers at once, as
+when a machine fails. No process outlives the `with` block or the process that it is in: all end
+when a pipe from it closes. A process that is stopped (SIGSTOP) ends when it is continued.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ TIMEOUT_S_MAX = 600.0
 POLL_S = 0.01
 
 COORDINATOR = "coordinator"
-"""Its log's name, and that of its certificate."""
+"""Name of the coordinator's log and of its certificate."""
 
 
 class LocalCluster:
@@ -47,7 +47,7 @@ class LocalCluster:
     Attributes:
         directory: logs and stores; deleted at the end unless it was given.
         address: "host:port" of the coordinator, the same after a restart.
-        notes: everything that was noted about watched jobs, oldest first.
+        notes: all notes of submitted jobs, oldest first.
     """
 
     def __init__(
@@ -62,18 +62,18 @@ class LocalCluster:
         tls_dir: str | Path | None = None,
         coordinator_args: tuple[str, ...] = (),
     ) -> None:
-        """Describe a cluster; `start` or `with` brings it up.
+        """Configure a cluster; `start` or `with` starts it.
 
         Args:
-            nodes: agents that are started, named n1, n2, ...
-            workers_per_node: slots of each.
-            spares: warm processes that each keeps.
+            nodes: number of agents, named n1, n2, ...
+            workers_per_node: slots per agent.
+            spares: warm spare processes per agent.
             store: membership store; "" for SQLite in the directory.
-            directory: where to keep logs, None for a temporary one.
-            token_file: holds the join token that everybody must have, None for no token.
-            tls_dir: authority that has issued a certificate to "coordinator", who asks as well,
-                and to each node; None for connections in the clear.
-            coordinator_args: further ones of `elastic-coord serve`.
+            directory: directory of the logs, None for a temporary one.
+            token_file: file of the join token that all must present, None for no token.
+            tls_dir: authority that has issued certificates to "coordinator" (which this client
+                uses too) and to each node; None for plaintext.
+            coordinator_args: further arguments of `elastic-coord serve`.
         """
         self._is_temporary = directory is None
         self.directory = Path(directory or tempfile.mkdtemp(prefix="elastic-cluster-"))
@@ -89,13 +89,13 @@ class LocalCluster:
         self.agents: dict[str, subprocess.Popen[bytes]] = {}
         self.coordinator: subprocess.Popen[bytes] | None = None
         self._client: Client | None = None
-        # (theirs, ours): nobody writes; it closes with this process, however that ends.
+        # (theirs, ours): nothing is written; it closes with this process, however that ends.
         self._tether: tuple[int, int] | None = None
         self._watchers: list[threading.Thread] = []
         self._changed = threading.Condition()
 
     def __enter__(self) -> LocalCluster:
-        """Bring the cluster up, all nodes registered."""
+        """Start the cluster; on return all nodes are registered."""
         try:
             self.start()
         except BaseException:
@@ -109,7 +109,7 @@ class LocalCluster:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """End everything; say where the logs are if something went wrong."""
+        """Stop the cluster; after an exception, keep the logs and print their path."""
         self.stop(keep=error is not None)
         if error is not None:
             print(f"logs of the cluster: {self.directory}", file=sys.stderr)
@@ -125,7 +125,7 @@ class LocalCluster:
         self.wait_nodes(self.num_nodes)
 
     def start_coordinator(self) -> None:
-        """Start the coordinator; after a kill it comes back at the same address."""
+        """Start the coordinator; after a kill it restarts at the same address."""
         ready = self.directory / "coordinator.ready"
         ready.unlink(missing_ok=True)
         self.coordinator = self._spawn(
@@ -146,13 +146,13 @@ class LocalCluster:
         self.address = words["address"]
 
     def kill_coordinator(self) -> None:
-        """SIGKILL."""
+        """Kill the coordinator with SIGKILL, and wait for its end."""
         if self.coordinator is not None:
             self.coordinator.kill()
             self.coordinator.wait()
 
     def start_node(self, name: str, *args: str, module: str = "elastic.agent.cli") -> None:
-        """Start an agent under this node id; of another module, one with a fault of a test's."""
+        """Start an agent with this node id; `module` may be a test's faulty variant."""
         self.agents[name] = self._spawn(
             name, module, "--coord", self.address, "--node-id", name,
             "--workers", str(self.workers_per_node), "--spares", str(self.spares),
@@ -162,7 +162,7 @@ class LocalCluster:
         )  # fmt: skip
 
     def kill_node(self, name: str) -> None:
-        """Let a machine die: SIGKILL to its agent and to all that it started, at once."""
+        """Simulate a machine failure: SIGKILL the agent and all its descendants at once."""
         agent = self.agents[name]
         victims = [agent.pid, *descendants(agent.pid)]
         for pid in victims:
@@ -171,8 +171,8 @@ class LocalCluster:
         agent.wait()
 
     def stop_node(self, name: str, *, stopped: bool = True) -> None:
-        """Let a machine stand still: SIGSTOP (or SIGCONT) to its agent and all that it started."""
-        # The agent first, and last to wake: it must not see its workers stopped.
+        """Freeze a machine: SIGSTOP (or SIGCONT) the agent and all its descendants."""
+        # The agent stops first and continues last: it must not see its workers stopped.
         victims = [self.agents[name].pid, *descendants(self.agents[name].pid)]
         for pid in victims if stopped else reversed(victims):
             with contextlib.suppress(ProcessLookupError):
@@ -183,14 +183,14 @@ class LocalCluster:
         os.kill(self.agents[name].pid, number)
 
     def stop_jobs(self) -> None:
-        """Stop every job where it stands, and wait until none has a worker."""
+        """Stop every job at once, without saving, and wait until none has a worker."""
         for left in self.client.list(include_ended=False):
             with contextlib.suppress(Refused):  # It has just ended by itself.
                 self.client.stop(left.record.spec.job_id, "its test is over", now=True)
             self.wait(left.record.spec.job_id, lambda view: not view.workers, "the end")
 
     def stop(self, *, keep: bool = False) -> None:
-        """End everything that was started; leave the directory if `keep`."""
+        """End all processes; keep the directory if `keep`."""
         if self._client is not None:
             self._client.close()
         for agent in self.agents.values():
@@ -226,12 +226,12 @@ class LocalCluster:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                # The nodes share this machine's cores: one thread each, or they fight for them.
+                # The nodes share this machine's cores: one thread each avoids contention.
                 env={"OMP_NUM_THREADS": "1", **os.environ},
                 start_new_session=True,
             )
 
-    # ------------------------------------------------------------ looking and waiting
+    # ------------------------------------------------------------ reading and waiting
 
     @property
     def client(self) -> Client:
@@ -242,11 +242,11 @@ class LocalCluster:
         return self._client
 
     def view(self) -> ClusterView:
-        """Return what the coordinator sees now."""
+        """Return the coordinator's current view of the cluster."""
         return self.client.status().view
 
     def submit(self, spec: JobSpec) -> str:
-        """Submit a job and begin to collect its notes."""
+        """Submit a job and start to collect its notes."""
         job_id = self.client.submit(spec)
         watcher = threading.Thread(target=self._watch, args=(job_id,), daemon=True)
         watcher.start()
@@ -254,17 +254,17 @@ class LocalCluster:
         return job_id
 
     def job(self, job_id: str) -> JobView:
-        """Return one job."""
+        """Return the current view of one job."""
         return self.client.get(job_id)
 
     def wait(
         self, job_id: str, condition: Callable[[JobView], bool], what: str = "a condition"
     ) -> JobView:
-        """Wait until the job is as wanted.
+        """Wait until the job's view meets the condition.
 
         Raises:
-            Unavailable: it did not come so, and nothing of it moved for a minute, or it was on its
-                way for ten; says how the job stands.
+            Unavailable: nothing of the job changed for a minute, or it took over ten minutes; the
+                text has the job's state.
         """
         found: list[JobView] = []
 
@@ -289,7 +289,7 @@ class LocalCluster:
         return found[-1]
 
     def wait_nodes(self, count: int, *, restart: bool = False) -> None:
-        """Wait until so many nodes are ready; start those anew that end meanwhile, if told to."""
+        """Wait until so many nodes are ready; with `restart`, restart those that end meanwhile."""
 
         def holds() -> bool:
             for name, agent in [*self.agents.items()] if restart else []:
@@ -310,8 +310,8 @@ class LocalCluster:
         Args:
             name: such as "group_formed".
             job_id: "" for any.
-            after: look only at notes from this index of `notes` on.
-            fields: what it must say, compared as text.
+            after: search only from this index of `notes` on.
+            fields: values that the note must have, compared as text.
         """
         wanted = {key: str(value) for key, value in fields.items()}
         deadline = time.monotonic() + TIMEOUT_S
@@ -336,7 +336,7 @@ class LocalCluster:
         return {str(w.report.worker_id): w.report.pid for w in self.job(job_id).workers}
 
     def log_of(self, name: str) -> str:
-        """Return what the coordinator or a node's agent wrote."""
+        """Return the output of the coordinator or of a node's agent, "" if there is none."""
         path = self.directory / f"{name}.log"
         return path.read_text(errors="replace") if path.exists() else ""
 
@@ -355,7 +355,7 @@ class LocalCluster:
         story: Callable[[], str] = lambda: "",
         moved: Callable[[], object] = lambda: None,
     ) -> None:
-        """Wait until it holds; on a slow machine longer, while what `moved` returns changes."""
+        """Wait until `holds()`; the timeout restarts while the value of `moved` changes."""
         began = since = time.monotonic()
         last = moved()
         while not holds():
@@ -368,7 +368,7 @@ class LocalCluster:
 
 
 def descendants(pid: int) -> list[int]:
-    """Return all processes below one, children before grandchildren."""
+    """Return all descendants of a process, each parent before its children."""
     found = []
     for child in _children(pid):
         found += [child, *descendants(child)]
@@ -387,7 +387,7 @@ def _children(pid: int) -> Iterator[int]:
 
 
 def start_of(pid: int) -> str:
-    """Return when a process was started, in the kernel's ticks; "" if it is gone or a zombie."""
+    """Return a process's start time in kernel ticks; "" if it has ended or is a zombie."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
@@ -396,5 +396,5 @@ def start_of(pid: int) -> str:
 
 
 def is_running(pid: int) -> bool:
-    """Return whether the process exists and is no zombie."""
+    """Return whether the process exists and is not a zombie."""
     return bool(start_of(pid))

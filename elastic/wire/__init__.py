@@ -1,1 +1,1 @@
-"""Messages as bytes: the codec between facts and protobuf, frames, and the worker's pipe."""
+"""Messages as bytes: the codec between dataclasses and protobuf, frames, and the worker's pipe."""

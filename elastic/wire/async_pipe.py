@@ -1,8 +1,8 @@
 """The agent's end of the pipe to one of its worker processes, on asyncio.
 
-Rule: writing never waits, because a stopped worker does not read and the agent must go on; what is
-not read is kept up to a limit. Reading goes on after writing has failed: a worker's last words are
-in the socket when it is gone already. (asyncio's own transports drop them then.)
+Rule: writing never blocks, because a stopped worker does not read and the agent must continue;
+unread messages are buffered up to a limit. Reading continues after writing has failed: the last
+messages of a worker that has ended are still in the socket. (asyncio's own transports drop them.)
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from elastic.wire.frames import FRAME_BYTES_MAX, FrameReader, encode_frame
 
 READ_BYTES = 64 * 1024
 BACKLOG_BYTES_MAX = FRAME_BYTES_MAX + 1024 * 1024
-"""What one worker may leave unread: the largest message, and a few thousand small ones."""
+"""Limit of one worker's unread bytes: the largest message and a few thousand small ones."""
 
 
 class AsyncPipe:
-    """Says `PipeToWorker` and hears `PipeToAgent`; made and used in one running event loop.
+    """Sends `PipeToWorker` and receives `PipeToAgent`; created and used in one event loop.
 
     Args:
         sock: the agent's end of the socket pair; owned by the pipe.
@@ -46,19 +46,19 @@ class AsyncPipe:
 
     @property
     def backlog_bytes(self) -> int:
-        """How much the worker has not taken yet, beyond what the kernel holds for it."""
+        """Bytes that are buffered here because the socket's kernel buffer is full."""
         return self._backlog_bytes
 
     def send(self, message: PipeToWorker) -> bool:
-        """Write one message, or keep it until the worker reads; never waits.
+        """Write one message, or buffer it until the worker reads; never blocks.
 
         Returns:
-            False if the other end is gone and the message was dropped.
+            False if the other end is closed and the message was dropped.
 
         Raises:
             PeerError: the worker has left more than `BACKLOG_BYTES_MAX` unread; this message was
                 dropped, and the process should be killed.
-            ConfigError: a value in the message cannot travel.
+            ConfigError: a value in the message cannot be encoded.
             UsageError: the message is too large.
         """
         frame = encode_frame(encode_to_worker(message))
@@ -72,19 +72,19 @@ class AsyncPipe:
         self._backlog.append(memoryview(frame))
         self._backlog_bytes += len(frame)
         if len(self._backlog) == 1:
-            # Mostly the kernel takes it now, and the loop need not come back for it.
+            # Usually the kernel accepts it at once, and the loop needs no writer.
             self._write()
             if self._backlog:
                 self._loop.add_writer(self._sock, self._write)
         return not self._gone
 
     async def receive(self) -> PipeToAgent | None:
-        """Return the next message, None when the other end is gone and all was returned.
+        """Return the next message, None when the other end is closed and all were returned.
 
-        For one task; a call that is cancelled has lost nothing.
+        For one task; a cancelled call loses no data.
 
         Raises:
-            PeerError: what came is no message, or ended inside one; nothing more can be read.
+            PeerError: the bytes are not a message, or end inside one; no more can be read.
         """
         while not self._received:
             data = await self._read()
@@ -95,28 +95,28 @@ class AsyncPipe:
         return decode_from_worker(self._received.popleft())
 
     async def __aiter__(self) -> AsyncIterator[PipeToAgent]:
-        """Yield messages until the other end is gone.
+        """Yield messages until the other end is closed.
 
         Raises:
-            PeerError: what came is no message.
+            PeerError: the bytes are not a message.
         """
         while (message := await self.receive()) is not None:
             yield message
 
     def close(self) -> None:
-        """Close this end and drop what was not read; a pending `receive` returns None."""
+        """Close this end and drop unread data; a pending `receive` returns None."""
         if self._closed:
             return
         self._closed = True
         self._stop_writing()
-        # An error means that the other end is closed already.
+        # An error means that the other end is already closed.
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
         if not self._reading:
             self._sock.close()
 
     def _write(self) -> None:
-        """Hand the kernel what it takes; called by the loop when it takes more."""
+        """Write as much as the kernel accepts; the loop calls this when the socket is writable."""
         try:
             while self._backlog:
                 sent = self._sock.send(self._backlog[0])
@@ -137,7 +137,7 @@ class AsyncPipe:
         self._loop.remove_writer(self._sock)
 
     async def _read(self) -> bytes:
-        """Return the next bytes, b"" at the end; a cancelled call has taken none."""
+        """Return the next bytes, b"" at the end; a cancelled call has consumed none."""
         if self._closed:
             return b""
         check(not self._reading, f"{self._who}: two tasks read one pipe")
@@ -146,7 +146,7 @@ class AsyncPipe:
             await self._readable()
             return self._sock.recv(READ_BYTES)
         except OSError:
-            # It died with something of ours unread; all that it wrote was returned before.
+            # The worker ended with unread data of ours; all that it wrote was returned before.
             return b""
         finally:
             self._reading = False
@@ -154,7 +154,7 @@ class AsyncPipe:
                 self._sock.close()
 
     async def _readable(self) -> None:
-        # Waiting first, even when there is something, lets other tasks run beside a flood.
+        # Waiting first, even when data is ready, lets other tasks run during a flood of messages.
         ready: asyncio.Future[None] = self._loop.create_future()
 
         def wake() -> None:

@@ -1,9 +1,9 @@
-"""How a dataclass becomes a protobuf message and back, derived from the two descriptions of it.
+"""Converts dataclasses to protobuf messages and back; derived from dataclass and descriptor.
 
-Rule: a dataclass and its message have the same fields under the same names and of matching kinds.
-The two are compared when a `MessageCodec` is made, so a field that only one side has stops the
-import, not a cluster. Reading trusts nothing: what does not fit is refused by name with
-`PeerError`. A field that an older peer does not know has the dataclass's default.
+Rule: a dataclass and its message have the same fields, with the same names and matching types.
+The two are compared when a `MessageCodec` is created, so a mismatch fails at import time, not in a
+running cluster. Reading validates everything: a bad value raises `PeerError` with the field's
+name. A field that an older peer did not send gets the dataclass's default.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from elastic.core.config import ENTRY_BYTES_MAX
 from elastic.errors import ConfigError, InvariantViolation, PeerError, check
 
 MESSAGE_BYTES_MAX = 2 * ENTRY_BYTES_MAX
-"""No message is larger, on the pipe or over gRPC: twice what the largest job needs."""
+"""Size limit of a message, on the pipe and over gRPC: twice what the largest job needs."""
 
 FOR_PEOPLE = frozenset({
     "detail", "drain_reason", "error_type", "left", "message", "position", "reason", "text",
     "traceback",
 })  # fmt: skip
-"""String fields that nothing is decided by: what is not Unicode in them is escaped, not refused."""
+"""String fields for display only: invalid Unicode in them is escaped, not rejected."""
 
 WIDE = 16
-"""Of a part with so many fields, such as a job or a place in a group, only what differs from the
-one before is written: all that are told of it are told nearly the same."""
+"""Nested messages with at least so many fields, such as a job or a place in a group, reuse the
+previous message and rewrite only changed fields: all receivers get nearly the same values."""
 
 LABEL_REPEATED = 3
 """As in google/protobuf/descriptor.proto."""
@@ -58,13 +58,13 @@ Proto = TypeVar("Proto", bound=Message)
 
 @dataclass(frozen=True)
 class ValueCodec:
-    """How one value travels.
+    """Conversion of one value.
 
     Attributes:
-        to_wire: turns a scalar or an enum into what protobuf stores; None if it is that already.
-        from_wire: the way back; for a message, from the message itself.
+        to_wire: converts a scalar or enum to protobuf's value; None if it needs no conversion.
+        from_wire: the inverse; for a message, from the message itself.
         fill: writes a message's fields; None for a scalar or an enum.
-        codec: of a message of its own; None for what travels as one without being a dataclass.
+        codec: codec of a nested dataclass; None for a message that is not a dataclass, as a pair.
     """
 
     from_wire: Callable[[Any], Any]
@@ -75,10 +75,10 @@ class ValueCodec:
 
 @dataclass(frozen=True)
 class FieldCodec:
-    """One field of a dataclass, and how it gets into a message and out of it.
+    """One field of a dataclass, with its conversion to a message and back.
 
     Attributes:
-        cleared: field of the message that must be empty before a write, "" if a write replaces.
+        cleared: message field to clear before a write, "" if a write replaces the old value.
     """
 
     name: str
@@ -88,16 +88,16 @@ class FieldCodec:
 
 
 class MessageCodec(Generic[Fact]):
-    """Turns one dataclass into the message that the descriptor describes, and back.
+    """Converts one dataclass to the message of a descriptor, and back.
 
     Args:
         fact: the dataclass.
-        descriptor: of its message (each backend of protobuf has a class of its own for it).
+        descriptor: the message's descriptor (each protobuf backend has its own class for it).
         renamed: names of dataclasses and of their fields that differ on the wire, such as
-            {"JobView": "Job", "since_ns": "age_ns"}; they hold for nested messages too.
+            {"JobView": "Job", "since_ns": "age_ns"}; they apply to nested messages too.
 
     Raises:
-        InvariantViolation: the two do not have the same fields.
+        InvariantViolation: dataclass and message do not have the same fields.
     """
 
     def __init__(
@@ -116,14 +116,14 @@ class MessageCodec(Generic[Fact]):
             _port(descriptor.fields_by_name[wire_name], field, hints[field.name], renamed)
             for wire_name, field in named.items()
         )
-        # One more than there are fields: of a single one it would give no tuple.
+        # With one extra name, since attrgetter of a single name returns no tuple.
         self._values = operator.attrgetter(*(port.name for port in self._ports), "__class__")
 
     def fill(self, fact: Fact, target: Message) -> None:
         """Write all fields of `fact` into an empty message.
 
         Raises:
-            ConfigError: a value that cannot travel: a number out of range, a path that is not
+            ConfigError: a value cannot be encoded: a number out of range, a path that is not
                 Unicode.
         """
         for port in self._ports:
@@ -134,10 +134,12 @@ class MessageCodec(Generic[Fact]):
         return self._values(fact)
 
     def refill(self, values: tuple[Any, ...], before: tuple[Any, ...], target: Message) -> None:
-        """Write those values that are not the very same in `before`, which is in there.
+        """Write the values that are not identical (`is`) to those in `before`.
+
+        `target` must hold `before`.
 
         Raises:
-            ConfigError: as in `fill`; then `target` holds neither.
+            ConfigError: as in `fill`; `target` is then in a mixed state.
         """
         is_new = map(operator.is_not, values, before)
         for port, value in compress(zip(self._ports, values, strict=False), is_new):
@@ -146,10 +148,10 @@ class MessageCodec(Generic[Fact]):
             port.write(value, target)
 
     def read(self, source: Message) -> Fact:
-        """Return the fact that a message states.
+        """Return a message as a dataclass.
 
         Raises:
-            PeerError: an unknown enum value, a missing part, or what the dataclass refuses.
+            PeerError: an unknown enum value, a missing part, or values that the dataclass rejects.
         """
         values = {port.name: port.read(source) for port in self._ports}
         try:
@@ -162,7 +164,7 @@ def parse(proto: type[Proto], data: bytes) -> Proto:
     """Read bytes as a message.
 
     Raises:
-        PeerError: they are none.
+        PeerError: the bytes are not a message of this type.
     """
     message = proto()
     try:
@@ -203,7 +205,7 @@ def _port(
 
 
 def _or(default: Enum, from_wire: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Read an enum that an older peer did not write as the dataclass's default."""
+    """Read an enum, or the dataclass's default where an older peer did not send it."""
     return lambda number: from_wire(number) if number else default
 
 
@@ -230,15 +232,15 @@ def _message_port(
     name, full_name, from_wire = field.name, field.full_name, value.from_wire
     codec, factory = value.codec, known.default_factory
     is_wide = len(field.message_type.fields) >= WIDE if field.message_type else False
-    # The last values and their message: one, or one for each thread that writes at the same time.
-    # They are kept, so that no other value can have the identity of one of them.
+    # The last values and their message: one entry, or one for each concurrently writing thread.
+    # The values are kept alive, so that no other object can reuse their identity.
     last: list[tuple[tuple[Any, ...], Message]] = []
 
     def write(item: Any, target: Message) -> None:
         if item is None and optional:
             return
         part = getattr(target, name)
-        # A message without fields set must be there all the same.
+        # The part must be present even if no field in it is set.
         part.SetInParent()
         if codec is None:
             return
@@ -268,7 +270,7 @@ def _message_port(
 
 
 def _is_frozen(item: Any) -> bool:
-    """Return whether what was written of a fact stays true."""
+    """Return whether a dataclass is frozen, so that its encoding can be reused."""
     return bool(item.__dataclass_params__.frozen)
 
 
@@ -298,7 +300,7 @@ def _repeated_port(name: str, known: str, value: ValueCodec) -> FieldCodec:
 def _value(field: FieldDescriptor, hint: Any, renamed: Mapping[str, str]) -> ValueCodec:
     if get_origin(hint) is tuple:
         return _pair_value(field, hint)
-    # NewType("JobId", str) travels as what it stands for.
+    # NewType("JobId", str) is encoded as its base type.
     kind = getattr(hint, "__supertype__", hint)
     if isinstance(kind, type) and dataclasses.is_dataclass(kind):
         if field.message_type is None:
@@ -313,14 +315,17 @@ def _value(field: FieldDescriptor, hint: Any, renamed: Mapping[str, str]) -> Val
 
 
 def _unicode(text: str) -> str:
-    """Return the text, or raise the one error that every backend of protobuf words differently."""
+    """Return the text if it is valid Unicode.
+
+    Raises the same UnicodeEncodeError for all protobuf backends, which differ here.
+    """
     if not text.isascii():
         text.encode()
     return text
 
 
 def _pair_value(field: FieldDescriptor, hint: Any) -> ValueCodec:
-    """(name, value) pairs are messages of two fields, in that order."""
+    """Encode (name, value) pairs as messages of two fields, in that order."""
     described = field.message_type
     parts = sorted(described.fields, key=lambda part: part.number) if described else []
     kinds = get_args(hint)
@@ -338,7 +343,7 @@ def _pair_value(field: FieldDescriptor, hint: Any) -> ValueCodec:
 
 
 def _enum_value(kind: type[Enum], field: FieldDescriptor) -> ValueCodec:
-    """NodePhase.READY is NODE_PHASE_READY; 0 is nobody's, and refused like any unknown number."""
+    """Map NodePhase.READY to NODE_PHASE_READY; reject 0 (unset) like any unknown number."""
     prefix = "".join(f"_{char}" if char.isupper() else char.upper() for char in kind.__name__)[1:]
     described = field.enum_type.values if field.enum_type else ()
     names = {value.name: value.number for value in described}
@@ -362,6 +367,6 @@ def _enum_value(kind: type[Enum], field: FieldDescriptor) -> ValueCodec:
 
 
 def _is_repeated(field: FieldDescriptor) -> bool:
-    # protobuf 7 has no labels any more, protobuf 5 has nothing else.
+    # protobuf 7 has removed labels; protobuf 5 has no `is_repeated`.
     repeated = getattr(field, "is_repeated", None)
     return getattr(field, "label", 0) == LABEL_REPEATED if repeated is None else bool(repeated)

@@ -1,8 +1,7 @@
-"""What users and operators see: jobs, what happens to them, the cluster, output of workers.
+"""Codec of what users and operators see: jobs, their events, the cluster, output of workers.
 
-Rule: a moment on a monotonic clock never leaves its process; an age does, and the receiver counts
-it back from its own clock. A job that is shown carries no payload: it may be large, and only
-workers need it.
+Rule: monotonic timestamps are sent as ages, which the receiver subtracts from its own clock. Jobs
+are sent without their payload: it may be large, and only workers need it.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from elastic.wire.generated.elastic.v1 import facts_pb2, jobs_pb2
 
 @dataclass(frozen=True)
 class TimedNote:
-    """A note with the wall clock of the coordinator, nanoseconds since 1970."""
+    """A note with the coordinator's wall clock, in nanoseconds since 1970."""
 
     note: Note
     unix_ns: int
@@ -33,9 +32,9 @@ class LogChunk:
     """Output of one worker.
 
     Attributes:
-        rank: of the worker when it printed this, -1 before its first group.
-        generation: of its group then.
-        unix_ns: its agent's wall clock at that moment, 0 if not known.
+        rank: the worker's rank when it printed this, -1 before its first group.
+        generation: the generation of its group at that time.
+        unix_ns: the agent's wall clock at that time, 0 if not known.
     """
 
     worker_id: WorkerId
@@ -48,16 +47,16 @@ class LogChunk:
 
 @dataclass(frozen=True)
 class ClusterStatus:
-    """A coordinator and all that it sees.
+    """A coordinator and its view of the cluster.
 
     Attributes:
-        version: of elastic-torch.
+        version: the version of elastic-torch.
         protocol: "major.minor".
         store: the membership store, without credentials.
-        uptime_ns: how long the coordinator has been in office.
-        standby: "" from the coordinator that leads; from another one how old this is, and who
-            leads. It shows jobs and cordons only, as the store holds them.
-        coordinators: "host:port" of all that share the store, () if it has one only.
+        uptime_ns: for how long the coordinator has been the leader.
+        standby: "" from the leader; from a standby, the age of this view and the leader. A
+            standby's view has only jobs and cordons, as read from the store.
+        coordinators: "host:port" of all coordinators that share the store, () if only one.
     """
 
     coordinator: str
@@ -72,7 +71,7 @@ class ClusterStatus:
 
 @dataclass(frozen=True)
 class _Status:
-    """`ClusterStatus` with the view's parts beside the rest, as it travels."""
+    """`ClusterStatus` as it is sent: with the fields of the view beside the others."""
 
     coordinator: str
     version: str
@@ -89,7 +88,7 @@ class _Status:
 JobEvent = JobView | TimedNote
 
 HIDDEN = "***"
-"""Stands for the value of a variable of a job's environment, which may be a password."""
+"""Replaces the values of a job's environment variables, which may be passwords."""
 
 _RENAMED = {"JobView": "Job", "_Status": "ClusterStatus", "since_ns": "age_ns"}
 _SPEC = MessageCodec(JobSpec, facts_pb2.JobSpec.DESCRIPTOR)
@@ -106,7 +105,8 @@ def submit_request(spec: JobSpec) -> jobs_pb2.SubmitRequest:
     """Return the request that submits a job.
 
     Raises:
-        ConfigError: a value cannot travel (a number out of range, a path that is not Unicode).
+        ConfigError: a value cannot be encoded (a number out of range, a path that is not
+            Unicode).
     """
     request = jobs_pb2.SubmitRequest()
     request.spec.SetInParent()
@@ -115,10 +115,10 @@ def submit_request(spec: JobSpec) -> jobs_pb2.SubmitRequest:
 
 
 def spec_of(request: jobs_pb2.SubmitRequest) -> JobSpec:
-    """Return what a user wants to run.
+    """Return the job specification of a request.
 
     Raises:
-        PeerError: there is no specification in the request, or it breaks a rule of `JobSpec`.
+        PeerError: the request has no specification, or it violates a rule of `JobSpec`.
     """
     if not request.HasField("spec"):
         raise PeerError("SubmitRequest.spec is missing: expected the specification of a job")
@@ -126,56 +126,56 @@ def spec_of(request: jobs_pb2.SubmitRequest) -> JobSpec:
 
 
 def job_to_proto(job: JobView, now_ns: int) -> jobs_pb2.Job:
-    """Return a job as it is shown at `now_ns`, on the clock that its moments are from."""
+    """Return a job as it is sent at `now_ns`, on the clock of its timestamps."""
     proto = jobs_pb2.Job()
     _JOB.fill(_turned(without_secrets(job), now_ns), proto)
     return proto
 
 
 def job_from_proto(proto: jobs_pb2.Job, now_ns: int) -> JobView:
-    """Return a job; its moments are on the caller's clock, which now says `now_ns`.
+    """Return a job; its timestamps are on the caller's clock, which is at `now_ns`.
 
     Raises:
-        PeerError: the message states what cannot be.
+        PeerError: the message has invalid values.
     """
     return _turned(_JOB.read(proto), now_ns)
 
 
 def job_event_to_proto(event: JobEvent, now_ns: int) -> jobs_pb2.JobEvent:
-    """Return a snapshot of a job, or what happened to it, for those who watch."""
+    """Return a snapshot or note of a job, for its watchers."""
     if isinstance(event, JobView):
         return _EVENT.to_proto(_turned(without_secrets(event), now_ns))
     return _EVENT.to_proto(event)
 
 
 def job_event_from_proto(proto: jobs_pb2.JobEvent, now_ns: int) -> JobEvent:
-    """Return a snapshot of a job, or what happened to it.
+    """Return a snapshot or note of a job.
 
     Raises:
-        PeerError: the message states what cannot be, or neither of the two.
+        PeerError: the message has invalid values, or neither of the two.
     """
     event = _EVENT.from_proto(proto)
     return _turned(event, now_ns) if isinstance(event, JobView) else event
 
 
 def timed_note_to_proto(note: TimedNote) -> jobs_pb2.TimedNote:
-    """Return what happened to a job."""
+    """Return a note of a job as a message."""
     proto = jobs_pb2.TimedNote()
     _TIMED_NOTE.fill(note, proto)
     return proto
 
 
 def timed_note_from_proto(proto: jobs_pb2.TimedNote) -> TimedNote:
-    """Return what happened to a job.
+    """Return a note of a job.
 
     Raises:
-        PeerError: the message states what cannot be.
+        PeerError: the message has invalid values.
     """
     return _TIMED_NOTE.read(proto)
 
 
 def log_chunk_to_proto(chunk: LogChunk) -> jobs_pb2.LogChunk:
-    """Return output of a worker for those who follow it."""
+    """Return output of a worker as a message."""
     proto = jobs_pb2.LogChunk()
     _LOG_CHUNK.fill(chunk, proto)
     return proto
@@ -187,7 +187,7 @@ def log_chunk_from_proto(proto: jobs_pb2.LogChunk) -> LogChunk:
 
 
 def status_to_proto(status: ClusterStatus) -> jobs_pb2.ClusterStatus:
-    """Return the cluster as it is shown; ages count from the view's own moment."""
+    """Return the cluster as it is sent; ages are relative to the view's own timestamp."""
     view = status.view
     proto = jobs_pb2.ClusterStatus()
     flat = _Status(
@@ -207,10 +207,10 @@ def status_to_proto(status: ClusterStatus) -> jobs_pb2.ClusterStatus:
 
 
 def status_from_proto(proto: jobs_pb2.ClusterStatus, now_ns: int) -> ClusterStatus:
-    """Return the cluster; its moments are on the caller's clock, which now says `now_ns`.
+    """Return the cluster; its timestamps are on the caller's clock, which is at `now_ns`.
 
     Raises:
-        PeerError: the message states what cannot be.
+        PeerError: the message has invalid values.
     """
     flat = _STATUS.read(proto)
     nodes = tuple(replace(node, since_ns=now_ns - node.since_ns) for node in flat.nodes)
@@ -228,9 +228,9 @@ def status_from_proto(proto: jobs_pb2.ClusterStatus, now_ns: int) -> ClusterStat
 
 
 def without_secrets(job: JobView) -> JobView:
-    """Return a job as it is shown: without its code, the values of its environment, its key.
+    """Return a job for display: without its code, the values of its environment, and its key.
 
-    Nor with the workers that it had: there may be thousands, and whoever needs them has the record.
+    Former workers are left out too: there may be thousands, and the record has them.
     """
     record = job.record
     if record.former:
@@ -246,7 +246,7 @@ def without_secrets(job: JobView) -> JobView:
 
 
 def _turned(job: JobView, now_ns: int) -> JobView:
-    """Turn moments into ages; since both are `now` minus the other, also ages into moments."""
+    """Convert timestamps to ages; each is `now` minus the other, so also ages to timestamps."""
     return replace(
         job,
         since_ns=now_ns - job.since_ns,

@@ -1,6 +1,6 @@
-"""What the coordinator keeps in its store, as bytes.
+"""Codec of the records in the coordinator's store.
 
-Rule: a record that does not decode, or has another format, is refused by its key.
+Rule: a record that does not decode, or has another format, raises an error that names its key.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from elastic.wire.envelope import Envelope
 from elastic.wire.generated.elastic.v1 import records_pb2
 
 RECORD_FORMAT = 1
-"""Written into every record; to be raised when an older reader would misread a newer record."""
+"""Format number in every record; increment it when an older reader would misread newer records."""
 
 Record = JobRecord | NodesRecord
 _RECORD: Envelope[Record, records_pb2.StoredRecord] = Envelope(
@@ -35,7 +35,7 @@ def decode_record(data: bytes, *, key: str) -> JobRecord:
     """Return the job that is stored under a key.
 
     Raises:
-        CorruptRecord: it cannot be read; the text names the key and says what to do.
+        CorruptRecord: the record cannot be read; the text names the key and what to do.
     """
     record = _decode(data, key)
     if not isinstance(record, JobRecord):
@@ -44,7 +44,7 @@ def decode_record(data: bytes, *, key: str) -> JobRecord:
 
 
 def decode_nodes(data: bytes, *, key: str) -> NodesRecord:
-    """Return what is stored of nodes.
+    """Return the record of nodes that is stored under a key.
 
     Raises:
         CorruptRecord: as `decode_record`.

@@ -1,7 +1,7 @@
-"""The messages of the agent's stream and of the worker's pipe, as bytes and as protobuf.
+"""Codec of the messages on the agent's stream and on the worker's pipe.
 
-Rule: one pair of functions for each direction of each wire. Those that end in `_proto` are for the
-server, which gets messages that gRPC has parsed already; all others speak bytes.
+Rule: one pair of functions for each direction of each channel. Functions with `_proto` in their
+names are for the server, where gRPC has already parsed the messages; all others handle bytes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from elastic.wire.envelope import Envelope
 from elastic.wire.generated.elastic.v1 import agent_pb2, worker_pb2
 
 ATTACH_METHOD = "/elastic.v1.Agents/Attach"
-"""The stream's full name, for callers that use no service stubs."""
+"""The stream's full gRPC method name, for callers without service stubs."""
 
 _FROM_AGENT: Envelope[AgentMessage, agent_pb2.AgentToCoordinator] = Envelope(
     agent_pb2.AgentToCoordinator, get_args(AgentMessage)
@@ -39,28 +39,29 @@ _FROM_WORKER: Envelope[PipeToAgent, worker_pb2.PipeToAgent] = Envelope(
 
 
 def encode_agent_message(message: AgentMessage) -> bytes:
-    """Return what an agent says as bytes of an AgentToCoordinator.
+    """Return an agent's message as bytes of an AgentToCoordinator.
 
     Raises:
-        ConfigError: a value cannot travel (a number out of range, a name that is not Unicode).
+        ConfigError: a value cannot be encoded (a number out of range, a name that is not
+            Unicode).
     """
     return _FROM_AGENT.encode(message)
 
 
 def decode_agent_message(data: bytes) -> AgentMessage:
-    """Return what an agent said.
+    """Decode a message of an agent.
 
     Raises:
-        PeerError: the bytes are no such message, or state what cannot be.
+        PeerError: the bytes are not such a message, or it has invalid values.
     """
     return agent_message_from_proto(parse(agent_pb2.AgentToCoordinator, data))
 
 
 def agent_message_from_proto(proto: agent_pb2.AgentToCoordinator) -> AgentMessage:
-    """Return what an agent said, from a message that gRPC has parsed.
+    """Convert a message of an agent that gRPC has parsed.
 
     Raises:
-        PeerError: it states what cannot be.
+        PeerError: it has invalid values.
     """
     return _FROM_AGENT.from_proto(proto)
 
@@ -69,28 +70,28 @@ def agent_message_from_proto(proto: agent_pb2.AgentToCoordinator) -> AgentMessag
 
 
 def encode_coordinator_message(message: CoordinatorMessage) -> bytes:
-    """Return what the coordinator says as bytes of a CoordinatorToAgent.
+    """Return the coordinator's message as bytes of a CoordinatorToAgent.
 
     Raises:
-        ConfigError: a value cannot travel.
+        ConfigError: a value cannot be encoded.
     """
     return _TO_AGENT.encode(message)
 
 
 def coordinator_message_to_proto(message: CoordinatorMessage) -> agent_pb2.CoordinatorToAgent:
-    """Return what the coordinator says, for gRPC to serialize.
+    """Return the coordinator's message as a protobuf message, for gRPC to serialize.
 
     Raises:
-        ConfigError: a value cannot travel.
+        ConfigError: a value cannot be encoded.
     """
     return _TO_AGENT.to_proto(message)
 
 
 def decode_coordinator_message(data: bytes) -> CoordinatorMessage:
-    """Return what the coordinator said.
+    """Decode a message of the coordinator.
 
     Raises:
-        PeerError: the bytes are no such message, or state what cannot be.
+        PeerError: the bytes are not such a message, or it has invalid values.
     """
     return _TO_AGENT.decode(data)
 
@@ -99,36 +100,36 @@ def decode_coordinator_message(data: bytes) -> CoordinatorMessage:
 
 
 def encode_to_worker(message: PipeToWorker) -> bytes:
-    """Return what an agent tells a worker as bytes of a PipeToWorker.
+    """Return an agent's message to a worker as bytes of a PipeToWorker.
 
     Raises:
-        ConfigError: a value cannot travel.
+        ConfigError: a value cannot be encoded.
     """
     return _TO_WORKER.encode(message)
 
 
 def decode_to_worker(data: bytes) -> PipeToWorker:
-    """Return what the agent told.
+    """Decode a message of the agent.
 
     Raises:
-        PeerError: the bytes are no such message, or state what cannot be.
+        PeerError: the bytes are not such a message, or it has invalid values.
     """
     return _TO_WORKER.decode(data)
 
 
 def encode_from_worker(message: PipeToAgent) -> bytes:
-    """Return what a worker tells its agent as bytes of a PipeToAgent.
+    """Return a worker's message to its agent as bytes of a PipeToAgent.
 
     Raises:
-        ConfigError: a value cannot travel.
+        ConfigError: a value cannot be encoded.
     """
     return _FROM_WORKER.encode(message)
 
 
 def decode_from_worker(data: bytes) -> PipeToAgent:
-    """Return what the worker told.
+    """Decode a message of the worker.
 
     Raises:
-        PeerError: the bytes are no such message, or state what cannot be.
+        PeerError: the bytes are not such a message, or it has invalid values.
     """
     return _FROM_WORKER.decode(data)

@@ -1,7 +1,7 @@
-"""Envelopes: messages of which exactly one body is set, one for each direction of each wire.
+"""Envelopes: messages with exactly one body, one type for each direction of each channel.
 
-Rule: an envelope knows a body for every member of its union and none besides; an envelope that
-arrives without a body that is known is refused.
+Rule: an envelope has one body type for each member of its union, and no other. A received envelope
+without a known body raises an error.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Proto = TypeVar("Proto", bound=Message)
 
 
 class Envelope(Generic[Body, Proto]):
-    """Turns each member of a union of dataclasses into one envelope, and back.
+    """Converts each member of a union of dataclasses to one envelope, and back.
 
     Args:
         proto: the message, with a oneof named "body".
@@ -28,7 +28,7 @@ class Envelope(Generic[Body, Proto]):
         renamed: see `MessageCodec`.
 
     Raises:
-        InvariantViolation: bodies and members are not the same.
+        InvariantViolation: the message's bodies and the union's members differ.
     """
 
     def __init__(
@@ -54,10 +54,10 @@ class Envelope(Generic[Body, Proto]):
             self._field_of[known[name]] = field
 
     def to_proto(self, body: Body) -> Proto:
-        """Return the envelope that holds `body`.
+        """Return an envelope with `body`.
 
         Raises:
-            ConfigError: a value in it cannot travel; see `MessageCodec.fill`.
+            ConfigError: a value in it cannot be encoded; see `MessageCodec.fill`.
         """
         field = self._field_of[type(body)]
         envelope = self._proto()
@@ -67,10 +67,10 @@ class Envelope(Generic[Body, Proto]):
         return envelope
 
     def from_proto(self, envelope: Proto) -> Body:
-        """Return what an envelope holds.
+        """Return the body of an envelope.
 
         Raises:
-            PeerError: no body that is known, or one that does not decode.
+            PeerError: no known body is set, or it does not decode.
         """
         field = envelope.WhichOneof("body")
         if field is None:
@@ -89,6 +89,6 @@ class Envelope(Generic[Body, Proto]):
         """Return `from_proto` of bytes.
 
         Raises:
-            PeerError: they are no such envelope.
+            PeerError: the bytes are not a valid envelope.
         """
         return self.from_proto(parse(self._proto, data))

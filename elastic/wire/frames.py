@@ -1,7 +1,7 @@
-"""Frames on the worker's pipe: four bytes of length, big endian, then that many bytes.
+"""Frames on the worker's pipe: a length of four bytes, big endian, then that many bytes.
 
-Rule: a length outside 1 to `FRAME_BYTES_MAX` is refused before anything is kept for it, so that a
-process that writes nonsense costs no memory.
+Rule: a length outside 1 to `FRAME_BYTES_MAX` is rejected before any payload is buffered, so that a
+process that writes garbage costs no memory.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import struct
 from elastic.errors import PeerError, UsageError
 
 FRAME_BYTES_MAX = 32 * 1024 * 1024
-"""Longest payload of one frame."""
+"""Limit of one frame's payload."""
 
 _LENGTH = struct.Struct(">I")
 
 
 def encode_frame(payload: bytes) -> bytes:
-    """Return a payload with its length before it.
+    """Return a payload prefixed with its length.
 
     Raises:
         UsageError: the payload is empty or longer than `FRAME_BYTES_MAX`.
@@ -31,10 +31,10 @@ def encode_frame(payload: bytes) -> bytes:
 
 
 class FrameReader:
-    """Cuts a stream of bytes, which comes in pieces of any size, into payloads.
+    """Splits a byte stream, which arrives in pieces of any size, into payloads.
 
     Args:
-        who: whose stream it is, for errors.
+        who: name of the sender, for errors.
     """
 
     def __init__(self, who: str = "the peer") -> None:
@@ -42,11 +42,11 @@ class FrameReader:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Return the payloads that are complete with these bytes, none if more must come.
+        """Return the payloads that these bytes complete, which may be none.
 
         Raises:
-            PeerError: the next length is refused, and all that follows cannot be read. Payloads
-                before it were returned by this call or an earlier one: an error never hides them.
+            PeerError: the next length is invalid, so nothing after it can be read. Raised only
+                once all payloads before it were returned.
         """
         self._buffer += data
         payloads: list[bytes] = []
@@ -69,13 +69,13 @@ class FrameReader:
         return payloads
 
     def end(self) -> None:
-        """Say that the stream is over.
+        """Check the rest of the stream at its end.
 
         Raises:
-            PeerError: it ended inside a frame, or what is left of it cannot be read.
+            PeerError: the stream ended inside a frame, or its rest cannot be read.
         """
         left = len(self._buffer)
-        # A refused length that came with good payloads is still here, and says so now.
+        # An invalid length that came after valid payloads is still buffered: it raises now.
         self.feed(b"")
         if left:
             raise PeerError(

@@ -1,7 +1,7 @@
 """The worker's end of the pipe to its agent: blocking, for threads.
 
 Rule: one thread reads; any thread may write, one message at a time. The socket stays in blocking
-mode without a timeout of its own, which would hold for both directions.
+mode without a timeout, since that would apply to both directions.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ READ_BYTES = 64 * 1024
 
 
 class Pipe:
-    """Says `PipeToAgent` and hears `PipeToWorker`.
+    """Sends `PipeToAgent` and receives `PipeToWorker`.
 
     Args:
         sock: this process's end of the socket pair that the agent made; owned by the pipe.
@@ -39,15 +39,15 @@ class Pipe:
         self._poll.register(sock, select.POLLIN)
 
     def fileno(self) -> int:
-        """Return the descriptor, for select; `receive` may have more when it is not readable."""
+        """Return the descriptor, for select; `receive` may have messages though not readable."""
         return self._sock.fileno()
 
     def send(self, message: PipeToAgent) -> None:
-        """Write one message, from any thread; waits while the agent does not read.
+        """Write one message, from any thread; blocks while the agent does not read.
 
         Raises:
-            Unavailable: the agent is gone.
-            ConfigError: a value in the message cannot travel.
+            Unavailable: the agent has closed the pipe.
+            ConfigError: a value in the message cannot be encoded.
             UsageError: the message is too large.
         """
         frame = encode_frame(encode_from_worker(message))
@@ -61,30 +61,30 @@ class Pipe:
         """Return the next message.
 
         Args:
-            timeout_s: how long to wait for it, None for ever; 0 only looks.
+            timeout_s: seconds to wait, None for no limit; 0 polls.
 
         Returns:
-            None when the time is over and no message has come.
+            The message, None on a timeout.
 
         Raises:
-            Unavailable: the agent is gone, and everything that it said was returned before.
-            PeerError: what came is no message; nothing more can be read.
+            Unavailable: the agent has closed the pipe, and all its messages were returned.
+            PeerError: the bytes are not a message; no more can be read.
         """
         while not self._received:
             if self._closed:
                 raise Unavailable("this end of the pipe to the agent was closed")
-            # A message may come in several pieces, each waited for this long: the agent writes
-            # whole frames, so pieces follow each other at once.
+            # A message may arrive in several pieces, and the timeout applies to each: the agent
+            # writes whole frames, so pieces follow each other at once.
             if not self._poll.poll(None if timeout_s is None else timeout_s * 1000):
                 return None
             self._received.extend(self._frames.feed(self._read()))
         return decode_to_worker(self._received.popleft())
 
     def __iter__(self) -> Iterator[PipeToWorker]:
-        """Yield messages until the agent is gone.
+        """Yield messages until the agent closes the pipe.
 
         Raises:
-            PeerError: what came is no message.
+            PeerError: the bytes are not a message.
         """
         while True:
             try:
@@ -95,9 +95,9 @@ class Pipe:
                 yield message
 
     def close(self) -> None:
-        """Close this end; a thread that waits in `receive` is told that the agent is gone."""
+        """Close this end; a thread that blocks in `receive` gets Unavailable."""
         self._closed = True
-        # An error means that the other end is closed already.
+        # An error means that the other end is already closed.
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
         self._sock.close()
@@ -106,7 +106,7 @@ class Pipe:
         try:
             data = self._sock.recv(READ_BYTES)
         except OSError as error:
-            # The agent died with something of ours unread.
+            # The agent ended with unread data of ours.
             raise Unavailable(f"the agent is gone ({error})") from error
         if not data:
             self._frames.end()
