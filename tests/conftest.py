@@ -1,4 +1,4 @@
-"""What all tests share: an event loop, the end of what hangs or is left behind, a report.
+"""Shared by all tests: the event loop, a watchdog for hangs, a check for leaks, a report.
 
 Rule: nothing here makes a test easier to pass.
 """
@@ -33,39 +33,39 @@ from tests.patience import (
     started_here,
 )
 
-# A folder with one for each test that runs, and where seeds begin that no run had before.
+# The folder of the marks of running tests, and the first seed of this run.
 MARKS = "ELASTIC_TEST_MARKS"
 SEED = "ELASTIC_TEST_SEED"
 LINES_AT_ONCE = 15
-# Where tests of one file share a cluster, and so have to run in one process.
+# Parts in which the tests of a file share a cluster, and so must run in one process.
 SHARING = ("chaos", "integration", "gpu")
-# The longest parts first: what is left for the end then divides well among the cores.
+# The longest parts first: the short ones at the end then balance the load of the cores.
 PARTS = ("chaos", "integration", "simulation", "property", "scenarios", "unit", "tidy")
-# How often the watchdog of a test looks.
+# Seconds between checks of a test's watchdog.
 POLL_S = 5.0
-# Where people read, whatever a test has done to the process's own.
+# A copy of the original stderr, which a test may have redirected.
 STDERR = pytest.StashKey[int]()
 
-# How long an example takes says something of the machine, which others may use too.
+# The time of an example depends on the load of the machine.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
 
 
 @pytest.fixture(scope="session")
 def anyio_backend() -> str:
-    """Run async tests on asyncio: grpc.aio knows no other loop."""
+    """Run async tests on asyncio: grpc.aio supports no other loop."""
     return "asyncio"
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _no_process_is_left_behind() -> Iterator[None]:
-    """Fail the session if a process that a test started outlives it; end it all the same."""
+    """Fail the session if a process that a test started outlives it, and kill that process."""
     mark = f"{os.getpid()}-{psutil.Process().create_time()}"
     os.environ[SESSION_MARK] = mark
     yield
     end_references()
     del os.environ[SESSION_MARK]
-    # A process may be on its way out: what counts is that it goes without being told.
+    # A process may still be exiting: it must only end by itself.
     _, left = psutil.wait_procs(started_here(mark), timeout=DEADLINE_S)
     left = [process for process in left if is_alive(process)]
     lines = [described(process) for process in left]
@@ -77,7 +77,7 @@ def _no_process_is_left_behind() -> Iterator[None]:
 
 
 def described(process: psutil.Process) -> str:
-    """Return pid, command, and the test that started it (pytest tells it to every child)."""
+    """Return pid, command, and the test that started it (from PYTEST_CURRENT_TEST)."""
     try:
         test = process.environ().get("PYTEST_CURRENT_TEST", "an unknown test")
         return f"  pid {process.pid}: {' '.join(process.cmdline())[:200]} (started in {test})"
@@ -87,17 +87,17 @@ def described(process: psutil.Process) -> str:
 
 @pytest.fixture(scope="session")
 def fresh_seed() -> int:
-    """Give a seed that is another one in each run, and is shown at its beginning."""
+    """Return a seed that differs in each run, and is printed at its start."""
     return int(os.environ[SEED])
 
 
 def pytest_report_header() -> str:
-    """Say how to have the same run again."""
+    """Return a line that tells how to repeat this run."""
     return f"fresh seed: {os.environ[SEED]} (the same again: {SEED}={os.environ[SEED]})"
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Keep the way to whoever reads before output is captured; begin what all processes share."""
+    """Save stderr before output is captured; set the variables that all processes share."""
     if not hasattr(config, "workerinput"):
         os.environ[MARKS] = tempfile.mkdtemp(prefix="elastic-tests-")
         os.environ.setdefault(SEED, str(random.SystemRandom().randrange(1_000_000)))
@@ -108,7 +108,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 class SaysAtOnce:
-    """Prints what fails when it does: a run that is cut off has no table of failures at its end."""
+    """Prints each failure at once: a run that is cut off prints no table of failures."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
@@ -124,7 +124,7 @@ class SaysAtOnce:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the parts into their order, and together what shares a cluster."""
+    """Order the tests by part, and group those that share a cluster."""
     ranks = {part: rank for rank, part in enumerate(PARTS)}
     items.sort(key=lambda item: ranks.get(part_of(item.nodeid), len(PARTS)))
     for item in items:
@@ -139,10 +139,10 @@ def part_of(nodeid: str) -> str:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """End this process, and all that it has started, when a test hangs, showing all stacks.
+    """When a test hangs, print all stacks and end this process and all that it started.
 
-    Nothing gentler works everywhere: threads may wait in C++, and so may a fixture's clean-up.
-    xdist reports the one test as failed and goes on with its file in a new process.
+    Nothing gentler always works: threads may block in C++, and so may a fixture's cleanup.
+    xdist reports that test as failed and continues with its file in a new process.
     """
     running = mark_of(item.nodeid)
     if running.exists():
@@ -161,18 +161,18 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 
 
 def mark_of(nodeid: str) -> Path:
-    """Return the folder that a test has while it runs, which stays if its process dies of it."""
+    """Return the folder that marks a running test, and remains if its process crashes."""
     return Path(os.environ[MARKS], f"{zlib.crc32(nodeid.encode()):08x}")
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """Remove the marks, as whoever has made them."""
+    """Remove the marks, in the process that created them."""
     if not hasattr(config, "workerinput"):
         shutil.rmtree(os.environ[MARKS], ignore_errors=True)
 
 
 class Watchdog(threading.Thread):
-    """Ends a test that hangs, unless it ends before."""
+    """Ends a test that hangs; see `end_hung`."""
 
     def __init__(self, nodeid: str, stderr: int) -> None:
         super().__init__(name="test-watchdog", daemon=True)
@@ -180,21 +180,21 @@ class Watchdog(threading.Thread):
         self._is_over = threading.Event()
 
     def cancel(self) -> None:
-        """The test has ended."""
+        """Stop watching: the test has ended."""
         self._is_over.set()
 
     def run(self) -> None:
-        """Look until the test is over, or hangs."""
+        """Check every POLL_S seconds until the test is over, or hangs."""
         deadline = Deadline(HANG_S)
         while not self._is_over.wait(POLL_S):
-            # For code in C++ that holds the interpreter's lock: no thread of Python's runs then.
+            # For C++ code that holds the GIL: no Python thread runs then.
             faulthandler.dump_traceback_later(HANG_S, exit=True, file=self._stderr)
             if deadline.passed():
                 end_hung(self._nodeid, self._stderr)
 
 
 def end_hung(nodeid: str, stderr: int) -> None:
-    """Show the stacks of this process and its children, end them, and end this one."""
+    """Print the stacks of this process and its children, then kill all of them."""
     os.write(stderr, f"\n{nodeid} hangs, after {HANG_S:.0f} s or more:\n".encode())
     faulthandler.dump_traceback(stderr)
     processes = started_here(os.environ.get(SESSION_MARK, ""))
@@ -222,7 +222,7 @@ def stacks_of(process: psutil.Process) -> str:
 
 
 def pytest_enter_pdb() -> None:
-    """Let people think as long as they want."""
+    """Disable the watchdog while a debugger is in use."""
     faulthandler.cancel_dump_traceback_later()
     for thread in threading.enumerate():
         if isinstance(thread, Watchdog):
@@ -230,7 +230,7 @@ def pytest_enter_pdb() -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print how many tests each part of tests/ has, and the seconds that they took."""
+    """Print the number of tests in each part of tests/, and their seconds."""
     seconds: dict[str, float] = defaultdict(float)
     tests: dict[str, set[str]] = defaultdict(set)
     for reports in terminalreporter.stats.values():

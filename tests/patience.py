@@ -1,8 +1,8 @@
-"""How long tests wait: one deadline for everything, scaled by the speed of this machine.
+"""Waiting in tests: one deadline for everything, scaled by the speed of this machine.
 
-Rule: tests wait for events through this module and know no seconds of their own; none measures
-time. A slow machine is the normal case: what arrives late is no failure, and only what never
-arrives is, after DEADLINE_S. tests/tidy/test_patience.py enforces it.
+Rule: tests wait for events through this module, have no timeouts of their own and measure no time.
+A slow machine is the normal case: a late event is no failure; only an event that has not happened
+after DEADLINE_S is. tests/tidy/test_patience.py enforces this.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ import psutil
 
 T = TypeVar("T")
 
-# Measured once by the first process of a test session; its children inherit the answer.
+# Measured once by the first process of a test session; its children inherit the value.
 SLOWNESS_VARIABLE = "ELASTIC_TEST_SLOWNESS"
-# What `_work_s` takes on a quiet machine of two cores.
+# The seconds of `_work_s` on an idle machine with two cores.
 QUIET_WORK_S = 0.35
 SLOWNESS_MAX = 20.0
 POLL_S = 0.01
-# Python's own, ends with us: it frees shared memory that a process left behind.
+# A process of Python's that frees leaked shared memory, and ends with its parent.
 RESOURCE_TRACKER = "multiprocessing.resource_tracker"
 
 
 def _work_s() -> float:
-    """Return the seconds that two interpreters take, started at once, to import numpy and grpc."""
+    """Return the seconds for two concurrent interpreters to start and import numpy and grpc."""
     began = time.perf_counter()
     commands = [[sys.executable, "-c", "import grpc, numpy"]] * 2
     for process in [subprocess.Popen(command) for command in commands]:
@@ -41,7 +41,7 @@ def _work_s() -> float:
 
 
 def measured_slowness() -> float:
-    """Return how much slower this machine is than a quiet one of two cores, 1 to 20."""
+    """Return how much slower this machine is than an idle one with two cores, 1 to 20."""
     inherited = os.environ.get(SLOWNESS_VARIABLE)
     if inherited is None:
         slowness = min(SLOWNESS_MAX, max(1.0, _work_s() / QUIET_WORK_S))
@@ -51,22 +51,22 @@ def measured_slowness() -> float:
 
 SLOWNESS = measured_slowness()
 DEADLINE_S = 90.0 * SLOWNESS
-"""What has not happened by then never will; no test takes so long when it passes."""
+"""An event that has not happened by then never will; no test takes so long when it passes."""
 HANG_S = 4 * DEADLINE_S
-"""A test that is older is ended, with all of its processes (tests/conftest.py)."""
+"""A test that runs for longer is ended, with all of its processes (tests/conftest.py)."""
 BUSY_SHARE = 0.05
-"""Of one core: idle clusters use less, and a machine with ten times our load leaves us more."""
+"""Share of one core: idle clusters use less; on a machine with ten times our load we get more."""
 LONGEST_TIMES = 4
-"""Whoever is busy gets so many times as long, and no longer: it may be an endless loop."""
+"""Busy processes get at most so many times the deadline: they may be in an endless loop."""
 
-# Inherited by every process that a test starts, also by those whose parent is gone.
+# Inherited by every process that a test starts, even if its parent has ended.
 SESSION_MARK = "ELASTIC_TEST_SESSION"
 
 
 class Deadline:
-    """Tells what hangs from what is slow, because others have begun to use the machine since.
+    """Distinguishes a hang from a slow test, as when other programs load the machine.
 
-    Time alone does not say: after it, what the tests' processes still compute does.
+    Time alone is not enough: once it is over, the CPU use of the tests' processes decides.
     """
 
     def __init__(self, seconds: float | None = None) -> None:
@@ -77,43 +77,43 @@ class Deadline:
         self._is_first = True
 
     def passed(self) -> bool:
-        """Return whether the time is over, and nothing moves or it is over for good."""
+        """Return whether the time is over and the processes are idle, or the last limit is over."""
         now = time.monotonic()
         if now - self._since < self._seconds:
             return False
         used_s = cpu_s()
-        # The first time it is only known what was used in all.
+        # On the first call only the total use is known, no difference.
         is_busy = self._is_first or used_s - self._used_s > BUSY_SHARE * (now - self._since)
         self._is_first, self._used_s, self._since = False, used_s, now
         return now > self._last or not is_busy
 
 
 def cpu_s() -> float:
-    """Return the processor's seconds that this process and what tests have started have used."""
+    """Return the CPU seconds of this process and of all processes that tests have started."""
     total = 0.0
     for process in [psutil.Process(), *started_here(os.environ.get(SESSION_MARK, ""))]:
         try:
             times = process.cpu_times()
             total += times.user + times.system
         except psutil.Error:
-            continue  # It is gone.
+            continue  # It has ended.
     return total
 
 
 def started_here(mark: str) -> list[psutil.Process]:
-    """Find living processes that carry our mark, or descend from us."""
+    """Find running processes that have our mark in their environment, or are descendants."""
     ours = {process.pid: process for process in psutil.Process().children(recursive=True)}
     for process in psutil.process_iter():
         try:
             if process.pid != os.getpid() and process.environ().get(SESSION_MARK) == mark:
                 ours[process.pid] = process
         except psutil.Error:
-            continue  # Gone, or another user's.
+            continue  # It has ended, or is another user's.
     return [process for _, process in sorted(ours.items()) if is_alive(process)]
 
 
 def is_alive(process: psutil.Process) -> bool:
-    """Tell a process that can still do something from one that only waits to be reaped."""
+    """Return whether a process still runs: not a zombie, and not the resource tracker."""
     try:
         return process.status() != psutil.STATUS_ZOMBIE and RESOURCE_TRACKER not in " ".join(
             process.cmdline()
@@ -126,8 +126,8 @@ def wait_for(holds: Callable[[], T], what: str | Callable[[], str] = "") -> T:
     """Poll until `holds` returns something true, and return that.
 
     Args:
-        holds: asked every 10 ms.
-        what: is waited for, for the error; a function if it also tells how things stand.
+        holds: called every 10 ms.
+        what: description for the error; a function if it includes the current state.
     """
     deadline = Deadline()
     while not (found := holds()):
@@ -137,7 +137,7 @@ def wait_for(holds: Callable[[], T], what: str | Callable[[], str] = "") -> T:
 
 
 async def wait_for_async(holds: Callable[[], T], what: str | Callable[[], str] = "") -> T:
-    """Do the same on an event loop, which goes on meanwhile."""
+    """Do the same on an event loop, without blocking it."""
     deadline = Deadline()
     while not (found := holds()):
         assert not deadline.passed(), _never(holds, what)
@@ -153,13 +153,13 @@ async def in_time() -> AsyncIterator[None]:
 
 
 def join(thread: threading.Thread) -> None:
-    """Wait for the end of a thread."""
+    """Wait for the end of a thread; fail if it does not end."""
     thread.join(DEADLINE_S)
     assert not thread.is_alive(), f"{thread.name} did not end"
 
 
 def is_set(event: threading.Event) -> bool:
-    """Wait for an event; return whether it came."""
+    """Wait for an event; return whether it was set."""
     return event.wait(DEADLINE_S)
 
 

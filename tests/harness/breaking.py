@@ -1,7 +1,7 @@
-"""What can be done to a running cluster: kill, stop, drain, start, also while it still recovers.
+"""Fault injection into a running cluster: kill, stop, drain, start, also while it recovers.
 
-Rule: a fault never waits for what it does to show; what is to come back later comes back from a
-timer. `heal` ends all of it.
+Rule: a fault never waits for its effect; timers restart later what has to come back. `heal` undoes
+all faults.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from elastic.testing.local_cluster import LocalCluster, descendants, start_of
 Item = TypeVar("Item")
 
 AWAY_S_MAX = 3.0
-"""How long a killed or stopped daemon stays away at most."""
+"""Longest time in seconds for which a killed or stopped daemon stays away."""
 
 
 class Breaker:
-    """Breaks one cluster, which trains one job.
+    """Injects faults into one cluster, which trains one job.
 
     Attributes:
-        generation: of the job, as far as it was heard of.
+        generation: the job's newest known generation.
     """
 
     def __init__(self, cluster: LocalCluster, job_id: str) -> None:
-        """Watch the job, so that victims are known also while the coordinator is away."""
+        """Watch the job, so that its workers are known also while the coordinator is down."""
         self._cluster = cluster
         self._job_id = job_id
         self._timers: list[threading.Timer] = []
@@ -47,11 +47,11 @@ class Breaker:
         threading.Thread(target=self._watch, name="chaos-watch", daemon=True).start()
 
     def strike(self, kind: str, draw: float) -> bool:
-        """Do one thing.
+        """Inject one fault.
 
         Args:
-            kind: the name of a method here.
-            draw: from 0 to 1: says to whom.
+            kind: name of a method here, without the underscore.
+            draw: from 0 to 1; selects the victim.
 
         Returns:
             Whether there was a victim.
@@ -60,7 +60,7 @@ class Breaker:
         return action(draw)
 
     def heal(self) -> None:
-        """Let everything come back: agents, the coordinator, what was stopped."""
+        """Restart agents and the coordinator, and continue stopped processes."""
         for timer in self._timers:
             timer.cancel()
         for timer in self._timers:
@@ -72,18 +72,18 @@ class Breaker:
 
     @property
     def size(self) -> int:
-        """Return how many have the run's state, as far as it was heard of, are there and go on.
+        """Return how many running workers have the run's state, as far as known.
 
-        Those of the group that trained last: who joins has no state before that, and while the
-        coordinator is away nobody says that anyone is gone.
+        Counts members of the group that trained last: a joining worker has no state before that.
+        The processes are checked, since a coordinator that is down reports no lost workers.
         """
         here = self._members.intersection(self._living())
         return len(here.difference(self._stopped, self._leaving))
 
     def seen_processes(self) -> dict[int, str]:
-        """Return the pids of all workers that were ever heard of, with when each was started.
+        """Return the pids of all workers that were ever reported, with their start times.
 
-        In a long run numbers are given out again, to anybody.
+        In a long run the kernel reuses pids for other processes.
         """
         return dict(self._pids)
 
@@ -128,7 +128,7 @@ class Breaker:
         return bool(names)
 
     def _stop_agent(self, draw: float) -> bool:
-        """The agent falls silent; its workers go on, until the others are told to."""
+        """Stop an agent; its workers keep training until the others' group is reformed."""
         name = _one_of(self._up(), draw)
         if not name:
             return False
@@ -173,11 +173,11 @@ class Breaker:
         with self._starting:
             process = self._cluster.coordinator
             if process is None or process.poll() is not None:
-                # It may be killed again while it starts; whoever did that starts it anew.
+                # It may be killed again while it starts; that fault's timer restarts it.
                 with contextlib.suppress(ElasticError):
                     self._cluster.start_coordinator()
 
-    # ------------------------------------------------------------ who is there
+    # -------------------------------------------------------------- processes
 
     def _up(self) -> list[str]:
         return [name for name, agent in self._cluster.agents.items() if agent.poll() is None]
@@ -186,7 +186,7 @@ class Breaker:
         return self._cluster.agents[name].pid
 
     def _living(self) -> list[int]:
-        """Return the pids of the job's workers, as far as they are really there."""
+        """Return the pids of the job's workers whose processes exist."""
         below = {pid for name in self._up() for pid in descendants(self._pid_of(name))}
         return [pid for _, pid in sorted(self._workers.items()) if pid in below]
 
@@ -209,7 +209,7 @@ class Breaker:
 
 
 def _training(workers: Sequence[WorkerView], generation: int) -> set[int]:
-    """Return the pids of those that train in this generation."""
+    """Return the pids of the workers that train in this generation."""
     return {
         w.report.pid
         for w in workers

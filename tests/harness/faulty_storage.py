@@ -1,17 +1,17 @@
-"""Storage that fails on demand: `faulty:///path` is the local path with faults put into its way.
+"""Storage that fails on demand: `faulty:///path` is the local path with injected faults.
 
-    faults = Faults(tmp_path)                     # steers everything below tmp_path
-    monkeypatch.setenv("PYTHONPATH", faults.python_path())   # so that workers know "faulty://" too
+    faults = Faults(tmp_path)                     # for all paths below tmp_path
+    monkeypatch.setenv("PYTHONPATH", faults.python_path())   # registers "faulty://" in workers too
     full = faults.add("full", on="write", match="*model*")
     ... run_path=f"faulty://{tmp_path}/run" ...
     faults.wait_hit(full)
     faults.remove(full)
 
-Faults are kept in a file in that folder, so that every process sees the same ones, and counts
-through the same counters. To `elastic.storage` it is neither a local disk nor an object store, but
-a file system like any other that fsspec has.
+Faults are kept in a file in that folder, so that all processes share the faults and their
+counters. `elastic.storage` treats it neither as a local disk nor as an object store, but as any
+other file system of fsspec.
 
-Rule: without faults it does what a disk does.
+Rule: without faults it behaves as the local disk.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ CONTROL = ".faults.json"
 POLL_S = 0.01
 TIMEOUT_S = 30.0
 HANG_S_MAX = 120.0
-"""A hang ends by itself then, so that no forgotten one outlives its test run."""
+"""A hang ends after so many seconds, so that none outlives its test run."""
 OPERATIONS = ("any", "read", "write", "list", "delete")
 ERRNOS = {
     "full": errno.ENOSPC,
@@ -49,13 +49,13 @@ KINDS = (*ERRNOS, "hang", "slow", "torn")
 
 
 class Faults:
-    """The faults of everything below one folder; any process may steer and look."""
+    """The faults of all paths below one folder; any process may change and read them."""
 
     def __init__(self, folder: str | Path) -> None:
-        """Begin without faults.
+        """Use a folder's faults; a new folder has none.
 
         Args:
-            folder: must exist; `faulty://` paths below it meet the faults.
+            folder: an existing folder; faults apply to `faulty://` paths below it.
         """
         self.folder = Path(folder)
         self._control = self.folder / CONTROL
@@ -65,21 +65,21 @@ class Faults:
     def add(
         self, kind: str, *, on: str = "any", match: str = "*", times: int = -1, seconds: float = 0.1
     ) -> str:
-        """Put a fault into the way.
+        """Add a fault.
 
         Args:
             kind: "full", "io", "timeout", "stale", "denied" raise; "hang" waits until removed;
-                "slow" takes `seconds` longer; "torn" keeps half of a file, and says nothing.
-            on: "read" (content, and whether a file is there), "write", "list", "delete", "any".
-            match: glob that the whole path must match, slashes included.
-            times: how often, -1 until removed.
-            seconds: for "slow".
+                "slow" takes `seconds` longer; "torn" silently writes half of a file.
+            on: "read" (content and existence), "write", "list", "delete", "any".
+            match: glob for the whole path; wildcards match slashes too.
+            times: number of hits, -1 until removed.
+            seconds: delay of "slow".
 
         Returns:
-            A name for the other methods.
+            The fault's name, for the other methods.
 
         Raises:
-            ValueError: no such kind or operation.
+            ValueError: unknown kind or operation.
         """
         if kind not in KINDS or on not in OPERATIONS:
             raise ValueError(f"kind={kind!r} on={on!r}: expected one of {KINDS}, {OPERATIONS}")
@@ -93,22 +93,22 @@ class Faults:
         return name
 
     def remove(self, name: str = "") -> None:
-        """Heal one fault, or all of them for ""; whoever hangs in it goes on."""
+        """Remove one fault, or all for ""; operations that hang in it continue."""
         with self._locked() as state:
             for rule in [name] if name else list(state["rules"]):
                 state["rules"][rule]["left"] = 0
                 state["healed"].append(rule)
 
     def hits(self, name: str) -> int:
-        """Return how often a fault was met."""
+        """Return how often a fault was hit."""
         with self._locked() as state:
             return int(state["rules"][name]["hits"])
 
     def wait_hit(self, name: str, count: int = 1) -> None:
-        """Wait until a fault was met so often.
+        """Wait until a fault was hit `count` times.
 
         Raises:
-            TimeoutError: it was not, within half a minute.
+            TimeoutError: it was not, within TIMEOUT_S.
         """
         deadline = time.monotonic() + TIMEOUT_S
         while (hits := self.hits(name)) < count:
@@ -117,9 +117,9 @@ class Faults:
             time.sleep(POLL_S)
 
     def python_path(self) -> str:
-        """Return a PYTHONPATH with which processes that are started know `faulty://`.
+        """Return a PYTHONPATH that registers `faulty://` in child processes.
 
-        fsspec finds file systems by the entry points of installed packages: this makes one.
+        fsspec finds file systems by the entry points of installed packages: this creates one.
         """
         package = self.folder / ".faulty" / "elastic_faulty-1.dist-info"
         package.mkdir(parents=True, exist_ok=True)
@@ -130,10 +130,10 @@ class Faults:
         return os.pathsep.join([str(root), str(package.parent)])
 
     def synchronize(self, operation: str, path: str) -> bool:
-        """Suffer the faults that stand in the way of an operation; return whether to tear it.
+        """Apply the faults that match an operation; return whether to tear its file.
 
         Raises:
-            OSError: a fault says so.
+            OSError: a matching fault raises it.
         """
         torn = False
         for name, rule in self._hit(operation, path):
@@ -182,7 +182,7 @@ class Faults:
 
 
 def faults_of(path: str) -> Faults | None:
-    """Return the faults that steer a path: those of the nearest folder above it that has any."""
+    """Return the faults that apply to a path: those of the nearest parent folder that has any."""
     for folder in Path(path).parents:
         if (folder / CONTROL).exists():
             return Faults(folder)
@@ -190,13 +190,13 @@ def faults_of(path: str) -> Faults | None:
 
 
 class FaultyFileSystem(AbstractFileSystem):  # type: ignore[misc]
-    """fsspec's file system of that protocol."""
+    """The fsspec file system for `faulty://`."""
 
     protocol = PROTOCOL
     root_marker = "/"
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Stand on the local disk."""
+        """Wrap the local disk."""
         super().__init__(*args, **kwargs)
         self._disk = LocalFileSystem(auto_mkdir=False)
 
@@ -257,7 +257,7 @@ class FaultyFileSystem(AbstractFileSystem):  # type: ignore[misc]
 
 
 class _FaultyOutput:
-    """A file that is being written: the disk may fill up with any write, as disks do."""
+    """An open output file: faults apply to each write, since a disk may fill up at any."""
 
     def __init__(self, path: str, mode: str, faults: Faults | None) -> None:
         self._path = path

@@ -1,13 +1,13 @@
-"""A device that works behind the host's back, played on CPU tensors.
+"""A simulated asynchronous device, on CPU tensors.
 
-As with CUDA and NCCL, whoever waits for a message returns at once, and whatever is done with a
-tensor that the device still works on is put into its stream: the host goes on with tensors of the
-right shape and no contents. When a group is aborted, messages that have not come end without an
-error and leave partial sums behind, on which the stream then goes on. What needs a value on the
-host (`.item()`, a copy), or draws random numbers, waits for the stream.
+As with CUDA and NCCL, waiting for a message returns at once, and each operation on a tensor with
+pending work is enqueued on the device's stream: the host continues with tensors of the right shape
+and undefined contents. When a group is aborted, pending messages end without an error and leave
+partial sums, with which the stream continues. Operations that need a value on the host (`.item()`,
+a copy), or draw random numbers, wait for the stream.
 
-The device gets further only when the host looks at an event or waits for it. So a process that is
-killed at a place in the stream has done what comes before, and nothing of what comes after it.
+The device makes progress only when the host queries an event or waits. So a process that is killed
+at a place in the stream has done all work before it, and none after it.
 """
 
 from __future__ import annotations
@@ -36,24 +36,24 @@ from elastic.worker.reduce.transports import bytes_of
 POLL_S = 100e-6
 FIRST_TAG = 1 << 50
 Attempt = Callable[[], bool]
-"""Does a piece of work, if it can be done now; returns whether it is."""
+"""Does a piece of work, if possible now; returns whether it is done."""
 
 
 class PlayedEvent:
     """A place in the stream."""
 
     def __init__(self, device: PlayedDevice) -> None:
-        """Be where all that was given so far is done."""
+        """Record the place after all work that is enqueued so far."""
         self._device, self._number = device, device.given
 
     def query(self) -> bool:
-        """Let the device get further, and return whether it has come here."""
+        """Advance the device; return whether it has reached this place."""
         self._device.advance()
         return self._device.done >= self._number
 
 
 class PlayedWork:
-    """What waits in the device's stream alone."""
+    """The handle of a message; only the stream waits for it, not the host."""
 
     def wait(self) -> None:
         """Return at once."""
@@ -63,37 +63,37 @@ class PlayedDevice(TorchDispatchMode):
     """The device of a process; entered once, on its main thread.
 
     Attributes:
-        given, done: how many pieces of work it was given, and has done.
-        aborted: messages of this generation's group and older ones come no more.
+        given, done: number of pieces of work that were enqueued, and that are done.
+        aborted: messages of this and older generations are aborted.
     """
 
     def __init__(self, at: Callable[[str], None]) -> None:
-        """Have nothing to do.
+        """Create a device with an empty stream.
 
         Args:
-            at: called with the name of a place whenever the process comes there: "send" before
-                messages are sent, "sent" after it, when others are to come, "arrived" when all
-                have come and the host does not know it yet; "confirm" and "confirmed" before and
-                after this member says to the others that its device has done the exchange.
+            at: called with the name of each place that the process reaches: "send" before
+                messages are sent; "sent" after it, with messages still to be received; "arrived"
+                when all were received but the host has not seen it yet; "confirm" and "confirmed"
+                before and after this member confirms the device's exchange to the others.
         """
         super().__init__()
         self.at = at
         self.given = self.done = self.aborted = 0
         self._work: deque[Attempt] = deque()
-        # Number of the last work that uses a storage, by its address. Work keeps what it uses, so
-        # that an address is not another's before it is done.
+        # Storage address -> number of the last work that uses it. Work keeps its tensors alive, so
+        # that no address is reused before it is done.
         self._busy: dict[int, int] = {}
         self._counts: WeakKeyDictionary[MemberLinks, dict[Any, int]] = WeakKeyDictionary()
 
-    # ------------------------------------------------------------------ what the engine asks
+    # ------------------------------------------------------------------ interface for engine
 
     def record(self, device: torch.device) -> PlayedEvent:
-        """Return an event behind all that was given so far."""
+        """Return an event after all work that is enqueued so far."""
         del device
         return PlayedEvent(self)
 
     def messages(self, group: Any) -> accelerators.BeginMessages:
-        """Return what enqueues messages in a group."""
+        """Return the function that enqueues messages in a group."""
         links = links_of(group)
         counts = self._counts.setdefault(links, {})
 
@@ -112,10 +112,10 @@ class PlayedDevice(TorchDispatchMode):
         return begin
 
     def register(self, device: torch.device, address: int, num_bytes: int) -> None:
-        """Take all memory for registered: it copies at once."""
+        """Do nothing: all memory counts as registered, since copies are synchronous."""
 
     def unregister(self, address: int) -> None:
-        """Take all memory for registered."""
+        """Do nothing, as `register`."""
 
     # ------------------------------------------------------------------ the stream
 
@@ -126,8 +126,8 @@ class PlayedDevice(TorchDispatchMode):
         self._work.append(attempt)
 
     def advance(self) -> None:
-        """Do what can be done without waiting."""
-        # The host has counted a change of a tensor already, when it was asked for.
+        """Do all work that is possible without waiting."""
+        # Tensor versions were already incremented on the host, when the work was enqueued.
         with (
             torch.no_grad(),
             torch._C._AutoDispatchBelowADInplaceOrView(),
@@ -140,7 +140,7 @@ class PlayedDevice(TorchDispatchMode):
             self._busy.clear()
 
     def wait_for(self, *tensors: torch.Tensor) -> None:
-        """Let the host wait until nothing changes these any more."""
+        """Block the host until no pending work uses these tensors."""
         last = self._last(tensors)
         while self.done < last:
             self.advance()
@@ -156,7 +156,7 @@ class PlayedDevice(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Do an operation now, if nothing that it touches is being worked on, or enqueue it."""
+        """Run an operation now if its tensors have no pending work; otherwise enqueue it."""
         del types
         kwargs = kwargs or {}
         tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
@@ -171,7 +171,7 @@ class PlayedDevice(TorchDispatchMode):
             torch.Tag.data_dependent_output,
             torch.Tag.dynamic_output_shape,
         }
-        # Batch norm changes its statistics, and its schema does not say so.
+        # Batch norm writes its statistics, which its schema does not declare.
         is_odd = not schema.name.startswith("aten::") or "batch_norm" in schema.name
         if is_odd or waits & set(func.tags) or (written and None in aliases):
             self.wait_for(*tensors)
@@ -183,7 +183,7 @@ class PlayedDevice(TorchDispatchMode):
             if not schema.returns:
                 return None
             return results[0] if len(schema.returns) == 1 else tuple(results)
-        made = func(*args, **kwargs)  # Of what is there by chance: for its shape.
+        made = func(*args, **kwargs)  # On undefined contents, only for its shape.
         known = {_address(one) for one in tensors}
         leaves = tree_leaves(made)
         fresh = [one for one in leaves if isinstance(one, torch.Tensor)]
@@ -200,10 +200,10 @@ class PlayedDevice(TorchDispatchMode):
 
 
 class PlayedMessages:
-    """Messages that are sent and received as one, over the connections of the group's members."""
+    """A batch of messages, sent and received over the connections of the group's members."""
 
     def __init__(self, device: PlayedDevice, links: MemberLinks, generation: int) -> None:
-        """Have none."""
+        """Create an empty batch."""
         self._device, self._mesh, self._generation = device, links.mesh, generation
         self._sends: list[tuple[int, int, torch.Tensor]] = []
         self._receives: list[tuple[int, int, torch.Tensor, torch.Tensor]] = []
@@ -211,7 +211,7 @@ class PlayedMessages:
         self._missing = 0
 
     def add(self, operation: dist.P2POp, tag: int) -> None:
-        """Send or receive one more."""
+        """Add one send or receive."""
         tensor, peer = operation.tensor, operation.group_peer
         if operation.op is dist.isend:
             self._sends.append((peer, tag, tensor))
@@ -219,13 +219,13 @@ class PlayedMessages:
             self._receives.append((peer, tag, tensor, torch.zeros_like(tensor)))
 
     def attempt(self) -> bool:
-        """Get further; once the group is aborted, end with what has come by then."""
+        """Make progress; once the group is aborted, end with what was received by then."""
         if self._generation <= self._device.aborted:
             for _, _, tensor, landed in self._receives:
                 some = tensor.numel() // 2
                 tensor[:some] = landed[:some]
             return True
-        with suppress(RuntimeError):  # A peer is gone: what it has not sent never comes.
+        with suppress(RuntimeError):  # A peer is gone: its unsent messages never arrive.
             if self._sent is None:
                 self._send()
             self._mesh.poll()
@@ -268,11 +268,11 @@ _devices: list[PlayedDevice] = []
 
 
 def install(at: Callable[[str], None], *, opens_gate: bool = False) -> None:
-    """Let this process believe that the CPU is a device; once for its life.
+    """Make this process use the CPU as an asynchronous device; call it once per process.
 
     Args:
         at: see `PlayedDevice`.
-        opens_gate: commit steps without waiting for the device, to see that it is found out.
+        opens_gate: commit steps without waiting for the device, to test that this is detected.
     """
     if _devices:
         _devices[0].at = at
@@ -287,7 +287,7 @@ def install(at: Callable[[str], None], *, opens_gate: bool = False) -> None:
 
 
 def _copies_wait(device: PlayedDevice) -> None:
-    """Let whoever reads a tensor's memory without an operation wait, as for a device's copy."""
+    """Make reads of a tensor's memory without an operation wait, as a copy from a device does."""
     for name in ("cpu", "numpy", "tolist"):
         real = getattr(torch.Tensor, name)
 
@@ -299,7 +299,7 @@ def _copies_wait(device: PlayedDevice) -> None:
 
 
 def _aborts_reach(device: PlayedDevice) -> None:
-    """End messages where NCCL's are: when the group's end has been announced, by its thread."""
+    """End messages where NCCL's end: in the aborting thread, after the end was announced."""
     real = GroupResources.abort_nccl
 
     def abort(self: GroupResources) -> None:
@@ -310,7 +310,7 @@ def _aborts_reach(device: PlayedDevice) -> None:
 
 
 def _gate_obeys(device: PlayedDevice, *, is_open: bool) -> None:
-    """Let orders strike where members confirm to each other."""
+    """Call `at` where members confirm to each other."""
 
     class Confirmation(MetadataExchange):
         def start(self, values: Sequence[float]) -> None:

@@ -1,1 +1,1 @@
-"""Small real processes that stand where workers stand, for tests of what surrounds a worker."""
+"""Small processes that replace workers in tests of agents and groups."""

@@ -1,4 +1,4 @@
-"""An agent whose workers are echo workers: all of elastic-agent but torch.
+"""An agent with echo workers: the whole elastic-agent without torch.
 
 Run as `python echo_agent.py DIRECTORY FLAG...` with the flags of `elastic-agent`.
 """
@@ -18,7 +18,7 @@ read_settings = cli.read_settings
 
 
 def with_echo(*given: object) -> AgentSettings:
-    """Return the settings of the flags, with another command for spares."""
+    """Return the settings of the flags, with the echo worker as the command for spares."""
     settings = read_settings(*given)  # type: ignore[arg-type]
     env = {**settings.launch.env, "PYTHONPATH": str(Path(__file__).parents[2])}
     launch = dataclasses.replace(settings.launch, command=ECHO, zygote=(), env=env)

@@ -1,7 +1,7 @@
-"""A process that speaks the worker's side of the pipe, and otherwise does what its job's args say.
+"""A process with the worker's side of the pipe, which performs the commands in its job's args.
 
 Run as `python echo_worker.py [--late COMMAND] --pipe-fd N`. On Assign it performs each of
-`spec.entry.args` in order and then says READY:
+`spec.entry.args` in order and then reports READY:
 
     print:TEXT      a line to stdout         error:TEXT   a line to stderr
     flood:N         N numbered lines, flushed
@@ -9,8 +9,8 @@ Run as `python echo_worker.py [--late COMMAND] --pipe-fd N`. On Assign it perfor
     group           the same, in a process group of its own
     escape          a forked process in a session of its own, which keeps all descriptors open;
                     its pid printed
-    nonsense        bytes that are no frame
-    exit:CODE       the end
+    nonsense        bytes that are not a frame
+    exit:CODE       exit with this code
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SLEEPER = [sys.executable, "-c", "import signal; signal.pause()"]
 
 
 def perform(order: str, pipe_fd: int) -> None:
-    """Do one thing."""
+    """Perform one command."""
     name, _, value = order.partition(":")
     if name == "print":
         print(value, flush=True)
@@ -58,7 +58,7 @@ def perform(order: str, pipe_fd: int) -> None:
 
 
 def escape() -> None:
-    """Fork what no session kill reaches."""
+    """Fork a process that killing the session does not reach."""
     if os.fork() == 0:
         os.setsid()
         print(os.getpid(), flush=True)
@@ -67,7 +67,7 @@ def escape() -> None:
 
 
 def main() -> None:
-    """Speak until told to stop, or until the agent is gone."""
+    """Handle messages until a stop order, or until the agent has closed the pipe."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     pipe_fd = int(sys.argv[sys.argv.index("--pipe-fd") + 1])
     if "--late" in sys.argv:

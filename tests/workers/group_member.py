@@ -1,9 +1,9 @@
-"""A process that forms, breaks and forms groups as it is told, one JSON line per order.
+"""A process that forms and aborts groups on request, with one JSON line per order.
 
-Run as `python -m tests.workers.group_member`. The control thread reads the orders: those in AT_ONCE
-it carries out itself, the rest are for the main thread, one after the other. Each is answered by
-one line with the order's id, the value or the error, and the seconds at which it began and ended
-(CLOCK_MONOTONIC, which all processes of a machine share).
+Run as `python -m tests.workers.group_member`. The control thread reads the orders. It carries out
+those in AT_ONCE itself; the main thread carries out the others, one after the other. The reply to
+each is one line with the order's id, the value or the error, and the start and end times in
+seconds (CLOCK_MONOTONIC, which all processes of a machine share).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ KEY = "a secret of the generation"
 
 
 class Member:
-    """The orders, each a method; what it returns goes into the answer."""
+    """The orders, each a method whose return value goes into the reply."""
 
     def __init__(self) -> None:
         self.server = StoreServer(HOST)
@@ -62,7 +62,7 @@ class Member:
         return self.groups.peer_hung_up()
 
     def is_forming(self) -> bool:
-        """Return whether a thread is inside torch to connect or to form."""
+        """Return whether a thread is connecting or forming a group in torch."""
         return any(thread.name == "elastic-form" for thread in threading.enumerate())
 
     def received(self) -> int:
@@ -93,7 +93,7 @@ class Member:
         self.groups.drop()
 
     def all_reduce(self, size: int = 1000, repeat: int = 1) -> float:
-        """Sum rank + 1 over the members; the answer is right if it is W (W + 1) / 2."""
+        """Sum rank + 1 over the members; W (W + 1) / 2 is the correct value."""
         for _ in range(repeat):
             tensor = torch.full((size,), float(dist.get_rank() + 1))
             dist.all_reduce(tensor)
@@ -108,7 +108,7 @@ class Member:
         return float(tensor[-1])
 
     def pass_on(self, how: str, size: int) -> None:
-        """Send and receive much, again and again."""
+        """Send and receive large tensors repeatedly."""
         rank, world = dist.get_rank(), dist.get_world_size()
         ours, all_of_it = torch.ones(size), torch.empty(world * size)
         while True:
@@ -131,7 +131,7 @@ class Member:
                         work.wait()
 
     def wait_work(self) -> None:
-        """Be one of those who wait in `work.wait()`, as reducers do."""
+        """Block in `work.wait()`, as reducers do."""
         dist.all_reduce(torch.ones(1000), async_op=True).wait()
 
     def wait_store(self) -> None:
@@ -141,7 +141,7 @@ class Member:
         dist.barrier()
 
     def backward(self, steps: int) -> float:
-        """Train a DDP model; the gradient of its last step, summed, tells whether all agree."""
+        """Train a DDP model; return the sum of the last gradient, equal on all ranks."""
         torch.manual_seed(0)
         model = DistributedDataParallel(torch.nn.Linear(200, 200))
         for _ in range(steps):
@@ -150,14 +150,14 @@ class Member:
         return sum(float(p.grad.double().sum()) for p in model.parameters() if p.grad is not None)
 
     def begin_steps(self, consistency: str, over: str) -> None:
-        """Begin a run of the reducer's in the group that stands."""
+        """Start a run of the reducer in the present group."""
         if self.steps is not None:
             self.steps.reducer.close()
         self.steps = Steps(consistency, over)
         self.steps.attach()
 
     def attach_steps(self) -> None:
-        """Go on with it in another group."""
+        """Continue the run in another group."""
         self._the_steps().attach()
 
     def do_steps(self, until: int, die_at: int) -> dict[str, Any]:
@@ -168,14 +168,14 @@ class Member:
         return self.steps
 
     def loop(self, name: str, **arguments: Any) -> Any:
-        """Be one rank of a training loop; see `loops`."""
-        # A worker that trains has the engine, and the others of this file do without.
+        """Run one rank of a training loop; see `loops`."""
+        # Imported here: only training needs the engine, the other orders do not.
         from tests.workers import loops
 
         return loops.run(name, arguments)
 
     def compute(self) -> None:
-        """Hold the interpreter, as busy Python code does, until told to stop."""
+        """Keep the interpreter busy with Python code until `stop_computing`."""
         self.computes = True
         while self.computes:
             pass
@@ -184,14 +184,14 @@ class Member:
         return self.computes
 
     def train_until_changed(self, generation: int, how: str = "", size: int = 0) -> str:
-        """Wait in a collective inside `run`, the way a worker does."""
+        """Block in a collective inside `run`, as a worker does."""
 
         def train() -> None:
             self.trains_in = generation
             try:
                 self.pass_on(how, size) if how else self.wait_work()
             except RuntimeError:
-                # Torch's own error may come first: then the reason is there to be asked for.
+                # Torch's own error may come first: then `check` raises the actual reason.
                 self.interrupter.check()
                 raise
 
@@ -202,7 +202,7 @@ class Member:
         return "returned"
 
     def new_group(self, ranks: list[int]) -> float:
-        """Make a subgroup on all members, and sum ranks within it."""
+        """Create a subgroup on all members, and sum ranks within it."""
         self.subgroup = dist.new_group(ranks)
         tensor = torch.tensor([float(dist.get_rank())])
         if dist.get_rank() in ranks:
@@ -210,7 +210,7 @@ class Member:
         return float(tensor)
 
     def forget_form_timeout(self) -> None:
-        """Leave no time to form another group of all."""
+        """Set the timeout for forming another full group to nearly zero."""
         life = self.groups._life
         assert life is not None
         life.spec = replace(life.spec, form_timeout_s=1e-3)
@@ -223,7 +223,7 @@ class Member:
         dist.destroy_process_group(group)
 
     def script(self, backend: str) -> list[Any]:
-        """Do what scripts written for torchrun do, twice, as after a re-entry."""
+        """Create and destroy a group as torchrun scripts do, twice, as after a re-entry."""
         sums = []
         for _ in range(2):
             dist.init_process_group(backend)
@@ -241,7 +241,7 @@ class Member:
         dist.barrier()
 
     def norm_in_parts(self) -> float:
-        """Return the norm of a tensor of which each column of a mesh has the shards: 0, 1, 2, 3."""
+        """Return the norm of the tensor 0, 1, 2, 3, sharded within each row of a 2 x 2 mesh."""
         mesh = init_device_mesh("cpu", (2, 2))
         whole = torch.arange(4.0)
         shards = distribute_tensor(whole, mesh, [Replicate(), Shard(0)], src_data_rank=None)
@@ -254,7 +254,7 @@ class Member:
         return mesh.size()
 
     def fail_to_connect(self, count: int) -> None:
-        """Give up on leaders that never answer, and on one that answers nothing."""
+        """Time out `count` times on a leader that accepts connections but never replies."""
         with socket.create_server((HOST, 0)) as silent:
             port = silent.getsockname()[1]
             for number in range(count):
@@ -268,7 +268,7 @@ class Member:
                     )
 
     def state(self) -> dict[str, Any]:
-        """Return what must not grow, and what must agree with a newcomer's."""
+        """Return counts that must not increase, and values that must equal a new member's."""
         gc.collect()
         return {
             "pid": os.getpid(),
@@ -287,7 +287,7 @@ AT_ONCE = (
 
 
 def answer(member: Member, order: dict[str, Any]) -> None:
-    """Carry one order out, and say what came of it."""
+    """Carry out one order and print the reply."""
     began = time.monotonic()
     result: dict[str, Any] = {"id": order["id"], "began": began}
     try:
@@ -302,7 +302,7 @@ def answer(member: Member, order: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """Answer until standard input ends."""
+    """Handle orders until standard input ends."""
     member = Member()
     orders: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
 

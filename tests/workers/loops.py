@@ -1,6 +1,6 @@
-"""Training loops as people write them, for one rank of a group that stands; for tests.
+"""Typical users' training loops, for tests; each runs as one rank of a formed group.
 
-Each is a train function. What it returns goes to the test; `bits` are those of its weights.
+Each is a train function. Its return value goes to the test; `bits` are those of its weights.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from elastic.worker.process import local
 from elastic.worker.process.local import LocalRun, local_context
 
 SAMPLES, MICRO, GLOBAL, EPOCHS = 40, 2, 12, 2
-"""A step is six micro-batches: four of the ragged last one's are empty."""
+"""A step has six micro-batches; in the incomplete last step, four are empty."""
 LOOPS: dict[str, Callable[..., Any]] = {}
 
 
 def run(name: str, arguments: dict[str, Any]) -> Any:
-    """Be this rank of such a loop."""
-    # Each group has a store of its own; members have been in different ones.
+    """Run this rank of a loop."""
+    # The count must start equal on all members, which may have been in different groups before.
     local._contexts_opened = 0
     with local_context(LocalRun(job_name=name, timeout_s=60.0)):
         return LOOPS[name](**arguments)
@@ -81,7 +81,7 @@ def bits(tensors: Iterable[torch.Tensor]) -> str:
 
 @loop
 def differing(what: str, ranks: list[int], at: int = 2, times: int = 1) -> dict[str, Any]:
-    """Change something on some ranks after so many steps, so that it differs on all of them."""
+    """Change something on some ranks after so many steps, differently on each."""
     net = network(norm=True)
     model = prepare_model(net)
     optimizer = prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9))
@@ -120,7 +120,7 @@ def differing(what: str, ranks: list[int], at: int = 2, times: int = 1) -> dict[
 
 
 class Counter:
-    """Something of a user's own."""
+    """A user's own stateful object."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -137,7 +137,7 @@ class Counter:
 
 @loop
 def usual(how: str) -> Any:
-    """Train as many scripts do; return the bits of the weights, and what was logged."""
+    """Run one of the usual loops; return the bits of the weights and the logged values."""
     net = network()
     model = prepare_model(net)
     return USUAL[how](model, net)
@@ -152,7 +152,7 @@ def named(function: Callable[[nn.Module, nn.Sequential], Any]) -> Any:
 
 
 def trained(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Any) -> str:
-    """Do what every loop does."""
+    """Run the plain loop; return the bits of the weights and the logged loss."""
     for _ in train.epochs(EPOCHS):
         for _, x, y in batches:
             optimizer.zero_grad()
@@ -385,7 +385,7 @@ def evaluating(where: str) -> Any:
 
 @loop
 def by_rank() -> Any:
-    """Read as scripts for Ray Train do, without a loop over epochs; gradients are torch's."""
+    """Read data as scripts for Ray Train do, without `train.epochs`; torch reduces gradients."""
     net = network()
     model = prepare_model(net)
     batches = prepare_data_loader(DataLoader(data(), batch_size=4, shuffle=True))

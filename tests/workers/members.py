@@ -1,6 +1,6 @@
-"""Starting, telling and ending processes of `group_member`; for tests and for bench/abort.py.
+"""Starts, controls and ends processes of `group_member`, for tests and bench/abort.py.
 
-Rule: every wait has a deadline, and every process is ended by whoever started the crew.
+Rule: every wait has a deadline, and the owner of a crew ends all its processes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True)
 class Answer:
-    """What a member said to one order; times are seconds of CLOCK_MONOTONIC."""
+    """A member's reply to one order; times are seconds of CLOCK_MONOTONIC."""
 
     value: Any
     error: str
@@ -36,7 +36,7 @@ class Answer:
 
 
 class MemberProcess:
-    """One process, and the orders that it was given."""
+    """One process and the orders that were sent to it."""
 
     def __init__(self) -> None:
         self.process = subprocess.Popen(
@@ -66,7 +66,7 @@ class MemberProcess:
             )
 
     def tell(self, order: str, **arguments: Any) -> int:
-        """Give an order; returns its number."""
+        """Send an order; return its number."""
         number, self._next = self._next, self._next + 1
         self._answers[number] = queue.SimpleQueue()
         assert self.process.stdin is not None
@@ -76,7 +76,7 @@ class MemberProcess:
         return number
 
     def answer(self, number: int, patience_s: float = DEADLINE_S) -> Answer:
-        """Wait for the answer to an order."""
+        """Wait for the reply to an order."""
         try:
             return self._answers[number].get(timeout=patience_s)
         except queue.Empty:
@@ -86,7 +86,7 @@ class MemberProcess:
         return not self._answers[number].empty()
 
     def ask(self, order: str, **arguments: Any) -> Any:
-        """Give an order and return what came of it; an error fails the test."""
+        """Send an order and return the value of its reply; an error fails the test."""
         said = self.answer(self.tell(order, **arguments))
         assert not said.error, f"{order}: {said.error}"
         return said.value
@@ -95,7 +95,7 @@ class MemberProcess:
         os.kill(self.process.pid, number)
 
     def kill(self) -> None:
-        """End it for good, stopped or not."""
+        """Kill the process, stopped or not, and release its pipes."""
         self.process.kill()
         self.process.wait(DEADLINE_S)
         self._reader.join(DEADLINE_S)
@@ -105,16 +105,16 @@ class MemberProcess:
 
 
 class Crew:
-    """Members that are kept between tests: living through many groups is what they are for."""
+    """Members that are reused between tests, since one process must survive many groups."""
 
     def __init__(self) -> None:
         self._members: list[MemberProcess] = []
         self._generation = 0
 
     def take(self, count: int) -> list[MemberProcess]:
-        """Return members that are in no group, all of them answering."""
+        """Return members that reply and are in no group."""
         for one in [one for one in self._members if one.process.poll() is not None]:
-            self.retire(one)  # Of a test that failed before it could.
+            self.retire(one)  # It ended in a test that failed before it retired it.
         while len(self._members) < count:
             self._members.append(MemberProcess())
         members = self._members[:count]
@@ -129,7 +129,7 @@ class Crew:
         return self._generation
 
     def form(self, members: list[MemberProcess], **fields: Any) -> list[Answer]:
-        """Let these members form the next generation, led by the first."""
+        """Form the next generation of these members; the first is the leader."""
         generation = self.next_generation()
         leader = members[0].ask("address")
         orders = [
@@ -146,18 +146,18 @@ class Crew:
         return [one.answer(order) for one, order in zip(members, orders, strict=True)]
 
     def retire(self, member: MemberProcess) -> None:
-        """End one for good."""
+        """Kill one member and remove it."""
         self._members.remove(member)
         member.kill()
 
     def end(self) -> None:
-        """End all; the crew may take others later."""
+        """Kill all members; `take` may start others later."""
         while self._members:
             self._members.pop().kill()
 
 
 def all_ask(members: list[MemberProcess], order: str, **arguments: Any) -> list[Any]:
-    """Give all the same order at once, and return what came of it."""
+    """Send all the same order at once, and return the values of their replies."""
     orders = [one.tell(order, **arguments) for one in members]
     answers = [one.answer(number) for one, number in zip(members, orders, strict=True)]
     assert not any(said.error for said in answers), [said.error for said in answers]
@@ -165,7 +165,7 @@ def all_ask(members: list[MemberProcess], order: str, **arguments: Any) -> list[
 
 
 def abort_all(members: list[MemberProcess], orders: list[int]) -> list[float]:
-    """Abort on every member; return the ms from there until each is out of its blocked order."""
+    """Abort on every member; return the ms from then until each left its blocked order."""
     aborts = [one.tell("abort") for one in members]
     freed = []
     for one, order, abort in zip(members, orders, aborts, strict=True):
@@ -176,6 +176,6 @@ def abort_all(members: list[MemberProcess], orders: list[int]) -> list[float]:
 
 
 def stop(member: MemberProcess) -> None:
-    """Stop a member the way a debugger or a stalled host does, and wait until it is."""
+    """Stop a member as a debugger or a stalled host does, and wait until it is stopped."""
     member.signal(signal.SIGSTOP)
     os.waitid(os.P_PID, member.pid, os.WSTOPPED | os.WNOWAIT)

@@ -1,4 +1,4 @@
-"""Steps of a small network with two optimizers, reduced by the group that a process is in."""
+"""Steps of a small network with two optimizers, reduced by the process's present group."""
 
 from __future__ import annotations
 
@@ -20,19 +20,24 @@ from elastic.worker.reduce.reducer import OptimizerUnit, Reducer, StepShare
 from elastic.worker.reduce.transports import GroupTransport, SocketTransport
 
 EPOCHS = DataPlan(num_samples=50, micro_batch=4, num_micro_batches=6)
-"""Steps of 24, 24 and 2 samples: in the last one, four of six micro-batches are empty."""
+"""Steps of 24, 24 and 2 samples: in the last step, four of six micro-batches are empty."""
 BUCKET_BYTES = 1 << 12
 
 
 class Steps:
-    """A training run that stands at a step."""
+    """A training run and its present step."""
 
     def __init__(self, consistency: str, over: str) -> None:
-        """Begin: everyone has the same weights; exchanges go over memory, sockets or torch."""
+        """Create the run, with equal weights on all members.
+
+        Args:
+            consistency: the mode of the reducer.
+            over: transport of exchanges: "memory", "torch", or another value for sockets.
+        """
         self.over = over
         seed_everything(0)
         self.data = torch.randn(EPOCHS.num_samples, 1, 6, 6)
-        # One layer is large enough to be sent in slices, the rest goes whole to everyone.
+        # One layer is large enough to be sent in slices; the others are sent whole.
         self.body = nn.Sequential(
             nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(),
             nn.Linear(128, 600), nn.Dropout(0.5), nn.Linear(600, 5), nn.Tanh(),
@@ -53,10 +58,10 @@ class Steps:
         self.step = 0
 
     def attach(self) -> None:
-        """Go on in the group that stands."""
+        """Continue in the present group."""
         group, rank = dist.group.WORLD, dist.get_rank()
         connect(group, PeerAddress(node="" if self.over == "memory" else str(rank)))
-        # As tensors of a device go by NCCL.
+        # As tensors of a device are sent by NCCL.
         tree_exchange.SocketTransport = (  # type: ignore[misc]
             (lambda _: GroupTransport(group)) if self.over == "torch" else SocketTransport  # type: ignore[assignment,return-value]
         )
@@ -65,7 +70,7 @@ class Steps:
         assert all(one is None for one in left), "a void step has left gradients"
 
     def run(self, until: int, die_at: int) -> dict[str, Any]:
-        """Do steps up to this number, or until the group breaks."""
+        """Run steps up to this number, or until the group breaks."""
         while self.step < until:
             if not self._one(dies=self.step == die_at):
                 return {"broken": type(self.reducer.broken).__name__, "step": self.step}

@@ -1,9 +1,9 @@
-"""Two ranks with a sharded model; rank 1 is late somewhere, and each watches its own main thread.
+"""Two ranks with a sharded model; rank 1 is late at a place, and each observes its main thread.
 
 Run as `python -m tests.workers.watched_shards RANK PORT CASE...`; rank 0, whose port is 0, prints
-the one for rank 1. For each case it prints one JSON line: what a control thread's looks have shown
-while rank 1 was late. Rank 1 is late until rank 0's
-looks have been the same for long enough, so that nobody sleeps for a time that may be too short.
+the port for rank 1. For each case it prints one JSON line: the observations of a control thread
+while rank 1 was late. Rank 1 stays late until rank 0's observations have not changed for long
+enough, so that no test depends on a sleep that may be too short.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from tests.patience import DEADLINE_S
 WIDTH = 16
 POLL_S = 0.1
 LOOKS = 5
-"""So many in a row that show the same settle what is seen; at the deadline the last one does."""
+"""So many equal observations in a row are final; at the deadline, the last one is."""
 
 
 class Late(torch.autograd.Function):
-    """Calls something in backward."""
+    """Calls a function in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, call: Callable[[], None]) -> torch.Tensor:
@@ -45,7 +45,7 @@ class Late(torch.autograd.Function):
 
 
 class Between(nn.Module):
-    """Stands between two sharded layers, and calls something in forward or backward."""
+    """A module between two sharded layers that calls a function in forward and in backward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,13 +53,13 @@ class Between(nn.Module):
         self.in_backward: Callable[[], None] = lambda: None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return x."""
+        """Return x unchanged."""
         self.in_forward()
         return Late.apply(x, self.in_backward)  # type: ignore[no-any-return]
 
 
 class Rank:
-    """One of the two; each case is a method that calls `late` where rank 1 comes too late."""
+    """One of the two ranks; each case is a method that calls `late` where rank 1 is late."""
 
     def __init__(self, rank: int, port: int) -> None:
         self.rank = rank
@@ -91,7 +91,7 @@ class Rank:
         self.step()
 
     def step(self) -> None:
-        """Compute gradients."""
+        """Run forward and backward."""
         self.model(torch.ones(4, WIDTH)).sum().backward()
 
     def optimizer(self) -> None:
@@ -102,18 +102,18 @@ class Rank:
         assert float(norm) >= 0.0
 
     def operator(self) -> None:
-        """Rank 1 is late, and the other calls torch's operator itself, as compiled models do."""
+        """Rank 1 is late while rank 0 calls torch's operator directly, as compiled models do."""
         self.late()
         one = torch.ops._c10d_functional.all_reduce(torch.ones(1), "sum", "0")
         torch.ops._c10d_functional.wait_tensor(one)
 
     def barrier(self) -> None:
-        """Rank 1 is late for a barrier of the script's own."""
+        """Rank 1 is late for a barrier of the script."""
         self.late()
         dist.barrier()
 
     def layers(self) -> None:
-        """Both pass the layers, again and again."""
+        """Both ranks run the layers repeatedly."""
         over = torch.zeros(1)
         while not over.item():
             self.step()
@@ -121,7 +121,7 @@ class Rank:
             dist.all_reduce(over, dist.ReduceOp.MAX)
 
     def play(self, case: str) -> dict[str, Any]:
-        """Do one case while another thread looks; return what it has seen."""
+        """Run one case while another thread observes; return the observations."""
         self.between.in_forward = self.between.in_backward = lambda: None
         dist.barrier()
         seen: dict[str, Any] = {}
@@ -137,7 +137,7 @@ class Rank:
         return seen
 
     def wait_seen(self, case: str, watching: threading.Thread) -> None:
-        """Be late on rank 1, until both have seen enough."""
+        """Block rank 1 until both have enough observations."""
         if self.rank == 1:
             watching.start()
             watching.join()
@@ -147,7 +147,7 @@ class Rank:
                 time.sleep(POLL_S)
 
     def watch(self, case: str, seen: dict[str, Any], over: threading.Event) -> None:
-        """Look as a control thread does, until so many looks in a row have shown the same."""
+        """Observe as a control thread does, until LOOKS observations in a row are equal."""
         watch, polls = CollectiveWatch(), 0
         last, end = (0, False), time.monotonic() + DEADLINE_S
         while polls < LOOKS and not over.is_set() and time.monotonic() < end:
@@ -164,7 +164,7 @@ class Rank:
 
 
 def main() -> None:
-    """Play the cases, and end without a word to the other, who may be gone."""
+    """Run the cases; end without destroying the group, since the other rank may have ended."""
     warnings.simplefilter("ignore")
     rank, port, *cases = sys.argv[1:]
     player = Rank(int(rank), int(port))

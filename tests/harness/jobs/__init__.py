@@ -1,1 +1,1 @@
-"""Scripts that workers run under test; the only ones here that import torch."""
+"""Training scripts that workers run in tests; the only modules here that import torch."""

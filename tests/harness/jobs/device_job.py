@@ -1,8 +1,7 @@
-"""A plain loop on a played device (see `played_device`), which never looks at a gradient.
+"""A plain loop on a simulated device (see `played_device`), which never reads a gradient.
 
-With a folder of `--orders` it trains on the device, and obeys orders at its places too; without,
-on the CPU alone. A file `open-gate` in the folder lets steps be committed too early. Run by its
-path.
+With a folder of `--orders` it trains on the device, and obeys orders at the device's places too;
+without, on the CPU. A file `open-gate` in the folder makes steps commit too early. Run by its path.
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ SAMPLES = 256
 
 
 def train_func(config: dict[str, Any]) -> None:
-    """Train until the finish file is there."""
+    """Train until the finish file exists."""
     orders = NoisyAdamW.orders = Orders(config["orders"])
     if config["orders"]:
         install(orders.at, opens_gate=Path(config["orders"], "open-gate").exists())
     torch.manual_seed(0)
     module = nn.Sequential(
         nn.Conv2d(1, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Dropout(0.2), nn.Flatten(),
-        # So large that members pass on their sums, and then the totals; the buffers go at once.
+        # So large that it is reduced in slices, with totals sent back; the buffers are sent whole.
         nn.Linear(8 * 64, 256), nn.ReLU(), nn.Linear(256, CLASSES),
     )  # fmt: skip
     model = prepare_model(module)

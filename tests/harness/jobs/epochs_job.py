@@ -1,7 +1,7 @@
-"""The train script of chaos runs: counts epochs in its weights, so that none can hide.
+"""A train script of chaos runs: its weights count epochs, so that a lost or repeated one shows.
 
 Rule: every epoch adds exactly 1 to a tensor, by an all-reduced mean; whatever happens to the
-group, the tensor equals the number of epochs, in every checkpoint and in the end. Run by its
+group, the tensor equals the number of epochs, in every checkpoint and at the end. Run by its
 path, as users' scripts are.
 """
 
@@ -19,7 +19,7 @@ from elastic.train.torch import TorchTrainer, prepare_data_loader
 
 
 def train_func(config: dict) -> dict:
-    """Count epochs, a checkpoint after each, until the finish file is there."""
+    """Count epochs, with a checkpoint after each, until the finish file exists."""
     numbers = config["numbers"]
     count, first = torch.zeros(numbers), 0
     checkpoint = train.get_checkpoint()
@@ -29,8 +29,7 @@ def train_func(config: dict) -> dict:
         count, first = state["count"], state["epoch"] + 1
         if not torch.equal(count, torch.full((numbers,), float(first))):
             raise ValueError(f"{checkpoint.path} is torn: {count.mean()} after {first} epochs")
-    # One epoch is `steps` iterations of a loader, so that telemetry sees steps as it does in
-    # any script.
+    # One epoch is `steps` iterations of a loader, so that telemetry has steps as in any script.
     data = torch.utils.data.TensorDataset(torch.arange(config["steps"] * dist.get_world_size()))
     loader = prepare_data_loader(torch.utils.data.DataLoader(data, batch_size=1))
     epoch = first - 1
@@ -58,7 +57,7 @@ def train_func(config: dict) -> dict:
 
 
 def is_over(epoch: int, config: dict) -> bool:
-    """Return whether this epoch was the last one; all ranks answer alike."""
+    """Return whether this epoch was the last one; all ranks return the same."""
     finish = config["finish"]
     may_end = torch.tensor([float(not finish or Path(finish).exists())])
     dist.all_reduce(may_end, op=dist.ReduceOp.MIN)

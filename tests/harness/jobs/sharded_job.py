@@ -1,9 +1,8 @@
 """The train script of chaos runs of a sharded model: each worker has its rows of it, nobody all.
 
-It returns the SHA-256 of the gathered weights and optimizer state, which must equal that of a run
-that nobody disturbed at the same world size, and leaves the weights in a file, which must be close
-to those of any other; and it checks the ledger of `steps_job`. Run by its path, as users' scripts
-are.
+It returns the SHA-256 of the gathered weights and optimizer state, which must equal that of an
+undisturbed run of the same world size. It writes the weights to a file; they must be close to
+those of any other run. It checks the ledger of `steps_job`. Run by its path, as users' scripts are.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from tests.harness.jobs.steps_job import CLASSES, Samples, TinyGPT, check_ledger
 
 
 class Orders:
-    """Files that tell a rank to hang: the first that finds one takes it away, and obeys.
+    """Files that order a rank to hang: the first rank that finds one deletes it and hangs.
 
     They are named PLACE-EPOCH; places are "loop", "forward" and "backward".
     """
@@ -48,7 +47,7 @@ class Orders:
         self.epoch = 0
 
     def obey(self, place: str) -> None:
-        """Hang, if that is ordered here."""
+        """Hang, if there is an order for this place."""
         if self.folder is None:
             return
         try:
@@ -59,12 +58,12 @@ class Orders:
 
 
 def hang_for_ever() -> None:
-    """Wait for what never comes."""
+    """Wait for an event that is never set."""
     threading.Event().wait()
 
 
 class Counted(nn.Module):
-    """A model, and a parameter that counts samples; BatchNorm brings buffers."""
+    """A model with a parameter that counts samples, and with the buffers of BatchNorm."""
 
     def __init__(self, width: int, size: int, orders: Orders) -> None:
         super().__init__()
@@ -74,18 +73,18 @@ class Counted(nn.Module):
         self.ledger = nn.Parameter(torch.zeros(size))
 
     def forward(self, x: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return logits, and what the ledger says of these samples."""
+        """Return logits, and the mean ledger entry of these samples."""
         logits = self.net(x)
         self.orders.obey("forward")
         if logits.requires_grad:
             logits.register_hook(lambda _: self.orders.obey("backward"))
-        if len(x) > 1:  # A batch of one, which a stand-in may be, has no variance.
+        if len(x) > 1:  # A batch of one sample, as a stand-in may be, has no variance.
             logits = logits + self.norm(logits)
         return logits, self.ledger[ids].mean()
 
 
 def train_func(config: dict) -> dict:
-    """Train, and say what the weights became."""
+    """Train, and return the digest of the final state."""
     torch.manual_seed(config["seed"])
     size = config["samples"]
     orders = Orders(config["orders"])
@@ -106,7 +105,7 @@ def train_func(config: dict) -> dict:
             parallel_strategy_kwargs=options if config["strategy"] != "ddp" else None,
         )
     weights = [p for name, p in module.named_parameters() if name != "ledger"]
-    # A large eps: gradients that are zero but for rounding must not become steps.
+    # A large eps: gradients that are only rounding errors must not become steps.
     optimizer = prepare_optimizer(torch.optim.AdamW(weights, lr=1e-3, eps=1e-4))
     counter = prepare_optimizer(torch.optim.SGD([module.ledger], lr=1.0))
     scheduler = prepare_scheduler(
@@ -123,7 +122,7 @@ def train_func(config: dict) -> dict:
             if replica is not None:
                 synchronize(replica)
             if config["pace"]:
-                time.sleep(config["pace"])  # Stands for a model that takes longer.
+                time.sleep(config["pace"])  # Simulates a slower model.
             logits, counted = model(x, ids)
             loss = F.cross_entropy(logits, y)
             (loss + counted).backward()
@@ -160,14 +159,14 @@ def two_replicas() -> DeviceMesh:
 
 
 def synchronize(group: dist.ProcessGroup) -> None:
-    """Wait for the others of a group where nobody can see from outside that this waits."""
+    """Wait for the other members of a group, in a way that cannot be observed from outside."""
     work = dist.all_reduce(torch.ones(1), group=group, async_op=True)
     if work is not None:
         work.wait()
 
 
 def gathered(state: Any) -> Any:
-    """Return nested containers with all of each tensor; all ranks call this."""
+    """Return nested containers with full tensors instead of shards; a collective of all ranks."""
     if isinstance(state, DTensor):
         return state.full_tensor().detach()
     if isinstance(state, dict):
@@ -179,7 +178,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Read the arguments and train.
 
     Args:
-        arguments: those of the command line, if not given.
+        arguments: instead of those of the command line.
     """
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--width", type=int, default=32)

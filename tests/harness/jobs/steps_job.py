@@ -1,14 +1,14 @@
 """The train script of chaos runs: a plain loop that shows after every step whether it was right.
 
 Each rank appends a line of SHA-256 for each committed step to a file of its process in `--trace`:
-of parameters, buffers, optimizers, scheduler, scaler and random state, with what was logged. Each
-line must equal that of a run that nobody disturbed: an error that heals before the end, as those of
-BatchNorm statistics do, is seen in the step that has it. The ledger is a parameter with one entry
-for each sample, whose gradient counts how often the sample was trained with. Run by its path, as
-users' scripts are.
+of parameters, buffers, optimizers, scheduler, scaler and random state, with the logged values. Each
+line must equal that of an undisturbed run: an error that fades before the end, as those of
+BatchNorm statistics do, is detected in its step. The ledger is a parameter with one entry for each
+sample, whose gradient counts how often the sample was trained with. Run by its path, as users'
+scripts are.
 
-A file in `--orders` strikes the rank that finds it first: `kill-PLACE` or `hang-PLACE`, where PLACE
-is forward, backward, step (gradients are being exchanged), commit (weights change) or between.
+A file in `--orders` kills or hangs the first rank that finds it: `kill-PLACE` or `hang-PLACE`. The
+PLACE is forward, backward, step (gradients are exchanged), commit (weights change) or between.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ LENGTH = 12
 
 
 class Samples(Dataset):
-    """Noise with a label, and its own number; shapes as the model wants them."""
+    """Random inputs with a label and an index, in the shapes of the model."""
 
     def __init__(self, size: int, model: str) -> None:
         generator = torch.Generator().manual_seed(1)
@@ -85,7 +85,7 @@ class TinyGPT(nn.Module):
 
 
 class WithLedger(nn.Module):
-    """A model, and a parameter that counts samples."""
+    """A model with a parameter that counts samples."""
 
     def __init__(self, kind: str, width: int, size: int) -> None:
         super().__init__()
@@ -108,13 +108,13 @@ class WithLedger(nn.Module):
 
 
 class Orders:
-    """Strikes this process where a file says so."""
+    """Kills or hangs this process at places for which there is a file."""
 
     def __init__(self, directory: str) -> None:
         self._directory = Path(directory) if directory else None
 
     def at(self, place: str) -> None:
-        """Obey an order for this place; of several ranks one does."""
+        """Obey an order for this place; only one of several ranks does."""
         if self._directory is None:
             return
         for name in (f"kill-{place}", f"hang-{place}"):
@@ -128,7 +128,7 @@ class Orders:
 
 
 class NoisyAdamW(torch.optim.AdamW):
-    """Draws in each step, as those do that round by chance."""
+    """Draws random numbers in each step, as optimizers with stochastic rounding do."""
 
     orders = Orders("")
 
@@ -143,7 +143,7 @@ class NoisyAdamW(torch.optim.AdamW):
 
 
 class Counted:
-    """What a loop counts by itself: its steps."""
+    """State of a user's loop: its number of steps."""
 
     number = 0
 
@@ -152,12 +152,12 @@ class Counted:
         return {"number": self.number}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Take another's."""
+        """Restore the number."""
         self.number = state["number"]
 
 
 def train_func(config: dict) -> dict:
-    """Train, and say what the weights became."""
+    """Train, and return the digest of the final state."""
     if config["gpu"]:
         enable_reproducibility(config["seed"])
     torch.manual_seed(config["seed"])
@@ -169,7 +169,7 @@ def train_func(config: dict) -> dict:
     scheduler = prepare_scheduler(
         torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 20))
     )
-    # Scales by powers of two, which change no bit of a gradient, and grows with the steps.
+    # Powers of two change no mantissa bit of a gradient; the scale increases with the steps.
     device = "cuda" if config["gpu"] else "cpu"
     scaler = torch.amp.GradScaler(device, 2.0**10, growth_interval=50, enabled=config["scaler"])
     orders = NoisyAdamW.orders = Orders(config["orders"])
@@ -188,7 +188,7 @@ def train_func(config: dict) -> dict:
     def compute(batch: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> None:
         x, y, ids = batch
         if config["pace"]:
-            time.sleep(config["pace"])  # Stands for a model that takes longer.
+            time.sleep(config["pace"])  # Simulates a slower model.
         orders.at("forward")
         loss = F.cross_entropy(model(x), y)
         orders.at("backward")
@@ -200,7 +200,7 @@ def train_func(config: dict) -> dict:
         scaler.unscale_(optimizer)
         torch.nn.utils.clip_grad_norm_(module.net.parameters(), 1.0)
         scaler.step(optimizer)
-        # As loops do: without asking whether it is there.
+        # Without a check for None, as in many loops.
         largest = max(p.grad.abs().max() for p in module.net.parameters())  # type: ignore[union-attr]
         if largest > 1.0:
             raise ValueError(f"a gradient of {largest} was clipped to 1")
@@ -211,7 +211,7 @@ def train_func(config: dict) -> dict:
         counter.zero_grad()
         note_time(config)
         if config["trace"] and train.stepped():
-            # A mean over all micro-batches of the step before, which all have the same value.
+            # The mean over all micro-batches of the previous step, which have the same value.
             mean = {"mean": train.get_logged().get("at")} if not config["whole_steps"] else {}
             trace(config["trace"], module, [optimizer, counter], scheduler, scaler, **mean)
         orders.at("between")
@@ -222,7 +222,7 @@ def train_func(config: dict) -> dict:
                 for batch in step:
                     compute(batch)
                 update()
-                counted.number += 1  # Unasked, as a library's loop does.
+                counted.number += 1  # Unconditionally, as a library's loop does.
         else:
             for batch in loader:
                 compute(batch)
@@ -246,7 +246,7 @@ def train_func(config: dict) -> dict:
 
 
 def note_time(config: dict) -> None:
-    """Append when a step ended to this worker's file of `times`, as seconds since 1970."""
+    """Append the end time of a step to this worker's file of `times`, in seconds since 1970."""
     if config["times"] and train.stepped():
         with Path(f"{config['times']}.{os.getpid()}").open("a") as file:
             file.write(f"{time.time():.6f}\n")
@@ -260,7 +260,7 @@ def trace(
     scaler: torch.amp.GradScaler | None = None,
     **more: Any,
 ) -> None:
-    """Append what the step that was just committed has made of the state, and of more."""
+    """Append the digests of the state after the step that was just committed."""
     context = train.get_context()
     line = {
         "epoch": context.get_epoch(),
@@ -275,7 +275,7 @@ def trace(
     }
     Path(directory).mkdir(parents=True, exist_ok=True)
     path = Path(directory, f"{os.getpid()}.jsonl")
-    # One write: a kill leaves whole lines.
+    # A single write, so that a kill leaves only whole lines.
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.write(file, json.dumps(line).encode() + b"\n")
     os.close(file)
@@ -288,7 +288,7 @@ def numpy_state() -> tuple[bytes, int]:
 
 
 def is_over(config: dict) -> bool:
-    """Return whether the run is to end with this epoch; all ranks then hear it from one."""
+    """Return whether the finish file exists; `train.log` gives all ranks the same value."""
     return bool(config["finish"]) and Path(config["finish"]).exists()
 
 
@@ -338,7 +338,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Read the arguments and train.
 
     Args:
-        arguments: those of the command line, if not given.
+        arguments: instead of those of the command line.
     """
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", choices=("mlp", "cnn", "gpt"), default="mlp")

@@ -1,4 +1,4 @@
-"""What jobs that are struck have in common when another library has their loop.
+"""Shared code of fault-injected jobs whose loop is another library's.
 
 They trace as `steps_job.py` does, and obey the same orders; run by their paths.
 """
@@ -18,7 +18,7 @@ def run(train_func: Callable[[dict[str, Any]], Any]) -> None:
     """Read the arguments, train, and print what the train function returned.
 
     Args:
-        train_func: is called with a dict of the options below.
+        train_func: called with a dict of the options below.
     """
     parser = argparse.ArgumentParser()
     parser.add_argument("--epochs", type=int, default=2)
