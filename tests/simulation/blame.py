@@ -1,7 +1,7 @@
-"""Whom the coordinator blames, held against what has happened: workers that hang, ill nodes.
+"""Checks the coordinator's verdicts against the injected faults: hung workers, unhealthy nodes.
 
-Rule: truth is what faults have done to a worker or to its node, never what anybody has reported. A
-node is in quarantine for what its own workers did; trouble of coordinators is nobody's fault.
+Rule: the truth is the faults that were injected into a worker or its node, never a report. A node
+is quarantined only for its own workers; failures of coordinators are not blamed on any node.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from tests.simulation.world import S, Timeline
 
 HUNG = "killed because it hung"
 REMEMBERED_NS = 60 * S
-"""A worker may be missed for so long after its node was in trouble."""
+"""For how long after a fault of its node a worker may be lost."""
 
 
 class Blame:
-    """Who may be blamed, over one run."""
+    """The workers and nodes that may be blamed, over one run."""
 
     def __init__(
         self,
@@ -30,13 +30,13 @@ class Blame:
         *,
         fail: Callable[[str, str], None],
     ) -> None:
-        """Begin with everybody innocent.
+        """Start without any faults.
 
         Args:
             timeline: virtual time.
-            conditions: of the network: nodes that could not be heard.
-            links: between nodes that train together.
-            fail: called with a property that does not hold, and the story; "" for none.
+            conditions: the network's conditions: nodes that could not be reached.
+            links: links between nodes that train together.
+            fail: called with the property that does not hold, "" for none, and the details.
         """
         self._timeline = timeline
         self._conditions = conditions
@@ -46,11 +46,11 @@ class Blame:
         self.num_quarantines = 0
 
     def trouble(self, worker_id: WorkerId) -> None:
-        """A fault has struck this worker: it hangs, or is stopped."""
+        """Record a fault of this worker: it hangs, or is stopped."""
         self._troubled[worker_id] = None
 
     def noted(self, note: Note) -> None:
-        """The coordinator says what it holds somebody guilty of."""
+        """Check a verdict that the coordinator noted."""
         said = dict(note.fields)
         if note.name == "worker_gone" and HUNG in said["cause"]:
             worker_id = WorkerId(said["worker"])

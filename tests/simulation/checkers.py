@@ -1,8 +1,8 @@
-"""What must never happen, and what must happen in the end; knows nothing of the runtime's code.
+"""Safety and liveness properties; independent of the runtime's code.
 
-Rule: checkers are fed with what became visible outside (announcements as workers receive them,
-records as they become durable, groups as they form, steps as they happen) and compare only
-these with each other.
+Rule: checkers receive only what is visible outside (announcements as workers receive them, records
+as they become durable, groups as they form, steps as they happen) and compare only these with each
+other.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from tests.simulation.crowd_checks import CrowdChecks
 from tests.simulation.row_checks import RowChecks
 
 LEFT_S_MAX = 30.0
-"""A coordinator that is replaced meanwhile hears of it again, and judges anew."""
+"""Long enough for a coordinator that is replaced meanwhile to get new reports and judge again."""
 
 
 class CheckFailed(ElasticError):
-    """A property does not hold; the run that showed it can be replayed by its seed."""
+    """A property does not hold; the run can be replayed by its seed."""
 
     def __init__(self, prop: str, detail: str) -> None:
-        """Name the property and what contradicts it."""
+        """Name the property and its counterexample."""
         self.prop = prop
         super().__init__(f"{prop}: {detail}")
 
 
 @dataclass(frozen=True)
 class DurableGroup:
-    """What the store held when a group became durable."""
+    """A group as the store had it when it became durable."""
 
     generation: Generation
     ranks: tuple[WorkerId, ...]
@@ -42,18 +42,18 @@ class Checkers:
     """All properties, over one run.
 
     Attributes:
-        specs: what was submitted.
+        specs: the submitted jobs.
         durable: every group that ever became durable, by job and generation.
         newest: the newest durable generation of each job.
-        announced_ranks: which worker was told which rank, by job and generation.
-        leaders: who led under each term.
-        obeyed_terms: the newest term that each life of an agent took orders under.
-        crowd: what users did with several jobs, for the properties of queue, pause and cordon.
+        announced_ranks: the worker that each rank was announced to, by job and generation.
+        leaders: the leader of each term.
+        obeyed_terms: the newest term from which each life of an agent accepted orders.
+        crowd: users' requests for several jobs, for the properties of queue, pause and cordon.
         rows: the copies of sharded runs.
-        copied: the newest copy of each job that a node ever took: generation and steps.
-        is_gentle: nothing happens to this cluster but what was announced in good time.
+        copied: the newest copy of each job that a node ever accepted: generation and steps.
+        is_gentle: all faults of this cluster are announced in good time.
         reached: the last step of each job's newest group.
-        notices: workers that learned of nodes that leave.
+        notices: number of workers that received a notice of leaving nodes.
     """
 
     specs: dict[JobId, JobSpec] = field(default_factory=dict)
@@ -82,7 +82,7 @@ class Checkers:
             raise CheckFailed(prop, detail)
 
     def failed(self, prop: str, detail: str) -> None:
-        """Fail the run if a property is named."""
+        """Fail the run if `prop` is not ""."""
         self.require(not prop, prop, detail)
 
     # ------------------------------------------------------------ the store
@@ -90,7 +90,7 @@ class Checkers:
     def persisted(
         self, job_id: JobId, group: DurableGroup | None, generation: Generation, phase: str
     ) -> None:
-        """A record became durable."""
+        """Check a job's record that became durable."""
         before = self.newest.get(job_id, 0)
         self.require(
             generation >= before,
@@ -147,7 +147,7 @@ class Checkers:
     def checkpoint_recorded(
         self, job_id: JobId, path: str, generation: Generation, current: Generation
     ) -> None:
-        """A checkpoint record became durable beside the group `current`."""
+        """Check a checkpoint record that became durable while `current` was the newest group."""
         key = (job_id, path, generation)
         if key in self.recorded:
             return
@@ -161,7 +161,7 @@ class Checkers:
     # ------------------------------------------------------------ leadership
 
     def took_leader_state(self, name: str, term: int) -> None:
-        """A coordinator holds the lease from here on."""
+        """Record that a coordinator acquired the lease."""
         self.require(
             term not in self.leaders,
             "one coordinator leads in a term",
@@ -170,7 +170,7 @@ class Checkers:
         self.leaders[term] = name
 
     def wrote(self, name: str, term: int) -> None:
-        """A coordinator changed the store."""
+        """Check a coordinator's write to the store."""
         newest = max(self.leaders)
         self.require(
             term == newest and self.leaders[term] == name,
@@ -179,7 +179,7 @@ class Checkers:
         )
 
     def commanded(self, name: str, term: int, newest: int) -> None:
-        """A coordinator, whose clock never stood still in its term, gives an order."""
+        """Check an order of a coordinator whose clock was never paused in its term."""
         self.require(
             term == newest,
             "a leader stops before another one can lead",
@@ -187,7 +187,7 @@ class Checkers:
         )
 
     def obeyed(self, node_id: NodeId, life: int, term: int) -> None:
-        """An agent took an order of the coordinator that leads under this term."""
+        """Check that an agent accepted an order of a leader with this term."""
         key = (node_id, life)
         newest = self.obeyed_terms.setdefault(key, term)
         self.require(
@@ -200,7 +200,7 @@ class Checkers:
     # ------------------------------------------------------------ the workers
 
     def announced(self, worker_id: WorkerId, assignment: Assignment) -> None:
-        """A worker acts on a generation."""
+        """Check an assignment that a worker received."""
         key = (assignment.job_id, assignment.generation)
         who = f"job {key[0]} generation {key[1]}: worker {worker_id}"
         group = self.durable.get(key)
@@ -228,7 +228,7 @@ class Checkers:
     def group_formed(
         self, job_id: JobId, generation: Generation, members: tuple[WorkerId, ...]
     ) -> None:
-        """A group stands in the data plane."""
+        """Check a group that formed in the data plane."""
         self.groups += 1
         group = self.durable.get((job_id, generation))
         self.require(
@@ -238,7 +238,7 @@ class Checkers:
         )
 
     def stepped(self, job_id: JobId, generation: Generation, step: int) -> None:
-        """A group made a step."""
+        """Check a step that a group made."""
         self.steps += 1
         self.reached[job_id] = step
         self.require(
@@ -248,15 +248,15 @@ class Checkers:
         )
 
     def train_returned(self, job_id: JobId, generation: Generation, rank: int) -> None:
-        """A train function returned in a living process."""
+        """Record that a train function returned in a running process."""
         self.returned[job_id, generation, rank] = None
 
     def told(self, job_id: JobId, generation: Generation, metrics: str) -> None:
-        """A group's script reported this."""
+        """Record the metrics that a group's script reported."""
         self.metrics[job_id, generation] = metrics
 
     def succeeded(self, job_id: JobId, generation: Generation, metrics: str) -> None:
-        """A job's success became durable, with these metrics."""
+        """Check the metrics of a job whose success became durable."""
         told = self.metrics.get((job_id, generation), metrics)
         self.require(
             metrics == told,
@@ -265,12 +265,12 @@ class Checkers:
         )
 
     def reported_of_preemption(self, worker_id: WorkerId, reason: str) -> None:
-        """A worker learned that nodes of its group leave."""
+        """Check a worker's notice that nodes of its group leave."""
         self.require(bool(reason), "a notice says why", f"worker {worker_id}")
         self.notices += 1
 
     def begins(self, job_id: JobId, generation: Generation, step: int, cause: str) -> None:
-        """A group is about to train, from this step on."""
+        """Check the step from which a group starts to train."""
         reached = self.reached.get(job_id, 0)
         can_save = job_id != self.crowd.unsaved
         if self.is_gentle and can_save and cause in ("join", "drain"):
@@ -287,7 +287,7 @@ class Checkers:
         self.reached[job_id] = step
 
     def ended_by_script(self, job_id: JobId, record: JobRecord) -> None:
-        """A record says that the job has failed."""
+        """Check the record of a job that has failed."""
         is_taken = 0 < record.spec.preemption_limit <= record.preemptions
         self.require(
             record.failure is not None or is_taken,
@@ -296,7 +296,7 @@ class Checkers:
         )
 
     def charged(self, job_id: JobId, losses: int, preemptions: int) -> None:
-        """A record became durable with these counts."""
+        """Check the counts in a record that became durable."""
         if self.is_gentle:
             self.require(
                 losses == 0,
@@ -307,19 +307,19 @@ class Checkers:
     # ------------------------------------------------------------ accusations
 
     def accused_node(self, node_id: str, *, is_guilty: bool) -> None:
-        """The coordinator gave up a node because it did not answer."""
+        """Check that a node that the coordinator gave up as silent really did not reply."""
         self.require(
             is_guilty, "a node that answers is never given up as silent", f"node {node_id}"
         )
 
     def accused_worker(self, worker_id: str, *, is_guilty: bool) -> None:
-        """The coordinator is about to kill a worker because it does not move."""
+        """Check that a worker that the coordinator is about to kill as hung really hangs."""
         self.require(
             is_guilty, "a worker that moves is never killed as hung", f"worker {worker_id}"
         )
 
     def accused_group(self, job_id: str, generation: str, *, is_guilty: bool) -> None:
-        """The coordinator is about to replace a group because none of its members moves."""
+        """Check that a group that the coordinator is about to replace as stuck really is."""
         self.require(
             is_guilty,
             "a group that goes on is never replaced as stuck",
@@ -327,11 +327,11 @@ class Checkers:
         )
 
     def still_hung(self, worker_ids: list[str]) -> None:
-        """These workers hung for longer than they may."""
+        """Fail if any workers have hung for longer than allowed."""
         self.require(not worker_ids, "a hung worker is killed in time", " ".join(worker_ids))
 
     def waits_in_vain(self, job_id: JobId, seconds: float) -> None:
-        """Members have waited for so long for one that has left for good."""
+        """Check for how long members have waited for one that has left for good."""
         self.require(
             seconds <= LEFT_S_MAX,
             "a job in which one member has left ends",
@@ -339,7 +339,7 @@ class Checkers:
         )
 
     def started(self, node_id: NodeId, busy: int, num_slots: int) -> None:
-        """An agent runs this many workers now."""
+        """Check the number of workers that an agent runs."""
         self.require(
             busy <= num_slots,
             "a node is never overbooked",
@@ -351,7 +351,7 @@ class Checkers:
     def copy_taken(
         self, job_id: JobId, node_id: NodeId, age: tuple[Generation, int], source: NodeId
     ) -> None:
-        """A node holds a copy that another one has brought."""
+        """Check a copy that a node received from another one."""
         self.require(
             node_id != source,
             "a copy lies on another node than the one that took it",
@@ -361,7 +361,7 @@ class Checkers:
         taken[node_id] = max(age, taken.get(node_id, age))
 
     def copy_freed(self, job_id: JobId, node_id: NodeId, age: tuple[Generation, int]) -> None:
-        """A node was told to free a copy."""
+        """Check an order to a node to free a copy."""
         others = [a for node, a in self.copied.get(job_id, {}).items() if node != node_id]
         self.require(
             job_id in self.ended or max(others, default=(0, 0)) >= age,
@@ -370,7 +370,7 @@ class Checkers:
         )
 
     def never_copied(self, job_id: JobId, generation: Generation) -> None:
-        """A run has trained for long, beside a node that could hold a copy of it."""
+        """Fail: a run has trained for long without a copy, though a node could hold one."""
         self.require(
             False,
             "a run has a copy if there is a node for it",

@@ -1,6 +1,6 @@
-"""The simulated coordinator's process: the real machine, driven as the real driver does.
+"""The simulated coordinator's process: the real state machine with a simulated driver.
 
-Rule: a host does what its driver does (one event at a time, effects in order, `Persist` a
+Rule: a host behaves as the real driver does (one event at a time, effects in order, `Persist` as a
 barrier) and can die between any two effects.
 """
 
@@ -27,23 +27,23 @@ from tests.simulation.terms import Candidate
 from tests.simulation.world import MS, Alarm, S, Timeline
 
 SUSPEND_NS = 1 * S
-"""The driver notices a nap of this length."""
+"""The driver detects a suspension of at least this length."""
 WRITES = (events.Persist, events.PersistNodes)
 OnStep = Callable[[int, Sequence[events.CoordinatorEffect], Callable[[], ClusterView], int], None]
-"""Is shown each step of the machine: its life, what it asks for, a view of it, the moment."""
+"""Called after each step of the machine with its life, effects, a view of it, and the time."""
 UNIX_NS = 1_700_000_000 * 1000 * MS
-"""The wall clock at the beginning."""
+"""The wall clock at the start of a run."""
 
 
 class CoordinatorHost:
     """The coordinator's process: may be down, slow, stopped, a standby, or between two effects.
 
     Attributes:
-        name: of the process.
-        candidate: its claim to lead; None for one that is alone on its store.
-        machine: of the term that it leads; None while it is down or a standby.
-        doze_ns: for how long it is stopped behind the next probe that it sends, 0 for not at all.
-        stepped_ns: when its machine took its last step; what that asked for may come much later.
+        name: name of the process.
+        candidate: its part in leader election; None for a coordinator that is alone on its store.
+        machine: the state machine of its term; None while it is down or a standby.
+        doze_ns: for how long it is stopped after the next probe that it sends, 0 for not at all.
+        stepped_ns: time of its machine's last step; the effects may be performed much later.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class CoordinatorHost:
         *,
         candidate: Candidate | None = None,
     ) -> None:
-        """Begin down; `start` brings it up."""
+        """Create a process that is down; `start` starts it."""
         self.timeline = timeline
         self.network = network
         self.disk = disk
@@ -82,7 +82,7 @@ class CoordinatorHost:
         self._alarm = Alarm(timeline, lambda: self.post(Tick()))
 
     def start(self) -> None:
-        """A new process begins: leads with what the disk holds, or waits until it may."""
+        """Start a new process: it leads with the state on disk, or waits for the lease."""
         if self.is_up:
             return
         self.is_up, self.is_frozen = True, False
@@ -92,7 +92,7 @@ class CoordinatorHost:
             self._lead()
 
     def _lead(self) -> None:
-        """A term begins."""
+        """Start a term as the leader."""
         self.life = self.candidate.term if self.candidate is not None else self.life + 1
         self.machine = CoordinatorMachine(self.config, f"{self.name}-{self.life}")
         self._inbox.clear()
@@ -107,11 +107,11 @@ class CoordinatorHost:
         self.post(events.Recovered(records, self.life, "one store", nodes, unix_ns=unix_ns))
 
     def may_act(self) -> bool:
-        """Return whether no other coordinator can lead, as far as this one knows."""
+        """Return whether it is the only possible leader, as far as this process knows."""
         return self.candidate is None or self.candidate.is_valid()
 
     def step_down(self) -> None:
-        """Its term is over: agents are let go, and it is a standby again."""
+        """End the term: close all streams and become a standby again."""
         if self.machine is None or self.candidate is None:
             return
         self.machine = None
@@ -120,7 +120,7 @@ class CoordinatorHost:
         self.candidate.over()
 
     def crash(self) -> None:
-        """The process is gone, between two effects or in the middle of a write."""
+        """End the process, between two effects or in the middle of a write."""
         if not self.is_up:
             return
         effect = self._effects[0] if self.machine is not None and self._effects else None
@@ -134,7 +134,7 @@ class CoordinatorHost:
         self.network.coordinator_died(self.name)
 
     def post(self, event: events.CoordinatorEvent) -> None:
-        """An event reaches the driver's queue."""
+        """Put an event into the driver's queue."""
         if self.machine is None:
             return
         if self.is_frozen and not isinstance(event, Tick):
@@ -144,13 +144,13 @@ class CoordinatorHost:
         self._pump()
 
     def freeze(self, frozen: bool, paused_ns: int = 0) -> None:
-        """SIGSTOP or SIGCONT of the coordinator.
+        """Simulate SIGSTOP or SIGCONT of the coordinator.
 
-        Its clock goes on: when it wakes, its deadline is over before it has read what came.
+        Its clock continues: on SIGCONT, its deadline is over before it has read its messages.
 
         Args:
             frozen: whether it stops now.
-            paused_ns: for how long its clock stood still too, as that of a paused machine does.
+            paused_ns: for how long its clock was paused too, as that of a paused machine is.
         """
         if not self.is_up or frozen == self.is_frozen:
             return
@@ -167,14 +167,14 @@ class CoordinatorHost:
             self._pump()
 
     def receives(self, session: SessionId, message: AgentMessage) -> None:
-        """A message arrived over a stream."""
+        """Receive a message over a stream."""
         if isinstance(message, Hello):
             self.post(events.AgentConnected(session, message))
         else:
             self.post(events.AgentMessageReceived(session, message))
 
     def loses(self, session: SessionId, reason: str) -> None:
-        """A stream ended."""
+        """Handle the end of a stream."""
         self.post(events.AgentDisconnected(session, reason))
 
     def _pump(self) -> None:
@@ -184,7 +184,7 @@ class CoordinatorHost:
             elif self._effects:
                 self._perform(self._effects[0])
             elif self._inbox:
-                # As the driver does: all that came meanwhile is one step.
+                # As in the driver: all events that are queued by now are one step.
                 waiting = tuple(self._inbox)
                 self._inbox.clear()
                 event = events.EventBatch(waiting) if len(waiting) > 1 else waiting[0]
@@ -240,7 +240,7 @@ class CoordinatorHost:
         self._pump()
 
     def _write(self, effect: events.Persist | events.PersistNodes) -> bool:
-        """Write, unless the store is out of reach or somebody else leads by now."""
+        """Write, unless the store is unreachable or another coordinator leads by now."""
         if self.candidate is not None and not self.candidate.write(self.life):
             return False
         if isinstance(effect, events.Persist):
@@ -250,5 +250,5 @@ class CoordinatorHost:
         return True
 
     def _arm(self) -> None:
-        """Wake the machine at its next deadline."""
+        """Set the alarm to the machine's next deadline."""
         self._alarm.set(self.machine.next_deadline_ns() if self.machine else None)

@@ -1,7 +1,7 @@
-"""A model of what agents do about copies: memory that dies with the agent, and pushes to others.
+"""A model of agents' state copies: memory that is lost with the agent, and pushes to others.
 
-Rule: a push arrives whole or not at all; it needs the key that the holder was told, a sender whose
-workers make steps, and a way between the two.
+Rule: a push arrives complete or not at all. It needs the key that the holder was sent, a sender
+whose workers make steps, and a connection between the two.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from tests.simulation.world import MS, S, Timeline
 POLL_NS = 200 * MS
 TIMEOUT_NS = 3 * S
 UNCOPIED_NS = 45 * S
-"""A run whose state could lie on another node does so by then: a node that did not answer is
-asked again after 30 s."""
+"""Time within which a run has a copy on another node if one is possible: a node that did not
+reply is asked again after 30 s."""
 STEPS_MIN = 40
 
 PORT = "1"
@@ -31,7 +31,7 @@ Age = tuple[Generation, int]
 
 @dataclass(frozen=True)
 class Trained:
-    """Where a job stands in the data plane: its newest group that is not over."""
+    """The progress of a job in the data plane: its newest group that is not over."""
 
     age: Age
     steps_done: int
@@ -47,7 +47,7 @@ class Copying:
         checkers: Checkers,
         trained: Callable[[JobId], Trained | None],
     ) -> None:
-        """Begin without nodes; `trained` says how far a job is."""
+        """Start without nodes; `trained` returns the progress of a job."""
         self.timeline, self.checkers = timeline, checkers
         self.trained = trained
         self.desks: dict[str, CopyHost] = {}
@@ -59,12 +59,12 @@ class Copying:
         self.is_wanted: Callable[[JobId], bool] = lambda job_id: True
 
     def reach(self, address: str, fingerprint: str) -> CopyHost | None:
-        """Return who answers there, None if that is not whose certificate is looked for."""
+        """Return the host at an address, None if its certificate is not the expected one."""
         desk = self.desks[address]
         return desk if fingerprint == desk.endpoint.fingerprint else None
 
     def reached(self, assignment: Assignment) -> list[CopyHost]:
-        """Return whom a member finds at the addresses that it was told."""
+        """Return the hosts that a member reaches at the addresses in its assignment."""
         prints = assignment.copies_fingerprints or ("",) * len(assignment.copies)
         found = [
             self.reach(address, fingerprint)
@@ -73,7 +73,7 @@ class Copying:
         return [desk for desk in found if desk is not None]
 
     def fetch(self, assignment: Assignment) -> int:
-        """Return the steps of the newest copy that a new group can be given, 0 for none."""
+        """Return the steps of the newest copy that a new group can fetch, 0 for none."""
         found = [0]
         for desk in self.reached(assignment):
             held = desk.give(assignment.job_id, assignment.copies_key)
@@ -81,11 +81,11 @@ class Copying:
         return max(found)
 
     def go_on(self, told: Mapping[int, Assignment], nodes: Sequence[NodeId], stored: int) -> int:
-        """Return the steps that a group of a sharded model on these nodes goes on from.
+        """Return the steps from which a group of a sharded model continues.
 
         Args:
-            told: what each member was told, by rank.
-            nodes: of all.
+            told: the assignment of each member, by rank.
+            nodes: the nodes of all members.
             stored: steps of the newest checkpoint in storage.
         """
         key, job_id = max(one.copies_key for one in told.values()), told[0].job_id
@@ -99,15 +99,15 @@ class Copying:
         return max(steps, stored)
 
     def formed(self, job_id: JobId, generation: Generation, shown: Iterable[NodeId]) -> None:
-        """A group was announced, when status has shown copies of the job on these nodes."""
+        """Record the nodes on which status showed copies of a job when a group was announced."""
         self._shown[job_id, generation] = {*shown}
 
     def forget_shown(self) -> None:
-        """What is announced from here on may be told anew, by who knows of other copies."""
+        """Forget these records: a new leader may announce again, and know of other copies."""
         self._shown.clear()
 
     def _check_asked(self, job_id: JobId, generation: Generation, asked: set[str]) -> None:
-        """Each node that has rows, as anybody could see, was asked by one member of the group."""
+        """Check that one member of a group asked each node that had rows according to status."""
         shown = self._shown.pop((job_id, generation), set())
         run = self.shards.runs.get(job_id)
         having = {holder for holder, _ in run.copies} if run is not None else set()
@@ -119,11 +119,11 @@ class Copying:
             )
 
     def held(self, job_id: JobId) -> dict[NodeId, Age]:
-        """Return who holds a copy of a job."""
+        """Return the holders of copies of a job, with the ages of the copies."""
         return {d.node_id: d.held[job_id] for d in self.desks.values() if job_id in d.held}
 
     def check_copied(self, job_ids: list[JobId]) -> None:
-        """In the liveness phase: a run that could have a copy has one, after a while."""
+        """Check, in the liveness phase, that a run has a copy after a while if it can."""
         now_ns = self.timeline.now_ns
         for job_id in job_ids:
             trained = self.trained(job_id)
@@ -141,7 +141,7 @@ class Copying:
                 self.checkers.never_copied(job_id, trained.age[0])
 
     def _is_copied(self, job_id: JobId, trained: Trained) -> bool:
-        """Return whether its newest group has the copies that it could have."""
+        """Return whether a job's newest group has all copies that are possible."""
         up = [desk.node_id for desk in self.desks.values() if desk.is_up()]
         if job_id in self.shards.runs:
             return len(up) < 2 or self.shards.is_protected(job_id)
@@ -150,11 +150,11 @@ class Copying:
 
 
 class CopyHost:
-    """One agent's side of it.
+    """One agent's copies and its pushes to others.
 
     Attributes:
-        address: where others reach it.
-        held: copies, by job.
+        address: the address at which others reach it.
+        held: the copies that it holds, by job.
     """
 
     def __init__(
@@ -167,15 +167,15 @@ class CopyHost:
         is_up: Callable[[], bool],
         has_memory: Callable[[JobId], bool],
     ) -> None:
-        """Hold nothing, and be found at this host.
+        """Create a host without copies and register it.
 
         Args:
-            copying: of the run.
-            node_id: whose.
-            host: where others reach it.
-            post: takes events for the agent's machine.
-            is_up: whether the agent runs, and is reached.
-            has_memory: whether workers of a job run here.
+            copying: the copies of the run.
+            node_id: the agent's node.
+            host: the host name at which others reach it.
+            post: receives events for the agent's machine.
+            is_up: returns whether the agent runs and is reachable.
+            has_memory: returns whether workers of a job run here.
         """
         self.node_id, self.host, self.is_up = node_id, host, is_up
         self.life = 0
@@ -187,27 +187,27 @@ class CopyHost:
 
     @property
     def address(self) -> str:
-        """Return where it is found."""
+        """Return "host:port"."""
         return f"{self.host}:{PORT}"
 
     @property
     def endpoint(self) -> CopyEndpoint:
-        """Return what its agent tells in its hello: each life makes itself a certificate."""
+        """Return the endpoint in the agent's hello; each life creates a new certificate."""
         return CopyEndpoint(self.address, f"{self.node_id}-{self.life}")
 
     def died(self) -> None:
-        """The agent is gone, and its memory."""
+        """Drop all state: the agent has died, with its memory."""
         self.held, self._keys, self._orders = {}, {}, {}
         self._copying.shards.died(self.node_id)
 
     def lose(self) -> None:
-        """What it holds is gone, and nothing else."""
+        """Lose the copies that it holds, and nothing else."""
         self.held = {}
         self._copying.shards.lost(self.node_id)
         self._post(CopiesChanged(self._all()))
 
     def perform(self, order: CopyOrder) -> None:
-        """Do what the agent's machine says."""
+        """Perform an order of the agent's machine."""
         job_id = order.job_id
         if isinstance(order, KeepCopy):
             self._keys[job_id] = order.key
@@ -238,7 +238,7 @@ class CopyHost:
             self._copying.timeline.after(POLL_NS, look, order, None, 0)
 
     def take(self, job_id: JobId, key: str, age: Age, source: NodeId) -> bool:
-        """A copy comes; returns whether it is taken."""
+        """Receive a copy; return whether it is accepted."""
         known = self.held.get(job_id, (0, 0))
         if not self.is_up() or self._keys.get(job_id) != key or known[0] > age[0]:
             return False
@@ -248,7 +248,7 @@ class CopyHost:
         return True
 
     def take_rows(self, job_id: JobId, key: str, one: Snapshot, source: NodeId) -> bool:
-        """A copy of a node's rows comes; returns whether it is taken."""
+        """Receive a copy of a node's rows; return whether it is accepted."""
         if not self.may_give(job_id, key):
             return False
         run = self._copying.shards.runs[job_id]
@@ -261,15 +261,15 @@ class CopyHost:
         return True
 
     def may_give(self, job_id: JobId, key: str) -> bool:
-        """Return whether this agent answers those who have the key."""
+        """Return whether this agent runs and has this key for the job."""
         return self._keys.get(job_id) == key and self.is_up()
 
     def give(self, job_id: JobId, key: str) -> Age | None:
-        """A worker fetches; returns what it gets."""
+        """Return the copy that a worker with this key can fetch, None for none."""
         return self.held.get(job_id) if self.may_give(job_id, key) else None
 
     def jobs(self) -> set[JobId]:
-        """Return whose copies it holds."""
+        """Return the jobs of which it holds copies."""
         return {copy.job_id for copy in self._all()}
 
     def _all(self) -> tuple[HeldCopy, ...]:
@@ -277,13 +277,13 @@ class CopyHost:
         return (*whole, *self._copying.shards.held(self.node_id))
 
     def _show(self, job_id: JobId, bringing: CopyMode) -> None:
-        """Let the workers see whether their rows are brought to another node."""
+        """Show the workers whether their rows are copied to another node."""
         run = self._copying.shards.runs.get(job_id)
         if run is not None:
             run.bringing[self.node_id] = bringing
 
     def _check_at_rows(self, order: Replicate, last: Snapshot | None, failing_ns: int) -> None:
-        """Push this node's newest rows, and look again; ends with its order."""
+        """Push this node's newest rows, and repeat until the order ends."""
         job_id, now_ns = order.job_id, self._copying.timeline.now_ns
         if self._orders.get(job_id) is not order:
             return
@@ -309,12 +309,12 @@ class CopyHost:
         return self._copying.reach(order.address, order.fingerprint)
 
     def _check(self, order: Replicate, last: Age | None, failing_ns: int) -> None:
-        """Push what is newer than what was pushed, and look again; ends with its order."""
+        """Push the state if it is newer than the last push, and repeat until the order ends."""
         if self._orders.get(order.job_id) is not order:
             return
         trained, now_ns = self._copying.trained(order.job_id), self._copying.timeline.now_ns
         if not self._has_memory(order.job_id):
-            del self._orders[order.job_id]  # It is told anew with the next group.
+            del self._orders[order.job_id]  # The next group brings a new order.
             return
         is_new = (
             trained is not None

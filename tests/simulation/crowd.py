@@ -1,8 +1,8 @@
-"""What users do with several jobs in a simulated run: priorities, pause, scale, cordon.
+"""Users' requests for several jobs in a simulated run: priorities, pause, scale, cordon.
 
-Rule: only every fourth seed has a crowd, and its dice are its own, so that the other seeds are
-drawn as if there were none. In the liveness phase all that was paused is resumed and every cordon
-taken back, as often as it takes.
+Rule: only every fourth seed has a crowd, with its own random source, so that the draws of other
+seeds do not depend on it. In the liveness phase all paused jobs are resumed and all cordons
+removed, repeatedly until it succeeds.
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ from tests.simulation.world import MS, S, Timeline
 EVERY = 4
 """Seeds 3, 7, 11, ... have a crowd."""
 RIVALS = 7
-"""Of eight seeds, the one in which an urgent job comes while another one has the whole cluster."""
+"""Of eight seeds, the one with an urgent job that is submitted while another has all slots."""
 UNSAVED = 15
-"""Of sixteen seeds, the one in which a part of it belongs to a job that storage does not take."""
+"""Of sixteen seeds, the one in which a job without stored checkpoints has some of the slots."""
 TOGETHER = 31
-"""Of thirty-two, the one in which only both of them have room enough for the urgent one."""
+"""Of thirty-two, the one in which the urgent job needs the slots of both."""
 PATIENT_NS, URGENT_NS = 50 * S, 75 * S
-"""When the two are submitted; by the second one all that was broken is healed."""
+"""Times of the two submissions; by the second, all faults are healed."""
 WAIT_NS_MAX = 40 * S
-"""An urgent job trains by then: others have made room, and its workers have started."""
+"""Time within which an urgent job trains: others have made room, its workers have started."""
 NEVER_NS = 1_000_000 * S
 NO_LIMIT = 1_000_000
 
 
 def has_crowd(seed: int) -> bool:
-    """Return whether users do more than submit and stop in this run."""
+    """Return whether users do more than submit and stop jobs in this run."""
     return seed % EVERY == EVERY - 1
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where users are: the store, and the nodes' ids."""
+    """The cluster that users see: the store and the nodes' ids."""
 
     disk: Disk
     nodes: list[str]
@@ -69,15 +69,15 @@ class Crowd:
         fail: Callable[[str, str], None],
         seed: int,
     ) -> None:
-        """Draw how many there are.
+        """Draw the users' requests from their own random source.
 
         Args:
-            timeline: of the run.
-            place: where they are.
-            checks: are told what was asked for.
-            post: brings a request to the coordinator that leads.
+            timeline: the run's virtual time.
+            place: the cluster that users see.
+            checks: records the requests.
+            post: sends a request to the leader.
             fail: ends the run if a property is named.
-            seed: of the run.
+            seed: the run's seed.
         """
         self._timeline = timeline
         self._place = place
@@ -96,11 +96,11 @@ class Crowd:
         )
 
     def plan_job(self, spec: JobSpec, script: Script) -> tuple[JobSpec, Script]:
-        """Return a job as this run has it, and plan what is done with it."""
+        """Return a job adapted to this run, and plan the users' requests for it."""
         if not self._is_there:
             return spec, script
         rng = self._rng
-        # Several of them have to end one after the other, within the liveness phase.
+        # Several jobs must be able to run one after the other within the liveness phase.
         script = replace(script, steps=min(script.steps, 100), step_ns=min(script.step_ns, 50 * MS))
         spec = replace(spec, priority=rng.choice([0, 0, 1, 5]))
         if rng.random() < 0.5:
@@ -119,7 +119,7 @@ class Crowd:
 
     def plan_rivals(self, slots: int, enter: Callable[[JobSpec, Script, int], None]) -> None:
         """Plan a long job of low priority that needs every slot, and an urgent one."""
-        # Where there is one node, nobody can take over from it.
+        # With a single node, no other can take over from it.
         if len(self._place.nodes) > 1 or self.leavers.story is not Story.SWAPPED:
             self.leavers.plan(slots, enter, self._fail)
         if self._seed % 8 != RIVALS:
@@ -147,15 +147,15 @@ class Crowd:
     def _plan_unsaved(
         self, spec: JobSpec, script: Script, enter: Callable[[JobSpec, Script, int], None]
     ) -> None:
-        """Plan a job that would be the first to give way, and has nothing to go on from.
+        """Plan a job that would be the first to be preempted, but has no checkpoint.
 
-        Storage takes a checkpoint of it late, or never. In half of these runs a user has it pause.
+        Storage accepts a checkpoint of it late, or never. In half of these runs a user pauses it.
         """
-        index = self._seed // 16  # In turn, so that a few seeds have all that can come together.
+        index = self._seed // 16  # Enumerated, so that a few seeds have all combinations.
         from_ns = NEVER_NS if index % 4 in (1, 2) else URGENT_NS + 15 * S
         unsaved = replace(spec, job_id=JobId("unsaved"), name="unsaved", priority=-2)
         self._checks.unsaved = unsaved.job_id
-        # It is still there when the urgent one is looked for.
+        # It still runs when the urgent job is checked.
         loop = replace(script, steps=2 * script.steps, report_every=NO_LIMIT)
         loop = replace(loop, in_place=True, saved_from_ns=from_ns)
         enter(unsaved, loop, PATIENT_NS)
@@ -171,7 +171,7 @@ class Crowd:
         self._fail(self._checks.in_vain(job_id), f"job {job_id}")
 
     def noted(self, name: str, job_id: str, said: Mapping[str, str]) -> str:
-        """The coordinator noted something; return the property that it contradicts."""
+        """Record a note of the coordinator; return the property that it violates, "" for none."""
         if name == "gives_way":
             self._checks.went_for[job_id] = said["to"].partition(" ")[0]
         if name != "worker_starting":
@@ -180,7 +180,7 @@ class Crowd:
         return "no worker starts on a cordoned node" if said["node"] in cordoned else ""
 
     def heal(self) -> None:
-        """Let everything go on, now and as long as something does not."""
+        """Resume all jobs and remove all cordons; repeat until it has succeeded."""
         if not self._is_there:
             return
         disk = self._place.disk
@@ -191,7 +191,7 @@ class Crowd:
             self._post_cordon(cordon.node_id, cordoned=False)
         self._timeline.after(1 * S, self.heal)
 
-    # ------------------------------------------------------------ what they do
+    # --------------------------------------------------------------- requests
 
     def _at(self, first_s: int, last_s: int, act: Callable[..., None], *args: object) -> None:
         self._timeline.after(self._rng.randint(first_s * S, last_s * S), act, *args)
@@ -211,7 +211,7 @@ class Crowd:
         self._post(ResumeRequested(self._request(), job_id))
 
     def _scale(self, spec: JobSpec) -> None:
-        """Other bounds; now and then some that must be refused."""
+        """Request other bounds, sometimes such that must be rejected."""
         replica = spec.workers_per_replica
         low = self._rng.randint(1, spec.max_workers // replica) * replica
         high = self._rng.randint(low // replica, spec.max_workers // replica + 3) * replica

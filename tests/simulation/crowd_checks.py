@@ -1,7 +1,7 @@
-"""What must hold when several jobs share a cluster: bounds, pauses, cordons.
+"""Properties when several jobs share a cluster: bounds, pauses, cordons.
 
-Rule: as for all checkers, only what became visible outside is compared: records as they become
-durable, and what users asked for. A property that does not hold is returned by name, "" for none.
+Rule: as all checkers, they compare only what is visible outside: records as they become durable,
+and users' requests. A property that does not hold is returned by name, "" for none.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ class CrowdChecks:
     """Properties of queue, pause and scale, over one run.
 
     Attributes:
-        resumes: jobs that some user wanted to go on.
-        asked: (min, max) that users asked for, by job.
-        bounds: (min, max) of each job, as it is durable.
-        micro_batches: that the steps of a job are shared out in, where that is more than max.
-        went_for: for whom each job was asked last to make room.
-        unsaved: a job of which storage takes no checkpoint, "" for none.
-        careful: jobs to which nothing happens but what leaves them time to save.
+        resumes: jobs that a user has resumed.
+        asked: (min, max) that users requested, by job.
+        bounds: durable (min, max) of each job.
+        micro_batches: micro-batches per step of a job, where that is more than max.
+        went_for: the job for which each job was last asked to make room.
+        unsaved: a job of which storage accepts no checkpoint, "" for none.
+        careful: jobs that always get time to save before they are interrupted.
     """
 
     resumes: dict[JobId, None] = field(default_factory=dict)
@@ -36,7 +36,7 @@ class CrowdChecks:
     _records: dict[JobId, JobRecord] = field(default_factory=dict)
 
     def persisted(self, record: JobRecord) -> str:
-        """A record became durable."""
+        """Check a job's record that became durable."""
         job_id = record.spec.job_id
         before = self._records.get(job_id)
         self._records[job_id] = record
@@ -55,12 +55,12 @@ class CrowdChecks:
         return self._taken_down(record) if is_news else ""
 
     def _has_own_loop(self, record: JobRecord) -> bool:
-        """Return whether its code has shown that its steps are not shared out by us."""
+        """Return whether a job's code has shown that this runtime does not divide its steps."""
         is_cut = record.spec.job_id in self.micro_batches
         return not is_cut and any(not one.automatic for one in record.checkpoints)
 
     def _taken_down(self, record: JobRecord) -> str:
-        """Return what is wrong with a job's giving all its workers to another one."""
+        """Return the property that a job's full preemption by another violates."""
         first = self._records.get(JobId(record.preempted_by.partition(" ")[0]))
         if first is None or first.spec.priority <= record.spec.priority:
             return "a job is taken down for one of greater priority only"
@@ -69,19 +69,19 @@ class CrowdChecks:
         return ""
 
     def waits(self, job_id: JobId) -> str:
-        """Look at the job of the greatest priority, long after it came to a healthy cluster."""
+        """Check the job of the greatest priority, long after its submission."""
         record = self._records.get(job_id)
         has_trained = record is not None and record.generation > 0
         return "" if has_trained else "nobody waits for jobs of lower priority"
 
     def in_vain(self, job_id: JobId) -> str:
-        """Look at those who made room for a job, long after they did."""
+        """Check the jobs that made room for a job, long after they did."""
         left = [
             one
             for one in self._records.values()
             if one.preempted_by.partition(" ")[0] == job_id
             and one.phase.value == "pending"
-            # Who was on its way out for another one already is counted for the later one.
+            # A job that was already leaving for another one counts for the later one.
             and self.went_for.get(one.spec.job_id) == job_id
         ]
         return "nobody gives way in vain" if left and self.waits(job_id) else ""

@@ -1,4 +1,4 @@
-"""The simulated store's records: what is durable, told to the checkers as it becomes so."""
+"""The simulated store's records; each is passed to the checkers when it becomes durable."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from tests.simulation.checkers import Checkers, DurableGroup
 
 
 class Disk:
-    """What the store holds; survives every crash."""
+    """The content of the store; survives every crash."""
 
     def __init__(self, checkers: Checkers) -> None:
-        """Begin empty."""
+        """Create an empty store."""
         self.records: dict[JobId, events.JobRecord] = {}
         self.nodes = events.NodesRecord()
         self._checkers = checkers
 
     def write(self, records: tuple[events.JobRecord, ...]) -> None:
-        """The records are durable from here on."""
+        """Make the records durable, and check them."""
         for record in records:
             job_id = record.spec.job_id
             group = record.group

@@ -1,7 +1,7 @@
-"""What a simulated run is like: times, limits, coordinators and jobs, drawn from its seed.
+"""Draws the configuration of a simulated run from its seed: times, limits, coordinators, jobs.
 
-Rule: each draw moves all that are made after it, and a bug that few seeds show is then shown by
-others: whatever is not needed in every run is drawn in some seeds only.
+Rule: an additional draw changes all later draws of a seed, and so which seeds find a rare bug. So
+a feature that not every run needs is drawn in some seeds only.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from tests.simulation.terms import Candidate, LeaseStore
 from tests.simulation.world import MS, S, Timeline
 
 SPREADS_S = (0.0001, 0.0001, 0.01, 0.05)
-"""For each member of a group, some of them as in groups of hundreds and thousands."""
+"""Spread per member of a group; the larger values simulate groups of hundreds and thousands."""
 SHARED_SEED = 2
-"""Of every five seeds this one has several coordinators."""
+"""Of five seeds, the one with several coordinators."""
 REPORTED_FIRST_EVERY = 7
-"""Of so many seeds, members hear in one that their group is over before they hear of the next."""
+"""Of so many seeds, in one members learn of their group's end before they learn of the next."""
 HANG_TIMEOUTS_S = (1.0, 3.0, 10.0)
 
 
 def draw_config(seed: int, timeline: Timeline, conditions: Conditions) -> CoordinatorConfig:
-    """Draw times and limits that let what matters happen within a run."""
+    """Draw times and limits such that all relevant events can happen within a run."""
     rng = timeline.rng
     return CoordinatorConfig(
         start_timeout_s=rng.choice([0.0, 1.0, 10.0]),
@@ -37,7 +37,7 @@ def draw_config(seed: int, timeline: Timeline, conditions: Conditions) -> Coordi
         node_faults_max=1 if seed % 6 == BROKEN_SEED else 2,
         fault_window_s=20.0,
         quarantine_s=5.0,
-        # Longer than a healthy agent needs to answer, with all the delay that there is.
+        # Longer than a healthy agent needs to reply, including all delays.
         probe_timeout_s=max(0.6, 2 * conditions.delay_max_ns / S + 0.2),
         preemption_deadline_s=5.0,
         report_first_min=2
@@ -47,9 +47,9 @@ def draw_config(seed: int, timeline: Timeline, conditions: Conditions) -> Coordi
 
 
 def draw_candidates(seed: int, timeline: Timeline, lease: LeaseStore) -> list[Candidate | None]:
-    """Return one that is alone on its store, or two or three that wait for each other.
+    """Return [None] for a coordinator that is alone on its store, or two or three candidates.
 
-    Not in every seed: rare bugs are caught by what is rare, and each draw moves all others.
+    Not in every seed: see this module's rule.
     """
     if seed % 5 != SHARED_SEED:
         return [None]
@@ -58,7 +58,7 @@ def draw_candidates(seed: int, timeline: Timeline, lease: LeaseStore) -> list[Ca
 
 
 def draw_agent_config(seed: int, timeline: Timeline) -> AgentConfig:
-    """Draw what agents do by themselves."""
+    """Draw the settings of agents."""
     spread_s = SPREADS_S[seed // 4 % len(SPREADS_S)]
     num_spares = timeline.rng.choice([0, 1, 2])
     return AgentConfig(num_spares=num_spares, drain_timeout_s=5.0, spread_s_per_member=spread_s)
@@ -67,7 +67,7 @@ def draw_agent_config(seed: int, timeline: Timeline) -> AgentConfig:
 def draw_job(
     timeline: Timeline, index: int, slots: int, *, is_gentle: bool
 ) -> tuple[JobSpec, Script]:
-    """Draw a job that fits into so many slots, and what its train function does."""
+    """Draw a job that fits into so many slots, and the behavior of its train function."""
     rng = timeline.rng
     replica = rng.choice([1, 1, 1, 2])
     low = rng.randint(1, max(1, min(slots, 4) // replica)) * replica
@@ -94,7 +94,7 @@ def draw_job(
         raises=raises,
     )
     if is_gentle:
-        # Long steps too: a machine that goes early then goes before its workers have left.
+        # Long steps too, so that a machine that ends early does so before its workers have left.
         step_ns = rng.choice([50 * MS, 1 * S])
         script = replace(script, step_ns=step_ns, steps=min(60, script.steps))
     return spec, script
