@@ -1,4 +1,4 @@
-"""What goes wrong in a simulated run: drawn from the seed, and all of it healed in the end."""
+"""The faults of a simulated run: drawn from the seed, and all healed at the end."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from tests.simulation.training import DataPlane
 from tests.simulation.world import MS, S, Timeline
 
 NOTICE_NS_MIN = 30 * S
-"""Longer than any script needs to its next boundary, with all that comes before and after."""
+"""Longer than any script needs to leave at its next boundary, with all delays."""
 RECEIVED_NS = 450 * MS
-"""What a machine says is heard by then: what nobody heard of was not announced."""
+"""Time within which a machine's notice is received; otherwise it does not count as announced."""
 UNRECEIVED_NS = 1 * S
-"""That a group goes on again may be unknown for so long: workers tell twice a second."""
+"""A group's progress may be unknown for so long: workers report twice a second."""
 
 
 @dataclass(frozen=True)
 class Mix:
-    """How often each fault is drawn (weights), and the mean time between two faults."""
+    """The weights of the faults, and the mean time between two faults."""
 
     weights: tuple[tuple[str, float], ...]
     mean_gap_ns: int
@@ -40,28 +40,28 @@ ALL_FAULTS = (
 
 
 FELLED_SEED = 7
-"""Of fifteen seeds, one with several coordinators, of which two die while a group forms."""
+"""Of fifteen seeds, one with several coordinators: two leaders in turn die while a group forms."""
 BROKEN_SEED = 5
-"""Of six seeds, the one in which whatever computes on one node hangs."""
+"""Of six seeds, the one in which all workers that compute on one node hang."""
 PARTED_SEED = 5
-"""Of seven seeds, the one in which two members of a group stop hearing each other."""
+"""Of seven seeds, the one in which two members of a group lose each other's messages."""
 CABLES_SEED = 3
 """Of eleven seeds, the one in which links between nodes that train together are cut."""
 
 
 def draw_mix(timeline: Timeline) -> Mix:
-    """Draw which faults this run knows, and how dense they come (swarm testing)."""
+    """Draw which faults this run has, and their rate (swarm testing)."""
     rng = timeline.rng
     weights = [(name, rng.choice([0.0, 0.3, 1.0])) for name in ALL_FAULTS]
     return Mix(tuple(weights), rng.choice([200 * MS, 1 * S, 4 * S]))
 
 
 PREEMPTIONS_ONLY = Mix((("notice", 1.0),), 4 * S)
-"""Nothing but notices: then nothing is charged to anybody, and nothing is done twice in time."""
+"""Only preemption notices: then no loss is charged, and no step is repeated."""
 
 
 class Faults:
-    """Makes faults happen until it is told to stop."""
+    """Injects faults until `heal`."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class Faults:
         plane: DataPlane,
         mix: Mix,
     ) -> None:
-        """Begin quiet; `begin` schedules the first fault."""
+        """Schedule nothing yet; `begin` schedules the first fault."""
         self.timeline = timeline
         self.network = network
         self.coordinators = coordinators
@@ -92,7 +92,7 @@ class Faults:
         self.timeline.after(gap, self._strike)
 
     def heal(self) -> None:
-        """The liveness phase begins: everything that can come back comes back."""
+        """Start the liveness phase: restart, continue and reconnect everything."""
         self.is_over = True
         for host in self.coordinators:
             host.disk_delay_max_ns = 5 * MS
@@ -125,7 +125,7 @@ class Faults:
 
     @property
     def coordinator(self) -> CoordinatorHost:
-        """Return the one that leads if one does, mostly; any of them otherwise."""
+        """Return the leader with probability 0.7, if there is one; otherwise any coordinator."""
         hosts = self.coordinators
         if len(hosts) == 1:
             return hosts[0]
@@ -166,7 +166,7 @@ class Faults:
         self.timeline.after(wait, self._continue, agent, process)
 
     def _member(self) -> SimProcess | None:
-        """Choose a worker that computes, in a group with others who move."""
+        """Choose a computing worker in a group with other members that make progress."""
         found = self._computing()
         return self.timeline.rng.choice(found) if found else None
 
@@ -190,7 +190,7 @@ class Faults:
             self.blame.trouble(process.worker_id)
 
     def plan_rare(self, seed: int) -> None:
-        """Break a node, and part members of groups, in some seeds."""
+        """Plan a broken node, and cut connections within groups, in some seeds."""
         if self.mix is PREEMPTIONS_ONLY:
             return
         if seed % 6 == BROKEN_SEED:
@@ -198,19 +198,19 @@ class Faults:
         for _ in range(3 if seed % 7 == PARTED_SEED else 0):
             self.timeline.after(self.timeline.between(5 * S, 50 * S), self.part_workers)
         if seed % 11 == CABLES_SEED:
-            # So dense as otherwise, they would have groups formed anew before a link is missed.
+            # At the usual rate, other faults would replace groups before a cut link is detected.
             self.mix = replace(self.mix, mean_gap_ns=max(self.mix.mean_gap_ns, 4 * S))
         for _ in range(8 if seed % 11 == CABLES_SEED else 0):
             self.timeline.after(self.timeline.between(1 * S, 40 * S), self.part_nodes)
 
     def group_formed(self, seed: int) -> None:
-        """Let leaders die while a group forms, in some seeds."""
+        """Plan the death of leaders while a group forms, in some seeds."""
         is_felled = seed % 15 == FELLED_SEED and self.mix is not PREEMPTIONS_ONLY
         if is_felled and self.timeline.chance(0.2):
             self.fell_leaders()
 
     def break_node(self) -> None:
-        """Whatever computes on one node hangs, again and again."""
+        """Make all workers that compute on one node hang, repeatedly."""
         until_ns, chosen = self.timeline.now_ns + 40 * S, list[NodeId]()
 
         def strike() -> None:
@@ -229,13 +229,13 @@ class Faults:
         strike()
 
     def _is_missed(self, process: SimProcess) -> bool:
-        """Return whether a member on another node would wait for it; a group that stands is not."""
+        """Return whether a member on another node makes progress, and so would wait for it."""
         group = self.plane.group_of(process)
         others = group.members.values() if group is not None else ()
         return any(other.node_id != process.node_id and other.moves() for other in others)
 
     def fell_leaders(self) -> None:
-        """The leader dies while a group forms, and so does the next one."""
+        """Kill the leader while a group forms, and then the next one."""
         for delay in (self.timeline.between(0, 20 * MS), self.timeline.between(2 * S, 4 * S)):
             self.timeline.after(delay, self._fell)
 
@@ -254,7 +254,7 @@ class Faults:
             self.timeline.tell(process.node_id, f"worker {process.worker_id} is slow")
 
     def _silence_node(self) -> None:
-        """A whole machine stands still: the agent and all that it started."""
+        """Freeze a whole machine: the agent and all processes that it started."""
         agent = self._agent()
         if agent.machine is None or agent.is_frozen:
             return
@@ -315,7 +315,7 @@ class Faults:
             self._part_coordinators()
 
     def _freeze_coordinator(self) -> None:
-        """Now, or when it waits for answers; seldom for so long that all agents give it up."""
+        """Freeze it now, or while it waits for replies; rarely until all agents give it up."""
         host = self.coordinator
         wait = self.timeline.between(50 * MS, 1400 * MS)
         if host.candidate is not None:
@@ -329,14 +329,14 @@ class Faults:
             self._freeze_for(host, 30 * wait)
 
     def _freeze_candidate(self, host: CoordinatorHost) -> None:
-        """For longer than its lease, too: agents and store give it up, and it knows of nothing."""
+        """Freeze it, perhaps for longer than its lease, so that agents and store give it up."""
         if host.is_frozen or not host.is_up:
             return
         wait = self.timeline.between(50 * MS, 60 * S if self.timeline.chance(0.3) else 6 * S)
         self._freeze_for(host, wait, wait if self.timeline.chance(0.3) else 0)
 
     def _freeze_for(self, host: CoordinatorHost, wait: int, paused: int = 0) -> None:
-        """For longer than agents wait for it; its clock stands still for some of it."""
+        """Freeze it and cut it off for `wait` ns; its clock is paused for `paused` ns of them."""
         host.freeze(True)
         self.network.cut_host(host.name)
 
@@ -347,7 +347,7 @@ class Faults:
         self.timeline.after(wait, wake)
 
     def _part_coordinators(self) -> None:
-        """Cut a coordinator off from the store, or from the agents, or the store off from all."""
+        """Cut a coordinator from the store or from the agents, or take down the store."""
         host = self.timeline.rng.choice(self.coordinators)
         candidate = host.candidate
         if candidate is None:
@@ -381,7 +381,7 @@ class Faults:
         self.timeline.after(self.timeline.between(11 * S, 20 * S), agent.start)
 
     def _notice(self) -> None:
-        """A cloud takes a machine: it says when, and is sometimes early."""
+        """Preempt a machine with a notice of the time, and sometimes earlier than that."""
         agent = self._agent()
         life = (agent.node_id, agent.life)
         if agent.machine is None or life in self._noticed:
@@ -393,21 +393,21 @@ class Faults:
         agent.post(DrainSignalled("spot notice", within_ns))
         gone_ns = within_ns
         if self.timeline.chance(0.5):
-            # Before the time that was promised; also before workers can have come to a boundary.
+            # Before the announced time; perhaps before workers can have reached a boundary.
             longest_ns = self.timeline.rng.choice([2 * RECEIVED_NS, within_ns])
             early_ns = self.timeline.between(RECEIVED_NS, longest_ns)
-            # Nobody has heard of it from an agent that is still on its way in.
+            # An agent that is not registered yet has not passed on its notice.
             gone_ns = early_ns if is_received else within_ns
         self.timeline.after(gone_ns, self._take, agent, agent.life)
 
     def _take(self, agent: AgentHost, life: int) -> None:
-        """The machine is gone; another one takes its place later."""
+        """Take the machine away, and replace it by another one later."""
         if agent.life == life:
             agent.crash()
         self.timeline.after(self.timeline.between(1 * S, 10 * S), agent.start)
 
     def sicken(self) -> None:
-        """A disk fills up, and is emptied again."""
+        """Report a full disk on a node, and later that it is healthy again."""
         if self.is_over:
             return
         agent = self._agent()
@@ -416,9 +416,9 @@ class Faults:
         self.timeline.after(wait, agent.post, HealthChanged(()))
 
     def part_workers(self) -> None:
-        """Two members of a group hear nothing of each other any more; in the next they do.
+        """Cut the connection of two members of a group, until the next group.
 
-        Not where some wait out of sight: they seem to be what the others wait for.
+        Not in a group with hidden waits (`in_parts`): a hidden member looks like the hung one.
         """
         member = None if self.is_over else self._member()
         group = self.plane.group_of(member) if member is not None else None
@@ -427,9 +427,9 @@ class Faults:
             self.plane.links.lose(group.job_id, group.generation)
 
     def part_nodes(self) -> None:
-        """Two nodes that train together do not reach each other any more, for a while.
+        """Cut the link between two nodes that train together, for a while.
 
-        Not where some wait out of sight, as above.
+        Not in a group with hidden waits, as above.
         """
         member = None if self.is_over else self._member()
         group = self.plane.group_of(member) if member is not None else None
@@ -443,18 +443,18 @@ class Faults:
             self.timeline.after(lasts, self.join_nodes, member.node_id, other)
 
     def join_nodes(self, *nodes: NodeId) -> None:
-        """These two reach each other again, or all do: what waited for that goes on."""
+        """Restore the link of these two nodes, or all links, and let waiting groups form."""
         self.plane.links.heal(*nodes)
         for group in [*self.plane.groups.values()]:
             self.plane.try_form(group)
 
     def is_stuck(self, job_id: JobId, generation: int, decided_ns: int) -> bool:
-        """Return whether a group will not go on by itself, as far as anybody can have heard.
+        """Return whether a group cannot continue by itself, as far as reports can have shown.
 
         Args:
-            job_id: of the group.
-            generation: its own.
-            decided_ns: when it was called stuck; with a slow store that is said seconds later.
+            job_id: the group's job.
+            generation: the group's generation.
+            decided_ns: when it was judged stuck; with a slow store the note is seconds later.
         """
         group = self.plane.groups[job_id, generation]
         members = group.members.values() or group.waiting.values()

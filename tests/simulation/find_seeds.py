@@ -1,7 +1,7 @@
 """Find a seed that catches each planted bug: `python -m tests.simulation.find_seeds`.
 
-Any change of the machines changes what a seed draws. A seed that no longer catches its bug costs
-the test a search from 0 on; run this when searches have become many. Takes minutes.
+Any change of the state machines changes the draws of a seed. If a seed no longer catches its bug,
+the test searches from 0; run this when there are many such searches. It takes minutes.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from tests.simulation.simulator import Simulation
 
 SEEDS_MAX = 1500
 PLANTED_IN = (planted, planted_crowds, planted_leavers)
-"""Modules that enter their bugs when they are imported."""
+"""Modules that register their bugs when they are imported."""
 
 
 def catching_seed(name: str, seeds_max: int) -> int | None:
-    """Return the first seed that catches a bug, the known one before others; None if none does."""
+    """Return a seed that catches a bug, trying the known one first; None if none does."""
     with pytest.MonkeyPatch.context() as patch:
         planting.plant(name, patch)
         known = planting.CAUGHT_AT.get(name)
@@ -39,7 +39,7 @@ def _find(name: str) -> tuple[str, int | None]:
 
 
 def main() -> int:
-    """Write each seed when it is found; return 1 if a bug was not caught."""
+    """Write each seed as soon as it is found; return 1 if a bug was not caught."""
     found, missed = {**planting.CAUGHT_AT}, []
     with multiprocessing.get_context("spawn").Pool() as pool:
         for name, seed in pool.imap_unordered(_find, sorted(planting.BUGS)):

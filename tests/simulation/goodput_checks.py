@@ -1,7 +1,7 @@
-"""Whether the categories of goodput sum to what was allocated, by a count of its own.
+"""Checks that the categories of goodput sum to the allocated time, which it counts itself.
 
-Rule: between two events of workers their number is the same; so a job has held as many of them, for
-as long, as the events say.
+Rule: a job's number of workers is constant between two events of workers, so the events give the
+time for which it has held each worker.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from elastic.core.view import ClusterView, JobView
 from elastic.core.world import JobId
 
 CHANGES = frozenset({"recovered", "worker_adopted", "worker_gone", "worker_starting"})
-"""With these the number of a job's workers changes."""
+"""Notes with which the number of a job's workers changes."""
 
 
 @dataclass
 class _Held:
-    """How much of a job's time is known, and how many workers it has since when."""
+    """The time of a job that is counted so far, and its number of workers since `since_ns`."""
 
     total_ns: int
     count: int
@@ -28,10 +28,10 @@ class _Held:
 
 
 class GoodputChecks:
-    """Looks at one coordinator's machine, life after life."""
+    """Checks one coordinator's state machine, over all its lives."""
 
     def __init__(self, fail: Callable[[str, str], None]) -> None:
-        """Know nothing; `fail` takes a property that does not hold, and what contradicts it."""
+        """Start without jobs; `fail` receives a violated property and its counterexample."""
         self._fail = fail
         self._life = 0
         self._held: dict[JobId, _Held] = {}
@@ -43,7 +43,7 @@ class GoodputChecks:
         look: Callable[[], ClusterView],
         now_ns: int,
     ) -> None:
-        """The machine took a step, of which these effects came."""
+        """Check the machine's jobs after a step with these effects."""
         if life != self._life:
             self._life, self._held = life, {}
         if any(isinstance(effect, Note) and effect.name in CHANGES for effect in effects):
@@ -62,5 +62,5 @@ class GoodputChecks:
                     f"job {job.record.spec.job_id}: {reported_ns} ns, allocated {held.total_ns} ns",
                 )
         else:
-            # What it held in the life before is in its record.
+            # Its record has the time of the coordinator's earlier lives.
             self._held[job.record.spec.job_id] = _Held(reported_ns, len(job.workers), now_ns)

@@ -1,11 +1,11 @@
-"""What becomes of nodes that hold copies, and for how long a run may then be without.
+"""Faults of nodes that hold copies, and a limit for how long a run may be without copies.
 
-Holders are started anew, so quickly that nobody takes them for lost, lose what they hold, and are
-drained. What is brought
-to them lies elsewhere again soon; one that is told to leave is let go once it does.
+Holders are restarted so quickly that they do not count as lost, lose their copies, or are drained.
+Their copies must soon be on another node again; a drained holder may leave once they are.
 
-Rule: a run is held to this while nothing else is wrong: its coordinator leads on, the nodes that
-train it and those that could hold its copies have been there for a while, and are heard.
+Rule: the limit applies only while nothing else is wrong: the coordinator keeps leading, and the
+nodes that train the run and those that could hold its copies have been up and reachable for a
+while.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from tests.simulation.world import MS, S, Timeline
 
 POLL_NS = 500 * MS
 CALM_NODE_NS = 36 * S
-"""A node that could not be reached is not asked again for 30 s."""
+"""A node that could not be reached is not asked again for 30 s; then it counts as calm."""
 CALM_COORDINATOR_NS = 13 * S
-"""One that has begun waits for agents to come back, who hold copies perhaps."""
+"""A new leader first waits for agents to reconnect, since they may hold copies."""
 EXPOSED_NS = 9 * S
-"""Until a holder is known to be lost, another is chosen, and has it."""
+"""Time to detect that a holder is lost, choose another, and copy to it."""
 UNREACHED_NS = 4 * S
-"""As long again for each node that is chosen before, and cannot be reached."""
+"""Additional time for each node that may be chosen first but cannot be reached."""
 DRAIN_NS = 12 * S
 SLOW_DISK_NS = 200 * MS
 MOMENTS_S = (12, 22, 32, 42, 52, 98, 100)
-"""The last ones in the liveness phase, where all nodes have been there for long."""
+"""Times of the faults; the last are in the liveness phase, when all nodes have long been up."""
 
 
 @dataclass
 class Cluster:
-    """The parts of a simulation that this looks at."""
+    """The parts of a simulation that `Holders` reads."""
 
     agents: Sequence[AgentHost]
     coordinators: Sequence[CoordinatorHost]
@@ -51,12 +51,12 @@ class Cluster:
 
 @dataclass
 class Holders:
-    """Starts holders anew, drains them, and looks at what became of the copies.
+    """Restarts and drains holders, and checks the copies.
 
     Attributes:
-        since_ns: from when on a node, or the coordinator, has been well in its newest life.
+        since_ns: since when a node or coordinator has been healthy in its newest life.
         lives: those lives.
-        exposed_ns: from when on a run could have had a copy on another node, and had none.
+        exposed_ns: since when a run has had no copy though it could have one.
     """
 
     timeline: Timeline
@@ -67,16 +67,16 @@ class Holders:
     exposed_ns: dict[JobId, int] = field(default_factory=dict)
 
     def plan(self) -> None:
-        """Begin to look, and draw what happens to whom."""
+        """Draw the faults, and start to check."""
         for moment in MOMENTS_S:
             action = self.timeline.rng.choice([self._restart, self._lose, self._drain])
             self.timeline.after(moment * S + self.timeline.between(0, 3 * S), action)
         self.timeline.after(POLL_NS, self._check)
 
-    # ------------------------------------------------------------ what happens
+    # ------------------------------------------------------------ faults
 
     def _holding(self) -> list[AgentHost]:
-        """Return the agents that hold copies, and train nothing."""
+        """Return the agents that hold copies and have no workers."""
         return [
             agent
             for agent in self.cluster.agents
@@ -84,7 +84,7 @@ class Holders:
         ]
 
     def _restart(self) -> None:
-        """A holder's agent dies, and is there again at once."""
+        """Kill a holder's agent and restart it at once."""
         found = self._holding()
         if found:
             agent = self.timeline.rng.choice(found)
@@ -92,19 +92,19 @@ class Holders:
             self.timeline.after(self.timeline.between(10 * MS, 300 * MS), agent.start)
 
     def _lose(self) -> None:
-        """A holder has its copies no more, and is otherwise as it was."""
+        """Drop a holder's copies, and nothing else."""
         found = self._holding()
         if found:
             self.timeline.rng.choice(found).copies.lose()
 
     def _drain(self) -> None:
-        """An operator wants a holder to leave."""
+        """Request a drain of a holder, as an operator."""
         found, leading = self._holding(), [h for h in self.cluster.coordinators if h.machine]
         if found and leading:
             name = self.timeline.rng.choice(found).node_id
             leading[0].post(NodeDrainRequested(f"drain {name}", name, DRAIN_NS, "operator"))
 
-    # ------------------------------------------------------------ who is well
+    # ------------------------------------------------------------ health
 
     def _note(self, name: str, life: int, is_well: bool) -> None:
         if not is_well:
@@ -124,7 +124,7 @@ class Holders:
         return self.timeline.now_ns - self.since_ns.get(name, self.timeline.now_ns) >= for_ns
 
     def _leader(self) -> CoordinatorHost | None:
-        """Return who leads, if nothing has been wrong with it for a while."""
+        """Return the leader, if it has been healthy for a while."""
         for host in self.cluster.coordinators:
             if host.machine is not None and self._calm(host.name, CALM_COORDINATOR_NS):
                 return host
@@ -143,7 +143,7 @@ class Holders:
             self._check_at(job_id, trained)
         self.timeline.after(POLL_NS, self._check)
 
-    # ------------------------------------------------------------ what must hold
+    # ------------------------------------------------------------ properties
 
     def _check_at(self, job_id: JobId, trained: Trained | None) -> None:
         if (
@@ -165,7 +165,7 @@ class Holders:
         )
 
     def _may_copy(self, job_id: JobId, trained: Trained) -> bool:
-        """Return whether nothing hinders a run from having its copies where they belong."""
+        """Return whether a run can have all its copies on other nodes."""
         copying = self.cluster.copying
         if not copying.is_wanted(job_id) or self._leader() is None or not trained.steps_done:
             return False
@@ -173,11 +173,11 @@ class Holders:
             return False
         run = copying.shards.runs.get(job_id)
         if run is not None and run.newest.generation != run.generation:
-            return False  # Its first snapshot is still to be taken.
+            return False  # It has not taken its first snapshot yet.
         return self._has_room(job_id, trained.nodes)
 
     def _has_room(self, job_id: JobId, nodes: Sequence[NodeId], without: str = "") -> bool:
-        """Return whether there is a node for each copy, which has been there for long."""
+        """Return whether there is a node for each copy that has long been healthy."""
         there = {
             agent.node_id
             for agent in self.cluster.agents
@@ -199,7 +199,7 @@ class Holders:
     def _has_received(
         self, leader: CoordinatorHost, job_id: JobId, agent: AgentHost, before_ns: int
     ) -> bool:
-        """Return whether a coordinator knew so long ago that a node has something of a run."""
+        """Return whether the leader has known for `before_ns` that a node has copies of a run."""
         until_ns = self.timeline.now_ns - before_ns
         view = leader.machine.view(self.timeline.now_ns) if leader.machine is not None else None
         jobs = view.jobs if view is not None else ()
@@ -207,7 +207,7 @@ class Holders:
         return any(c.node_id == agent.node_id and c.since_ns <= until_ns for c in copies)
 
     def released(self, agent: AgentHost) -> None:
-        """A drained node is let go: what it has of a run lies elsewhere, or could nowhere."""
+        """Check that a drained node leaves early only if its copies are not needed or movable."""
         leave_by_ns = agent.machine.leave_by_ns if agent.machine is not None else None
         slack_ns = S + 4 * self.cluster.conditions.delay_max_ns
         if leave_by_ns is None or self.timeline.now_ns + slack_ns >= leave_by_ns:

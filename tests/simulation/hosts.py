@@ -1,6 +1,6 @@
-"""The simulated agent's process: the real machine, driven as the real driver does.
+"""The simulated agent's process: the real state machine with a simulated driver.
 
-Rule: as of `coordinators`: it does what its driver does, and can die between any two effects.
+Rule: as in `coordinators`: it behaves as the real driver does, and can die between any two effects.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tests.simulation.world import MS, Alarm, Timeline
 
 
 class AgentHost:
-    """A node: the agent's process and everything that it started."""
+    """A node: the agent's process and all processes that it started."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class AgentHost:
         config: AgentConfig,
         coordinators: list[CoordinatorHost],
     ) -> None:
-        """Begin down; `start` brings it up."""
+        """Create a node that is down; `start` starts its agent."""
         self.timeline = timeline
         self.network = network
         self.plane = plane
@@ -66,11 +66,11 @@ class AgentHost:
 
     @property
     def node_id(self) -> NodeId:
-        """Return the node's id."""
+        """Return the id of this node."""
         return self.node.node_id
 
     def start(self) -> None:
-        """A new agent process begins, with a later incarnation."""
+        """Start a new agent process, with a higher incarnation."""
         if self.machine is not None:
             return
         self.life += 1
@@ -90,7 +90,7 @@ class AgentHost:
         self.post(Tick())
 
     def crash(self) -> None:
-        """SIGKILL: the agent and, by the kernel, all its workers are gone."""
+        """Simulate SIGKILL: the agent ends, and the kernel kills all its workers."""
         if self.machine is None:
             return
         self.timeline.tell(self.node_id, "agent killed")
@@ -107,7 +107,7 @@ class AgentHost:
             process.agent_died()
 
     def freeze(self, frozen: bool) -> None:
-        """SIGSTOP or SIGCONT of the agent alone; its workers run on."""
+        """Simulate SIGSTOP or SIGCONT of the agent alone; its workers keep running."""
         if self.machine is None or frozen == self.is_frozen:
             return
         self.is_frozen = frozen
@@ -121,7 +121,7 @@ class AgentHost:
             self.post(event)
 
     def post(self, event: agent_events.AgentEvent) -> None:
-        """An event reaches the driver."""
+        """Pass an event to the driver."""
         if self.machine is None:
             return
         if self.is_frozen:
@@ -136,18 +136,18 @@ class AgentHost:
         self._arm()
 
     def receives(self, stream: Stream, message: CoordinatorMessage) -> None:
-        """A message arrived over a stream."""
+        """Receive a message over a stream."""
         self.post(agent_events.CoordinatorMessageReceived(stream.session, message))
         if self.machine is not None and not self.is_frozen:
             self._obey(stream, message)
 
     def loses(self, stream: Stream, reason: str) -> None:
-        """A stream ended."""
+        """Handle the end of a stream."""
         jitter = self.timeline.rng.random()
         self.post(agent_events.ConnectionLost(stream.session, reason, jitter))
 
     def workers(self) -> list[SimProcess]:
-        """Return the living processes that work for a job."""
+        """Return the running processes that are workers of a job."""
         return [p for p in self.processes.values() if p.is_alive and p.worker_id]
 
     # ------------------------------------------------------------ effects
@@ -200,7 +200,7 @@ class AgentHost:
         self.timeline.after(wait, answered)
 
     def _leader(self) -> CoordinatorHost | None:
-        """Return who takes this agent: one that believes to lead, any of them if there are more."""
+        """Return a coordinator that believes to be the leader; any of several."""
         cut = self.network.conditions.cut_hosts
         alone = len(self.coordinators) == 1
         taking = [
@@ -213,7 +213,7 @@ class AgentHost:
         return self.timeline.rng.choice(taking) if len(taking) > 1 else next(iter(taking), None)
 
     def _obey(self, stream: Stream, message: CoordinatorMessage) -> None:
-        """Note under whose term this agent takes orders."""
+        """Record the term under which this agent accepts orders."""
         if isinstance(message, Welcome):
             self._terms[stream.session] = message.term
         if stream.agent_side and stream.session in self._terms:
@@ -230,7 +230,7 @@ class AgentHost:
                 self._pipe(pid, "up", self._deliver, process_id, event)
 
         def exited(cause: ExitCause) -> None:
-            # The pipe is drained before the exit is reported, as the driver promises.
+            # As in the driver, the pipe is drained before the exit is reported.
             event = agent_events.ProcessExited(process_id, cause)
             self.timeline.after(MS, self._deliver, process_id, event)
 
@@ -242,7 +242,7 @@ class AgentHost:
         self.timeline.after(MS, self._deliver, process_id, event)
 
     def _pipe(self, pid: int, way: str, action: Callable[..., None], *args: object) -> None:
-        """Carry a message through a worker's pipe: after a moment, and never past another one."""
+        """Deliver a message through a worker's pipe: delayed, and in order."""
         moment = self.timeline.now_ns + self.timeline.between(20_000, 200_000)
         moment = max(moment, self._pipe_free.get((pid, way), 0))
         self._pipe_free[pid, way] = moment

@@ -1,7 +1,7 @@
-"""Jobs of a simulated run that leave by plan, and take their time: pauses, drains, evaluations.
+"""Jobs of a simulated run that leave on request, but slowly: pauses, drains, evaluations.
 
-Rule: they begin when all that was broken is healed, and nothing else happens to them. So nothing of
-them may be done twice, and nobody may wait for them longer than is said.
+Rule: they start when all faults are healed, and no other fault affects them. So none of their work
+may be repeated, and other jobs may wait for them only within the limits here.
 """
 
 from __future__ import annotations
@@ -18,37 +18,37 @@ from tests.simulation.scripts import Script
 from tests.simulation.world import MS, S, Timeline
 
 EVERY, FIRST = 8, 3
-"""Seeds 3, 11, 19, ... have such a job."""
+"""Seeds 3, 11, 19, ... have such a job, except those of GENTLE."""
 GENTLE = (10, 7)
-"""Of ten seeds, the one in which machines may still be taken away then."""
+"""Of ten seeds, the one in which machines may still be preempted at that time."""
 BEGIN_NS = 60 * S - 10 * MS
-"""As late as it can be: a run in which nothing is left to do is over from then on."""
+"""As late as possible: 10 ms later, a run without unfinished jobs may end."""
 CAREFUL_NS, CHANGE_NS, URGENT_NS = 75 * S, 80 * S, 85 * S
 WAIT_NS_MAX = 40 * S
-"""An urgent job trains by then."""
+"""Time within which an urgent job trains."""
 CALLED_OFF_NS_MAX = 5 * S
-"""A job that goes on after all trains by then."""
+"""Time within which a job trains again after its pause was called off."""
 NO_LIMIT = 1_000_000
 
 Enter = Callable[[JobSpec, Script, int], None]
 
 
 class Story(Enum):
-    """What happens to the job."""
+    """How the job leaves."""
 
     SLOW = "slow"
-    """It pauses, and some members save what they have done for much longer than others."""
+    """It is paused, and some members take much longer to save than others."""
     RESUMED = "resumed"
-    """It is resumed while they do."""
+    """It is paused, and resumed while members save."""
     EVALUATES = "evaluates"
-    """It is paused while its leader evaluates; an urgent job comes, and others can make room."""
+    """It is paused while rank 0 evaluates; an urgent job comes, for which others can make room."""
     SWAPPED = "swapped"
-    """All its nodes drain, and others take over."""
+    """All its nodes are drained, and others take over."""
 
 
 @dataclass(frozen=True)
 class Users:
-    """What users can do."""
+    """The requests of users."""
 
     pause: Callable[[JobId], None]
     resume: Callable[[JobId], None]
@@ -56,19 +56,19 @@ class Users:
 
 
 class Leavers:
-    """The job of one run that leaves by plan, if it has one."""
+    """The job of one run that leaves on request, if the run has one."""
 
     def __init__(
         self, timeline: Timeline, disk: Disk, checks: CrowdChecks, users: Users, *, seed: int
     ) -> None:
-        """Choose what happens.
+        """Select how the job leaves, by the seed.
 
         Args:
-            timeline: of the run.
-            disk: where it is to be seen on which nodes a job is.
-            checks: are told what must hold.
-            users: who ask for it.
-            seed: of the run.
+            timeline: the run's virtual time.
+            disk: the store, which has the nodes of each job.
+            checks: records that the job always gets time to save.
+            users: make the requests.
+            seed: the run's seed.
         """
         self._timeline, self._disk, self._checks, self._users = timeline, disk, checks, users
         is_there = seed % EVERY == FIRST and seed % GENTLE[0] != GENTLE[1]
@@ -77,11 +77,11 @@ class Leavers:
         self._fail: Callable[[str, str], None] = lambda prop, detail: None
 
     def plan(self, slots: int, enter: Enter, fail: Callable[[str, str], None]) -> None:
-        """Plan it.
+        """Plan the job and the requests.
 
         Args:
-            slots: of the cluster.
-            enter: has a job submitted at a moment.
+            slots: number of slots of the cluster.
+            enter: submits a job at a time.
             fail: ends the run if a property is named.
         """
         if self.story is None:

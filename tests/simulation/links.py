@@ -1,8 +1,8 @@
 """Links between simulated nodes, over which their workers train: some are cut for a while.
 
-Rule: agents and coordinators hear each other all the same, that is `network`. While two members do
-not reach each other their group cannot form, and makes no step; what was sent comes when the link
-is there again. What is lost on the way to a group is lost for good.
+Rule: links do not affect streams between agents and coordinators (see `network`). While two members
+do not reach each other, their group cannot form and makes no step; sent messages arrive when the
+link is restored. Messages of a group that were lost (`lose`) never arrive.
 """
 
 from __future__ import annotations
@@ -19,47 +19,47 @@ if TYPE_CHECKING:
     from tests.simulation.hosts import AgentHost
 
 LIMIT_NS = 3 * S
-"""Whoever tries to connect gives up after this."""
+"""Timeout of an attempt to connect."""
 
 
 class Links:
-    """Which of them are cut, and have been."""
+    """The links that are cut, and when others were cut last."""
 
     def __init__(self, timeline: Timeline) -> None:
-        """Begin with all whole."""
+        """Start with all links intact."""
         self._timeline = timeline
         self._cut: dict[frozenset[NodeId], None] = {}
         self._cut_ns: dict[frozenset[NodeId], int] = {}
         self._lost: set[tuple[JobId, Generation]] = set()
 
     def lose(self, job_id: JobId, generation: Generation) -> None:
-        """Something that a group waits for never comes."""
+        """Lose a message for which a group then waits for ever."""
         self._lost.add((job_id, generation))
 
     def cut(self, one: NodeId, other: NodeId) -> None:
-        """Nothing gets through between these two."""
+        """Cut the link between two nodes."""
         self._timeline.tell("world", f"{one} and {other} are parted")
         self._cut[frozenset((one, other))] = None
 
     def heal(self, *nodes: NodeId) -> None:
-        """Everything gets through again, between these two or all."""
+        """Restore the link between two nodes, or all links."""
         for pair in [frozenset(nodes)] if nodes else [*self._cut]:
             if pair in self._cut:
                 del self._cut[pair]
                 self._cut_ns[pair] = self._timeline.now_ns
 
     def hold(self, job_id: JobId, generation: Generation, nodes: Iterable[NodeId]) -> bool:
-        """Return whether a group on these nodes gets nowhere."""
+        """Return whether links prevent a group on these nodes from making progress."""
         there = set(nodes)
         return (job_id, generation) in self._lost or any(pair <= there for pair in self._cut)
 
     def were_cut(self, one: NodeId, other: NodeId, since_ns: int) -> bool:
-        """Return whether these two did not reach each other at some moment since then."""
+        """Return whether the link of these two was cut at some time since then."""
         pair = frozenset((one, other))
         return pair in self._cut or self._cut_ns.get(pair, -1) >= since_ns
 
     def reach_out(self, host: AgentHost, order: TryLinks) -> None:
-        """An agent tries to connect; it answers when it has given up the last one."""
+        """Try links for an agent; it replies when the last attempt is over."""
         life, names = host.life, [link.node_id for link in order.links]
         lost = tuple(n for n in names if frozenset((host.node_id, n)) in self._cut)
         reached = tuple(n for n in names if n not in lost)

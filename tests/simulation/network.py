@@ -1,8 +1,8 @@
 """Simulated streams between agents and the coordinator: ordered, delayed, cut, half open.
 
-Rule: like TCP under HTTP/2. Inside a stream messages keep their order; a cut holds them back,
-and each side gives the stream up by itself when keepalive has waited long enough; what was under
-way over a stream that is over may still arrive, and must then be ignored.
+Rule: as TCP under HTTP/2. Messages of a stream keep their order. A cut holds them back, and each
+side closes the stream by itself after its keepalive timeout. Messages in flight may still arrive
+after the end of their stream, and must then be ignored.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from tests.simulation.world import MS, Timeline
 
 @dataclass
 class Conditions:
-    """How the network behaves; drawn from the seed.
+    """The behavior of the network; drawn from the seed.
 
     Attributes:
         cut: nodes that cannot reach any coordinator: "up", "down" or "both" directions.
         cut_hosts: coordinators that no agent reaches.
-        late: chance that a message of a dead stream arrives all the same.
+        late: probability that a message arrives after the end of its stream.
         troubled_ns: when each node's link or agent was last cut, stopped or dead.
     """
 
@@ -39,7 +39,7 @@ class Conditions:
         return self.cut.get(node_id, "") in (direction, "both")
 
     def was_troubled(self, node_id: NodeId, since_ns: int) -> bool:
-        """Return whether a node could not be heard at some moment since then."""
+        """Return whether a node could not be reached at some time since then."""
         if self.cut_hosts:
             return True
         return node_id in self.cut or self.troubled_ns.get(node_id, -1) >= since_ns
@@ -47,10 +47,10 @@ class Conditions:
 
 @dataclass
 class Stream:
-    """One stream; each side believes for itself whether it stands.
+    """One stream; each side has its own state of whether it is open.
 
     Attributes:
-        host: the coordinator at its other end.
+        host: the coordinator at the other end.
     """
 
     session: SessionId
@@ -68,7 +68,7 @@ class Network:
     """All streams of one run."""
 
     def __init__(self, timeline: Timeline, conditions: Conditions) -> None:
-        """Begin without streams; `wire` must be called before the first one."""
+        """Start without streams; call `wire` before the first one."""
         self.timeline = timeline
         self.conditions = conditions
         self.streams: dict[SessionId, Stream] = {}
@@ -85,24 +85,24 @@ class Network:
         lost_at_coordinator: Callable[[Stream, str], None],
         lost_at_agent: Callable[[Stream, str], None],
     ) -> None:
-        """Say who receives what."""
+        """Set the receivers of messages and of ends of streams."""
         self.to_coordinator = to_coordinator
         self.to_agent = to_agent
         self.lost_at_coordinator = lost_at_coordinator
         self.lost_at_agent = lost_at_agent
 
     def open(self, session: SessionId, node_id: NodeId, host: str) -> Stream:
-        """Enter a stream that both sides will soon believe in."""
+        """Register a new stream, which both sides then regard as open."""
         stream = Stream(session, node_id, host)
         self.streams[session] = stream
         return stream
 
     def delay(self) -> int:
-        """Draw how long one message takes."""
+        """Draw the delay of one message."""
         return self.timeline.between(self.conditions.delay_min_ns, self.conditions.delay_max_ns)
 
     def send_up(self, session: SessionId, message: AgentMessage) -> None:
-        """Agent to coordinator."""
+        """Send a message from the agent to the coordinator."""
         stream = self.streams.get(session)
         if stream is None or not stream.agent_side:
             return
@@ -114,7 +114,7 @@ class Network:
 
         def arrive() -> None:
             is_late = not stream.coordinator_side
-            # A driver hears of a stream first by its greeting, and never after its end.
+            # A driver first learns of a stream by its Hello, and gets no message after its end.
             if is_late and (isinstance(message, Hello) or not self._passes_late()):
                 return
             self.to_coordinator(stream, message)
@@ -122,7 +122,7 @@ class Network:
         self.timeline.at(moment, arrive)
 
     def send_down(self, session: SessionId, message: CoordinatorMessage) -> None:
-        """Coordinator to agent."""
+        """Send a message from the coordinator to the agent."""
         stream = self.streams.get(session)
         if stream is None or not stream.coordinator_side:
             return
@@ -149,19 +149,19 @@ class Network:
     # ------------------------------------------------------------ endings
 
     def end_at_coordinator(self, stream: Stream, reason: str) -> None:
-        """The coordinator's side of the stream is over, as its driver will hear."""
+        """End the coordinator's side of the stream, and notify its driver."""
         if stream.coordinator_side:
             stream.coordinator_side = False
             self.lost_at_coordinator(stream, reason)
 
     def end_at_agent(self, stream: Stream, reason: str) -> None:
-        """The agent's side of the stream is over, as its driver will hear."""
+        """End the agent's side of the stream, and notify its driver."""
         if stream.agent_side:
             stream.agent_side = False
             self.lost_at_agent(stream, reason)
 
     def close_from_coordinator(self, session: SessionId) -> None:
-        """The coordinator hangs up after what it sent before."""
+        """Close the stream from the coordinator's side, after the messages sent before."""
         stream = self.streams.get(session)
         if stream is None:
             return
@@ -170,7 +170,7 @@ class Network:
         self.timeline.at(moment, self.end_at_agent, stream, "closed by the coordinator")
 
     def close_from_agent(self, session: SessionId) -> None:
-        """The agent hangs up."""
+        """Close the stream from the agent's side."""
         stream = self.streams.get(session)
         if stream is None:
             return
@@ -179,7 +179,7 @@ class Network:
         self.timeline.at(moment, self.end_at_coordinator, stream, "closed by the agent")
 
     def host_died(self, node_id: NodeId) -> None:
-        """An agent's process is gone: its kernel resets its streams."""
+        """Reset the streams of an agent whose process has ended, as its kernel does."""
         self.conditions.troubled_ns[node_id] = self.timeline.now_ns
         for stream in self._of(node_id):
             stream.agent_side = False
@@ -188,7 +188,7 @@ class Network:
             self.timeline.after(self.delay(), self.end_at_coordinator, stream, "reset by the agent")
 
     def coordinator_died(self, host: str) -> None:
-        """The coordinator's process is gone, or its term is over: all its streams are reset."""
+        """Reset all streams of a coordinator whose process or term has ended."""
         for stream in self._of_host(host):
             stream.coordinator_side = False
             if self.blocks(stream, "down"):
@@ -196,7 +196,7 @@ class Network:
             self.timeline.after(self.delay(), self.end_at_agent, stream, "reset by the coordinator")
 
     def cut(self, node_id: NodeId, how: str) -> None:
-        """Hold back messages; keepalive ends the stream on both sides if it lasts."""
+        """Hold back a node's messages; if the cut lasts, keepalive ends both sides."""
         self.conditions.cut[node_id] = how
         self._starve(self._of(node_id))
 
@@ -218,7 +218,7 @@ class Network:
             end(stream, "keepalive timed out")
 
     def heal_host(self, host: str) -> None:
-        """Let messages of a coordinator pass again."""
+        """Restore the connection of a coordinator; messages that were held back arrive now."""
         if host not in self.conditions.cut_hosts:
             return
         del self.conditions.cut_hosts[host]
@@ -228,7 +228,7 @@ class Network:
         self._release(streams)
 
     def heal(self, node_id: NodeId) -> None:
-        """Let messages pass again; those that were held back come now, in order."""
+        """Restore a node's connection; messages that were held back arrive now, in order."""
         if self.conditions.cut.pop(node_id, None):
             self.conditions.troubled_ns[node_id] = self.timeline.now_ns
         self._release(self._of(node_id))
@@ -241,7 +241,7 @@ class Network:
                 self.send_up(stream.session, message)
             for order in down:
                 self.send_down(stream.session, order)
-            # A side that gave up during the cut resets the other one as soon as it hears of it.
+            # A side that closed the stream during the cut now resets the other side.
             if not stream.agent_side:
                 self.timeline.after(self.delay(), self.end_at_coordinator, stream, "reset")
             if not stream.coordinator_side:

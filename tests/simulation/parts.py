@@ -1,7 +1,7 @@
-"""Simulated groups within a group: two ranks share the shards of a model, others have replicas.
+"""Simulated subgroups of a group: two ranks share the shards of a model, others have replicas.
 
-Rule: ranks 2k and 2k + 1 make a pair, which meets first in each step; then ranks of the same parity
-meet. Who waits in its pair waits where nobody can see it, and seems to stand.
+Rule: ranks 2k and 2k + 1 are a pair, which synchronizes first in each step; then ranks of the same
+parity do. A wait within a pair cannot be observed: the waiting rank looks as if it hung.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ PAIR = 2
 
 @dataclass(frozen=True)
 class Spot:
-    """Where a main thread is while its group makes no step.
+    """The place of a main thread while its group makes no step.
 
     Attributes:
-        begun: of collectives in groups within the group.
-        is_hidden: it waits, and seems to stand.
+        begun: counts of started collectives in subgroups.
+        is_hidden: it waits, but looks as if it hung.
     """
 
     begun: tuple[CollectiveCount, ...] = ()
@@ -37,16 +37,16 @@ class Rank(Protocol):
     spot: Spot
 
     def moves(self) -> bool:
-        """Return whether its main thread gets further."""
+        """Return whether its main thread makes progress."""
 
     def is_slow(self) -> bool:
         """Return whether its step takes longer than the others'."""
 
 
 def stall(members: Mapping[int, Rank], step: int) -> None:
-    """Say where each member is while some are late for a step; again whenever that may change.
+    """Set the place of each member while some are late; call it again when that may change.
 
-    Who has come to its pair has, whatever becomes of it there: what was begun is never unbegun.
+    A member that has started its pair's collective stays there: a count never decreases.
     """
     size = len(members)
     if size < 2 * PAIR or size % PAIR:

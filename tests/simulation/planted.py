@@ -39,7 +39,7 @@ from tests.simulation.planting import Patch, bug
 
 @bug
 def announces_before_it_persists(patch: Patch) -> None:
-    """Effects that must wait for the store are done first."""
+    """Effects that must wait for the store are performed before the write."""
     honest = coordinator.CoordinatorMachine.step
 
     def step(self: Any, event: Any, now_ns: int) -> Any:
@@ -53,7 +53,7 @@ def announces_before_it_persists(patch: Patch) -> None:
 
 @bug
 def reuses_the_generation_when_a_worker_is_lost(patch: Patch) -> None:
-    """The next group gets the number of the one before."""
+    """The next group gets the same generation as the previous one."""
     honest = settle._form
 
     def form(cluster: Any, job: Any, plan: Any, reason: str) -> None:
@@ -66,7 +66,7 @@ def reuses_the_generation_when_a_worker_is_lost(patch: Patch) -> None:
 
 @bug
 def forgets_the_generation_after_a_restart(patch: Patch) -> None:
-    """A restarted coordinator counts from the group before the newest."""
+    """A restarted coordinator counts from the generation before the newest."""
     honest = coordinator.restore
 
     def restore(record: Any, *clocks: Any) -> Any:
@@ -91,7 +91,7 @@ def gives_two_workers_one_rank(patch: Patch) -> None:
 
 @bug
 def forms_groups_below_min(patch: Patch) -> None:
-    """Survivors go on however few they are."""
+    """Any number of survivors continues."""
     honest = membership.choose
 
     def choose(spec: Any, *args: Any, **kwargs: Any) -> Any:
@@ -106,7 +106,7 @@ def forms_groups_below_min(patch: Patch) -> None:
 
 @bug
 def forms_groups_above_max(patch: Patch) -> None:
-    """Whoever is ready joins."""
+    """All workers that are ready join."""
     honest_choose, honest_place = membership.choose, placement.place
     honest_claim = queueing.claim_of
 
@@ -126,19 +126,19 @@ def forms_groups_above_max(patch: Patch) -> None:
 
 @bug
 def holds_on_to_a_group_that_it_has_finished_in(patch: Patch) -> None:
-    """Who has returned never closes its connections."""
+    """A member whose train function has returned never closes its connections."""
     patch.setattr(worker.WorkerMachine, "_let_go", lambda self: None)
 
 
 @bug
 def takes_a_group_that_was_left_for_one_that_broke(patch: Patch) -> None:
-    """Nobody is charged for it but bad luck."""
+    """A member that leaves early is not detected, and no failure is charged."""
     patch.setattr(early, "has_left", lambda job: False)
 
 
 @bug
 def splits_a_replica(patch: Patch) -> None:
-    """Groups ignore that a replica is several workers."""
+    """Groups ignore that a replica has several workers."""
     honest = membership.choose
 
     def choose(spec: Any, *args: Any, **kwargs: Any) -> Any:
@@ -149,7 +149,7 @@ def splits_a_replica(patch: Patch) -> None:
 
 @bug
 def records_checkpoints_of_old_generations(patch: Patch) -> None:
-    """Reports are not fenced."""
+    """Reports are not fenced by generation."""
 
     def accept(job: Any, report: Any) -> tuple[RefusalCode, str]:
         if job is None or job.has_ended():
@@ -161,31 +161,31 @@ def records_checkpoints_of_old_generations(patch: Patch) -> None:
 
 @bug
 def ignores_broken_streams(patch: Patch) -> None:
-    """A node that went silent is believed to live for ever."""
+    """A node whose stream ended is regarded as alive for ever."""
     patch.setattr(intake, "on_disconnected", lambda cluster, event: None)
 
 
 @bug
 def says_nothing_again_after_a_reconnect(patch: Patch) -> None:
-    """What was announced while a stream was broken stays unsaid."""
+    """Messages that were lost with a broken stream are not sent again."""
     patch.setattr(intake, "_resume", lambda cluster, report: None)
 
 
 @bug
 def tells_metrics_to_one_coordinator_only(patch: Patch) -> None:
-    """What a coordinator had only in its memory is lost with it."""
+    """Unacknowledged reports are not sent again to the next coordinator."""
     patch.setattr(agent_connection.Unacknowledged, "reconnect", lambda self, generations: None)
 
 
 @bug
 def counts_free_slots_without_held_ones(patch: Patch) -> None:
-    """Every node looks empty."""
+    """All slots of every node count as free."""
     patch.setattr(jobs.NodeState, "free_slots", lambda self: self.node.num_slots)
 
 
 @bug
 def revives_ended_jobs_after_a_restart(patch: Patch) -> None:
-    """The journal's phase is not believed."""
+    """The phase in a record is ignored on restore."""
     honest = coordinator.restore
 
     def restore(record: Any, *clocks: Any) -> Any:
@@ -197,7 +197,7 @@ def revives_ended_jobs_after_a_restart(patch: Patch) -> None:
 
 @bug
 def swallows_exits(patch: Patch) -> None:
-    """An agent does not tell that a worker ended."""
+    """An agent does not report the end of a worker."""
     honest = agent.AgentMachine.step
 
     def step(self: Any, event: Any, now_ns: int) -> Any:
@@ -230,13 +230,13 @@ def persists_the_members_in_another_order(patch: Patch) -> None:
 
 @bug
 def waits_for_ever_where_all_wait(patch: Patch) -> None:
-    """A group whose members do not hear each other is left alone."""
+    """A group in which all members wait for each other is never replaced."""
     patch.setattr(hang, "STUCK_TIMES", 10**6)
 
 
 @bug
 def replaces_a_group_that_waits_for_a_slow_member(patch: Patch) -> None:
-    """Who moves is taken for one that waits."""
+    """A member that makes progress is regarded as waiting."""
     honest = hang.judge
 
     def judge(generation: Any, members: Any, now_ns: int, timeout_ns: int) -> Any:
@@ -251,19 +251,19 @@ def replaces_a_group_that_waits_for_a_slow_member(patch: Patch) -> None:
 
 @bug
 def never_notices_a_hang(patch: Patch) -> None:
-    """Whoever stands still is waited for."""
+    """A hung member is never detected."""
     patch.setattr(hang.MainThreadState, "stands", lambda self, generation, now_ns: False)
 
 
 @bug
 def accuses_all_who_seem_to_stand(patch: Patch) -> None:
-    """Who waits for the one that hangs where nobody can see it is killed with it."""
+    """A member in a hidden wait for a hung one is killed with it."""
     patch.setattr(hang, "_at_the_end", lambda waiting, standing, queue: tuple(standing))
 
 
 @bug
 def kills_slow_movers(patch: Patch) -> None:
-    """Whoever lets the others wait is taken for hung, also while it moves."""
+    """A member for which others wait is regarded as hung, even while it makes progress."""
 
     def judge(generation: int, members: Any, now_ns: int, timeout_ns: int) -> Any:
         waiting = [m for m in members if m.sight and m.sight.waits(generation, now_ns)]
@@ -277,13 +277,13 @@ def kills_slow_movers(patch: Patch) -> None:
 
 @bug
 def kills_who_takes_long_over_the_first_step(patch: Patch) -> None:
-    """A process that has committed no step yet is given no more time than others."""
+    """A process that has committed no step yet gets no more time than others."""
     patch.setattr(hang, "FIRST_TIMES", 1)
 
 
 @bug
 def takes_probed_nodes_for_silent(patch: Patch) -> None:
-    """An answer to a probe is not looked at."""
+    """The reply to a probe is ignored."""
     honest = suspicion.received
 
     def received(cluster: Any, state: Any) -> None:
@@ -297,14 +297,14 @@ def takes_probed_nodes_for_silent(patch: Patch) -> None:
 
 @bug
 def counts_kills_as_losses(patch: Patch) -> None:
-    """Whatever ends a worker from outside counts against its job, and steps do not help."""
+    """A kill from outside counts as a failure of the job, and steps do not reset the count."""
     patch.setattr(failure, "is_kill", lambda cause: False)
     patch.setattr(reports, "forgive", lambda job: None)
 
 
 @bug
 def cuts_leavers_off_at_once(patch: Patch) -> None:
-    """A drain does not wait for a boundary."""
+    """A drain does not wait for a step boundary."""
     honest = intake.start_drain
 
     def start_drain(cluster: Any, state: Any, reason: str, timeout_ns: int) -> None:
@@ -315,7 +315,7 @@ def cuts_leavers_off_at_once(patch: Patch) -> None:
 
 @bug
 def forgets_drains_with_the_coordinator(patch: Patch) -> None:
-    """That an operator wants a node to leave is known to whoever was told, and to nobody after."""
+    """An operator's drain request is lost when another coordinator takes over."""
     honest = agent_books.AgentBooks.drain
 
     def drain(self: Any, reason: str, timeout_ns: int) -> None:
@@ -327,13 +327,13 @@ def forgets_drains_with_the_coordinator(patch: Patch) -> None:
 
 @bug
 def forgets_the_time_of_workers_that_are_gone(patch: Patch) -> None:
-    """What a worker did last is charged to nothing."""
+    """A worker's time since its last report is charged to no category."""
     patch.setattr(goodput.Ledger, "close", lambda *_, **__: None)
 
 
 @bug
 def leaves_alone_who_does_not_leave(patch: Patch) -> None:
-    """Only members of the newest group are ended when they are stuck."""
+    """Only stuck members of the newest group are ended."""
     honest = settle._give_up_stuck
 
     def give_up_stuck(cluster: Any, job: Any) -> None:
@@ -345,13 +345,13 @@ def leaves_alone_who_does_not_leave(patch: Patch) -> None:
 
 @bug
 def blames_others_for_its_own_slowness(patch: Patch) -> None:
-    """While the coordinator waits for its disk, answers to its probes wait in its queue."""
+    """Replies to probes that queue up while the coordinator waits for its disk count as late."""
     patch.setattr(suspicion, "forgive_own_sleep", lambda cluster: None)
 
 
 @bug
 def obeys_leaders_that_were_replaced(patch: Patch) -> None:
-    """An agent takes whoever welcomes it for the leader."""
+    """An agent regards any coordinator that welcomes it as the leader."""
     honest = agent_connection.Connection.welcomed
 
     def welcomed(self: Any, welcome: Any, now_ns: int) -> bool:
@@ -363,20 +363,20 @@ def obeys_leaders_that_were_replaced(patch: Patch) -> None:
 
 @bug
 def leads_on_while_its_lease_is_not_renewed(patch: Patch) -> None:
-    """A leader stops only when the store tells it to, which it may not reach."""
+    """A leader stops only when the store rejects it, which it may be unable to reach."""
     patch.setattr(coordinators.CoordinatorHost, "may_act", lambda self: True)
     patch.setattr(terms.Candidate, "is_valid", lambda self: self._stands)
 
 
 @bug
 def writes_without_comparing_the_leader(patch: Patch) -> None:
-    """A write is taken from whoever brings it."""
+    """The store accepts a write of any coordinator."""
     patch.setattr(terms.LeaseStore, "fence", lambda self, name, term: True)
 
 
 @bug
 def takes_the_neighbour_of_a_hung_worker_for_ill(patch: Patch) -> None:
-    """A hang is counted against the node that found it out."""
+    """A hang is counted against another node."""
     honest = health.take_exit
 
     def take_exit(cluster: Any, state: Any, cause: Any, *, ordered: bool) -> None:
@@ -388,5 +388,5 @@ def takes_the_neighbour_of_a_hung_worker_for_ill(patch: Patch) -> None:
 
 @bug
 def ends_who_forms_with_the_one_that_it_waits_for(patch: Patch) -> None:
-    """A group that does not form in time is ended as a whole."""
+    """All members of a group that does not form in time are ended, not only the late one."""
     patch.setattr(lateness, "first_out_ns", lambda job: 0)

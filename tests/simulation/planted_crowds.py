@@ -1,4 +1,4 @@
-"""Bugs in what several jobs share: the queue, nodes, memory for copies; see `planting`."""
+"""Bugs in resources that jobs share: the queue, nodes, memory for copies; see `planting`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.simulation.planting import Patch, bug
 
 @bug
 def forgets_what_is_paused_after_a_restart(patch: Patch) -> None:
-    """What a user paused runs again when another coordinator takes over."""
+    """A paused job runs again when another coordinator takes over."""
     honest = coordinator.restore
 
     def restore(record: Any, *clocks: Any) -> Any:
@@ -39,7 +39,7 @@ def forgets_what_is_paused_after_a_restart(patch: Patch) -> None:
 
 @bug
 def starts_workers_on_cordoned_nodes(patch: Patch) -> None:
-    """A cordon is written down and not looked at."""
+    """A cordon is recorded but has no effect."""
     honest = requests.on_cordon
 
     def on_cordon(cluster: Any, event: Any) -> None:
@@ -51,25 +51,25 @@ def starts_workers_on_cordoned_nodes(patch: Patch) -> None:
 
 @bug
 def lets_a_user_go_beyond_the_micro_batches(patch: Patch) -> None:
-    """Any bounds are taken."""
+    """Any bounds are accepted."""
     patch.setattr(requests, "_refuse_bounds", lambda job, low, high: "")
 
 
 @bug
 def takes_any_job_for_a_script_of_torchruns(patch: Patch) -> None:
-    """What has not said yet in how many parts a step is cut may grow as if it were not cut."""
+    """A job that has not reported its micro-batches yet may scale as if it had none."""
     patch.setattr(requests, "_has_own_steps", lambda job: True)
 
 
 @bug
 def keeps_free_slots_for_a_job_that_can_never_run(patch: Patch) -> None:
-    """The first job that does not fit is waited for, also if no end of another lets it fit."""
+    """Slots are kept for the first job that does not fit, even if it never can."""
     patch.setattr(packing.WorkerShape, "fitting", lambda self, spec: 1_000_000)
 
 
 @bug
 def sends_copies_to_those_who_train(patch: Patch) -> None:
-    """Any node will do, also the one that would be lost."""
+    """Any node may hold a copy, even one that trains the job."""
     honest = copies._place
 
     def place(*args: Any) -> Any:
@@ -80,13 +80,13 @@ def sends_copies_to_those_who_train(patch: Patch) -> None:
 
 @bug
 def frees_a_copy_when_another_node_is_chosen(patch: Patch) -> None:
-    """And not when that one has it."""
+    """A copy is freed before the newly chosen node has it."""
     patch.setattr(replication, "is_superfluous", lambda copy, holder: copy > replication.NO_COPY)
 
 
 @bug
 def frees_rows_once_one_node_has_newer_ones(patch: Patch) -> None:
-    """The others of the group before are then worth nothing, and those of this not all there."""
+    """The previous group's snapshot is then incomplete, and that of this group not yet complete."""
 
     def base(job: Any) -> Any:
         newest = [job.copies.newest(at, source) for source, (at, _) in job.copies.holders.items()]
@@ -97,7 +97,7 @@ def frees_rows_once_one_node_has_newer_ones(patch: Patch) -> None:
 
 @bug
 def takes_rows_of_the_group_before_for_newer_ones(patch: Patch) -> None:
-    """Those of a node that has died are then freed at the moment when they are needed."""
+    """The rows of a node that has died are then freed just when they are needed."""
 
     def base(job: Any) -> Any:
         newest = [job.copies.newest(at, source) for source, (at, _) in job.copies.holders.items()]
@@ -108,13 +108,13 @@ def takes_rows_of_the_group_before_for_newer_ones(patch: Patch) -> None:
 
 @bug
 def takes_the_next_snapshot_before_all_rows_have_arrived(patch: Patch) -> None:
-    """Nodes then have two of other steps than the copies of the one that dies."""
+    """The two snapshots of each node may then be of other steps than the copies of a dead node."""
     patch.setattr(replication, "is_awaited", lambda way: Decision(False, "why wait"))
 
 
 @bug
 def lets_a_node_hold_its_own_rows(patch: Patch) -> None:
-    """They go with it."""
+    """The rows and their copy are lost together with the node."""
     honest = replication.is_fit
     patch.setattr(
         replication, "is_fit", lambda place, now_ns, source="": honest(place, now_ns, "x")
@@ -123,7 +123,7 @@ def lets_a_node_hold_its_own_rows(patch: Patch) -> None:
 
 @bug
 def asks_nodes_with_members_alone_for_rows(patch: Patch) -> None:
-    """Rows on a node that does not train are told to nobody."""
+    """No member is sent the address of a node that has rows but does not train."""
     honest = replication.asks
 
     def asks(node_id: Any, first_ranks: Any, world_size: int) -> int:
@@ -134,55 +134,55 @@ def asks_nodes_with_members_alone_for_rows(patch: Patch) -> None:
 
 @bug
 def does_not_say_again_where_to_bring_what_was_lost(patch: Patch) -> None:
-    """A holder that has nothing any more waits for the next snapshot."""
+    """After a loss, a holder gets no copies until the next snapshot."""
     patch.setattr(copies, "_note_lost", lambda job, node_id, now: None)
 
 
 @bug
 def lets_drained_nodes_go_with_what_they_hold(patch: Patch) -> None:
-    """Whoever runs nothing is not needed."""
+    """A drained node without workers leaves at once, with its copies."""
     patch.setattr(copies, "kept_for", lambda *args: "")
 
 
 @bug
 def keeps_copies_of_jobs_that_have_ended(patch: Patch) -> None:
-    """Nobody tells the nodes."""
+    """The nodes are not ordered to free their copies."""
     patch.setattr(copies, "end", lambda cluster, job: None)
 
 
 @bug
 def chooses_a_holder_and_tells_nobody_who_trains(patch: Patch) -> None:
-    """The node waits for copies that nobody sends."""
+    """The members are not ordered to send copies to the holder."""
     patch.setattr(copies, "_order", lambda cluster, job, holder: None)
 
 
 @bug
 def takes_no_job_down(patch: Patch) -> None:
-    """Whoever trains keeps its slots, whatever waits."""
+    """Running jobs keep their slots, whichever jobs wait."""
     patch.setattr(eviction, "fewest", lambda count, fits: ())
 
 
 @bug
 def takes_jobs_down_that_have_nothing_to_go_on_from(patch: Patch) -> None:
-    """A job is not asked whether it has a checkpoint, and is cut off without one."""
+    """A job is preempted even if it has no checkpoint, without time to save one."""
     patch.setattr(eviction, "why_it_stays", lambda spec, **facts: "")
     patch.setattr(jobs.JobState, "_leave_by_ns", lambda self: self.release_deadline_ns)
 
 
 @bug
 def waits_without_end_for_a_checkpoint_that_does_not_come(patch: Patch) -> None:
-    """A job that cannot be saved, and has nothing to go on from, keeps the urgent one waiting."""
+    """A job without a checkpoint that cannot be saved makes the urgent one wait for ever."""
     _judge_what_is_in_vain(patch, Decision(eviction.EvictionSave.AWAITED, "it will come"))
 
 
 @bug
 def takes_a_job_down_whose_checkpoint_did_not_come(patch: Patch) -> None:
-    """Its time is over, so it goes, and has nothing to go on from."""
+    """A job whose time to save is over is preempted without a checkpoint."""
     _judge_what_is_in_vain(patch, Decision(eviction.EvictionSave.OVER, "out of time"))
 
 
 def _judge_what_is_in_vain(patch: Patch, wrong: Decision[eviction.EvictionSave]) -> None:
-    """Have this decided of a job whose checkpoint did not come, and that has none."""
+    """Replace the decision about a job that has no checkpoint and cannot save one."""
     honest = eviction.judge_saving
 
     def judge_saving(**facts: Any) -> Any:
@@ -194,13 +194,13 @@ def _judge_what_is_in_vain(patch: Patch, wrong: Decision[eviction.EvictionSave])
 
 @bug
 def takes_a_job_down_before_the_others_can_go_too(patch: Patch) -> None:
-    """Each leaves when it is saved, whether or not that makes room enough."""
+    """Each job leaves when it is saved, whether or not that makes enough room."""
     patch.setattr(pausing, "_co_preempted", lambda cluster, job: [])
 
 
 @bug
 def takes_jobs_down_for_anybody(patch: Patch) -> None:
-    """All are treated as if they had the lowest priority."""
+    """All jobs are preempted as if they had the lowest priority."""
     honest = queueing.claim_of
 
     def claim_of(cluster: Any, job: Any) -> Any:
@@ -214,7 +214,7 @@ def takes_jobs_down_for_anybody(patch: Patch) -> None:
 
 @bug
 def keeps_a_preempted_job_out_for_ever(patch: Patch) -> None:
-    """Nobody takes back that it was to make room."""
+    """A job's order to make room is never withdrawn."""
     honest = queueing._make_room
 
     def make_room(cluster: Any, job: Any, for_whom: str) -> None:
@@ -225,6 +225,6 @@ def keeps_a_preempted_job_out_for_ever(patch: Patch) -> None:
 
 @bug
 def waits_for_others_after_the_last_of_a_wave(patch: Patch) -> None:
-    """Who speaks last is told what the first ones are: that the others will say more."""
+    """The last report of a wave waits for further reports, as the first ones do."""
     honest = waves.may_wait
     patch.setattr(waves, "may_wait", lambda *args: honest(*args) or args[1].wave is None)

@@ -1,4 +1,4 @@
-"""Bugs in how jobs leave by plan: what is saved, called off, and counted on; see `planting`."""
+"""Bugs in how jobs leave on request: saving, calling off, expected slots; see `planting`."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from tests.simulation.planting import Patch, bug
 
 @bug
 def cuts_off_who_saves_longer_than_others(patch: Patch) -> None:
-    """Where members save, they have as long as at any other boundary."""
+    """Members that save get no more time than at any other boundary."""
     patch.setattr(lateness, "is_saving", lambda cluster, job: False)
 
 
 @bug
 def lets_a_job_that_goes_on_wait_for_storage(patch: Patch) -> None:
-    """What was to be saved is saved, though nobody needs it any more."""
+    """Members finish saving, though their job continues and needs no checkpoint."""
     honest = membership._ask
 
     def ask(saves: bool, wake_ns: Any) -> Any:
@@ -38,7 +38,7 @@ def lets_a_job_that_goes_on_wait_for_storage(patch: Patch) -> None:
 
 @bug
 def replaces_all_members_and_saves_nothing(patch: Patch) -> None:
-    """Others are there, so the group can do without its own."""
+    """All members are replaced by others at once, and their state is lost."""
     honest = settle.ask
 
     def ask(cluster: Any, job: Any, plan: Any, reason: str) -> None:
@@ -53,5 +53,5 @@ def replaces_all_members_and_saves_nothing(patch: Patch) -> None:
 
 @bug
 def counts_on_a_pause_without_end(patch: Patch) -> None:
-    """Its slots come free by themselves, whatever its leader does meanwhile."""
+    """A paused job's slots are expected to become free, however long its leader takes."""
     patch.setattr(jobs.JobState, "is_late", lambda self, now_ns: False)

@@ -1,6 +1,6 @@
-"""A simulated worker process: the real worker machine over a main thread that is not there.
+"""A simulated worker process: the real worker state machine with a simulated main thread.
 
-Rule: its control thread is the machine; what its main thread does for it, `training` plays.
+Rule: the machine is the control thread; `training` simulates the main thread.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ if TYPE_CHECKING:
     from tests.simulation.training import DataPlane
 
 PIDS_OF_A_LIFE = 100_000
-"""Each life of an agent numbers its processes from the next multiple on."""
+"""Each life of an agent numbers its processes from the next multiple of this."""
 
 
 class SimProcess:
-    """One process that an agent started: a spare, then perhaps a worker."""
+    """One process that an agent started: a spare, and later perhaps a worker."""
 
     def __init__(
         self,
@@ -67,15 +67,15 @@ class SimProcess:
         say: Callable[[PipeToAgent], None],
         exited: Callable[[ExitCause], None],
     ) -> None:
-        """Begin to import torch.
+        """Start the process, which first imports torch.
 
         Args:
             timeline: virtual time.
-            plane: where groups form.
+            plane: the data plane, in which groups form.
             node_id: its node.
             pid: its process id.
-            say: delivers what it writes to its pipe.
-            exited: called once, when it is gone.
+            say: delivers its messages to the agent's end of the pipe.
+            exited: called once, when it has ended.
         """
         self.timeline = timeline
         self.plane = plane
@@ -105,15 +105,15 @@ class SimProcess:
 
     @property
     def life(self) -> int:
-        """Return of which life of its agent it is."""
+        """Return the life of its agent that started it."""
         return self.pid // PIDS_OF_A_LIFE
 
     def can_run(self) -> bool:
-        """Return whether it makes progress."""
+        """Return whether it is alive and not stopped."""
         return self.is_alive and not self.is_stopped
 
     def moves(self) -> bool:
-        """Return whether its main thread gets further, however slowly."""
+        """Return whether its main thread makes progress, however slowly."""
         return self.can_run() and not self.is_hung
 
     def is_slow(self) -> bool:
@@ -121,13 +121,13 @@ class SimProcess:
         return self.timeline.now_ns < max(self.slow_until_ns, self.starts_until_ns)
 
     def start(self, duration_ns: int) -> None:
-        """Its first step takes so long, and shows no movement; once in its life."""
+        """Make its first step take so long, without visible progress; only once per process."""
         if not self.starts_until_ns:
             self.starts_until_ns = self.timeline.now_ns + duration_ns
             self.has_stepped = False
 
     def is_starting(self) -> bool:
-        """Return whether its first step is under way, and shows no movement."""
+        """Return whether it is in its first step, without visible progress."""
         return self.timeline.now_ns < self.starts_until_ns
 
     def is_in(self, generation: Generation) -> bool:
@@ -136,7 +136,7 @@ class SimProcess:
         return isinstance(busy, EnterTrain) and busy.assignment.generation == generation
 
     def linger(self) -> None:
-        """Its group makes no step: it waits for the others, or the others for it."""
+        """Spend time while its group makes no step: it waits for others, or others for it."""
         if not self.moves() or self.is_starting():
             pass
         elif self.is_slow():
@@ -146,13 +146,13 @@ class SimProcess:
         self.take_time()
 
     def take_time(self) -> None:
-        """Let the control thread do what is due."""
+        """Run the control thread if its deadline is due."""
         due_ns = self.machine.next_deadline_ns()
         if self.can_run() and due_ns is not None and due_ns <= self.timeline.now_ns:
             self._check()
 
     def go_on(self) -> None:
-        """Its group makes a step again."""
+        """Note that its group makes steps again."""
         self.beats += 1
         self.waiting_since_ns, self.spot, self.has_stepped = 0, parts.OPEN, True
         self._check()
@@ -166,15 +166,15 @@ class SimProcess:
         self.report_machine(seen)
 
     def receive(self, message: PipeToWorker) -> None:
-        """The agent wrote to the pipe."""
+        """Receive a message that the agent wrote to the pipe."""
         self.report_machine(OrderReceived(message))
 
     def agent_died(self) -> None:
-        """The kernel kills a worker whose agent dies."""
+        """End the process as the kernel does when its agent dies."""
         self.die(ExitCause(ExitKind.SIGNAL, 9))
 
     def report_machine(self, event: WorkerEvent) -> None:
-        """An event reaches the control thread; a stopped process takes it later."""
+        """Pass an event to the control thread; a stopped process handles it later."""
         if not self.is_alive:
             return
         if self.is_stopped:
@@ -186,7 +186,7 @@ class SimProcess:
                 return
 
     def set_stopped(self, stopped: bool) -> None:
-        """SIGSTOP or SIGCONT."""
+        """Simulate SIGSTOP or SIGCONT."""
         self.is_stopped = stopped
         if not stopped:
             pending, self._pending = self._pending, []
@@ -197,7 +197,7 @@ class SimProcess:
                     self.plane.try_form(group)
 
     def die(self, cause: ExitCause) -> None:
-        """The process is gone."""
+        """End the process."""
         if not self.is_alive:
             return
         self.is_alive = False
@@ -205,7 +205,7 @@ class SimProcess:
         self.timeline.after(self.timeline.between(0, 2 * MS), self.exited, cause)
 
     def answer_main(self, event: WorkerEvent) -> None:
-        """The main thread answers its order, once."""
+        """Pass the main thread's reply to its order; only one per order counts."""
         generation = getattr(event, "generation", 0)
         if self.busy_with is None or self.busy_with.assignment.generation != generation:
             return
@@ -215,7 +215,7 @@ class SimProcess:
         self.report_machine(event)
 
     def break_out(self, generation: Generation) -> None:
-        """A collective of this generation fails in the main thread."""
+        """Make a collective of this generation fail in the main thread."""
         if isinstance(self.busy_with, EnterTrain):
             failure = Failure("DistBackendError", "Connection closed by peer")
             self.answer_main(TrainRaised(generation, failure, group_broken=True))
@@ -267,7 +267,7 @@ class SimProcess:
             self.plane.checkers.require(known, f"unknown worker effect {effect}")
 
     def _abort(self, generation: Generation) -> None:
-        """Whoever is blocked in this generation comes free; peers find their sockets closed."""
+        """Release the main thread if it blocks in this generation; peers see closed sockets."""
         group = self.plane.groups.get((self.job_id, generation))
         if group is None:
             return
@@ -283,5 +283,5 @@ class SimProcess:
         self.timeline.after(self.timeline.between(MS, 10 * MS), action, *args)
 
     def pipe_closed(self) -> None:
-        """The agent closed the pipe without dying."""
+        """Handle that the agent closed the pipe without dying."""
         self.report_machine(PipeClosed())

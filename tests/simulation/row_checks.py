@@ -1,7 +1,7 @@
-"""What must hold of copies of a sharded run: of each node's rows, which are worth nothing alone.
+"""Properties of the copies of a sharded run: of each node's rows, which are useless alone.
 
-Rule: as in `checkers`, only what became visible is compared; deaths do not count, because those who
-free copies may not have heard of them yet.
+Rule: as in `checkers`, they compare only what is visible. Deaths of nodes are ignored, because a
+coordinator that frees copies may not know of them yet.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from elastic.core.world import JobId, NodeId
 Age = tuple[int, int]
 """Generation and steps."""
 Finding = tuple[str, str]
-"""The property that does not hold, "" if all do, and what contradicts it."""
+"""The violated property, "" for none, and its counterexample."""
 FINE: Finding = ("", "")
 
 
 @dataclass
 class RowChecks:
-    """What was ever copied.
+    """All copies that were ever made.
 
     Attributes:
-        sources: of each snapshot of each job, the nodes that have rows of it.
-        holders: the nodes that have ever taken a source's rows of it.
+        sources: the nodes that have rows, by job and snapshot.
+        holders: the nodes that have ever received a source's rows, by job, snapshot and source.
     """
 
     sources: dict[tuple[JobId, Age], set[NodeId]] = field(default_factory=dict)
@@ -33,7 +33,7 @@ class RowChecks:
     def taken(
         self, job_id: JobId, way: tuple[NodeId, NodeId], age: Age, sources: Iterable[NodeId]
     ) -> Finding:
-        """A node, the first of the way, holds rows of a source, the second."""
+        """Check a copy; `way` is (holder, source)."""
         holder, source = way
         if holder == source:
             return "rows lie on another node than the one that has them", f"{job_id}: {holder}"
@@ -42,12 +42,12 @@ class RowChecks:
         return FINE
 
     def freed(self, job_id: JobId, way: tuple[NodeId, NodeId], age: Age) -> Finding:
-        """A node was told to free a source's rows."""
+        """Check an order to a holder to free a source's rows."""
         holder, source = way
         for (of, newest), sources in self.sources.items():
             if of != job_id or newest < age:
                 continue
-            # Own rows of the group that trains are where they were: any copy of it is as good.
+            # All copies of the newest group count: its members still have their own rows.
             needed = {one: self._holders(job_id, one, max(age, (newest[0], 0))) for one in sources}
             if source in needed:
                 needed[source] -= {holder}
@@ -59,7 +59,7 @@ class RowChecks:
         )
 
     def _holders(self, job_id: JobId, source: NodeId, since: Age) -> set[NodeId]:
-        """Return who has ever taken rows of a source that are not older."""
+        """Return the nodes that have ever received rows of a source, of `since` or newer."""
         return {
             node
             for (of, age, one), nodes in self.holders.items()

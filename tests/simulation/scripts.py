@@ -1,7 +1,7 @@
-"""What the train functions of a simulated run do, and what loops that go on in place remember.
+"""The train functions of a simulated run, and the state that in-place loops keep.
 
 Rule: a step that a process has committed is in its memory until it dies, and in storage once a
-checkpoint of it was taken; nothing else keeps it.
+checkpoint of it was stored; nothing else keeps it.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from elastic.core.world import Generation, JobId
 from tests.simulation.world import MS, Timeline
 
 BOUNDARY_SAVES = 500_000
-"""What is saved where all leave is numbered from here on, above what anybody wishes for."""
+"""First number of checkpoints that are saved when all leave; above those of save requests."""
 
 
 @dataclass(frozen=True)
 class Script:
-    """What a job's train function does, drawn from the seed.
+    """The behavior of a job's train function, drawn from the seed.
 
     Attributes:
         steps: optimizer steps until it returns.
@@ -31,15 +31,15 @@ class Script:
         raises: how often it does so before it is "fixed".
         copies_every: steps between two copies on another node, 0 for none.
         is_sharded: every node has rows of its own.
-        micro_batches: that a step is shared out in, 0 for none that anybody hears of.
-        in_place: its loop goes on in the next group, and can be left and saved at any step.
-        in_parts: its ranks meet in groups within the group, too.
-        saved_from_ns: storage takes nothing of it before.
-        save_ns: its slowest members need so long to save what they leave behind.
-        evaluates_ns: rank 0 returns so much later than the others.
-        starts_ns: a process needs so long for its first step, and shows no movement meanwhile, as
-            compilers and devices that start in native code do not.
-        works_ns: rank 0 works so long after each report with a checkpoint; the others wait.
+        micro_batches: micro-batches per step, 0 if they are not reported.
+        in_place: its loop continues in the next group, and can leave and save at any step.
+        in_parts: its ranks also synchronize in subgroups of the group.
+        saved_from_ns: time before which storage accepts no checkpoint of it.
+        save_ns: time that its slowest members need to save when they leave.
+        evaluates_ns: delay of rank 0's return after the others.
+        starts_ns: time of a process's first step, without visible progress, as with compilers and
+            devices that start in native code.
+        works_ns: time that rank 0 works after each report with a checkpoint; the others wait.
         leaves_at: the step in which the last rank returns, while the others wait for it; -1 for
             never.
         leaves: how often it does so before it is "fixed".
@@ -69,15 +69,15 @@ class Holder(Protocol):
     """A process with the state of a run in its memory.
 
     Attributes:
-        held_step: that it has committed last.
-        rests: the generation at whose last boundary its state is to be saved, 0 for none.
+        held_step: the step that it committed last.
+        rests: the generation at whose last boundary it must save its state, 0 for none.
     """
 
     held_step: int
     rests: Generation
 
     def moves(self) -> bool:
-        """Return whether its main thread gets further."""
+        """Return whether its main thread makes progress."""
         ...
 
     def is_in(self, generation: Generation) -> bool:
@@ -85,21 +85,21 @@ class Holder(Protocol):
         ...
 
     def report_machine(self, event: WorkerEvent) -> None:
-        """Let its control thread hear of something."""
+        """Pass an event to its control thread."""
         ...
 
     def answer_main(self, event: WorkerEvent) -> None:
-        """Let its main thread answer its order."""
+        """Pass its main thread's reply to an order."""
         ...
 
 
 @dataclass
 class Leaving:
-    """A group whose members save their state where they leave.
+    """A group whose members save their state when they leave.
 
     Attributes:
-        members: by rank.
-        step: that is saved.
+        members: the members, by rank.
+        step: the step that is saved.
         written: ranks whose part is in storage.
     """
 
@@ -111,39 +111,39 @@ class Leaving:
 
 
 class Loops:
-    """Where loops that go on in place stand, over one run."""
+    """The progress of all loops that continue in place, over one run."""
 
     def __init__(self, timeline: Timeline, scripts: Mapping[JobId, Script]) -> None:
-        """Begin with nothing saved.
+        """Start with nothing saved.
 
         Args:
-            timeline: of the run.
-            scripts: of all jobs.
+            timeline: the run's virtual time.
+            scripts: the scripts of all jobs.
         """
         self._timeline, self._scripts = timeline, scripts
         self._saved: dict[JobId, int] = {}
         self._leaving: dict[JobId, Leaving] = {}
 
     def stepped(self, members: Iterable[Holder], step: int) -> None:
-        """All members have committed a step."""
+        """Record that all members have committed a step."""
         for member in members:
             member.held_step = step
 
     def save(self, job_id: JobId, step: int) -> bool:
-        """Return whether storage has taken a checkpoint."""
+        """Store a checkpoint; return whether storage has accepted it."""
         if self._timeline.now_ns < self._scripts[job_id].saved_from_ns:
             return False
         self._saved[job_id] = step
         return True
 
     def go_on(self, job_id: JobId, members: Iterable[Holder]) -> int:
-        """Return the step that a new group goes on from."""
+        """Return the step from which a new group continues."""
         return max(self._saved.get(job_id, 0), *(member.held_step for member in members))
 
     # ------------------------------------------------------------ where all members leave
 
     def leave(self, leaving: Leaving) -> None:
-        """All members are at the last boundary: some save their part first, and leave after."""
+        """Let all members leave at the last boundary; if requested, they save first."""
         self._leaving[leaving.job_id] = leaving
         rests = any(m.rests == leaving.generation for m in leaving.members.values())
         longest_ns = self._scripts[leaving.job_id].save_ns if rests else 0
@@ -152,7 +152,7 @@ class Loops:
             self._timeline.after(delay_ns, self._write if rests else self._go, leaving, rank)
 
     def _write(self, leaving: Leaving, rank: int) -> None:
-        """A part is in storage; the leader's makes a checkpoint of all, when all are there."""
+        """Store a member's part; the leader completes the checkpoint when it has all parts."""
         if leaving.members[rank].moves():
             leaving.written.add(rank)
         if rank:
@@ -172,14 +172,14 @@ class Loops:
         self._timeline.after(delay_ns, leaving.members[rank].answer_main, event)
 
     def called_off(self, job_id: JobId, member: Holder) -> None:
-        """A member was told that its job goes on: it waits for storage no more."""
+        """Let a member leave without waiting for storage: its job continues after all."""
         leaving = self._leaving.get(job_id)
         for rank, one in leaving.members.items() if leaving is not None else ():
             if one is member and leaving is not None:
                 self._go(leaving, rank)
 
     def waits(self, job_id: JobId) -> bool:
-        """Return whether a member of a job stands where it leaves, and waits for storage."""
+        """Return whether a member of a job is leaving and waits for storage."""
         leaving = self._leaving.get(job_id)
         if leaving is None:
             return False

@@ -1,7 +1,7 @@
 """A model of sharded runs: each node's rows in its own memory, and copies of them on other nodes.
 
-Rule: only all rows of one snapshot are worth anything. Those of living nodes, and of the copies
-that living nodes hold, are what a group can go on from.
+Rule: a snapshot is usable only if all its rows exist. A group can continue from the rows on living
+nodes and from the copies that living nodes hold.
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ class Snapshot(NamedTuple):
 
 NONE = Snapshot(0, 0, 0, ())
 Slots = dict[int, Snapshot]
-"""By what is left of the number."""
+"""Snapshots by their numbers modulo SNAPSHOT_SLOTS."""
 
 
 @dataclass
 class Run:
-    """What is where, of one job.
+    """The snapshots of one job and their places.
 
     Attributes:
-        newest: snapshot that its group knows of; it goes along with the state.
-        base: what the newest group has gone on from; None for storage.
-        generation: of that group.
-        own: in the memory of nodes that train.
-        copies: by holder and source.
-        arrived: the newest of a source that lies on another node.
-        bringing: what the agents of sources say.
-        is_exposed: a snapshot was taken though one before could not be copied, or a node has died
-            that had rows of it.
+        newest: the newest snapshot that its group knows of; it is part of the state.
+        base: the snapshot from which the newest group continued; None for storage.
+        generation: the newest group's generation.
+        own: snapshots in the memory of nodes that train.
+        copies: copies, by holder and source.
+        arrived: the newest snapshot of each source that is on another node.
+        bringing: the copy modes that the agents of sources show.
+        is_exposed: a snapshot was taken though an earlier one could not be copied, or a node with
+            rows of it has died.
     """
 
     newest: Snapshot = NONE
@@ -71,7 +71,7 @@ class Shards:
     def __init__(
         self, timeline: Timeline, checkers: Checkers, nodes: Callable[[], tuple[NodeId, ...]]
     ) -> None:
-        """Begin without runs; `nodes` names them all: what a dead one had is forgotten."""
+        """Start without runs; `nodes` returns all nodes, dead ones too: they have no rows."""
         self._timeline, self._checkers, self._nodes = timeline, checkers, nodes
         self.runs: dict[JobId, Run] = {}
 
@@ -80,9 +80,9 @@ class Shards:
     def forms(
         self, job_id: JobId, generation: Generation, nodes: Iterable[NodeId], holders: set[NodeId]
     ) -> int:
-        """A group goes on from what its nodes and these holders have; returns its steps.
+        """Continue a group from the rows of its nodes and these holders; return its steps.
 
-        What a holder has taken itself is among it, if its workers have not been gone for long.
+        The holders' own rows count too, while the last snapshot is recent enough to be kept.
         """
         run = self.runs.setdefault(job_id, Run())
         is_kept = self._timeline.now_ns - run.taken_ns < replication.KEPT_S * S
@@ -93,7 +93,7 @@ class Shards:
         return best.steps if best is not None else 0
 
     def from_storage(self, job_id: JobId, steps: int) -> None:
-        """What was in storage is newer: the group goes on from that."""
+        """Continue the group from storage, whose checkpoint is newer."""
         run = self.runs[job_id]
         run.base, run.newest = None, run.newest._replace(steps=steps)
 
@@ -107,9 +107,9 @@ class Shards:
         step: int,
         first: int,
     ) -> None:
-        """A group has made a step: perhaps it takes a snapshot.
+        """Take a snapshot after a step of a group, if one is due.
 
-        One that has not heard yet that it is over is not followed: nobody goes on from its rows.
+        A group that is over but does not know it yet is ignored: no group continues from its rows.
         """
         run, sources = self.runs[job_id], tuple(sorted(set(nodes)))
         if generation != run.generation:
@@ -119,10 +119,10 @@ class Shards:
             return
         before = self._worth(run)
         if run.newest.generation == run.generation:
-            # Who has brought its rows to a node that died does not know it, and goes on.
+            # A source whose holder has died does not know it, and continues.
             lying = {key[1] for key, slots in run.copies.items() if run.newest in slots.values()}
             left = [node for node in run.newest.sources if node not in lying]
-            # Who brings nothing is not waited for; what is lost then is nobody's fault.
+            # A source that does not copy is not awaited; a loss is then no violation.
             is_excused = any(run.bringing.get(node) is not CopyMode.ON for node in left)
             run.is_exposed = is_excused or (run.is_exposed and bool(left))
         run.newest = Snapshot(run.generation, step, run.newest.number + 1, sources)
@@ -132,7 +132,7 @@ class Shards:
         self._check(job_id, before, "a snapshot")
 
     def _is_awaited(self, run: Run, node: NodeId) -> bool:
-        """Ask the real policy what a worker on this node asks it."""
+        """Call the real policy as a worker on this node does."""
         if run.newest.generation != run.generation:
             return False
         waited_s = (self._timeline.now_ns - run.taken_ns) / S
@@ -143,7 +143,7 @@ class Shards:
     # ------------------------------------------------------------ nodes
 
     def died(self, node_id: NodeId) -> None:
-        """A node's memory is gone."""
+        """Drop a dead node's rows and copies."""
         self.lost(node_id)
         for run in self.runs.values():
             run.is_exposed = run.is_exposed or node_id in run.own
@@ -152,23 +152,23 @@ class Shards:
             run.bringing.pop(node_id, None)
 
     def lost(self, holder: NodeId) -> None:
-        """The copies that a node held are gone."""
+        """Drop the copies that a node held."""
         for run in self.runs.values():
             held = [key for key in run.copies if key[0] == holder]
-            # One more death may then cost more than this one has: until all lies elsewhere again.
+            # Until all copies are elsewhere again, one more death may cost more than this one.
             run.is_exposed = run.is_exposed or bool(held)
             for key in held:
                 del run.copies[key]
 
     def to_push(self, job_id: JobId, node_id: NodeId, generation: Generation) -> Snapshot | None:
-        """Return what an agent brings next, of this group or a later one; None for nothing."""
+        """Return the snapshot that an agent pushes next, of this group or later; None for none."""
         run = self.runs.get(job_id)
         own = run.own.get(node_id, {}).values() if run is not None else ()
         newest = max((one for one in own if one.generation >= generation), default=None)
         return newest
 
     def taken(self, job_id: JobId, holder: NodeId, source: NodeId, one: Snapshot) -> None:
-        """A copy has come."""
+        """Store a copy on a holder, and check it."""
         run = self.runs[job_id]
         slots = run.copies.setdefault((holder, source), {})
         before = self._worth(run)
@@ -179,7 +179,7 @@ class Shards:
         self._checkers.require(not prop, prop, detail)
 
     def freed(self, job_id: JobId, holder: NodeId, source: NodeId = ALL_ALIKE) -> bool:
-        """A node was told to free the rows of a source, or of all; returns whether it had any."""
+        """Free a holder's rows of a source, or of all; return whether it had any."""
         run = self.runs.get(job_id)
         keys = [key for key in run.copies if key[0] == holder] if run is not None else []
         gone = [key for key in keys if source in (ALL_ALIKE, key[1])]
@@ -192,7 +192,7 @@ class Shards:
         return bool(gone)
 
     def held(self, holder: NodeId) -> Iterator[HeldCopy]:
-        """Return the newest copies that a node holds."""
+        """Yield the newest copies that a node holds."""
         for job_id, run in self.runs.items():
             for (at, source), slots in run.copies.items():
                 if at == holder and slots:
@@ -200,7 +200,7 @@ class Shards:
                     yield HeldCopy(job_id, newest.generation, newest.steps, source)
 
     def is_protected(self, job_id: JobId) -> bool:
-        """Return whether all rows of a snapshot of the newest group have come to other nodes."""
+        """Return whether a snapshot of the newest group is complete on other nodes."""
         run = self.runs[job_id]
         lying: dict[Snapshot, set[NodeId]] = {}
         for (_, source), slots in run.copies.items():
@@ -211,7 +211,7 @@ class Shards:
             for one, sources in lying.items()
         )
 
-    # ------------------------------------------------------------ what it is worth
+    # ------------------------------------------------------------ recoverable steps
 
     def _complete(self, run: Run, nodes: set[NodeId], holders: set[NodeId]) -> set[Snapshot]:
         """Return the snapshots of which these nodes, and copies on these holders, have all rows."""
@@ -227,9 +227,9 @@ class Shards:
         return {one for one, sources in there.items() if sources >= set(one.sources)}
 
     def _worth(self, run: Run) -> dict[NodeId, int]:
-        """Return to which step the newest group could go back after the death of each node.
+        """Return the step that the newest group could restore after the death of each node.
 
-        A node that is frozen or cut off is not dead: what it has is there.
+        A node that is frozen or cut off is not dead: its rows still exist.
         """
         nodes = set(self._nodes())
         worth = {}

@@ -4,9 +4,9 @@
     python -m tests.simulation.simulator --seeds 1 --first 4711 --transcript
 
 The seed draws the configuration (nodes, bounds, delays, fault mix, scripts). A run has a safety
-phase, in which faults strike and nothing wrong may happen, and a liveness phase, in which all is
-healed and every job must end within a bounded virtual time. A seed replays only on the commit
-that it was found on; what it found becomes a scenario.
+phase, in which faults are injected and no property may be violated, and a liveness phase, in which
+all faults are healed and every job must end within a bounded virtual time. A seed replays only on
+the commit on which it was found; a bug that it found becomes a scenario.
 
 Source: the two phases and drawing the configuration from the seed are TigerBeetle's VOPR.
 """
@@ -55,40 +55,38 @@ from tests.simulation.world import MS, S, Timeline
 SAFETY_NS = 60 * S
 LIVENESS_NS = 240 * S
 WAITING_NS = 120 * S
-"""Of a liveness phase, beside the steps of jobs that can only run one after the other."""
+"""Limit of the liveness phase, in addition to the steps of jobs that can only run in sequence."""
 HUNG_SLACK_NS = 20 * S
-"""A hung worker may first have to be lost by one group and missed by the next."""
+"""Additional time, since the next group may have to detect the hung worker again."""
 PARTS_SEED = 0
-"""Of three seeds, the one in which ranks meet in groups within their group, too."""
+"""Of three seeds, the one in which ranks also synchronize in subgroups of their group."""
 SICK_SEED = 3
 """Of four seeds, the one in which disks fill up."""
 GENTLE_SEED = 7
-"""Of ten seeds, the one in which machines are only taken away, and say so before."""
+"""Of ten seeds, the one whose only faults are preemptions of machines, with notices."""
 REPLACED_SEED = 4
-"""Of ten seeds, the one in which a coordinator that told an agent to leave is replaced at once."""
+"""Of ten seeds, the one in which a coordinator is replaced just after it ordered a drain."""
 COPIES_SEED = 2
 """Of four seeds, the one whose runs have copies of their state on other nodes."""
 RARELY_SEED = 10
-"""Of sixteen seeds, from this on, copies are made so rarely that one that is lost is missed."""
+"""Of sixteen seeds, those from this on make copies so rarely that a lost one matters."""
 PATIENT_SEED, PATIENCE = 3, 4
 """Of seven seeds, the one with a larger --silence."""
 REPORTING_SEED = 5
-"""Of nine seeds, the one whose scripts report what nobody stores, once, in the middle. Not among
-many jobs: without a checkpoint there is no boundary at which one gives way to another."""
+"""Of nine seeds, the one whose scripts report without a checkpoint, once, in the middle. Not with
+several jobs: without a checkpoint there is no boundary at which one makes room for another."""
 LEFT_SEED = 12
 """Of thirteen seeds, one in which a member leaves while the others wait for it."""
-"""Of sixteen seeds, all of sharded runs, the one in which some agents are of the version before."""
 STARTING_SEED = 3
-"""Of seventeen seeds, the one in which first steps take several times as long as a worker may
-stand still, and rank 0 works alone after its reports. Not among many jobs: their waits are
-bounded."""
+"""Of seventeen seeds, the one in which first steps take several times the hang timeout, and rank 0
+works alone after its reports. Not with several jobs: their waits are bounded."""
 SLACK_NS = 3 * S
-"""The coordinator may hear of what happened so much later, when its disk is slow."""
+"""The coordinator may handle an event so much later, when its disk is slow."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run showed."""
+    """The result of a run."""
 
     seed: int
     virtual_s: float
@@ -99,10 +97,10 @@ class Outcome:
 
 
 class Simulation:
-    """One run."""
+    """One run of the simulation."""
 
     def __init__(self, seed: int, *, keep_log: bool = True) -> None:
-        """Draw the configuration."""
+        """Draw the configuration from the seed."""
         self.seed = seed
         self.timeline = Timeline(seed, keep_log=keep_log)
         rng = self.timeline.rng
@@ -163,7 +161,7 @@ class Simulation:
         self.crowd.leavers.waits = self.plane.loops.waits
         self.holders = self._check_at_holders()
         self.submissions: dict[str, JobSpec] = {}
-        # Which life of which agent was told that an operator wants it to leave.
+        # The life of each agent that received an operator's drain order.
         self.leave_requested: dict[NodeId, int] = {}
         self.stops: set[JobId] = set()
 
@@ -174,12 +172,12 @@ class Simulation:
 
     @property
     def is_starting_slowly(self) -> bool:
-        """Return whether this is a run of slow first steps."""
+        """Return whether first steps are slow in this run."""
         return self.seed % 17 == STARTING_SEED and not crowd.has_crowd(self.seed)
 
     @property
     def coordinator(self) -> CoordinatorHost:
-        """Return the one that leads, as far as it knows; the first if none does."""
+        """Return the coordinator that believes to be the leader; the first if none does."""
         leading = [h for h in self.coordinators if h.machine is not None and h.may_act()]
         return leading[0] if leading else self.coordinators[0]
 
@@ -192,7 +190,7 @@ class Simulation:
 
     def _to_agent(self, stream: Stream, message: CoordinatorMessage) -> None:
         agent = self.by_node[stream.node_id]
-        # One that is frozen may have given the stream up by the time it reads this.
+        # A frozen agent may have closed the stream by the time it reads this.
         if isinstance(message, Drain) and stream.agent_side and not agent.is_frozen:
             self.leave_requested[stream.node_id] = agent.life
             if self.seed % 10 == REPLACED_SEED:
@@ -202,7 +200,7 @@ class Simulation:
         agent.receives(stream, message)
 
     def _noted(self, note: Note) -> None:
-        """Hold what the coordinator accuses somebody of against the truth."""
+        """Check a verdict of the coordinator against the injected faults."""
         said = dict(note.fields)
         self.faults.blame.noted(note)
         self.checkers.failed(
@@ -228,7 +226,7 @@ class Simulation:
             self.checkers.accused_group(note.job_id, said["generation"], is_guilty=is_stuck)
 
     def _show_copies(self, note: Note) -> None:
-        """Note where status shows the job's rows at the moment when its group is announced."""
+        """Record the nodes on which status shows a job's rows when its group is announced."""
         machine, job_id = self.coordinator.machine, JobId(note.job_id)
         if machine is None or not self.plane.scripts[job_id].is_sharded:
             return
@@ -239,7 +237,7 @@ class Simulation:
         self.plane.copying.formed(job_id, int(dict(note.fields)["generation"]), shown)
 
     def _check_hung(self) -> None:
-        """By now whoever hung before the liveness phase must have been ended."""
+        """Check that all workers that hung before the liveness phase have been ended."""
         hung = [str(p.worker_id) for a in self.agents for p in a.workers() if p.is_hung]
         self.checkers.still_hung(hung)
 
@@ -250,7 +248,7 @@ class Simulation:
 
         Raises:
             CheckFailed: a property does not hold.
-            InvariantViolation: a machine contradicts itself.
+            InvariantViolation: a state machine violates its own invariant.
         """
         self.network.conditions.keepalive_ns *= PATIENCE if self.seed % 7 == PATIENT_SEED else 1
         for host in self.coordinators:
@@ -263,7 +261,7 @@ class Simulation:
         self.faults.begin()
         if self.seed % 4 == COPIES_SEED:
             self.holders.plan()
-        # Not in every seed either, see `_plan_job`.
+        # Not in every seed, see `_plan_job`.
         for _ in range(3 if self.seed % 4 == SICK_SEED else 0):
             self.timeline.after(self.timeline.between(5 * S, 50 * S), self.faults.sicken)
         self.faults.plan_rare(self.seed)
@@ -306,7 +304,7 @@ class Simulation:
         job_id, rng = spec.job_id, self.timeline.rng
         spec, script = self.crowd.plan_job(spec, script)
         if self.seed % 4 == COPIES_SEED:
-            # Of these runs all want copies, and last long enough for what must come about.
+            # In these runs all jobs have copies, and run long enough for the faults and checks.
             every = rng.choice([1, 5, 20])
             script = replace(script, copies_every=every, steps=max(300, script.steps))
             if self.seed % 16 >= RARELY_SEED and index == 0:
@@ -319,13 +317,13 @@ class Simulation:
         if self.timeline.chance(0.15) and not self.checkers.is_gentle:
             moment = self.timeline.between(10 * S, 50 * S)
             self.timeline.after(moment, self._drain_some_node)
-        # Not in every seed: rare bugs are caught by what is rare, and each draw moves all others.
+        # Not in every seed: see the rule of `draws`.
         if self.seed % 4 == 1 and self.timeline.chance(0.8):
             moment = self.timeline.between(5 * S, 50 * S)
             self.timeline.after(moment, self._request_checkpoint, job_id)
 
     def _enter(self, spec: JobSpec, script: Script, at_ns: int) -> None:
-        """A job will be submitted at that moment."""
+        """Schedule the submission of a job."""
         script = replace(script, in_parts=self.seed % 3 == PARTS_SEED)
         if self.seed % 9 == REPORTING_SEED and not crowd.has_crowd(self.seed):
             script = replace(script, tell_every=script.steps // 2 + 1, report_every=script.steps)
@@ -334,18 +332,18 @@ class Simulation:
             script = replace(script, starts_ns=4 * longest_ns, works_ns=2 * longest_ns)
             script = replace(script, report_every=max(script.report_every, script.steps // 2))
         if self.seed % 13 == LEFT_SEED and not self.checkers.is_gentle:
-            # Once only, or each time at the same place: then trying again would not help.
+            # Once only, or each time at the same step, where retries do not help.
             script = replace(script, leaves_at=10, leaves=1_000 if self.seed % 2 else 1)
         self.plane.scripts[spec.job_id] = script
         self.checkers.specs[spec.job_id] = spec
         self.timeline.after(at_ns, self._submit, spec)
 
     def _request_checkpoint(self, job_id: JobId) -> None:
-        """A user wants a checkpoint now; one who is refused does not ask again."""
+        """Request a checkpoint as a user, without a retry if it is refused."""
         self.coordinator.post(CheckpointRequested(f"save {job_id}", job_id))
 
     def _submit(self, spec: JobSpec) -> None:
-        """Submit until the answer is seen, as a client does."""
+        """Submit a job, and retry until its record exists, as a client does."""
         if spec.job_id in self.disk.records:
             return
         self.submissions[spec.name] = spec
@@ -362,14 +360,14 @@ class Simulation:
         self.coordinator.post(event)
 
     def _replace(self) -> None:
-        """Whoever told an agent what an operator wants does not live to see it leave."""
+        """Kill the coordinator that ordered a drain before the agent has left."""
         host = self.coordinator
         if not self.faults.is_over and host.machine is not None:
             host.crash()
             self.timeline.after(self.timeline.between(10 * MS, 1 * S), host.start)
 
     def _keep_alive(self) -> None:
-        """In the liveness phase a drained agent is started again by its operator."""
+        """In the liveness phase, restart agents that are down or drained; check each second."""
         for agent in self.agents:
             agent.start()
         for job_id in self.plane.scripts:
@@ -385,7 +383,7 @@ class Simulation:
         return not self.pending()
 
     def pending(self) -> str:
-        """Return what still has to happen, "" for nothing."""
+        """Return what is not done yet, "" if the run is complete."""
         for spec in self.submissions.values():
             record = self.disk.records.get(spec.job_id)
             if record is None:
@@ -419,7 +417,7 @@ def run_seed(seed: int, *, transcript: bool = False) -> tuple[Outcome | None, li
     except ElasticError as failure:
         return None, simulation.timeline.log, f"{type(failure).__name__}: {failure}"
     except Exception:
-        # A machine that raises is a failure like any other: it has a seed, and a story before it.
+        # An exception of a machine is a failure like any other, with a seed and a transcript.
         return None, simulation.timeline.log, traceback.format_exc()
 
 

@@ -1,8 +1,8 @@
 """Simulated leadership: a store with one lease, and coordinators that wait for it and renew it.
 
-Rule: as in a real store, the lease ends by the store's clock and a write is compared with who
-holds it at the moment of the write; a coordinator believes in its lease by a clock of its own,
-which stands still while its machine is paused.
+Rule: as in a real store, the lease expires by the store's clock, and each write is checked against
+the present holder. A coordinator judges its lease by its own clock, which does not advance while
+its machine is paused.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ POLL_NS = 500 * MS
 
 @dataclass
 class LeaseStore:
-    """Who leads, as the store knows it.
+    """The store's lease: its holder, term and expiry.
 
     Attributes:
-        is_away: it answers nobody: its quorum is lost.
+        is_away: the store has lost its quorum and does not reply.
     """
 
     checkers: Checkers
@@ -33,7 +33,7 @@ class LeaseStore:
     is_away: bool = False
 
     def claim(self, name: str, now_ns: int) -> bool:
-        """Take the lease if nobody holds it; the term grows."""
+        """Acquire the lease if it is free, with a new term; return whether it was."""
         if self.holder not in ("", name) and now_ns < self.expires_ns:
             return False
         self.holder, self.term, self.expires_ns = name, self.term + 1, now_ns + TTL_NS
@@ -41,33 +41,33 @@ class LeaseStore:
         return True
 
     def renew(self, name: str, term: int, now_ns: int) -> bool:
-        """Renew the lease; False when it has ended, or is somebody else's."""
+        """Renew the lease; False if it has expired or has another holder."""
         if not self.fence(name, term) or now_ns >= self.expires_ns:
             return False
         self.expires_ns = now_ns + TTL_NS
         return True
 
     def resign(self, name: str, term: int) -> None:
-        """End the lease if it is still this one's."""
+        """Release the lease if this coordinator still holds it."""
         if self.fence(name, term):
             self.holder = ""
 
     def fence(self, name: str, term: int) -> bool:
-        """Return whether a write of this term is taken."""
+        """Return whether the store accepts a write of this coordinator and term."""
         return (self.holder, self.term) == (name, term)
 
 
 class Candidate:
-    """One coordinator's part: waits, claims, renews, and knows when it must stop.
+    """One coordinator's part of the election: waits, claims, renews, and stops in time.
 
     Attributes:
-        term: of the last claim that was won.
-        is_cut: it does not reach the store, nor the store it.
+        term: the term of its last successful claim.
+        is_cut: coordinator and store do not reach each other.
         is_running: its process is up and not frozen.
     """
 
     def __init__(self, timeline: Timeline, store: LeaseStore, name: str) -> None:
-        """Begin down; `begin` starts to wait."""
+        """Create a candidate that is down; `begin` starts it."""
         self.timeline = timeline
         self.store = store
         self.name = name
@@ -82,46 +82,46 @@ class Candidate:
         self._life = 0
 
     def begin(self) -> None:
-        """The process is up."""
+        """Start: wait for the lease."""
         self._life += 1
         self.is_running, self._stands, self._valid_until_ns = True, False, 0
         self._later(self.timeline.between(0, POLL_NS), self._poll)
 
     def end(self, *, resigns: bool = False) -> None:
-        """The process is gone; one that ends in order gives the lease back."""
+        """End with the process; with `resigns`, release the lease, as in a clean shutdown."""
         if resigns and self.reaches_store():
             self.store.resign(self.name, self.term)
         self._life += 1
         self.is_running = self._stands = False
 
     def freeze(self, frozen: bool, paused_ns: int = 0) -> None:
-        """Stop or go on; `paused_ns` is time that its own clock has not seen."""
+        """Stop or continue; its own clock was paused for `paused_ns`."""
         self.is_running = not frozen
         self._valid_until_ns += paused_ns
         self._was_paused = self._was_paused or paused_ns > 0
 
     def is_valid(self) -> bool:
-        """Return whether it may act: as far as it knows, its lease has not ended."""
+        """Return whether it may act: by its own clock, its lease has not expired."""
         return self._stands and self.timeline.now_ns < self._valid_until_ns
 
     def reaches_store(self) -> bool:
-        """Return whether a request would be answered."""
+        """Return whether the store would reply to a request."""
         return not self.is_cut and not self.store.is_away
 
     def write(self, term: int) -> bool:
-        """Change the store under a term; False if it is out of reach, or takes it no more."""
+        """Write to the store under a term; False if it is unreachable, or rejects the term."""
         if not self.reaches_store() or not self.store.fence(self.name, term):
             return False
         self.store.checkers.wrote(self.name, term)
         return True
 
     def command(self) -> None:
-        """An order goes out to an agent."""
+        """Check that it is the leader when it sends an order to an agent."""
         if not self._was_paused:
             self.store.checkers.commanded(self.name, self.term, self.store.term)
 
     def over(self) -> None:
-        """Its term is over: wait for another."""
+        """End its term and wait for the lease again."""
         if self._stands:
             self._stands = False
             self._later(self.timeline.between(MS, POLL_NS), self._poll)
@@ -150,7 +150,7 @@ class Candidate:
             self._later(POLL_NS, self._poll)
 
     def _renew(self) -> None:
-        """Ask now; the store hears it a moment later, and we may count only from now."""
+        """Request a renewal; its validity counts from now, before the store receives it."""
         if not self._stands:
             return
         if not self.is_running:

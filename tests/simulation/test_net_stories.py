@@ -1,4 +1,4 @@
-"""The stories that tests/chaos/net plays on a real network, on the simulated one: many at once."""
+"""The scenarios of tests/chaos/net, on the simulated network instead of a real one; many seeds."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def parted(simulation: Simulation) -> Callable[[], None]:
 
 
 def nothing(simulation: Simulation) -> Callable[[], None]:
-    """The simulated store has no members: it answers as a whole, or not."""
+    """Do nothing: the simulated store has no members that could fail one by one."""
     return lambda: None
 
 
@@ -116,7 +116,7 @@ def test_the_story_breaks_no_property_and_every_job_ends(name: str) -> None:
     for number in range(SEEDS):
         simulation = Simulation(5 * number + SHARED_SEED, keep_log=False)
         simulation.faults.mix = Mix((), S)
-        simulation.checkers.is_gentle = False  # Also of a gentle seed: no story is announced.
+        simulation.checkers.is_gentle = False  # Of all seeds: no scenario here is announced.
 
         def strike(simulation: Simulation = simulation) -> None:
             heal = SIMULATED[name](simulation)

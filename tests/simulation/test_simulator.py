@@ -1,4 +1,4 @@
-"""The simulator: seeds pass, replay exactly, and its checkers catch planted bugs."""
+"""Tests of the simulator: seeds pass, replay exactly, and its checkers catch planted bugs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SEEDS = 100
 SEEDS_AT_ONCE = 25
 FRESH_SEEDS = 1000
 SEEDS_PER_BUG = 300
-"""After the seed that is known to catch it, in case that one no longer does."""
+"""Seeds to try if the seed that is known to catch a bug no longer does."""
 NOT_FOUND_SOON = (
     "ends_who_forms_with_the_one_that_it_waits_for",
     "kills_who_takes_long_over_the_first_step",
@@ -26,7 +26,7 @@ NOT_FOUND_SOON = (
     "records_checkpoints_of_old_generations",
     "waits_for_ever_where_all_wait",
 )
-"""Bugs that a few hundred seeds do not show: to be looked for by hand."""
+"""Bugs that a few hundred seeds do not find; search for them by hand."""
 
 
 @pytest.mark.parametrize("first", range(0, SEEDS, SEEDS_AT_ONCE))
@@ -40,7 +40,7 @@ def test_no_fresh_seed_breaks_a_property(fresh_seed: int) -> None:
 
 
 def assert_right(seeds: range) -> None:
-    """Run seeds; also fail if they did nothing that could have gone wrong."""
+    """Run seeds; also fail if they were trivial."""
     groups = faults = succeeded = 0
     for seed in seeds:
         outcome, _, failure = run_seed(seed)

@@ -1,8 +1,7 @@
-"""A model of worker processes: the real worker machine over simulated main threads and groups.
+"""A model of worker processes: the real worker state machine, simulated main threads and groups.
 
-Rule: a group makes a step only while every one of its members is alive, unstopped and inside
-its train function; nothing else does. What a step computes is not modelled; that it happened,
-in which generation, with whom, is.
+Rule: a group makes a step only while all its members are alive, not stopped and inside their train
+functions. The computation of a step is not modelled, only its generation and members.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from tests.simulation.world import MS, Timeline
 
 @dataclass
 class SimGroup:
-    """One generation of one job, as the data plane sees it."""
+    """One generation of one job, in the data plane."""
 
     job_id: JobId
     generation: Generation
@@ -58,10 +57,10 @@ class SimGroup:
 
 
 class DataPlane:
-    """All groups of all jobs, and what the scripts have done so far."""
+    """All groups of all jobs, and the progress of the scripts."""
 
     def __init__(self, timeline: Timeline, checkers: Checkers) -> None:
-        """Begin without groups."""
+        """Start without groups."""
         self.timeline = timeline
         self.checkers = checkers
         self.groups: dict[tuple[JobId, Generation], SimGroup] = {}
@@ -75,7 +74,7 @@ class DataPlane:
         self.links = Links(timeline)
 
     def arrive(self, process: SimProcess, assignment: Assignment) -> None:
-        """A main thread waits in the rendezvous of its generation."""
+        """Let a main thread wait in the rendezvous of its generation."""
         key = (assignment.job_id, assignment.generation)
         group = self.groups.get(key)
         if group is None:
@@ -88,7 +87,7 @@ class DataPlane:
         self.try_form(group)
 
     def try_form(self, group: SimGroup) -> None:
-        """The group stands once every rank waits and none of them is stopped."""
+        """Form the group, if all ranks wait and none is held back."""
         if group.is_over or group.members or len(group.waiting) < group.world_size:
             return
         if self.is_held(group, group.waiting.values()):
@@ -110,19 +109,19 @@ class DataPlane:
             self.timeline.after(delay, process.answer_main, GroupFormed(group.generation))
 
     def _begin(self, group: SimGroup, copied: int) -> None:
-        """Go on from storage, or from memory that has so many steps."""
+        """Start from storage, or from copies in memory that have `copied` steps."""
         group.step = group.first_step = max(_step_of(group.assignment.checkpoint), copied)
         cause = group.assignment.cause
         self.checkers.begins(group.job_id, group.generation, group.step, cause)
 
     def is_held(self, group: SimGroup, members: Collection[SimProcess]) -> bool:
-        """Return whether these get nowhere: one of them stands, or a link between two is cut."""
+        """Return whether these make no progress: one of them does not, or a link is cut."""
         nodes = [p.node_id for p in members]
         is_parted = self.links.hold(group.job_id, group.generation, nodes)
         return is_parted or not all(p.moves() for p in members)
 
     def group_of(self, process: SimProcess) -> SimGroup | None:
-        """Return the group that a process trains in, None if it is in none that still stands."""
+        """Return the group in which a process trains, None if there is none or it is over."""
         busy = process.busy_with
         if not isinstance(busy, EnterTrain):
             return None
@@ -130,7 +129,7 @@ class DataPlane:
         return group if group is not None and not group.is_over else None
 
     def _trained(self, job_id: JobId) -> Trained | None:
-        """Return how far a job is, None while no group of it stands."""
+        """Return the progress of a job's newest group, None if there is no formed group."""
         groups = [g for (j, _), g in self.groups.items() if j == job_id and not g.is_over]
         group = max(groups, key=lambda g: g.generation, default=None)
         if group is None or not group.members:
@@ -139,7 +138,7 @@ class DataPlane:
         return Trained((group.generation, group.step), group.step - group.first_step, nodes)
 
     def enter(self, process: SimProcess, assignment: Assignment) -> None:
-        """A main thread is inside the train function."""
+        """Put a main thread into the train function."""
         group = self.groups[(assignment.job_id, assignment.generation)]
         group.inside.add(assignment.rank)
         script = self.scripts[group.job_id]
@@ -175,7 +174,7 @@ class DataPlane:
             return
         members = group.members.values()
         if self.is_held(group, members) or any(p.is_slow() for p in members):
-            # Somebody stopped, hangs, starts, is slow or unheard: the others wait, time passes.
+            # A member is stopped, hung, starting, slow or unreachable: the others wait.
             self.timeline.after(20 * MS, self._end_step, group)
             if self.scripts[group.job_id].in_parts:
                 parts.stall(group.members, group.step)
@@ -222,24 +221,24 @@ class DataPlane:
                 self._next_step(group)
 
     def _save_if_requested(self, group: SimGroup) -> None:
-        """A user wished for a checkpoint: the leader tells of one, with a number of its own."""
+        """Save a checkpoint that a user requested; the leader reports it, with the request's id."""
         requests = [p.save_request for p in group.members.values() if p.save_request is not None]
         newest = max((w.request for w in requests if w.generation == group.generation), default=0)
         if newest > self.saves_served.get(group.job_id, 0):
             self.saves_served[group.job_id] = newest
             if not self.loops.save(group.job_id, group.step):
-                return  # What cannot be written is given up; the next wish is tried again.
+                return  # Storage rejected it: given up; the next request tries again.
             saved = CheckpointWritten(group.generation, newest, "{}", f"auto-{newest}", newest)
             group.members[0].report_machine(saved)
 
     def _raise(self, group: SimGroup) -> None:
-        """User code raises in rank 0; the others find the group broken when it is gone."""
+        """Raise in rank 0's user code; the others see a broken group when that process ends."""
         failure = Failure("ValueError", "bad batch", position=f"step {group.step}")
         event = TrainRaised(group.generation, failure, group_broken=False)
         group.members[0].answer_main(event)
 
     def _leave_early(self, group: SimGroup) -> None:
-        """The last rank returns, and the others wait for it from here on."""
+        """Let the last rank return; the others wait for it from now on."""
         self.left[group.job_id] = self.left.get(group.job_id, 0) + 1
         if group.world_size == 1:
             self._next_step(group)
@@ -249,7 +248,7 @@ class DataPlane:
         self._await_who_left(group)
 
     def _await_who_left(self, group: SimGroup) -> None:
-        """Nobody makes a step any more, until the group is over."""
+        """Let the members wait, without steps, until the group is over."""
         if group.is_over:
             return
         for process in group.members.values():
@@ -260,13 +259,13 @@ class DataPlane:
         self.timeline.after(20 * MS, self._await_who_left, group)
 
     def let_go(self, process: SimProcess, generation: Generation) -> None:
-        """A process that has returned closes its connections: its neighbours notice."""
+        """Close the connections of a process that has returned, which its neighbours detect."""
         group = self.groups.get((process.job_id, generation))
         if group is not None and not group.is_over:
             self.lost(process)
 
     def waits_in_vain_ns(self, job_id: JobId) -> int:
-        """Return for how long a group has waited for a member that has left, 0 if none does."""
+        """Return for how long a group has waited for a member that has left, 0 if none has."""
         group = max(
             (g for (j, _), g in self.groups.items() if j == job_id),
             key=lambda g: g.generation,
@@ -293,7 +292,7 @@ class DataPlane:
         process.answer_main(event)
 
     def _report(self, group: SimGroup) -> None:
-        """A report with a checkpoint: rank 0 tells, all agree whether to leave here."""
+        """Report with a checkpoint from rank 0; all members agree whether to leave here."""
         self._tell(group, f"checkpoint-{group.step}")
         works_ns = self.scripts[group.job_id].works_ns
         if works_ns:
@@ -304,7 +303,7 @@ class DataPlane:
             self._next_step(group)
 
     def _tell(self, group: SimGroup, path: str = "") -> None:
-        """A report of all ranks; a checkpoint is rank 0's."""
+        """Report metrics from all ranks, and a checkpoint from rank 0 if there is a path."""
         metrics = f'{{"step": {group.step}}}'
         self.checkers.told(group.job_id, group.generation, metrics)
         for rank, process in group.members.items():
@@ -313,11 +312,11 @@ class DataPlane:
             )
 
     def _is_left(self, group: SimGroup) -> bool:
-        """Return whether a member knows that the next boundary is the last."""
+        """Return whether a member knows that the group ends at this boundary."""
         return any(p.wish == group.generation for p in group.members.values())
 
     def _leave(self, group: SimGroup) -> None:
-        """All leave at this boundary."""
+        """Let all members leave at this boundary."""
         group.is_over = True
         for process in group.members.values():
             event = TrainLeft(group.generation, at_boundary=True)
@@ -325,7 +324,7 @@ class DataPlane:
             self.timeline.after(delay, process.answer_main, event)
 
     def lost(self, process: SimProcess) -> None:
-        """A process is gone: its neighbours notice, the others wait until they are freed."""
+        """Break a process's group: its neighbours detect it, the others wait for an abort."""
         for group in self.groups.values():
             if process not in [*group.members.values(), *group.waiting.values()]:
                 continue

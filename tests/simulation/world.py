@@ -1,7 +1,7 @@
-"""The simulated world's clock and dice: a heap of moments, one seeded random source.
+"""Virtual time and randomness of the simulation: a heap of events, one seeded random source.
 
-Rule: nothing here knows the runtime. Time jumps to the next moment; equal moments happen in the
-order they were asked for; so a seed and a commit replay every run exactly.
+Rule: nothing here depends on the runtime. Time jumps to the next event; events at the same time
+happen in the order in which they were scheduled; so a seed and a commit replay a run exactly.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ class Timeline:
     """Virtual time.
 
     Attributes:
-        now_ns: the present.
-        rng: the only source of chance.
-        log: one line per thing that happened, for the transcript.
+        now_ns: the current time.
+        rng: the only random source.
+        log: one line per event, for the transcript.
     """
 
     def __init__(self, seed: int, *, keep_log: bool = True) -> None:
-        """Begin at zero."""
+        """Start at time 0."""
         self.now_ns = 0
         self.rng = random.Random(seed)
         self.log: list[str] = []
@@ -34,27 +34,27 @@ class Timeline:
         self._sequence = 0
 
     def at(self, moment_ns: int, action: Callable[..., None], *args: object) -> None:
-        """Do `action(*args)` at a moment, not before now."""
+        """Schedule `action(*args)` at a time, not before now."""
         self._sequence += 1
         todo = partial(action, *args)
         heapq.heappush(self._heap, (max(moment_ns, self.now_ns), self._sequence, todo))
 
     def after(self, delay_ns: int, action: Callable[..., None], *args: object) -> None:
-        """Do `action(*args)` after a delay."""
+        """Schedule `action(*args)` after a delay."""
         self.at(self.now_ns + delay_ns, action, *args)
 
     def between(self, low_ns: int, high_ns: int) -> int:
-        """Draw a duration."""
+        """Draw a duration, bounds included."""
         return self.rng.randint(low_ns, max(low_ns, high_ns))
 
     def chance(self, probability: float) -> bool:
-        """Throw a coin."""
+        """Return True with this probability."""
         return self.rng.random() < probability
 
     def run_until(self, until_ns: int, stop: Callable[[], bool] | None = None) -> bool:
-        """Let time pass; True if `stop` held before `until_ns`.
+        """Run events until `until_ns`; return True if `stop` held before that.
 
-        Events at one moment are all done before `stop` is asked.
+        `stop` is called after each event.
         """
         while self._heap and self._heap[0][0] <= until_ns:
             moment, _, action = heapq.heappop(self._heap)
@@ -66,30 +66,30 @@ class Timeline:
         return False
 
     def tell(self, who: str, what: str) -> None:
-        """Write a line into the transcript."""
+        """Append a line to the transcript."""
         if self._keep_log:
             self.log.append(f"{self.now_ns / S:10.4f} {who:<12} {what}")
 
 
 class Alarm:
-    """Rings at the next deadline of a machine, never for one that is gone."""
+    """Calls `ring` at a machine's next deadline; never for an earlier machine."""
 
     def __init__(self, timeline: Timeline, ring: Callable[[], None]) -> None:
-        """Begin silent."""
+        """Start without a deadline."""
         self._timeline = timeline
         self._ring = ring
         self._due_ns: int | None = None
         self._life = 0
 
     def set(self, due_ns: int | None) -> None:
-        """Ring then, and not at the moment before it; None leaves that as it is."""
+        """Replace the deadline; None keeps it."""
         if due_ns is None or due_ns == self._due_ns:
             return
         self._due_ns = due_ns
         self._timeline.at(max(due_ns, self._timeline.now_ns + 1), self._come, self._life, due_ns)
 
     def reset(self) -> None:
-        """Another machine begins: what was set for the one before does not ring."""
+        """Cancel the deadline, since another machine starts."""
         self._due_ns = None
         self._life += 1
 
