@@ -200,8 +200,8 @@ class MedianStoppingRule(TrialScheduler):
             time_attr: see `TrialScheduler`.
             metric: the metric that is compared.
             mode: "min" or "max" is better.
-            grace_period: no trial is stopped before this progress,
-            min_samples_required: nor before so many trials have completed.
+            grace_period: progress before which no trial is stopped.
+            min_samples_required: number of completed trials before which no trial is stopped.
             min_time_slice: accepted as in Ray, where trials take turns; no effect.
             hard_stop: only True is supported: trials are stopped, not paused.
         """

@@ -95,8 +95,8 @@ class TrialPlateauStopper(Stopper):
 
         Args:
             metric: the metric to watch.
-            std: standard deviation below which the metric counts as a plateau,
-            num_results: over so many newest reports.
+            std: standard deviation below which the metric counts as a plateau.
+            num_results: number of newest reports over which it is computed.
             grace_period: number of reports before which no trial is stopped.
             metric_threshold: a trial whose metric is worse than this is not stopped.
             mode: "min" or "max" is better; needed with `metric_threshold`.

@@ -69,10 +69,10 @@ class FrameReader:
         return payloads
 
     def end(self) -> None:
-        """Check the rest of the stream at its end.
+        """Check the remaining bytes at the end of the stream.
 
         Raises:
-            PeerError: the stream ended inside a frame, or its rest cannot be read.
+            PeerError: the stream ended inside a frame, or the remaining bytes cannot be read.
         """
         left = len(self._buffer)
         # An invalid length that came after valid payloads is still buffered: it raises now.
