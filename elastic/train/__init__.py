@@ -1,7 +1,6 @@
-"""The training API, shaped like ray.train: what scripts import.
+"""The public training API that scripts import, shaped like ray.train.
 
-Names only; each is loaded when it is first used, so that importing this package loads neither
-torch nor grpc.
+Each name is loaded on first use, so that importing this package loads neither torch nor grpc.
 """
 
 from __future__ import annotations

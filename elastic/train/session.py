@@ -1,4 +1,4 @@
-"""What a train function asks and says while it runs: context, reports, checkpoints."""
+"""API of a running train function: context, reports, checkpoints."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 TRIAL = "trial"
 """Folder in the run directory for the script's own files."""
 VALIDATION_POLL_S = 0.5
-"""How often a rank that waits for validations asks storage."""
+"""How often, in seconds, a rank that waits for validations polls storage."""
 
 
 def require_context(what: str) -> WorkerContext:
@@ -63,7 +63,7 @@ def require_context(what: str) -> WorkerContext:
 
 
 def require_place(what: str) -> WorkerContext:
-    """Return the worker's context in a group; one that runs ahead of its group joins first.
+    """Return the worker's context in a group; a worker that is ahead of its group joins it first.
 
     Args:
         what: the call that needs it, for the error.
@@ -96,13 +96,13 @@ def working(what: str) -> contextlib.AbstractContextManager[None]:
         with train.working("evaluation"):
             score = external_evaluation(model)
 
-    Work in Python is recognized without it. What shows no movement from outside, such as one long
-    call into native code or waiting for another program, would be taken for a hang after
-    `FailureConfig(hang_timeout_s=...)`; inside this block it never is, and `elastic status` shows
+    Work in Python is recognized without it. Work without visible progress, such as one long call
+    into native code or waiting for another program, would count as a hang after
+    `FailureConfig(hang_timeout_s=...)`; inside this block it never does, and `elastic status` shows
     the name.
 
     Args:
-        what: for people.
+        what: a human-readable name.
     """
     context = worker_context.current()
     return _working(context, what) if context is not None else contextlib.nullcontext()
@@ -110,7 +110,7 @@ def working(what: str) -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def _working(context: WorkerContext, what: str) -> Iterator[None]:
-    """Say so to the agent as well, before and after: native code may keep us from saying more."""
+    """Report it to the agent before and after: native code may block reports in between."""
     try:
         with context.activity.working(what):
             context.link.report_work()
@@ -122,9 +122,9 @@ def _working(context: WorkerContext, what: str) -> Iterator[None]:
 def is_driver() -> bool:
     """Return whether this process watches a run, rather than being one of its workers.
 
-    A script that `elastic submit` or torchrun runs is executed by every worker; what should
-    happen once, such as printing the result, belongs behind this question. Under torchrun the
-    process of rank 0 is the one that watches.
+    A script that `elastic submit` or torchrun runs is executed by every worker; guard what should
+    happen once, such as printing the result, with this function. Under torchrun rank 0's process
+    is the driver.
     """
     if worker_context.current() is not None:
         return False
@@ -134,7 +134,7 @@ def is_driver() -> bool:
 
 
 UNSAID: Any = object()
-"""In place of a checkpoint that a report does not speak of."""
+"""Default of a report's `checkpoint`, to distinguish a missing argument from None."""
 
 
 def report(
@@ -147,43 +147,44 @@ def report(
     checkpoint_upload_fn: UploadFunction | None = None,
     validation: bool | ValidationTaskConfig = False,
 ) -> None:
-    """Keep metrics, and a checkpoint if one is given.
+    """Report metrics, and a checkpoint if one is given.
 
-    Without a word of a checkpoint this is no barrier and costs microseconds: the metrics of every
-    report are kept in the run directory. With `checkpoint=`, be it None, all ranks must call it and
-    wait for each other: the files of those that have some are merged into one directory, which
-    counts once all of them are written; then all go on, and see the same checkpoints. It is a
-    boundary, at which the group may change (the train function is then entered anew and
-    `get_checkpoint` gives this one).
+    Without `checkpoint=` this is no barrier and costs microseconds: the metrics of every report
+    are stored in the run directory. With `checkpoint=`, even None, all ranks must call it and wait
+    for each other: their files are merged into one directory, which is committed once all of them
+    are written; then all ranks continue, and see the same checkpoints. It is a boundary at which
+    the group may change (the train function is then called again and `get_checkpoint` returns
+    this one).
 
     Args:
-        metrics: names to numbers, strings, or anything JSON can say; 0-dimensional tensors and
-            NumPy scalars are turned into numbers. NaN and infinite numbers are kept; the files in
-            the run directory say them as text, such as "nan".
+        metrics: names to numbers, strings, or any JSON value; 0-dimensional tensors and NumPy
+            scalars become numbers. NaN and infinite numbers are kept; the files in the run
+            directory store them as text, such as "nan".
         checkpoint: this rank's files; None if this rank has none, and others may. With SYNC they
             are copied: the directory may be deleted afterwards.
         checkpoint_dir_name: name of its directory; by default one that is never used twice.
-        checkpoint_upload_mode: SYNC returns when the checkpoint counts; while the coordinator is
-            away after a second, and it counts once that is back. ASYNC returns when all ranks are
-            here and copies in the background, one checkpoint at a time: a second one
-            waits for the first. What goes wrong is raised by the next report, or at the end of the
-            train function, which waits for the last upload; one that is under way when the group
-            changes is given up, with a line in the log. Leave the directory alone meanwhile.
-            NO_UPLOAD takes a checkpoint that lies in RUN/checkpoints already. The mode must be the
-            same on all ranks.
+        checkpoint_upload_mode: SYNC returns when the checkpoint is committed; while the
+            coordinator is down, after a second, and it is committed once the coordinator is back.
+            ASYNC returns when all ranks have called and copies in the background, one checkpoint
+            at a time: a second one waits for the first. Errors are raised by the next report, or
+            at the end of the train function, which waits for the last upload; an upload in
+            progress when the group changes is dropped, with a line in the log. Do not change the
+            directory meanwhile. NO_UPLOAD takes a checkpoint that is in RUN/checkpoints already.
+            The mode must be the same on all ranks.
         delete_local_checkpoint_after_upload: by default with ASYNC only.
-        checkpoint_upload_fn: your own way of uploading: called with the checkpoint and the name of
-            its directory, returns the checkpoint where it lies then, in RUN/checkpoints.
-        validation: True, or a `ValidationTaskConfig`: the trainer's `validation_config` says what
-            is called with the checkpoint, in a process beside training. What it returns is added
-            to the checkpoint's metrics; until then retention leaves the checkpoint alone. If it
-            raises, dies or takes too long, that is told and recorded, and training goes on. The
-            train function ends once all are over; whoever goes on with a run takes up what is not.
+        checkpoint_upload_fn: a custom upload: called with the checkpoint and the name of its
+            directory, returns the uploaded checkpoint, in RUN/checkpoints.
+        validation: True, or a `ValidationTaskConfig`: the function in the trainer's
+            `validation_config` is called with the checkpoint, in a process beside training. What
+            it returns is added to the checkpoint's metrics; until then retention keeps the
+            checkpoint. If it raises, dies or times out, that is logged and recorded, and training
+            continues. The train function ends once all validations have; resuming a run resumes
+            its pending ones.
 
     Raises:
-        UsageError: outside a train function, metrics that JSON cannot say, or a checkpoint that
-            is none, is not where NO_UPLOAD expects it, or is brought differently by the ranks; a
-            validation without a checkpoint, or without a validation function.
+        UsageError: outside a train function, metrics that are not JSON-serializable, or a
+            checkpoint that is none, is not where NO_UPLOAD expects it, or has different upload
+            modes on the ranks; a validation without a checkpoint, or without a validation function.
         StorageError: the checkpoint could not be stored; the run directory keeps the last one.
     """
     context = require_place("train.report")
@@ -213,10 +214,10 @@ def _requested(
     checkpoint: Checkpoint | None,
     validation: bool | ValidationTaskConfig,
 ) -> str:
-    """Return how a checkpoint is to be validated, "" if it is not.
+    """Return the request to validate a checkpoint, "" for none.
 
     Raises:
-        UsageError: there is no checkpoint, or no function to do so.
+        UsageError: there is no checkpoint, or no validation function.
     """
     if validation is False:
         return ""
@@ -240,7 +241,7 @@ _begins_from: Checkpoint | None = None
 
 @contextlib.contextmanager
 def beginning_from(checkpoint: Checkpoint | None) -> Iterator[None]:
-    """Let `get_checkpoint` give this one, in this process, until the run has one of its own."""
+    """Make `get_checkpoint` return this one, in this process, until the run has one of its own."""
     global _begins_from
     _begins_from = checkpoint
     try:
@@ -252,8 +253,8 @@ def beginning_from(checkpoint: Checkpoint | None) -> Iterator[None]:
 def get_checkpoint() -> Checkpoint | None:
     """Return the newest reported checkpoint of this run that is recorded, None if there is none.
 
-    In a run that was resumed it is that of an earlier attempt, and in one with
-    `resume_from_checkpoint` that one, until a newer one is recorded. Reading it verifies it; see
+    Until a newer one is recorded, a resumed run returns that of an earlier attempt, and a run
+    with `resume_from_checkpoint` returns that one. Reading it verifies it; see
     `Checkpoint.as_directory`.
 
     Raises:
@@ -267,26 +268,25 @@ class CheckpointConsistencyMode(Enum):
     """What `get_all_reported_checkpoints` waits for."""
 
     COMMITTED = "COMMITTED"
-    """Until what this rank has reported counts: an upload in the background."""
+    """Until this rank's reports are committed, those uploaded in the background included."""
     VALIDATED = "VALIDATED"
-    """Until validations are over, too."""
+    """Until validations have ended, too."""
 
 
 def get_all_reported_checkpoints(
     consistency_mode: CheckpointConsistencyMode = CheckpointConsistencyMode.VALIDATED,
     timeout_s: float | None = None,
 ) -> list[ReportedCheckpoint]:
-    """Return all reported checkpoints of this run that count and are kept, oldest first.
+    """Return all committed and retained checkpoints of this run that were reported, oldest first.
 
-    Those of earlier attempts in the same run directory are among them; one that was written when
-    its group was over already, and that the coordinator has not recorded, is not. Read from
-    storage, without waiting for other ranks: one that a rank has reported is seen by that rank at
-    once.
+    This includes those of earlier attempts in the same run directory, but not one that was written
+    after its group had ended and that the coordinator has not recorded. Read from storage, without
+    waiting for other ranks: a rank sees its own reports at once.
 
     Args:
-        consistency_mode: what is waited for; without validations that is hardly ever anything.
+        consistency_mode: what to wait for; without validations that rarely takes time.
         timeout_s: after so many seconds the list is returned as it is, with a line in the log;
-            each one's status says whether it was validated. None: wait for as long as it takes.
+            each one's status shows whether it was validated. None: wait without a limit.
 
     Raises:
         UsageError: outside a train function, or consistency_mode is something else.
@@ -322,29 +322,29 @@ def get_all_reported_checkpoints(
 
 
 def _counting(context: WorkerContext, run: RunDirectory) -> list[tuple[str, CheckpointMarker]]:
-    """Return the reported checkpoints that count, and are kept."""
+    """Return the reported checkpoints that are committed and retained."""
     reporter = context.the_reporter()
-    _ = reporter.newest_checkpoint  # It counts, be its marker there or not.
+    _ = reporter.newest_checkpoint  # It is committed, with or without a marker.
     return reporter.kept(run.reported())
 
 
 def wait_a_moment(context: WorkerContext) -> None:
-    """Wait for what another rank does, as one that waits on purpose."""
+    """Wait one slice for another rank, without being taken for hung."""
     _pass_time(context, WAIT_SLICE_S)
 
 
 def _pass_time(context: WorkerContext, seconds: float) -> None:
-    """Wait a little, in slices that an interrupt can end; who waits on purpose is not hung."""
+    """Wait in slices that an interrupt can end; beats, so that the wait is not taken for a hang."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:
-        if context.activity.beats:  # At 0 nobody judges it.
+        if context.activity.beats:  # At 0 its silence is not judged.
             context.activity.beats += 1
         time.sleep(WAIT_SLICE_S)
 
 
 @dataclass(frozen=True)
 class TrainContext:
-    """This worker's place in the run, under Ray Train's names; always the present one."""
+    """This worker's place in the run, under Ray Train's names; always up to date."""
 
     @property
     def worker(self) -> WorkerContext:
@@ -380,11 +380,11 @@ class TrainContext:
         return self.worker.num_nodes
 
     def get_generation(self) -> int:
-        """Return the number of the group; it grows whenever the membership changes."""
+        """Return the number of the group; it increases whenever the membership changes."""
         return self.worker.generation
 
     def get_global_batch_size(self) -> int:
-        """Return the samples of a step, B; the same at every world size.
+        """Return the number of samples per step, B; the same at every world size.
 
         Raises:
             UsageError: no prepared loader has been read in a loop over `train.epochs()` yet.
@@ -392,19 +392,19 @@ class TrainContext:
         return self._epochs().global_batch
 
     def get_micro_batch_size(self) -> int:
-        """Return the samples of a micro-batch; raises as `get_global_batch_size`."""
+        """Return the number of samples per micro-batch; raises as `get_global_batch_size`."""
         return self._epochs().micro_batch
 
     def get_num_micro_batches(self) -> int:
-        """Return the micro-batches of a step, V; raises as `get_global_batch_size`."""
+        """Return the number of micro-batches per step, V; raises as `get_global_batch_size`."""
         return self._epochs().num_micro_batches
 
     def get_epoch(self) -> int:
-        """Return the passes over the data that are complete in this run."""
+        """Return the number of complete passes over the data in this run."""
         return self._cursor().epoch
 
     def get_step(self) -> int:
-        """Return the steps of this epoch that are committed."""
+        """Return the number of committed steps in this epoch."""
         return self._cursor().step
 
     def _epochs(self) -> Data:
@@ -421,10 +421,10 @@ class TrainContext:
         return engine.cursor if engine is not None else Cursor()
 
     def get_trial_dir(self) -> str:
-        """Return a directory of this machine for the script's own files, and make it.
+        """Create and return a directory on this machine for the script's own files.
 
         It is RUN/trial where the run directory is on a file system, and otherwise a temporary one.
-        Of its files only those count for the run that are reported as a checkpoint.
+        Only files that are reported as a checkpoint become part of the run.
         """
         files = Files(self.worker.run_path) if self.worker.run_path else None
         if files is not None and files.is_local:
@@ -451,12 +451,12 @@ class TrainContext:
         return self.worker.job_id
 
     def get_trial_resources(self) -> dict[str, float]:
-        """Return what this worker has of its node, as far as it knows."""
+        """Return this worker's CPUs and GPUs, as far as it knows."""
         return {"CPU": 1.0, "GPU": float(len(self.worker.devices))}
 
 
 class Storage(str):
-    """The run directory as an fsspec path, with Ray's names for what is in it."""
+    """The run directory as an fsspec path, with Ray's names for its parts."""
 
     __slots__ = ()
 
@@ -471,7 +471,7 @@ class Storage(str):
         return Files(str(self)).fs
 
     def build_checkpoint_path_from_name(self, checkpoint_name: str) -> str:
-        """Return where a checkpoint of this name lies: to write it for NO_UPLOAD, say."""
+        """Return the path of a checkpoint of this name, for example to write it for NO_UPLOAD."""
         return RunDirectory(str(self)).checkpoint_path(checkpoint_name)
 
 

@@ -1,4 +1,4 @@
-"""Trainers: hand a train function to the cluster, watch it, bring the result home.
+"""Trainers: submit a train function to the cluster, follow the job, return the result.
 
 Rule: the same call does the right thing wherever the script runs: in a driver it submits the
 job and follows it, inside a worker (a script run by `elastic submit`) it trains in place, and
@@ -70,7 +70,7 @@ if TYPE_CHECKING:
 
 DEFAULT_STORAGE = "~/elastic_results"
 NAMES_TRIED = 20
-"""Runs of one script that begin within one second get different names by themselves."""
+"""Runs of one script that start within the same second automatically get different names."""
 
 Config = TypeVar("Config")
 
@@ -78,9 +78,9 @@ Config = TypeVar("Config")
 class DataParallelTrainer:
     """A function on many workers, with ranks, reports, checkpoints and restarts.
 
-    What it computes with is its own: `train.get_context()` says which rank it is,
-    `train.collective` has barrier, broadcast and a store. Beneath is a small group over gloo;
-    nothing is set up on GPUs.
+    The function brings its own framework: `train.get_context()` returns its rank, and
+    `train.collective` has barrier, broadcast and a store, over a small gloo group. Nothing is
+    set up on GPUs.
 
     Example:
         >>> trainer = DataParallelTrainer(work, scaling_config=ScalingConfig(num_workers=4))
@@ -109,14 +109,14 @@ class DataParallelTrainer:
                 with `train.get_checkpoint()`.
             train_loop_config: the argument; must be picklable.
             backend_config: a `TorchConfig`; None for the small group.
-            scaling_config: how many workers, with what.
-            run_config: name, place and policies.
-            datasets: by name, for `train.get_dataset_shard(name)`. What they consist of is
-                written down with the run, which is gone on with only while it is the same.
+            scaling_config: number of workers and their resources.
+            run_config: name, storage path and policies.
+            datasets: by name, for `train.get_dataset_shard(name)`. Their contents are recorded
+                with the run, which is resumed only while they are the same.
             dataset_config: how they reach the workers.
             validation_config: what validates checkpoints that are reported with `validation=`.
-            metadata: what JSON can say, for `train.get_context().get_metadata()`.
-            resume_from_checkpoint: what `train.get_checkpoint` gives in a new run until it has
+            metadata: JSON-serializable, for `train.get_context().get_metadata()`.
+            resume_from_checkpoint: what `train.get_checkpoint` returns in a new run until it has
                 one of its own; from any run, readable by all nodes.
 
         Raises:
@@ -168,25 +168,25 @@ class DataParallelTrainer:
         dataset_config: DataConfig | None = None,
         validation_config: ValidationConfig | None = None,
     ) -> Self:
-        """Return the trainer of a run that did not succeed; its `fit` goes on with the run.
+        """Return the trainer of a run that did not succeed; its `fit` resumes the run.
 
         Use it without a train function only on directories that you trust: the trainer is stored
-        as a pickle, RUN/trainer.pkl, and reading that runs what it says (reading checkpoints does
+        as a pickle, RUN/trainer.pkl, and reading that executes code (reading checkpoints does
         not). With a train function the file is not read, and what is not passed is the default.
 
         Args:
             path: the run directory, storage_path/name.
-            train_loop_per_worker: in place of the stored one.
-            train_loop_config: in place of the stored one, as are all the others.
-            scaling_config: another number of workers will do.
-            run_config: its name and storage_path are those of `path` in any case.
+            train_loop_per_worker: replaces the stored one.
+            train_loop_config: replaces the stored one, as do all the others.
+            scaling_config: the number of workers may differ.
+            run_config: its name and storage_path are always those of `path`.
             torch_config: backend and its timeout.
             datasets: by name; of the same files.
             dataset_config: how they reach the workers.
             validation_config: what validates checkpoints.
 
         Raises:
-            UsageError: there is no run, it has succeeded, or no trainer is stored that can be read.
+            UsageError: there is no run, it has succeeded, or it has no readable stored trainer.
             StorageError: the directory cannot be read.
         """
         files = Files(absolute(path))
@@ -224,7 +224,7 @@ class DataParallelTrainer:
 
     @classmethod
     def can_restore(cls, path: str | Path) -> bool:
-        """Return whether a directory holds a run that did not succeed, and what it goes on from.
+        """Return whether a directory holds a run that did not succeed and can be resumed.
 
         Raises:
             StorageError: the directory cannot be read.
@@ -233,30 +233,30 @@ class DataParallelTrainer:
         record = read_run(files)
         if record is None or record.phase is RunPhase.SUCCEEDED:
             return False
-        # Who was killed between the two files has left a run that cannot say what it trains.
+        # A driver killed between writing the two files leaves a run without its trainer.
         return files.exists(TRAINER_FILE) or bool(committed_in(files.path))
 
     def fit(self, tuner: Any = None) -> Result:
         """Train, and return the result.
 
-        `tuner` is there to be refused: a tuner takes the trainer, not the other way round.
+        `tuner` exists only to be rejected: a tuner takes the trainer, not the other way round.
 
-        Ctrl-C stops the job: it is saved, and ends between two steps; a second one ends it at once,
-        and so does an error in a callback. Where `elastic submit`
-        runs the script, each worker trains here, and the command line's options count: a line says
-        which of the script's do not.
+        Ctrl-C stops the job: it is saved, and ends between two steps. A second Ctrl-C ends it at
+        once, and so does an error in a callback. Where `elastic submit` runs the script, each
+        worker trains in place, and the command line's options apply: a line on stderr lists those
+        of the script that do not.
 
-        A name that is there is resumed, with a line that says so: the train function begins with
-        its newest reported checkpoint; after a success it finds nothing left to do.
+        A run whose name exists already is resumed, with a line on stderr: the train function
+        starts from its newest reported checkpoint; after a success nothing is left to do.
 
         Raises:
-            TrainingFailed: the job ended without success, and `.result` is what it left behind.
+            TrainingFailed: the job ended without success; `.result` holds its partial result.
                 `WorkerGroupError`: a worker's code failed; carries the first one's error and
                 traceback. `ControllerError`: for another reason.
-            UsageError: the run cannot work like this; nothing was started.
+            UsageError: the configuration cannot work; nothing was started.
             NameTaken: a run of this name still runs, or its directory holds something else.
-            StorageError: the run directory cannot be made.
-            CoordinatorUnreachable: the cluster does not answer.
+            StorageError: the run directory cannot be created.
+            CoordinatorUnreachable: the cluster does not reply.
         """
         if tuner is not None:
             raise UsageError(
@@ -274,8 +274,8 @@ class DataParallelTrainer:
     def as_trainable(self) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
         """Return a function that runs this trainer with another config, for tuners.
 
-        It takes a dict, whose "train_loop_config", or itself, goes over the trainer's own, and
-        returns what rank 0 reported last.
+        It takes a dict, whose "train_loop_config", or else the dict itself, is merged over the
+        trainer's own, and returns rank 0's last reported metrics.
         """
 
         def trainable(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -286,10 +286,10 @@ class DataParallelTrainer:
 
         return trainable
 
-    # ------------------------------------------------------------ the three ways
+    # ------------------------------------------------------------ where it trains
 
     def _fit_in_place(self, context: WorkerContext) -> Result:
-        """Train as the worker that this process already is."""
+        """Train as a worker: this process already is one."""
         from elastic.worker.engine.outcome import result_json
         from elastic.worker.process.entry import call_with_config
 
@@ -305,7 +305,7 @@ class DataParallelTrainer:
         return result_of(context.run_path, kept, returned)
 
     def _fit_in_this_process(self) -> Result:
-        """Train here, alone or under torchrun, with the same reports and checkpoints."""
+        """Train in this process, alone or under torchrun, with the same reports and checkpoints."""
         from elastic.worker.process.local import (
             from_rank_zero,
             local_group,
@@ -325,20 +325,20 @@ class DataParallelTrainer:
             except (Exception, SystemExit) as error:
                 raised = {torchrun_rank() or 0: as_raised(error)}
                 telling.failed(1, lambda: raised)
-                # The traceback is in the text, as it is when the run was on a cluster.
+                # The traceback is in the text, as for a run on a cluster.
                 raise failed_here(run, error) from None
             finally:
                 telling.finish()
         return result_of(run.run_path, outcome.checkpoints, outcome.result, goodput=outcome.goodput)
 
     def _fit_on_cluster(self) -> Result:
-        """Submit, follow, and bring the result home."""
+        """Submit the job, follow it, and return its result."""
         from elastic.client.job_follower import JobPrinter, follow
         from elastic.client.jobs import Client
         from elastic.client.stopping import stop_saved
         from elastic.train.cluster import check_fits, require_cluster
 
-        spec = self._spec(next(self._names()))  # What is wrong with it is known before a start.
+        spec = self._spec(next(self._names()))  # Reports its errors before a cluster is started.
         cluster = require_cluster(spec.min_workers, spec.max_workers)
         with Client(cluster.address, cluster.access) as client:
             if cluster.is_embedded:
@@ -377,7 +377,7 @@ class DataParallelTrainer:
                 telling.failed(view.record.failures, lambda: failures_of(view.record))
                 telling.finish()
             except Unavailable:
-                raise  # The job may well go on without us.
+                raise  # The job may still be running without this driver.
             except KeyboardInterrupt:
                 _stop(client, spec, "interrupted in its script")
                 raise KeyboardInterrupt(f"run {spec.name} was told to stop") from None
@@ -399,7 +399,7 @@ class DataParallelTrainer:
         return where_it_goes_on(view, how)
 
     def _submit(self, client: Client, cluster: ClusterConnection) -> JobSpec:
-        """Submit under the first name that is free, together with its run directory."""
+        """Submit under the first free name, and claim its run directory."""
         from elastic.client.jobs import new_job_id
 
         trainer = self._pickled()
@@ -412,22 +412,22 @@ class DataParallelTrainer:
         raise taken
 
     def submit(self, spec: JobSpec, client: Client, cluster: ClusterConnection) -> JobSpec:
-        """Submit the run without following it, with an id that was drawn before; for tuners.
+        """Submit the run without following it, with an id chosen before; for tuners.
 
         Args:
             spec: what `job_spec` returned, with its id.
             client: of the cluster.
-            cluster: where.
+            cluster: where the run is submitted.
 
         Raises:
             NameTaken: a job of its name runs, or its directory holds something else.
-            UsageError: the run cannot work like this.
-            StorageError: the run directory cannot be made.
+            UsageError: the configuration cannot work.
+            StorageError: the run directory cannot be created.
         """
         return self._begin(client, cluster, spec, b"", says=False)
 
     def job_spec(self, env: Mapping[str, str] = MappingProxyType({})) -> JobSpec:
-        """Return the job that it would submit; see `_spec`."""
+        """Return the job that this trainer would submit; see `_spec`."""
         return self._spec(next(self._names()), env)
 
     def _begin(
@@ -439,7 +439,7 @@ class DataParallelTrainer:
         *,
         says: bool = True,
     ) -> JobSpec:
-        """Take the run's directory and submit its job; what is submitted is returned."""
+        """Claim the run's directory and submit its job; return the job as submitted."""
         owner = RunOwner.this_process() if cluster.is_embedded else None
         plan = self._plan(spec.name, spec.job_id, owner=owner, trainer=trainer)
         take = announced if says else attempt
@@ -451,7 +451,7 @@ class DataParallelTrainer:
             return spec
 
     def _with_tables(self, spec: JobSpec) -> JobSpec:
-        """Return the job with what its datasets consist of, which is looked up now."""
+        """Return the job with the contents of its datasets, which are listed now."""
         from elastic.train.datasets import OPTION, tables_for
         from elastic.worker.process.entry import pack
 
@@ -461,7 +461,7 @@ class DataParallelTrainer:
         return replace(spec, entry=replace(spec.entry, payload=payload))
 
     def _offering(self) -> contextlib.AbstractContextManager[None]:
-        """Let the train function have the datasets, in this process."""
+        """Make the datasets available to the train function in this process."""
         if not self.datasets:
             return contextlib.nullcontext()
         from elastic.train.datasets import offering
@@ -510,7 +510,7 @@ class DataParallelTrainer:
         raise error
 
     def _keep_output(self, client: Client, spec: JobSpec) -> None:
-        """Write what all workers printed into the run directory, if that is wished."""
+        """Write the output of all workers into the run directory, if `log_to_file` is set."""
         names = self.run_config.log_names
         if not names:
             return
@@ -523,7 +523,7 @@ class DataParallelTrainer:
             say(f"log_to_file: {names[0]} cannot be written: {error}")
 
     def _reports(self, name: str, job_id: str, run_path: str) -> CallbackRunner:
-        """Return what tells this attempt's callbacks, from here on; under torchrun rank 0's."""
+        """Return the runner of this attempt's callbacks; under torchrun only rank 0 has any."""
         given = self.run_config.callbacks if is_driver() else ()
         callbacks = [c for c in given if isinstance(c, UserCallback)]
         context = TrainRunContext(
@@ -552,7 +552,7 @@ class DataParallelTrainer:
     # ------------------------------------------------------------ the job
 
     def _names(self) -> Iterator[str]:
-        """Yield the name, or those to try one after the other if the user chose none."""
+        """Yield the user's name, or generated candidates in order if there is none."""
         if self.run_config.name is not None:
             yield self.run_config.name
             return
@@ -568,13 +568,13 @@ class DataParallelTrainer:
         return run_path_of(str(self.run_config.storage_path or DEFAULT_STORAGE), name)
 
     def _begin_here(self) -> dict[str, str]:
-        """Take the directory of a run in this process; return what the run must know of it.
+        """Claim the directory of a run in this process; return its fields of `LocalRun`.
 
-        A run that torchrun has started again goes on in the directory that it has.
+        A run that torchrun has restarted continues in its directory.
 
         Raises:
-            NameTaken: it is there, and is not to be gone on with.
-            StorageError: it cannot be made.
+            NameTaken: the directory exists, and is not to be resumed.
+            StorageError: it cannot be created.
         """
         from elastic.worker.process.local import is_restart, new_job_id
 
@@ -590,7 +590,7 @@ class DataParallelTrainer:
         raise taken
 
     def _local_run(self) -> LocalRun:
-        """Return what is known of a run in this process before its name is."""
+        """Return the settings of a run in this process, before its name is chosen."""
         from elastic.worker.process.local import LocalRun
 
         checkpoints = self.run_config.checkpoint_config
@@ -608,7 +608,7 @@ class DataParallelTrainer:
         )
 
     def _options(self) -> dict[str, Any]:
-        """Return what the step engine must know of this trainer's configuration."""
+        """Return the part of this trainer's configuration that the step engine needs."""
         checkpoints = self.run_config.checkpoint_config
         peers = checkpoints.peer_replication
         logging_config = self.run_config.logging_config
@@ -625,11 +625,11 @@ class DataParallelTrainer:
         }
 
     def _spec(self, name: str, env: Mapping[str, str] = MappingProxyType({})) -> JobSpec:
-        """Return the job; the client gives it an id.
+        """Return the job; the client assigns its id.
 
         Args:
             name: of the run.
-            env: of all workers of this script; those of the run win.
+            env: of all workers of this script; the run's own variables take precedence.
         """
         from elastic.worker.process.entry import pack
 
@@ -695,17 +695,17 @@ class TorchTrainer(DataParallelTrainer):
         """Describe the run; nothing is started.
 
         Args:
-            train_loop_per_worker: as in `DataParallelTrainer`, and all others but one.
+            train_loop_per_worker: as in `DataParallelTrainer`, and all others but `torch_config`.
             train_loop_config: the argument; must be picklable.
             torch_config: backend and its timeout.
-            scaling_config: how many workers, with what.
-            run_config: name, place and policies.
-            datasets: by name, for `train.get_dataset_shard(name)`. What they consist of is
-                written down with the run, which is gone on with only while it is the same.
+            scaling_config: number of workers and their resources.
+            run_config: name, storage path and policies.
+            datasets: by name, for `train.get_dataset_shard(name)`. Their contents are recorded
+                with the run, which is resumed only while they are the same.
             dataset_config: how they reach the workers.
             validation_config: what validates checkpoints that are reported with `validation=`.
-            metadata: what JSON can say, for `train.get_context().get_metadata()`.
-            resume_from_checkpoint: what a new run begins with.
+            metadata: JSON-serializable, for `train.get_context().get_metadata()`.
+            resume_from_checkpoint: what a new run starts from.
 
         Raises:
             UsageError: the train function cannot be called with a config, or an argument is of
@@ -730,10 +730,10 @@ class TorchTrainer(DataParallelTrainer):
 
 
 def checked(datasets: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return datasets by name, after a look at their names and classes.
+    """Return datasets by name, once their names and classes are checked.
 
     Raises:
-        UsageError: one of them is no dataset, or its name cannot be that of a file.
+        UsageError: one of them is no dataset, or its name is no valid file name.
     """
     found = dict(datasets or {})
     if found:
@@ -768,7 +768,7 @@ def _checked(what: str, value: Config | None, kind: type[Config]) -> Config:
 
 
 def _stop(client: Client, spec: JobSpec, reason: str) -> None:
-    """Stop a job that nobody follows any more; whatever ended the following is told instead."""
+    """Stop a job that is no longer followed; errors are dropped in favour of the original one."""
     with contextlib.suppress(ElasticError):
         client.stop(spec.job_id, reason, now=True)
         note_end(spec.run_path, spec.job_id, JobPhase.STOPPED, reason)
