@@ -1,8 +1,8 @@
 """The cluster that a driver script uses: a named one, or one started for the script.
 
 `init()` without an address starts a coordinator and an agent as child processes on loopback and
-stops them with the script: when the script ends, however it ends, the pipe that ties them to it
-closes, and they end themselves and all workers.
+stops them with the script: when the script ends, however it ends, a pipe to them closes, and
+they end themselves and all workers.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _cluster: ClusterConnection | None = None
 
 
 def _forget_in_fork() -> None:
-    """Let a fork of this process neither stop the cluster nor keep it alive."""
+    """Keep a fork of this process from stopping the cluster or keeping it alive."""
     global _cluster
     cluster, _cluster = _cluster, None
     if cluster is not None and cluster.tether_fd >= 0:
@@ -43,7 +43,7 @@ os.register_at_fork(after_in_child=_forget_in_fork)
 
 @dataclass(frozen=True)
 class ClusterContext:
-    """What `init` returns; as a context manager it shuts down at its end.
+    """What `init` returns; a context manager that shuts down at its end.
 
     Attributes:
         address: "host:port" of the coordinator, "" in a worker.
@@ -58,7 +58,7 @@ class ClusterContext:
 
     @property
     def dashboard_url(self) -> str:
-        """Return "": `elastic status` and the coordinator's metrics show what goes on."""
+        """Return "": there is no dashboard; see `elastic status` and the coordinator's metrics."""
         return ""
 
     def __getitem__(self, name: str) -> str:
@@ -93,33 +93,33 @@ def init(
 ) -> ClusterContext:
     """Connect to a cluster, or start one for this script.
 
-    A script that a worker runs (`elastic submit`) is in its cluster already: there it does nothing.
+    In a script that a worker runs (`elastic submit`) it does nothing: that is in a cluster already.
 
     Args:
-        address: "host:port" of a coordinator, or several with commas; "auto" for one that is
-            there: that of the environment variable ELASTIC_COORD, or what `elastic start` has
-            started on this machine; "local" for a new one. None takes one that is there, else
+        address: "host:port" of a coordinator, or several with commas; "auto" for an existing one:
+            that of the environment variable ELASTIC_COORD, or one that `elastic start` has
+            started on this machine; "local" for a new one. None takes an existing one, else
             starts a coordinator and an agent.
         num_cpus: CPUs that the started agent offers, and workers that it runs at once, if not
-            `num_workers`; by default one for each processor. Not for a cluster that is there, as
-            are the next two.
-        num_gpus: GPUs that it offers, of those that are there.
-        resources: others that it offers, by name.
+            `num_workers`; by default one for each processor. This and the next two are not for an
+            existing cluster.
+        num_gpus: GPUs that it offers, of those on this machine.
+        resources: other resources that it offers, by name.
         runtime_env: {"env_vars": {...}} for all workers of this script's runs.
         ignore_reinit_error: a second call does nothing.
         token_file: file with the join token; None takes ELASTIC_TOKEN_FILE, if set.
         tls_dir: folder with ca.crt, and tls.crt and tls.key if this script has a certificate;
             None takes ELASTIC_TLS_DIR, and ELASTIC_TLS_CERT, _KEY and _CA for single files.
         num_workers: workers that the started agent may run at once, in place of `num_cpus`.
-        rest: what `ray.init` has beside these and says nothing here (logging, the dashboard, the
-            object store) is passed over.
+        rest: other arguments of `ray.init` (logging, the dashboard, the object store), which are
+            ignored.
 
     Raises:
         UsageError: called twice without `shutdown`, or arguments that contradict each other, or
-            a `runtime_env` that asks for more than variables.
-        CoordinatorUnreachable: nobody answers at the address.
+            a `runtime_env` with more than variables.
+        CoordinatorUnreachable: no reply from the address.
         NotAuthorized: the token or certificate is missing or wrong.
-        Unavailable: the embedded cluster did not come up; its log is shown.
+        Unavailable: the embedded cluster did not start; its log is shown.
     """
     global _cluster
     check_rest(rest)
@@ -164,10 +164,10 @@ def init(
 def _there(
     address: str | None, token_file: str | Path | None, tls_dir: str | Path | None
 ) -> tuple[str, Access]:
-    """Return address and access of a cluster that is there, "" for a new one.
+    """Return address and access of an existing cluster, "" for a new one.
 
     Raises:
-        UsageError: one is asked for, and none is known.
+        UsageError: one is requested, and none is known.
     """
     if address == "local":
         return "", Access()
@@ -189,7 +189,7 @@ def _there(
 
 
 def _find_access(token_file: str | Path | None, tls_dir: str | Path | None) -> Access:
-    """Return what arguments and environment name; an argument wins over its variable."""
+    """Return the access from arguments and environment; an argument overrides its variable."""
     given = {"cert": "ELASTIC_TLS_CERT", "key": "ELASTIC_TLS_KEY", "ca": "ELASTIC_TLS_CA"}
     single = {name: os.environ.get(variable, "") for name, variable in given.items()}
     return find_access(
@@ -205,7 +205,7 @@ def is_initialized() -> bool:
 
 
 def shutdown() -> None:
-    """Disconnect; a cluster that `init` started is stopped, with everything that it runs."""
+    """Disconnect; stop a cluster that `init` started, with everything that it runs."""
     global _cluster
     cluster, _cluster = _cluster, None
     if cluster is None or not cluster.is_embedded:
@@ -226,7 +226,7 @@ def connected() -> ClusterConnection:
 
 
 def cluster_resources() -> dict[str, float]:
-    """Return what all nodes together have, by name; "slots" is how many workers may run.
+    """Return the resources of all nodes together, by name; "slots" is how many workers may run.
 
     Raises:
         UsageError: no cluster is connected.
@@ -235,7 +235,7 @@ def cluster_resources() -> dict[str, float]:
 
 
 def available_resources() -> dict[str, float]:
-    """Return what no worker holds now; raises as `cluster_resources`."""
+    """Return the resources that no worker holds now; raises as `cluster_resources`."""
     view = _view()
     left = _total(view)
     for job in view.jobs:
@@ -280,11 +280,11 @@ def _total(view: ClusterView) -> dict[str, float]:
 
 
 def require_cluster(min_workers: int, max_workers: int) -> ClusterConnection:
-    """Return the cluster; start one with so many workers if there is none, or one too small.
+    """Return the cluster; start one with enough workers if there is none, or it is too small.
 
     Raises:
         UsageError: this script has started a cluster in which the job would wait for ever.
-        Unavailable: the cluster did not come up, or is gone.
+        Unavailable: the cluster did not start, or has ended.
     """
     env: Mapping[str, str] = {}
     if _cluster is not None and 0 < _cluster.num_workers < min_workers:
@@ -314,7 +314,7 @@ def require_cluster(min_workers: int, max_workers: int) -> ClusterConnection:
 
 
 def _runs_something(cluster: ClusterConnection) -> bool:
-    """Return whether a job runs or waits there, which another cluster would end."""
+    """Return whether a job runs or waits there, which replacing the cluster would end."""
     from elastic.client.jobs import Client
 
     with Client(cluster.address, cluster.access) as client:
@@ -322,14 +322,14 @@ def _runs_something(cluster: ClusterConnection) -> bool:
 
 
 def check_fits(spec: JobSpec, nodes: Sequence[Node]) -> None:
-    """Refuse a run that would wait for ever on a cluster of this script's own, which cannot grow.
+    """Refuse a run that would wait for ever on this script's own cluster, whose size is fixed.
 
     Args:
         spec: the run.
-        nodes: of the cluster; without one, such as while its agent comes back, nothing is known.
+        nodes: of the cluster; empty, as while its agent reconnects, means unknown.
 
     Raises:
-        UsageError: with what is missing.
+        UsageError: names what is missing.
     """
     if reason := explain_misfit(spec, nodes):
         raise UsageError(
@@ -340,7 +340,7 @@ def check_fits(spec: JobSpec, nodes: Sequence[Node]) -> None:
 
 
 def _is_worker() -> bool:
-    """Return whether a train function runs in this process; loads nothing to find out."""
+    """Return whether a train function runs in this process, without importing anything."""
     context = sys.modules.get("elastic.worker.engine.context")
     return context is not None and context.current() is not None
 

@@ -1,4 +1,4 @@
-"""What `elastic.init` is asked for, in Ray's words, and what becomes of it here."""
+"""Checks and translates the arguments of `elastic.init`, which follow `ray.init`."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ IN_RUNTIME_ENV = {
     "excludes": "nothing is packed: nodes read files from the same paths",
     "worker_process_setup_hook": "call it at the beginning of the train function",
 }
-"""What is refused -> what to do."""
+"""Refused key of a `runtime_env` -> what to do instead."""
 WITHOUT_EFFECT = frozenset({
     "configure_logging", "dashboard_host", "dashboard_port", "include_dashboard", "job_config",
     "log_to_driver", "logging_config", "logging_format", "logging_level", "namespace",
     "object_store_memory", "storage",
 })  # fmt: skip
-"""Arguments of `ray.init` that say something of parts which are not here."""
+"""Arguments of `ray.init` for parts that do not exist here."""
 
 
 def check_rest(rest: Mapping[str, Any]) -> None:
-    """Refuse arguments that nobody knows, or that would change what a script means.
+    """Refuse unknown arguments, and those that would change the meaning of a script.
 
     Raises:
         UsageError: `local_mode`.
-        TypeError: unknown to Ray, too.
+        TypeError: the argument is unknown to Ray, too.
     """
     for name in rest:
         if name == "local_mode":
@@ -48,10 +48,10 @@ def check_rest(rest: Mapping[str, Any]) -> None:
 def offered(
     num_cpus: float | None, num_gpus: float | None, resources: Mapping[str, float] | None
 ) -> dict[str, float]:
-    """Return the amounts that a cluster of the script's own is to offer, {} for what is found.
+    """Return the resources that the script's own cluster offers, {} for those detected.
 
     Raises:
-        ConfigError: naming the value that is none.
+        ConfigError: an amount is invalid; names it.
     """
     amounts: dict[str, float] = {}
     for name, value in (resources or {}).items():
@@ -75,7 +75,7 @@ def offered(
 
 
 def slots(num_workers: int | None, amounts: Mapping[str, float]) -> int:
-    """Return how many workers may run at once: one per processor, unless somebody says so."""
+    """Return how many workers may run at once: by default one per processor, or per GPU if more."""
     if num_workers is not None:
         return num_workers
     cpus = amounts.get("CPU", len(os.sched_getaffinity(0)))
@@ -87,7 +87,7 @@ def worker_env(runtime_env: Mapping[str, Any] | None) -> dict[str, str]:
 
     Raises:
         ConfigError: it is no mapping, or its variables are not text.
-        UsageError: it asks for what is not done here; says what to do.
+        UsageError: it has unsupported keys; the message names the alternative.
     """
     if runtime_env is None:
         return {}

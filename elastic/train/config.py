@@ -1,6 +1,6 @@
-"""Configuration of a training run, under Ray Train's names; frozen and checked at once.
+"""Configuration of a training run, under Ray Train's names; frozen, checked on creation.
 
-Where Ray's behaviour is a known trap, the difference is said in the field's line.
+Where Ray's behaviour is a known trap, the field's line states the difference.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ LABELS = "a dict of str, such as {'zone': 'a'}, or None"
 
 @dataclass(frozen=True)
 class ScalingConfig:
-    """How many workers, with what, and where.
+    """Number of workers, their resources, and where they run.
 
     Attributes:
         num_workers: a number, or (min, max) for an elastic run; 0 runs the train function in this
             process, with the same reports and checkpoints; what it raises ends the run.
-        use_gpu: one GPU for each worker, unless `resources_per_worker` says another number.
+        use_gpu: one GPU for each worker, unless `resources_per_worker` sets another number.
         resources_per_worker: such as {"CPU": 2, "GPU": 0.5}, GPUs with `use_gpu` only; by default
-            nothing but a slot.
+            only a slot.
         placement_strategy: PACK, SPREAD, STRICT_PACK or STRICT_SPREAD.
         accelerator_type: only nodes with this one, such as "H100".
         label_selector: only nodes that carry all of these labels; the same for all workers.
-        workers_per_replica: a group is made of whole replicas of this many workers.
+        workers_per_replica: a group consists of whole replicas of this many workers.
         trainer_resources, elastic_resize_monitor_interval_s: of Ray, without effect: nothing runs
-            beside the workers, and a node that comes is used at once.
+            beside the workers, and a node that joins is used at once.
     """
 
     num_workers: NumWorkers = 1
@@ -111,7 +111,7 @@ class ScalingConfig:
         object.__setattr__(self, "num_workers", plain)
 
     def _take_one_selector(self) -> None:
-        """Take what Ray calls for one selector for each worker, if all are the same."""
+        """Reduce Ray's list of one selector per worker to one, if all are the same."""
         given = self.label_selector
         if not isinstance(given, (list, tuple)):
             return
@@ -137,7 +137,7 @@ class ScalingConfig:
 
     @property
     def total_resources(self) -> dict[str, float]:
-        """Return what the largest group takes, by name; a worker's slot counts as a CPU."""
+        """Return the resources of the largest group, by name; a worker's slot counts as a CPU."""
         each = {"CPU": self.num_cpus_per_worker, **self.resources().as_dict()}
         return {name: amount * self.max_workers for name, amount in each.items()}
 
@@ -157,7 +157,7 @@ class ScalingConfig:
         return self.min_workers != self.max_workers
 
     def resources(self) -> Resources:
-        """Return what each worker takes from its node; a slot is taken in any case."""
+        """Return the resources of each worker, in addition to its slot."""
         default = {"GPU": 1.0} if self.use_gpu else {}
         asked = {name: float(amount) for name, amount in (self.resources_per_worker or {}).items()}
         return Resources.of({**default, **asked})
@@ -165,21 +165,21 @@ class ScalingConfig:
 
 @dataclass(frozen=True)
 class FailureConfig:
-    """What the run survives.
+    """Which failures the run survives, and how.
 
     Attributes:
-        max_failures: how often user code may raise or crash before the run fails; -1 for ever.
-            Lost machines, kills and drains are not charged to it (in Ray they are). Of no effect
-            with num_workers=0, which says so.
+        max_failures: how often user code may raise or crash before the run fails; -1 for no limit.
+            Lost machines, kills and drains are not charged to it (in Ray they are). Without effect
+            with num_workers=0, which prints a line about it.
         max_preemptions: how many nodes may be taken from the run by announced drains (notices of
-            the cloud, SIGTERM, `elastic drain`) before it fails; -1 for ever. A budget of its own:
-            what happens on a node that was to leave is charged to nothing else.
-        recovery: how a worker that lives comes into the next group. "auto": the gentlest way
-            that its code allows: a loop over `train.epochs()` goes on, or is entered again where
-            the model is sharded; other code begins again in a new process. "in_place": only such a
-            loop; the run fails where that cannot be. "reenter": the train function is called again
-            in the same process. "restart": a new process takes its place.
-        hang_timeout_s: a worker that has not moved for so long, while all others wait for it, is
+            the cloud, SIGTERM, `elastic drain`) before it fails; -1 for no limit. A separate
+            budget: failures on a draining node are charged to nothing else.
+        recovery: how a surviving worker joins the next group. "auto": the least disruptive way
+            that its code allows: a loop over `train.epochs()` continues, or is entered again where
+            the model is sharded; other code restarts in a new process. "in_place": only such a
+            loop; the run fails where that is impossible. "reenter": the train function is called
+            again in the same process. "restart": a new process replaces it.
+        hang_timeout_s: a worker without progress for so long, while all others wait for it, is
             killed and replaced, after the stacks of all were written to their logs; 0 for never.
         fail_fast: True or "raise": the first failure ends the run; not together with max_failures.
         max_preemption_failures: Ray's name for `max_preemptions`.
@@ -221,12 +221,12 @@ class FailureConfig:
 class PeerReplication:
     """A copy of the run's newest state in the memory of a node that does not train it.
 
-    A run of one worker that loses its node then goes on from there, on another node, instead of
-    from the newest checkpoint in storage. Runs whose members are on several nodes have the state
-    on each of them anyway, unless they lose all. Of a sharded model each node's rows lie on another
-    node as well, so that the death of any node loses no more than the steps since the newest
-    snapshot. Costs training one copy in memory for each snapshot; the network carries it meanwhile.
-    Without a node to spare, or another one that trains shards, nothing is copied.
+    A run of one worker that loses its node then continues from there, on another node, instead of
+    from the newest checkpoint in storage. Runs with members on several nodes have the state on
+    each of them anyway, unless they lose all. For a sharded model each node's rows are also copied
+    to another node, so that the loss of any node loses only the steps since the newest snapshot.
+    Costs training one copy in memory per snapshot; the network transfer runs in the background.
+    Without a spare node, or another one that trains shards, nothing is copied.
 
     Attributes:
         every_n_steps: after each n steps of the run.
@@ -241,21 +241,21 @@ class PeerReplication:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """When checkpoints are taken by themselves, and which are kept; the newest always is.
+    """When checkpoints are taken automatically, and which are kept; the newest always is.
 
     Automatic ones hold the whole state of a loop over `train.epochs()`; no code in the script
-    takes or reads them. They are numbered apart from those that the script reports.
+    takes or reads them. They are numbered separately from those that the script reports.
 
     Attributes:
         every_n_steps: after each n steps of the run; None for never.
-        every_s: when so many seconds have passed since the last one; None for never.
-        peer_replication: also keep the state in the memory of another node; None for not.
+        every_s: seconds between two of them; None for never.
+        peer_replication: also keep the state in the memory of another node; None to disable.
         async_save: write while training goes on; False waits until each one is durable.
         num_to_keep: None for all reported ones, and the newest two automatic ones.
         checkpoint_score_attribute: metric that ranks them; None ranks by age.
         checkpoint_score_order: "max" or "min" is best.
-        checkpoint_frequency, checkpoint_at_end: of Ray's trainers that loop by themselves, which
-            are not here; 0 and None or False only.
+        checkpoint_frequency, checkpoint_at_end: of Ray's trainers with a built-in loop, which do
+            not exist here; 0 and None or False only.
     """
 
     num_to_keep: int | None = None
@@ -296,14 +296,14 @@ class SyncConfig:
     upload_dir: str | None = None
 
     def __post_init__(self) -> None:
-        """Refuse a place of its own."""
+        """Refuse an upload directory apart from the run directory."""
         if self.upload_dir is not None:
             refuse(self, "upload_dir", "None, and the place as RunConfig(storage_path=...)")
 
 
 @dataclass(frozen=True)
 class LoggingConfig:
-    """What workers and the driver log of the runtime's own doings.
+    """The log level of the runtime itself in workers and the driver.
 
     Attributes:
         log_level: "DEBUG", "INFO", "WARNING", "ERROR" or "CRITICAL".
@@ -312,7 +312,7 @@ class LoggingConfig:
     log_level: str = "INFO"
 
     def __post_init__(self) -> None:
-        """Refuse what is no level."""
+        """Refuse an unknown level."""
         levels = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
         level = self.log_level.upper() if isinstance(self.log_level, str) else ""
         if level not in levels:
@@ -322,18 +322,17 @@ class LoggingConfig:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """Name, place and policies of a run.
+    """Name, storage path and policies of a run.
 
     Attributes:
-        name: names the job and its directory; by default made from the script and the time. A
-            name that is there goes on from its newest checkpoint, with a line that says so (Ray:
-            silently): after success too, where the train function finds nothing left to do. One
-            that still runs is refused.
+        name: names the job and its directory; by default derived from the script and the time. A
+            name that exists resumes from its newest checkpoint, with a line on stderr (Ray:
+            silently): after success too, where nothing is left to do. A name that still runs is
+            refused.
         storage_path: parent of the run directory, a path or any fsspec URL; default
             "~/elastic_results".
         storage_filesystem: of fsspec or pyarrow, in which `storage_path` is a path. Workers open
-            it by its URL: what it was told beyond that, such as keys, they find in their
-            environment or not at all.
+            it by its URL; other settings, such as keys, must come from their environment.
         failure_config, checkpoint_config: see there; None for the default ones.
         callbacks: called in the driver: a list of `UserCallback`s, or of objects with
             `after_report(metrics)`, for what rank 0 reports, and `after_event(name, fields)`,
@@ -341,15 +340,15 @@ class RunConfig:
         stop: ends the run, as a success, soon after rank 0's report meets it: {"accuracy": 0.9}
             once a metric is that or more ("training_iteration": the number of reports), or a
             function of the metrics.
-        log_to_file: True: what the workers printed is in RUN/stdout at the end; or a name in place
-            of stdout; of a pair the first, because both streams of a worker are one here.
+        log_to_file: True: writes the workers' output to RUN/stdout at the end; or another file
+            name; of a pair the first, because a worker's two streams are merged here.
         logging_config: see there; None for warnings only.
         verbose, sync_config: of Ray, without effect.
         worker_env: environment variables for the workers; with num_workers=0 this process has
             them while the train function runs.
-        worker_runtime_env: the same in Ray's words: {"env_vars": {...}}.
-        priority: on a cluster with several jobs, those with a greater one go first; -1000 to 1000.
-        preemptible: False: the job keeps its min also when one of higher priority waits.
+        worker_runtime_env: the same in Ray's format: {"env_vars": {...}}.
+        priority: on a cluster with several jobs, higher ones are placed first; -1000 to 1000.
+        preemptible: False: the job keeps its min even when one of higher priority waits.
     """
 
     name: str | None = None
@@ -418,7 +417,7 @@ class RunConfig:
 
     @property
     def log_names(self) -> tuple[str, ...]:
-        """Return the names of the files that the workers' output goes to, () for none."""
+        """Return the names of the files for the workers' output, () for none."""
         given = self.log_to_file
         if isinstance(given, bool):
             return ("stdout",) if given else ()
@@ -436,13 +435,13 @@ class TorchConfig(BackendConfig):
 
     Attributes:
         backend: "gloo", "nccl", or None: nccl with GPUs, else gloo.
-        init_method: "env" or "tcp", of Ray, without effect: groups form in their own way.
+        init_method: "env" or "tcp", of Ray, without effect: the runtime forms groups itself.
         timeout_s: torch.distributed's own timeout in seconds; a backstop, not the detector.
         consistency: of a loop over `train.epochs()`. "bitwise": gradients are added in an order
             that does not depend on the number of workers, so that the weights have the same
             bits whatever happened to the group. "samples": every step has the same samples.
         virtual_local_rank: each worker sees its own GPU only, as cuda:0, and LOCAL_RANK is 0. By
-            default it sees all that the run has on its node, and its own is cuda:LOCAL_RANK.
+            default it sees all GPUs of the run on its node, and its own is cuda:LOCAL_RANK.
     """
 
     backend: str | None = None
@@ -467,13 +466,13 @@ class DataConfig:
     """How the trainer's datasets reach the workers.
 
     Attributes:
-        datasets_to_split: "all", or the names of those that are dealt out over the workers; of the
-            others every worker sees all rows, unless it trains with them in a loop over
+        datasets_to_split: "all", or the names of those that are split over the workers; every
+            worker sees all rows of the others, unless it trains with them in a loop over
             `train.epochs()`.
         execution_options, enable_shard_locality: of Ray, without effect: there is no object store.
         num_feeders: processes beside each worker that run the datasets' functions ahead of time;
-            0 runs them in the worker, when it asks for a batch.
-        shuffle_memory: bytes of each worker for rows that are read ahead to be shuffled.
+            0 runs them in the worker, when it requests a batch.
+        shuffle_memory: bytes per worker for rows that are read ahead for shuffling.
     """
 
     datasets_to_split: str | Sequence[str] = "all"
@@ -493,5 +492,5 @@ class DataConfig:
         take_int(self, "shuffle_memory", "bytes, 1 or more", low=1)
 
     def splits(self, name: str) -> bool:
-        """Return whether a dataset is dealt out over the workers."""
+        """Return whether a dataset is split over the workers."""
         return self.datasets_to_split == "all" or name in self.datasets_to_split

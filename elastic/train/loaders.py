@@ -1,4 +1,4 @@
-"""Loaders that deal the data out over the group: by micro-batches of a step, or by rank.
+"""Loaders that split the data over the group: by micro-batches of a step, or by rank.
 
 Rule: inside a loop over `train.epochs()` a prepared loader yields micro-batches of steps, which
 are the same at every world size. While nothing is trained (no gradients; in that loop also if the
@@ -41,60 +41,60 @@ def prepare_data_loader(
     streams: str | None = None,
     weigh: Weigh | None = None,
 ) -> PreparedLoader:
-    """Let each rank see its part of the data, on its device.
+    """Prepare a loader to yield each rank's part of the data, on its device.
 
     Inside the loop over `train.epochs()` a step takes `global_batch_size` samples, at any world
     size: V micro-batches of the loader's `batch_size`, which the ranks share. Every sample is
     seen once in an epoch; nothing is padded. All arguments of the loader are kept (Ray drops
     several). Shuffling is seeded by the loader's generator; each epoch shuffles anew.
 
-    A dataset that can only be iterated over is read as V streams: micro-batch v of every step is
-    the next samples of stream v, whoever reads it. The epoch ends with the last step that has any
-    sample (with `drop_last` before the first that is not full). How it becomes V streams:
+    An iterable dataset is read as V streams: micro-batch v of every step is the next samples of
+    stream v, on any rank. The epoch ends with the last step that has any sample (with `drop_last`
+    before the first that is not full). How it becomes V streams:
 
     - it has `shard(num_shards=, index=)`, as Hugging Face's: stream v is its shard v of V;
-    - `streams="worker"`: it deals itself out by `torch.utils.data.get_worker_info()`, where it
-      finds itself to be number v of V;
+    - `streams="worker"`: it shards itself by `torch.utils.data.get_worker_info()`, which returns
+      worker v of V;
     - any other: it is read whole by every rank, as by one worker, and stream v is its samples
       v, v + V, v + 2 V, ... This is right for every dataset, and reads all data once for each
       rank, in one of its loader's processes.
 
-    Whoever comes to read a stream in the middle of an epoch continues from a snapshot of its
-    `state_dict`, where there is one, and counts the samples before its place otherwise. So the
-    dataset must yield the same samples whenever it is read, but for what it draws of torch's,
-    NumPy's and Python's own generators, which are seeded for each sample; `set_epoch(epoch)` is
-    called where it has that.
+    A rank that takes over a stream in the middle of an epoch continues from a snapshot of its
+    `state_dict`, where there is one, and otherwise skips the samples before its position. So the
+    dataset must yield the same samples whenever it is read, except for what it draws from torch's,
+    NumPy's and Python's own generators, which are seeded for each sample; its
+    `set_epoch(epoch)` is called if it has one.
 
     While nothing is trained, under `torch.no_grad()`, batch k of those that one process would read
     goes to rank k modulo W: each sample is seen once, and a rank may have one batch less than
-    others, or none, so that collectives belong behind the loop; see `train.gather_for_metrics`.
+    others, or none, so collectives must come after the loop; see `train.gather_for_metrics`.
 
-    Outside of that loop training data is dealt out by rank, as in Ray Train: if it does not divide
+    Outside of that loop training data is split by rank, as in Ray Train: if it does not divide
     evenly, some samples are seen twice. An iterable dataset is left as it is there: every rank
-    sees all of it, unless it deals itself out by rank.
+    sees all of it, unless it shards itself by rank.
 
-    Any sampler that has a length is kept: it is asked for the order of each epoch, with all
+    Any sampler that has a length is kept: it provides the order of each epoch, with all
     generators seeded for that, so that every rank gets the same. A DistributedSampler is replaced.
 
     Args:
         data_loader: as for one process; its `batch_size` is that of a micro-batch.
-        add_dist_sampler: False if the loader deals the data out by itself.
+        add_dist_sampler: False if the loader splits the data itself.
         move_to_device: move tensors in a batch (also inside lists, tuples, dicts) to the device;
-            what is neither is left where it is.
+            anything else is left where it is.
         auto_transfer: copy while the step before still runs, if the memory is pinned.
         global_batch_size: samples of a step, a multiple of `batch_size`; by default one
             micro-batch for each worker of the largest group.
         streams: how an iterable dataset becomes streams: "shard", "worker" or "count"; by
             default "shard" if it has that method, "count" otherwise.
-        weigh: called with a micro-batch, as the loader yields it, returns what it counts in the
-            mean over its step: a number from 0 on. For a loss that is a mean over tokens it is
-            their number, `lambda batch: (batch["labels"] != -100).sum()`: then gradients and
-            logged values of padded or packed text are those of one process that takes the mean
-            over all tokens of the step. By default a micro-batch counts by its samples.
+        weigh: called with a micro-batch, as the loader yields it, returns its weight in the mean
+            over its step, 0 or more. For a loss that is a mean over tokens it is their number,
+            `lambda batch: (batch["labels"] != -100).sum()`: then gradients and logged values of
+            padded or packed text are those of one process that takes the mean over all tokens of
+            the step. By default the weight is the number of samples.
 
     Raises:
-        UsageError: the loader has a batch sampler of its own, which cannot be dealt out by guess,
-            or a sampler without length; it is no DataLoader, or the global batch does not fit.
+        UsageError: the loader has a custom batch sampler, which cannot be split safely, or a
+            sampler without length; it is no DataLoader, or the global batch does not fit.
     """
     context = require_context("prepare_data_loader")
     if not isinstance(data_loader, DataLoader):
@@ -105,7 +105,7 @@ def prepare_data_loader(
     is_iterable = isinstance(data_loader.dataset, IterableDataset)
     batches: Any = data_loader.batch_sampler
     if data_loader.batch_size is None and is_plain(batches, BatchSampler) and add_dist_sampler:
-        # The same loader in other words.
+        # An equivalent loader without the batch sampler.
         data_loader = loader_like(
             data_loader,
             sampler=batches.sampler,
@@ -126,10 +126,10 @@ def prepare_data_loader(
 
 
 def _cut_of(streams: str | None, is_iterable: bool) -> StreamCut | str:
-    """Return how streams are cut, "" to choose what is surely right.
+    """Return how streams are cut, "" to choose a way that is always right.
 
     Raises:
-        UsageError: there is no such way, or no streams.
+        UsageError: the way is unknown, or the dataset is not iterable.
     """
     names = [one.value for one in StreamCut]
     if streams is not None and (streams not in names or not is_iterable):
@@ -147,12 +147,12 @@ def num_micro_batches(
     """Return V, the micro-batches of a step.
 
     Args:
-        context: knows the largest group.
-        size: samples of a micro-batch, None if the loader does not say.
+        context: has the size of the largest group.
+        size: samples of a micro-batch, None if the loader has no batch size.
         global_batch_size: samples of a step, None for the default.
 
     Raises:
-        UsageError: there is no such number.
+        UsageError: the global batch size is no such multiple, or is too small.
     """
     if global_batch_size is None:
         return context.max_workers
@@ -184,7 +184,7 @@ class PreparedLoader:
     `set_epoch`, as scripts for Ray Train and torchrun call it.
 
     Attributes:
-        evaluated: the newest pass of evaluation, None if there was none.
+        evaluated: the newest evaluation pass, None if there was none.
     """
 
     def __init__(
@@ -204,10 +204,10 @@ class PreparedLoader:
             loader: the user's.
             device: where to move batches, None to leave them.
             non_blocking: do not wait for copies out of pinned memory.
-            deals: deal the samples out; otherwise the loader does so by itself.
+            deals: split the samples over the ranks; otherwise the loader does so itself.
             num_micro_batches: V, of a step.
-            streams: how an iterable dataset is cut into streams, "" to choose; None if it is none.
-            weigh: says what a micro-batch counts in its step.
+            streams: how an iterable dataset is cut into streams, "" to choose; None for others.
+            weigh: returns the weight of a micro-batch in its step.
         """
         self._weigh = weigh
         self._streams = streams
@@ -216,14 +216,14 @@ class PreparedLoader:
         self._non_blocking = non_blocking
         self._deals = deals
         self._num_micro_batches = num_micro_batches
-        # A shuffle of our own is chosen from the first pass on; of the user's, when he says so.
+        # Our own shuffle is seeded from the first pass on; the user's once `set_epoch` is called.
         self._epoch = 0 if deals else None
         self._by_step: MicroBatches | None = None
         self._loader = loader
         self._whole: tuple[RankBatches, DataLoader[Any]] | None = None
         self._sampler: RankSampler | None = None
         self.evaluated: Pass | None = None
-        if deals:  # What cannot be dealt out is refused at once.
+        if deals:  # A loader that cannot be split is refused at once.
             self._order = Order(loader, _seed_of(loader, 0))
             self._sampler = RankSampler(
                 loader.dataset, self._order, self.set_epoch, drop_last=loader.drop_last
@@ -240,13 +240,13 @@ class PreparedLoader:
             self._sampler.epoch = epoch
 
     def __iter__(self) -> Iterator[Any]:
-        """Begin a pass."""
+        """Begin a pass: of micro-batches, of evaluation or by rank; see the module's rule."""
         context = require_context("a prepared loader")
         engine = context.engine
         if engine is not None and engine.has_begun and is_trained_with(engine):
             return self._moved(engine.micro_batches(self._micro_batches(engine)))
-        # In that loop what is not trained with is evaluated. In others only gradients can tell:
-        # in evaluation mode DistributedDataParallel still does the same on all ranks.
+        # Inside that loop a pass without training is an evaluation. Elsewhere only disabled
+        # gradients show one: DistributedDataParallel still syncs all ranks in evaluation mode.
         evaluates = (engine is not None and engine.has_begun) or not torch.is_grad_enabled()
         place = require_place("a prepared loader")
         if evaluates and self._deals:
@@ -264,7 +264,7 @@ class PreparedLoader:
         return engine.steps(self._micro_batches(engine), self._on_device)
 
     def steps_per_epoch(self) -> int:
-        """Return the optimizer steps of an epoch; 0 where that is known only once it is over."""
+        """Return the optimizer steps of an epoch; 0 if that is not known before its end."""
         engine = require_context("steps_per_epoch").engine
         if engine is None:
             raise UsageError("steps_per_epoch: this train function runs without a step engine")
@@ -337,7 +337,7 @@ class PreparedLoader:
             context.timing.switch(before)
 
     def _next_epoch(self) -> int:
-        """Return the number of the pass that begins, and count it."""
+        """Return the number of the pass that begins, and advance the count."""
         epoch = self._epoch or 0
         if self._epoch is not None:
             self._epoch += 1
@@ -362,8 +362,8 @@ class PreparedLoader:
     def __len__(self) -> int:
         """Return the steps of an epoch if an optimizer was prepared, else this rank's batches.
 
-        Under `torch.no_grad()`, and of a loader that was read to evaluate and nothing else, those
-        of an evaluation.
+        Under `torch.no_grad()`, and for a loader that was used only to evaluate, this rank's
+        batches of an evaluation.
         """
         context = require_context("len of a prepared loader")
         evaluates = self.evaluated is not None and self._by_step is None
@@ -389,7 +389,7 @@ class PreparedLoader:
 
 
 def is_trained_with(engine: StepEngine) -> bool:
-    """Return whether what is read now is trained with, rather than evaluated."""
+    """Return whether batches read now are for training, rather than for evaluation."""
     models = engine.state.models
     return torch.is_grad_enabled() and (not models or any(is_training(one) for one in models))
 
@@ -402,7 +402,7 @@ def _moved(value: Any, device: torch.device, *, non_blocking: bool) -> Any:
     """Return a batch with every tensor in it on the device."""
     if isinstance(value, torch.Tensor):
         return value.to(device, non_blocking=non_blocking)
-    if isinstance(value, PackedSequence):  # A tuple, but of parts that belong together.
+    if isinstance(value, PackedSequence):  # A tuple, but one that must be moved as a whole.
         return value.to(device, non_blocking=non_blocking)  # type: ignore[arg-type]
     if isinstance(value, Mapping):
         return {key: _moved(v, device, non_blocking=non_blocking) for key, v in value.items()}
