@@ -1,6 +1,6 @@
-"""How a trainer takes a run directory: anew, resumed, or started again by torchrun.
+"""How a trainer claims a run directory: new, resumed, or restarted by torchrun.
 
-Rule: whoever takes it says on stderr if it goes on with a run that is there, and from where.
+Rule: resuming an existing run is reported on stderr, with the checkpoint it resumes from.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 
 
 def say(line: str) -> None:
-    """Tell the user."""
+    """Print a line on stderr at once."""
     print(line, file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
 def announced(plan: RunPlan, *, job_of: JobOf) -> Iterator[RunAttempt]:
-    """Do as `attempt`, and tell the user if the run is resumed."""
+    """Do as `attempt`, and print on stderr if the run is resumed."""
     with attempt(plan, job_of=job_of) as begun:
         for line in begun.lines:
             say(line)
@@ -41,11 +41,11 @@ def announced(plan: RunPlan, *, job_of: JobOf) -> Iterator[RunAttempt]:
 
 
 def path_to_begin_from(checkpoint: Checkpoint | None) -> str:
-    """Return the path of the checkpoint that a new run begins with, "" for none.
+    """Return the path of the checkpoint that a new run starts from, "" for none.
 
     Raises:
-        UsageError: it is not there.
-        DamagedCheckpoint: a file of it is not what was committed.
+        UsageError: it does not exist.
+        DamagedCheckpoint: a file of it differs from what was committed.
     """
     if checkpoint is None:
         return ""
@@ -62,18 +62,18 @@ def path_to_begin_from(checkpoint: Checkpoint | None) -> str:
 
 
 def begin_here(plan: RunPlan) -> dict[str, str]:
-    """Take the directory of a run in this process; return the fields of `LocalRun` that it sets.
+    """Claim the directory of a run in this process; return the fields of `LocalRun` that it sets.
 
     Raises:
-        NameTaken: it is there, and is not to be gone on with.
-        StorageError: it cannot be made.
+        NameTaken: the directory exists, and is not to be resumed.
+        StorageError: it cannot be created.
     """
     with announced(plan, job_of=lambda job_id: None) as begun:
         return _fields(plan, plan.job_id, begun.resume_from)
 
 
 def begin_again(plan: RunPlan) -> dict[str, str]:
-    """Go on in the directory of a run whose processes torchrun has started again.
+    """Continue in the directory of a run whose processes torchrun has restarted.
 
     Raises:
         StorageError: it cannot be read.
@@ -81,7 +81,7 @@ def begin_again(plan: RunPlan) -> dict[str, str]:
     run = RunDirectory(plan.run_path)
     record = read_run(run.files)
     found = newest_valid(run, say)
-    if record is not None:  # The attempt that failed may have said so.
+    if record is not None:  # The failed attempt may have recorded its end.
         write_run(run.files, replace(record, phase=RunPhase.RUNNING, ended_unix_ns=0, reason=""))
     job_id = record.jobs[-1] if record is not None and record.jobs else plan.job_id
     return _fields(plan, job_id, run.checkpoint_path(found[0]) if found else plan.resume_from)
@@ -98,7 +98,7 @@ def _fields(plan: RunPlan, job_id: str, resume_from: str) -> dict[str, str]:
 
 @contextlib.contextmanager
 def end_noted(run: LocalRun) -> Iterator[None]:
-    """Write down how a run in this process ends; under torchrun rank 0 does."""
+    """Record how a run in this process ends; under torchrun only rank 0 does."""
     from elastic.worker.process.local import torchrun_rank
 
     phase, reason = JobPhase.STOPPED, "interrupted"
@@ -114,6 +114,6 @@ def end_noted(run: LocalRun) -> Iterator[None]:
 
 
 def absolute(path: str | Path) -> str:
-    """Return a run directory's path as a run of that name and storage path has it."""
+    """Return a run directory's path in the form that `run_path_of` gives it."""
     parent, slash, name = str(path).rstrip("/").rpartition("/")
     return run_path_of(parent or slash or ".", name)

@@ -1,7 +1,7 @@
 """Callbacks in the driver: what all ranks reported, which checkpoint came with it, what failed.
 
-Rule: what they hear is read from the run directory, where each rank writes what it reports. So
-nobody waits in training for a callback, and none is missed while the driver was not connected.
+Rule: their input is read from the run directory, where each rank writes its reports. So training
+never waits for a callback, and no report is missed while the driver was not connected.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TrainRunContext:
-    """The run that a callback hears of.
+    """The run that a callback is called for.
 
     Attributes:
         run_name: its name.
@@ -47,7 +47,7 @@ class TrainRunContext:
 
 
 class UserCallback:
-    """What is called in the driver; derive from it, and define what you want to hear."""
+    """Base class of callbacks in the driver; override the methods that you need."""
 
     def after_report(
         self,
@@ -55,44 +55,44 @@ class UserCallback:
         metrics: list[dict[str, Any]],
         checkpoint: Checkpoint | None,
     ) -> None:
-        """Hear of a report that all ranks have made.
+        """Handle a report that all ranks have made.
 
         Args:
             run_context: of the run.
-            metrics: by rank; {} of one that left before it made this report.
-            checkpoint: that came with it, once it counts.
+            metrics: by rank; {} for a rank that left before it made this report.
+            checkpoint: that came with it, once it is committed.
         """
 
     def after_exception(
         self, run_context: TrainRunContext, worker_exceptions: dict[int, Exception]
     ) -> None:
-        """Hear of a failure of user code, whether the run survives it or not.
+        """Handle a failure of user code, whether the run survives it or not.
 
         Args:
             run_context: of the run.
-            worker_exceptions: what the worker raised that failed first, by rank.
+            worker_exceptions: what the worker that failed first raised, by rank.
         """
 
 
 @dataclass
 class _Progress:
-    """How far the callbacks have heard."""
+    """Which reports the callbacks have received."""
 
     rows: dict[int, dict[Any, dict[str, Any]]] = field(default_factory=lambda: defaultdict(dict))
-    """By rank, what was read and not told yet, by its place in the run."""
+    """By rank: rows that were read and not delivered yet, by their place in the run."""
     waiting: list[dict[str, Any]] = field(default_factory=list)
-    """Reports of rank 0 that were not told yet, oldest first."""
+    """Reports of rank 0 that were not delivered yet, oldest first."""
     failures: int = 0
 
 
 class CallbackRunner:
-    """Tells the callbacks of one attempt; used by the driver's thread."""
+    """Calls the callbacks of one attempt; used by the driver's thread."""
 
     def __init__(self, callbacks: Sequence[UserCallback], run_context: TrainRunContext) -> None:
-        """Pass over what earlier attempts have reported.
+        """Prepare the runner; `begin` skips the reports of earlier attempts.
 
         Args:
-            callbacks: () if there are none, and nothing is read.
+            callbacks: if empty, nothing is read.
             run_context: of the run.
         """
         self._callbacks, self._context = callbacks, run_context
@@ -102,27 +102,27 @@ class CallbackRunner:
 
     @property
     def receives(self) -> bool:
-        """Return whether there is anybody to tell."""
+        """Return whether there is any callback."""
         return bool(self._callbacks)
 
     def begin(self) -> None:
-        """Pass over what is there."""
+        """Skip the reports of earlier attempts."""
         if self._callbacks:
             for rank in range(max(1, self._context.scaling_config.max_workers)):
                 self._reader(rank).read()
 
     def look(self) -> None:
-        """Tell of the reports that all ranks have made by now."""
+        """Deliver the reports that all ranks have made by now."""
         if self._callbacks:
             self._read()
             self._tell(is_over=False)
 
     def failed(self, failures: int, errors: Callable[[], Mapping[int, Exception]]) -> None:
-        """Tell of a failure, once.
+        """Deliver a failure, once.
 
         Args:
             failures: how many there were so far.
-            errors: gets what the last one raised.
+            errors: returns what the last one raised.
         """
         if not self._callbacks or failures <= self._told.failures:
             return
@@ -133,7 +133,7 @@ class CallbackRunner:
             callback.after_exception(self._context, found)
 
     def finish(self) -> None:
-        """Tell of all that is left: nobody reports any more."""
+        """Deliver all that is left: no more reports will come."""
         if self._callbacks:
             self._read()
             self._tell(is_over=True)
@@ -152,7 +152,7 @@ class CallbackRunner:
             for rank in range(1, size):
                 self._told.rows[rank].update((_place(r), r) for r in self._reader(rank).read())
         except StorageError:
-            pass  # It is read with the next look.
+            pass  # Retried with the next poll.
 
     def _tell(self, *, is_over: bool) -> None:
         waiting = self._told.waiting
@@ -166,7 +166,7 @@ class CallbackRunner:
                 return
             name = next((r["checkpoint"] for r in rows if r and "checkpoint" in r), "")
             checkpoint = self._committed(name)
-            # One checkpoint is on its way at a time: a later one says that this is settled.
+            # One checkpoint is in progress at a time: a later one means that this is settled.
             is_settled = is_past or any("checkpoint" in r for r in later)
             if name and checkpoint is None and not is_settled:
                 return

@@ -1,7 +1,7 @@
-"""What a field of a configuration may be; whatever is something else is refused by its name.
+"""Checks of configuration fields; an invalid value is refused with the name of its field.
 
-Rule: a wrong type is known where it is written, and not on the way to the cluster or on a worker.
-A number is kept as a plain one, whatever library it comes from.
+Rule: a wrong type is reported where it is written, not on submission or on a worker. A number is
+kept as a plain Python one, whatever library it comes from.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from elastic.errors import ConfigError
 from elastic.train.callbacks import UserCallback
 
 CALLBACK_METHODS = {"after_report": ("metrics",), "after_event": ("name", "fields")}
-"""What is called of a callback, each with what it is called with."""
+"""Methods of a callback, each with its arguments."""
 FOR_TRIALS = "on_trial_result"
-"""Who has this method is a callback of `tune.Tuner`."""
+"""An object with this method is a callback of `tune.Tuner`."""
 
 
 def refuse(config: object, field: str, what: str) -> NoReturn:
-    """Raise what a wrong value raises.
+    """Raise the error for a wrong value.
 
     Args:
         config: the configuration.
@@ -45,8 +45,8 @@ def expect(
         config: the configuration.
         field: its name there.
         kind: the class, or several.
-        what: the same in words.
-        none: None will do, too.
+        what: the same, for the error text.
+        none: None is valid, too.
 
     Raises:
         ConfigError: it is something else.
@@ -57,7 +57,7 @@ def expect(
 
 
 def expect_bool(config: object, field: str) -> None:
-    """Refuse what is only true or false by itself, such as "no".
+    """Refuse values that are merely truthy or falsy, such as "no".
 
     Raises:
         ConfigError: it is no bool.
@@ -80,9 +80,9 @@ def take_int(
         config: the configuration.
         field: its name there.
         what: what is expected, in words.
-        low: the least that will do.
-        high: the most.
-        none: None will do, too.
+        low: the smallest valid value.
+        high: the largest.
+        none: None is valid, too.
 
     Raises:
         ConfigError: it is something else, or beyond the bounds.
@@ -104,8 +104,8 @@ def take_seconds(
         config: the configuration.
         field: its name there.
         what: what is expected, in words.
-        zero: 0 will do, too.
-        none: None will do, too.
+        zero: 0 is valid, too.
+        none: None is valid, too.
 
     Raises:
         ConfigError: it is something else.
@@ -119,7 +119,7 @@ def take_seconds(
 
 
 def take_default(config: object, field: str, kind: type) -> None:
-    """Put the default configuration in place of None.
+    """Replace None by the default configuration.
 
     Raises:
         ConfigError: it is of another class, such as a dict.
@@ -130,12 +130,12 @@ def take_default(config: object, field: str, kind: type) -> None:
 
 
 def is_whole(value: object) -> bool:
-    """Return whether a value is a whole number, NumPy's among them; True is none."""
+    """Return whether a value is an integer, including NumPy's, but not a bool."""
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def is_number(value: object) -> bool:
-    """Return whether a value is a real number, NumPy's among them; True is none."""
+    """Return whether a value is a real number, including NumPy's, but not a bool."""
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
@@ -153,10 +153,10 @@ def expect_names(config: object, field: str, what: str) -> Mapping[str, Any]:
 
 
 def expect_environment(config: object, field: str) -> None:
-    """Refuse what no process can have as its environment variables.
+    """Refuse what cannot be environment variables of a process.
 
     Raises:
-        ConfigError: it is no mapping, or naming the variable.
+        ConfigError: it is no mapping, or a variable is invalid; names it.
     """
     what = "a dict of environment variables, such as {'NAME': 'value'}"
     expect(config, field, Mapping, what, none=True)
@@ -172,10 +172,10 @@ def expect_environment(config: object, field: str) -> None:
 
 
 def take_callbacks(config: object, field: str) -> None:
-    """Keep callbacks as a tuple, once each of them can be called as it will be.
+    """Keep callbacks as a tuple, after checking that each accepts its arguments.
 
     Raises:
-        ConfigError: it is no list, or naming the one that cannot.
+        ConfigError: it is no list, or a callback is invalid; names it.
     """
     callbacks = getattr(config, field)
     if callbacks is None:
@@ -194,7 +194,7 @@ def take_callbacks(config: object, field: str) -> None:
 
 
 def _can_be_reported(callback: object) -> bool:
-    """Return whether a callback has methods of ours, and each takes what it will be given."""
+    """Return whether a callback has any of our methods, and each accepts its arguments."""
     found = {name: getattr(callback, name, None) for name in CALLBACK_METHODS}
     methods = {name: method for name, method in found.items() if method is not None}
     return bool(methods) and all(
@@ -207,7 +207,7 @@ def _takes(method: Any, arguments: tuple[str, ...]) -> bool:
     try:
         signature = inspect.signature(method)
     except (TypeError, ValueError):
-        return True  # Some functions in C do not say.
+        return True  # Some C functions have no signature.
     try:
         signature.bind(*arguments)
     except TypeError:
@@ -216,4 +216,4 @@ def _takes(method: Any, arguments: tuple[str, ...]) -> bool:
 
 
 def _put(config: object, field: str, value: object) -> None:
-    object.__setattr__(config, field, value)  # It is frozen once it is made; here it is not yet.
+    object.__setattr__(config, field, value)  # Frozen, but only once `__post_init__` has ended.

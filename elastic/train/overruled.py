@@ -1,7 +1,7 @@
-"""What a script wishes in vain where a command started its job: its options count there.
+"""Reports settings of a script that the command line which started its job overrides.
 
-Rule: only what makes a difference is told, once in a process. Values of environment variables may
-be secrets, and are not repeated.
+Rule: only differences are reported, once per process. Values of environment variables may be
+secrets, and are not printed.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ OPTIONS: Mapping[str, str] = {
     "timeout_s": NO_OPTION,
     "virtual_local_rank": "--env ELASTIC_VIRTUAL_LOCAL_RANK=1",
 }
-"""Fields whose value in the job a worker does not know -> the option of `elastic submit`."""
+"""Fields whose value in the job is unknown to a worker -> the option of `elastic submit`."""
 
 _is_reported = False
 
@@ -47,10 +47,10 @@ _is_reported = False
 def say_overruled(
     context: WorkerContext, scaling: ScalingConfig, run: RunConfig, torch_config: TorchConfig
 ) -> None:
-    """Tell the user on rank 0, once in this process, what of the configuration does not count."""
+    """Print on rank 0, once in this process, which of the configuration has no effect."""
     global _is_reported
     if _is_reported or context.join is not None or context.world_rank != 0:
-        return  # Who runs ahead of its group has no rank yet.
+        return  # A worker that is ahead of its group has no rank yet.
     _is_reported = True
     line = overruled(context, scaling, run, torch_config, os.environ)
     if line:
@@ -64,14 +64,14 @@ def overruled(
     torch_config: TorchConfig,
     environ: Mapping[str, str],
 ) -> str:
-    """Return what of a script's configuration does not count, as a line; "" for nothing.
+    """Return the settings of a script that have no effect, as a line; "" for none.
 
     Args:
         context: this worker's.
         scaling: the trainer's, as are the next two.
-        run: name, place and policies.
+        run: name, storage path and policies.
         torch_config: backend and its timeout.
-        environ: the worker's environment, which says how large the job may be.
+        environ: the worker's environment, which has the job's minimum size.
     """
     parts = [*_known(context, scaling, run, environ)]
     unused = []
@@ -97,13 +97,13 @@ def overruled(
 def _known(
     context: WorkerContext, scaling: ScalingConfig, run: RunConfig, environ: Mapping[str, str]
 ) -> list[str]:
-    """Return what differs from the job where the worker knows the job's value."""
+    """Return the settings that differ from the job, of those whose job value the worker knows."""
     low, high = int(environ.get("ELASTIC_MIN", context.max_workers)), context.max_workers
     bounds = f"{low}" if low == high else f"{low}:{high}"
     failures, allowed = run.failure_config.max_failures, environ.get("TORCHELASTIC_MAX_RESTARTS")
     said = []
     wanted = (scaling.min_workers, scaling.max_workers)
-    # With 0 it would train in its own process, which it does.
+    # 0 requests training in its own process, as a worker does.
     if scaling.num_workers not in (0, ScalingConfig().num_workers) and wanted != (low, high):
         said.append(f"num_workers={scaling.num_workers!r} (--num-workers {bounds})")
     if scaling.use_gpu and not context.devices:
@@ -121,7 +121,7 @@ def _known(
 
 
 def _changed(config: Any) -> dict[str, Any]:
-    """Return the fields of a configuration that are not as by default."""
+    """Return the fields of a configuration that differ from their defaults."""
     return {
         each.name: getattr(config, each.name)
         for each in fields(config)

@@ -1,4 +1,4 @@
-"""What a train function can know of nodes that were told to leave, under Ray Train's name."""
+"""Preemption notices for the train function, under Ray Train's name."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from elastic.train.session import require_context
 
 @dataclass(frozen=True)
 class PreemptionInfo:
-    """Nodes of this group are about to go.
+    """A notice that nodes of this group are about to leave.
 
     Attributes:
-        deadline_s: seconds left until the first of them is gone, from the moment of asking, >= 0;
+        deadline_s: seconds left until the first of them is gone, from the time of the call, >= 0;
             counted by this machine's monotonic clock.
         reason: why, such as "AWS spot instance-action terminate".
-        preempted_node_to_ranks: which nodes, and the ranks of the group that go with them.
+        preempted_node_to_ranks: the nodes, each with the ranks of the group that leave with it.
     """
 
     deadline_s: float
@@ -30,22 +30,22 @@ class PreemptionInfo:
 
     @property
     def preempted_ranks(self) -> list[int]:
-        """Return all ranks that go, sorted."""
+        """Return all ranks that leave, sorted."""
         return sorted(rank for ranks in self.preempted_node_to_ranks.values() for rank in ranks)
 
 
 def get_preemption_info() -> PreemptionInfo | None:
-    """Return which nodes of the group were told to leave, and when; None if none were.
+    """Return which nodes of the group must leave, and when; None if none must.
 
-    It costs a microsecond, waits for nobody, and may be asked at every step. Nothing has to be
-    done: where enough workers stay, those that leave do so between two steps, and the state goes
-    on in the others; where they do not, a checkpoint is taken by itself. It is for what only the
-    script knows of: a log to flush, an evaluation to put off, a checkpoint of its own in code
-    without `train.epochs()`.
+    It costs a microsecond, does not block, and may be called at every step. No reaction is
+    required: where enough workers stay, the others leave between two steps, and the state
+    continues in those that stay; where too few stay, a checkpoint is taken automatically. Use it
+    for what only the script knows of: a log to flush, an evaluation to postpone, a checkpoint of
+    its own in code without `train.epochs()`.
 
-    Ranks learn of it at slightly different moments, so it must not decide about a collective. In
-    a group that can do without the nodes it may be over before anybody asks: then those who stay
-    are told once, with the ranks of the group before.
+    Ranks receive it at slightly different times, so it must not decide about a collective. In a
+    group that can do without the nodes they may have left before any call: then the remaining
+    ranks get the notice once, with the ranks of the previous group.
 
     Raises:
         UsageError: outside a train function.

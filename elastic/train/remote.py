@@ -7,14 +7,14 @@
     refs = [evaluate.remote(path) for path in paths]
     print(elastic.get(refs))
 
-Rule: each call is a job of one worker, with all that jobs have: it waits for room, is replaced
-where its node is lost, and shows in `elastic ps`. There is no store of objects: a value travels in
-the job's record, so that it has to be small; what is larger a function writes to storage, and
-returns the path of.
+Rule: each call is a job of one worker, and behaves like any job: it waits for free resources, is
+replaced if its node is lost, and shows in `elastic ps`. There is no object store: a value is
+stored in the job's record, so it must be small; a function writes larger ones to storage and
+returns their path.
 
-A value that JSON gives back as it was travels as JSON, any other as a pickle, which runs code where
-it is read. So it carries a code made with a key that this call has drawn and its worker alone was
-sent: nobody's other job, and nobody who can only write records, gets anything unpickled here.
+A value that survives a JSON round trip is sent as JSON, any other as a pickle, and unpickling runs
+code. So a pickle carries an HMAC, under a random key of this call that only its worker receives:
+other jobs, and users who can only write records, get nothing unpickled here.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ from typing import Any, overload
 from elastic.errors import ConfigError, TrainingFailed, UsageError
 
 PICKLE, CODE = "pickle", "code"
-"""Names in what stands for a value that JSON cannot say."""
+"""Keys of the dict that replaces a value which JSON cannot represent."""
 PICKLE_BYTES_MAX = 256 * 1024
-"""Of a value: the coordinator keeps it with the job, in its store."""
+"""Limit of a pickled value in bytes: the coordinator keeps it with the job, in its store."""
 WITHOUT_EFFECT = frozenset({"name", "num_returns", "scheduling_strategy", "max_calls", "memory"})
 
 
 @dataclass(frozen=True)
 class ObjectRef:
-    """The result of a call, which may not be there yet; `elastic.get` waits for it.
+    """The result of a call, which may still be pending; `elastic.get` waits for it.
 
     Attributes:
-        job_id: of the job that makes it.
-        function: name of what was called.
-        key: of the code that its value carries.
+        job_id: of the job that computes it.
+        function: name of the function.
+        key: of the HMAC that its value carries.
     """
 
     job_id: str
@@ -61,7 +61,7 @@ class ObjectRef:
 
 @dataclass(frozen=True, kw_only=True)
 class _Options:
-    """What one call takes from its node, and how often it is tried."""
+    """Resources of one call on its node, and how often it is retried."""
 
     num_cpus: float | None = None
     num_gpus: float | None = None
@@ -94,7 +94,7 @@ class RemoteFunction:
         return RemoteFunction(self._function, _taken(options, self._options))
 
     def remote(self, *args: Any, **named: Any) -> ObjectRef:
-        """Submit a call; arguments are pickled, and of an `ObjectRef` the value is waited for.
+        """Submit a call; arguments are pickled, an `ObjectRef` by its value, once that is ready.
 
         Raises:
             UsageError: in a worker; or an argument cannot be pickled.
@@ -160,10 +160,10 @@ def _replace(value: Any, **changes: Any) -> Any:
 def call(
     function: Callable[..., Any], args: Sequence[Any], named: Mapping[str, Any], key: bytes
 ) -> Any:
-    """Call a function on a worker; return its value as one that JSON can say.
+    """Call a function on a worker; return its value in a JSON-serializable form.
 
     Raises:
-        UsageError: it returned what cannot be pickled, or is too large.
+        UsageError: its value cannot be pickled, or is too large.
     """
     import cloudpickle
 
@@ -187,7 +187,7 @@ def call(
 
 
 def _is_json(value: Any) -> bool:
-    """Return whether JSON gives a value back as it was."""
+    """Return whether a value survives a JSON round trip unchanged."""
     try:
         return bool(json.loads(json.dumps(value)) == value) and not (
             isinstance(value, dict) and PICKLE in value
@@ -201,10 +201,10 @@ def _code(key: bytes, told: bytes) -> str:
 
 
 def value_of(ref: ObjectRef, text: str) -> Any:
-    """Return what a call returned.
+    """Return the value of a call, which is unpickled only if its HMAC matches.
 
     Raises:
-        UsageError: it was not this call that returned it.
+        UsageError: the value is not from this call.
     """
     said = json.loads(text) if text else None
     if not (isinstance(said, dict) and PICKLE in said):
@@ -223,14 +223,14 @@ def remote(function: Callable[..., Any], /) -> RemoteFunction: ...
 @overload
 def remote(**options: Any) -> Callable[[Callable[..., Any]], RemoteFunction]: ...
 def remote(function: Callable[..., Any] | None = None, /, **options: Any) -> Any:
-    """Make a function one that runs on the cluster: `@elastic.remote`, or with options.
+    """Make a function run on the cluster: `@elastic.remote`, or with options.
 
     Args:
         function: what to decorate; no class, because there are no actors.
-        options: num_cpus, num_gpus, resources, accelerator_type, label_selector: what the worker
-            takes from its node, and which one; max_retries: how often it may raise and is called
-            again (lost nodes do not count); runtime_env with env_vars. Ray's others are passed
-            over if they change nothing here.
+        options: num_cpus, num_gpus, resources, accelerator_type, label_selector: the worker's
+            resources, and its node; max_retries: how often it is called again after it raised
+            (lost nodes do not count); runtime_env with env_vars. Ray's others are ignored if they
+            change nothing here.
 
     Raises:
         UsageError: it is a class.
@@ -261,17 +261,17 @@ def _taken(options: Mapping[str, Any], base: _Options) -> _Options:
 
 
 def get(refs: ObjectRef | Sequence[ObjectRef], *, timeout: float | None = None) -> Any:
-    """Return the value of a call, or of several as a list, once they are there.
+    """Wait for the value of a call, or of several as a list, and return it.
 
     Args:
         refs: what `remote` returned.
-        timeout: seconds for all of them, None for as long as it takes.
+        timeout: seconds for all of them, None for no limit.
 
     Raises:
         Exception: what the function raised: of its class if that is one of Python's own, else a
             `train.UserExceptionWithTraceback`; its cause is a `TrainingFailed` with the traceback.
         TrainingFailed: it was ended for another reason.
-        TimeoutError: the time was over; the call goes on.
+        TimeoutError: the timeout has passed; the call continues.
         UsageError: no cluster is connected, or it is no `ObjectRef`.
     """
     from elastic.client.jobs import Client

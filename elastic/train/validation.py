@@ -1,7 +1,7 @@
-"""Validation of reported checkpoints, under Ray Train's names: what is called, with what, how long.
+"""Validation of reported checkpoints, under Ray Train's names: function, arguments, timeout.
 
-Rule: what a report says of its validation is kept beside the checkpoint, for whoever goes on with
-the run; so it is what JSON can say. The function itself comes with the trainer.
+Rule: a report's validation request is stored beside the checkpoint, so that a resumed run can
+continue it; so it must be JSON-serializable. The function itself comes with the trainer.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class ValidationTaskConfig:
     """How one checkpoint is validated.
 
     Attributes:
-        fn_kwargs: keywords for the validation function. Those of a report come before those of the
-            trainer, and must be what JSON can say.
-        timeout_s: after so many seconds it is given up; None for as long as it takes.
+        fn_kwargs: keywords for the validation function. Those of a report override those of the
+            trainer, and must be JSON-serializable.
+        timeout_s: after so many seconds it is cancelled; None for no limit.
     """
 
     fn_kwargs: Mapping[str, Any] = field(default_factory=dict)
@@ -58,10 +58,10 @@ class ValidationConfig:
 
     Attributes:
         fn: called with the checkpoint and keywords, returns a dict of metrics. It runs in a
-            process of its own beside training, on the node of rank 0 and with its accelerator, if
+            separate process beside training, on the node of rank 0 and with its accelerator, if
             it has one: both share its memory. It belongs to no group. What it prints is in the
             output of rank 0.
-        task_config: keywords and time limit, where a report says nothing of its own.
+        task_config: default keywords and timeout, for reports that set none.
         max_in_flight: how many validations run at once (in Ray: always one).
     """
 
@@ -88,7 +88,7 @@ class ValidationConfig:
             raise ConfigError(f"ValidationConfig: max_in_flight={n!r}: expected an int >= 1")
 
     def plan(self) -> ValidationPlan:
-        """Return this as a worker knows it."""
+        """Return this in the form that workers use."""
         task = self.task_config
         call = partial(validate, self.fn)
         return ValidationPlan(call, dict(task.fn_kwargs), task.timeout_s, self.max_in_flight)
@@ -111,10 +111,10 @@ def validate(fn: ValidationFunction, path: str, fn_kwargs: Mapping[str, Any]) ->
 
 
 def request_of(validation: bool | ValidationTaskConfig) -> str:
-    """Return what `train.report(validation=...)` wishes, as it is kept; "" for nothing.
+    """Return the request of `train.report(validation=...)` as stored JSON; "" for none.
 
     Raises:
-        UsageError: it is of another kind, or its keywords are more than JSON can say.
+        UsageError: it is of another type, or its keywords are not JSON-serializable.
     """
     if validation is False:
         return ""
