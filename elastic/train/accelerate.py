@@ -1,4 +1,4 @@
-"""Accelerate's Accelerator: its `prepare` hands out what trains with the group in place.
+"""Accelerate's Accelerator: its `prepare` returns objects that train with the group in place.
 
     accelerator = prepare_accelerator(Accelerator())
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
@@ -11,8 +11,8 @@
                 scheduler.step()
                 optimizer.zero_grad()
 
-Rule: accelerate sees one process. A schedule goes on once for each step, at any number of workers;
-what is not trained with is read whole by every worker, so that `gather_for_metrics` has all of it.
+Rule: accelerate sees one process. A scheduler steps once per step, at any number of workers; every
+worker reads all evaluation data, so that `gather_for_metrics` has all of it.
 """
 
 from __future__ import annotations
@@ -44,20 +44,20 @@ def prepare_accelerator(
     global_batch_size: int | None = None,
     weigh: Callable[[Any], Any] | None = None,
 ) -> Accelerator:
-    """Let an Accelerator prepare things to be trained by the group, whose workers come and go.
+    """Make an Accelerator prepare objects for training by the group, whose workers may change.
 
     Call it before `accelerator.prepare`, and write the loop over epochs as `train.epochs(n)`.
 
     Args:
         accelerator: without FSDP or DeepSpeed, and without gradient_accumulation_steps.
         global_batch_size: samples of a step, as in `prepare_data_loader`.
-        weigh: what a micro-batch counts, as there.
+        weigh: returns the weight of a micro-batch, as there.
 
     Returns:
         The same object.
 
     Raises:
-        UsageError: outside a train function, prepared twice, or it shards or accumulates by itself.
+        UsageError: outside a train function, prepared twice, or it shards or accumulates itself.
     """
     require_engine("prepare_accelerator")
     if not isinstance(accelerator, Accelerator):
@@ -75,31 +75,31 @@ def prepare_accelerator(
 
 
 class _InGroup(Accelerator):
-    """Put before an Accelerator's own class."""
+    """Mixin that is put before an Accelerator's own class."""
 
     _elastic: dict[str, Any]
 
     def prepare_model(
         self, model: nn.Module, device_placement: Any = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """Let a model be part of the run's state, unless it is only looked at."""
+        """Add a model to the run's state, unless it is only evaluated."""
         made = super().prepare_model(model, device_placement, evaluation_mode)
         if not evaluation_mode:
             require_engine("accelerator.prepare").add_model(made)
         return made
 
     def prepare_optimizer(self, optimizer: Any, device_placement: Any = None) -> Any:
-        """Let an optimizer step once for each step."""
+        """Make an optimizer step once per step of the group."""
         require_engine("accelerator.prepare").add_optimizer(optimizer)
         return super().prepare_optimizer(optimizer, device_placement)
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
-        """Let a scheduler step once for each step."""
+        """Make a scheduler step once per step of the group."""
         require_engine("accelerator.prepare").add_scheduler(scheduler)
         return super().prepare_scheduler(scheduler)
 
     def prepare_data_loader(self, data_loader: Any, *args: Any, **named: Any) -> Any:
-        """Let a loader be dealt out in micro-batches where it is trained with."""
+        """Make a loader yield micro-batches where it is used for training."""
         if not isinstance(data_loader, DataLoader):
             raise UsageError(
                 f"accelerator.prepare: a loader is a {type(data_loader).__name__}: expected a "
@@ -111,7 +111,7 @@ class _InGroup(Accelerator):
 
 
 class _Loader:
-    """A loader: of micro-batches where it is trained with, else of all there is."""
+    """A loader: of micro-batches in training, else of all data."""
 
     def __init__(
         self, engine: StepEngine, prepare: Callable[[], PreparedLoader], whole: Any
@@ -120,14 +120,14 @@ class _Loader:
 
     @cached_property
     def _prepared(self) -> PreparedLoader:
-        """Return what deals it out; made for those only that are trained with."""
+        """Return the prepared loader; created only for loaders used in training."""
         return self._prepare()
 
     def __iter__(self) -> Iterator[Any]:
         """Begin a pass.
 
         Raises:
-            UsageError: it is trained with outside of `train.epochs()`.
+            UsageError: it is used for training outside of `train.epochs()`.
         """
         if not _is_trained(self._engine):
             return iter(self._whole)
@@ -140,28 +140,28 @@ class _Loader:
         return _known(self._prepared.steps())
 
     def __len__(self) -> int:
-        """Return the optimizer steps of an epoch, as schedules want to know it.
+        """Return the optimizer steps of an epoch, which schedulers need.
 
-        Where nothing is trained, as when models are in evaluation mode, its batches.
+        While nothing is trained, as when models are in evaluation mode, the number of batches.
         """
         if not _is_trained(self._engine):
             return len(self._whole)
         return self._prepared.steps_per_epoch() or len(self._whole)
 
     def __getattr__(self, name: str) -> Any:
-        """Pass everything else on."""
+        """Pass everything else on to the whole loader."""
         if name.startswith("__"):
             raise AttributeError(name)
         return getattr(self._whole, name)
 
 
 def _is_trained(engine: StepEngine) -> bool:
-    """Return whether what is read now is trained with."""
+    """Return whether batches read now are for training."""
     return torch.is_grad_enabled() and any(is_training(model) for model in engine.state.models)
 
 
 def _known(things: Iterator[Any]) -> Iterator[Any]:
-    """Yield them, while accelerate knows which worker this is now."""
+    """Yield them, after updating accelerate's view of this worker's rank each time."""
     for thing in things:
         take_place()
         yield thing

@@ -1,7 +1,7 @@
-"""A checkpoint as scripts see it: a directory somewhere, local or behind an fsspec URL.
+"""A checkpoint as scripts use it: a directory, local or behind an fsspec URL.
 
-Rule: what was committed with a marker is held against it before it is handed out, so that nobody
-trains on from a file that was torn or changed.
+Rule: a checkpoint with a commit marker is verified against it before it is returned, so that no
+run resumes from a truncated or changed file.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ ReportedCheckpointStatus = CheckpointStatus
 
 
 class Checkpoint:
-    """A directory with what a training run saved.
+    """A directory with the files that a training run saved.
 
-    Made by the script (`from_directory`, `from_dict`) and handed to `train.report`, or got from
-    `train.get_checkpoint` and `Result.checkpoint`.
+    Created by the script (`from_directory`, `from_dict`) and passed to `train.report`, or returned
+    by `train.get_checkpoint` and `Result.checkpoint`.
     """
 
     def __init__(
@@ -74,14 +74,14 @@ class Checkpoint:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Checkpoint:
-        """Write a dict into a temporary directory, which goes when this object does.
+        """Write a dict into a temporary directory, which is deleted with this object.
 
         Args:
             data: numbers, text, bytes, tensors, and lists, tuples, sets and dicts of them:
-                whatever can be read back without running anybody's code.
+                whatever can be read back without running code.
 
         Raises:
-            UsageError: naming the key whose value is something else.
+            UsageError: a value is something else; names its key.
         """
         directory = tempfile.mkdtemp(prefix="checkpoint_")
         try:
@@ -114,10 +114,10 @@ class Checkpoint:
         """Copy the checkpoint into a local directory and return its path.
 
         A committed checkpoint is verified: every file must have the size and the checksum that
-        its marker names. The copy has no marker: what you do with it is yours.
+        its marker names. The copy has no marker, and may be changed freely.
 
         Args:
-            path: where to; by default a new temporary directory, which is yours to delete.
+            path: the target; by default a new temporary directory, which you must delete.
 
         Raises:
             StorageError: the checkpoint cannot be read or is damaged, or the directory cannot be
@@ -166,10 +166,10 @@ class Checkpoint:
 
     @contextlib.contextmanager
     def as_directory(self) -> Iterator[str]:
-        """Give a local directory for the time of the `with` block: read only.
+        """Provide a read-only local directory for the duration of the `with` block.
 
-        A local checkpoint is used where it is; any other is copied, and the copy deleted. A
-        committed one is verified first, as in `to_directory`.
+        A local checkpoint is used in place; any other is copied, and the copy deleted. A committed
+        one is verified first, as in `to_directory`.
 
         Raises:
             StorageError: the checkpoint cannot be read, or is damaged.
@@ -192,7 +192,7 @@ class Checkpoint:
     # ------------------------------------------------------------ notes beside the files
 
     def get_metadata(self) -> dict[str, Any]:
-        """Return what `set_metadata` wrote, {} if nobody did.
+        """Return what `set_metadata` wrote, {} if it was never called.
 
         Raises:
             StorageError: it cannot be read.
@@ -207,13 +207,13 @@ class Checkpoint:
             ) from error
 
     def set_metadata(self, metadata: Mapping[str, Any]) -> None:
-        """Write notes beside the files, in place of any that are there; also after the commit.
+        """Write metadata beside the files, replacing any; also possible after the commit.
 
         Args:
-            metadata: what JSON can say.
+            metadata: a JSON-serializable dict.
 
         Raises:
-            UsageError: JSON cannot say it.
+            UsageError: it is not JSON-serializable.
             StorageError: it cannot be written.
         """
         try:
@@ -226,43 +226,43 @@ class Checkpoint:
         Files(self.path, self.filesystem).write(METADATA, text.encode())
 
     def update_metadata(self, metadata: Mapping[str, Any]) -> None:
-        """Write notes beside those that are there; raises as `set_metadata`."""
+        """Add to the existing metadata, overriding equal keys; raises as `set_metadata`."""
         self.set_metadata({**self.get_metadata(), **metadata})
 
     # ------------------------------------------------------------ place
 
     @property
     def is_local(self) -> bool:
-        """Return whether it lies in this machine's own file system, where `path` can be opened."""
+        """Return whether it is in this machine's own file system, where `path` can be opened."""
         return isinstance(self.filesystem, LocalFileSystem)
 
     @property
     def url(self) -> str:
-        """Return a path by which every process finds it: a local one, or an fsspec URL."""
+        """Return a path that is valid in every process: a local one, or an fsspec URL."""
         return self.path if self.is_local else str(self.filesystem.unstrip_protocol(self.path))
 
     def __repr__(self) -> str:
-        """Show where it is."""
+        """Show its path."""
         return f"Checkpoint(path={self.path!r})"
 
     def __eq__(self, other: object) -> bool:
-        """Two checkpoints are equal if they are at the same place."""
+        """Two checkpoints are equal if their path and kind of file system are."""
         if not isinstance(other, Checkpoint):
             return NotImplemented
         return self.path == other.path and type(self.filesystem) is type(other.filesystem)
 
     def __hash__(self) -> int:
-        """Hash by place."""
+        """Hash by path."""
         return hash(self.path)
 
 
 @dataclass(frozen=True)
 class ReportedCheckpoint:
-    """A checkpoint that was reported and counts.
+    """A checkpoint that was reported and is committed.
 
     Attributes:
-        checkpoint: where it is.
-        metrics: what was reported with it, and what its validation found out.
+        checkpoint: its files.
+        metrics: what was reported with it, and what its validation returned.
         status: whether it was validated.
     """
 
@@ -272,9 +272,9 @@ class ReportedCheckpoint:
 
 
 def _marker_of(files: Files) -> CheckpointMarker | None:
-    """Return what a checkpoint is held against, None if it was never committed.
+    """Return the marker that a checkpoint is verified against, None if it was never committed.
 
-    Said in the log where every checkpoint that counts has one: without it nothing is verified.
+    Logs a warning if it is missing in a run directory: then the files are not verified.
     """
     marker = read_marker(files)
     folder, _, name = files.path.rstrip("/").rpartition("/")

@@ -10,7 +10,7 @@ Data = TypeVar("Data")
 
 
 def barrier() -> None:
-    """Wait until every rank of the group is here.
+    """Wait until every rank of the group has called this.
 
     Raises:
         UsageError: called outside a train function.
@@ -23,9 +23,9 @@ def barrier() -> None:
 
 
 def store() -> Any:
-    """Return a store of keys that the ranks of this group share: a `torch.distributed.Store`.
+    """Return a key-value store shared by the ranks of this group: a `torch.distributed.Store`.
 
-    It is another one, and empty, in the next group. Each thread needs one of its own.
+    The next group has a new, empty one. Each thread needs its own.
 
     Raises:
         UsageError: called outside a train function.

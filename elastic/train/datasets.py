@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from elastic.worker.engine.whole_step import WholeStep
 
 OPTION = "datasets"
-"""Under this name datasets travel to the workers."""
+"""Name of the option that sends datasets to the workers."""
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,9 @@ class Given:
     """The datasets of a trainer.
 
     Attributes:
-        config: how they are dealt out.
-        datasets: as the script has made them, where it runs in each worker.
-        tables: by name, where a driver has looked at the datasets already.
+        config: how they are split.
+        datasets: as created by the script, where it runs in each worker.
+        tables: by name, where a driver has listed the datasets' contents already.
     """
 
     config: DataConfig
@@ -46,10 +46,10 @@ class Given:
 
 
 def tables_for(datasets: Mapping[str, Dataset], config: DataConfig, run_path: str) -> Given:
-    """Look at all datasets, and write down with the run what they consist of.
+    """List the contents of all datasets, and record them with the run.
 
     Raises:
-        DataError: a file cannot be read, or the run has begun with others.
+        DataError: a file cannot be read, or the run was started with other contents.
     """
     run = Files(run_path)
     tables = {
@@ -66,7 +66,7 @@ _shards_of: Any = None
 
 @contextlib.contextmanager
 def offering(datasets: Mapping[str, Dataset], config: DataConfig) -> Iterator[None]:
-    """Let `get_dataset_shard` give these, in this process."""
+    """Make `get_dataset_shard` return these, in this process."""
     global _offered
     _offered = Given(config, datasets=datasets) if datasets else None
     try:
@@ -81,7 +81,7 @@ def offering(datasets: Mapping[str, Dataset], config: DataConfig) -> Iterator[No
 def get_dataset_shard(
     dataset_name: str | None = None, state_dict: Mapping[str, Any] | None = None
 ) -> DatasetShard:
-    """Return what this worker reads a dataset of the trainer through.
+    """Return this worker's shard of a dataset of the trainer.
 
         shard = train.get_dataset_shard("train")
         for epoch in train.epochs(10):
@@ -90,7 +90,7 @@ def get_dataset_shard(
 
     Args:
         dataset_name: as in `TorchTrainer(datasets={name: ...})`; by default "train".
-        state_dict: of `state_dict()`, in a plain loop: the first pass is the rest of that one.
+        state_dict: of `state_dict()`, in a plain loop: the first pass continues that one.
 
     Raises:
         UsageError: outside a train function, or the trainer has no such dataset.
@@ -185,15 +185,15 @@ class DatasetShard(DataIterator):
         Args:
             batch_size: rows of a batch.
             dtypes: a torch.dtype, or one for each column.
-            device: where to; "auto" is this worker's own.
+            device: the target; "auto" is this worker's own.
             collate_fn: takes a dict of arrays, returns the batch; its tensors go to the device.
             drop_last: leave out the last step, or batch, that is not full.
             local_shuffle_buffer_size: shuffle, in windows of row groups, as after
                 `random_shuffle`; the number itself has no effect.
-            local_shuffle_seed: of that.
+            local_shuffle_seed: seed of that shuffle.
             global_batch_size: rows of a step; by default `batch_size` for each worker of the
                 largest group.
-            weigh: what a micro-batch counts in its step, such as its tokens.
+            weigh: returns the weight of a micro-batch in its step, such as its tokens.
             others: Ray's, without effect here.
         """
         check_others("iter_torch_batches", others)
@@ -210,7 +210,7 @@ class DatasetShard(DataIterator):
     def _loader(
         self, size: int, make: Collate, drop_last: bool, global_size: int | None, weigh: Any
     ) -> PreparedLoader:
-        """Return the loader that gives micro-batches: one for all epochs."""
+        """Return the loader of micro-batches: one for all epochs."""
         from torch.utils.data import DataLoader
 
         from elastic.train.loaders import num_micro_batches, prepare_data_loader
@@ -239,7 +239,7 @@ class DatasetShard(DataIterator):
         return found
 
     def close(self) -> None:
-        """Stop what reads ahead."""
+        """Stop the read-ahead."""
         super().close()
         for _, _, rows in self._prepared.values():
             rows.close()
@@ -251,7 +251,7 @@ class DatasetShard(DataIterator):
 
 
 class _Latest:
-    """Collates as the newest call of `iter_torch_batches` says."""
+    """Collates as the newest call of `iter_torch_batches` requested."""
 
     def __init__(self, make: Collate) -> None:
         self.make = make
@@ -261,7 +261,7 @@ class _Latest:
 
 
 class ShardBatches:
-    """The batches of a shard; what they are is decided when a pass begins."""
+    """The batches of a shard: of steps or by rank, which is decided when a pass begins."""
 
     def __init__(
         self,
@@ -270,7 +270,7 @@ class ShardBatches:
         loader: Callable[[], PreparedLoader],
         plain: Callable[[], Iterator[Any]],
     ) -> None:
-        """Take the two ways of reading."""
+        """Take the two sources: `loader` for steps, `plain` for a pass by rank."""
         self._shard = shard
         self._make = make
         self._loader = loader

@@ -1,10 +1,10 @@
-"""How one pass is dealt out by rank: to train in scripts like Ray Train's, and to evaluate.
+"""How one pass is split by rank: to train in scripts like Ray Train's, and to evaluate.
 
-Rule: what is trained with by rank is padded to as many samples for every rank, because each
-backward call there is a collective. What is evaluated is dealt out by whole batches, the very ones
-that one process would read: batch k goes to rank k modulo W, each sample once, and no rank has
-anything twice. So what comes out of a batch has the same bits at every world size, and ranks may
-have one batch more or less than others, or none.
+Rule: a training pass by rank is padded to the same number of samples on every rank, because each
+backward call there is a collective. An evaluation pass is split by whole batches, the same that
+one process would read: batch k goes to rank k modulo W, each sample once. So the result of a
+batch has the same bits at every world size, and ranks may have one batch more or less than
+others, or none.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ class Order:
     """The order in which one process would read the samples of a pass."""
 
     def __init__(self, loader: DataLoader[Any], seed: int) -> None:
-        """Look at the loader's sampler.
+        """Inspect the loader's sampler.
 
         Args:
             loader: the user's.
             seed: of the shuffle.
 
         Raises:
-            UsageError: the loader makes its batches by itself, or its sampler has no length.
+            UsageError: the loader has a custom batch sampler, or its sampler has no length.
         """
         if loader.batch_sampler is not None and not is_plain(loader.batch_sampler, BatchSampler):
             raise UsageError(
@@ -84,10 +84,10 @@ class Order:
 
 
 class RankSampler(DistributedSampler[Any]):
-    """This rank's part of a pass that is trained with; what `loader.sampler` is from the start.
+    """This rank's part of a training pass; `loader.sampler` of a prepared loader from the start.
 
     Attributes:
-        rank, num_replicas: whose part of how many; set before each pass.
+        rank, num_replicas: which part of how many; set before each pass.
         epoch: the pass.
     """
 
@@ -121,20 +121,20 @@ class RankSampler(DistributedSampler[Any]):
 
 
 class RankBatches:
-    """This rank's batches of a pass that is evaluated; a batch sampler, or a sampler of samples.
+    """This rank's batches of an evaluation pass; a batch sampler, or a sampler of samples.
 
     Attributes:
-        rank, world_size: whose part of how many; set before each pass.
+        rank, world_size: which part of how many; set before each pass.
         epoch: the pass.
     """
 
     def __init__(self, order: Order, size: int | None, *, drop_last: bool) -> None:
-        """Be the whole pass until it is dealt out.
+        """Start with the whole pass, as rank 0 of 1.
 
         Args:
             order: of a pass.
-            size: samples of a batch, None if they are not put together.
-            drop_last: leave a last batch out that is smaller.
+            size: samples of a batch, None if they are not batched.
+            drop_last: leave out a smaller last batch.
         """
         self.rank, self.world_size, self.epoch = 0, 1, 0
         self._order, self._drop_last = order, drop_last
@@ -163,9 +163,9 @@ class Pass:
     """One evaluation pass of this rank.
 
     Attributes:
-        generation: of the group that it was dealt out over.
+        generation: of the group that it was split over.
         sizes: samples of each of our batches that were read, by its number in the pass.
-        is_open: it is read at this moment.
+        is_open: it is being read.
     """
 
     generation: int

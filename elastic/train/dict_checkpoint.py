@@ -1,7 +1,7 @@
 """A dict as the only file of a checkpoint: numbers, text, tensors, and containers of them.
 
-Rule: what is written can be read without running anybody's code (`weights_only=True`), so
-whatever would need that is refused when it is written, by the place where it stands.
+Rule: the file can be read without running code (`weights_only=True`). Values that would need code
+are refused on writing, with their place in the dict.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def write_dict(data: Mapping[str, Any], directory: Path) -> None:
     """Write a dict into a directory.
 
     Raises:
-        UsageError: naming the key whose value cannot be kept.
+        UsageError: a value cannot be stored; names its key.
     """
     import torch
 
@@ -96,7 +96,7 @@ def _tensor(value: torch.Tensor, where: str) -> torch.Tensor:
             f"Checkpoint.from_dict: value {where} is a {type(value).__qualname__}; expected a "
             f"plain tensor (of a sharded one, save its local part)"
         )
-    # A view would bring all of its storage along.
+    # torch.save of a view would write all of its storage.
     value = value.detach()
     whole = value.untyped_storage().nbytes() == value.numel() * value.element_size()
     return value if whole else value.clone()

@@ -1,4 +1,4 @@
-"""What ranks have found in an evaluation, put together as one process would have found it."""
+"""Gathers the results of an evaluation from all ranks, in the order of one process."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def begin_pass(generation: int) -> Pass:
 
 
 def forget_pass() -> None:
-    """A pass begins in which samples may be twice: nothing is gathered of it by mistake."""
+    """Forget the newest pass: one begins that may repeat samples and must not be gathered."""
     global _newest
     _newest = None
 
 
 def gather_for_metrics(values: Any, *, loader: PreparedLoader | None = None) -> Any:
-    """Return what all ranks have found in an evaluation, in the order of the data.
+    """Return the results of all ranks in an evaluation, in the order of the data.
 
         found = []
         with torch.no_grad():
@@ -46,19 +46,18 @@ def gather_for_metrics(values: Any, *, loader: PreparedLoader | None = None) -> 
         guessed, right = train.gather_for_metrics(found)
         accuracy = (guessed == right).float().mean()
 
-    The same on every rank and at every world size: each sample is in it once, as it would be in
-    one process. All ranks call it, once, after the loop: the number of batches differs by rank, and
-    may be 0.
+    The same on every rank and at every world size: each sample is in it once, as with one process.
+    All ranks call it, once, after the loop: the number of batches differs by rank, and may be 0.
 
     Args:
         values: a list with one entry for each batch that this rank has read: tensors or arrays
             with a row for each sample, or numbers, lists, any objects, or tuples and dicts of
-            these. Or such lists in a tuple or dict; or what has a row for each sample already.
+            these. Or such lists in a tuple or dict; or a value that has a row for each sample.
         loader: the prepared loader that was read; by default the one that was evaluated last.
 
     Returns:
-        Of tensors one tensor, of lists one list, of numbers and other objects a list with one for
-        each batch; of tuples and dicts one tuple or dict of these.
+        For tensors one tensor, for lists one list, for numbers and other objects a list with one
+        for each batch; for tuples and dicts one tuple or dict of these.
 
     Raises:
         UsageError: outside a train function, within the loop over the loader, or the values are
@@ -99,7 +98,7 @@ def gather_for_metrics(values: Any, *, loader: PreparedLoader | None = None) -> 
 
 
 def _by_batch(values: Any, sizes: Sequence[int]) -> list[Any]:
-    """Return what belongs to each batch.
+    """Return the values split by batch.
 
     Args:
         values: as `gather_for_metrics` takes them.
@@ -141,7 +140,7 @@ def _on_cpu(value: Any) -> Any:
 
 
 def _merged(entries: list[Any], device: torch.device) -> Any:
-    """Return one value of what each batch gave, in their order."""
+    """Merge the values of all batches, which are in order, into one."""
     first = entries[0]
     if isinstance(first, torch.Tensor):
         whole = torch.stack(entries) if first.ndim == 0 else torch.cat(entries)

@@ -1,4 +1,4 @@
-"""What failed on a worker, as exceptions that scripts can ask for their class."""
+"""Failures of workers, as exceptions that scripts can match by class."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from elastic.errors import ControllerError, TrainingFailed, WorkerGroupError
 
 
 class UserExceptionWithTraceback(Exception):
-    """What user code raised on a worker, whose class this process need not know.
+    """An exception of user code on a worker, whose class may be unknown in this process.
 
     Attributes:
         error_type: name of the class.
@@ -23,13 +23,13 @@ class UserExceptionWithTraceback(Exception):
 
 
 def as_exception(failure: Failure) -> Exception:
-    """Return a failure as an exception: of its own class if that is one of Python's own."""
+    """Return a failure as an exception: of its original class if that is a Python builtin."""
     kind = getattr(builtins, failure.error_type, None)
     error: Exception | None = None
     if isinstance(kind, type) and issubclass(kind, Exception):
         try:
             error = kind(failure.message)
-        except TypeError:  # Such as UnicodeDecodeError, which takes more than a text.
+        except TypeError:  # Such as UnicodeDecodeError, which takes more than a message.
             error = None
     if error is None:
         error = UserExceptionWithTraceback(f"{failure.error_type}: {failure.message}")
@@ -39,9 +39,9 @@ def as_exception(failure: Failure) -> Exception:
 
 
 def failures_of(record: JobRecord) -> dict[int, Exception]:
-    """Return what workers of a job's last attempt raised, by rank, the first one first.
+    """Return what workers of a job's last attempt raised, by rank, the first failure first.
 
-    A rank is missing that was stopped before it raised anything, because another one had.
+    Ranks that were stopped before they raised anything, because another one had, are missing.
     """
     if record.failure is None:
         return {}
@@ -53,7 +53,7 @@ def failures_of(record: JobRecord) -> dict[int, Exception]:
 
 
 def failed_on_cluster(record: JobRecord) -> TrainingFailed:
-    """Return what a run raises whose job ended without success."""
+    """Return the error of a run whose job ended without success."""
     reason = f"run {record.spec.name} {record.phase.value}: {record.reason}"
     failures = failures_of(record)
     if not failures or record.failure is None:

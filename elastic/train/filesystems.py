@@ -1,6 +1,6 @@
-"""File systems that users hand over, of fsspec or pyarrow, as what all processes can open.
+"""Converts users' file systems, of fsspec or pyarrow, into paths that all processes can open.
 
-Rule: pyarrow is asked only for what is its own object; nothing here needs it installed.
+Rule: pyarrow is used only for its own objects; nothing here needs it installed.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ def as_fsspec(filesystem: Any, path: str) -> tuple[fsspec.AbstractFileSystem, st
 
 
 def url_in(filesystem: Any, path: str) -> str:
-    """Return the URL, or local path, by which any process finds a place in a file system.
+    """Return the URL, or local path, by which any process can open a path in a file system.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: it is no file system.
         UsageError: fsspec has none of this kind here.
     """
     found, inside = as_fsspec(filesystem, path)

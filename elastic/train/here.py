@@ -1,6 +1,6 @@
 """A run in the user's own process: its environment, its failure, and what has no effect there.
 
-Rule: the process is left as it was found, whatever the train function raises.
+Rule: the environment is restored, whatever the train function raises.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 PLACE = frozenset(
     f"{of}{what}" for of in ("", "LOCAL_", "GROUP_", "ROLE_") for what in ("RANK", "WORLD_SIZE")
 ) | {"NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT"}
-"""A process's place in its group, which no user sets: a worker's neither."""
+"""A process's place in its group, which users cannot set, here or in a worker."""
 
 
 @contextlib.contextmanager
 def environment(variables: Mapping[str, str] | None) -> Iterator[None]:
-    """Set environment variables for the time of the `with` block, as a worker would have them.
+    """Set environment variables for the duration of the `with` block, as in a worker.
 
-    What is read only once, at the import of a library, is as it was.
+    Without effect on libraries that read them only once, at import.
     """
     wanted = {name: value for name, value in (variables or {}).items() if name not in PLACE}
     before = {name: os.environ.get(name) for name in wanted}
@@ -44,7 +44,7 @@ def environment(variables: Mapping[str, str] | None) -> Iterator[None]:
 
 
 def say_unused(failures: FailureConfig) -> None:
-    """Tell the user once which of his wishes has no effect in his own process."""
+    """Print which failure setting has no effect in the user's own process."""
     from elastic.worker.process.local import torchrun_rank
 
     if failures.max_failures and torchrun_rank() in (None, 0):
@@ -55,12 +55,12 @@ def say_unused(failures: FailureConfig) -> None:
 
 
 def as_raised(error: BaseException) -> Exception:
-    """Return what a train function raised; how it exited as a RuntimeError."""
+    """Return what a train function raised; an exit as a RuntimeError."""
     return error if isinstance(error, Exception) else RuntimeError(f"exit code {error}")
 
 
 def failed_here(run: LocalRun, error: BaseException) -> WorkerGroupError:
-    """Return what a failed run in this process raises."""
+    """Return the error of a failed run in this process."""
     from elastic.worker.engine.outcome import failure_of
     from elastic.worker.process.local import torchrun_rank
 

@@ -1,4 +1,4 @@
-"""Not here on purpose; see `refused`."""
+"""Not supported: importing it raises; see `refused`."""
 
 from elastic.train.refused import refuse
 

@@ -1,4 +1,4 @@
-"""The loop of a training run: epochs that resume, values that are averaged, state that travels.
+"""The loop of a training run: epochs that resume, averaged values, state that joiners receive.
 
     for epoch in train.epochs(10):
         for x, y in loader:
@@ -8,8 +8,8 @@
             optimizer.zero_grad()
             train.log(loss=loss)
 
-Rule: such a loop, over prepared objects, is never left because the group changes. Workers come
-and go beneath it; what it computes depends on none of them.
+Rule: such a loop, over prepared objects, is never left because the group changes. Workers join
+and leave while it runs; what it computes does not depend on them.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ if TYPE_CHECKING:
 
 
 def epochs(total: int, *, start: int = 0) -> Iterator[int]:
-    """Yield epoch numbers from where the run stands up to `total`.
+    """Yield epoch numbers from the run's current epoch up to `total`.
 
-    A worker that joins later receives the state of the run here, and goes on in the middle of
-    the epoch that the others are in. Models, optimizers and schedulers must be prepared before.
+    A worker that joins later receives the state of the run here, and continues in the middle of
+    the others' epoch. Models, optimizers and schedulers must be prepared before.
 
     Args:
         total: epochs of the whole run, from 0; not of this call.
-        start: where a run begins of which no worker has the state: after those of a checkpoint
-            that the train function has loaded.
+        start: first epoch if no worker has the run's state: after those of a checkpoint that the
+            train function has loaded.
 
     Raises:
         UsageError: outside a train function, or no optimizer was prepared.
@@ -59,9 +59,9 @@ def steps(loader: PreparedLoader) -> Iterator[WholeStep]:
                 scheduler.step()
                 optimizer.zero_grad()
 
-    It computes what the loop over micro-batches computes, with the same bits. Choose it where
-    something counts iterations: whatever stands behind the inner loop happens once in a step. See
-    `WholeStep` for what may stand there.
+    It computes what the loop over micro-batches computes, with the same bits. Use it where
+    something counts iterations: code after the inner loop runs once per step. See `WholeStep` for
+    what that code may do.
 
     Args:
         loader: prepared; read it either in steps or in micro-batches.
@@ -78,9 +78,9 @@ def steps(loader: PreparedLoader) -> Iterator[WholeStep]:
 
 
 def log(**values: Any) -> None:
-    """Average values over the whole step, whatever the world size; nothing waits for them.
+    """Average values over the whole step, at any world size; does not block.
 
-    `train.report` adds the averages since the last report to its metrics, but for names that begin
+    `train.report` adds the averages since the last report to its metrics, except names that begin
     with "_".
 
     Args:
@@ -93,10 +93,10 @@ def log(**values: Any) -> None:
 
 
 def get_logged() -> dict[str, float]:
-    """Return what was logged, averaged over the newest step that all workers have told of.
+    """Return what was logged, averaged over the newest step that all workers have reported.
 
-    Inside an epoch that is the step before; after its last batch it is the last one. All workers
-    get the same, so that they may decide by it, such as to stop early.
+    Inside an epoch that is the previous step; after its last batch it is the last one. All workers
+    get the same values, so they may base decisions on them, such as to stop early.
 
     Raises:
         UsageError: outside a train function.
@@ -105,7 +105,7 @@ def get_logged() -> dict[str, float]:
 
 
 def register(**objects: Stateful) -> None:
-    """Let objects of the user's own be part of the run's state, such as an EMA of the weights.
+    """Add the user's own objects to the run's state, such as an EMA of the weights.
 
     A worker that joins receives their state with that of the model.
 
@@ -124,7 +124,7 @@ def stepped() -> bool:
     """Return whether the optimizer has stepped in this iteration; also True outside of steps.
 
     A rank that computes several micro-batches of a step runs the loop's body for each of them.
-    What should happen once per step (the update of an EMA) belongs behind this question.
+    Guard what should happen once per step (the update of an EMA) with this function.
 
     Raises:
         UsageError: outside a train function.

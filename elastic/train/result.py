@@ -1,4 +1,4 @@
-"""What a training run left behind: every report, the checkpoints, and how it ended."""
+"""The result of a training run: every report, the checkpoints, and how it ended."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ class Result:
     Attributes:
         metrics: what rank 0 reported last, None if it never did; with or without a checkpoint
             (Ray keeps only metrics that come with one), and with what a validation of that
-            checkpoint found out.
+            checkpoint returned.
         checkpoint: the newest reported one; of a run that reported none, the newest that was taken
             automatically; None if there is neither.
         path: the run directory.
         best_checkpoints: (checkpoint, metrics) of all reported ones that were kept, oldest first,
-            those of earlier attempts of the run among them.
+            including those of earlier attempts of the run.
         history: every report of rank 0, oldest first: metrics, and generation, index, unix_ns; in
-            a loop over `train.epochs()` also `at`, the place in the run, and of reports that were
-            made again at the same place only the last.
-        return_value: what rank 0's train function returned, as far as JSON can say it.
+            a loop over `train.epochs()` also `at`, the place in the run; of reports repeated at
+            the same place only the last.
+        return_value: what rank 0's train function returned, as far as it is JSON-serializable.
         error: why the run failed, None if it did not.
-        goodput: where the time of the workers went; None where that is not known, such as of a
-            run that was read from its directory.
-        config: of a trial of `tune.Tuner` what it was called with, None for other runs.
+        goodput: where the time of the workers went; None where that is not known, as for a run
+            that was read from its directory.
+        config: for a trial of `tune.Tuner` its arguments, None for other runs.
     """
 
     metrics: dict[str, Any] | None
@@ -59,9 +59,9 @@ class Result:
 
     @classmethod
     def from_path(cls, path: str | Path, storage_filesystem: Any = None) -> Result:
-        """Return what a run directory holds, of a run that has ended or that goes on.
+        """Return the result in a run directory, of a run that has ended or still runs.
 
-        What the train function returned is not stored, and of a failure one line.
+        The train function's return value is not stored, and only one line of a failure is.
 
         Args:
             path: the run directory, storage_path/name: a local path or an fsspec URL.
@@ -89,7 +89,7 @@ class Result:
     def get_best_checkpoint(self, metric: str, mode: str = "max") -> Checkpoint | None:
         """Return the kept checkpoint with the best value of a metric.
 
-        A value that is no number, or not a finite one, is passed over.
+        Values that are no finite numbers are skipped.
 
         Returns:
             None if there is no checkpoint, or none with such a value.
@@ -144,10 +144,10 @@ def _place(row: dict[str, Any]) -> dict[str, Any]:
 def read_history(run_path: str) -> list[dict[str, Any]]:
     """Return every report of rank 0 from a run directory, oldest first.
 
-    A line that was torn by a kill in the middle of writing is left out.
+    A line truncated by a kill during the write is skipped.
 
     Raises:
-        StorageError: the file is there and cannot be read.
+        StorageError: the file exists and cannot be read.
     """
     rows = RunDirectory(run_path).read_metrics()
     rows = [{**row, "metrics": as_reported(row["metrics"])} for row in rows]
@@ -156,7 +156,7 @@ def read_history(run_path: str) -> list[dict[str, Any]]:
 
 
 def committed_in(run_path: str) -> tuple[CheckpointRecord, ...]:
-    """Return the checkpoints that count in a run directory, of all attempts, oldest first.
+    """Return the committed checkpoints in a run directory, of all attempts, oldest first.
 
     Args:
         run_path: the run directory, "" for none.
@@ -168,7 +168,7 @@ def committed_in(run_path: str) -> tuple[CheckpointRecord, ...]:
 
 
 def kept_of(job: JobRecord) -> tuple[CheckpointRecord, ...]:
-    """Return what is kept of a job's run: the coordinator's records, and its earlier attempts'.
+    """Return the kept checkpoints of a job's run, including those of its earlier attempts.
 
     Raises:
         StorageError: the run directory cannot be read.
@@ -206,11 +206,11 @@ def result_of(
     error: ElasticError | None = None,
     goodput: Goodput | None = None,
 ) -> Result:
-    """Put a result together from the run directory and what is known of the run.
+    """Build a result from the run directory and the outcome of the run.
 
     Args:
         run_path: the run directory.
-        checkpoints: recorded and kept, oldest first; automatic ones in an order of their own.
+        checkpoints: recorded and kept, oldest first; automatic ones are ordered separately.
         returned: JSON of rank 0's return value, "" for none.
         error: why the run failed.
         goodput: where the time of its workers went, if that is known.
