@@ -94,13 +94,13 @@ class RankSampler(DistributedSampler[Any]):
     def __init__(
         self, dataset: Any, order: Order, choose: Callable[[int], None], *, drop_last: bool
     ) -> None:
-        """Be the whole pass until it is dealt out.
+        """Start with the whole pass, as rank 0 of 1.
 
         Args:
             dataset: the user's.
             order: of a pass.
             choose: called with the epoch that a script sets.
-            drop_last: leave samples out, rather than giving some twice.
+            drop_last: leave samples out, rather than repeat some.
         """
         self.dataset, self.drop_last = dataset, drop_last
         self.rank, self.num_replicas, self.epoch = 0, 1, 0

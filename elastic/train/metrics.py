@@ -1,8 +1,8 @@
-"""Metrics on their way to files and back.
+"""Conversion of metrics to JSON files and back.
 
-Rule: files say infinite numbers and NaN as text, "inf", "-inf" and "nan": JSON knows no such
-numbers, and what reads the files need not be Python. Whoever reads metrics through the library
-gets the numbers that were reported.
+Rule: files store infinite numbers and NaN as text, "inf", "-inf" and "nan": JSON has no such
+numbers, and readers of the files need not be Python. Reading metrics through the library returns
+the numbers that were reported.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def to_json(metrics: Mapping[str, Any]) -> str:
     """Return metrics as a JSON object.
 
     Raises:
-        UsageError: naming the metric that JSON cannot say.
+        UsageError: a metric is not JSON-serializable; names it.
     """
     plain = {}
     for name, value in checked(metrics).items():
@@ -48,9 +48,9 @@ def from_json(text: str) -> dict[str, Any]:
 
 
 def as_reported(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Return metrics that JSON was read from, with the numbers that it has in words.
+    """Return metrics read from JSON, with "nan", "inf" and "-inf" as numbers.
 
-    A text that was reported and is one of these words becomes a number, too.
+    A reported string that equals one of these becomes a number, too.
     """
     return {name: _in_numbers(value) for name, value in metrics.items()}
 

@@ -1,9 +1,9 @@
-"""Libraries over accelerate see one process: the engine is what knows of the others.
+"""Makes libraries over accelerate see one process; only the engine handles the others.
 
-Accelerate asks once how many processes there are, and answers to everything from then on: what a
-loader deals out, how often a scheduler steps, what is gathered. In a group whose size changes in
-place all of that would be wrong. So it is told of one process, for which it has nothing to do, and
-which of several this one is: that decides who writes files and shows progress.
+Accelerate reads the number of processes once and derives everything from it: how a loader is
+split, how often a scheduler steps, what is gathered. In a group whose size changes in place all of
+that would be wrong. So its state is set to one process, for which it has nothing to do, and to this
+process's rank, which decides which process writes files and shows progress.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ SHARDED = {"FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA"}
 
 
 def see_one_process(accelerator: Any, what: str) -> None:
-    """Tell an Accelerator, and all that asks its shared state, of this process alone.
+    """Set accelerate's shared state to a single process.
 
     Args:
-        accelerator: just made.
+        accelerator: newly created.
         what: the call that needs it, for the error.
 
     Raises:
-        UsageError: it shards the model, or accumulates gradients by itself.
+        UsageError: it shards the model, or accumulates gradients itself.
     """
     kind = str(accelerator.distributed_type).rpartition(".")[2]
     if kind in SHARDED:
@@ -49,7 +49,7 @@ def see_one_process(accelerator: Any, what: str) -> None:
 
 
 def take_place() -> bool:
-    """Tell accelerate which of the group's processes this one is now.
+    """Set accelerate's process index to this worker's present rank.
 
     Returns:
         Whether it has become the first one.

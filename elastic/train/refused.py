@@ -1,4 +1,4 @@
-"""Parts of Ray Train that are not here on purpose, refused by name with what to use instead."""
+"""Parts of Ray Train that are unsupported by design, refused by name with an alternative."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ PARTS = {
 
 
 def refuse(name: str) -> NoReturn:
-    """Say why a module is not there; as an ImportError, which `from ... import` passes on.
+    """Explain why a module is missing; as an ImportError, which `from ... import` passes on.
 
     Args:
-        name: of the module, be it with the packages that it is in.
+        name: of the module, with or without its packages.
 
     Raises:
         ImportError: always.

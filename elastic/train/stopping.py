@@ -1,6 +1,6 @@
-"""`RunConfig(stop=...)`: a run that ends, as a success, once rank 0's reports say enough.
+"""`RunConfig(stop=...)`: ends a run, as a success, once rank 0's reports meet the criterion.
 
-Rule: the driver decides, and has the workers stopped from outside, because ranks that judged for
+Rule: the driver decides, and stops the workers from outside, because ranks that decided for
 themselves would not all stop at the same place.
 """
 
@@ -17,18 +17,18 @@ if TYPE_CHECKING:
     from elastic.worker.process.local import LocalOutcome, LocalRun
 
 ITERATION = "training_iteration"
-"""What Ray calls the number of reports."""
+"""Ray's name for the number of reports."""
 
 
 class _Enough(BaseException):
-    """Ends a train function in this process; no handler of user code is to take it."""
+    """Ends a train function in this process; a BaseException, so that user code lets it pass."""
 
 
 class StopRule:
-    """Whether a run has reached what it is for.
+    """Whether a run has met its stop criterion.
 
     Attributes:
-        is_met: it has.
+        is_met: the criterion is met.
     """
 
     def __init__(self, rule: Mapping[str, float] | Callable[..., bool] | None) -> None:
@@ -40,7 +40,7 @@ class StopRule:
         self.is_met = False
 
     def hear(self, metrics: Mapping[str, Any]) -> None:
-        """Judge by a report of rank 0."""
+        """Check a report of rank 0 against the criterion."""
         self._reports += 1
         if self._rule is None or self.is_met:
             return
@@ -52,7 +52,7 @@ class StopRule:
             raise _Enough
 
     def take(self) -> str:
-        """Return why the job is to be stopped now, "" if it is not, or was told so."""
+        """Return why the job is to be stopped, once; "" if it is not, or was returned before."""
         untold, self._unreported = self._unreported, ""
         return untold
 
@@ -62,7 +62,7 @@ class StopRule:
         run: LocalRun,
         run_local: Callable[[Callable[..., Any], LocalRun], LocalOutcome],
     ) -> LocalOutcome:
-        """Call a train function in this process, until it ends or has reached enough.
+        """Call a train function in this process, until it ends or the criterion is met.
 
         Raises:
             UsageError: there is a rule, and torchrun has started more than one process.
@@ -87,7 +87,7 @@ class StopRule:
             except _Enough:
                 return None
             finally:
-                self._is_here = False  # Uploads in the background may be heard of later.
+                self._is_here = False  # Reports of background uploads may arrive later.
 
         return run_local(stoppable, replace(run, config=None))
 

@@ -1,7 +1,7 @@
-"""The trainer beside its run, for `TorchTrainer.restore`: a pickle, unlike everything else there.
+"""The trainer stored in its run directory, for `TorchTrainer.restore`: the only pickle there.
 
-Rule: it is read only when a user asks for it by `restore` without a train function. Unpickling
-runs code: whoever can write the file can run code in the process that restores.
+Rule: it is read only by `restore` without a train function. Unpickling runs code: a user who can
+write the file can run code in the process that restores.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 MAGIC = b"ELTRNR1\n"
 HEADER = struct.Struct(">8sI")
-"""Before the pickle: what it is, and its CRC-32."""
+"""Header before the pickle: magic and CRC-32."""
 
 
 def pack_trainer(parts: Mapping[str, Any]) -> bytes:
@@ -47,11 +47,10 @@ def pack_trainer(parts: Mapping[str, Any]) -> bytes:
 
 
 def read_trainer(files: Files) -> dict[str, Any]:
-    """Return the arguments of a stored trainer by name; runs what the pickle says.
+    """Return the arguments of a stored trainer by name; unpickling runs code.
 
     Raises:
-        UsageError: none is stored, it is not what was written, or what it refers to cannot be
-            imported here.
+        UsageError: none is stored, it is damaged, or what it refers to cannot be imported here.
         StorageError: it cannot be read.
     """
     where = f"TorchTrainer.restore({files.path!r})"

@@ -1,7 +1,7 @@
-"""What PyTorch scripts call: the trainer, and the preparation of models and loaders.
+"""API of PyTorch scripts: the trainer, and the preparation of models and loaders.
 
-Shaped like ray.train.torch. Rule: what a script gets back behaves the same at every world size,
-one included, because the world size changes while the script runs.
+Shaped like ray.train.torch. Rule: prepared objects behave the same at every world size, one
+included, because the world size changes while the script runs.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ __all__ = [
 
 
 def enable_reproducibility(seed: int = 0) -> None:
-    """Seed Python, NumPy and torch, and let torch choose deterministic kernels only.
+    """Seed Python, NumPy and torch, and restrict torch to deterministic kernels.
 
     Args:
-        seed: the same on all ranks; 0 <= seed < 2**32. Also of shuffling, dropout and augmentation
-            in a loop over `train.epochs()`.
+        seed: the same on all ranks; 0 <= seed < 2**32. Also seeds shuffling, dropout and
+            augmentation in a loop over `train.epochs()`.
     """
     random.seed(seed)
     np.random.seed(seed)
@@ -66,13 +66,13 @@ def prepare_model(
     parallel_strategy: str | None = "ddp",
     parallel_strategy_kwargs: Mapping[str, Any] | None = None,
 ) -> nn.Module:
-    """Move a model to this worker's device and have it trained by the group.
+    """Move a model to this worker's device and prepare it for training by the group.
 
     With "ddp" it is wrapped at every world size (Ray: from two workers on), so that `model.module`
     and the keys of `state_dict()`, which begin with "module.", are the same before and after the
-    group changed its size; save `model.module.state_dict()` for what is to be read without a
-    wrapper. What comes back is a DistributedDataParallel to `isinstance`, and so is its meaning in
-    a loop without `train.epochs()`; in one with it, gradients are reduced by the runtime, once, and
+    group changed its size; save `model.module.state_dict()` to load it without a wrapper. The
+    result is a DistributedDataParallel to `isinstance`, and behaves as one in a loop without
+    `train.epochs()`; in one with it, the runtime reduces gradients, once, and
     `register_comm_hook` is refused. A model that is wrapped already is unwrapped first.
 
     With "fsdp" each rank keeps its rows of each parameter (`torch.distributed.fsdp.fully_shard`),
@@ -80,9 +80,9 @@ def prepare_model(
     its optimizer after that.
 
     Args:
-        model: the same on all ranks; rank 0's values are sent to the others, but for "fsdp": there
-            each rank keeps its rows of what it has made.
-        move_to_device: False if it is where it belongs.
+        model: the same on all ranks; rank 0's values are sent to the others, except with "fsdp":
+            there each rank keeps its rows of its own values.
+        move_to_device: False if it is on its device already.
         parallel_strategy: "ddp", "fsdp" or None for no wrapper.
         parallel_strategy_kwargs: passed to DistributedDataParallel (without effect in a loop over
             `train.epochs()`), or to `fully_shard`; there
@@ -100,7 +100,7 @@ def prepare_model(
         model = model.to(device)
     kwargs = dict(parallel_strategy_kwargs or {})
     if isinstance(model, nn.parallel.DistributedDataParallel):
-        model = model.module  # What wraps it would reduce its gradients a second time.
+        model = model.module  # The wrapper would reduce its gradients a second time.
     if parallel_strategy not in ("ddp", "fsdp", None):
         raise UsageError(
             f"prepare_model(parallel_strategy={parallel_strategy!r}): expected 'ddp', 'fsdp' or "
@@ -114,7 +114,7 @@ def prepare_model(
             shard(model, device.type, kwargs)
         let_ranks_differ(model)
         if context.engine is not None:
-            # Under the names that it has with other strategies; its own wrapper reduces.
+            # With the same parameter names as other strategies; fully_shard reduces.
             context.engine.add_model(PreparedModel(model, lambda module: module))
         return model
     _check_keywords(kwargs)
@@ -127,7 +127,7 @@ def _check_keywords(kwargs: Mapping[str, Any]) -> None:
     """Refuse at once what DistributedDataParallel would refuse at the first forward.
 
     Raises:
-        UsageError: naming what it does not know.
+        UsageError: a keyword is unknown; names it.
     """
     known = set(inspect.signature(nn.parallel.DistributedDataParallel).parameters) - {"module"}
     unknown = sorted(set(kwargs) - known)
@@ -159,12 +159,12 @@ def clip_grad_norm_(
     """Clip gradients by their norm, as `torch.nn.utils.clip_grad_norm_`; at any world size.
 
     In a loop over `train.epochs()` only the last micro-batch of a step has gradients, those of the
-    whole step: before that there is nothing to clip. Of sharded parameters the norm of the whole is
-    taken.
+    whole step: before that there is nothing to clip. For sharded parameters the norm is that of the
+    whole.
 
     Args:
-        parameters: of prepared models; or a model, whose parameters are meant.
-        max_norm: the largest norm that is left.
+        parameters: of prepared models; or a model, for all of its parameters.
+        max_norm: the largest norm after clipping.
         norm_type: of the norm; may be `inf`.
         named: `error_if_nonfinite`, `foreach`.
 
@@ -178,11 +178,11 @@ def clip_grad_norm_(
 
 
 def prepare_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Let an optimizer step once for each global batch, at any world size.
+    """Make an optimizer step once per global batch, at any world size.
 
     In a loop over `train.epochs()`, `step()` does nothing until the gradients of the whole step
-    are there, and is then done by all workers or by none. Several optimizers (a GAN's) step
-    together at the end of a step.
+    are complete; then all workers step or none does. Several optimizers (a GAN's) step together
+    at the end of a step.
 
     Args:
         optimizer: of parameters of prepared models. It must step in every iteration.
@@ -198,10 +198,10 @@ def prepare_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer
 
 
 def prepare_scheduler(scheduler: Any) -> Any:
-    """Let a learning rate scheduler step once for each global batch, or once for each epoch.
+    """Make a learning rate scheduler step once per global batch, or once per epoch.
 
     In a loop over batches its `step()` does nothing unless the optimizer has stepped; between
-    epochs it steps as it is called.
+    epochs every call steps.
 
     Returns:
         The same object.
@@ -214,6 +214,6 @@ def prepare_scheduler(scheduler: Any) -> Any:
 
 
 def _ensure_group() -> None:
-    """Give a run in this very process a group of one, so that it behaves like any other."""
+    """Create a group of one for a run in this process, so that it behaves like any other."""
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

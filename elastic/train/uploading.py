@@ -1,4 +1,4 @@
-"""From what a script hands to `train.report` to what the worker does with it."""
+"""Translates the checkpoint arguments of `train.report` into the worker's upload request."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ def bring(
     upload: UploadFunction | None,
     validation: str = "",
 ) -> DeliveredParts:
-    """Return what this rank brings to a checkpoint.
+    """Return this rank's part of a checkpoint.
 
     Args:
         checkpoint: with this rank's files.
         mode: see `train.report`.
-        delete_local: whether its directory goes afterwards; None: with ASYNC.
-        upload: the user's own way, None for ours.
-        validation: how it is to be validated, "" if it is not.
+        delete_local: whether its directory is deleted afterwards; None: only with ASYNC.
+        upload: the user's upload function, None for ours.
+        validation: the validation request, "" for none.
 
     Raises:
-        UsageError: something is of another kind, or two arguments contradict each other.
-        StorageError: a checkpoint in other storage cannot be copied here.
+        UsageError: an argument is of another type, or two arguments contradict each other.
+        StorageError: a checkpoint in other storage cannot be copied to this machine.
     """
     if not isinstance(checkpoint, Checkpoint):
         raise UsageError(
@@ -82,7 +82,7 @@ def _uploaded(upload: UploadFunction, checkpoint: Checkpoint, name: str) -> str:
 
 
 def _let_go(checkpoint: Checkpoint, path: str) -> None:
-    """Delete a local directory, "" for none; whoever holds this call holds the checkpoint."""
+    """Delete a local directory, "" for none; a partial of it keeps the checkpoint alive."""
     del checkpoint
     if path:
         with contextlib.suppress(OSError):
