@@ -1,1 +1,1 @@
-"""What trains with Hugging Face's libraries; shaped like ray.train.huggingface."""
+"""Training with Hugging Face's libraries; shaped like ray.train.huggingface."""

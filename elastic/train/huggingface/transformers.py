@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer: workers come and go beneath `trainer.train()`, which never notices.
+"""Hugging Face's Trainer: workers join and leave while `trainer.train()` runs, unnoticed by it.
 
     def train_func(config):
         trainer = transformers.Trainer(model=model, args=args, train_dataset=data, ...)
@@ -7,9 +7,9 @@
 
     TorchTrainer(train_func, scaling_config=ScalingConfig(num_workers=(2, 8))).fit()
 
-The Trainer's loop has one iteration for each optimizer step, whatever the number of workers; all of
-them compute the step's micro-batches inside `training_step`. Rule: what the Trainer counts, it
-counts once in a step, and the same on every worker.
+The Trainer's loop has one iteration per optimizer step, at any number of workers; together they
+compute the step's micro-batches inside `training_step`. Rule: the Trainer's counters advance once
+per step, and are the same on every worker.
 """
 
 from __future__ import annotations
@@ -51,32 +51,32 @@ __all__ = [
 ]
 
 OF_THIS_WORKER = ("is_local_process_zero", "is_world_process_zero")
-"""Fields of a `TrainerState` that are not the run's."""
+"""Fields of a `TrainerState` that belong to the worker, not to the run."""
 COUNTED = (
     "_tr_loss", "_total_loss_scalar", "_globalstep_last_logged", "_initial_global_step",
     "_initial_num_input_tokens_seen", "current_flos",
 )  # fmt: skip
-"""What a Trainer counts beside its state."""
+"""Counters of a Trainer outside of its state."""
 
 
 def prepare_trainer(trainer: Trainer, *, global_batch_size: int | None = None) -> Trainer:
-    """Let a Trainer train with the group, whose workers may come and go at any moment.
+    """Make a Trainer train with the group, whose workers may join and leave at any time.
 
     Call it before `trainer.train()`. Losses, gradients, schedules, log history and callbacks are
-    those of one process that trains with the whole global batch: padded and packed text counts by
-    its tokens. A step has `per_device_train_batch_size * gradient_accumulation_steps` samples for
-    each worker of the largest group, at any number of workers; the Trainer itself accumulates
-    nothing then. Evaluation and prediction: every worker goes through all samples, each once.
-    Build model and data before `TrainingArguments`: those ask for this worker's rank, and from
-    there on the others wait for one that joins.
+    those of one process that trains with the whole global batch: padded and packed text is
+    weighted by its tokens. A step has `per_device_train_batch_size * gradient_accumulation_steps`
+    samples for each worker of the largest group, at any number of workers; the Trainer itself
+    accumulates nothing then. Evaluation and prediction: every worker processes all samples, each
+    once. Build model and data before `TrainingArguments`: those read this worker's rank, and from
+    then on the others wait for one that joins.
 
-    Automatic checkpoints (`CheckpointConfig`) are what a run goes on from; `save_strategy` writes
-    the Trainer's own beside them, by one worker, for others to use.
+    A run resumes from automatic checkpoints (`CheckpointConfig`); `save_strategy` also writes the
+    Trainer's own, by one worker, for use elsewhere.
 
     Args:
-        trainer: any, also of a class of your own; its `training_step` and `compute_loss` see a
+        trainer: any, including subclasses; its `training_step` and `compute_loss` see a
             micro-batch.
-        global_batch_size: samples of a step, if it is to be another number.
+        global_batch_size: samples of a step, to override the default above.
 
     Returns:
         The same object.
@@ -102,7 +102,7 @@ def prepare_trainer(trainer: Trainer, *, global_batch_size: int | None = None) -
     workers = require_context("prepare_trainer").max_workers
     size = args.train_batch_size * args.gradient_accumulation_steps * workers
     args.gradient_accumulation_steps = 1
-    args.average_tokens_across_devices = False  # Micro-batches are weighed by their tokens.
+    args.average_tokens_across_devices = False  # Micro-batches are weighted by their tokens.
     engine.seed = args.seed if args.data_seed is None else args.data_seed
     cls = type(trainer)
     trainer.__class__ = type(cls.__name__, (_InSteps, cls), {"__module__": cls.__module__})
@@ -112,11 +112,11 @@ def prepare_trainer(trainer: Trainer, *, global_batch_size: int | None = None) -
 
 
 class _Run(TrainerCallback):
-    """What a prepared Trainer has of the run: called first of all callbacks.
+    """Connects a prepared Trainer to the run; called before all other callbacks.
 
     Attributes:
         global_batch: samples of a step.
-        loader: deals out what the Trainer trains with.
+        loader: yields the Trainer's training steps.
     """
 
     def __init__(self, trainer: Trainer, global_batch: int) -> None:
@@ -129,10 +129,10 @@ class _Run(TrainerCallback):
         self._steps: Iterator[WholeStep] = iter(())
         self._num_steps, self._stops = 0, False
 
-    # ------------------------------------------------------------------- what is in the run's state
+    # ------------------------------------------------------------------- the run's state
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the Trainer has counted and logged, and its callbacks' state."""
+        """Return the Trainer's counters, its log, and its callbacks' state."""
         trainer = self._trainer
         state = dataclasses.asdict(trainer.state)
         return {
@@ -143,7 +143,7 @@ class _Run(TrainerCallback):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from another's."""
+        """Continue from the state of another worker, or of a checkpoint."""
         trainer = self._trainer
         for name, value in state["state"].items():
             setattr(trainer.state, name, value)
@@ -159,12 +159,12 @@ class _Run(TrainerCallback):
         callbacks = self._trainer.callback_handler.callbacks
         return [one for one in callbacks if isinstance(one, ExportableState)]
 
-    # ------------------------------------------------------------------- what the Trainer tells
+    # ------------------------------------------------------------------- the Trainer's events
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Everything is built: go on from where the run stands."""
+        """Register what the Trainer has built, and continue from the run's state."""
         engine, trainer = self._engine, self._trainer
         optimizer: Any = trainer.optimizer
         engine.add_model(trainer.model)
@@ -178,7 +178,7 @@ class _Run(TrainerCallback):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Say how much of the epochs is done, in batches of the loader as a Trainer does."""
+        """Set the fraction of epochs done, counted in batches of the loader as by a Trainer."""
         cursor, data = self._engine.cursor, self._engine.data
         if isinstance(data, DataPlan):
             rest = 0 if data.drop_last else data.micro_batch - 1
@@ -191,14 +191,14 @@ class _Run(TrainerCallback):
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """An epoch in which nothing was left to do for a worker that came late is no reason."""
+        """Keep the Trainer from stopping after an epoch without steps left for a late joiner."""
         if not self._num_steps:
             control.should_training_stop = self._stops or state.global_step >= state.max_steps
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """The Trainer is on its own again."""
+        """End the loop over epochs."""
         self._next_epoch()
         close = getattr(self._epochs, "close", None)
         if close is not None:
@@ -210,25 +210,25 @@ class _Run(TrainerCallback):
         self._epoch = next(self._epochs, sys.maxsize)
 
     def has_epoch(self, epoch: int) -> bool:
-        """Go on to this epoch; return whether anything of it is left to do."""
+        """Advance to this epoch; return whether any of it is left to do."""
         while self._epoch < epoch:
             self._next_epoch()
         return self._epoch == epoch
 
     def is_over(self) -> bool:
-        """Pass the end of an epoch all of whose steps were done when this worker came.
+        """Pass the end of an epoch all of whose steps were done when this worker joined.
 
-        The others meet it behind all code of that epoch, their evaluation included, whose entry in
-        the log has come with their state.
+        The others reach it after all code of that epoch, their evaluation included, whose log
+        entry came with their state.
 
         Returns:
-            Whether it was so.
+            Whether the epoch was over.
         """
         if self.loader is None or not (steps := self.loader.steps_per_epoch()):
             return False
         if self._engine.cursor.step < steps:
             return False
-        next(self.loader.steps(), None)  # Begun without the Trainer, who has nothing to do in it.
+        next(self.loader.steps(), None)  # Started without the Trainer, which has nothing to do.
         state = self._trainer.state
         is_last = self._stops or state.global_step >= state.max_steps
         self._trainer.control.should_training_stop = is_last
@@ -245,13 +245,13 @@ class _Run(TrainerCallback):
                 return
 
     def end_epoch(self) -> None:
-        """Leave it with all others, also where the Trainer has stopped in its middle."""
+        """End the epoch with all others, also if the Trainer has stopped in the middle of it."""
         self._engine.end_epoch()
         next(self._steps, None)
         self.take_place()
 
     def take_place(self, *, begins: bool = False) -> None:
-        """Let the Trainer know which worker this is now: the first one writes, shows progress."""
+        """Set the Trainer's rank to this worker's: the first one writes and shows progress."""
         trainer = self._trainer
         is_first = take_place()
         state = trainer.state
@@ -281,19 +281,19 @@ class _Steps:
         return self._run.steps(self._loader)
 
     def __getattr__(self, name: str) -> Any:
-        """Pass everything else on."""
+        """Pass everything else on to the prepared loader."""
         if name.startswith("__"):
             raise AttributeError(name)
         return getattr(self._loader, name)
 
 
 class _InSteps(Trainer):
-    """Put before a Trainer's own class."""
+    """Mixin that is put before a Trainer's own class."""
 
     _elastic: _Run
 
     def get_train_dataloader(self) -> Any:
-        """Return what deals out steps; the user's own loader is asked for its micro-batches."""
+        """Return the loader of steps, whose micro-batches come from the user's own loader."""
         run = self._elastic
         if run.loader is None:
             prepare = self.accelerator.prepare
@@ -314,7 +314,7 @@ class _InSteps(Trainer):
         return run.loader
 
     def _weight(self, batch: Any) -> Any:
-        """Return what a micro-batch counts: what its loss is a mean over."""
+        """Return the weight of a micro-batch: the number of items that its loss is a mean over."""
         items = self._get_num_items_in_batch([batch], torch.device("cpu"))
         return items if items is not None else _size_of(batch)
 
@@ -323,7 +323,7 @@ class _InSteps(Trainer):
         return self._elastic.global_batch
 
     def _run_epoch(self, **named: Any) -> None:  # type: ignore[override]
-        """Run what is left of an epoch; nothing of one that was over when this worker came."""
+        """Run the steps left in an epoch; none if it was over when this worker joined."""
         run = self._elastic
         if run.has_epoch(named["epoch"]) and not run.is_over():
             super()._run_epoch(**named)
@@ -332,7 +332,7 @@ class _InSteps(Trainer):
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], None]:
-        """Return a step, whose micro-batches are read where they are computed."""
+        """Return a step, whose micro-batches are read when they are computed."""
         step = next(epoch_iterator, None)
         return ([step] if step is not None else []), None
 
@@ -357,7 +357,7 @@ class _InSteps(Trainer):
         return torch.tensor(averages.get("loss", 0.0), device=device)
 
     def _tokens(self, batch: Any) -> int:
-        """Return what a micro-batch adds to the count of tokens."""
+        """Return the number of tokens that a micro-batch adds to the count."""
         before = self.state.num_input_tokens_seen
         super()._track_num_input_tokens(batch)
         after, self.state.num_input_tokens_seen = self.state.num_input_tokens_seen, before
@@ -369,13 +369,13 @@ class _InSteps(Trainer):
         self.state.num_input_tokens_seen += int(inputs.sums.get("tokens", 0))
 
     def floating_point_ops(self, inputs: Any) -> int:
-        """Return those of a whole step, whoever has computed what of it."""
+        """Return those of a whole step, summed over all ranks."""
         if not isinstance(inputs, WholeStep):
             return super().floating_point_ops(inputs)
         return int(inputs.sums.get("flos", 0))
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Write the Trainer's own checkpoint; one worker does, and all know of it."""
+        """Write the Trainer's own checkpoint on one worker; the others update their state alike."""
         if self.args.should_save:
             super()._save_checkpoint(model, trial)
             return
@@ -388,7 +388,7 @@ class _InSteps(Trainer):
 class RayTrainReportCallback(TrainerCallback):
     """Reports what was logged, with the checkpoint, whenever the Trainer has saved one.
 
-    The checkpoint has the Trainer's own in its folder `checkpoint`, as with Ray Train.
+    The reported checkpoint contains the Trainer's in its folder `checkpoint`, as with Ray Train.
     """
 
     CHECKPOINT_NAME = "checkpoint"
@@ -396,7 +396,7 @@ class RayTrainReportCallback(TrainerCallback):
     def on_save(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Report; all workers do, the one that has written brings the files."""
+        """Report on all workers; the one that has written adds the files."""
         metrics: dict[str, Any] = {}
         for log in state.log_history:
             metrics.update(log)
@@ -413,7 +413,7 @@ TrainReportCallback = RayTrainReportCallback
 
 
 class TransformersTrainer(TorchTrainer):
-    """A run of a Trainer on many workers; as Ray Train's of this name."""
+    """A run of a Trainer on many workers, like Ray Train's class of this name."""
 
     def __init__(
         self,
@@ -427,7 +427,7 @@ class TransformersTrainer(TorchTrainer):
         Args:
             trainer_init_per_worker: called on every worker with the config; returns the Trainer.
             trainer_init_config: its argument; must be picklable.
-            named: as of `TorchTrainer`: scaling_config, run_config, ...
+            named: arguments of `TorchTrainer`: scaling_config, run_config, ...
         """
 
         def train_loop(config: dict[str, Any]) -> None:
@@ -441,6 +441,6 @@ def _plain(value: Any) -> Any:
 
 
 def _size_of(batch: Any) -> int:
-    """Return the samples of a micro-batch."""
+    """Return the number of samples of a micro-batch: the first dimension of its first tensor."""
     values = batch.values() if isinstance(batch, Mapping) else batch
     return len(next(one for one in values if torch.is_tensor(one) and one.dim()))

@@ -1,4 +1,4 @@
-"""Lightning's Trainer: workers come and go beneath `trainer.fit()`, which never notices.
+"""Lightning's Trainer: workers join and leave while `trainer.fit()` runs, unnoticed by it.
 
     def train_func(config):
         trainer = Trainer(strategy=RayDDPStrategy(), plugins=[RayLightningEnvironment()], ...)
@@ -7,10 +7,10 @@
 
     TorchTrainer(train_func, scaling_config=ScalingConfig(num_workers=(2, 8))).fit()
 
-Lightning's loop has one iteration for each optimizer step, whatever the number of workers: the
-strategy computes all micro-batches of one in `training_step`, and `self.log` is told once, of the
-mean over the step. Rule: Lightning sees one process, for what it asks of others would not hold any
-more after the group has changed.
+Lightning's loop has one iteration per optimizer step, at any number of workers: the strategy
+computes all micro-batches of a step in `training_step`, and `self.log` is called once, with the
+mean over the step. Rule: Lightning sees one process, because what it reads about others would be
+outdated after the group has changed.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class RayTrainReportCallback(Callback):
     CHECKPOINT_NAME = "checkpoint.ckpt"
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Report; all workers do, and the first one brings the file."""
+        """Report on all workers; the first one adds the file."""
         metrics = {name: value.item() for name, value in trainer.callback_metrics.items()}
         metrics |= {"epoch": trainer.current_epoch, "step": trainer.global_step}
         with tempfile.TemporaryDirectory() as folder:
@@ -66,7 +66,7 @@ LOOP = (
 
 
 def RayFSDPStrategy(*args: Any, **named: Any) -> NoReturn:
-    """Refuse what Ray Train has here.
+    """Refuse Ray Train's FSDP strategy; the error names alternatives.
 
     Raises:
         UsageError: always.
@@ -79,7 +79,7 @@ def RayFSDPStrategy(*args: Any, **named: Any) -> NoReturn:
 
 
 def RayDeepSpeedStrategy(*args: Any, **named: Any) -> NoReturn:
-    """Refuse what Ray Train has here.
+    """Refuse Ray Train's DeepSpeed strategy; the error names alternatives.
 
     Raises:
         UsageError: always.

@@ -1,4 +1,4 @@
-"""Which of the group's processes Lightning is in."""
+"""Lightning's environment plugin: rank and world size from the group."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from elastic.worker.engine.context import current
 
 
 class RayLightningEnvironment(environments.LightningEnvironment):
-    """Says that the processes are there already, and how many they are."""
+    """Reports to Lightning that the processes exist already, and their number and ranks."""
 
     @property
     def creates_processes_externally(self) -> bool:
-        """Return that Lightning starts none."""
+        """Return True: Lightning starts no processes."""
         return True
 
     def world_size(self) -> int:
-        """Return the workers of the group that stands."""
+        """Return the number of workers in the present group."""
         return require_place("RayLightningEnvironment").world_size
 
     def set_world_size(self, size: int) -> None:
-        """The group knows better."""
+        """Do nothing: the group determines it."""
 
     def global_rank(self) -> int:
         """Return this worker's rank."""
         return current_rank()
 
     def set_global_rank(self, rank: int) -> None:
-        """The group knows better."""
+        """Do nothing: the group determines it."""
 
     def local_rank(self) -> int:
         """Return this worker's rank on its node."""
@@ -39,13 +39,13 @@ class RayLightningEnvironment(environments.LightningEnvironment):
         return require_context("RayLightningEnvironment").node_rank
 
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
-        """Whatever the Trainer was told of devices and nodes, the group decides."""
+        """Accept any: the group determines devices and nodes, not the Trainer's settings."""
 
     def teardown(self) -> None:
-        """Leave the environment variables alone."""
+        """Do nothing: the environment variables must be kept."""
 
 
 def current_rank() -> int:
-    """Return this worker's rank; one that has no place yet is not the first."""
+    """Return this worker's rank; 1 while it has none yet, so that it does not act as the first."""
     context = current()
     return 0 if context is None else context.world_rank if context.join is None else 1

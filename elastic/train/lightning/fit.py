@@ -1,4 +1,4 @@
-"""One call of `trainer.fit`: its epochs and steps, and what Lightning has counted, in the run."""
+"""One call of `trainer.fit`: its epochs, its steps, and Lightning's counters in the run's state."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from elastic.train.lightning.strategy import RayDDPStrategy
 
 LOG_ARGUMENTS = ("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx")
-"""Of `LightningModule.log`, after the name and the value."""
+"""Positional arguments of `LightningModule.log`, after the name and the value."""
 LOSS = "_loss"
-"""Beside the names that users log; with a name like this it is no part of reports."""
+"""Name of the loss among logged values; the "_" keeps it out of reports."""
 
 
 @contextmanager
 def taken_log(module: LightningModule) -> Iterator[dict[str, tuple[Any, dict[str, Any]]]]:
-    """Take what is logged inside, by name: the value, and how it is to be logged."""
+    """Capture what is logged inside, by name: the value, and its logging arguments."""
     told: dict[str, tuple[Any, dict[str, Any]]] = {}
 
     def log(name: str, value: Any, *args: Any, **named: Any) -> None:
@@ -50,7 +50,7 @@ def taken_log(module: LightningModule) -> Iterator[dict[str, tuple[Any, dict[str
 
 
 class Steps:
-    """Lightning's loader: of whole steps."""
+    """The loader that Lightning iterates over: of whole steps."""
 
     def __init__(self, fit: Fit, loader: PreparedLoader) -> None:
         self._fit, self._loader = fit, loader
@@ -75,7 +75,7 @@ class Steps:
         return self._fit.steps(self._loader)
 
     def __getattr__(self, name: str) -> Any:
-        """Pass everything else on."""
+        """Pass everything else on to the prepared loader."""
         if name.startswith("__"):
             raise AttributeError(name)
         return getattr(self._loader, name)
@@ -85,12 +85,12 @@ class Fit:
     """One call of `trainer.fit`.
 
     Attributes:
-        told: what training_step has logged in the step at hand, by name.
-        loader: deals out what is trained with.
+        told: what training_step has logged in the current step, by name.
+        loader: yields the training data.
     """
 
     def __init__(self, trainer: Trainer, strategy: RayDDPStrategy) -> None:
-        """Begin where the run stands; everything of it is built."""
+        """Start from the run's state; module, optimizer and schedulers must be built."""
         self.told: dict[str, tuple[Any, dict[str, Any]]] = {}
         self._trainer: Any = trainer
         self._strategy = strategy
@@ -99,7 +99,7 @@ class Fit:
         self._steps: Iterator[WholeStep] = iter(())
         self.loader: PreparedLoader | None = None
         self._results: dict[str, Any] = {}
-        # Until the loop asks for its first step: what this worker has received.
+        # The state that this worker has received, until the loop requests its first step.
         self._received: Mapping[str, Any] | None = None
         self._is_new, self._is_open, self._passed = True, False, -1
         self._parameters = [
@@ -122,13 +122,13 @@ class Fit:
         self._epochs = engine.epochs(total, trainer.current_epoch)
         self._epoch = next(self._epochs, sys.maxsize)
         progress: Any = fit.epoch_progress.current
-        progress.ready = progress.started = progress.processed  # It is begun by the loop.
+        progress.ready = progress.started = progress.processed  # The loop starts the epoch.
         self._take_place(begins=True)
 
     # ------------------------------------------------------------------- epochs and steps
 
     def steps(self, loader: PreparedLoader) -> Iterator[WholeStep]:
-        """Yield the steps of Lightning's present epoch that are left to do."""
+        """Yield the steps left in Lightning's present epoch."""
         if self._is_new and self._received is not None:
             self.load_state_dict(self._received)  # Again: the loop has set its counters to zero.
         self._is_new, self._received = False, None
@@ -145,14 +145,14 @@ class Fit:
             yield step
 
     def _leave_epoch(self) -> None:
-        """Pass the end of the epoch with the others, also if Lightning has left it before."""
+        """End the epoch with the others, also if Lightning has left it early."""
         if self._is_open:
             self._engine.end_epoch()
             next(self._steps, None)
             self._is_open, self._passed = False, self._epoch
 
     def _pass_gate(self, loader: PreparedLoader) -> None:
-        """Pass the end of an epoch that was over when this worker came."""
+        """Pass the end of an epoch that was over when this worker joined."""
         for _ in loader.steps():
             raise UsageError(
                 f"Lightning is in epoch {self._trainer.current_epoch}, the run is in epoch "
@@ -160,7 +160,7 @@ class Fit:
             )
 
     def end(self) -> None:
-        """Lightning is on its own again."""
+        """End the last epoch and the loop over epochs."""
         self._leave_epoch()
         if self._engine.has_begun and self._passed < self._epoch and self.loader is not None:
             self._pass_gate(self.loader)
@@ -172,7 +172,7 @@ class Fit:
     # ------------------------------------------------------------------- a step
 
     def computed(self, averages: Mapping[str, float], samples: int) -> None:
-        """Tell Lightning what was logged, of the whole step; and keep its gradients."""
+        """Log the averages of the whole step in Lightning, and keep the step's gradients."""
         trainer, module = self._trainer, self._trainer.lightning_module
         for name, (value, named) in self.told.items():
             like = value.detach() if torch.is_tensor(value) else torch.tensor(float(value))
@@ -186,13 +186,13 @@ class Fit:
         self._take_place()
 
     def put_gradients(self) -> None:
-        """Let `p.grad` be the step's gradient."""
+        """Set `p.grad` to the step's gradient, for every parameter."""
         for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
             parameter.grad = gradient
         self._gradients = []
 
     def _take_place(self, *, begins: bool = False) -> None:
-        """Let Lightning know which worker this is now."""
+        """Update Lightning's rank; a worker that becomes the first one enables progress bars."""
         before = self._strategy.global_rank
         if self._strategy.take_place() == 0 and before and not begins:
             for one in self._trainer.callbacks:
@@ -201,10 +201,10 @@ class Fit:
                     one.on_train_start(self._trainer, self._trainer.lightning_module)
                     one.on_train_epoch_start(self._trainer, self._trainer.lightning_module)
 
-    # ------------------------------------------------------------------- what is in the run's state
+    # ------------------------------------------------------------------- the run's state
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what Lightning and its callbacks have counted, as after whole steps."""
+        """Return the counters of Lightning and the state of its callbacks, as after whole steps."""
         trainer = self._trainer
         loop, connector = trainer.fit_loop.epoch_loop, trainer._logger_connector
         optimization = loop.automatic_optimization.optim_progress
@@ -232,7 +232,7 @@ class Fit:
         )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from another's."""
+        """Continue from the state of another worker, or of a checkpoint."""
         self._received = state
         state, trainer = copy.deepcopy(dict(state)), self._trainer
         fetcher = trainer.fit_loop._data_fetcher
@@ -256,18 +256,18 @@ class Fit:
             if key in loop._results:
                 vars(loop._results[key]).update(values)
             else:
-                self._results[key] = values  # It is not known yet how they are to be added up.
+                self._results[key] = values  # How to reduce them is not known yet.
         for one in trainer.callbacks:
             if state["callbacks"].get(one.state_key):
                 one.load_state_dict(state["callbacks"][one.state_key])
 
 
 def _whole(progress: Mapping[str, Any], done: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return counters as they are between steps: all that was begun is done.
+    """Return counters as they are between steps, when all that was started is completed.
 
     Args:
         progress: of Lightning.
-        done: counters that tell how much is, if others do.
+        done: counters to take the completed number from; None for `progress` itself.
     """
     return {
         name: dict.fromkeys(part, (done or progress)[name]["completed"])
@@ -282,7 +282,7 @@ def _names(metric: Any) -> list[str]:
 
 
 def _add(metric: Any, before: Mapping[str, Any]) -> None:
-    """Add to what was logged in an epoch what was so before this worker came."""
+    """Add to a metric of an epoch what was logged before this worker joined."""
     metric._computed = None
     if metric.meta.is_mean_reduction or metric.meta.is_sum_reduction:
         for name, value in before.items():

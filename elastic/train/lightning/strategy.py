@@ -1,4 +1,4 @@
-"""The strategy that has all micro-batches of a step computed where Lightning asks for one batch."""
+"""The strategy that computes all micro-batches of a step where Lightning expects one batch."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class RayDDPStrategy(strategies.SingleDeviceStrategy):
 
     A step has `batch_size * accumulate_grad_batches` samples for each worker of the largest group,
     at any number of workers; Lightning itself accumulates nothing then. Validation and test: every
-    worker goes through all samples, each once.
+    worker processes all samples, each once.
     """
 
     strategy_name = "elastic"
@@ -40,13 +40,13 @@ class RayDDPStrategy(strategies.SingleDeviceStrategy):
         weigh: Callable[[Any], Any] | None = None,
         **named: Any,
     ) -> None:
-        """Be of this worker.
+        """Set up the strategy on this worker's device.
 
         Args:
-            global_batch_size: samples of a step, if it is to be another number.
-            weigh: what a micro-batch counts, as in `prepare_data_loader`.
-            named: of DistributedDataParallel (`find_unused_parameters`, ...): the step engine has
-                no need of them.
+            global_batch_size: samples of a step, to override the default above.
+            weigh: returns the weight of a micro-batch, as in `prepare_data_loader`.
+            named: of DistributedDataParallel (`find_unused_parameters`, ...): ignored, the step
+                engine does not need them.
         """
         del named
         super().__init__(device=get_device())
@@ -58,7 +58,7 @@ class RayDDPStrategy(strategies.SingleDeviceStrategy):
     # ------------------------------------------------------------------- one process
 
     def take_place(self) -> int:
-        """Take this worker's rank, as it is now; the first one writes, and shows progress."""
+        """Update and return this worker's rank; the first one writes and shows progress."""
         context = require_context("RayDDPStrategy")
         self.global_rank, self.local_rank = current_rank(), context.local_rank
         for one in (rank_zero_only, rank_zero_only_here):
@@ -70,10 +70,10 @@ class RayDDPStrategy(strategies.SingleDeviceStrategy):
         """Return whether this worker is the first one now."""
         return self.global_rank == 0
 
-    # ------------------------------------------------------------------- the life of a fit
+    # ------------------------------------------------------------------- start and end of a fit
 
     def setup(self, trainer: Trainer) -> None:
-        """Build what is trained, and refuse what cannot be trained so.
+        """Build module and optimizers, and refuse what this strategy cannot train.
 
         Raises:
             UsageError: manual optimization, several optimizers, several loaders.
@@ -86,7 +86,7 @@ class RayDDPStrategy(strategies.SingleDeviceStrategy):
                 f"in train.steps(loader)'), or let Lightning optimize"
             )
         for part in module.modules():
-            if isinstance(part, Metric):  # Each worker's has seen all samples.
+            if isinstance(part, Metric):  # Every worker's has processed all samples.
                 part.distributed_available_fn = _is_not
         super().setup(trainer)
         if trainer.state.fn != "fit":
@@ -100,7 +100,7 @@ class RayDDPStrategy(strategies.SingleDeviceStrategy):
         self._accumulated, trainer.accumulate_grad_batches = trainer.accumulate_grad_batches, 1
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """Let what is trained with be dealt out in steps; everything is built: begin."""
+        """Return a training loader as one of steps; starts the `Fit`, as all is built by now."""
         trainer = self._the_trainer()
         if not trainer.training:
             return dataloader
@@ -122,12 +122,12 @@ class RayDDPStrategy(strategies.SingleDeviceStrategy):
         return Steps(self._fit, prepared)
 
     def on_train_end(self) -> None:
-        """Leave the last epoch with all others."""
+        """End the last epoch with all others."""
         if self._fit is not None:
             self._fit.end()
 
     def teardown(self) -> None:
-        """Leave it also if it was over before it began here."""
+        """End the fit also if it was over before this worker started it."""
         if self._fit is not None and sys.exc_info()[0] is None:
             self._fit.end()
         super().teardown()
@@ -147,7 +147,7 @@ class RayDDPStrategy(strategies.SingleDeviceStrategy):
         return batch if isinstance(batch, WholeStep) else super().batch_to_device(batch, device)
 
     def training_step(self, *args: Any, **named: Any) -> Any:
-        """Compute all micro-batches of a step: forward, backward, and the reduction."""
+        """Compute this rank's micro-batches of a step: forward, backward, and the reduction."""
         step, *others = args
         if not isinstance(step, WholeStep) or self._fit is None:
             return super().training_step(*args, **named)
@@ -176,7 +176,7 @@ class RayDDPStrategy(strategies.SingleDeviceStrategy):
         return {**output, "loss": loss} if isinstance(output, Mapping) else loss
 
     def backward(self, closure_loss: torch.Tensor, *args: Any, **named: Any) -> torch.Tensor:
-        """Have the gradients again that were there before Lightning has zeroed them."""
+        """Restore the step's gradients, which Lightning has zeroed."""
         if self._fit is None:
             return super().backward(closure_loss, *args, **named)
         self._fit.put_gradients()
