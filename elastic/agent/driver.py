@@ -209,8 +209,8 @@ class AgentDriver:
                 folder = str(self._logs.path_of(assign).parent)
                 snapshots = self._arenas.give(assign.spec.job_id, process_id)
                 tls = self._tls.paths if self._tls is not None else ()
-                told = dataclasses.replace(assign, log_dir=folder, snapshots=snapshots, tls=tls)
-                self._processes.send(process_id, told)
+                extended = dataclasses.replace(assign, log_dir=folder, snapshots=snapshots, tls=tls)
+                self._processes.send(process_id, extended)
             case SendProcess(process_id, message):
                 self._processes.send(process_id, message)
             case SendCoordinator(session, said):

@@ -110,12 +110,12 @@ class Figures:
             if worker.rank < 0:
                 continue
             steps.add(worker.steps, **of)
-            told = worker.telemetry
-            if told.steps:
+            telemetry = worker.telemetry
+            if telemetry.steps:
                 for part in PARTS:
-                    mean_s = getattr(told, f"{part}_ns") / told.steps / NS_PER_S
+                    mean_s = getattr(telemetry, f"{part}_ns") / telemetry.steps / NS_PER_S
                     times.add(mean_s, **of, part=part)
-                sent.add(told.per_second(told.bytes_sent), **of)
+                sent.add(telemetry.per_second(telemetry.bytes_sent), **of)
         restarts = Family(
             "elastic_worker_restarts_total", "counter",
             "Workers that ended otherwise than by order, by how.",

@@ -202,9 +202,9 @@ class Link:
         self._endpoints = (stream.endpoint, *others)
         return stream
 
-    def _learn(self, told: Sequence[str]) -> None:
+    def _learn(self, names: Sequence[str]) -> None:
         """Remember coordinator endpoints beside the configured ones; the newest first."""
-        fresh = [name for name in told if name not in self._named]
+        fresh = [name for name in names if name not in self._named]
         older = [name for name in self._learned if name not in fresh]
         learned = tuple((*fresh, *older)[:LEARNED_MAX])
         known = [name for name in self._endpoints if name in (*self._named, *learned)]

@@ -57,8 +57,8 @@ class SpareRequest:
         if entry is None:
             return cls(number)
         folders = [entry.working_dir, *entry.python_path]
-        told = {"path": entry.target, "folders": folders, "env": dict(entry.env)}
-        text = json.dumps(told)
+        fields = {"path": entry.target, "folders": folders, "env": dict(entry.env)}
+        text = json.dumps(fields)
         return cls(number, job_id, text) if len(text) <= SCRIPT_BYTES_MAX else cls(number)
 
     def text(self) -> bytes:

@@ -225,9 +225,9 @@ def _print_checkpoints(rows: Sequence[dict[str, Any]], console: Console) -> None
     for row in rows:
         age_s, size = row["age_s"], row["bytes"]
         rest = {name: value for name, value in row["metrics"].items() if name not in PLACE}
-        told = escape(metrics_line(rest))
+        metrics = escape(metrics_line(rest))
         if row["status"] != CheckpointStatus.COMMITTED.value:
-            told = f"{told} [{VALIDATION[row['status']]}]".strip()
+            metrics = f"{metrics} [{VALIDATION[row['status']]}]".strip()
         shown.add_row(
             escape(row["path"]),
             row["kind"],
@@ -235,7 +235,7 @@ def _print_checkpoints(rows: Sequence[dict[str, Any]], console: Console) -> None
             *("-" if row[name] is None else escape(str(row[name])) for name in PLACE),
             "-" if age_s is None else duration(round(age_s * 1e9)),
             "-" if size is None else num_bytes(size),
-            told or "-",
+            metrics or "-",
         )
     console.print(shown)
 

@@ -146,8 +146,8 @@ class Endpoints:
         """Record the coordinators' addresses from an answer's initial metadata."""
         for key, value in metadata or ():
             if key == COORDINATORS_KEY:
-                told = plain_addresses(str(value))
-                self.learned = tuple(name for name in told if name not in self.names)
+                addresses = plain_addresses(str(value))
+                self.learned = tuple(name for name in addresses if name not in self.names)
 
     def pointed(self, error: BaseException) -> bool:
         """Record the leader that a standby points to; return whether that address is new."""

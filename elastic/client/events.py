@@ -84,10 +84,10 @@ def as_dict(timed: TimedNote) -> dict[str, Any]:
     return event_record(timed.note, timed.unix_ns, "coordinator")
 
 
-def from_dict(told: dict[str, Any]) -> TimedNote:
+def from_dict(record: dict[str, Any]) -> TimedNote:
     """Return the event from such a line."""
-    note = Note(told["event"], told["job"], tuple(told["fields"].items()))
-    return TimedNote(note, told["time_unix_ns"])
+    note = Note(record["event"], record["job"], tuple(record["fields"].items()))
+    return TimedNote(note, record["time_unix_ns"])
 
 
 def event_line(timed: TimedNote) -> str:
@@ -100,11 +100,11 @@ def _reported(timed: TimedNote) -> str:
     name, fields = timed.note.name, dict(timed.note.fields)
     if name == "first_step":
         size = workers(int(fields.get("world_size", "0")))
-        told = f"generation {fields.get('generation')}: {size} train"
+        text = f"generation {fields.get('generation')}: {size} train"
         if "pause_s" in fields:
             why = fields.get("lost") or fields.get("cause", "")
-            told += f" after a pause of {fields['pause_s']} s ({why})"
-        return told
+            text += f" after a pause of {fields['pause_s']} s ({why})"
+        return text
     if name == "worker_gone" and fields.get("rank") == "-1":
         return f"worker {fields.get('worker')}, which was in no group, {fields.get('cause')}"
     if name in WORDS:

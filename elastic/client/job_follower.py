@@ -145,7 +145,7 @@ class _Progress:
 
     view: JobView | None = None
     metrics: str = ""
-    told: set[int] = field(default_factory=lambda: {hash("")})
+    reported: set[int] = field(default_factory=lambda: {hash("")})
     from_snapshot: bool = False
     places: set[tuple[str, str]] = field(default_factory=set)
     is_fresh: bool = True
@@ -278,7 +278,7 @@ class JobFollower:
             seen.view = event
             self._printer.job(event)
             # Events from before the connection are not sent: the snapshot has the newest report.
-            is_reported = hash(event.record.metrics) in seen.told
+            is_reported = hash(event.record.metrics) in seen.reported
             if (seen.is_fresh or has_ended(event)) and not is_reported:
                 self._report(event.record.metrics, from_snapshot=True)
             seen.is_fresh = False
@@ -298,7 +298,7 @@ class JobFollower:
 
     def _report(self, text: str, *, from_snapshot: bool) -> None:
         self._seen.metrics, self._seen.from_snapshot = text, from_snapshot
-        self._seen.told.add(hash(text))
+        self._seen.reported.add(hash(text))
         metrics = parsed_metrics(text)
         self._printer.report(metrics)
         if self._on_report is not None:

@@ -135,7 +135,7 @@ def uncordon(target: ClusterTarget, nodes: tuple[str, ...]) -> None:
 def _cordon(target: ClusterTarget, nodes: tuple[str, ...], *, cordoned: bool, reason: str) -> None:
     """Cordon or uncordon nodes and print their state; raise the first refusal after all of them."""
     refusals: list[Refused] = []
-    told: list[str] = []
+    changed: list[str] = []
     with target.connect() as client:
         for node in nodes:
             try:
@@ -143,11 +143,11 @@ def _cordon(target: ClusterTarget, nodes: tuple[str, ...], *, cordoned: bool, re
             except Refused as error:
                 refusals.append(error)
             else:
-                told.append(node)
+                changed.append(node)
         views: dict[NodeId, NodeView] = {}
-        if told and not cordoned:
+        if changed and not cordoned:
             views = {view.node.node_id: view for view in client.status().view.nodes}
-    for node in told:
+    for node in changed:
         click.echo(f"node {node} {_hosting(views.get(NodeId(node)), cordoned=cordoned)}", err=True)
     for refusal in refusals[1:]:
         click.echo(f"elastic: {refusal}", err=True)

@@ -19,76 +19,78 @@ SHOWN_PART = 0.001
 """A smaller share of the time is not shown."""
 
 
-def place_line(told: Telemetry) -> str:
+def place_line(telemetry: Telemetry) -> str:
     """Return "epoch 3/10 step 45/100", "" before a loop over epochs has reported."""
-    if not (told.num_epochs or any(told.place)):
+    if not (telemetry.num_epochs or any(telemetry.place)):
         return ""
-    epochs = f"/{told.num_epochs}" if told.num_epochs else ""
-    steps = f"/{told.num_steps}" if told.num_steps else ""
-    return f"epoch {told.epoch}{epochs} step {told.step}{steps}"
+    epochs = f"/{telemetry.num_epochs}" if telemetry.num_epochs else ""
+    steps = f"/{telemetry.num_steps}" if telemetry.num_steps else ""
+    return f"epoch {telemetry.epoch}{epochs} step {telemetry.step}{steps}"
 
 
-def eta_ns(told: Telemetry) -> int | None:
+def eta_ns(telemetry: Telemetry) -> int | None:
     """Return how long the loop over epochs still takes at this pace, None if unknown."""
-    if not (told.num_epochs and told.num_steps and told.steps and told.wall_ns):
+    if not (telemetry.num_epochs and telemetry.num_steps and telemetry.steps and telemetry.wall_ns):
         return None
-    left = told.num_steps * (told.num_epochs - told.epoch) - told.step
-    return max(0, left) * told.wall_ns // told.steps
+    left = telemetry.num_steps * (telemetry.num_epochs - telemetry.epoch) - telemetry.step
+    return max(0, left) * telemetry.wall_ns // telemetry.steps
 
 
-def progress_line(told: Telemetry) -> str:
+def progress_line(telemetry: Telemetry) -> str:
     """Return position and pace: "epoch 3/10 step 4/9, 12.3 steps/s, 4m left"."""
-    if not told.steps:
+    if not telemetry.steps:
         return ""
-    left_ns = eta_ns(told)
-    parts = [place_line(told), f"{told.per_second(told.steps):.3g} steps/s"]
+    left_ns = eta_ns(telemetry)
+    parts = [place_line(telemetry), f"{telemetry.per_second(telemetry.steps):.3g} steps/s"]
     if left_ns is not None:
         parts.append(f"{duration(left_ns, digits=0)} left")
     return ", ".join(filter(None, parts))
 
 
-def logged_line(told: Telemetry) -> str:
+def logged_line(telemetry: Telemetry) -> str:
     """Return the newest logged averages: "loss=0.1234"; names that begin with "_" are omitted."""
-    known = parsed_metrics(told.logged)
+    known = parsed_metrics(telemetry.logged)
     return metrics_line({name: value for name, value in known.items() if not name.startswith("_")})
 
 
-def pace_line(told: Telemetry) -> str:
+def pace_line(telemetry: Telemetry) -> str:
     """Return "12.3 steps/s, 1574 samples/s", "" before the first second of steps."""
-    if not told.steps:
+    if not telemetry.steps:
         return ""
-    parts = [f"{told.per_second(told.steps):.3g} steps/s"]
-    if told.samples:
-        parts.append(f"{told.per_second(told.samples):,.0f} samples/s")
-    if told.tokens:
-        parts.append(f"{told.per_second(told.tokens):,.0f} tokens/s")
-    if told.bytes_sent:
-        parts.append(f"{num_bytes(round(told.per_second(told.bytes_sent)))}/s sent by a rank")
+    parts = [f"{telemetry.per_second(telemetry.steps):.3g} steps/s"]
+    if telemetry.samples:
+        parts.append(f"{telemetry.per_second(telemetry.samples):,.0f} samples/s")
+    if telemetry.tokens:
+        parts.append(f"{telemetry.per_second(telemetry.tokens):,.0f} tokens/s")
+    if telemetry.bytes_sent:
+        parts.append(
+            f"{num_bytes(round(telemetry.per_second(telemetry.bytes_sent)))}/s sent by a rank"
+        )
     return ", ".join(parts)
 
 
-def step_line(told: Telemetry) -> str:
+def step_line(telemetry: Telemetry) -> str:
     """Return the parts of a step: "81 ms: compute 62, exchange 14, data 3, commit 2"."""
-    if not told.steps:
+    if not telemetry.steps:
         return ""
     named = (
-        ("compute", told.compute_ns),
-        ("exchange", told.exchange_ns),
-        ("data", told.data_wait_ns),
-        ("commit", told.commit_ns),
+        ("compute", telemetry.compute_ns),
+        ("exchange", telemetry.exchange_ns),
+        ("data", telemetry.data_wait_ns),
+        ("commit", telemetry.commit_ns),
     )
-    parts = ", ".join(f"{name} {ns / told.steps / 1e6:.3g}" for name, ns in named)
-    late = straggler_line(told)
-    return f"{told.step_s * 1e3:.3g} ms: {parts}{f'; {late}' if late else ''}"
+    parts = ", ".join(f"{name} {ns / telemetry.steps / 1e6:.3g}" for name, ns in named)
+    late = straggler_line(telemetry)
+    return f"{telemetry.step_s * 1e3:.3g} ms: {parts}{f'; {late}' if late else ''}"
 
 
-def straggler_line(told: Telemetry) -> str:
+def straggler_line(telemetry: Telemetry) -> str:
     """Return "rank 3 is waited for, 18% of the time", "" if no rank is."""
-    if told.straggler < 0:
+    if telemetry.straggler < 0:
         return ""
-    part = told.straggler_wait_ns / told.wall_ns if told.wall_ns else 0.0
+    part = telemetry.straggler_wait_ns / telemetry.wall_ns if telemetry.wall_ns else 0.0
     much = f", {part:.0%} of the time" if part >= SHOWN_PART else ""
-    return f"rank {told.straggler} is waited for{much}"
+    return f"rank {telemetry.straggler} is waited for{much}"
 
 
 def goodput_line(goodput: Goodput, unreported_ns: int = 0) -> str:

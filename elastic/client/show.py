@@ -157,8 +157,8 @@ def print_cluster(status: ClusterStatus, console: Console) -> None:
     shown = {view.node.node_id for view in status.view.nodes}
     absent = [cordon for cordon in status.view.cordons if cordon.node_id not in shown]
     if absent:
-        told = (f"{each.node_id} ({each.reason or 'by an operator'})" for each in absent)
-        console.print(escape(f"cordoned: {', '.join(told)}"))
+        cordoned = (f"{each.node_id} ({each.reason or 'by an operator'})" for each in absent)
+        console.print(escape(f"cordoned: {', '.join(cordoned)}"))
     print_jobs(status.view.jobs, status.view.now_ns, console)
     for job in status.view.jobs:
         if line := copies_line(job, status.view.now_ns):
@@ -273,24 +273,24 @@ def print_job(view: JobView, now_ns: int, console: Console) -> None:
     console.print(table)
 
 
-def parts_of_step(told: Telemetry) -> list[str]:
+def parts_of_step(telemetry: Telemetry) -> list[str]:
     """Return the time of a step, and its shares for data, exchange and commit."""
-    if not told.steps:
+    if not telemetry.steps:
         return ["-"] * 4
-    parts = (told.data_wait_ns, told.exchange_ns, told.commit_ns)
-    return [f"{told.step_s * 1e3:.3g} ms", *(f"{ns / told.wall_ns:.0%}" for ns in parts)]
+    parts = (telemetry.data_wait_ns, telemetry.exchange_ns, telemetry.commit_ns)
+    return [f"{telemetry.step_s * 1e3:.3g} ms", *(f"{ns / telemetry.wall_ns:.0%}" for ns in parts)]
 
 
 def copies_line(view: JobView, now_ns: int) -> str:
     """Return the copies of a job's state, "" for none: "n1 → n2 step 400 (3.0 s ago)"."""
-    told = [
+    copies = [
         f"{copy.source} → {copy.node_id} step {copy.steps} ({duration(now_ns - copy.since_ns)} ago)"
         if copy.source
         else f"{copy.node_id} step {copy.steps} ({duration(now_ns - copy.since_ns)} ago)"
         for copy in view.copies
     ]
-    more = len(told) - COPIES_SHOWN
-    return ", ".join(told[:COPIES_SHOWN]) + (f", and {more} more" if more > 0 else "")
+    more = len(copies) - COPIES_SHOWN
+    return ", ".join(copies[:COPIES_SHOWN]) + (f", and {more} more" if more > 0 else "")
 
 
 def failure_text(view: JobView) -> str:

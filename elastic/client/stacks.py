@@ -65,10 +65,10 @@ def stack(
         found = _await(client, job_id, asked, before)
     missing = sorted(set(asked) - set(found))
     if output == "json":
-        told = {
+        stacks = {
             w: {"rank": d.rank, "threads": list(map(list, d.threads))} for w, d in found.items()
         }
-        print_json({"workers": told, "silent": missing})
+        print_json({"workers": stacks, "silent": missing})
         return
     for names, frames in grouped(found, all_threads=all_threads):
         click.echo(f"{names}:")

@@ -70,9 +70,9 @@ def headline(study: Study, seconds: float = 0.0) -> str:
     counts = dict.fromkeys(TrialState, 0)
     for trial in study.trials:
         counts[trial.state] += 1
-    told = ", ".join(f"{count} {state.value}" for state, count in counts.items() if count)
+    by_state = ", ".join(f"{count} {state.value}" for state, count in counts.items() if count)
     total = study.settings.get("total")
-    line = f"study {study.settings.get('name', '')}: {told or 'no trials yet'}"
+    line = f"study {study.settings.get('name', '')}: {by_state or 'no trials yet'}"
     line += f", of {total}" if total else ""
     best = study.best()
     if best is not None:

@@ -103,19 +103,23 @@ def jobs_table(jobs: list[JobView], now_ns: int) -> RenderableType:
         "left", "waits for",
     )  # fmt: skip
     for view in jobs:
-        told, record = view.telemetry, view.record
+        telemetry, record = view.telemetry, view.record
         is_over = has_ended(view)
-        left_ns = None if is_over else eta_ns(told)
-        waits = straggler_line(told) if world_size(view) else view.reason.partition("\n")[0]
+        left_ns = None if is_over else eta_ns(telemetry)
+        waits = straggler_line(telemetry) if world_size(view) else view.reason.partition("\n")[0]
         table.add_row(
             escape(record.spec.name),
             coloured(record.phase.value),
             duration(now_ns - view.since_ns),
             f"{world_size(view)} of {bounds(view)}",
             str(record.generation),
-            "-" if is_over else place_line(told) or "-",
-            f"{told.per_second(told.steps):.3g}" if told.steps and not is_over else "-",
-            f"{told.per_second(told.samples):,.0f}" if told.samples and not is_over else "-",
+            "-" if is_over else place_line(telemetry) or "-",
+            f"{telemetry.per_second(telemetry.steps):.3g}"
+            if telemetry.steps and not is_over
+            else "-",
+            f"{telemetry.per_second(telemetry.samples):,.0f}"
+            if telemetry.samples and not is_over
+            else "-",
             f"{record.goodput.ratio:.1%}" if record.goodput.allocated_ns else "-",
             duration(left_ns, digits=0) if left_ns is not None else "-",
             escape(waits) or "-",

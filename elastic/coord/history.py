@@ -160,14 +160,14 @@ class JobHistory:
             size, reason = len(group.members), group.reason
             self.spans.append(Span(group.generation, "", reason, size, unix_ns, unix_ns, unix_ns))
         self.add(WORLD_SIZE, unix_ns / NS_PER_S, float(len(group.members)))
-        told, self._seen = job.telemetry, job.telemetry
-        if told == before or not told.steps:
+        telemetry, self._seen = job.telemetry, job.telemetry
+        if telemetry == before or not telemetry.steps:
             return
-        self.add(RATE, unix_ns / NS_PER_S, round(told.per_second(told.steps), 4))
-        if told.samples:
-            self.add(SAMPLES, unix_ns / NS_PER_S, round(told.per_second(told.samples), 2))
-        self.add(STEP_MS, unix_ns / NS_PER_S, round(told.step_s * 1e3, 3))
-        logged = dict(numbers_of(told.logged))
+        self.add(RATE, unix_ns / NS_PER_S, round(telemetry.per_second(telemetry.steps), 4))
+        if telemetry.samples:
+            self.add(SAMPLES, unix_ns / NS_PER_S, round(telemetry.per_second(telemetry.samples), 2))
+        self.add(STEP_MS, unix_ns / NS_PER_S, round(telemetry.step_s * 1e3, 3))
+        logged = dict(numbers_of(telemetry.logged))
         self._logged |= logged.keys()
         for name, value in logged.items():
             self.add(name, unix_ns / NS_PER_S, value)

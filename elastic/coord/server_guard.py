@@ -329,8 +329,8 @@ class Guard(grpc.aio.ServerInterceptor):
         behaviour = handler.unary_unary or handler.unary_stream
         request, began_ns = await self._request(method, context), self._clock.monotonic_ns()
         if self.office.coordinators and RULES[method].roles is not None:
-            told = ",".join(self.office.coordinators)
-            await context.send_initial_metadata(((COORDINATORS_KEY, told),))
+            addresses = ",".join(self.office.coordinators)
+            await context.send_initial_metadata(((COORDINATORS_KEY, addresses),))
         outcome, response = "the call ended before its answer", None
         try:
             answer = behaviour(request, context)

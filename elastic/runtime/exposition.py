@@ -61,8 +61,8 @@ class Family:
         so_far = 0
         for top, count in zip((*values.tops, math.inf), values.counts, strict=True):
             so_far += count
-            told = _labels({**labels, "le": _number(top)})
-            self._lines.append(f"{self.name}_bucket{told} {so_far}")
+            bucket = _labels({**labels, "le": _number(top)})
+            self._lines.append(f"{self.name}_bucket{bucket} {so_far}")
         self._lines.append(f"{self.name}_sum{_labels(labels)} {_number(values.total_s)}")
         self._lines.append(f"{self.name}_count{_labels(labels)} {so_far}")
         return self
@@ -79,8 +79,8 @@ def exposition(families: Iterable[Family]) -> str:
 
 
 def _labels(labels: dict[str, object]) -> str:
-    told = ",".join(f'{name}="{_escaped(str(value))}"' for name, value in labels.items())
-    return f"{{{told}}}" if told else ""
+    pairs = ",".join(f'{name}="{_escaped(str(value))}"' for name, value in labels.items())
+    return f"{{{pairs}}}" if pairs else ""
 
 
 def _escaped(value: str) -> str:

@@ -52,11 +52,11 @@ _TABLE = _table()
 
 
 def _number(value: int) -> bytes:
-    told = bytearray()
+    encoded = bytearray()
     while value > 0x7F:
-        told.append(value & 0x7F | 0x80)
+        encoded.append(value & 0x7F | 0x80)
         value >>= 7
-    return bytes((*told, value))
+    return bytes((*encoded, value))
 
 
 def _varint(field: int, value: int) -> bytes:

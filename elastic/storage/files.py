@@ -163,7 +163,7 @@ class Files:
         """
         what = f"cannot read {self.path}/{name}"
         opened = self._do(what, lambda: self._open(name))
-        with self._told(what), opened as file:
+        with self._wrap_errors(what), opened as file:
             yield file
 
     def _open(self, name: str) -> Any:
@@ -289,7 +289,10 @@ class Files:
         Raises:
             StorageError: it cannot be written; no partial file has the name.
         """
-        with self._told(f"cannot write {self.path}/{name}"), self._open_output(name) as output:
+        with (
+            self._wrap_errors(f"cannot write {self.path}/{name}"),
+            self._open_output(name) as output,
+        ):
             yield output
 
     def create(self, name: str, data: bytes) -> bool:
@@ -331,7 +334,7 @@ class Files:
         if self.is_local:
             self._do(what, lambda: outputs.append_local(self.at(name), data))
             return
-        with self._told(what):
+        with self._wrap_errors(what):
             self.fs.makedirs(self.at(name).rpartition("/")[0], exist_ok=True)
             with self.fs.open(self.at(name), "ab") as file:
                 file.write(data)
@@ -414,7 +417,7 @@ class Files:
         self.fs, self.root = _opened(self.path)
 
     @contextlib.contextmanager
-    def _told(self, what: str) -> Iterator[None]:
+    def _wrap_errors(self, what: str) -> Iterator[None]:
         """Turn the file system's errors into a `StorageError` with operation, path and reason."""
         try:
             yield

@@ -116,5 +116,5 @@ def _newest(records: Sequence[CheckpointRecord]) -> Iterator[CheckpointRecord]:
 def place_of(marker: CheckpointMarker) -> str:
     """Return the place in the run of a checkpoint, as text: "epoch 3, step 120"."""
     metrics = json.loads(marker.metrics)
-    told = [f"{name} {metrics[name]}" for name in ("epoch", "step") if name in metrics]
-    return ", ".join(told) or f"generation {marker.generation}, report {marker.index}"
+    parts = [f"{name} {metrics[name]}" for name in ("epoch", "step") if name in metrics]
+    return ", ".join(parts) or f"generation {marker.generation}, report {marker.index}"

@@ -147,8 +147,8 @@ class Tracking:
                 self._waiting[number] = Point(number, row.get("unix_ns", 0) / 1e9, row["metrics"])
         if not self._waiting:
             return 0
-        told = self._tracker.show(list(self._waiting.values()))
-        state = {**self._state, **told, "shown": max(self._waiting)}
+        shown_by_tracker = self._tracker.show(list(self._waiting.values()))
+        state = {**self._state, **shown_by_tracker, "shown": max(self._waiting)}
         self._files.write(f"{FOLDER}/{self._request.name}.json", json.dumps(state).encode())
         self._tracker.taken_down(state)
         count, self._waiting, self._state = len(self._waiting), {}, state

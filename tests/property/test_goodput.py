@@ -5,14 +5,14 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.core.policy.goodput import TOLD, Account, Ledger, Situation, category, split
+from elastic.core.policy.goodput import REPORTED, Account, Ledger, Situation, category, split
 from elastic.core.telemetry import BELOW_MIN, DRAIN, FIELDS, PRODUCTIVE, REDONE, START, Goodput
 from elastic.core.world import WorkerPhase
 
 times = st.lists(st.integers(0, 10**12), min_size=len(FIELDS), max_size=len(FIELDS))
 happenings = st.lists(
     st.one_of(
-        st.tuples(st.just("move"), st.sampled_from([TOLD, TOLD, *range(len(FIELDS))])),
+        st.tuples(st.just("move"), st.sampled_from([REPORTED, REPORTED, *range(len(FIELDS))])),
         st.tuples(st.just("hear"), times),
     ),
     max_size=30,
@@ -38,7 +38,7 @@ def test_categories_sum_to_what_was_allocated(
             if what == "move":
                 ledger.move(account, value, now_ns)  # type: ignore[arg-type]
             else:
-                ledger.hear(account, Goodput(*value), (0, turn), now_ns)  # type: ignore[misc]
+                ledger.add_report(account, Goodput(*value), (0, turn), now_ns)  # type: ignore[misc]
             reported_ns = ledger.total().allocated_ns + now_ns - account.since_ns
             assert reported_ns == allocated_ns + now_ns - begins_ns
             assert ledger.total().allocated_ns >= before_ns  # A counter never falls.
@@ -59,11 +59,11 @@ def test_more_than_there_was_time_for_is_scaled(
 
 
 def test_steps_that_a_run_went_back_for_are_no_progress() -> None:
-    ledger, account = Ledger(), Account(TOLD, 0)
-    ledger.hear(account, Goodput(productive_ns=5), (0, 7), 10)
+    ledger, account = Ledger(), Account(REPORTED, 0)
+    ledger.add_report(account, Goodput(productive_ns=5), (0, 7), 10)
     ledger.group_formed()
-    ledger.hear(account, Goodput(productive_ns=8), (0, 5), 20)
-    ledger.hear(account, Goodput(productive_ns=10), (0, 8), 30)
+    ledger.add_report(account, Goodput(productive_ns=8), (0, 5), 20)
+    ledger.add_report(account, Goodput(productive_ns=10), (0, 8), 30)
     assert ledger.charged[PRODUCTIVE] == 5 + 2
     assert ledger.charged[REDONE] == 3
 
@@ -73,4 +73,4 @@ def test_who_waits_is_told_from_who_starts_or_ends() -> None:
     assert category(Situation(ready)) == BELOW_MIN
     assert category(Situation(ready, has_group=True)) == START
     assert category(Situation(ready, is_leaving=True)) == DRAIN
-    assert category(Situation(WorkerPhase.TRAINING, is_leaving=True)) == TOLD
+    assert category(Situation(WorkerPhase.TRAINING, is_leaving=True)) == REPORTED

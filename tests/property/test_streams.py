@@ -92,8 +92,8 @@ def test_any_history_of_world_sizes_trains_with_the_same_samples(run: dict[str, 
             is_dealt = True
             try:
                 done = [one.step(cursor, rank, world_size) for rank, one in enumerate(members)]
-                rows = [share.told() for share, _ in done]
-                assert len({share.hear(rows) for share, _ in done}) == 1
+                rows = [share.own_row() for share, _ in done]
+                assert len({share.take_rows(rows) for share, _ in done}) == 1
             except UsageError:
                 assert not plan  # Not a single full step.
                 return

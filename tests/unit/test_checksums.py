@@ -59,16 +59,16 @@ def test_every_bit_of_a_model_is_seen_within_some_steps(size: int) -> None:
     state.models.append(nn.Sequential(nn.Linear(size, size), nn.Linear(size, 2)))
     watch = Divergence(state)
     watch.begin()
-    before = [watch.told(step, 2) for step in range(SLICES)]
-    assert [watch.told(step, 2) for step in range(SLICES, 2 * SLICES)] == before
+    before = [watch.step_checksum(step, 2) for step in range(SLICES)]
+    assert [watch.step_checksum(step, 2) for step in range(SLICES, 2 * SLICES)] == before
     for parameter in state.models[0].parameters():
         bits = parameter.data.view(-1).view(torch.int32)
         for place in (0, len(bits) // 2, len(bits) - 1):
             bits[place] ^= 1
-            after = [watch.told(step, 2) for step in range(SLICES)]
+            after = [watch.step_checksum(step, 2) for step in range(SLICES)]
             assert sum(one != other for one, other in zip(before, after, strict=True)) >= 1
             bits[place] ^= 1
-    assert watch.told(0, 1) == 0, "nobody to differ from"
+    assert watch.step_checksum(0, 1) == 0, "nobody to differ from"
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from torch import nn
 
 from elastic.errors import InvariantViolation
 from elastic.worker.reduce.reducer import OWN, ROW
-from elastic.worker.reduce.step_share import TOLD
+from elastic.worker.reduce.step_share import SHARE_NUMBERS
 from tests.unit.reduce_under_test import (
     SIZE,
     Make,
@@ -93,5 +93,5 @@ def test_rows_come_back_and_are_limited(make: Make) -> None:
     assert reducer.bytes_sent == 0
     reducer.begin_step(share_of((4,)), [1.0] * ROW)
     reducer.begin_micro_batch(0)
-    with pytest.raises(InvariantViolation, match=f"{OWN + TOLD + ROW} numbers"):
+    with pytest.raises(InvariantViolation, match=f"{OWN + SHARE_NUMBERS + ROW} numbers"):
         mean_square(model, 0).backward()

@@ -9,10 +9,10 @@ from elastic.core.machine.worker_loop import LoopState
 def test_the_fewest_micro_batches_of_any_loader_bound_the_group() -> None:
     loop = (
         LoopState()
-        .told(LoopStateChanged(True))
-        .told(MicroBatchesDeclared(8))
-        .told(MicroBatchesDeclared(4))
-        .told(MicroBatchesDeclared(8))
+        .after(LoopStateChanged(True))
+        .after(MicroBatchesDeclared(8))
+        .after(MicroBatchesDeclared(4))
+        .after(MicroBatchesDeclared(8))
     )
     assert loop == LoopState(in_place=True, keeps=True, micro_batches=4)
 
@@ -20,5 +20,5 @@ def test_the_fewest_micro_batches_of_any_loader_bound_the_group() -> None:
 def test_what_one_event_says_changes_nothing_else() -> None:
     few, many = CopiesRequested(5), CopiesRequested(2)
     loop = LoopState(in_place=True, copies=few, micro_batches=4)
-    assert loop.told(many) == LoopState(in_place=True, copies=many, micro_batches=4)
-    assert loop.told(LoopStateChanged(False)) == LoopState(keeps=True, copies=few, micro_batches=4)
+    assert loop.after(many) == LoopState(in_place=True, copies=many, micro_batches=4)
+    assert loop.after(LoopStateChanged(False)) == LoopState(keeps=True, copies=few, micro_batches=4)

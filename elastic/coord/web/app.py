@@ -191,8 +191,8 @@ class Site:
         series = {
             clean(name): {"t": one.times, "v": one.values} for name, one in history.series.items()
         }
-        told = {"series": series, "marks": _marks(history), "seq": history.number}
-        return JSONResponse(told)
+        plot = {"series": series, "marks": _marks(history), "seq": history.number}
+        return JSONResponse(plot)
 
     async def _log(self, request: Request) -> Response:
         _, job, _ = await self._find(request)
@@ -238,7 +238,7 @@ def _events(request: Request, messages: AsyncGenerator[str, None]) -> Response:
     """Return a stream that ends when its caller's credentials become invalid."""
     gate, caller = request.state.gate, request.state.caller
 
-    async def told() -> AsyncGenerator[str, None]:
+    async def stream() -> AsyncGenerator[str, None]:
         yield "retry: 2000\n\n"
         async with aclosing(messages) as open_messages:
             try:
@@ -250,7 +250,7 @@ def _events(request: Request, messages: AsyncGenerator[str, None]) -> Response:
                 yield f"data: {json.dumps({'over': clean(str(error))})}\n\n"
 
     headers = {"x-accel-buffering": "no"}
-    return StreamingResponse(told(), media_type="text/event-stream", headers=headers)
+    return StreamingResponse(stream(), media_type="text/event-stream", headers=headers)
 
 
 async def _asset(request: Request) -> Response:
@@ -263,14 +263,14 @@ async def _asset(request: Request) -> Response:
 
 async def _on_error(request: Request, error: Exception) -> Response:
     status = status_of(error) if isinstance(error, ElasticError) else 500
-    return _told(request, status, str(error))
+    return _error_response(request, status, str(error))
 
 
 async def _on_missing(request: Request, _: Exception) -> Response:
-    return _told(request, 404, f"there is no page {request.scope['path'][:200]!r} here")
+    return _error_response(request, 404, f"there is no page {request.scope['path'][:200]!r} here")
 
 
-def _told(request: Request, status: int, text: str) -> Response:
+def _error_response(request: Request, status: int, text: str) -> Response:
     if "text/html" in request.headers.get("accept", ""):
         return HTMLResponse(plain_page("Not here", text), status)
     return PlainTextResponse(f"{clean(text)}\n", status)

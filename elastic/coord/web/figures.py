@@ -116,12 +116,12 @@ def _jobs(view: ClusterView, history: History, unix_ns: int) -> Iterator[Family]
             workers.add(count, job=job_id, state=does)
         for side, bound in zip(("min", "max"), record.bounds, strict=True):
             bounds.add(bound, job=job_id, bound=side)
-        told = job.telemetry
-        if world_size(job) and told.steps:
-            rate.add(told.per_second(told.steps), job=job_id)
-            samples.add(told.per_second(told.samples), job=job_id)
-            epoch.add(told.epoch, job=job_id)
-            step.add(told.step, job=job_id)
+        telemetry = job.telemetry
+        if world_size(job) and telemetry.steps:
+            rate.add(telemetry.per_second(telemetry.steps), job=job_id)
+            samples.add(telemetry.per_second(telemetry.samples), job=job_id)
+            epoch.add(telemetry.epoch, job=job_id)
+            step.add(telemetry.step, job=job_id)
         for category, seconds in record.goodput.seconds().items():
             goodput.add(seconds, job=job_id, category=category)
         for cause, count in sorted(own.reforms.items()):

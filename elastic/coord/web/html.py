@@ -64,11 +64,11 @@ def element(name: str, /, *children: Any, **attributes: Any) -> Html:
         attributes: `class_` is "class" and `data_x` is "data-x"; None or False omits one,
             True writes it without a value.
     """
-    told = []
+    parts = []
     for key, value in attributes.items():
         if value is None or value is False:
             continue
         attribute = key.rstrip("_").replace("_", "-")
-        told.append(f" {attribute}" if value is True else f' {attribute}="{escaped(value)}"')
-    opening = f"<{name}{''.join(told)}>"
+        parts.append(f" {attribute}" if value is True else f' {attribute}="{escaped(value)}"')
+    opening = f"<{name}{''.join(parts)}>"
     return Html(opening if name in VOID else f"{opening}{joined(*children)}</{name}>")

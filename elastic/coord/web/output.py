@@ -127,8 +127,8 @@ def _message(lines: list[Line]) -> str:
         if size > BYTES_PER_S:
             break
         kept += 1
-    told = {"lines": lines[len(lines) - kept :], "skipped": len(lines) - kept}
-    return f"data: {json.dumps(told)}\n\n"
+    output = {"lines": lines[len(lines) - kept :], "skipped": len(lines) - kept}
+    return f"data: {json.dumps(output)}\n\n"
 
 
 async def newest_lines(desk: ServiceContext, job_id: JobId, query: Mapping[str, str]) -> list[Line]:

@@ -229,11 +229,11 @@ def _why(job: JobView) -> Part:
     record = job.record
     waits = missing(job)
     if waits:
-        told: object = joined(element("strong", "Waits for: "), waits)
+        why: object = joined(element("strong", "Waits for: "), waits)
     else:
-        told = job.reason or record.reason
+        why = job.reason or record.reason
     is_plain = not waits and not has_ended(job)
-    parts = [element("p", told, class_="now" if is_plain else "why") if told else None]
+    parts = [element("p", why, class_="now" if is_plain else "why") if why else None]
     failure = record.failure
     if failure is not None:
         said = failure.traceback.rstrip() or f"{failure.error_type}: {failure.message}"
@@ -381,21 +381,21 @@ def _checkpoint_rows(job: JobView, history: JobHistory) -> dict[str, Html]:
 
 
 def _metrics_text(metrics: Mapping[str, object]) -> str:
-    told = [
+    parts = [
         f"{name}={value:.4g}" if isinstance(value, float) else f"{name}={value}"
         for name, value in metrics.items()
         if isinstance(value, (bool, int, float, str))
     ]
-    return " ".join(told)[:300] or "–"
+    return " ".join(parts)[:300] or "–"
 
 
 def _event_rows(events: Sequence[TimedNote]) -> dict[str, Html]:
     rows = {}
     for timed in events[-EVENTS_SHOWN:][::-1]:
         key = f"e-{timed.unix_ns}-{timed.note.name}"
-        told = " ".join(f"{k}={v}" for k, v in timed.note.fields if k != "unix_ns")
+        fields = " ".join(f"{k}={v}" for k, v in timed.note.fields if k != "unix_ns")
         name = timed.note.name.replace("_", " ")
-        rows[key] = row(key, moment(timed.unix_ns), name, told[:500])
+        rows[key] = row(key, moment(timed.unix_ns), name, fields[:500])
     return rows
 
 
@@ -418,11 +418,11 @@ def log_page(job: JobView, lines: Iterable[Line]) -> Page:
     """Return the newest lines of output, for browsers without JavaScript."""
     spec = job.record.spec
     place = f"/jobs/{quote(spec.job_id, safe='')}"
-    told = "\n".join(f"{head(line)} {line[-1]}" for line in lines)
+    text = "\n".join(f"{head(line)} {line[-1]}" for line in lines)
     body: list[Html | Part] = [
         element("h1", "Output of ", element("a", spec.name, href=place)),
         _log_form(place),
-        element("pre", told or "nothing", class_="log", tabindex="0"),
+        element("pre", text or "nothing", class_="log", tabindex="0"),
     ]
     return Page(f"Output of {spec.name}", body)
 

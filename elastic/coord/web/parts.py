@@ -135,9 +135,9 @@ def moment(unix_ns: int) -> Html:
     if not unix_ns:
         return Html("–")
     seconds = unix_ns / 1e9
-    told = datetime.datetime.fromtimestamp(seconds, datetime.timezone.utc)
-    text = told.strftime("%Y-%m-%d %H:%M:%S UTC")
-    return element("time", text, datetime=told.isoformat(timespec="milliseconds"), class_="age")
+    at = datetime.datetime.fromtimestamp(seconds, datetime.timezone.utc)
+    text = at.strftime("%Y-%m-%d %H:%M:%S UTC")
+    return element("time", text, datetime=at.isoformat(timespec="milliseconds"), class_="age")
 
 
 def pill(state: str) -> Html:

@@ -63,10 +63,13 @@ def goodput_text(job: JobView) -> str:
     return f"{goodput.ratio:.1%} of {duration(goodput.allocated_ns, digits=0)}"
 
 
-def pace_facts(told: Telemetry) -> dict[str, object]:
+def pace_facts(telemetry: Telemetry) -> dict[str, object]:
     """Return the job's position in the run, its pace, and the estimated time left."""
-    facts: dict[str, object] = {"place": place_line(told) or "–", "pace": pace_line(told) or "–"}
-    left_ns = eta_ns(told)
+    facts: dict[str, object] = {
+        "place": place_line(telemetry) or "–",
+        "pace": pace_line(telemetry) or "–",
+    }
+    left_ns = eta_ns(telemetry)
     if left_ns is not None:
         facts["time left"] = duration(left_ns, digits=0)
     return facts
@@ -91,7 +94,7 @@ def worker_rows(job: JobView) -> dict[str, Html]:
 
     rows = {}
     for worker in sorted(job.workers, key=place)[:ROWS_MAX]:
-        report, told = worker.report, worker.telemetry
+        report, telemetry = worker.report, worker.telemetry
         key, is_late = f"w-{report.worker_id}", worker.rank in late
         mark = element("strong", "others wait for it", class_="late") if is_late else None
         rows[key] = row(
@@ -102,27 +105,27 @@ def worker_rows(job: JobView) -> dict[str, Html]:
             ),
             joined(pill(report.phase.value), " ", mark),
             worker.steps,
-            f"{told.step_s * 1e3:.3g} ms" if told.steps else "–",
-            _split(told),
+            f"{telemetry.step_s * 1e3:.3g} ms" if telemetry.steps else "–",
+            _split(telemetry),
             css="straggler" if is_late else None,
         )
     return rows
 
 
-def _split(told: Telemetry) -> Html:
+def _split(telemetry: Telemetry) -> Html:
     """Return the phases of a step, as a bar and as text."""
-    if not told.steps or not told.wall_ns:
+    if not telemetry.steps or not telemetry.wall_ns:
         return Html("–")
-    waits = min(told.straggler_wait_ns, told.exchange_ns)
+    waits = min(telemetry.straggler_wait_ns, telemetry.exchange_ns)
     parts = (
-        ("compute", "productive", told.compute_ns),
-        ("exchange", "eval", told.exchange_ns - waits),
+        ("compute", "productive", telemetry.compute_ns),
+        ("exchange", "eval", telemetry.exchange_ns - waits),
         ("waits for others", "straggler_wait", waits),
-        ("data", "data_wait", told.data_wait_ns),
-        ("commit", "checkpoint_stall", told.commit_ns),
+        ("data", "data_wait", telemetry.data_wait_ns),
+        ("commit", "checkpoint_stall", telemetry.commit_ns),
     )
     # An exchange overlaps with computation in the same step, so the sum may exceed wall time.
-    total_ns = max(told.wall_ns, sum(spent_ns for _, _, spent_ns in parts))
+    total_ns = max(telemetry.wall_ns, sum(spent_ns for _, _, spent_ns in parts))
     bars, words, x = [], [], 0.0
     for name, css, spent_ns in parts:
         width = 100 * spent_ns / total_ns

@@ -153,8 +153,8 @@ def _plot(study: Study) -> Part:
         "svg", *drawn, viewBox=f"0 0 {PLOT_WIDTH} {PLOT_HEIGHT}", preserveAspectRatio="none",
         role="img", aria_label=f"{study.metric} of all trials by report", class_="plot",
     )  # fmt: skip
-    told = f"{study.metric}: {number(low)} to {number(high)}, by report 1 to {longest}"
-    return Part("plot", element("figure", picture, element("figcaption", told), id="plot"))
+    caption = f"{study.metric}: {number(low)} to {number(high)}, by report 1 to {longest}"
+    return Part("plot", element("figure", picture, element("figcaption", caption), id="plot"))
 
 
 def _height(value: float, low: float, high: float) -> float:

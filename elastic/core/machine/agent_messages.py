@@ -187,8 +187,8 @@ def _resume(cluster: ClusterState, report: WorkerReport) -> None:
             over = (report.worker_id, job.generation, False, "the group is over")
             tell(cluster, worker, LeaveGroup(*over, follows=True))
         elif job.asked:
-            told = (report.worker_id, job.generation, True, "planned change")
-            tell(cluster, worker, LeaveGroup(*told, saves=job.is_save_requested))
+            fields = (report.worker_id, job.generation, True, "planned change")
+            tell(cluster, worker, LeaveGroup(*fields, saves=job.is_save_requested))
         saves.remind(cluster, job, worker)
         remind_of_leavers(cluster, job, [report.worker_id])
     elif report.spent or report.phase in (WorkerPhase.FORMING, WorkerPhase.TRAINING):

@@ -44,8 +44,8 @@ def report_first(cluster: ClusterState, job: JobState) -> bool:
     job.ends_announced = job.generation
     reason = f"lost {len(members) - len(here)} of {len(members)} members"
     for worker in here:
-        told = LeaveGroup(worker.report.worker_id, job.generation, False, reason, follows=True)
-        tell(cluster, worker, told)
+        order = LeaveGroup(worker.report.worker_id, job.generation, False, reason, follows=True)
+        tell(cluster, worker, order)
     return True
 
 

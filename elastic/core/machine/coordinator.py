@@ -102,7 +102,7 @@ class CoordinatorMachine:
             suspicion.forgive_own_sleep(cluster)
             for one in event.events if isinstance(event, EventBatch) else (event,):
                 if not _is_chatter(one):
-                    self._story.tell(now_ns, _told(one))
+                    self._story.tell(now_ns, _without_payload(one))
                 self._take(one)
             suspicion.look(cluster)
             self._reconcile_all()
@@ -310,7 +310,7 @@ class CoordinatorMachine:
             self._cluster.do(Reply(event.request_id, "", f"{left_ns}"))
 
 
-def _told(event: CoordinatorEvent) -> CoordinatorEvent:
+def _without_payload(event: CoordinatorEvent) -> CoordinatorEvent:
     """Return an event for the history: without a pickled function, perhaps of megabytes."""
     if not isinstance(event, SubmitRequested):
         return event

@@ -171,10 +171,10 @@ def end(cluster: ClusterState, job: JobState) -> None:
 def _learn_request(job: JobState) -> None:
     """Take the members' request for copies; the last one holds while they report none."""
     members = [job.workers[w].report for w in job.member_ids() if w in job.workers]
-    told = [r for r in members if r.copies_every and r.generation == job.generation]
-    if told:
-        job.copies.every_n_steps = max(report.copies_every for report in told)
-        job.copies.is_sharded = any(report.copies_sharded for report in told)
+    reported = [r for r in members if r.copies_every and r.generation == job.generation]
+    if reported:
+        job.copies.every_n_steps = max(report.copies_every for report in reported)
+        job.copies.is_sharded = any(report.copies_sharded for report in reported)
 
 
 def _senders(cluster: ClusterState, job: JobState) -> dict[NodeId, NodeState]:
@@ -236,10 +236,10 @@ def _order(cluster: ClusterState, job: JobState, senders: dict[NodeId, NodeState
             holder = cluster.book.nodes.get(order.node_id)
             life = holder.node.incarnation if holder is not None else 0
             lost = job.copies.num_lost.get(source, 0)
-            told = PlacedCopyOrder(sender.session, job.generation, order, life, lost)
-            job.copies.ordered[source] = told
-    sending = {told.session for told in job.copies.ordered.values()}
-    for session in [told.session for told in before.values()]:
+            placed = PlacedCopyOrder(sender.session, job.generation, order, life, lost)
+            job.copies.ordered[source] = placed
+    sending = {placed.session for placed in job.copies.ordered.values()}
+    for session in [placed.session for placed in before.values()]:
         last = cluster.book.of_session(session)
         if last is not None and session not in sending:
             _send(cluster, last, Replicate(job.job_id, NO_NODE, "", "", 1))

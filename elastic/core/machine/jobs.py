@@ -505,7 +505,7 @@ class ClusterState:
         """Record a new worker."""
         account = Account(START, self.now_ns)
         if report.phase is not WorkerPhase.STARTING:
-            account.told = None
+            account.reported = None
         worker = WorkerState(report, state.node.node_id, self.now_ns, account)
         job.workers[report.worker_id] = worker
         self.charge(job, worker)

@@ -157,9 +157,9 @@ class NodeState:
     def view(self, now_ns: int) -> NodeView:
         """Return the node for the status."""
         quarantine = self.quarantine(now_ns) if self.is_present() else ""
-        told = f"quarantined: {quarantine}" if quarantine else ""
+        quarantined = f"quarantined: {quarantine}" if quarantine else ""
         kept = self.kept_for if self.is_kept() else ""
-        reason = "; ".join(part for part in (self.reason, kept, told) if part)
+        reason = "; ".join(part for part in (self.reason, kept, quarantined) if part)
         free_slots = self.free_slots() if self.may_host() else 0
         return NodeView(self.node, self.phase, self.since_ns, free_slots, reason)
 

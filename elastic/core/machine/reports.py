@@ -143,7 +143,7 @@ def take_progress(cluster: ClusterState, progress: Progress) -> None:
         return
     worker, telemetry = job.workers[progress.worker_id], progress.telemetry
     # Also of an earlier generation: it has time that was not charged yet.
-    job.ledger.hear(worker.account, progress.spent, telemetry.place, cluster.now_ns)
+    job.ledger.add_report(worker.account, progress.spent, telemetry.place, cluster.now_ns)
     if progress.generation != job.generation:
         return
     worker.steps, worker.telemetry = progress.steps, telemetry

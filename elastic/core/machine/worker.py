@@ -169,7 +169,7 @@ class WorkerMachine:
 
     def _take(self, event: WorkerEvent) -> None:
         if isinstance(event, OrderReceived):
-            self._told(event)
+            self._ordered(event)
         elif isinstance(event, Started):
             self._started(event)
         elif isinstance(event, PipeClosed):
@@ -197,7 +197,7 @@ class WorkerMachine:
 
     # ------------------------------------------------------------ orders of the agent
 
-    def _told(self, event: OrderReceived) -> None:
+    def _ordered(self, event: OrderReceived) -> None:
         message: PipeToWorker = event.message
         if isinstance(message, Ping):
             self._out.append(SendPipe(Pong(message.number, event.silent_times)))
@@ -268,24 +268,24 @@ class WorkerMachine:
             self._save = order
             self._request_save()
 
-    def _preemption_reported(self, told: Preemption, is_handled: bool) -> None:
+    def _preemption_reported(self, order: Preemption, is_handled: bool) -> None:
         """Notify user code of nodes that leave its group; for an older group it is stale.
 
         If its own node leaves, a script with a SIGTERM handler gets that signal once: it has no
         other way to save. A loop that continues in place loses nothing with a node.
         """
-        if not self._is_mine(told.worker_id) or told.generation != self._newest:
+        if not self._is_mine(order.worker_id) or order.generation != self._newest:
             return
-        self._leavers_in = told.generation
-        deadline_ns = self._now_ns + told.timeout_ns
-        self._out.append(NotifyPreemption(told.generation, deadline_ns, told.reason, told.nodes))
+        self._leavers_in = order.generation
+        deadline_ns = self._now_ns + order.timeout_ns
+        self._out.append(NotifyPreemption(order.generation, deadline_ns, order.reason, order.nodes))
         if self._is_warned or self._loop.in_place or not is_handled:
             return
-        if self._is_at(MainPhase.TRAINING, told.generation):
+        if self._is_at(MainPhase.TRAINING, order.generation):
             rank = self._assignment().rank
-            if any(rank in node.ranks for node in told.nodes):
+            if any(rank in node.ranks for node in order.nodes):
                 self._is_warned = True
-                self._out.append(SignalScript(told.reason))
+                self._out.append(SignalScript(order.reason))
 
     def _stop_ordered(self, stop: Stop, is_handled: bool) -> None:
         """End after the main thread left its group; at once if it is in none.
@@ -335,7 +335,7 @@ class WorkerMachine:
         self, event: LoopStateChanged | CopiesRequested | MicroBatchesDeclared
     ) -> None:
         """Record and report how the next group is entered, and what is copied."""
-        before, self._loop = self._loop, self._loop.told(event)
+        before, self._loop = self._loop, self._loop.after(event)
         if before != self._loop and self._main is MainPhase.TRAINING:
             self._update()
 

@@ -29,7 +29,7 @@ class LoopState:
     copies: CopiesRequested = NO_COPIES
     micro_batches: int = 0
 
-    def told(self, event: LoopStateChanged | CopiesRequested | MicroBatchesDeclared) -> LoopState:
+    def after(self, event: LoopStateChanged | CopiesRequested | MicroBatchesDeclared) -> LoopState:
         """Return the state after this event."""
         if isinstance(event, LoopStateChanged):
             return replace(self, in_place=event.inside, keeps=True)

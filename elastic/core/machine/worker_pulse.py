@@ -48,7 +48,7 @@ class ActivityMonitor:
         self._longest_ns = 0
         self._worked_ns = 0
         self._step = (0, 0)
-        self._told = (False, False, False)
+        self._reported = (False, False, False)
         self._reported_ns = 0
         self._long_ns = WAITING_NS
 
@@ -57,7 +57,7 @@ class ActivityMonitor:
         self.check_at_ns = now_ns + POLL_NS
         self._long_ns = waiting_is_long_after_ns(world_size)
         self._beats, self._moved_ns, self._worked_ns = -1, now_ns, now_ns
-        self._told = (False, False, False)
+        self._reported = (False, False, False)
 
     def look(self, seen: ActivitySampled, now_ns: int) -> PulseState | None:
         """Process one sample; return what to report, None for nothing."""
@@ -67,7 +67,7 @@ class ActivityMonitor:
             self._moved_ns += late_ns
         self.check_at_ns = now_ns + POLL_NS
         if seen.beats != self._beats:
-            if self._beats > 0 and seen.has_stepped and not self._told[0]:
+            if self._beats > 0 and seen.has_stepped and not self._reported[0]:
                 self._longest_ns = max(self._longest_ns, now_ns - self._moved_ns)
             self._beats, self._moved_ns = seen.beats, now_ns
         step = (seen.epoch, seen.step)
@@ -81,9 +81,9 @@ class ActivityMonitor:
         found = (waits, stands, works)
         again_ns = WAITING_AGAIN_NS if waits else STILL_AGAIN_NS if stands else WORKING_AGAIN_NS
         is_due = any(found) and now_ns - self._reported_ns >= again_ns
-        if found == self._told and not is_due:
+        if found == self._reported and not is_due:
             return None
-        self._told, self._reported_ns = found, now_ns
+        self._reported, self._reported_ns = found, now_ns
         return PulseState(
             waiting_ns=seen.waiting_ns if waits else 0,
             still_ns=still_ns if stands else 0,

@@ -27,7 +27,7 @@ from elastic.core.telemetry import (
 from elastic.core.world import WorkerPhase
 
 NOTHING = (0,) * len(FIELDS)
-TOLD = -1
+REPORTED = -1
 """Category of a training worker: it reports the categories itself."""
 
 
@@ -49,9 +49,9 @@ class Situation:
 
 
 def category(now: Situation) -> int:
-    """Return the category of a worker's time, `TOLD` where only the worker knows."""
+    """Return the category of a worker's time, `REPORTED` where only the worker knows."""
     if now.phase is WorkerPhase.TRAINING:
-        return TOLD  # Also if it must leave: it trains until the next boundary.
+        return REPORTED  # Also if it must leave: it trains until the next boundary.
     if now.is_leaving or now.phase in (WorkerPhase.FINISHED, WorkerPhase.EXITED):
         return DRAIN
     if now.phase is WorkerPhase.STARTING:
@@ -61,7 +61,7 @@ def category(now: Situation) -> int:
     return REFORM if now.has_trained else START
 
 
-def untold(following: int) -> int:
+def unreported_category(following: int) -> int:
     """Return the category for time that a worker had not reported when it stopped training.
 
     Args:
@@ -70,15 +70,15 @@ def untold(following: int) -> int:
     return REFORM if following in (BELOW_MIN, START) else following
 
 
-def split(told: Sequence[int], before: Sequence[int], room_ns: int) -> tuple[int, ...]:
+def split(reported: Sequence[int], before: Sequence[int], room_ns: int) -> tuple[int, ...]:
     """Return the time to charge to each category, `room_ns` in all at most.
 
     Args:
-        told: the worker's reported time so far, by category.
+        reported: the worker's reported time so far, by category.
         before: the same from its previous report.
         room_ns: how much of its time is not charged yet.
     """
-    news = [max(0, now - then) for now, then in zip(told, before, strict=True)]
+    news = [max(0, now - then) for now, then in zip(reported, before, strict=True)]
     total = sum(news)
     if total <= room_ns:
         return tuple(news)
@@ -95,13 +95,13 @@ class Account:
     Attributes:
         category: of its time now.
         since_ns: its time up to here is charged.
-        told: its reported time so far; None for one that already trained when first reported.
+        reported: its reported time so far; None for one that already trained when first reported.
         has_trained: it has been in a group.
     """
 
     category: int
     since_ns: int
-    told: tuple[int, ...] | None = NOTHING
+    reported: tuple[int, ...] | None = NOTHING
     has_trained: bool = False
 
 
@@ -127,7 +127,7 @@ class Ledger:
         """Return the goodput at `now_ns`, and the nanoseconds that workers have not reported."""
         charged, unreported_ns = [*self.charged], 0
         for account in accounts:
-            if account.category == TOLD:
+            if account.category == REPORTED:
                 unreported_ns += now_ns - account.since_ns
             else:
                 charged[account.category] += now_ns - account.since_ns
@@ -140,31 +140,33 @@ class Ledger:
     def move(self, account: Account, to: int, now_ns: int) -> None:
         """Charge a worker's time until now, and change its category."""
         if account.category != to:
-            self._charge(account, untold(to), now_ns)
+            self._charge(account, unreported_category(to), now_ns)
             account.category = to
-            account.has_trained = account.has_trained or to == TOLD
+            account.has_trained = account.has_trained or to == REPORTED
 
     def close(self, account: Account, now_ns: int, *, is_lost: bool) -> None:
         """Charge the remaining time of a worker that is gone; a lost one's work is repeated."""
         self._charge(account, REDONE if is_lost else DRAIN, now_ns)
 
     def _charge(self, account: Account, unreported_to: int, now_ns: int) -> None:
-        place = unreported_to if account.category == TOLD else account.category
+        place = unreported_to if account.category == REPORTED else account.category
         self.charged[place] += now_ns - account.since_ns
         account.since_ns = now_ns
 
-    def hear(self, account: Account, told: Goodput, place: tuple[int, int], now_ns: int) -> None:
+    def add_report(
+        self, account: Account, reported: Goodput, place: tuple[int, int], now_ns: int
+    ) -> None:
         """Charge the time that a worker reports.
 
         Args:
             account: of the worker.
-            told: its time so far, by category.
+            reported: its time so far, by category.
             place: its next step.
             now_ns: time of the report.
         """
-        times, before = told.times(), account.told
-        account.told = times if before is None else tuple(map(max, times, before))
-        if account.category == TOLD and before is not None:
+        times, before = reported.times(), account.reported
+        account.reported = times if before is None else tuple(map(max, times, before))
+        if account.category == REPORTED and before is not None:
             parts = list(split(times, before, now_ns - account.since_ns))
             account.since_ns += sum(parts)
             if place <= self.again_until and any(place):

@@ -368,8 +368,8 @@ def _replace(
     """Replace a group that cannot continue: form the next one, or suspend if too few are left."""
     members = choose(spec, current, by_id, interrupting=True)
     if not members:
-        told = [c for c in by_id.values() if c.present and c.reachable and not c.leaving]
-        count = sum(1 for c in told if c.phase is not WorkerPhase.STARTING)
+        remaining = [c for c in by_id.values() if c.present and c.reachable and not c.leaving]
+        count = sum(1 for c in remaining if c.phase is not WorkerPhase.STARTING)
         return Decision(
             GroupPlan(GroupAction.SUSPEND, cause=cause),
             f"{why}; {count} of {spec.min_workers} workers are left",

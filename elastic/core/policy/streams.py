@@ -104,13 +104,13 @@ class StreamPlan:
         """Return the seed of everything random while a micro-batch is collated."""
         return derive(self.seed, STREAM, epoch, step, stream, COLLATE)
 
-    def has_next(self, told: Iterable[bool]) -> bool:
+    def has_next(self, has_places: Iterable[bool]) -> bool:
         """Return whether another step follows in this epoch.
 
         Args:
-            told: for each stream, or for some together, whether its next place is there.
+            has_places: for each stream, or for some together, whether its next place is there.
         """
-        return all(told) if self.drop_last else any(told)
+        return all(has_places) if self.drop_last else any(has_places)
 
 
 Data = DataPlan | StreamPlan

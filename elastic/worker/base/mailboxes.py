@@ -41,10 +41,10 @@ class SilenceNotice:
     """The agent is to hear now for how long the main thread may keep the control thread silent.
 
     Attributes:
-        told: set once it was sent.
+        sent: set once it was sent.
     """
 
-    told: threading.Event = field(default_factory=threading.Event)
+    sent: threading.Event = field(default_factory=threading.Event)
 
 
 @dataclass
@@ -105,7 +105,7 @@ class Mailboxes:
         item = SilenceNotice()
         self._posted.put(item)
         os.eventfd_write(self._wake_fd, 1)
-        item.told.wait(REPORTED_S)
+        item.sent.wait(REPORTED_S)
 
     def fileno(self) -> int:
         """Return a descriptor that is readable while something is posted."""
@@ -166,10 +166,10 @@ class Mailboxes:
         wish = self._save_request
         return wish.request if wish is not None and wish.generation == generation else 0
 
-    def set_preemption(self, told: NotifyPreemption) -> None:
+    def set_preemption(self, notice: NotifyPreemption) -> None:
         """Let user code know of nodes that leave the group."""
         with self._lock:
-            self._preemption, self._is_preemption_seen = told, False
+            self._preemption, self._is_preemption_seen = notice, False
 
     def preemption(self, generation: Generation, now_ns: int) -> NotifyPreemption | None:
         """Return what is known of nodes that leave this generation's group, None if none do.
@@ -178,15 +178,15 @@ class Mailboxes:
         nobody has seen yet is told once in the next group too, unless its time is over.
         """
         with self._lock:
-            told = self._preemption
-            if told is None or generation < told.generation:
+            notice = self._preemption
+            if notice is None or generation < notice.generation:
                 return None
-            is_old = self._is_preemption_seen or now_ns >= told.deadline_ns
-            if generation > told.generation and is_old:
+            is_old = self._is_preemption_seen or now_ns >= notice.deadline_ns
+            if generation > notice.generation and is_old:
                 self._preemption = None
                 return None
             self._is_preemption_seen = True
-            return told
+            return notice
 
     def set_aborted(self, generation: Generation) -> None:
         """Remember that this group is over, before it is aborted."""

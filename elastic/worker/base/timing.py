@@ -193,7 +193,7 @@ class Timing:
             self._first_unix_ns = self._clock.unix_ns()
         elif now_ns < self._reported_ns + INTERVAL_NS:
             return
-        self._tell(self._told(look(), now_ns))
+        self._tell(self._step_progress(look(), now_ns))
 
     def _fold(self) -> None:
         """What was computed since the last step counts."""
@@ -228,7 +228,7 @@ class Timing:
         """Return where the time went so far; whole once the clock is stopped."""
         return Goodput(*self._spent[: len(CATEGORIES)])
 
-    def _told(self, seen: TimingSample, now_ns: int) -> Progress:
+    def _step_progress(self, seen: TimingSample, now_ns: int) -> Progress:
         wall_ns = now_ns - self._window_ns if self._window_ns else 0
         late = self._straggler(wall_ns)
         self._last = Telemetry(

@@ -91,8 +91,8 @@ def _left_snapshots(run: RunDirectory, newest: CheckpointMarker) -> Iterator[str
     """
     steps = newest.about("steps", 0)
     for name in run.names(AUTOMATIC):
-        told = re.search(r"-s(\d+)-g\d+-\d+$", name)
-        if told and int(told[1]) < steps and not _is_somebodys(run, name):
+        match = re.search(r"-s(\d+)-g\d+-\d+$", name)
+        if match and int(match[1]) < steps and not _is_somebodys(run, name):
             yield name
 
 

@@ -185,7 +185,9 @@ class ReportedCheckpoints:
         status = CheckpointStatus.COMMITTED
         if turn.validation:
             status = CheckpointStatus.PENDING_VALIDATION
-        told = UserReported(place.generation, place.rank, turn.metrics, path, turn.index, status)
+        reported = UserReported(
+            place.generation, place.rank, turn.metrics, path, turn.index, status
+        )
 
         def ended(commit: Commit) -> None:
             if commit.path:
@@ -193,7 +195,7 @@ class ReportedCheckpoints:
             elif not commit.is_asked:
                 self.post(turn.index, turn.metrics)
 
-        commit = Commit(name, marker, lambda generation: told, ended)
+        commit = Commit(name, marker, lambda generation: reported, ended)
         self._note_posted(turn.index)
         committer.put(commit)
         is_over = committer.wait(commit, LEAVING_TIMEOUT_S if turn.leaves else TIMEOUT_S)

@@ -62,7 +62,7 @@ class CheckpointScheduler:
             streams: what is known of a dataset that is read as streams.
         """
         self.steps, self.is_due, self._is_stored, self.rests = 0, False, False, False
-        self._boundaries, self._steps_here, self._told, self._is_sharded = 0, 0, 0, False
+        self._boundaries, self._steps_here, self._requested_in, self._is_sharded = 0, 0, 0, False
         self._logbook, self._streams = logbook, streams
         self._objects = objects
         self._saver: Snapshotter | None = None
@@ -133,8 +133,8 @@ class CheckpointScheduler:
         saver, place = self._saver, self._place
         if saver is None or place is None or not saver.copies.is_on:
             return False
-        if self._told != place.generation:
-            self._told, self._is_sharded = place.generation, self.is_sharded
+        if self._requested_in != place.generation:
+            self._requested_in, self._is_sharded = place.generation, self.is_sharded
             if self._is_sharded:
                 saver.await_copies()
             place.link.post(CopiesRequested(saver.copies.every_n_steps, self._is_sharded))

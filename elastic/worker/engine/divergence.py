@@ -126,7 +126,7 @@ class Divergence:
                 room -= last - first + CALL_BYTES
         return self.names()
 
-    def told(self, steps: int, world_size: int, order: int = 0) -> int:
+    def step_checksum(self, steps: int, world_size: int, order: int = 0) -> int:
         """Return the checksum that rides with a step, 0 for none.
 
         On a device nobody waits for it: it is that of the step before.
@@ -156,9 +156,9 @@ class Divergence:
         factors = torch.tensor([_signed(factor(place)) for place in range(len(parts))])
         sums = torch.stack([one.to(device, non_blocking=True) for one in parts])
         total = (sums * factors.to(device, non_blocking=True)).sum()
-        told = torch.empty((), dtype=torch.int64, pin_memory=device.type == "cuda")
-        told.copy_(total, non_blocking=True)
-        self._before = (told, record([device]), self._order)
+        host = torch.empty((), dtype=torch.int64, pin_memory=device.type == "cuda")
+        host.copy_(total, non_blocking=True)
+        self._before = (host, record([device]), self._order)
         if before is None:
             return 0
         wait_done(before[1])
@@ -176,19 +176,19 @@ class Divergence:
 
     # ------------------------------------------------------------------- once ranks differ
 
-    def said(self) -> bytes:
+    def details(self) -> bytes:
         """Return what the others must know to find out what differs."""
         prints = {ORDER: self._order, **self.prints()}
         self._healed_at = [at for at in self._healed_at if at > self._steps - HEALED_STEPS]
         return json.dumps({"prints": prints, "healed": len(self._healed_at)}).encode()
 
-    def hear(self, said: Sequence[bytes]) -> DivergenceResult:
+    def resolve(self, details: Sequence[bytes]) -> DivergenceResult:
         """Find out what differs, and whether it can be healed; all ranks conclude the same.
 
         Args:
-            said: what `said` has returned, by rank.
+            details: what `details` has returned, by rank.
         """
-        received = [json.loads(one) for one in said]
+        received = [json.loads(one) for one in details]
         verdict = compare([one["prints"] for one in received])
         healed = max(one["healed"] for one in received)
         is_state = ORDER not in verdict.names and not self._state.is_sharded
@@ -220,9 +220,9 @@ class DivergenceResult:
     healed: int = 0
 
 
-def differ(told: Sequence[int]) -> bool:
+def differ(checksums: Sequence[int]) -> bool:
     """Return whether checksums that ranks told differ; 0 says nothing."""
-    return len({one for one in told if one}) > 1
+    return len({one for one in checksums if one}) > 1
 
 
 def compare(prints: Sequence[Mapping[str, int]]) -> DivergenceResult:

@@ -85,21 +85,21 @@ def synchronize(
     entry = open_links(group, reach).entry if group.size() > 1 else MemberEntry()
     data = _data_print(epochs)
     mine = MemberInfo(standing, _model_print(units), data, threads, entry, len(shared), memory)
-    told = report_all(group, mine)
-    check_alike(told)
+    members = report_all(group, mine)
+    check_alike(members)
     if group.size() > 1:
-        join_links(group, [one.entry for one in told])
-    standings = [one.standing for one in told]
-    memories = tuple(one.memory for one in told)
+        join_links(group, [one.entry for one in members])
+    standings = [one.standing for one in members]
+    memories = tuple(one.memory for one in members)
     if not begins and not any(one.has_state for one in standings):
         return SyncResult(None, (), (), 0, nobody=True, memories=memories)
     plan = plan_transfers(standings).value
     with record_function("elastic::transfer"):
         state, num_bytes = transfer(group, plan, take)
     source = plan.source_of(group.rank())
-    if source is not None and told[source].threads != threads:
-        torch.set_num_threads(told[source].threads)
-    parts = _share_all(group, shared, [one.num_shared for one in told])
+    if source is not None and members[source].threads != threads:
+        torch.set_num_threads(members[source].threads)
+    parts = _share_all(group, shared, [one.num_shared for one in members])
     places = next_places(standings, plan)
     return SyncResult(state, plan.cursors, places, num_bytes, shared=parts, memories=memories)
 
@@ -224,15 +224,15 @@ def report_all(group: Any, mine: MemberInfo) -> list[MemberInfo]:
     )  # fmt: skip
     rows = [torch.empty_like(row) for _ in range(group.size())]
     dist.all_gather(rows, row, group=group)
-    told = []
+    members = []
     for one in rows:
         has_state, epoch, step, steps, inside, *one_by_one = one.tolist()
         model, data, threads, num_shared, memory, *entry = one_by_one
         standing = RunPosition(bool(has_state), Cursor(epoch, step), steps, bool(inside))
-        told.append(
+        members.append(
             MemberInfo(standing, model, data, threads, MemberEntry.of(entry), num_shared, memory)
         )
-    return told
+    return members
 
 
 def _model_print(units: Sequence[OptimizerUnit]) -> int:
@@ -255,21 +255,21 @@ def _data_print(epochs: Data | None) -> int:
     return derive(epochs.seed, *sizes, flags) | 1
 
 
-def check_alike(told: Sequence[MemberInfo]) -> None:
+def check_alike(members: Sequence[MemberInfo]) -> None:
     """Refuse members that cannot train together.
 
     Raises:
         UsageError: they have prepared different parameters or data.
     """
-    for rank, one in enumerate(told):
-        if one.model != told[0].model:
+    for rank, one in enumerate(members):
+        if one.model != members[0].model:
             raise UsageError(
                 f"rank {rank} has prepared other parameters than rank 0 (their names, shapes "
                 f"or strides differ): every worker must build the same model from the same config"
             )
     # Epochs may have loaders of their own, and a member may be in the next epoch already.
     by_epoch: dict[int, dict[int, int]] = {}
-    for rank, one in enumerate(told):
+    for rank, one in enumerate(members):
         if one.data:
             by_epoch.setdefault(one.standing.cursor.epoch, {})[one.data] = rank
     known = max(by_epoch.values(), key=len, default={})

@@ -106,7 +106,7 @@ def _stretches(plain: Iterable[tuple[int, int, list[tuple[int, int]]]]) -> Stret
 
 
 def sources_of(
-    key: SnapshotKey, told: Sequence[SnapshotInfo], failed: Collection[tuple[int, int]] = ()
+    key: SnapshotKey, members: Sequence[SnapshotInfo], failed: Collection[tuple[int, int]] = ()
 ) -> list[SnapshotSource]:
     """Return who together has all rows of a snapshot, members first; nobody if rows are missing.
 
@@ -114,24 +114,24 @@ def sources_of(
 
     Args:
         key: of the snapshot.
-        told: by all members, by rank.
+        members: what each one has, by rank.
         failed: ranks and numbers of offers that could not be fetched.
     """
     found, rows = [], RowCoverage()
-    for rank, one in enumerate(told):
+    for rank, one in enumerate(members):
         if key in one.snapshots:
             found.append(SnapshotSource(rank, -1, one.snapshots[key]))
             rows.add(one.snapshots[key])
     offered = sorted(
         (offer.source, offer.address, rank, number)
-        for rank, one in enumerate(told)
+        for rank, one in enumerate(members)
         for number, offer in enumerate(one.offers)
         if offer.key == key and (rank, number) not in failed
     )
     for _, _, rank, number in offered:
         if rows.is_complete():
             break
-        more = SnapshotSource(rank, number, told[rank].offers[number].stretches)
+        more = SnapshotSource(rank, number, members[rank].offers[number].stretches)
         if rows.add(more.stretches) or not found:
             found.append(more)
     return found if rows.is_complete() else []
@@ -168,19 +168,19 @@ class RowCoverage:
         return self._totals is not None and not self._missing
 
 
-def complete(key: SnapshotKey, told: Sequence[SnapshotInfo]) -> bool:
+def complete(key: SnapshotKey, members: Sequence[SnapshotInfo]) -> bool:
     """Return whether all rows of a snapshot are in somebody's memory."""
-    return bool(sources_of(key, told))
+    return bool(sources_of(key, members))
 
 
-def choices(told: Sequence[SnapshotInfo]) -> list[SnapshotKey | str]:
+def choices(members: Sequence[SnapshotInfo]) -> list[SnapshotKey | str]:
     """Return what could be gone on from, best first: snapshots by key, checkpoints by name.
 
     What is newest first; memory, if they are equal.
     """
-    known = {key for one in told for key in (*one.snapshots, *(o.key for o in one.offers))}
-    keys = sorted(key for key in known if complete(key, told))
-    listed = next((one.checkpoints for one in told if one.checkpoints is not None), ())
+    known = {key for one in members for key in (*one.snapshots, *(o.key for o in one.offers))}
+    keys = sorted(key for key in known if complete(key, members))
+    listed = next((one.checkpoints for one in members if one.checkpoints is not None), ())
     found: list[tuple[int, int, int, SnapshotKey | str]] = []
     for place, key in enumerate(keys):
         found.append((key.steps, 1, place, key))

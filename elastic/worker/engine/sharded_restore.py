@@ -143,11 +143,11 @@ class ShardedRestorer:
         """
         here = self._in_memory()
         shards = self._offered()
-        candidates, told = self._tell(here, [offer for offer, _ in shards])
+        candidates, members = self._tell(here, [offer for offer, _ in shards])
         markers = {name: marker for _, name, marker in candidates or ()}
-        for choice in choices(told):
+        for choice in choices(members):
             if isinstance(choice, SnapshotKey):
-                sources, ours = self._gathered(choice, told, here, [one for _, one in shards])
+                sources, ours = self._gathered(choice, members, here, [one for _, one in shards])
                 state = self._from_members(sources, ours) if sources else None
                 where = f"memory copies={sum(source.offer >= 0 for source in sources)}"
             else:
@@ -156,8 +156,8 @@ class ShardedRestorer:
                 steps = state["steps"] if state is not None else 0
                 log.info("restored_shards from=%s steps=%d", where, steps)
                 return state, True
-        unknown = all(one.checkpoints is None for one in told)
-        return None, unknown or bool(choices(told))
+        unknown = all(one.checkpoints is None for one in members)
+        return None, unknown or bool(choices(members))
 
     def _tell(
         self, here: Mapping[SnapshotKey, MemorySnapshot], offers: Sequence[SnapshotOffer]
@@ -167,17 +167,17 @@ class ShardedRestorer:
         One lists for all. If it cannot, the others try.
         """
         candidates: Sequence[Candidate] | None = None
-        told: list[SnapshotInfo] = []
+        members: list[SnapshotInfo] = []
         for lists in (self._rank == 0, self._rank > 0):
             candidates = self._listed() if lists else candidates
             names = None if candidates is None else tuple((s, name) for s, name, _ in candidates)
             mine = SnapshotInfo(
                 {k: _stretches(one.layout) for k, one in here.items()}, names, (*offers,)
             )
-            told = [SnapshotInfo.of(text) for text in share_bytes(self._group, mine.to_bytes())]
-            if told[0].checkpoints is not None:
+            members = [SnapshotInfo.of(text) for text in share_bytes(self._group, mine.to_bytes())]
+            if members[0].checkpoints is not None:
                 break
-        return candidates, told
+        return candidates, members
 
     def _in_memory(self) -> dict[SnapshotKey, MemorySnapshot]:
         found = {}
@@ -219,7 +219,7 @@ class ShardedRestorer:
     def _gathered(
         self,
         key: SnapshotKey,
-        told: Sequence[SnapshotInfo],
+        members: Sequence[SnapshotInfo],
         here: Mapping[SnapshotKey, MemorySnapshot],
         shards: Sequence[ShardCopy],
     ) -> tuple[list[SnapshotSource], dict[int, MemorySnapshot]]:
@@ -229,7 +229,7 @@ class ShardedRestorer:
 
         Args:
             key: of the snapshot.
-            told: by all members, by rank.
+            members: what each one has, by rank.
             here: what is in this node's memory.
             shards: our own offers, in their order.
 
@@ -244,7 +244,7 @@ class ShardedRestorer:
         failed: set[tuple[int, int]] = set()
         until_s = time.monotonic() + OTHERS_S
         is_sought = self._copies is not None and self._copies.is_dealt
-        while sources := sources_of(key, told, failed):
+        while sources := sources_of(key, members, failed):
             wanted = [one.offer for one in sources if one.rank == self._rank and one.offer >= 0]
             self._fetch(wanted, shards, fetched)
             if all(one.offer < 0 for one in sources):

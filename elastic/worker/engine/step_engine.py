@@ -384,11 +384,11 @@ class StepEngine(ObjectRegistry):
             self._context.activity.at(self.cursor.epoch, self.cursor.step)
             self._share = share
             wish = place.link.wish(place.generation)  # Once: it may change.
-            told = tuple(self.logbook.row()), *self._keeper.flags(wish)
+            flags = tuple(self.logbook.row()), *self._keeper.flags(wish)
             row = StepMetadata(
-                wish is not None, self.cursor, self._stepped, *told, rates=self._rates,
+                wish is not None, self.cursor, self._stepped, *flags, rates=self._rates,
                 busy_ns=float(timing.busy_ns),
-                print=self._watch.told(
+                print=self._watch.step_checksum(
                     self._keeper.steps, place.world_size, loader.order_print(self.cursor.epoch)
                 ),
             )  # fmt: skip
@@ -571,7 +571,7 @@ class StepEngine(ObjectRegistry):
             UsageError: most ranks have not the same.
         """
         self._the_reducer().abandon()  # Buffers are what they were before the step.
-        verdict = self._watch.hear(share_bytes(default_group(), self._watch.said()))
+        verdict = self._watch.resolve(share_bytes(default_group(), self._watch.details()))
         if not verdict.can_heal:
             names = self._watch.names()
             steps = [p for one in self.state.optimizers for p in parameters_of(one)]

@@ -265,9 +265,9 @@ def join_links(group: Any, entries: Sequence[MemberEntry]) -> None:
         return
     links = _open[group]
     shares = links.join(entries)
-    told = [torch.zeros(1) for _ in entries]
-    dist.all_gather(told, torch.tensor([float(shares)]), group=group)
-    if all(bool(one) for one in told):
+    answers = [torch.zeros(1) for _ in entries]
+    dist.all_gather(answers, torch.tensor([float(shares)]), group=group)
+    if all(bool(one) for one in answers):
         links.share()
     del _open[group]
     _links[group] = links
@@ -284,6 +284,6 @@ def connect(group: Any, reach: PeerAddress) -> None:
     if group.size() == 1 or group in _links:
         return
     mine = torch.tensor(open_links(group, reach).entry.numbers(), dtype=torch.int64)
-    told = [torch.empty_like(mine) for _ in range(group.size())]
-    dist.all_gather(told, mine, group=group)
-    join_links(group, [MemberEntry.of(one.tolist()) for one in told])
+    rows = [torch.empty_like(mine) for _ in range(group.size())]
+    dist.all_gather(rows, mine, group=group)
+    join_links(group, [MemberEntry.of(one.tolist()) for one in rows])

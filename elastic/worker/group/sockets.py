@@ -164,8 +164,8 @@ def received_bytes(sockets: Iterable[WatchedDescriptor]) -> int:
     for one in sockets:
         with _duplicate(one) as sock, contextlib.suppress(OSError, struct.error, AttributeError):
             if sock is not None:
-                told = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO_BYTES)
-                found += struct.unpack_from("=Q", told, BYTES_RECEIVED_AT)[0]
+                info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO_BYTES)
+                found += struct.unpack_from("=Q", info, BYTES_RECEIVED_AT)[0]
     return found
 
 

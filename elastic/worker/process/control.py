@@ -121,7 +121,7 @@ class ControlThread:
                 self._send(item)
             elif isinstance(item, SilenceNotice):
                 self._send(Pong(0, self._silent_times()))
-                item.told.set()
+                item.sent.set()
             else:
                 self._step(item)
         if self._pipe.fileno() in readable:

@@ -74,13 +74,13 @@ def _run(words: list[str], environ: Mapping[str, str]) -> int:
     with tempfile.TemporaryDirectory(prefix="elastic-") as directory:
         error_file = Path(directory) / "error.json"
         code = _wait_for(words, {**environ, ERROR_FILE: str(error_file)})
-        told = _reported_by(error_file, code) if code else None
-    if told is not None and not broken_words_in(told.traceback):
-        raise told
+        failure = _reported_by(error_file, code) if code else None
+    if failure is not None and not broken_words_in(failure.traceback):
+        raise failure
     if code and -code not in KILLS:
         time.sleep(OTHERS_S)
         how = f"was ended by signal {-code}" if code < 0 else f"exited with code {code}"
-        raise told or ProgramFailed(f"{' '.join(words)} {how}", "", code)
+        raise failure or ProgramFailed(f"{' '.join(words)} {how}", "", code)
     return -code
 
 

@@ -55,8 +55,8 @@ class ImportedScript:
     @classmethod
     def read(cls, text: str) -> ImportedScript:
         """Parse the agent's message."""
-        told = json.loads(text)
-        return cls(told["path"], tuple(told["folders"]), told["env"])
+        fields = json.loads(text)
+        return cls(fields["path"], tuple(fields["folders"]), fields["env"])
 
 
 class _WatchedEnviron(os._Environ):  # type: ignore[type-arg]

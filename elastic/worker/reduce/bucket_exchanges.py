@@ -112,7 +112,7 @@ class BucketExchanges:
         # Rows ride in the messages of small buckets, if whatever comes first is one.
         rides = all(one.carries_rows for one in self.of)
         self._rows = None if rides else MetadataExchange(deal.rank, deal.world_size, group)
-        self._told: list[Row] = []
+        self._metadata_rows: list[Row] = []
         self._has_sent_row = False
 
     @property
@@ -122,7 +122,7 @@ class BucketExchanges:
 
     def begin_step(self) -> None:
         """Forget the sums of the step before."""
-        self._told, self._has_sent_row = [], False
+        self._metadata_rows, self._has_sent_row = [], False
         for sums in self.sums:
             sums.clear()
 
@@ -156,11 +156,11 @@ class BucketExchanges:
             RuntimeError: the group broke.
         """
         exchanges = [self.of[number] for number in numbers]
-        if not self._told and self._rows is None and exchanges:
-            self._told = exchanges[0].wait_rows()
-        elif not self._told and self._rows is not None and self._has_sent_row:
-            self._told = self._rows.finish()
-        number = divisor if isinstance(divisor, float) else divisor(self._told)
+        if not self._metadata_rows and self._rows is None and exchanges:
+            self._metadata_rows = exchanges[0].wait_rows()
+        elif not self._metadata_rows and self._rows is not None and self._has_sent_row:
+            self._metadata_rows = self._rows.finish()
+        number = divisor if isinstance(divisor, float) else divisor(self._metadata_rows)
         for exchange in exchanges:
             exchange.finish(number)
-        return self._told
+        return self._metadata_rows

@@ -31,7 +31,7 @@ from elastic.worker.reduce.commit_gate import CommitGate
 from elastic.worker.reduce.grad_preview import expose_partial_grad, hide, is_shown, show_zeros
 from elastic.worker.reduce.model_buffers import ModelBuffers
 from elastic.worker.reduce.step_metadata import ROW, Divisor
-from elastic.worker.reduce.step_share import TOLD, StepShare, WeighedShare
+from elastic.worker.reduce.step_share import SHARE_NUMBERS, StepShare, WeighedShare
 from elastic.worker.reduce.tree_exchange import MicroBatchPartition
 from elastic.worker.state.train_state import OptimizerUnit
 
@@ -184,7 +184,8 @@ class Reducer:
 
         Args:
             share: what we have to do in it.
-            control: at most `ROW` - `OWN` - `TOLD` numbers, which all ranks get to see in `rows`.
+            control: at most `ROW` - `OWN` - `SHARE_NUMBERS` numbers, which all ranks get to see
+                in `rows`.
         """
         if self._exchanges is None or share.deal != self._exchanges.deal:
             self._exchanges = self._exchanges_of(share.deal)
@@ -408,7 +409,7 @@ class Reducer:
     def _begin_exchange(self, bucket: Bucket) -> None:
         # By now forward is through, and we know which buffers it changes.
         own = [self._buffers.look(), float(self._calls_several)]
-        row = [*own, *self._the_share().told(), *self._control]
+        row = [*own, *self._the_share().own_row(), *self._control]
         share = self._the_share()
         divisor = share.divisor if isinstance(share, StepShare) else None
         self._the_exchanges().start(bucket.number, row, divisor)
@@ -441,7 +442,7 @@ class Reducer:
             )
         # One that has just come may see for the first time what others have seen long ago.
         self._calls_several = self._calls_several or any(row[1] for row in rows)
-        self.rows = [row[OWN + TOLD :] for row in rows]
+        self.rows = [row[OWN + SHARE_NUMBERS :] for row in rows]
 
     def _show_totals(self, number: int) -> None:
         """Let `p.grad` be the step's gradient; None where no micro-batch has given one."""
@@ -534,4 +535,4 @@ class Reducer:
 
 
 def _divisor_of(share: WeighedShare) -> Divisor:
-    return lambda rows: share.hear([row[OWN : OWN + TOLD] for row in rows])
+    return lambda rows: share.take_rows([row[OWN : OWN + SHARE_NUMBERS] for row in rows])

@@ -30,7 +30,7 @@ from elastic.worker.reduce.commit_gate import CommitGate
 from elastic.worker.reduce.model_buffers import ModelBuffers
 from elastic.worker.reduce.reducer import Reducer
 from elastic.worker.reduce.step_metadata import send_metadata
-from elastic.worker.reduce.step_share import TOLD, MicroBatch, StepShare, WeighedShare
+from elastic.worker.reduce.step_share import SHARE_NUMBERS, MicroBatch, StepShare, WeighedShare
 from elastic.worker.state.sharded_state import check_shards
 from elastic.worker.state.train_state import OptimizerUnit, TrainState
 
@@ -251,7 +251,7 @@ class ShardedReducer:
         """Exchange the step's row, once; what is due with it is then known to all."""
         if self._has_reported or self._is_void:
             return
-        row = [self._buffers.look(), *self._the_share().told(), *self._control]
+        row = [self._buffers.look(), *self._the_share().own_row(), *self._control]
         self._guarded(lambda: self.rows.extend(send_metadata(self._group, row)))
         # Among all that the device was given are the model's own collectives: who waits for whom in
         # them is not known, and all of it counts as waiting.
@@ -266,12 +266,12 @@ class ShardedReducer:
             )
         share = self._the_share()
         if isinstance(share, WeighedShare):
-            divisor = share.hear([one[1 : 1 + TOLD] for one in self.rows])
+            divisor = share.take_rows([one[1 : 1 + SHARE_NUMBERS] for one in self.rows])
         else:
             divisor = share.divisor
         # 1, but for a step with fewer samples than others.
         self._factor = share.deal.num_micro_batches / divisor
-        self.rows = [one[1 + TOLD :] for one in self.rows]
+        self.rows = [one[1 + SHARE_NUMBERS :] for one in self.rows]
 
     def _show(self, number: int) -> None:
         """Let `p.grad` be the step's gradient; None where no micro-batch has given one."""

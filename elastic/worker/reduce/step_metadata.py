@@ -105,9 +105,9 @@ def read_rows(rows: Sequence[Sequence[float]]) -> list[StepMetadata]:
         UsageError: they are in different steps, other optimizers of theirs have stepped, or by
             other learning rates.
     """
-    told = [StepMetadata.of(row) for row in rows]
-    for rank, one in enumerate(told):
-        first = told[0].cursor
+    metadata = [StepMetadata.of(row) for row in rows]
+    for rank, one in enumerate(metadata):
+        first = metadata[0].cursor
         if one.cursor != first:
             raise UsageError(
                 f"rank {rank} is in step {one.cursor.step} of epoch {one.cursor.epoch}, rank 0 in "
@@ -116,14 +116,14 @@ def read_rows(rows: Sequence[Sequence[float]]) -> list[StepMetadata]:
                 f"loader must not count iterations; let it decide after train.stepped(), by "
                 f"train.get_context().get_step() or train.get_logged()"
             )
-        if one.stepped != told[0].stepped:
+        if one.stepped != metadata[0].stepped:
             raise UsageError(
                 f"rank {rank} has stepped other optimizers than rank 0 in the step before step "
                 f"{first.step} of epoch {first.epoch}: whether an optimizer steps must not "
                 f"depend on the number of an iteration or on a rank; let it depend on "
                 f"train.get_context().get_step()"
             )
-        if one.rates != told[0].rates:
+        if one.rates != metadata[0].rates:
             raise UsageError(
                 f"rank {rank} had other learning rates than rank 0 in the step before step "
                 f"{first.step} of epoch {first.epoch}, so that their weights differ: a rate must "
@@ -131,7 +131,7 @@ def read_rows(rows: Sequence[Sequence[float]]) -> list[StepMetadata]:
                 f"rank has for itself; let it depend on train.get_context().get_step() or "
                 f"train.get_logged()"
             )
-    return told
+    return metadata
 
 
 def rates_print(optimizers: Iterable[Any]) -> int:

@@ -19,7 +19,7 @@ from elastic.errors import UsageError
 from elastic.worker.reduce.step_metadata import Row
 from elastic.worker.reduce.tree_exchange import MicroBatchPartition
 
-TOLD = 3
+SHARE_NUMBERS = 3
 """Numbers that a share tells with the gradients: what it counts, its samples, whether more follow.
 """
 
@@ -93,7 +93,7 @@ class StepShare:
         """Return how the micro-batches are dealt out."""
         return MicroBatchPartition(self.rank, self.world_size, self.num_micro_batches)
 
-    def told(self) -> tuple[float, float, float]:
+    def own_row(self) -> tuple[float, float, float]:
         """Return what the others must know; nothing, for everyone knows all counts."""
         return 0.0, 0.0, 0.0
 
@@ -179,19 +179,19 @@ class WeighedShare:
         weight = self._weights[number]
         return weight / self._micro_batch if weight else None
 
-    def told(self) -> tuple[float, float, float]:
+    def own_row(self) -> tuple[float, float, float]:
         """Return what the others must know."""
         more = float(any(self._goes_on.values()))
         return sum(self._weights.values()), float(sum(self.counts)), more
 
-    def hear(self, told: Sequence[Row]) -> float:
+    def take_rows(self, rows: Sequence[Row]) -> float:
         """Take what all ranks have told, by rank; return the divisor.
 
         Raises:
             UsageError: nothing in the step counts.
         """
-        self.samples = int(sum(row[1] for row in told))
-        weight = sum(row[0] for row in told)
+        self.samples = int(sum(row[1] for row in rows))
+        weight = sum(row[0] for row in rows)
         self.tokens = int(weight) if weight != self.samples else 0
         if not weight:
             raise UsageError(
@@ -232,19 +232,19 @@ class StreamShare(WeighedShare):
         )
         self._streams, self._end = streams, end
 
-    def told(self) -> tuple[float, float, float]:
+    def own_row(self) -> tuple[float, float, float]:
         """Return what the others must know, such as whether our streams go on."""
-        weight, samples, _ = super().told()
+        weight, samples, _ = super().own_row()
         return weight, samples, float(self._streams.has_next(self._goes_on.values()))
 
-    def hear(self, told: Sequence[Row]) -> float:
+    def take_rows(self, rows: Sequence[Row]) -> float:
         """Take what all ranks have told, by rank; return the divisor.
 
         Raises:
             UsageError: the step has no samples, or is not full and only full ones count.
         """
         streams, cursor = self._streams, self._cursor
-        samples = int(sum(row[1] for row in told))
+        samples = int(sum(row[1] for row in rows))
         if not samples or (streams.drop_last and samples < streams.global_batch):
             few = "drop_last leaves no such step: " if streams.drop_last else ""
             raise UsageError(
@@ -252,6 +252,6 @@ class StreamShare(WeighedShare):
                 f"{samples} samples of {streams.global_batch} in {streams.num_micro_batches} "
                 f"streams: the dataset yields too few of them, or fewer than when it was read first"
             )
-        if not streams.has_next(row[2] > 0 for row in told):
+        if not streams.has_next(row[2] > 0 for row in rows):
             self._end(cursor.epoch, cursor.step + 1)
-        return super().hear(told)
+        return super().take_rows(rows)

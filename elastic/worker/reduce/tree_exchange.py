@@ -98,7 +98,7 @@ class _Stage:
         self.receives: list[Message] = []
         self.missing = 0
         self.scratch: dict[Span, torch.Tensor] = {}
-        self.told: dict[int, torch.Tensor] = {}
+        self.positions: dict[int, torch.Tensor] = {}
         self.spare: dict[Span, torch.Tensor] = {}
         self.arrived: Callable[[], None] = lambda: None
 
@@ -209,7 +209,7 @@ class TreeExchange:
             for move in one.receives:
                 size = 1 if gathers else HEAD + len(move.parts)
                 places = torch.zeros(size, dtype=torch.int64)
-                stage.told[move.rank] = places
+                stage.positions[move.rank] = places
                 stage.receives.append((move.rank, tag, [places]))
         elif gathers:
             for move in one.receives:
@@ -355,15 +355,15 @@ class TreeExchange:
         if not stage.gathers:
             parts = [memory.where(self._values[part]) for part in stage.round.sends[0].parts]
             numbers = [*memory.where(self._land), *(start for *_, start in parts)]
-        told = torch.tensor(numbers, dtype=torch.int64)
-        return [(move.rank, stage.tag, [told]) for move in stage.round.sends]
+        message = torch.tensor(numbers, dtype=torch.int64)
+        return [(move.rank, stage.tag, [message]) for move in stage.round.sends]
 
     def _read(self, stage: _Stage, move: PlannedMessage) -> list[torch.Tensor]:
         """Return the sums that a rank of our node lets us read, for all of the bucket.
 
         The place of its total is mapped as well, while it waits for us: afterwards it may exit.
         """
-        number, inode, land, *starts = stage.told[move.rank].tolist()
+        number, inode, land, *starts = stage.positions[move.rank].tolist()
         peer, dtype = self._peers[move.rank], self.total.dtype
         first, last = self._slice_of[move.rank]
         self._lands[move.rank] = peer.tensor((number, inode, land), max(1, last - first), dtype)
