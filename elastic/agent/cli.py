@@ -524,14 +524,14 @@ class ShutdownTrigger:
 
 async def find_host(endpoints: tuple[str, ...], stopping: ShutdownTrigger) -> str:
     """Return this host's address towards the coordinator, waiting for a route; "" if stopped."""
-    said = ""
+    logged = ""
     while not stopping.came.is_set():
         try:
             return await asyncio.to_thread(address_towards_any, endpoints)
         except CoordinatorUnreachable as error:
-            if str(error) != said:
-                said = str(error)
-                log.warning("waiting_for_coordinator reason=%s", quoted(said))
+            if str(error) != logged:
+                logged = str(error)
+                log.warning("waiting_for_coordinator reason=%s", quoted(logged))
         with anyio.move_on_after(RESOLVE_PAUSE_S):
             await stopping.came.wait()
     return ""

@@ -70,8 +70,8 @@ class CopyHost:
         """Report the full list, read later on the event loop: threads may call in any order."""
         loop = self._loop
         if loop is not None and not loop.is_closed():
-            loop.call_soon_threadsafe(self._tell)
+            loop.call_soon_threadsafe(self._post_change)
 
-    def _tell(self) -> None:
+    def _post_change(self) -> None:
         if self._loop is not None:
             self._post(CopiesChanged(self._store.held()))

@@ -153,11 +153,11 @@ class CopyPusher:
                 failing_since = failing_since or now
                 if now - failing_since >= TIMEOUT_S:
                     failing_since = now
-                    self._tell(order, str(error), is_new=not is_reported)
+                    self._report_failure(order, str(error), is_new=not is_reported)
                     self._show(order.job_id, CopyMode.OFF)
                     is_reported = True
 
-    def _tell(self, order: Replicate, reason: str, *, is_new: bool) -> None:
+    def _report_failure(self, order: Replicate, reason: str, *, is_new: bool) -> None:
         """Report a failure to the coordinator repeatedly, as reports may be lost; log it once."""
         if is_new:
             log.warning(

@@ -217,7 +217,7 @@ class CopyServer:
                     line.send_body(body[mark.data_bytes :], is_whole)
                     return
                 line.send_body(body, is_whole)
-            self._tell("own_rows_given", request)
+            self._log("own_rows_given", request)
             return
         with self._store.reading(request.job_id, mark, request.source) as (body, crc):
             line.answer(key, CopyAnswer(mark))
@@ -225,7 +225,7 @@ class CopyServer:
                 line.send_body(body[mark.data_bytes :], lambda: True, mark.skeleton_crc)
                 return
             line.send_body(body, lambda: True, crc)
-        self._tell("copy_given", request)
+        self._log("copy_given", request)
 
     def _take(
         self, line: CopyConnection, request: CopyRequest, key: str, sock: socket.socket
@@ -245,9 +245,9 @@ class CopyServer:
             line.answer(key)
             commit(line.read_body(body))
         line.answer(key)
-        self._tell("copy_taken", request)
+        self._log("copy_taken", request)
 
-    def _tell(self, event: str, request: CopyRequest) -> None:
+    def _log(self, event: str, request: CopyRequest) -> None:
         mark, of = request.mark, f" source={request.source!r}" if request.source else ""
         if mark is not None:
             log.info(

@@ -39,7 +39,7 @@ class DeviceWatch:
                     handle, nvml.nvmlEventTypeXidCriticalError, self._events
                 )
 
-    def look(self) -> list[str]:
+    def check(self) -> list[str]:
         """Return a phrase for each failed device."""
         self._take_events()
         found = []

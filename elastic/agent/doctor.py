@@ -163,26 +163,26 @@ def check_torch(num_gpus: int) -> list[Check]:
     return judge_torch(json.loads(lines[-1]), num_gpus)
 
 
-def judge_torch(said: dict[str, Any], num_gpus: int) -> list[Check]:
+def judge_torch(versions: dict[str, Any], num_gpus: int) -> list[Check]:
     """Return the checks for the child's report.
 
     Args:
-        said: torch, cuda, nccl, devices and gloo ("" if it works, otherwise the error).
+        versions: torch, cuda, nccl, devices and gloo ("" if it works, otherwise the error).
         num_gpus: how many GPUs the driver lists.
     """
-    found = f"torch {said['torch']}"
-    if said["cuda"]:
-        found += f", CUDA {said['cuda']}, NCCL {said['nccl'] or 'absent'}"
-    if num_gpus and not said["devices"]:
+    found = f"torch {versions['torch']}"
+    if versions["cuda"]:
+        found += f", CUDA {versions['cuda']}, NCCL {versions['nccl'] or 'absent'}"
+    if num_gpus and not versions["devices"]:
         text = f"{found}; it sees none of {num_gpus} GPUs"
         checks = [fail("torch", text, "install a build for this driver's CUDA (nvidia-smi)")]
-    elif said["devices"] < num_gpus:
-        text = f"{found}; it sees {said['devices']} of {num_gpus} GPUs"
+    elif versions["devices"] < num_gpus:
+        text = f"{found}; it sees {versions['devices']} of {num_gpus} GPUs"
         checks = [warn("torch", text, "look at CUDA_VISIBLE_DEVICES and nvidia-smi")]
     else:
-        checks = [ok("torch", f"{found}, {said['devices']} GPUs")]
-    if said["gloo"]:
-        checks.append(fail("gloo", said["gloo"][:300], "let processes talk over loopback (lo)"))
+        checks = [ok("torch", f"{found}, {versions['devices']} GPUs")]
+    if versions["gloo"]:
+        checks.append(fail("gloo", versions["gloo"][:300], "let processes talk over loopback (lo)"))
     else:
         checks.append(ok("gloo", "two processes added numbers over loopback"))
     return checks

@@ -198,9 +198,9 @@ class AgentDriver:
         if isinstance(event, ProcessExited):
             # Not in `post`: the machine may still assign a job to it before this event's turn.
             self._arenas.exited(event.process_id, event.cause)
-        self.figures.hear(event)
+        self.figures.count_event(event)
         for effect in self._machine.step(event, self._clock.monotonic_ns()):
-            self.figures.tell(effect)
+            self.figures.count_effect(effect)
             self._perform(effect)
 
     def _perform(self, effect: AgentEffect) -> None:
@@ -213,10 +213,10 @@ class AgentDriver:
                 self._processes.send(process_id, extended)
             case SendProcess(process_id, message):
                 self._processes.send(process_id, message)
-            case SendCoordinator(session, said):
-                self._link.send(session, said)
+            case SendCoordinator(session, answer):
+                self._link.send(session, answer)
             case Note():
-                self._tell(effect)
+                self._log_note(effect)
             case Spawn(process_id, job_id, script):
                 self._processes.spawn(process_id, job_id, script)
             case OpenLog(process_id, assign):
@@ -241,7 +241,7 @@ class AgentDriver:
             case _:
                 never(effect)
 
-    def _tell(self, note: Note) -> None:
+    def _log_note(self, note: Note) -> None:
         log.info("%s", note_text(note))
         if self._event_log is not None:
             self._event_log.write(note)

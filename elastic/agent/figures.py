@@ -54,7 +54,7 @@ class Figures:
         self._warm: set[int] = set()
         self._restarts: Counter[tuple[str, str]] = Counter()
 
-    def hear(self, event: AgentEvent) -> None:
+    def count_event(self, event: AgentEvent) -> None:
         """Update the metrics from an event of the agent."""
         if isinstance(event, ProcessExited):
             self._warm.discard(event.process_id)
@@ -79,7 +79,7 @@ class Figures:
         elif isinstance(message, Progress) and message.generation == worker.generation:
             worker.steps, worker.telemetry = message.steps, message.telemetry
 
-    def tell(self, effect: AgentEffect) -> None:
+    def count_effect(self, effect: AgentEffect) -> None:
         """Update the metrics from an effect of the agent."""
         if not isinstance(effect, SendProcess):
             return

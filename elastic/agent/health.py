@@ -54,7 +54,7 @@ class HealthWatch:
         self._meminfo, self._cgroups = meminfo, cgroups
         self._low: set[str] = set()
 
-    def look(self) -> tuple[str, ...]:
+    def check(self) -> tuple[str, ...]:
         """Check the machine; return a phrase for each problem, in a fixed order."""
         found = []
         for folder in self._folders:
@@ -65,7 +65,7 @@ class HealthWatch:
         if available is not None and self._is_low("memory", available, MEMORY_BYTES_MIN):
             found.append("almost no memory is free")
         if self._devices is not None:
-            found += self._devices.look()
+            found += self._devices.check()
         return tuple(found)
 
     def _disk(self, folder: Path) -> str:
@@ -86,19 +86,19 @@ class HealthWatch:
         return what in self._low
 
 
-async def watch_health(watch: HealthWatch, tell: Callable[[tuple[str, ...]], None]) -> None:
-    """Check every `POLL_S` until cancelled; call `tell` when the list of problems changes."""
+async def watch_health(watch: HealthWatch, on_change: Callable[[tuple[str, ...]], None]) -> None:
+    """Check every `POLL_S` until cancelled; call `on_change` when the list of problems changes."""
     before: tuple[str, ...] = ()
     while True:
         try:
-            found = await anyio.to_thread.run_sync(watch.look, abandon_on_cancel=True)
+            found = await anyio.to_thread.run_sync(watch.check, abandon_on_cancel=True)
         except Exception:
             # NVML and file systems may raise anything; the agent keeps the previous result.
             log.exception("health_unknown")
             found = before
         if found != before:
             before = found
-            tell(found)
+            on_change(found)
         await anyio.sleep(POLL_S)
 
 

@@ -113,12 +113,12 @@ class _DiscoveryRound:
 
     def blocker(self) -> str:
         """Return why there is no leader yet: the standbys' replies, and the others' errors."""
-        said = [
+        refusals = [
             f"the standby at {endpoint} names {news.leader or 'nobody'} as the leader"
             for endpoint, news in sorted(self.waiting.items())
         ]
         failures = (str(error) for _, error in sorted(self._failures.items()))
-        return "; ".join((*said, *failures))
+        return "; ".join((*refusals, *failures))
 
     def _ask(self, endpoint: str) -> None:
         if endpoint not in self._asking and self._found is None:
@@ -144,7 +144,7 @@ class _DiscoveryRound:
                         raise
                     term = news.term
                     self.waiting[endpoint] = news
-                    self._tell()
+                    self._wake()
                     if news.leader and news.leader != endpoint:
                         self._ask(news.leader)
                 else:
@@ -154,7 +154,7 @@ class _DiscoveryRound:
             self._failures[endpoint] = error
         self.waiting.pop(endpoint, None)
         self._asking.pop(endpoint, None)
-        self._tell()
+        self._wake()
 
     async def _take(self, stream: ClientStream) -> None:
         if self._found is None:
@@ -164,6 +164,6 @@ class _DiscoveryRound:
         with anyio.CancelScope(shield=True):
             await stream.close()
 
-    def _tell(self) -> None:
+    def _wake(self) -> None:
         self._moved.set()
         self._moved = anyio.Event()

@@ -71,8 +71,8 @@ class LogFile:
     def write(self, data: bytes) -> None:
         """Append; bytes that cannot be written are counted, and noted in the file once possible."""
         if self._lost:
-            said = f"\n[elastic-agent: {self._lost} bytes lost here: {self._refusal}]\n".encode()
-            if self._append(said) == len(said):
+            gap = f"\n[elastic-agent: {self._lost} bytes lost here: {self._refusal}]\n".encode()
+            if self._append(gap) == len(gap):
                 log.warning("log_lost path=%s bytes=%d", self.path, self._lost)
                 self._lost = 0
         # A gap is noted at its place, so nothing is written before that note.

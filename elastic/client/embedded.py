@@ -178,7 +178,7 @@ def _wait_ready(cluster: ClusterConnection, ready: Path) -> str:
         if coordinator.poll() is not None:
             break
         time.sleep(POLL_S)
-    raise Unavailable(_story(cluster, "coordinator", coordinator))
+    raise Unavailable(_startup_failure(cluster, "coordinator", coordinator))
 
 
 def _wait_node(cluster: ClusterConnection) -> None:
@@ -192,10 +192,12 @@ def _wait_node(cluster: ClusterConnection) -> None:
             if client.status().view.nodes:
                 return
             time.sleep(POLL_S)
-    raise Unavailable(_story(cluster, "agent", agent))
+    raise Unavailable(_startup_failure(cluster, "agent", agent))
 
 
-def _story(cluster: ClusterConnection, name: str, process: subprocess.Popen[bytes]) -> str:
+def _startup_failure(
+    cluster: ClusterConnection, name: str, process: subprocess.Popen[bytes]
+) -> str:
     """Return the text for a part of the embedded cluster that did not start."""
     is_slow = process.poll() is None
     how = f"within {START_TIMEOUT_S:g} s" if is_slow else f"and {_how(process)}"
@@ -213,8 +215,8 @@ def _how(process: subprocess.Popen[bytes]) -> str:
 
 def _last_words(cluster: ClusterConnection, name: str) -> str:
     log = (cluster.directory or Path()) / f"{name}.log"
-    said = log.read_text(errors="replace")[-LAST_WORDS_MAX:] if log.exists() else ""
-    return f"it said:\n{said}"
+    log_text = log.read_text(errors="replace")[-LAST_WORDS_MAX:] if log.exists() else ""
+    return f"it said:\n{log_text}"
 
 
 def stop_cluster(cluster: ClusterConnection) -> None:

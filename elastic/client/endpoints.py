@@ -187,17 +187,19 @@ class Endpoints:
                 else:
                     self.answered(endpoint)
                     return answer
-            said = list(failures.values())
-            not_yet = [e for e in said if not isinstance(e, CoordinatorUnreachable)]
+            errors = list(failures.values())
+            not_yet = [e for e in errors if not isinstance(e, CoordinatorUnreachable)]
             if stale_ok and any(isinstance(error, NotLeading) for error in not_yet):
                 with contextlib.suppress(Unavailable):
                     return self._ask_standby(tuple(asked), start, request, timeout_s)
-            untrusted = any(isinstance(error, CoordinatorUntrusted) for error in said)
+            untrusted = any(isinstance(error, CoordinatorUntrusted) for error in errors)
             patience_s = max(TIMEOUT_S if not_yet else 0.0, 0.0 if untrusted else self.patience_s)
             if self._clock.monotonic_ns() >= asked_ns + round(patience_s * 1e9):
-                raise with_reason(not_yet[-1], failures) if not_yet else self.unreachable(said[-1])
+                raise (
+                    with_reason(not_yet[-1], failures) if not_yet else self.unreachable(errors[-1])
+                )
             if self.closed.wait(jittered(min(pause_s, TAKEOVER_PAUSE_S_MAX))):
-                raise said[-1]
+                raise errors[-1]
             pause_s = longer(pause_s)
 
     def _ask_standby(

@@ -169,8 +169,8 @@ def _wait_for_end(
 def _exit_as(view: JobView) -> None:
     """Exit with the code of a job's end; a failure's traceback is the last thing shown."""
     code = ending_code(view)
-    if code == EXIT_FAILED and (story := failure_text(view)):
-        click.echo(story, err=True)
+    if code == EXIT_FAILED and (failure := failure_text(view)):
+        click.echo(failure, err=True)
     if code:
         raise click.exceptions.Exit(code)
 

@@ -221,8 +221,8 @@ class JobFollower:
             if ctrl_c.take():
                 if self.on_interrupt is None:
                     raise KeyboardInterrupt
-                tell, self.on_interrupt = self.on_interrupt, None
-                limit_s = tell()
+                stop, self.on_interrupt = self.on_interrupt, None
+                limit_s = stop()
                 if limit_s is not None:
                     end_ns = self._clock.monotonic_ns() + round(limit_s * 1e9)
             if end_ns is not None and self._clock.monotonic_ns() > end_ns:

@@ -243,9 +243,9 @@ def _wait_until(started: StartedCluster, is_there: Callable[[], bool]) -> None:
         if is_there():
             return
         time.sleep(POLL_S)
-    said = Path(daemon.log).read_text(errors="replace")[-LAST_WORDS_MAX:]
+    text = Path(daemon.log).read_text(errors="replace")[-LAST_WORDS_MAX:]
     stop_started(started, force=True)
-    raise Unavailable(f"the {daemon.part} did not come up; it said:\n{said}")
+    raise Unavailable(f"the {daemon.part} did not come up; it said:\n{text}")
 
 
 def node_flags(

@@ -78,7 +78,7 @@ class OutputRouter:
             self._local[member.worker_id] = count.get(member.node_id, 0)
             count[member.node_id] = self._local[member.worker_id] + 1
 
-    def hear(self, chunk: LogChunk) -> bool:
+    def route(self, chunk: LogChunk) -> bool:
         """Write output to its file, if it has one; return whether to show it.
 
         Raises:

@@ -23,7 +23,7 @@ SAY_AFTER_S = 1.0
 
 
 def wait_until(
-    client: Client, look: Callable[[], str], timeout_s: float | None, goes_on: str
+    client: Client, check: Callable[[], str], timeout_s: float | None, goes_on: str
 ) -> None:
     """Poll until nothing is waited for, and print what is.
 
@@ -32,23 +32,23 @@ def wait_until(
 
     Args:
         client: of the cluster.
-        look: asks the coordinator; returns what is still waited for, "" for nothing.
+        check: asks the coordinator; returns what is still waited for, "" for nothing.
         timeout_s: the longest wait, None for no limit.
         goes_on: printed when the wait ends early, such as "the drain goes on".
 
     Raises:
         TimeoutError: the time was over first.
         Unavailable: no coordinator has answered for five minutes.
-        ElasticError: as `look` raises.
+        ElasticError: as `check` raises.
     """
     printer = JobPrinter(PlainConsole(stderr=True), ranks=None)
     started = reported_at = time.monotonic()
     away_since: float | None = None
-    said = text = ""
+    printed = text = ""
     while True:
         asked = time.monotonic()
         try:
-            text = look() or _unsure(client, time.monotonic() - started)
+            text = check() or _unsure(client, time.monotonic() - started)
         except CoordinatorUntrusted:
             raise
         except Unavailable:
@@ -67,9 +67,9 @@ def wait_until(
         waited_s = time.monotonic() - started
         if timeout_s is not None and waited_s > timeout_s:
             raise TimeoutError(f"{text} after {timeout_s:g} s; {goes_on}")
-        is_news = text != said and waited_s > SAY_AFTER_S
+        is_news = text != printed and waited_s > SAY_AFTER_S
         if away_since is None and (is_news or time.monotonic() - reported_at > REPEAT_S):
-            said, reported_at = text, time.monotonic()
+            printed, reported_at = text, time.monotonic()
             printer.say(f"waits since {waited_s:.1f} s: {text}")
         time.sleep(POLL_S)
 

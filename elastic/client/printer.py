@@ -185,7 +185,7 @@ class JobPrinter:
 
     def output(self, chunk: LogChunk) -> None:
         """Show a worker's output."""
-        if self._voices is not None and not self._voices.hear(chunk):
+        if self._voices is not None and not self._voices.route(chunk):
             return
         self._write(self._lines.take(chunk, self._clock.monotonic_ns()))
 
@@ -285,11 +285,11 @@ class JobPrinter:
         )
         if world_size(view):
             text.append(f"  generation {record.generation}  {workers(world_size(view))}")
-        pace, said = progress_line(view.telemetry), logged_line(view.telemetry)
+        pace, logged = progress_line(view.telemetry), logged_line(view.telemetry)
         if pace and world_size(view):
             text.append(f"  {pace}", style="green")
-        if said or self._metrics:
-            text.append(f"  {said or metrics_line(self._metrics)}", style="cyan")
+        if logged or self._metrics:
+            text.append(f"  {logged or metrics_line(self._metrics)}", style="cyan")
         if self._outage_since_ns is not None:
             away = duration(now_ns - self._outage_since_ns)
             text.append(f"  coordinator unreachable since {away}, training goes on", "yellow")

@@ -87,8 +87,8 @@ def status(target: ClusterTarget, job: str, output: str) -> None:
         print_json(job_as_dict(view, now_ns))
     elif view is not None:
         print_job(view, now_ns, stdout_console())
-        if story := failure_text(view):
-            click.echo(story)
+        if failure := failure_text(view):
+            click.echo(failure)
 
 
 @click.command()

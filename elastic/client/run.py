@@ -368,8 +368,8 @@ def _follow(client: Client, job: _Job, *, check: Callable[[], None] | None = Non
     if has_come:
         raise KeyboardInterrupt
     code = ending_code(view)
-    if code == EXIT_FAILED and (story := failure_text(view)):
-        click.echo(story, err=True)
+    if code == EXIT_FAILED and (failure := failure_text(view)):
+        click.echo(failure, err=True)
     if code:
         raise click.exceptions.Exit(code)
 

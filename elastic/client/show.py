@@ -299,9 +299,9 @@ def failure_text(view: JobView) -> str:
     if record.failure is None:
         return ""
     where = f"first failure in worker {record.failed_worker}" if record.failed_worker else ""
-    story = record.failure.traceback.rstrip()
-    said = story or f"{record.failure.error_type}: {record.failure.message}"
-    return plain(f"{where}:\n{said}" if where else said)
+    traceback = record.failure.traceback.rstrip()
+    detail = traceback or f"{record.failure.error_type}: {record.failure.message}"
+    return plain(f"{where}:\n{detail}" if where else detail)
 
 
 def _preempted(view: JobView) -> str:

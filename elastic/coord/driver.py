@@ -183,7 +183,7 @@ class Driver:
         session.node_id = hello.node.node_id
         await self._post(AgentConnected(session.session_id, hello))
 
-    async def hear(self, session: Session, message: AgentMessage) -> None:
+    async def receive(self, session: Session, message: AgentMessage) -> None:
         """Queue an agent's message; wait while the queue is full."""
         await self._post(AgentMessageReceived(session.session_id, message))
 
@@ -354,7 +354,7 @@ class Driver:
 
     async def _perform(self, effect: CoordinatorEffect) -> None:
         if isinstance(effect, Note):
-            self._tell(effect)
+            self._publish(effect)
         elif isinstance(effect, Persist):
             await self._persist(effect)
         elif isinstance(effect, PersistNodes):
@@ -389,11 +389,11 @@ class Driver:
             if self._coordinators is not None:
                 session.send(self._coordinators)
 
-    def _tell(self, note: Note) -> None:
+    def _publish(self, note: Note) -> None:
         log.info("%s", note_text(note))
         if self._event_log is not None:
             self._event_log.write(note)
-        self.watchers.tell(note)
+        self.watchers.publish(note)
         self._history.send_new(JobId(note.job_id))
 
     async def _persist(self, effect: Persist) -> None:

@@ -73,7 +73,7 @@ class LeaderState:
         changed = leader != self._leader
         self._leader, self._seen_ns = leader, self._clock.monotonic_ns()
         if changed:
-            self._tell()
+            self._wake()
 
     def know(self, coordinators: tuple[str, ...]) -> None:
         """Record the addresses of all coordinators, and send changes to attached agents."""
@@ -84,7 +84,7 @@ class LeaderState:
     def claim(self, term: int) -> None:
         """Record that this coordinator leads and loads its journal; `enter` follows."""
         self._claim = term, self._clock.monotonic_ns()
-        self._tell()
+        self._wake()
 
     def enter(self, tenure: Term, is_valid: Callable[[], bool]) -> None:
         """Begin to serve as the leader, for as long as `is_valid` returns True."""
@@ -92,18 +92,18 @@ class LeaderState:
         self._leader = self._claim = None
         if self.coordinators:
             tenure.driver.report_coordinators(self.coordinators)
-        self._tell()
+        self._wake()
 
     def leave(self) -> None:
         """Record that this coordinator no longer leads."""
         self._tenure = self._claim = None
         self._seen_ns = self._seen_ns and self._clock.monotonic_ns()
-        self._tell()
+        self._wake()
 
     def end(self, why: str) -> None:
         """Record that this coordinator is about to end; refusals give `why`."""
         self._ending = why
-        self._tell()
+        self._wake()
 
     # ------------------------------------------------------------ queries
 
@@ -180,6 +180,6 @@ class LeaderState:
     def _age_s(self) -> float:
         return (self._clock.monotonic_ns() - self._seen_ns) / 1e9 if self._seen_ns else 1e9
 
-    def _tell(self) -> None:
+    def _wake(self) -> None:
         self._news.set()
         self._news = anyio.Event()

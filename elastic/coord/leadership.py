@@ -135,32 +135,32 @@ async def retry_until_available(
     Raises:
         NotAuthorized: the store has never admitted this process.
     """
-    since_ns, said = clock.monotonic_ns(), ""
+    since_ns, logged = clock.monotonic_ns(), ""
 
-    def say(error: str) -> None:
-        nonlocal said
-        if error != said:
-            said = error
+    def log_once(error: str) -> None:
+        nonlocal logged
+        if error != logged:
+            logged = error
             waited_s = (clock.monotonic_ns() - since_ns) / 1e9
             log.warning("waiting_for_store what=%r since_s=%.1f error=%r", what, waited_s, error)
 
     # The first attempt alone may take ten seconds.
-    slow = asyncio.get_running_loop().call_later(SLOW_S, say, "no answer yet")
+    slow = asyncio.get_running_loop().call_later(SLOW_S, log_once, "no answer yet")
     try:
         while True:
             try:
                 answer = await attempt()
             except StoreUnavailable as error:
-                say(str(error))
+                log_once(str(error))
                 await anyio.sleep(pause_s)
                 continue
             except NotAuthorized as error:
                 if not was_let_in:
                     raise
-                say(str(error))
+                log_once(str(error))
                 await anyio.sleep(max(pause_s, DENIED_RETRY_S))
                 continue
-            if said:
+            if logged:
                 waited_s = (clock.monotonic_ns() - since_ns) / 1e9
                 log.info("store_answers_again what=%r after_s=%.1f", what, waited_s)
             return answer

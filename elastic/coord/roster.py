@@ -32,7 +32,11 @@ class Roster:
     """Maintains one coordinator's entry, and reads those of the others."""
 
     def __init__(
-        self, store: Store, prefix: str, holder: LeaderKey, tell: Callable[[tuple[str, ...]], None]
+        self,
+        store: Store,
+        prefix: str,
+        holder: LeaderKey,
+        on_read: Callable[[tuple[str, ...]], None],
     ) -> None:
         """Write no entry yet.
 
@@ -40,12 +44,12 @@ class Roster:
             store: shared by the coordinators.
             prefix: of all keys.
             holder: this coordinator.
-            tell: called after each read with all addresses, including this one's.
+            on_read: called after each read with all addresses, including this one's.
         """
         self._store = store
         self._prefix = f"{prefix}/coordinators/"
         self._holder = holder
-        self._tell = tell
+        self._on_read = on_read
         self._lease: Lease | None = None
         self._is_entered = False
 
@@ -55,7 +59,7 @@ class Roster:
             try:
                 await self._enter()
                 entries = (await self._store.read(self._prefix)).entries
-                self._tell(addresses_of(entries, self._holder.address))
+                self._on_read(addresses_of(entries, self._holder.address))
             except ElasticError as error:
                 log.debug("roster_not_read error=%r", str(error))
             await anyio.sleep(POLL_S)

@@ -129,7 +129,7 @@ class AgentsService:
             elif isinstance(message, Hello):
                 raise PeerError(f"{session.peer} said Hello twice; expected it once per stream")
             else:
-                await tenure.driver.hear(session, message)
+                await tenure.driver.receive(session, message)
 
 
 class StreamWriter:

@@ -19,7 +19,7 @@ from elastic.coord.log_fanout import MergedOutput
 from elastic.coord.lookup import WorkerOrigin, find_job, has_ended, origins_of
 from elastic.coord.roles import CALLER
 from elastic.coord.server_context import ServiceContext, answering, streaming
-from elastic.coord.watchers import UNTOLD
+from elastic.coord.watchers import UNPUBLISHED
 from elastic.core.config import DRAIN_TIMEOUT_S_MAX, NS_PER_S, check_name, check_text, ns
 from elastic.core.events.coordinator import (
     CheckpointRequested,
@@ -185,7 +185,7 @@ class JobsService:
                 self._context.stay_with(driver)
                 job = job_of(self._context.view(), job_id)
                 for note in watcher.take():
-                    if note.note.name not in UNTOLD:
+                    if note.note.name not in UNPUBLISHED:
                         yield timed_note_to_proto(note)
                 if job is None or (has_ended(job) and not job.workers):
                     return

@@ -73,10 +73,12 @@ class StandbyView:
             raise self._leader_state.refusal()
         glimpse = await self._read()
         age_s = (self._clock.monotonic_ns() - glimpse.read_ns) / 1e9
-        said = f"as of {age_s:.1f} s ago, from the store; {self._leader_state.refusal()}"
+        staleness = f"as of {age_s:.1f} s ago, from the store; {self._leader_state.refusal()}"
         ahead_ns = self._clock.unix_ns() - self._clock.monotonic_ns()
-        jobs = tuple(_shown(record, said, glimpse.read_ns, ahead_ns) for record in glimpse.records)
-        return ClusterView(self._clock.monotonic_ns(), (), jobs, glimpse.cordons), said
+        jobs = tuple(
+            _shown(record, staleness, glimpse.read_ns, ahead_ns) for record in glimpse.records
+        )
+        return ClusterView(self._clock.monotonic_ns(), (), jobs, glimpse.cordons), staleness
 
     def remember(self, view: ClusterView) -> None:
         """Keep the last view of this coordinator's own term, which has just ended."""
@@ -128,7 +130,7 @@ class StandbyView:
         return StoreView(records, nodes.cordons, began_ns)
 
 
-def _shown(record: JobRecord, said: str, read_ns: int, ahead_ns: int) -> JobView:
+def _shown(record: JobRecord, staleness: str, read_ns: int, ahead_ns: int) -> JobView:
     """Return a standby's view of a job; `ahead_ns` is the wall clock minus the monotonic one."""
     since_ns = min(read_ns, record.since_unix_ns - ahead_ns) if record.since_unix_ns else read_ns
-    return JobView(record, f"{said}; then: {record.reason}", since_ns, ())
+    return JobView(record, f"{staleness}; then: {record.reason}", since_ns, ())

@@ -26,7 +26,7 @@ from elastic.runtime.clock import Clock
 from elastic.wire.codec_jobs import TimedNote
 
 NOTES_MAX = 1000
-UNTOLD = frozenset({"report"})
+UNPUBLISHED = frozenset({"report"})
 """Events not kept in the history: there may be one a second, and the run directory has them."""
 
 
@@ -48,7 +48,7 @@ class Watcher:
         self._dropped = 0
         self._awake = anyio.Event()
 
-    def tell(self, note: TimedNote) -> None:
+    def put(self, note: TimedNote) -> None:
         """Queue a note; drop the oldest one if the queue is full."""
         if len(self._notes) >= self._limit:
             self._notes.popleft()
@@ -108,7 +108,7 @@ class Watchers:
             if not followers:
                 del self._by_job[job_id]
 
-    def tell(self, note: Note) -> None:
+    def publish(self, note: Note) -> None:
         """Pass a note to the watchers of its job and to all listeners, and keep it."""
         job_id = JobId(note.job_id)
         if not job_id:
@@ -120,12 +120,12 @@ class Watchers:
         unix_ns = max(self._clock.unix_ns(), self._last_ns.get(job_id, 0) + 1)
         timed = TimedNote(note, unix_ns)
         self._last_ns[job_id] = unix_ns
-        if note.name not in UNTOLD:
+        if note.name not in UNPUBLISHED:
             self._history.setdefault(job_id, deque(maxlen=NOTES_MAX)).append(timed)
         for listener in self._listeners:
             listener(timed)
         for watcher in self._by_job.get(job_id, ()):
-            watcher.tell(timed)
+            watcher.put(timed)
 
     def history(self, job_id: JobId) -> tuple[TimedNote, ...]:
         """Return the kept notes of a job in this term, oldest first."""

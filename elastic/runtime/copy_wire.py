@@ -155,24 +155,24 @@ class CopyConnection:
         """
         self._send(GREETING + secrets.token_bytes(NONCE_BYTES))
         self._read(NONCE_BYTES)
-        said = self._read_json()
-        verb, job_id, source = (str(said.get(name, "")) for name in ("verb", "job", "source"))
-        request = CopyRequest(verb, job_id, _mark(said.get("mark")), source[:SOURCE_CHARS_MAX])
+        message = self._read_json()
+        verb, job_id, source = (str(message.get(name, "")) for name in ("verb", "job", "source"))
+        request = CopyRequest(verb, job_id, _mark(message.get("mark")), source[:SOURCE_CHARS_MAX])
         key = key_of(request.job_id)
         if not self._is_proven(key) or not key:
             self.answer(secrets.token_hex(), refused="nothing is held here under this key")
             raise NotAuthorized("a request without the job's key")
         return request, key
 
-    def answer(self, key: str, said: CopyAnswer = YES, *, refused: str = "") -> None:
+    def answer(self, key: str, answer: CopyAnswer = YES, *, refused: str = "") -> None:
         """Send a positive reply with the requested data, or a refusal with its reason.
 
         Raises:
             OSError: the connection broke.
         """
-        values: dict[str, Any] = {"mark": list(said.mark) if said.mark else None}
-        if said.copies:
-            values["copies"] = [[source, list(mark)] for source, mark in said.copies]
+        values: dict[str, Any] = {"mark": list(answer.mark) if answer.mark else None}
+        if answer.copies:
+            values["copies"] = [[source, list(mark)] for source, mark in answer.copies]
         self._send_json(values | {"refused": refused})
         self._prove(key)
 
@@ -220,11 +220,11 @@ class CopyConnection:
                 raise ConnectionResetError(f"it ended after {at} of {len(body)} bytes")
             crc = zlib.crc32(body[at : at + count], crc)
             at += count
-        said, whole = TRAILER.unpack(self._read(TRAILER.size, is_reported=False))
+        sent, whole = TRAILER.unpack(self._read(TRAILER.size, is_reported=False))
         if not whole:
             raise ValueError("the snapshot has changed while it was sent")
-        if said != crc:
-            raise ValueError(f"the bytes have CRC-32 {crc:08x}, {said:08x} were sent")
+        if sent != crc:
+            raise ValueError(f"the bytes have CRC-32 {crc:08x}, {sent:08x} were sent")
         return crc
 
     # ------------------------------------------------------------------- pieces

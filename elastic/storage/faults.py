@@ -116,8 +116,11 @@ def _code(error: BaseException) -> str:
 
 def _status(error: BaseException) -> int:
     """Return the HTTP status of an error, 0 for none."""
-    said = _answer(error).get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
-    for value in (said, *(getattr(error, name, 0) for name in ("status", "status_code", "code"))):
+    http_status = _answer(error).get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+    for value in (
+        http_status,
+        *(getattr(error, name, 0) for name in ("status", "status_code", "code")),
+    ):
         if isinstance(value, int) and value:
             return value
     return 0

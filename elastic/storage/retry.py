@@ -44,7 +44,7 @@ def with_timeout(action: Callable[[], T], patience_s: float, what: str) -> T:
     if patience_s <= 0:
         return action()
 
-    def tell(state: tenacity.RetryCallState) -> None:
+    def log_retry(state: tenacity.RetryCallState) -> None:
         error = state.outcome.exception() if state.outcome else None
         log.warning(
             "storage_retries what=%r attempt=%d pause_s=%.1f reason=%r",
@@ -56,7 +56,7 @@ def with_timeout(action: Callable[[], T], patience_s: float, what: str) -> T:
         wait=tenacity.wait_random_exponential(multiplier=FIRST_PAUSE_S, max=PAUSE_S_MAX),
         stop=tenacity.stop_before_delay(patience_s),
         sleep=_pause,
-        before_sleep=tell,
+        before_sleep=log_retry,
         reraise=True,
     )
     return attempts(action)

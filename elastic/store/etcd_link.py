@@ -145,9 +145,9 @@ class RetryBudget:
         await asyncio.sleep(max(0.0, min(pause_s(self._tries, self._endpoints), left)))
 
 
-def _hint(said: str) -> str:
+def _hint(detail: str) -> str:
     """Return advice for a failure that looks like a TLS mismatch, "" for others."""
-    if not any(sign in said for sign in SIGNS_OF_TLS):
+    if not any(sign in detail for sign in SIGNS_OF_TLS):
         return ""
     return (
         "; if they speak TLS, pass --store-ca, and --store-cert and --store-key where they ask for "
@@ -268,11 +268,11 @@ class EtcdLink:
         self._token = ""
         return RequestUnanswered(details)
 
-    def unanswered(self, index: int, said: str) -> RequestUnanswered:
+    def unanswered(self, index: int, detail: str) -> RequestUnanswered:
         """Switch to the next endpoint, unless another call has done so already."""
         if self._asked == index:
             self._asked = (index + 1) % len(self.endpoints)
-        return RequestUnanswered(f"{self.endpoints[index]}: {said}")
+        return RequestUnanswered(f"{self.endpoints[index]}: {detail}")
 
     async def close(self) -> None:
         """Close all channels once the running calls have ended, which have timeouts.

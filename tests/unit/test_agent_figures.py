@@ -33,23 +33,23 @@ JOB, WORKER = JobId("j-a"), WorkerId("n1/1")
 
 def trained() -> Figures:
     figures = Figures()
-    figures.hear(ProcessMessageReceived(1, Warm(77)))
-    figures.hear(ProcessMessageReceived(2, Warm(78)))
+    figures.count_event(ProcessMessageReceived(1, Warm(77)))
+    figures.count_event(ProcessMessageReceived(2, Warm(78)))
     entry = Entry(EntryKind.FUNCTION, "f")
     spec = JobSpec(job_id=JOB, name="a", entry=entry, min_workers=1, max_workers=8)
-    figures.tell(SendProcess(1, Assign(WORKER, spec, "h")))
+    figures.count_effect(SendProcess(1, Assign(WORKER, spec, "h")))
     place = Assignment(
         job_id=JOB, worker_id=WORKER, generation=3, rank=5, world_size=8, local_rank=0,
         local_world_size=1, node_rank=0, num_nodes=1, leader_address="h:1",
     )  # fmt: skip
-    figures.tell(SendProcess(1, Announce(place)))
-    figures.hear(
+    figures.count_effect(SendProcess(1, Announce(place)))
+    figures.count_event(
         ProcessMessageReceived(1, WorkerUpdate(WorkerReport(WORKER, JOB, WorkerPhase.TRAINING, 3)))
     )
     told = Telemetry(steps=4, wall_ns=2 * 10**9, data_wait_ns=10**9)
-    figures.hear(ProcessMessageReceived(1, Progress(WORKER, 3, 12, telemetry=told)))
+    figures.count_event(ProcessMessageReceived(1, Progress(WORKER, 3, 12, telemetry=told)))
     # Of a group that is over: it says nothing of this one.
-    figures.hear(ProcessMessageReceived(1, Progress(WORKER, 2, 99)))
+    figures.count_event(ProcessMessageReceived(1, Progress(WORKER, 2, 99)))
     return figures
 
 
@@ -68,8 +68,8 @@ def test_what_a_worker_said_last_is_told_by_rank() -> None:
 
 def test_an_end_out_of_order_counts_as_a_restart() -> None:
     figures = trained()
-    figures.hear(ProcessExited(1, ExitCause(ExitKind.SIGNAL, 9)))
-    figures.hear(ProcessExited(2, ExitCause(ExitKind.SIGNAL, 9)))
+    figures.count_event(ProcessExited(1, ExitCause(ExitKind.SIGNAL, 9)))
+    figures.count_event(ProcessExited(2, ExitCause(ExitKind.SIGNAL, 9)))
     text = figures.text()
     assert 'elastic_worker_restarts_total{job="j-a",kind="signal"} 1' in text
     assert "elastic_worker_up" not in text

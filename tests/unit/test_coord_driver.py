@@ -169,7 +169,7 @@ async def test_a_tick_comes_behind_what_was_said_before_its_deadline() -> None:
     session = driver.sessions.open("peer")
     said = [DrainNotice("in time", index) for index in range(20)]
     for message in said:
-        await driver.hear(session, message)
+        await driver.receive(session, message)
     machine.deadline_ns = 1
     with anyio.fail_after(DEADLINE_S):
         async with anyio.create_task_group() as tasks:
@@ -185,7 +185,7 @@ async def test_the_end_of_a_session_is_told_once_and_after_all_that_was_said() -
     async with running(machine) as (driver, _):
         session = driver.sessions.open("peer")
         await driver.connect(session, hello())
-        await driver.hear(session, DrainNotice("bye", 0))
+        await driver.receive(session, DrainNotice("bye", 0))
         for reason in ("first", "second", "third"):
             driver.disconnect(session, reason)
         other = driver.sessions.open("peer")
@@ -214,7 +214,7 @@ async def test_agents_wait_when_the_machine_is_behind_but_ends_do_not() -> None:
         await wait_until(lambda: weak.fail_before < 1_000)
         with anyio.move_on_after(0.05) as waiting:
             for _ in range(3):
-                await driver.hear(session, DrainNotice("now", 0))
+                await driver.receive(session, DrainNotice("now", 0))
         assert waiting.cancelled_caught
         driver.disconnect(session, "gone")
         weak.fail_before = 0
@@ -266,11 +266,11 @@ async def test_a_slow_watcher_loses_the_oldest_notes_and_is_told_how_many() -> N
     watchers = Watchers(SystemClock())
     with watchers.subscribe(JobId("j-1")) as watcher:
         for number in range(1_010):
-            watchers.tell(Note("step", "j-1", (("number", str(number)),)))
-        watchers.tell(Note("other", "j-2"))
+            watchers.publish(Note("step", "j-1", (("number", str(number)),)))
+        watchers.publish(Note("other", "j-2"))
         notes = [timed.note for timed in watcher.take()]
     assert notes[0] == Note("notes_dropped", "j-1", (("number", "10"),))
     assert notes[1].fields == (("number", "10"),)
     assert len(notes) == 1_001
-    watchers.tell(Note("step", "j-1"))
+    watchers.publish(Note("step", "j-1"))
     assert not watcher.take()

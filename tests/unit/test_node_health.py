@@ -107,7 +107,7 @@ def test_a_disk_is_full_below_its_limit_and_well_again_only_above_twice_that(
     seen = []
     for amount in (10, 0.9, 1.5, 1.9, 2.1, 1.5):
         free[0] = int(amount * DISK_BYTES_MIN)
-        seen.append(bool(watch.look()))
+        seen.append(bool(watch.check()))
     assert seen == [False, True, True, True, False, False]
 
 
@@ -115,9 +115,9 @@ def test_memory_that_is_almost_gone_is_a_problem(tmp_path: Path) -> None:
     meminfo = tmp_path / "meminfo"
     meminfo.write_text("MemTotal: 1000000 kB\nMemAvailable: 100000 kB\n")
     watch = HealthWatch([], meminfo=meminfo, cgroups=tmp_path / "none")
-    assert watch.look() == ("almost no memory is free",)
+    assert watch.check() == ("almost no memory is free",)
     meminfo.write_text("MemTotal: 1000000 kB\nMemAvailable: 900000 kB\n")
-    assert watch.look() == ()
+    assert watch.check() == ()
 
 
 def test_a_disk_that_cannot_be_asked_is_a_problem(tmp_path: Path) -> None:
@@ -125,7 +125,7 @@ def test_a_disk_that_cannot_be_asked_is_a_problem(tmp_path: Path) -> None:
         raise OSError(5, "Input/output error")
 
     watch = HealthWatch([tmp_path], free_bytes=fails, meminfo=tmp_path / "none", cgroups=tmp_path)
-    assert watch.look() == (f"the disk of {tmp_path} cannot be read (Input/output error)",)
+    assert watch.check() == (f"the disk of {tmp_path} cannot be read (Input/output error)",)
 
 
 class PlayedDriver:
@@ -187,5 +187,5 @@ def test_a_device_is_broken_when_the_driver_says_so(changes: dict[str, Any], tex
     watch = DeviceWatch(driver, ["GPU-1234567890"])
     for name, value in changes.items():
         setattr(driver, name, value)
-    assert "; ".join(watch.look()).startswith(text)
-    assert bool(text) == bool(watch.look()), "what an XID said stays said"
+    assert "; ".join(watch.check()).startswith(text)
+    assert bool(text) == bool(watch.check()), "what an XID said stays said"

@@ -19,13 +19,13 @@ FIRST = Member(WorkerId("n1/1"), NodeId("n1"), 0, "n1:1")
 def test_a_coordinator_that_took_over_sends_events_before_it_forms_a_group() -> None:
     watchers, sessions = Watchers(SystemClock()), Sessions()
     history = RunHistory(watchers, sessions, lambda job_id: FIRST if job_id == JOB else None)
-    watchers.tell(Note("first", JOB))
+    watchers.publish(Note("first", JOB))
     history.send_new(JOB)  # Its node is away.
 
     session = sessions.open("peer")
     session.node_id = FIRST.node_id
     sessions.register(session)
-    watchers.tell(Note("second", JOB))
+    watchers.publish(Note("second", JOB))
     history.send_new(JOB)
     history.send_new(JOB)
 

@@ -33,15 +33,15 @@ def voices(wish: LogOptions) -> OutputRouter:
 
 def test_nothing_asked_for_is_everything_shown_as_it_is() -> None:
     received = voices(LogOptions())
-    assert received.hear(chunk("n2/1", 2))
+    assert received.route(chunk("n2/1", 2))
     assert received.prefix(chunk("n2/1", 2)) == ""
 
 
 def test_teed_output_is_shown_with_the_local_rank_and_written(tmp_path: Path) -> None:
     received = voices(LogOptions(directory=str(tmp_path), tee=frozenset({ALL}), role="trainer"))
     said = chunk("n2/1", 2)
-    assert received.hear(said)
-    assert received.hear(replace(said, text="again\n"))
+    assert received.route(said)
+    assert received.route(replace(said, text="again\n"))
     assert received.prefix(said) == "[trainer0]:"
     assert (tmp_path / "attempt_1" / "2" / "output.log").read_text() == "hello\nagain\n"
 
@@ -50,4 +50,4 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "attempt_1").write_text("a file")
     received = voices(LogOptions(directory=str(tmp_path), tee=frozenset({ALL})))
     with pytest.raises(StorageError, match="give --log-dir a directory"):
-        received.hear(chunk("n1/1", 0))
+        received.route(chunk("n1/1", 0))

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import anyio
 
 from elastic.agent.notices.metadata import MetadataEndpoint
-from elastic.agent.notices.source import Notice, Tell
+from elastic.agent.notices.source import Notice, Notify
 
 ADDRESS = "169.254.169.254"
 TOKEN_PATH = "/latest/api/token"
@@ -72,8 +72,8 @@ class Aws:
         """Return its name in --notices."""
         return "aws-rebalance" if self.is_rebalance else "aws"
 
-    async def watch(self, tell: Tell) -> None:
-        """Call `tell` with each new notice, until cancelled."""
+    async def watch(self, notify: Notify) -> None:
+        """Call `notify` with each new notice, until cancelled."""
         session = _Session(self.endpoint)
         path = REBALANCE_PATH if self.is_rebalance else ACTION_PATH
         while True:
@@ -81,14 +81,14 @@ class Aws:
             notice = _rebalance(text) if self.is_rebalance else _action(text)
             if text and notice and text not in self._reported:
                 self._reported.add(text)
-                tell(notice)
+                notify(notice)
             await anyio.sleep(self.poll_s)
 
 
 def _action(text: str | None) -> Notice | None:
     """Parse {"action": "terminate", "time": "2017-09-18T08:22:00Z"}; None for anything else."""
-    said = _object(text)
-    action, moment = said.get("action"), _unix_s(said.get("time"))
+    fields = _object(text)
+    action, moment = fields.get("action"), _unix_s(fields.get("time"))
     if action not in ("terminate", "stop", "hibernate") or moment is None:
         return None
     return Notice(f"AWS spot instance-action {action}", deadline_unix_s=moment)
@@ -103,10 +103,10 @@ def _rebalance(text: str | None) -> Notice | None:
 
 def _object(text: str | None) -> dict[str, object]:
     try:
-        said = json.loads(text or "null")
+        fields = json.loads(text or "null")
     except ValueError:
         return {}
-    return said if isinstance(said, dict) else {}
+    return fields if isinstance(fields, dict) else {}
 
 
 def _unix_s(text: object) -> float | None:

@@ -17,7 +17,7 @@ from typing import Any
 import anyio
 
 from elastic.agent.notices.metadata import MetadataEndpoint
-from elastic.agent.notices.source import Notice, Tell
+from elastic.agent.notices.source import Notice, Notify
 
 ADDRESS = "169.254.169.254"
 EVENTS_PATH = "/metadata/scheduledevents?api-version=2020-07-01"
@@ -42,17 +42,17 @@ class Azure:
         """Return its name in --notices."""
         return "azure"
 
-    async def watch(self, tell: Tell) -> None:
-        """Call `tell` with each new notice, until cancelled."""
-        said: set[str] = set()
+    async def watch(self, notify: Notify) -> None:
+        """Call `notify` with each new notice, until cancelled."""
+        notified: set[str] = set()
         while True:
             events = _fatal(await self._get(EVENTS_PATH))
             # Queried for each event, not cached: events are rare, and a wrong name must not stay.
             machine = (await self._get(NAME_PATH)).strip() if events else ""
             for event_id, resources, notice in events:
-                if machine in resources and event_id not in said:
-                    said.add(event_id)
-                    tell(notice)
+                if machine in resources and event_id not in notified:
+                    notified.add(event_id)
+                    notify(notice)
             await anyio.sleep(self.poll_s)
 
     async def _get(self, path: str) -> str:
@@ -64,10 +64,10 @@ class Azure:
 def _fatal(text: str) -> list[tuple[str, list[Any], Notice]]:
     """Parse the events that end machines: id, names of the machines, and the notice."""
     try:
-        said: Any = json.loads(text or "null")
+        document: Any = json.loads(text or "null")
     except ValueError:
         return []
-    events = said.get("Events") if isinstance(said, dict) else None
+    events = document.get("Events") if isinstance(document, dict) else None
     found = []
     for event in events if isinstance(events, list) else []:
         if not isinstance(event, dict) or event.get("EventType") not in FATAL:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import anyio
 
-from elastic.agent.notices.source import Notice, Tell
+from elastic.agent.notices.source import Notice, Notify
 
 POLL_S = 0.5
 SETTLE_S = 0.05
@@ -44,8 +44,8 @@ class WatchedFile:
         """Return its name in --notices."""
         return f"{'kubernetes' if self.is_annotations else 'file'}:{self.path}"
 
-    async def watch(self, tell: Tell) -> None:
-        """Call `tell` with a notice whenever the file appears or changes."""
+    async def watch(self, notify: Notify) -> None:
+        """Call `notify` with a notice whenever the file appears or changes."""
         read: Callable[[str], Notice | None] = _annotation if self.is_annotations else _notice
         before = await anyio.to_thread.run_sync(self._text, abandon_on_cancel=True)
         if self.is_annotations:
@@ -57,7 +57,7 @@ class WatchedFile:
             if text is not None and text != before:
                 notice = read(text)
                 if notice is not None:
-                    tell(notice)
+                    notify(notice)
             before = text
             await anyio.sleep(self.poll_s)
 
@@ -84,15 +84,15 @@ class WatchedFile:
 
 def _notice(text: str) -> Notice:
     try:
-        said = json.loads(text)
+        fields = json.loads(text)
     except ValueError:
-        said = {"reason": " ".join(text.split())[:200]}
-    if not isinstance(said, dict):
-        said = {}
-    reason = said.get("reason")
+        fields = {"reason": " ".join(text.split())[:200]}
+    if not isinstance(fields, dict):
+        fields = {}
+    reason = fields.get("reason")
     return Notice(
         reason if isinstance(reason, str) and reason else "the notice file appeared",
-        within_s=_seconds(said.get("deadline_s")),
+        within_s=_seconds(fields.get("deadline_s")),
     )
 
 

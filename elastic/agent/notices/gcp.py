@@ -19,7 +19,7 @@ from urllib.parse import quote
 import anyio
 
 from elastic.agent.notices.metadata import TIMEOUT_S, MetadataEndpoint
-from elastic.agent.notices.source import Notice, Tell
+from elastic.agent.notices.source import Notice, Notify
 
 ADDRESS = "metadata.google.internal"
 ROOT = "/computeMetadata/v1/instance"
@@ -49,13 +49,13 @@ class Gcp:
         """Return its name in --notices."""
         return "gcp"
 
-    async def watch(self, tell: Tell) -> None:
-        """Call `tell` with each new notice, until cancelled."""
+    async def watch(self, notify: Notify) -> None:
+        """Call `notify` with each new notice, until cancelled."""
         async with anyio.create_task_group() as tasks:
             for key in ("preempted", "maintenance-event"):
-                tasks.start_soon(self._follow, key, tell)
+                tasks.start_soon(self._follow, key, notify)
 
-    async def _follow(self, key: str, tell: Tell) -> None:
+    async def _follow(self, key: str, notify: Notify) -> None:
         """Query one value repeatedly; each change is handled once."""
         etag, last = "", ""
         while True:
@@ -80,7 +80,7 @@ class Gcp:
                 last = value
                 notice = _notice(key, value)
                 if notice is not None:
-                    tell(notice)
+                    notify(notice)
             elif not etag or etag != before:
                 # The server did not hold the query although nothing changed: do not spin.
                 await anyio.sleep(self.retry_s)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import anyio
 
-from elastic.agent.notices.source import Notice, Tell
+from elastic.agent.notices.source import Notice, Notify
 
 LEAD_S = 90.0
 """The node starts to leave this long before the job's end: ample time to reach a step boundary."""
@@ -42,8 +42,8 @@ class Slurm:
         """Return its name in --notices."""
         return "slurm"
 
-    async def watch(self, tell: Tell) -> None:
-        """Call `tell` with a notice at each SIGUSR1, and with one `lead_s` before the end.
+    async def watch(self, notify: Notify) -> None:
+        """Call `notify` with a notice at each SIGUSR1, and with one `lead_s` before the end.
 
         The handler stays installed all the time: SIGUSR1 without a handler would end the agent.
         """
@@ -53,7 +53,7 @@ class Slurm:
                 if due_s is not None and time.time() >= due_s:
                     due_s = None
                     reason = f"the time of SLURM job {self.job_id} is nearly over"
-                    tell(Notice(reason, deadline_unix_s=self.end_unix_s))
+                    notify(Notice(reason, deadline_unix_s=self.end_unix_s))
                 # Wall clocks jump: check the time again at least every SUSPEND_S.
                 suspend_s = (
                     min(SUSPEND_S, max(0.0, due_s - time.time()))
@@ -62,7 +62,7 @@ class Slurm:
                 )
                 with anyio.move_on_after(suspend_s):
                     await anext(signals)
-                    tell(self._at_signal())
+                    notify(self._at_signal())
 
     def _at_signal(self) -> Notice:
         """Return the notice for SIGUSR1; the job's end is its deadline if that is near."""

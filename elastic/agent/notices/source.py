@@ -26,7 +26,7 @@ class Notice:
     within_s: float | None = None
 
 
-Tell = Callable[[Notice], None]
+Notify = Callable[[Notice], None]
 """Receives a notice; returns at once."""
 
 
@@ -38,8 +38,8 @@ class NoticeSource(Protocol):
         """Return its name in --notices."""
         ...
 
-    async def watch(self, tell: Tell) -> None:
-        """Call `tell` with each new notice, until cancelled.
+    async def watch(self, notify: Notify) -> None:
+        """Call `notify` with each new notice, until cancelled.
 
         Not an iterator: one that is abandoned between two notices would leak its tasks.
         """

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import anyio
 
-from elastic.agent.notices.source import Notice, NoticeSource, Tell
+from elastic.agent.notices.source import Notice, NoticeSource, Notify
 from elastic.runtime.eventlog import quoted
 
 log = logging.getLogger(__name__)
@@ -19,19 +19,19 @@ log = logging.getLogger(__name__)
 AGAIN_S = 30.0
 
 
-async def watch_all(sources: Sequence[NoticeSource], tell: Tell) -> None:
-    """Watch every source until cancelled; `tell` receives notices on this event loop."""
+async def watch_all(sources: Sequence[NoticeSource], notify: Notify) -> None:
+    """Watch every source until cancelled; `notify` receives notices on this event loop."""
     async with anyio.create_task_group() as tasks:
         for source in sources:
-            tasks.start_soon(_watch, source, tell)
+            tasks.start_soon(_watch, source, notify)
 
 
-async def _watch(source: NoticeSource, tell: Tell) -> None:
-    said = ""
+async def _watch(source: NoticeSource, notify: Notify) -> None:
+    logged = ""
 
     def pass_on(notice: Notice) -> None:
         log.warning("preemption_notice source=%s reason=%s", source.name, quoted(notice.reason))
-        tell(notice)
+        notify(notice)
 
     while True:
         try:
@@ -39,7 +39,7 @@ async def _watch(source: NoticeSource, tell: Tell) -> None:
             text = "it ended"
         except Exception as error:
             text = f"{type(error).__name__}: {error}"
-        if text != said:
-            said = text
+        if text != logged:
+            logged = text
             log.error("notices_failed source=%s error=%s", source.name, quoted(text))
         await anyio.sleep(AGAIN_S)

@@ -236,9 +236,9 @@ def _why(job: JobView) -> Part:
     parts = [element("p", why, class_="now" if is_plain else "why") if why else None]
     failure = record.failure
     if failure is not None:
-        said = failure.traceback.rstrip() or f"{failure.error_type}: {failure.message}"
+        detail = failure.traceback.rstrip() or f"{failure.error_type}: {failure.message}"
         parts.append(element("p", f"First failure, in worker {record.failed_worker}:"))
-        parts.append(element("pre", said, class_="log", tabindex="0"))
+        parts.append(element("pre", detail, class_="log", tabindex="0"))
     return Part("why", element("div", *parts, id="why"))
 
 

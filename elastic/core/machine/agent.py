@@ -77,7 +77,7 @@ class AgentMachine:
             copy_endpoint: where it receives copies for other nodes.
         """
         self._books = AgentBooks(node, config, devices, copy_endpoint)
-        self._story = EventHistory()
+        self._history = EventHistory()
         self._due_ns: int | None = None
         self._is_over = False
         # The number of failed spawns in a row at the last decision about waiting workers.
@@ -101,7 +101,7 @@ class AgentMachine:
         books = self._books
         books.out.clear()
         if not _is_chatter(event):
-            self._story.tell(now_ns, event)
+            self._history.add(now_ns, event)
         try:
             check(now_ns >= books.now_ns, f"time fell from {books.now_ns} to {now_ns}")
             books.now_ns = now_ns
@@ -110,7 +110,7 @@ class AgentMachine:
             self._turn()
             books.check_books()
         except InvariantViolation as violation:
-            raise InvariantViolation(str(violation), self._story.lines()) from violation
+            raise InvariantViolation(str(violation), self._history.lines()) from violation
         self._due_ns = self._find_deadline_ns()
         return tuple(books.out)
 
@@ -147,9 +147,9 @@ class AgentMachine:
         elif isinstance(event, CopiesChanged):
             self._books.copies.changed(event.copies)
         elif isinstance(event, PushFailed):
-            self._books.tell(CopyFailed(event.job_id, event.node_id, event.reason))
+            self._books.send(CopyFailed(event.job_id, event.node_id, event.reason))
         elif isinstance(event, LinksProbed):
-            self._books.tell(event.answer)
+            self._books.send(event.answer)
         elif isinstance(event, HealthChanged):
             self._health(event)
         elif not isinstance(event, Tick):
@@ -220,15 +220,15 @@ class AgentMachine:
         if worker is None:
             return
         if isinstance(message, WorkerUpdate):
-            said = message.report
-            at_ns = books.spreading.answer_at_ns(said)
-            is_own = said.worker_id == worker.worker_id
-            if not is_own or not books.workers.hear(worker, said, report_at_ns=at_ns):
-                what = f"{said.worker_id} {said.phase.value} in {said.generation}"
+            report = message.report
+            at_ns = books.spreading.answer_at_ns(report)
+            is_own = report.worker_id == worker.worker_id
+            if not is_own or not books.workers.take_report(worker, report, report_at_ns=at_ns):
+                what = f"{report.worker_id} {report.phase.value} in {report.generation}"
                 books.note(worker, "worker_update_ignored", said=what)
         elif isinstance(message, Reported):
             if message.report.worker_id == worker.worker_id and books.reports.add(message):
-                books.tell(message)
+                books.send(message)
         elif message.worker_id == worker.worker_id:
             self._telemetry(worker, message)
 
@@ -244,9 +244,9 @@ class AgentMachine:
                 return
         elif books.workers.is_changed(worker):
             # A pulse counts only after the report that the worker is in that group.
-            books.workers.tell(worker)
+            books.workers.schedule_report(worker)
             books.report_changes()
-        books.tell(message)
+        books.send(message)
 
     def _process_exited(self, process: ProcessState, cause: ExitCause) -> None:
         books = self._books

@@ -22,7 +22,7 @@ from elastic.core.link_messages import LinksTried
 from elastic.core.machine import charges, copies, health, links, reports, requests, saves, suspicion
 from elastic.core.machine import node_liveness as absence
 from elastic.core.machine import report_coalescing as waves
-from elastic.core.machine.announcing import announcement, tell
+from elastic.core.machine.announcing import announcement, send_worker
 from elastic.core.machine.jobs import ClusterState, JobState, WorkerState
 from elastic.core.machine.nodes import NodeState
 from elastic.core.machine.reconcile import end_job, remind_of_leavers, stop_order
@@ -143,14 +143,14 @@ def _enter(cluster: ClusterState, event: AgentConnected) -> NodeState:
 
 def _compare(cluster: ClusterState, state: NodeState, hello: Hello) -> None:
     """Compare the agent's workers with the recorded ones, and repair the differences."""
-    said = {report.worker_id: report for report in hello.workers}
-    for worker_id in sorted(set(state.held) - set(said)):
+    reported = {report.worker_id: report for report in hello.workers}
+    for worker_id in sorted(set(state.held) - set(reported)):
         job, worker = _find(cluster, worker_id)
         if job is None or worker is None:
             continue
         unheard = worker.report.phase is WorkerPhase.STARTING and worker.report.pid == 0
         if unheard and worker.stop_cause is None and not job.has_ended():
-            tell(cluster, worker, StartWorker(worker_id, job.spec, ahead=job.is_in_place()))
+            send_worker(cluster, worker, StartWorker(worker_id, job.spec, ahead=job.is_in_place()))
         else:
             cause = ExitCause(ExitKind.LOST, detail="its agent does not know it any more")
             lose_worker(cluster, job, worker_id, cause)
@@ -171,7 +171,7 @@ def _resume(cluster: ClusterState, report: WorkerReport) -> None:
     if job is None or worker is None:
         return
     if worker.stop_cause is not None:
-        tell(cluster, worker, stop_order(cluster, job, worker))
+        send_worker(cluster, worker, stop_order(cluster, job, worker))
         return
     if worker.reported_ns < job.announced_ns:
         # A worker is not late for a message that it could not get. Only once, so that a flapping
@@ -179,21 +179,21 @@ def _resume(cluster: ClusterState, report: WorkerReport) -> None:
         worker.reported_ns = cluster.now_ns
     is_member = job.is_open and job.is_member(report.worker_id)
     if is_member and report.generation < job.generation:
-        tell(cluster, worker, announcement(cluster, job, report.worker_id))
+        send_worker(cluster, worker, announcement(cluster, job, report.worker_id))
         saves.remind(cluster, job, worker)
         remind_of_leavers(cluster, job, [report.worker_id])
     elif is_member:
         if job.is_end_announced():
             over = (report.worker_id, job.generation, False, "the group is over")
-            tell(cluster, worker, LeaveGroup(*over, follows=True))
+            send_worker(cluster, worker, LeaveGroup(*over, follows=True))
         elif job.asked:
             fields = (report.worker_id, job.generation, True, "planned change")
-            tell(cluster, worker, LeaveGroup(*fields, saves=job.is_save_requested))
+            send_worker(cluster, worker, LeaveGroup(*fields, saves=job.is_save_requested))
         saves.remind(cluster, job, worker)
         remind_of_leavers(cluster, job, [report.worker_id])
     elif report.spent or report.phase in (WorkerPhase.FORMING, WorkerPhase.TRAINING):
         leave = LeaveGroup(report.worker_id, report.generation, False, "the group is over")
-        tell(cluster, worker, leave)
+        send_worker(cluster, worker, leave)
 
 
 def on_disconnected(cluster: ClusterState, event: AgentDisconnected) -> None:

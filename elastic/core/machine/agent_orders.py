@@ -103,7 +103,7 @@ def _start(books: AgentBooks, message: StartWorker) -> None:
     """Accept a worker; report a known one again."""
     known = books.workers.get(message.worker_id)
     if known is not None:
-        books.workers.tell(known)
+        books.workers.schedule_report(known)
         return
     node_id = books.node.node_id
     worker = books.workers.enter(message)
@@ -134,7 +134,7 @@ def _stop(books: AgentBooks, message: StopWorker) -> None:
         order = Stop(message.reason, message.grace_ns, message.asks)
         books.processes.stop(process, order, books.now_ns)
     elif worker.has_exited():
-        books.workers.tell(worker)
+        books.workers.schedule_report(worker)
     else:
         books.exit_worker(worker, cause)
 
@@ -158,7 +158,7 @@ def _forward(
     elif isinstance(message, LeaveGroup) and not message.at_boundary:
         books.spreading.leave_requested(message, books.now_ns)
         if not message.follows and books.workers.is_changed(worker):
-            books.workers.tell(worker)  # No later report will replace this one.
+            books.workers.schedule_report(worker)  # No later report will replace this one.
     process = books.processes.get(worker.process_id)
     if process is not None:
         worker.wanted_in = max(worker.wanted_in, _wanted_in(message))

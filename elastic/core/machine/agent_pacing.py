@@ -69,14 +69,14 @@ class Pacer:
         """Remove the slots of a worker that is gone."""
         self._turns.pop(worker_id, None)
 
-    def answer_at_ns(self, said: WorkerReport) -> int:
+    def answer_at_ns(self, report: WorkerReport) -> int:
         """Return until when a worker's report may be delayed, 0 if it may not."""
-        turn = self._turns.get(said.worker_id)
-        if turn is None or said.failure is not None or said.generation != turn.generation:
+        turn = self._turns.get(report.worker_id)
+        if turn is None or report.failure is not None or report.generation != turn.generation:
             return 0
-        if said.phase is WorkerPhase.READY:
+        if report.phase is WorkerPhase.READY:
             return turn.out_at_ns
-        is_answer = said.phase in (WorkerPhase.FORMING, WorkerPhase.TRAINING)
+        is_answer = report.phase in (WorkerPhase.FORMING, WorkerPhase.TRAINING)
         return turn.answer_at_ns if is_answer else 0
 
     def hold(self, progress: Progress, now_ns: int) -> bool:

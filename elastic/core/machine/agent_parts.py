@@ -146,11 +146,11 @@ class AgentBooks:
         report = worker.report
         has_left = report.phase is not WorkerPhase.TRAINING
         if has_left and self.reports.has_any_of(report.worker_id, report.generation):
-            self.workers.tell(worker)
+            self.workers.schedule_report(worker)
             return replace(report, phase=WorkerPhase.TRAINING, exit=None)
         return report
 
-    def tell(self, message: Reported | Progress | Pulse | CopyFailed | LinksTried) -> None:
+    def send(self, message: Reported | Progress | Pulse | CopyFailed | LinksTried) -> None:
         """Send to the coordinator; while it is disconnected only reports are kept."""
         if self.connection.is_registered():
             self.connection.send(message)

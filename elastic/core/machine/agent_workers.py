@@ -179,7 +179,7 @@ class WorkerBook:
         report = WorkerReport(order.worker_id, order.spec.job_id, WorkerPhase.STARTING)
         self.newest = order.spec
         worker = self._book[order.worker_id] = AgentWorker(order.spec, report, order.ahead)
-        self.tell(worker)
+        self.schedule_report(worker)
         return worker
 
     def equip(self, worker: AgentWorker) -> bool:
@@ -195,7 +195,7 @@ class WorkerBook:
         """Give a waiting worker its process; return the message for the process."""
         worker.process_id = process_id
         worker.report = replace(worker.report, pid=pid)
-        self.tell(worker)
+        self.schedule_report(worker)
         return Assign(
             worker.worker_id,
             worker.spec,
@@ -211,37 +211,39 @@ class WorkerBook:
         taken = tuple(device for worker in own for device in worker.devices)
         return tuple(dict.fromkeys(self.devices.names(taken)))
 
-    def hear(self, worker: AgentWorker, said: WorkerReport, *, report_at_ns: int = 0) -> bool:
+    def take_report(
+        self, worker: AgentWorker, report: WorkerReport, *, report_at_ns: int = 0
+    ) -> bool:
         """Merge a report of the worker's process; return False if it is stale or not legal.
 
         Only the agent knows the pid and the exit. A reported failure is kept.
 
         Args:
             worker: whose process sent it.
-            said: the complete report.
+            report: the complete report.
             report_at_ns: when the coordinator must get it at the latest.
         """
         known = worker.report
-        is_stale = said.generation < known.generation
-        is_legal = said.phase in WORKER_SEEN.moves[known.phase]
-        if is_stale or not is_legal or said.phase is WorkerPhase.EXITED:
+        is_stale = report.generation < known.generation
+        is_legal = report.phase in WORKER_SEEN.moves[known.phase]
+        if is_stale or not is_legal or report.phase is WorkerPhase.EXITED:
             return False
         worker.report = replace(
             known,
-            phase=said.phase,
-            generation=said.generation,
-            store_address=said.store_address,
-            failure=said.failure or known.failure,
-            result=said.result,
-            in_place=said.in_place,
-            copies_every=said.copies_every,
-            copies_sharded=said.copies_sharded,
-            micro_batches=said.micro_batches,
-            left=said.left,
-            spent=said.spent,
+            phase=report.phase,
+            generation=report.generation,
+            store_address=report.store_address,
+            failure=report.failure or known.failure,
+            result=report.result,
+            in_place=report.in_place,
+            copies_every=report.copies_every,
+            copies_sharded=report.copies_sharded,
+            micro_batches=report.micro_batches,
+            left=report.left,
+            spent=report.spent,
         )
         if worker.report != known:
-            self.tell(worker, at_ns=report_at_ns)
+            self.schedule_report(worker, at_ns=report_at_ns)
         return True
 
     def finished_by(self, worker: AgentWorker, cause: ExitCause) -> bool:
@@ -261,7 +263,7 @@ class WorkerBook:
             left="ended its process (exit 0)",
         )
         worker.process_id, worker.held, worker.ended_itself = None, (), True
-        self.tell(worker)
+        self.schedule_report(worker)
         return True
 
     def judged(self, worker: AgentWorker, cause: ExitCause) -> ExitCause:
@@ -283,14 +285,14 @@ class WorkerBook:
         self.devices.give_back(worker.devices, worker.device_milli)
         worker.devices, worker.device_milli = (), 0
         worker.process_id, worker.held = None, ()
-        self.tell(worker)
+        self.schedule_report(worker)
 
     def forget(self, worker: AgentWorker) -> None:
         """Remove a worker."""
         del self._book[worker.worker_id]
         self._changed.pop(worker.worker_id, None)
 
-    def tell(self, worker: AgentWorker, *, at_ns: int = 0) -> None:
+    def schedule_report(self, worker: AgentWorker, *, at_ns: int = 0) -> None:
         """Schedule a report of this worker, even if it did not change."""
         waits_ns = self._changed.get(worker.worker_id, at_ns)
         self._changed[worker.worker_id] = min(waits_ns, at_ns)

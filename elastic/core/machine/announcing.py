@@ -22,7 +22,7 @@ EACH = -1
 """Key for the ranks without a share of their own."""
 
 
-def tell(cluster: ClusterState, worker: WorkerState, message: CoordinatorMessage) -> None:
+def send_worker(cluster: ClusterState, worker: WorkerState, message: CoordinatorMessage) -> None:
     """Send to the worker's agent; after a broken stream its next Hello repairs the loss."""
     session = cluster.node_of(worker).session
     if session is not None:
@@ -45,7 +45,7 @@ def report_first(cluster: ClusterState, job: JobState) -> bool:
     reason = f"lost {len(members) - len(here)} of {len(members)} members"
     for worker in here:
         order = LeaveGroup(worker.report.worker_id, job.generation, False, reason, follows=True)
-        tell(cluster, worker, order)
+        send_worker(cluster, worker, order)
     return True
 
 

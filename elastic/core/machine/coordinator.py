@@ -78,7 +78,7 @@ class CoordinatorMachine:
     def __init__(self, config: CoordinatorConfig, name: str = "coordinator") -> None:
         """Start empty; the first event must be `Recovered`."""
         self._cluster = ClusterState(config, name)
-        self._story = EventHistory()
+        self._history = EventHistory()
         self._recovered = False
 
     def step(self, event: CoordinatorEvent, now_ns: int) -> tuple[CoordinatorEffect, ...]:
@@ -102,14 +102,14 @@ class CoordinatorMachine:
             suspicion.forgive_own_sleep(cluster)
             for one in event.events if isinstance(event, EventBatch) else (event,):
                 if not _is_chatter(one):
-                    self._story.tell(now_ns, _without_payload(one))
+                    self._history.add(now_ns, _without_payload(one))
                 self._take(one)
             suspicion.look(cluster)
             self._reconcile_all()
             invariants.check_cluster(cluster)
             suspicion.plan_check(cluster)
         except InvariantViolation as violation:
-            raise InvariantViolation(str(violation), self._story.lines()) from violation
+            raise InvariantViolation(str(violation), self._history.lines()) from violation
         return tuple(cluster.effects)
 
     def next_deadline_ns(self) -> int | None:

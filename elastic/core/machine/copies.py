@@ -77,11 +77,11 @@ def addresses(cluster: ClusterState, job: JobState) -> tuple[StateLocation, ...]
 # ---------------------------------------------------------------- reports of agents
 
 
-def take_held(cluster: ClusterState, state: NodeState, said: Sequence[HeldCopy]) -> None:
+def take_held(cluster: ClusterState, state: NodeState, copies: Sequence[HeldCopy]) -> None:
     """Record the copies that a node reports; drop those of ended or unknown jobs."""
     node_id = state.node.node_id
     held: dict[JobId, dict[NodeId, replication.Age]] = {}
-    for copy in said:
+    for copy in copies:
         held.setdefault(copy.job_id, {})[copy.source] = (copy.generation, copy.steps)
     for job_id in state.copies:
         known = cluster.jobs.get(job_id)

@@ -28,7 +28,7 @@ class EventHistory:
         """Remember at most `limit` events."""
         self._events: deque[tuple[int, object]] = deque(maxlen=limit)
 
-    def tell(self, now_ns: int, event: object) -> None:
+    def add(self, now_ns: int, event: object) -> None:
         """Remember that `event` came at `now_ns`; the oldest one is forgotten for it."""
         self._events.append((now_ns, event))
 

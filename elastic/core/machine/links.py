@@ -58,22 +58,22 @@ def check_into_broken(cluster: ClusterState, job: JobState) -> None:
         check_into(cluster, job, job.links.nowhere_ns, after_ns=0)
 
 
-def take_tried(cluster: ClusterState, state: NodeState, said: LinksTried) -> None:
+def take_tried(cluster: ClusterState, state: NodeState, tried: LinksTried) -> None:
     """Record the result of a node's link probe, for nodes of the job."""
-    job, asker = cluster.jobs.get(said.job_id), state.node.node_id
+    job, asker = cluster.jobs.get(tried.job_id), state.node.node_id
     if job is None or job.has_ended():
         return
     known = {w.node_id for w in job.workers.values()}.union(job.links.out)
     if asker not in known:
         return
     failed = job.links.failed
-    for node_id in said.reached:
+    for node_id in tried.reached:
         if not _is_on_trial(cluster, job, asker, node_id):
             failed.pop((asker, node_id), None)
             failed.pop((node_id, asker), None)
     # Failures between members of a group that has formed meanwhile are obsolete.
     well = set(_nodes(job)) if _gets_on(cluster, job) else set()
-    for node_id in known.intersection(said.unreachable) - {asker}:
+    for node_id in known.intersection(tried.unreachable) - {asker}:
         job.links.whole_ns.pop(_pair(asker, node_id), None)
         if not {asker, node_id} <= well:
             failed[asker, node_id] = failed.get((asker, node_id), 0) + 1
@@ -109,8 +109,8 @@ def settle(cluster: ClusterState, job: JobState) -> int | None:
 def explain(job: JobState, reason: str = "") -> str:
     """Return a reason, followed by the excluded nodes and why, if there are any."""
     out = job.links.out.items()
-    said = [f"{node_id} and {other} do not reach each other" for node_id, other in out]
-    return "; ".join([reason] * bool(reason) + said)
+    parts = [f"{node_id} and {other} do not reach each other" for node_id, other in out]
+    return "; ".join([reason] * bool(reason) + parts)
 
 
 def _is_on_trial(cluster: ClusterState, job: JobState, asker: NodeId, node_id: NodeId) -> bool:

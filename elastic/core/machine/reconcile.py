@@ -24,7 +24,7 @@ from elastic.core.machine import (
 )
 from elastic.core.machine import early_leave as early
 from elastic.core.machine import timeouts as lateness
-from elastic.core.machine.announcing import tell
+from elastic.core.machine.announcing import send_worker
 from elastic.core.machine.jobs import ClusterState, JobState, WorkerState
 from elastic.core.messages import Announce, LeaveGroup, StartWorker, StopWorker
 from elastic.core.policy import failure, membership
@@ -121,7 +121,7 @@ def stop_worker(
     worker.stop_cause = cause
     cluster.charge(job, worker)
     cluster.replan = True
-    tell(cluster, worker, stop_order(cluster, job, worker))
+    send_worker(cluster, worker, stop_order(cluster, job, worker))
 
 
 def stop_order(cluster: ClusterState, job: JobState | None, worker: WorkerState) -> StopWorker:
@@ -142,7 +142,9 @@ def hurry(cluster: ClusterState, job: JobState) -> None:
     job.hurries = True
     for worker_id in sorted(job.workers):
         if job.workers[worker_id].stop_cause is not None:
-            tell(cluster, job.workers[worker_id], stop_order(cluster, job, job.workers[worker_id]))
+            send_worker(
+                cluster, job.workers[worker_id], stop_order(cluster, job, job.workers[worker_id])
+            )
 
 
 def _report_group(
@@ -151,7 +153,7 @@ def _report_group(
     """Send a worker the newest group; its timeout starts now if its agent is connected."""
     if cluster.node_of(worker).session is not None:
         worker.reported_ns = cluster.now_ns
-    tell(cluster, worker, message)
+    send_worker(cluster, worker, message)
 
 
 def remind_of_leavers(cluster: ClusterState, job: JobState, workers: Iterable[WorkerId]) -> None:
@@ -160,7 +162,7 @@ def remind_of_leavers(cluster: ClusterState, job: JobState, workers: Iterable[Wo
     for worker_id in workers if news is not None else ():
         worker = job.workers.get(worker_id)
         if worker is not None and news is not None:
-            tell(cluster, worker, replace(news, worker_id=worker_id))
+            send_worker(cluster, worker, replace(news, worker_id=worker_id))
 
 
 # ---------------------------------------------------------------- the group
@@ -313,7 +315,7 @@ def ask(cluster: ClusterState, job: JobState, plan: GroupPlan, reason: str) -> N
     for worker_id in job.member_ids():
         worker = job.workers[worker_id]
         leave = LeaveGroup(worker_id, job.generation, True, plan.cause, saves=plan.saves)
-        tell(cluster, worker, leave)
+        send_worker(cluster, worker, leave)
     if is_news:
         cluster.do(Persist((job.record(),)))
     cluster.note(
@@ -450,7 +452,7 @@ def _start_workers(cluster: ClusterState, job: JobState) -> bool:
         worker_id = state.next_worker_id()
         report = WorkerReport(worker_id, job.job_id, WorkerPhase.STARTING, NO_GENERATION)
         worker = cluster.add_worker(job, state, report)
-        tell(cluster, worker, StartWorker(worker_id, job.spec, ahead=in_place))
+        send_worker(cluster, worker, StartWorker(worker_id, job.spec, ahead=in_place))
         cluster.note("worker_starting", job.job_id, worker=worker_id, node=node_id)
     if (
         not nodes

@@ -8,7 +8,7 @@ the request; one that is served days later would be useless.
 from __future__ import annotations
 
 from elastic.core.events.coordinator import CheckpointRequested, Reply
-from elastic.core.machine.announcing import tell
+from elastic.core.machine.announcing import send_worker
 from elastic.core.machine.jobs import ClusterState, JobState, WorkerState
 from elastic.core.messages import SaveState
 from elastic.core.world import JobPhase
@@ -44,7 +44,7 @@ def remind(cluster: ClusterState, job: JobState, worker: WorkerState) -> None:
     """Send a member of the newest group the pending checkpoint request, if there is one."""
     if job.save_request:
         worker_id = worker.report.worker_id
-        tell(cluster, worker, SaveState(worker_id, job.generation, job.save_request))
+        send_worker(cluster, worker, SaveState(worker_id, job.generation, job.save_request))
 
 
 def _refuse(job: JobState) -> str:

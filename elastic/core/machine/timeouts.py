@@ -6,7 +6,7 @@ Rule: the time of a member that waits for others does not count; it counts for t
 from __future__ import annotations
 
 from elastic.core.config import NS_PER_S, ns
-from elastic.core.machine.announcing import tell
+from elastic.core.machine.announcing import send_worker
 from elastic.core.machine.jobs import ClusterState, JobState, WorkerState
 from elastic.core.messages import DumpStacks
 from elastic.core.policy.pacing import forming_is_long_after_ns
@@ -96,7 +96,7 @@ def is_saving(cluster: ClusterState, job: JobState) -> bool:
 def show_all(cluster: ClusterState, job: JobState, why: str) -> None:
     """Request the stacks of all members of the newest group."""
     for worker in _members(job):
-        tell(cluster, worker, DumpStacks(worker.report.worker_id, why))
+        send_worker(cluster, worker, DumpStacks(worker.report.worker_id, why))
 
 
 def show_first(
@@ -119,6 +119,6 @@ def show_first(
         return until_ns - DUMP_NS
     if worker.shown_ns < until_ns - DUMP_NS:  # Also if it was late before, and then was not.
         worker.shown_ns = cluster.now_ns
-        tell(cluster, worker, DumpStacks(worker.report.worker_id, why))
+        send_worker(cluster, worker, DumpStacks(worker.report.worker_id, why))
     until_ns = max(until_ns, worker.shown_ns + DUMP_NS)
     return until_ns if cluster.now_ns < until_ns else None

@@ -96,7 +96,7 @@ class WorkerMachine:
     def __init__(self) -> None:
         """Start as a spare whose process does not run yet."""
         self._out: list[WorkerEffect] = []
-        self._story = EventHistory()
+        self._history = EventHistory()
         self._now_ns = 0
         self._main = MainPhase.IDLE
         self._phase = WorkerPhase.STARTING
@@ -147,13 +147,13 @@ class WorkerMachine:
             return ()
         self._out = []
         if not isinstance(event, ActivitySampled):
-            self._story.tell(now_ns, event)
+            self._history.add(now_ns, event)
         try:
             check(now_ns >= self._now_ns, f"time fell from {self._now_ns} to {now_ns}")
             self._now_ns = now_ns
             self._take(event)
         except InvariantViolation as violation:
-            raise InvariantViolation(str(violation), self._story.lines()) from violation
+            raise InvariantViolation(str(violation), self._history.lines()) from violation
         return tuple(self._out)
 
     def next_deadline_ns(self) -> int | None:

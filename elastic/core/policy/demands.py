@@ -154,27 +154,29 @@ def holders(held: Sequence[tuple[AllocationDraft, int]]) -> str:
     """
     mins = [(d, n) for d, n in held if d.is_admitted and not d.claim.is_ending]
     parts = [f"{named(d.claim)} keeps {n}" for d, n in mins[:NAMED_MAX]]
-    said = []
+    clauses = []
     if parts:
         more = f" and {len(mins) - NAMED_MAX} more" if len(mins) > NAMED_MAX else ""
         right = "is its min" if len(mins) == 1 else "are their mins"
-        said.append(f"{', '.join(parts)}{more}, which {right}")
+        clauses.append(f"{', '.join(parts)}{more}, which {right}")
     # A job that trains keeps what it has while others of its workers leave or are lost.
     others = [(d, n) for d, n in held if not d.is_admitted or d.claim.is_ending]
     for d, n in others[:NAMED_MAX]:
         why = ", and is about to end" if d.claim.is_ending else ", and lacks workers itself"
-        said.append(f"{named(d.claim)} keeps {n}{why}")
-    return "; ".join(said)
+        clauses.append(f"{named(d.claim)} keeps {n}{why}")
+    return "; ".join(clauses)
 
 
 def blocker(claim: Demand) -> str:
     """Return a phrase for why a job cannot use nodes on which no other job has workers."""
-    said = []
+    clauses = []
     if claim.away:
-        said.append(f"workers of its own ({claim.away}) are on nodes that do not answer")
+        clauses.append(f"workers of its own ({claim.away}) are on nodes that do not answer")
     if claim.out:
-        said.append(f"none may start on {listed(sorted(claim.out))}, cut off from its other nodes")
-    return " and ".join(said) or "the nodes on which its workers are have no more room"
+        clauses.append(
+            f"none may start on {listed(sorted(claim.out))}, cut off from its other nodes"
+        )
+    return " and ".join(clauses) or "the nodes on which its workers are have no more room"
 
 
 def workers(spec: JobSpec, count: int) -> str:

@@ -251,15 +251,15 @@ def _too_small(spec: JobSpec, offers: Sequence[NodeOffer], elsewhere: int) -> st
         if enough < need:
             what = f"on {_nodes(enough)}" if is_spread else f"for {enough}{where}"
             lacks.append(f"{name} (enough {what})")
-    said = ", ".join(lacks) or f"{' and '.join(nodes[0])} on the same nodes"
+    shortage = ", ".join(lacks) or f"{' and '.join(nodes[0])} on the same nodes"
     if is_spread and len(nodes) < need:
-        said = "nodes (each takes one worker)"
+        shortage = "nodes (each takes one worker)"
     beside = f" beside {elsewhere} on others" if elsewhere else ""
     hold, are = ("holds", "it is") if len(nodes) == 1 else ("hold", "they are")
     return (
         f"needs {workers(spec, need)}{beside} by {spec.strategy.value}, but the "
         f"{_nodes(len(nodes))} that it may use {hold} only {holds}{where} even when {are} empty; "
-        f"what lacks: {said}"
+        f"what lacks: {shortage}"
     )
 
 

@@ -70,7 +70,7 @@ class Timing:
         """Begin with the clock stopped; `enter` and `resume` let it run."""
         self._clock = clock or SystemClock()
         self._now = self._clock.monotonic_ns
-        self._tell: Callable[[Progress], None] = lambda _: None
+        self._send: Callable[[Progress], None] = lambda _: None
         self._worker_id, self._generation = WorkerId(""), NO_GENERATION
         self._at, self._since_ns = START, 0
         self._spent = [0] * (COMMIT + 1)
@@ -87,11 +87,11 @@ class Timing:
     # ------------------------------------------------------------------- groups and calls
 
     def enter(
-        self, worker_id: WorkerId, generation: Generation, tell: Callable[[Progress], None]
+        self, worker_id: WorkerId, generation: Generation, send: Callable[[Progress], None]
     ) -> None:
-        """Be in another group; `tell` must return at once."""
+        """Be in another group; `send` must return at once."""
         self._settle_exchange(())
-        self._worker_id, self._generation, self._tell = worker_id, generation, tell
+        self._worker_id, self._generation, self._send = worker_id, generation, send
         self.steps, self._first_unix_ns, self._reported_ns = 0, 0, 0
         self.busy_ns, self._cycle_ns, self._bytes = 0, 0, 0
         self._begin_window(0)
@@ -112,7 +112,7 @@ class Timing:
             self._since_ns = 0
             self._fold()
             self._settle_exchange(())
-            self._tell(self._progress())
+            self._send(self._progress())
 
     # ------------------------------------------------------------------- stretches
 
@@ -193,7 +193,7 @@ class Timing:
             self._first_unix_ns = self._clock.unix_ns()
         elif now_ns < self._reported_ns + INTERVAL_NS:
             return
-        self._tell(self._step_progress(look(), now_ns))
+        self._send(self._step_progress(look(), now_ns))
 
     def _fold(self) -> None:
         """What was computed since the last step counts."""

@@ -134,7 +134,7 @@ class CheckpointWriter:
             self._unread.append(snapshot)
         self._queue.put(snapshot)
 
-    def tell(self, failure: PartFailure) -> None:
+    def fail_part(self, failure: PartFailure) -> None:
         """Let rank 0 not wait for a part of ours."""
         self._start()
         self._queue.put(failure)

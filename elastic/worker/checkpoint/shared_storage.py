@@ -59,14 +59,14 @@ class SharedStorage:
         if self._run is None or assignment.num_nodes == 1:
             return
         if assignment.rank == 0:
-            self._tell(self._run, assignment, store)
+            self._write_marker(self._run, assignment, store)
         elif assignment.node_rank != 0 and not self._is_known:
             self._check(self._run, assignment, store, is_over)
 
-    def _tell(self, run: RunDirectory, assignment: Assignment, store: Store) -> None:
+    def _write_marker(self, run: RunDirectory, assignment: Assignment, store: Store) -> None:
         """Write the file, unless known to be there, and set the key; rank 0 does not wait."""
         if self._is_known:
-            _say(store, WRITTEN)
+            _set_answer(store, WRITTEN)
             return
 
         def write() -> None:
@@ -74,10 +74,10 @@ class SharedStorage:
                 run.files.write(_name(assignment), f"{assignment.worker_id}\n".encode())
             except StorageError as error:
                 log.warning("shared_storage_unknown reason=%r", str(error))
-                _say(store, UNKNOWN)
+                _set_answer(store, UNKNOWN)
             else:
                 self._is_known = True
-                _say(store, WRITTEN)
+                _set_answer(store, WRITTEN)
 
         threading.Thread(target=write, name="elastic-shared", daemon=True).start()
 
@@ -125,7 +125,7 @@ def _refusal(run: RunDirectory, assignment: Assignment) -> str:
     )
 
 
-def _say(store: Store, word: str) -> None:
+def _set_answer(store: Store, word: str) -> None:
     # A store that is gone belongs to a group that is over.
     with contextlib.suppress(Exception):
         store.set(KEY, word)

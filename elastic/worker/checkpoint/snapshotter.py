@@ -385,7 +385,7 @@ class Snapshotter:
         """Let the others not wait for our part of a snapshot that we could not take."""
         if self._writer is not None:
             name = name_of(steps, self._rank_info.generation, self.number)
-            self._writer.tell(PartFailure(self._rank_info.rank, name, str(error)))
+            self._writer.fail_part(PartFailure(self._rank_info.rank, name, str(error)))
 
     def _copy(
         self, state: Any, steps: int, own: PerRankState

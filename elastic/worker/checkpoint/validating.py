@@ -220,7 +220,7 @@ class Validator:
             self._retry_at = time.monotonic() + RETRY_S
             log.warning("validation_waits path=%s error=%r", self._run.path, str(error))
         for word in list(self._unreported):
-            self._tell(word)
+            self._report(word)
         is_behind = bool(
             self._unreported or self._unwritten or self._requests_seen != self._requests_made
         )
@@ -345,7 +345,7 @@ class Validator:
             path = self._run.checkpoint_path(name)
             self._unreported.append(ValidationReport(path, marker.metrics, marker.status))
 
-    def _tell(self, word: ValidationReport) -> None:
+    def _report(self, word: ValidationReport) -> None:
         """Tell the coordinator, again in each group until it has taken it."""
         answer = word.answer
         if answer is not None and answer.ready.is_set():

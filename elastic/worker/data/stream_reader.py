@@ -106,8 +106,8 @@ class StreamReader:
             if sample is END:
                 break
             samples.append(sample)
-        telling = streams.reporting_place(step, request.stream)
-        more = source.at(epoch, telling, low=low) is not END
+        reporting = streams.reporting_place(step, request.stream)
+        more = source.at(epoch, reporting, low=low) is not END
         found = StreamBatch(len(samples), more, source.take_snapshots())
         if not samples:
             samples = [self._stand_in(source, epoch)] * min(LEAST, streams.micro_batch)

@@ -119,10 +119,10 @@ class Logbook:
         """Average what all ranks said of the last step; ranks that were not there say nothing."""
         names = self._reported_names()
         mine = fingerprint(names)
-        said = [row for row in rows if len(row) > 1 and row[1] > 0]
-        if not names or not said:
+        reported = [row for row in rows if len(row) > 1 and row[1] > 0]
+        if not names or not reported:
             return
-        if any(row[0] != mine for row in said):
+        if any(row[0] != mine for row in reported):
             if not self._warned:
                 self._warned = True
                 log.warning(
@@ -130,9 +130,9 @@ class Logbook:
                     ",".join(names),
                 )
             return
-        weight = sum(row[1] for row in said)
+        weight = sum(row[1] for row in reported)
         for number, name in enumerate(names):
-            self._count(name, sum(row[2 + number] for row in said), weight)
+            self._count(name, sum(row[2 + number] for row in reported), weight)
 
     def _reported_names(self) -> list[str]:
         """Return what rows are about; one that has just joined knows it from the others."""

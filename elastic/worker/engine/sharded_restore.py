@@ -143,7 +143,7 @@ class ShardedRestorer:
         """
         here = self._in_memory()
         shards = self._offered()
-        candidates, members = self._tell(here, [offer for offer, _ in shards])
+        candidates, members = self._exchange_info(here, [offer for offer, _ in shards])
         markers = {name: marker for _, name, marker in candidates or ()}
         for choice in choices(members):
             if isinstance(choice, SnapshotKey):
@@ -159,7 +159,7 @@ class ShardedRestorer:
         unknown = all(one.checkpoints is None for one in members)
         return None, unknown or bool(choices(members))
 
-    def _tell(
+    def _exchange_info(
         self, here: Mapping[SnapshotKey, MemorySnapshot], offers: Sequence[SnapshotOffer]
     ) -> tuple[Sequence[Candidate] | None, list[SnapshotInfo]]:
         """Return what we have listed of storage, and what everyone tells.
@@ -251,11 +251,11 @@ class ShardedRestorer:
                 break
             missing = [offer for offer in wanted if offer not in fetched]
             patience = LATE if time.monotonic() > until_s else IN_TIME
-            said = send_metadata(self._group, [-patience if missing else patience])
-            if all(row[0] > 0 for row in said):
+            answers = send_metadata(self._group, [-patience if missing else patience])
+            if all(row[0] > 0 for row in answers):
                 break
             # A member of an earlier version goes on to the next snapshot at once, and all with it.
-            if not is_sought or any(abs(row[0]) == LATE for row in said):
+            if not is_sought or any(abs(row[0]) == LATE for row in answers):
                 return [], {}
             texts = share_bytes(self._group, json.dumps(missing).encode())
             failed |= {(rank, n) for rank, text in enumerate(texts) for n in json.loads(text)}

@@ -506,11 +506,11 @@ class StepEngine(ObjectRegistry):
             return False
         for unit in self._units.values():
             reducer.unit_stepped(unit)  # What backward gives from here on is of no step.
-        said, place = self.logbook.take_micro_batches(), self._context
+        logged, place = self.logbook.take_micro_batches(), self._context
         deal = MicroBatchPartition(
             place.world_rank, place.world_size, self._the_loader().epochs.num_micro_batches
         )
-        totals = self._together(lambda: self._values.totals(deal, said))
+        totals = self._together(lambda: self._values.totals(deal, logged))
         if totals is None:
             self._make_void()
             return False

@@ -44,9 +44,12 @@ class StepValues:
         Raises:
             RuntimeError: the group broke.
         """
-        names = sorted({name for said in of_micro_batches.values() for name in said})[:VALUES_MAX]
+        names = sorted({name for totals in of_micro_batches.values() for name in totals})[
+            :VALUES_MAX
+        ]
         sums = {
-            (number, number + 1): _numbers(said, names) for number, said in of_micro_batches.items()
+            (number, number + 1): _numbers(totals, names)
+            for number, totals in of_micro_batches.items()
         }
         for part in deal.mine:
             for one in additions_in(part):
@@ -81,5 +84,5 @@ class StepValues:
         return {name: (total, weight) for name, (total, weight) in zip(names, pairs, strict=True)}
 
 
-def _numbers(said: Totals, names: list[str]) -> NDArray[np.float64]:
-    return np.array([number for name in names for number in said.get(name, (0.0, 0.0))])
+def _numbers(totals: Totals, names: list[str]) -> NDArray[np.float64]:
+    return np.array([number for name in names for number in totals.get(name, (0.0, 0.0))])

@@ -128,18 +128,18 @@ class GroupStore(Store):
 
     def set(self, key: str, value: str | bytes) -> None:
         """Set a key; no answer is awaited."""
-        self._tell(StoreVerb.SET, key.encode(), _bytes(value))
+        self._send(StoreVerb.SET, key.encode(), _bytes(value))
 
     def append(self, key: str, value: str | bytes) -> None:
         """Add bytes to a key's; no answer is awaited."""
-        self._tell(StoreVerb.APPEND, key.encode(), _bytes(value))
+        self._send(StoreVerb.APPEND, key.encode(), _bytes(value))
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
         """Set several keys; does not wait for the server."""
         fields: list[bytes] = []
         for key, value in zip(keys, values, strict=True):
             fields += (key.encode(), _bytes(value))
-        self._tell(StoreVerb.MULTI_SET, *fields)
+        self._send(StoreVerb.MULTI_SET, *fields)
 
     def get(self, key: str) -> bytes:
         """Return a key's value, once it has one."""
@@ -188,7 +188,7 @@ class GroupStore(Store):
         fields = [b"%d" % (limit_s * 1e3), *(key.encode() for key in keys)]
         return self._ask(verb, *fields, limit_s=limit_s, keys=keys)
 
-    def _tell(self, verb: StoreVerb, *fields: bytes) -> None:
+    def _send(self, verb: StoreVerb, *fields: bytes) -> None:
         with self._lock, self._unbroken():
             self._sock.settimeout(self.timeout.total_seconds())
             self._sock.sendall(wire.packed(verb, fields))

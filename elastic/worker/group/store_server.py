@@ -235,13 +235,13 @@ class StoreServer:
 
     def _listen_to_stranger(self, peer: _StoreClient) -> None:
         try:
-            said = peer.sock.recv(wire.HELLO_BYTES + 1 - len(peer.read))
+            data = peer.sock.recv(wire.HELLO_BYTES + 1 - len(peer.read))
         except BlockingIOError:
             return
         except OSError:
-            said = b""
-        peer.read += said
-        if not said or len(peer.read) > wire.HELLO_BYTES or peer.claim:
+            data = b""
+        peer.read += data
+        if not data or len(peer.read) > wire.HELLO_BYTES or peer.claim:
             # Who only looks whether somebody listens has said nothing; that is no news.
             self._turn_away(peer, "talks like no member" if peer.read else "")
             return
@@ -257,8 +257,8 @@ class StoreServer:
             if peer.generation < max(self._spaces, default=0):
                 self._turn_away(peer, "is of a generation that is over")
             return
-        said = (peer.greeting, peer.claim[: -wire.PROOF_BYTES])
-        theirs = wire.proof(space.key, "client", *said)
+        greetings = (peer.greeting, peer.claim[: -wire.PROOF_BYTES])
+        theirs = wire.proof(space.key, "client", *greetings)
         if not wire.is_proof(peer.claim[-wire.PROOF_BYTES :], theirs):
             self._turn_away(peer, "does not know the generation's secret")
             return
@@ -266,7 +266,7 @@ class StoreServer:
         peer.read.clear()
         peer.space = space
         space.members.add(peer)
-        self._send(peer, wire.proof(space.key, "server", *said))
+        self._send(peer, wire.proof(space.key, "server", *greetings))
 
     def _turn_away(self, peer: _StoreClient, why: str) -> None:
         del self._strangers[peer]
@@ -298,10 +298,10 @@ class StoreServer:
             if events & selectors.EVENT_WRITE:
                 self._send_rest(peer)
             if events & selectors.EVENT_READ:
-                said = peer.sock.recv(READ_BYTES)
-                if not said:
+                data = peer.sock.recv(READ_BYTES)
+                if not data:
                     raise ConnectionResetError
-                peer.read += said
+                peer.read += data
                 self._take_frames(peer, peer.space)
         except BlockingIOError:
             return

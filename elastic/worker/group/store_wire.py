@@ -53,16 +53,16 @@ DONE, TIMED_OUT = 0, 1
 """Status; the first byte of an answer."""
 
 
-def proof(key: str, who: str, *said: bytes) -> bytes:
+def proof(key: str, who: str, *messages: bytes) -> bytes:
     """Return what shows that `who`, "client" or "server", has the key, in this conversation.
 
     Args:
         key: the generation's secret.
         who: whose proof it is.
-        said: what both have said so far, of fixed lengths.
+        messages: what both have said so far, of fixed lengths.
     """
     secret = hashlib.blake2b(key.encode()).digest()
-    words = who.encode() + b"\0" + b"".join(said)
+    words = who.encode() + b"\0" + b"".join(messages)
     return hashlib.blake2b(words, key=secret, digest_size=PROOF_BYTES).digest()
 
 

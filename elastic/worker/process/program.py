@@ -197,15 +197,15 @@ def _signal(child: subprocess.Popen[bytes], number: signal.Signals) -> None:
 def _reported_by(error_file: Path, code: int) -> ProgramFailed | None:
     """Return the failure that a child wrote down, None if it did not."""
     try:
-        said: Any = json.loads(error_file.read_text(errors="replace"))["message"]
+        message: Any = json.loads(error_file.read_text(errors="replace"))["message"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    if isinstance(said, str):
-        return ProgramFailed(said, "", code)
-    extra = said.get("extraInfo") if isinstance(said, dict) else None
+    if isinstance(message, str):
+        return ProgramFailed(message, "", code)
+    extra = message.get("extraInfo") if isinstance(message, dict) else None
     if not isinstance(extra, dict):
         return None
-    return ProgramFailed(str(said.get("message", "")), str(extra.get("py_callstack", "")), code)
+    return ProgramFailed(str(message.get("message", "")), str(extra.get("py_callstack", "")), code)
 
 
 def _die_as_lost(number: int) -> None:

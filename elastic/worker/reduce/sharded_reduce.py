@@ -180,7 +180,7 @@ class ShardedReducer:
             Whether it is there; not if the group broke.
         """
         number = self._number_of[id(unit)]
-        self._tell()
+        self._exchange_row()
         if self._is_void or self.broken is not None:
             return False
         if all(parameter.grad is None for parameter in self._units[number]):
@@ -224,7 +224,7 @@ class ShardedReducer:
             if not self._stepped[number]:
                 self._take(number)
         if self._is_last:
-            self._tell()
+            self._exchange_row()
             for number in range(len(self._units)):
                 if not self._stepped[number] and not self._is_void:
                     self._show(number)
@@ -247,7 +247,7 @@ class ShardedReducer:
                 before = fresh[place]
                 fresh[place] = gradient if before is None else before + gradient
 
-    def _tell(self) -> None:
+    def _exchange_row(self) -> None:
         """Exchange the step's row, once; what is due with it is then known to all."""
         if self._has_reported or self._is_void:
             return

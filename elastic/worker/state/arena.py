@@ -323,8 +323,8 @@ class SnapshotSlot:
             return CopyMode.UNKNOWN, (0, 0)
         self.reserve(0)
         number, generation = ARRIVED.unpack_from(self._mapped(), ARRIVED_AT)
-        said = BRINGING.unpack_from(self._mapped(), COPYING_AT)[0]
-        return CopyMode(min(said, CopyMode.OFF)), (number, generation)
+        mode = BRINGING.unpack_from(self._mapped(), COPYING_AT)[0]
+        return CopyMode(min(mode, CopyMode.OFF)), (number, generation)
 
     def fill(self, mark: SnapshotMark, read: Callable[[memoryview], object]) -> None:
         """Take a whole snapshot from elsewhere.

@@ -114,12 +114,12 @@ class HyperBand:
             # A trial past this rung has passed it before.
             waiting = [one for one in arrived if one.is_paused and following not in one.rungs]
             last = kept[-1].rungs[rung] * self.sign if kept else 0.0
-            said = f"at rung {rung} the best {len(kept)} of {len(order)} go on, to {last:.4g}"
+            why = f"at rung {rung} the best {len(kept)} of {len(order)} go on, to {last:.4g}"
             if waiting:
                 return [
                     (
                         one.number,
-                        Decision(GO_ON if one in kept else TrialDecision(TrialAction.STOP), said),
+                        Decision(GO_ON if one in kept else TrialDecision(TrialAction.STOP), why),
                     )
                     for one in waiting
                 ]
