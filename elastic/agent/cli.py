@@ -476,7 +476,7 @@ class ShutdownTrigger:
         """Start without signal or notice."""
         self.came = asyncio.Event()
         self._timeout_s = drain_timeout_s
-        self._asked: tuple[str, float] | None = None
+        self._drain_request: tuple[str, float] | None = None
         self._driver: AgentDriver | None = None
         self._problems: tuple[str, ...] = ()
 
@@ -487,8 +487,8 @@ class ShutdownTrigger:
     def attach(self, driver: AgentDriver) -> None:
         """Drain this driver from now on, and at once if a signal or notice came already."""
         self._driver = driver
-        if self._asked is not None:
-            driver.drain(*self._asked)
+        if self._drain_request is not None:
+            driver.drain(*self._drain_request)
         if self._problems:
             driver.post(HealthChanged(self._problems))
 
@@ -518,8 +518,8 @@ class ShutdownTrigger:
     def _leave(self, reason: str, timeout_s: float) -> None:
         if self._driver is not None:
             self._driver.drain(reason, timeout_s)
-        elif self._asked is None or timeout_s < self._asked[1]:
-            self._asked = (reason, timeout_s)
+        elif self._drain_request is None or timeout_s < self._drain_request[1]:
+            self._drain_request = (reason, timeout_s)
 
 
 async def find_host(endpoints: tuple[str, ...], stopping: ShutdownTrigger) -> str:

@@ -193,7 +193,7 @@ class CopyPusher:
                 def is_whole() -> bool:
                     return mark.is_with(whole(os.pread(descriptor, HEADER, 0)))
 
-                if line.ask(request, order.key).mark is None:  # Otherwise the receiver has it.
+                if line.request(request, order.key).mark is None:  # Otherwise the receiver has it.
                     if not line.send_body(body, is_whole):
                         return False
                     line.read_answer(order.key)

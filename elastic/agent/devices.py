@@ -170,8 +170,10 @@ def normalise_name(name: str) -> str:
     for word in (*pairs, *words):
         if word in KNOWN_ACCELERATORS:
             return str(word)
-    rest = [word for word in words if word not in VENDOR_WORDS and not FORM_WORDS.fullmatch(word)]
-    return "".join(rest)[:40]
+    remaining = [
+        word for word in words if word not in VENDOR_WORDS and not FORM_WORDS.fullmatch(word)
+    ]
+    return "".join(remaining)[:40]
 
 
 # --------------------------------------------------------------------------------- the whole node
@@ -191,7 +193,7 @@ def memory_gb(cgroups: Path = cgroup.ROOT) -> float:
     return round((total if limit is None else min(total, limit)) / GIB, 1)
 
 
-def node_resources(devices: Devices, asked: Mapping[str, float]) -> Resources:
+def node_resources(devices: Devices, requested: Mapping[str, float]) -> Resources:
     """Return the node's resources: those detected, overridden by those requested.
 
     Raises:
@@ -200,13 +202,13 @@ def node_resources(devices: Devices, asked: Mapping[str, float]) -> Resources:
     found = {"CPU": float(num_processors()), "memory_gb": memory_gb()}
     if devices.entries:
         found["GPU"] = float(len(devices.entries))
-    wanted = asked.get("GPU", 0)
+    wanted = requested.get("GPU", 0)
     if wanted > len(devices.entries):
         raise ConfigError(
             f"--resources GPU={wanted:g}: this machine offers {len(devices.entries)} "
             f"({devices.reason}); ask for that many at most, or leave GPU out"
         )
-    return Resources.of({**found, **asked})
+    return Resources.of({**found, **requested})
 
 
 def parse_resources(text: str) -> dict[str, float]:

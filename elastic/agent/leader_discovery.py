@@ -39,7 +39,7 @@ HOPELESS = (NotAuthorized, VersionMismatch)
 async def find_leader(
     endpoints: Sequence[str],
     access: Access,
-    say: Callable[[str], None],
+    on_waiting: Callable[[str], None],
     *,
     hearsay: Collection[str] = (),
     silence_s: float = SILENCE_S,
@@ -49,7 +49,7 @@ async def find_leader(
     Args:
         endpoints: "host:port" of each, the likeliest first.
         access: credentials for them.
-        say: receives the reason for waiting, after each round without a leader.
+        on_waiting: receives the reason for waiting, after each round without a leader.
         hearsay: those of the endpoints that were learned, not configured; another program may
             listen there by now, so a refusal from it is not final.
         silence_s: silence of a coordinator's host after which the connection is lost, as last
@@ -67,7 +67,7 @@ async def find_leader(
             return stream
         if not search.waiting:
             raise search.failure(hearsay)
-        say(search.blocker())
+        on_waiting(search.blocker())
         round_s = min(2 * round_s, ROUND_S_MAX)
 
 
@@ -91,7 +91,7 @@ class _DiscoveryRound:
             async with anyio.create_task_group() as self._tasks:
                 for endpoint in endpoints:
                     moved = self._moved
-                    self._ask(endpoint)
+                    self._start_probe(endpoint)
                     with anyio.move_on_after(START_S):
                         await moved.wait()
                 while self._asking:
@@ -120,7 +120,7 @@ class _DiscoveryRound:
         failures = (str(error) for _, error in sorted(self._failures.items()))
         return "; ".join((*refusals, *failures))
 
-    def _ask(self, endpoint: str) -> None:
+    def _start_probe(self, endpoint: str) -> None:
         if endpoint not in self._asking and self._found is None:
             self._asking[endpoint] = None
             self._tasks.start_soon(self._probe, endpoint)
@@ -146,7 +146,7 @@ class _DiscoveryRound:
                     self.waiting[endpoint] = news
                     self._wake()
                     if news.leader and news.leader != endpoint:
-                        self._ask(news.leader)
+                        self._start_probe(news.leader)
                 else:
                     await self._take(stream)
                     return

@@ -179,7 +179,7 @@ class Link:
         if session == self._session:
             self._task = None
             self._callbacks.on_end()
-        self._complaint.say(reason)
+        self._complaint.report(reason)
         self._callbacks.post(ConnectionLost(session, reason, self._callbacks.draw()))
 
     async def _open(self) -> ClientStream:
@@ -192,7 +192,7 @@ class Link:
         stream = await find_leader(
             self._endpoints,
             self._access,
-            self._complaint.say_at_once,
+            self._complaint.report_at_once,
             hearsay=self._learned,
             silence_s=self._silence_s,
         )
@@ -266,7 +266,7 @@ class Link:
             self._complaint.clear()
         elif isinstance(message, Refusal):
             self._prefer_next()
-            self._complaint.say(message.reason)
+            self._complaint.report(message.reason)
 
     def _prefer_next(self) -> None:
         """Start the next attempt with the next endpoint."""
@@ -286,14 +286,14 @@ class WaitLogger:
         self._since_ns = 0
         self._reported_ns = 0
 
-    def say_at_once(self, reason: str) -> None:
+    def report_at_once(self, reason: str) -> None:
         """Log a reason that the machine does not log: the first one too."""
         if not self._reason:
             self._reason = " "  # Differs from every real reason.
             self._since_ns = self._clock.monotonic_ns()
-        self.say(reason)
+        self.report(reason)
 
-    def say(self, reason: str) -> None:
+    def report(self, reason: str) -> None:
         """Log the reason, unless the same one was logged less than `REMIND_S` ago."""
         now_ns = self._clock.monotonic_ns()
         if not self._reason:

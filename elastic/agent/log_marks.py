@@ -81,7 +81,7 @@ class MarksReader:
             self._file = open(marks_path(log), "rb", buffering=0)  # noqa: SIM115 (kept open)
         self._offsets: list[int] = []
         self._stamps: list[Stamp] = []
-        self._rest = b""
+        self._partial = b""
         self._place = -1
 
     def close(self) -> None:
@@ -122,9 +122,9 @@ class MarksReader:
 
     def _read_more(self) -> None:
         while self._file is not None and (more := self._file.read(1 << 16)):
-            self._rest += more
-            whole = len(self._rest) - len(self._rest) % MARK.size
-            for offset, unix_ns, generation, rank in MARK.iter_unpack(self._rest[:whole]):
+            self._partial += more
+            whole = len(self._partial) - len(self._partial) % MARK.size
+            for offset, unix_ns, generation, rank in MARK.iter_unpack(self._partial[:whole]):
                 self._offsets.append(offset)
                 self._stamps.append(Stamp(unix_ns, generation, rank))
-            self._rest = self._rest[whole:]
+            self._partial = self._partial[whole:]

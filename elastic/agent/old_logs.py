@@ -129,12 +129,12 @@ def _is_used(path: str) -> bool:
             return False
     except OSError as error:
         if error.errno in NO_LOCKS:
-            _say_no_locks(os.path.dirname(path))
+            _warn_no_locks(os.path.dirname(path))
         return True
 
 
 @functools.cache
-def _say_no_locks(folder: str) -> None:
+def _warn_no_locks(folder: str) -> None:
     log.warning(
         "old_logs_kept folder=%s: its file system has no locks, so logs of former workers are not "
         "removed; have --log-dir on a local disk, or remove them yourself",

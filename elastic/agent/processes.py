@@ -262,16 +262,16 @@ class ChildProcesses:
 
     # ------------------------------------------------------------------------ start and end
 
-    def _fork(self, wish: SpareRequest) -> bool:
+    def _fork(self, request: SpareRequest) -> bool:
         """Request a spare from the zygote, started if needed; False if the request failed."""
         try:
             zygote = self._zygote = self._zygote or self._start_zygote()
             with self._ends() as (ends, theirs, output):
-                zygote.ask(wish, theirs, output)
+                zygote.request(request, theirs, output)
         except OSError as error:
             log.warning("zygote_unusable error=%r: spares take longer to start", str(error))
             return False
-        self._births[wish.number] = ends
+        self._births[request.number] = ends
         return True
 
     def _start_zygote(self) -> Zygote:
@@ -279,7 +279,7 @@ class ChildProcesses:
         try:
             zygote = Zygote(
                 self._launch.zygote, self._launch.env,
-                output=writing, born=self._born, gone=self._zygote_gone,
+                output=writing, on_forked=self._forked, on_gone=self._zygote_gone,
             )  # fmt: skip
         except OSError:
             os.close(reading)
@@ -289,7 +289,7 @@ class ChildProcesses:
         self._logs.copy_spare(reading)
         return zygote
 
-    def _born(self, process_id: int, pid: int) -> None:
+    def _forked(self, process_id: int, pid: int) -> None:
         ends = self._births.pop(process_id)
         if pid < 0:
             ends.close()

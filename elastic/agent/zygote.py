@@ -1,7 +1,7 @@
 """The agent's side of its zygote: the process that has imported torch, and forks spares.
 
-Rule: a zygote that fails is not a failure of the node. The caller is notified by `gone`, and starts
-spares as new processes from then on, which takes longer.
+Rule: a zygote that fails is not a failure of the node. The caller is notified by `on_gone`, and
+starts spares as new processes from then on, which takes longer.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from elastic.core.world import Entry
 log = logging.getLogger(__name__)
 
 PR_SET_CHILD_SUBREAPER = 36
-BORN = struct.Struct("<qq")
+FORKED = struct.Struct("<qq")
 """A reply: the requested number, and the pid, or minus an errno."""
 FIRST_BIRTH_S_MAX = 300.0
 """Timeout of the first reply. A zygote that imports torch on a slow disk or a busy machine must not
@@ -108,8 +108,8 @@ class Zygote:
         env: Mapping[str, str],
         *,
         output: int,
-        born: Callable[[int, int], None],
-        gone: Callable[[], None],
+        on_forked: Callable[[int, int], None],
+        on_gone: Callable[[], None],
     ) -> None:
         """Start it.
 
@@ -117,14 +117,14 @@ class Zygote:
             command: `--socket-fd N` is appended.
             env: its whole environment, which the processes that it forks inherit.
             output: file descriptor of its own stdout and stderr; forked processes print to pipes.
-            born: called with the requested number, and the pid (below 0: minus an errno).
-            gone: called once if it ends by itself or is stuck; nothing is forked after that.
+            on_forked: called with the requested number, and the pid (below 0: minus an errno).
+            on_gone: called once if it ends by itself or is stuck; nothing is forked after that.
 
         Raises:
             OSError: it cannot be started.
         """
         adopt_orphans()
-        self._born, self._gone = born, gone
+        self._on_forked, self._on_gone = on_forked, on_gone
         self._loop = asyncio.get_running_loop()
         self._waiting: dict[int, asyncio.TimerHandle] = {}
         self._timeout_s = FIRST_BIRTH_S_MAX
@@ -157,17 +157,17 @@ class Zygote:
         """Return whether it has ended; if so, reap it."""
         return self._popen.poll() is not None
 
-    def ask(self, wish: SpareRequest, pipe: socket.socket, output: int) -> None:
+    def request(self, request: SpareRequest, pipe: socket.socket, output: int) -> None:
         """Request a spare that owns this end of a pipe, and prints to `output`.
 
         Raises:
             OSError: the zygote is gone, or its socket is full of requests.
         """
-        socket.send_fds(self._sock, [wish.text()], [pipe.fileno(), output])
+        socket.send_fds(self._sock, [request.text()], [pipe.fileno(), output])
         # The zygote gives up imports that take too long, and forks without them.
-        patience_s = self._timeout_s + (IMPORTS_S_MAX if wish.script else 0.0)
-        timer = self._loop.call_later(patience_s, self._is_stuck, wish.number)
-        self._waiting[wish.number] = timer
+        patience_s = self._timeout_s + (IMPORTS_S_MAX if request.script else 0.0)
+        timer = self._loop.call_later(patience_s, self._is_stuck, request.number)
+        self._waiting[request.number] = timer
 
     def close(self) -> None:
         """Kill it; processes that it forked live on. On a hung disk it may take long to die."""
@@ -183,20 +183,20 @@ class Zygote:
 
     def _receive(self) -> None:
         try:
-            answer = self._sock.recv(BORN.size)
+            answer = self._sock.recv(FORKED.size)
         except BlockingIOError:
             return
         except OSError:
             answer = b""
-        if len(answer) != BORN.size:
+        if len(answer) != FORKED.size:
             self._end("it ended")
             return
         self._timeout_s = BIRTH_S_MAX
-        number, pid = BORN.unpack(answer)
+        number, pid = FORKED.unpack(answer)
         timer = self._waiting.pop(number, None)
         if timer is not None:
             timer.cancel()
-        self._born(number, pid)
+        self._on_forked(number, pid)
 
     def _is_stuck(self, number: int) -> None:
         self._end(f"it has not forked process {number} within {self._timeout_s:g} s")
@@ -204,4 +204,4 @@ class Zygote:
     def _end(self, why: str) -> None:
         log.warning("zygote_lost pid=%d reason=%r: spares take longer to start", self.pid, why)
         self.close()
-        self._gone()
+        self._on_gone()

@@ -115,9 +115,9 @@ def checkpoint(target: ClusterTarget, job: str, timeout_s: float, output: str) -
     with target.connect() as client:
         view = client.get(job)
         job_id = view.record.spec.job_id
-        wish = client.checkpoint(job_id)
+        request = client.checkpoint(job_id)
         click.echo(f"job {view.record.spec.name} takes a checkpoint", err=True)
-        path = _wait_recorded(client, job_id, wish, began + timeout_s)
+        path = _wait_recorded(client, job_id, request, began + timeout_s)
     _wait_committed(path, began + timeout_s)
     seconds = time.monotonic() - began
     if output == "json":
@@ -127,7 +127,7 @@ def checkpoint(target: ClusterTarget, job: str, timeout_s: float, output: str) -
         click.echo(f"after {seconds:.1f} s", err=True)
 
 
-def _wait_recorded(client: Client, job_id: str, wish: int, deadline: float) -> str:
+def _wait_recorded(client: Client, job_id: str, request: int, deadline: float) -> str:
     """Return the path of an automatic checkpoint that was taken after a request.
 
     Raises:
@@ -139,7 +139,7 @@ def _wait_recorded(client: Client, job_id: str, wish: int, deadline: float) -> s
         try:
             if is_lost:
                 # A restarted coordinator does not know earlier requests.
-                wish = client.checkpoint(job_id)
+                request = client.checkpoint(job_id)
                 is_lost = False
             view = client.get(job_id)
         except Unavailable:
@@ -149,7 +149,7 @@ def _wait_recorded(client: Client, job_id: str, wish: int, deadline: float) -> s
             time.sleep(POLL_S)
             continue
         # A greater number is a newer request: a checkpoint for another user's request will do.
-        new = [c.path for c in view.record.checkpoints if c.automatic and c.request >= wish]
+        new = [c.path for c in view.record.checkpoints if c.automatic and c.request >= request]
         if new:
             return new[-1]
         if has_ended(view):
@@ -224,8 +224,8 @@ def _print_checkpoints(rows: Sequence[dict[str, Any]], console: Console) -> None
     shown = new_table("checkpoint", "kind", "generation", "epoch", "step", "age", "size", "metrics")
     for row in rows:
         age_s, size = row["age_s"], row["bytes"]
-        rest = {name: value for name, value in row["metrics"].items() if name not in PLACE}
-        metrics = escape(metrics_line(rest))
+        logged = {name: value for name, value in row["metrics"].items() if name not in PLACE}
+        metrics = escape(metrics_line(logged))
         if row["status"] != CheckpointStatus.COMMITTED.value:
             metrics = f"{metrics} [{VALIDATION[row['status']]}]".strip()
         shown.add_row(

@@ -89,10 +89,10 @@ def start(
         if node_ip_address:
             node += ["--host", node_ip_address]
         started = join(address, node, token_file=token_file)
-    _say(started)
+    _print_started(started)
 
 
-def _say(started: StartedCluster) -> None:
+def _print_started(started: StartedCluster) -> None:
     if not started.is_head:
         click.echo(f"this machine is a node of {started.address}; it leaves with: elastic stop")
         return

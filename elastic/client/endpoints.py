@@ -157,7 +157,7 @@ class Endpoints:
         is_news, self._leader = error.leader != self._leader, error.leader
         return is_news
 
-    def ask(self, start: Start, request: Any, *, timeout_s: float, stale_ok: bool = False) -> Any:
+    def call(self, start: Start, request: Any, *, timeout_s: float, stale_ok: bool = False) -> Any:
         """Make one call, at one address after the other until one answers.
 
         Args:
@@ -171,16 +171,16 @@ class Endpoints:
             Unavailable: one answers, but does not lead yet, and the time for retries is over.
             ElasticError: the coordinator refused.
         """
-        asked_ns = self._clock.monotonic_ns()
+        started_ns = self._clock.monotonic_ns()
         pause_s = PAUSE_S_MIN
         while True:
             failures: dict[str, Unavailable] = {}
-            asked: dict[str, None] = {}
-            while todo := [name for name in self.order() if name not in asked]:
+            tried: dict[str, None] = {}
+            while todo := [name for name in self.order() if name not in tried]:
                 endpoint = todo[0]
-                asked[endpoint] = None
+                tried[endpoint] = None
                 try:
-                    answer = self._ask_one(endpoint, start, request, timeout_s)
+                    answer = self._call_one(endpoint, start, request, timeout_s)
                 except Unavailable as error:
                     failures[endpoint] = error
                     self.pointed(error)
@@ -191,10 +191,10 @@ class Endpoints:
             not_yet = [e for e in errors if not isinstance(e, CoordinatorUnreachable)]
             if stale_ok and any(isinstance(error, NotLeading) for error in not_yet):
                 with contextlib.suppress(Unavailable):
-                    return self._ask_standby(tuple(asked), start, request, timeout_s)
+                    return self._call_standby(tuple(tried), start, request, timeout_s)
             untrusted = any(isinstance(error, CoordinatorUntrusted) for error in errors)
             patience_s = max(TIMEOUT_S if not_yet else 0.0, 0.0 if untrusted else self.patience_s)
-            if self._clock.monotonic_ns() >= asked_ns + round(patience_s * 1e9):
+            if self._clock.monotonic_ns() >= started_ns + round(patience_s * 1e9):
                 raise (
                     with_reason(not_yet[-1], failures) if not_yet else self.unreachable(errors[-1])
                 )
@@ -202,14 +202,14 @@ class Endpoints:
                 raise errors[-1]
             pause_s = longer(pause_s)
 
-    def _ask_standby(
+    def _call_standby(
         self, names: tuple[str, ...], start: Start, request: Any, timeout_s: float
     ) -> Any:
         """Call the first address that answers, leader or not; raise the last error if none."""
         failure: Unavailable = Unavailable("no coordinator address was given")
         for name in names:
             try:
-                return self._ask_one(name, start, request, timeout_s, fresh=False)
+                return self._call_one(name, start, request, timeout_s, fresh=False)
             except Unavailable as error:
                 failure = error
         raise failure
@@ -229,15 +229,15 @@ class Endpoints:
         for line in lines:
             line.channel.close()
 
-    def _ask_one(
+    def _call_one(
         self, endpoint: str, start: Start, request: Any, timeout_s: float, *, fresh: bool = True
     ) -> Any:
         with self._line(endpoint) as line:
             try:
                 method = start(line.channel)
-                wish = ((FRESH_KEY, "1"),) if fresh else ()  # Only the leader may answer.
+                flags = ((FRESH_KEY, "1"),) if fresh else ()  # Only the leader may answer.
                 answer, call = method.with_call(
-                    request, timeout=timeout_s, metadata=(*self.metadata, *wish)
+                    request, timeout=timeout_s, metadata=(*self.metadata, *flags)
                 )
                 self.learn(call.initial_metadata())
                 return answer

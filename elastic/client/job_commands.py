@@ -286,11 +286,11 @@ def _wait_until_gone(client: Client, nodes: list[str], timeout_s: float | None) 
         Unavailable: see `wait_until`.
     """
 
-    def look() -> str:
+    def check() -> str:
         view = client.status().view
         left = [n for n in view.nodes if n.node.node_id in nodes and n.phase not in GONE]
         busy = sum(w.node_id in nodes for job in view.jobs for w in job.workers)
         names = ", ".join(n.node.node_id for n in left)
         return f"{names} still there, with {workers(busy)}" if left else ""
 
-    wait_until(client, look, timeout_s, "the drain goes on")
+    wait_until(client, check, timeout_s, "the drain goes on")

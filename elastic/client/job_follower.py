@@ -135,7 +135,7 @@ class _Progress:
 
     Attributes:
         metrics: JSON of the newest report that was passed on.
-        told: hashes of all reports that were passed on: a new leader shows the newest durable one
+        reported: hashes of all reports passed on: a new leader shows the newest durable one
             again.
         from_snapshot: it came with a snapshot; its event may still come, and is no new report.
         places: generations and indices of reports whose events came; a new leader gets the newest
@@ -310,7 +310,7 @@ class JobFollower:
             return
         if over.name == "events" or not isinstance(over.error, ElasticError):
             raise over.error
-        self._printer.say(f"output is not followed any more: {over.error}")
+        self._printer.print_line(f"output is not followed any more: {over.error}")
 
     def _traceback(self) -> str:
         """Return the traceback that the caller shows at the end."""

@@ -129,7 +129,7 @@ class Client:
         job_id = spec.job_id or new_job_id()
         request = submit_request(replace(spec, job_id=job_id))
         try:
-            self._ask("Submit", request, timeout_s=CHANGE_TIMEOUT_S)
+            self._call("Submit", request, timeout_s=CHANGE_TIMEOUT_S)
         except NameTaken:
             if not self._is_there(job_id, spec.name):
                 raise
@@ -149,7 +149,7 @@ class Client:
             ElasticError: see the class.
         """
         request = jobs_pb2.StopJobRequest(job=job, reason=reason, now=now)
-        self._ask("Stop", request, timeout_s=CHANGE_TIMEOUT_S)
+        self._call("Stop", request, timeout_s=CHANGE_TIMEOUT_S)
 
     def checkpoint(self, job: str) -> int:
         """Request a checkpoint of a job now; does not wait until it is recorded.
@@ -163,7 +163,7 @@ class Client:
             ElasticError: see the class.
         """
         request = jobs_pb2.CheckpointRequest(job=job)
-        return int(self._ask("Checkpoint", request, timeout_s=CHANGE_TIMEOUT_S).request)
+        return int(self._call("Checkpoint", request, timeout_s=CHANGE_TIMEOUT_S).request)
 
     def pause(self, job: str) -> None:
         """Pause a job: it releases its workers after a checkpoint; does not wait for that.
@@ -173,7 +173,7 @@ class Client:
             Refused: it has ended, or has no run directory to continue from.
             ElasticError: see the class.
         """
-        self._ask("Pause", jobs_pb2.PauseRequest(job=job), timeout_s=CHANGE_TIMEOUT_S)
+        self._call("Pause", jobs_pb2.PauseRequest(job=job), timeout_s=CHANGE_TIMEOUT_S)
 
     def resume(self, job: str) -> None:
         """Resume a paused job.
@@ -183,7 +183,7 @@ class Client:
             Refused: it has ended.
             ElasticError: see the class.
         """
-        self._ask("Resume", jobs_pb2.ResumeRequest(job=job), timeout_s=CHANGE_TIMEOUT_S)
+        self._call("Resume", jobs_pb2.ResumeRequest(job=job), timeout_s=CHANGE_TIMEOUT_S)
 
     def scale(self, job: str, *, min_workers: int = 0, max_workers: int = 0) -> None:
         """Change the bounds of a job's group, which follows at a boundary; 0 keeps a bound.
@@ -195,7 +195,7 @@ class Client:
             ElasticError: see the class.
         """
         request = jobs_pb2.ScaleRequest(job=job, min_workers=min_workers, max_workers=max_workers)
-        self._ask("Scale", request, timeout_s=CHANGE_TIMEOUT_S)
+        self._call("Scale", request, timeout_s=CHANGE_TIMEOUT_S)
 
     def get(self, job: str, *, stale_ok: bool = False) -> JobView:
         """Return the present state of a job; times are on this process's monotonic clock.
@@ -208,7 +208,7 @@ class Client:
             NotFound: there is none.
             ElasticError: see the class.
         """
-        proto = self._ask("Get", jobs_pb2.GetJobRequest(job=job), stale_ok=stale_ok)
+        proto = self._call("Get", jobs_pb2.GetJobRequest(job=job), stale_ok=stale_ok)
         return job_from_proto(proto, self._clock.monotonic_ns())
 
     def record_of(self, job: str) -> JobRecord | None:
@@ -233,7 +233,7 @@ class Client:
             ElasticError: see the class.
         """
         request = jobs_pb2.ListJobsRequest(include_ended=include_ended)
-        proto = self._ask("List", request, stale_ok=stale_ok)
+        proto = self._call("List", request, stale_ok=stale_ok)
         now_ns = self._clock.monotonic_ns()
         return tuple(job_from_proto(job, now_ns) for job in proto.jobs)
 
@@ -279,7 +279,7 @@ class Client:
             ElasticError: see the class.
         """
         request = jobs_pb2.ProfileRequest(job=job, rank=rank, seconds=seconds)
-        return str(self._ask("Profile", request, timeout_s=CHANGE_TIMEOUT_S).name)
+        return str(self._call("Profile", request, timeout_s=CHANGE_TIMEOUT_S).name)
 
     def stacks(self, job: str, *, ranks: Sequence[int] = ()) -> tuple[WorkerId, ...]:
         """Request that a job's workers write the stacks of all their threads to their output.
@@ -296,7 +296,7 @@ class Client:
             ElasticError: see the class.
         """
         request = jobs_pb2.StacksRequest(job=job, ranks=ranks)
-        answer = self._ask("Stacks", request, timeout_s=CHANGE_TIMEOUT_S)
+        answer = self._call("Stacks", request, timeout_s=CHANGE_TIMEOUT_S)
         return tuple(WorkerId(worker) for worker in answer.workers)
 
     def logs(
@@ -328,7 +328,7 @@ class Client:
         Raises:
             ElasticError: see the class.
         """
-        proto = self._ask("Status", jobs_pb2.StatusRequest(), stale_ok=stale_ok)
+        proto = self._call("Status", jobs_pb2.StatusRequest(), stale_ok=stale_ok)
         return status_from_proto(proto, self._clock.monotonic_ns())
 
     def drain(self, node: str, *, timeout_s: float = 30.0, reason: str = "") -> float:
@@ -349,7 +349,7 @@ class Client:
             ElasticError: see the class.
         """
         request = jobs_pb2.DrainRequest(node=node, timeout_s=timeout_s, reason=reason)
-        answer = self._ask("Drain", request, timeout_s=CHANGE_TIMEOUT_S)
+        answer = self._call("Drain", request, timeout_s=CHANGE_TIMEOUT_S)
         return float(answer.timeout_s)
 
     def cordon(self, node: str, *, cordoned: bool = True, reason: str = "") -> None:
@@ -360,11 +360,11 @@ class Client:
             ElasticError: see the class.
         """
         request = jobs_pb2.CordonRequest(node=node, cordoned=cordoned, reason=reason)
-        self._ask("Cordon", request, timeout_s=CHANGE_TIMEOUT_S)
+        self._call("Cordon", request, timeout_s=CHANGE_TIMEOUT_S)
 
     # ------------------------------------------------------------ calls
 
-    def _ask(
+    def _call(
         self,
         method: str,
         request: object,
@@ -379,7 +379,7 @@ class Client:
 
         if self.call_timeout_s is not None:
             timeout_s = min(timeout_s, self.call_timeout_s)
-        return self._endpoints.ask(start, request, timeout_s=timeout_s, stale_ok=stale_ok)
+        return self._endpoints.call(start, request, timeout_s=timeout_s, stale_ok=stale_ok)
 
     def _stream(
         self, source: StreamSource[T], limit_s: float, on_outage: OnOutage | None = None

@@ -52,7 +52,7 @@ def _wait_until_paused(
         Unavailable: see `wait_until`.
     """
 
-    def look() -> str:
+    def check() -> str:
         view = client.get(job_id)
         phase, name = view.record.phase, view.record.spec.name
         if phase is JobPhase.PAUSED and not view.workers:
@@ -64,7 +64,7 @@ def _wait_until_paused(
         return _pausing(view)
 
     again = target.command("resume", job_id)
-    wait_until(client, look, timeout_s, f"the pause goes on; end it: {again}")
+    wait_until(client, check, timeout_s, f"the pause goes on; end it: {again}")
 
 
 def _pausing(view: JobView) -> str:

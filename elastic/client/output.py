@@ -62,7 +62,7 @@ class LineCutter:
         self.shows_prefix = shows_prefix
         self._prefix = prefix or prefix_of
         self.holds_tracebacks = holds_tracebacks
-        self._voices: dict[str, _WorkerOutput] = {}
+        self._outputs: dict[str, _WorkerOutput] = {}
 
     def take(self, chunk: LogChunk, now_ns: int) -> str:
         """Return what can be shown now: complete lines (unless one is very long).
@@ -71,60 +71,60 @@ class LineCutter:
         """
         if not (self.shows_prefix or self.holds_tracebacks):
             return chunk.text
-        voice = self._voices.setdefault(chunk.worker_id, _WorkerOutput(""))
-        voice.prefix = self._prefix(chunk) if self.shows_prefix else ""
-        text = voice.begun + chunk.text
+        output = self._outputs.setdefault(chunk.worker_id, _WorkerOutput(""))
+        output.prefix = self._prefix(chunk) if self.shows_prefix else ""
+        text = output.begun + chunk.text
         cut = text.rfind("\n") + 1
         if len(text) - cut > LINE_CHARS_MAX:
             cut = len(text)
-        text, voice.begun = text[:cut], text[cut:]
-        text, was_held, voice.held = voice.held + text, bool(voice.held), ""
+        text, output.begun = text[:cut], text[cut:]
+        text, was_held, output.held = output.held + text, bool(output.held), ""
         if not self.holds_tracebacks:
-            return self._shown(voice, text)
+            return self._shown(output, text)
         text = without_noticed(text)
         start = text.find(TRACEBACK)
         if start < 0 or len(text) - start > HELD_CHARS_MAX:
-            return self._shown(voice, text)
+            return self._shown(output, text)
         start = text.rfind("\n", 0, start) + 1  # It may follow "[rank0]: ".
         if not was_held:
-            voice.held_since_ns = now_ns
-        voice.held = text[start:]
-        return self._shown(voice, text[:start])
+            output.held_since_ns = now_ns
+        output.held = text[start:]
+        return self._shown(output, text[:start])
 
     def overdue(self, now_ns: int) -> str:
         """Return the tracebacks that were held for long enough."""
         return "".join(
-            self._released(voice)
-            for voice in self._voices.values()
-            if voice.held and now_ns - voice.held_since_ns > HOLD_S * 1e9
+            self._released(output)
+            for output in self._outputs.values()
+            if output.held and now_ns - output.held_since_ns > HOLD_S * 1e9
         )
 
-    def rest(self, traceback: str) -> str:
+    def flush(self, traceback: str) -> str:
         """Return all that is left, except a traceback that is shown elsewhere.
 
         Args:
             traceback: the failure that ended the job, "" for none.
         """
         shown = ""
-        for voice in self._voices.values():
-            text, voice.held, voice.begun = voice.held + voice.begun, "", ""
+        for output in self._outputs.values():
+            text, output.held, output.begun = output.held + output.begun, "", ""
             if traceback:
                 before, _, after = text.partition(traceback.rstrip("\n"))
                 text = before + after.lstrip("\n")
             if text.strip():
-                shown += self._shown(voice, text if text.endswith("\n") else text + "\n")
+                shown += self._shown(output, text if text.endswith("\n") else text + "\n")
         return shown
 
-    def _released(self, voice: _WorkerOutput) -> str:
-        text, voice.held = without_noticed(voice.held, is_all=True), ""
-        return self._shown(voice, text)
+    def _released(self, output: _WorkerOutput) -> str:
+        text, output.held = without_noticed(output.held, is_all=True), ""
+        return self._shown(output, text)
 
-    def _shown(self, voice: _WorkerOutput, text: str) -> str:
-        if not voice.prefix or not text:
+    def _shown(self, output: _WorkerOutput, text: str) -> str:
+        if not output.prefix or not text:
             return text
         # Not splitlines(): a progress bar that overwrites itself with \r is one line.
         lines = text.removesuffix("\n").split("\n")
-        return "".join(f"{voice.prefix}{line}\n" for line in lines)
+        return "".join(f"{output.prefix}{line}\n" for line in lines)
 
 
 def without_noticed(text: str, *, is_all: bool = False) -> str:

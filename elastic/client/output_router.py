@@ -66,7 +66,7 @@ def parse_streams(flag: str, text: str) -> frozenset[int]:
 class OutputRouter:
     """Routes the output of one job's workers."""
 
-    wish: LogOptions
+    options: LogOptions
     _local: dict[WorkerId, int] = field(default_factory=dict)
 
     def know(self, view: JobView) -> None:
@@ -84,22 +84,22 @@ class OutputRouter:
         Raises:
             StorageError: the file cannot be written.
         """
-        rank, wish = self._rank(chunk), self.wish
-        is_redirected = _speaks_of(wish.redirects, rank)
-        if wish.directory and (is_redirected or _speaks_of(wish.tee, rank)):
+        rank, options = self._rank(chunk), self.options
+        is_redirected = _speaks_of(options.redirects, rank)
+        if options.directory and (is_redirected or _speaks_of(options.tee, rank)):
             self._write(chunk)
-        is_hidden = is_redirected and not _speaks_of(wish.tee, rank)
-        return not is_hidden and (not wish.local_ranks or rank in wish.local_ranks)
+        is_hidden = is_redirected and not _speaks_of(options.tee, rank)
+        return not is_hidden and (not options.local_ranks or rank in options.local_ranks)
 
     def prefix(self, chunk: LogChunk) -> str:
         """Return the prefix for each line of this output, "" unless it is teed."""
         rank = self._rank(chunk)
-        if not _speaks_of(self.wish.tee, rank):
+        if not _speaks_of(self.options.tee, rank):
             return ""
         fields: Mapping[str, object] = {
-            "role_name": self.wish.role, "local_rank": rank, "rank": max(chunk.rank, 0),
+            "role_name": self.options.role, "local_rank": rank, "rank": max(chunk.rank, 0),
         }  # fmt: skip
-        return Template(self.wish.prefix).safe_substitute(fields)
+        return Template(self.options.prefix).safe_substitute(fields)
 
     def _rank(self, chunk: LogChunk) -> int:
         """Return the local rank; before the first group, the rank is used instead."""
@@ -108,7 +108,7 @@ class OutputRouter:
     def _write(self, chunk: LogChunk) -> None:
         attempt = max(chunk.generation - 1, 0)
         place = str(chunk.rank) if chunk.rank >= 0 else chunk.worker_id.replace("/", "-")
-        path = Path(self.wish.directory) / f"attempt_{attempt}" / place / FILE
+        path = Path(self.options.directory) / f"attempt_{attempt}" / place / FILE
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("a", encoding="utf-8") as file:

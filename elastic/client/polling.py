@@ -46,15 +46,15 @@ def wait_until(
     away_since: float | None = None
     printed = text = ""
     while True:
-        asked = time.monotonic()
+        polled_at = time.monotonic()
         try:
             text = check() or _unsure(client, time.monotonic() - started)
         except CoordinatorUntrusted:
             raise
         except Unavailable:
-            away_since = away_since or asked
+            away_since = away_since or polled_at
             if time.monotonic() - away_since > OUTAGE_LIMIT_S:
-                printer.say(goes_on)
+                printer.print_line(goes_on)
                 raise
             printer.outage(time.monotonic() - away_since)
             text = text or "the coordinator does not answer"
@@ -70,7 +70,7 @@ def wait_until(
         is_news = text != printed and waited_s > SAY_AFTER_S
         if away_since is None and (is_news or time.monotonic() - reported_at > REPEAT_S):
             printed, reported_at = text, time.monotonic()
-            printer.say(f"waits since {waited_s:.1f} s: {text}")
+            printer.print_line(f"waits since {waited_s:.1f} s: {text}")
         time.sleep(POLL_S)
 
 

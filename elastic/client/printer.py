@@ -72,7 +72,7 @@ class JobPrinter:
         ranks: tuple[int, ...] | None = (0,),
         stdout: TextIO | None = None,
         clock: Clock | None = None,
-        voices: OutputRouter | None = None,
+        router: OutputRouter | None = None,
     ) -> None:
         """Write to stderr, and output of workers to stdout, by default.
 
@@ -81,16 +81,16 @@ class JobPrinter:
             ranks: see the class.
             stdout: for output of workers.
             clock: for ages.
-            voices: routes and formats output; by default `ranks` selects it.
+            router: routes and formats output; by default `ranks` selects it.
         """
         self.ranks = ranks
         self._console = console or PlainConsole(stderr=True)
         self._stdout = stdout or sys.stdout
         self._clock = clock or SystemClock()
-        self._voices = voices
+        self._router = router
         self._lines = LineCutter(
             shows_prefix=ranks is not None and len(ranks) != 1,
-            prefix=None if voices is None else voices.prefix,
+            prefix=None if router is None else router.prefix,
         )
         self._view: JobView | None = None
         self._reported: tuple[object, ...] = ()
@@ -128,28 +128,28 @@ class JobPrinter:
         Args:
             reported_elsewhere: a traceback that the caller shows, and that is omitted here.
         """
-        self._say_loss(is_over=True)
-        self._write(self._lines.rest(reported_elsewhere))
+        self._print_loss(is_over=True)
+        self._write(self._lines.flush(reported_elsewhere))
         if self._metrics_due:
-            self._say_metrics()
+            self._print_metrics()
         live, self._live = self._live, None
         if live is not None:
             live.stop()
         if self._view is not None and has_ended(self._view):
             colour = COLOURS[self._view.record.phase]
-            self.say(ending_line(self._view), style=colour)
+            self.print_line(ending_line(self._view), style=colour)
 
     # ------------------------------------------------------------ inputs
 
     def job(self, view: JobView) -> None:
         """Take a snapshot; print what changed."""
         self._view = view
-        if self._voices is not None:
-            self._voices.know(view)
+        if self._router is not None:
+            self._router.know(view)
         record = view.record
         if record.generation > self._generation and record.phase is JobPhase.RUNNING:
             self._generation = record.generation
-            self._say_group(world_size(view), record.group.reason if record.group else "")
+            self._print_group(world_size(view), record.group.reason if record.group else "")
         state = (record.phase, missing(view))
         if state != self._reported:
             self._reported = state
@@ -164,28 +164,30 @@ class JobPrinter:
             if generation > self._generation:
                 self._generation = generation
                 cause = fields.get("cause", "")
-                self._say_group(int(fields.get("world_size", "0")), cause, fields.get("reason", ""))
+                self._print_group(
+                    int(fields.get("world_size", "0")), cause, fields.get("reason", "")
+                )
         elif name == "group_training":
             line = self._losses.trains(int(fields.get("generation", "0")), timed.unix_ns)
             if line:
-                self.say(line)
+                self.print_line(line)
         elif name == "worker_gone" and not fields.get("cause", "").startswith(BY_ORDER):
             self._lost(fields, timed.unix_ns)
         elif name == "change_planned":
             self._planned = (fields.get("reason", ""), self._clock.monotonic_ns())
         elif name in RULED:
             blank = dict.fromkeys(("reason", "path", "number", "workers"), "")
-            self.say(RULED[name].format_map({**blank, **fields}))
+            self.print_line(RULED[name].format_map({**blank, **fields}))
 
     def report(self, metrics: dict[str, Any]) -> None:
         """Take the metrics of rank 0; printed at most once a second, without an updating line."""
         self._metrics, self._metrics_due = metrics, self._live is None
         if self._age_s(self._metrics_ns) >= METRICS_INTERVAL_S:
-            self._say_metrics()
+            self._print_metrics()
 
     def output(self, chunk: LogChunk) -> None:
         """Show a worker's output."""
-        if self._voices is not None and not self._voices.route(chunk):
+        if self._router is not None and not self._router.route(chunk):
             return
         self._write(self._lines.take(chunk, self._clock.monotonic_ns()))
 
@@ -196,29 +198,29 @@ class JobPrinter:
             self._outage_since_ns = now_ns - round(seconds * 1e9)
             if seconds >= max(1.0, 2 * self._outage_reported_s):
                 self._outage_reported_s = seconds
-                self.say(f"coordinator unreachable since {seconds:.0f} s, training goes on")
+                self.print_line(f"coordinator unreachable since {seconds:.0f} s, training goes on")
         elif self._outage_since_ns is not None:
             if self._outage_reported_s:
                 away = duration(now_ns - self._outage_since_ns)
-                self.say(f"coordinator answers again after {away}")
+                self.print_line(f"coordinator answers again after {away}")
             self._outage_since_ns, self._outage_reported_s = None, 0.0
 
     def tick(self) -> None:
         """Print what is overdue: held output, delayed lines, a wait that lasts."""
         self._write(self._lines.overdue(self._clock.monotonic_ns()))
-        self._say_loss()
+        self._print_loss()
         reason, since_ns = self._planned
         if reason and self._age_s(since_ns) >= SOON_S:
             self._planned = ("", 0)
-            self.say(f"a change is planned: {reason}")
+            self.print_line(f"a change is planned: {reason}")
         if self._metrics_due and self._age_s(self._metrics_ns) >= METRICS_INTERVAL_S:
-            self._say_metrics()
+            self._print_metrics()
         if self._live is None and self._age_s(self._reported_ns) >= REPEAT_S:
-            self._say_state()
+            self._print_state()
         if self._live is None and self._age_s(self._paced_ns) >= REPEAT_S:
-            self._say_pace()
+            self._print_pace()
 
-    def say(self, text: str, *, style: str = "") -> None:
+    def print_line(self, text: str, *, style: str = "") -> None:
         """Print one line about the job."""
         line = Text(f"[elastic {time.strftime('%H:%M:%S')}] ", style="dim").append(
             plain(text), style=style or "default"
@@ -231,34 +233,34 @@ class JobPrinter:
         rank = fields.get("rank", "-1")
         who = f"worker {fields.get('worker')}{f' (rank {rank})' if rank != '-1' else ''}"
         if rank == "-1":  # It was in no group: training was not interrupted.
-            self.say(f"lost {who}, {fields.get('cause')}")
+            self.print_line(f"lost {who}, {fields.get('cause')}")
             return
         now_ns = self._clock.monotonic_ns()
         self._losses.add(who, fields.get("cause", ""), at_unix_ns=at_unix_ns, now_ns=now_ns)
 
-    def _say_loss(self, *, is_over: bool = False) -> None:
+    def _print_loss(self, *, is_over: bool = False) -> None:
         line = self._losses.overdue(self._clock.monotonic_ns(), is_over=is_over)
         if line:
-            self.say(line)
+            self.print_line(line)
 
-    def _say_group(self, size: int, cause: str, reason: str = "") -> None:
+    def _print_group(self, size: int, cause: str, reason: str = "") -> None:
         self._planned = ("", 0)
         if self._losses:
             self._losses.formed(self._generation, size)
             return
         more = "" if cause in ("", "start") else f" ({': '.join(filter(None, (cause, reason)))})"
-        self.say(f"generation {self._generation}: {workers(size)}{more}")
+        self.print_line(f"generation {self._generation}: {workers(size)}{more}")
 
-    def _say_state(self) -> None:
+    def _print_state(self) -> None:
         view, now_ns = self._view, self._clock.monotonic_ns()
         self._reported_ns = now_ns
         if view is None or self._outage_since_ns is not None:
             return
         name, waiting = view.record.spec.name, waiting_line(view, now_ns)
         if waiting:
-            self.say(f"job {name} {waiting}")
+            self.print_line(f"job {name} {waiting}")
 
-    def _say_pace(self) -> None:
+    def _print_pace(self) -> None:
         """Print a training job's progress, where there is no updating line."""
         self._paced_ns = self._clock.monotonic_ns()
         view = self._view
@@ -266,13 +268,13 @@ class JobPrinter:
             return
         parts = (progress_line(view.telemetry), logged_line(view.telemetry))
         size, generation = workers(world_size(view)), view.record.generation
-        self.say(f"{', '.join(filter(None, parts))} ({size}, generation {generation})")
+        self.print_line(f"{', '.join(filter(None, parts))} ({size}, generation {generation})")
 
-    def _say_metrics(self) -> None:
+    def _print_metrics(self) -> None:
         self._metrics_due, self._metrics_ns = False, self._clock.monotonic_ns()
         line = metrics_line(self._metrics)
         if line and self._live is None:
-            self.say(f"report: {line}")
+            self.print_line(f"report: {line}")
 
     def _moving_line(self) -> RenderableType:
         """Return the line at the bottom of a terminal; drawn by rich's own thread."""

@@ -133,12 +133,12 @@ def logs(target: ClusterTarget, job: str, follow: bool, output: str, **wanted: A
     Also of workers that were killed and of jobs that have ended. Lines begin with generation, rank
     and node, unless one rank is asked for. JSON is one object for each piece of output.
     """
-    wish = LogQuery(follow=follow, **wanted)
+    query = LogQuery(follow=follow, **wanted)
     with target.connect() as client:
         view = client.get(job)
         if follow:
-            _say_wait(view)
-        _print_logs(client, view, wish, output=output)
+            _print_wait(view)
+        _print_logs(client, view, query, output=output)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,24 +169,24 @@ class LogQuery:
         return replace(chunk, text=text) if text else None
 
 
-def _say_wait(view: JobView) -> None:
+def _print_wait(view: JobView) -> None:
     line = waiting_line(view, _clock.monotonic_ns())
     if line:
-        JobPrinter().say(f"job {view.record.spec.name} {line}")
+        JobPrinter().print_line(f"job {view.record.spec.name} {line}")
 
 
 def _print_logs(
     client: Client,
     view: JobView,
-    wish: LogQuery,
+    query: LogQuery,
     *,
     output: str,
 ) -> None:
-    lines = LineCutter(shows_prefix=len(wish.ranks) != 1, holds_tracebacks=False)
+    lines = LineCutter(shows_prefix=len(query.ranks) != 1, holds_tracebacks=False)
     shown = plain_output if sys.stdout.isatty() else str
     job_id = view.record.spec.job_id
-    with client.logs(job_id, ranks=wish.ranks, tail=wish.tail, follow=wish.follow) as chunks:
-        for chunk in filter(None, map(wish.of, chunks)):
+    with client.logs(job_id, ranks=query.ranks, tail=query.tail, follow=query.follow) as chunks:
+        for chunk in filter(None, map(query.of, chunks)):
             if output == "json":
                 fields = {
                     "worker_id": chunk.worker_id,
@@ -199,7 +199,7 @@ def _print_logs(
                 click.echo(json.dumps(fields))
             else:
                 click.echo(shown(lines.take(chunk, _clock.monotonic_ns())), nl=False)
-    click.echo(shown(lines.rest("")), nl=False)
+    click.echo(shown(lines.flush("")), nl=False)
 
 
 @click.command()

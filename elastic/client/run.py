@@ -88,22 +88,22 @@ def run(target: ClusterTarget, /, detach: bool, standalone: bool, **given: Any) 
     Ctrl-C ends it at once. Other signals, such as SIGUSR1, are not passed on: send them to workers.
     """
     context = click.get_current_context()
-    launch, wish = _launch(context, given), _log_request(given)
+    launch, options = _launch(context, given), _log_request(given)
     cluster = _named(context, target, standalone=standalone, coord=given["coord"])
     if detach and cluster is None:
         raise UsageError(
             "--detach, but no coordinator is named: the cluster of this command's own ends with "
             "it; give --coord HOST:PORT (or ELASTIC_COORD)"
         )
-    if detach and (wish.redirects or wish.tee):
+    if detach and (options.redirects or options.tee):
         raise UsageError("--detach, and --tee or --redirects: nobody is left to write output")
     job_spec(launch, JobSize(1, 1), job_id="j-", stamp="")  # Raises for errors in the options.
     if cluster is None:
         check_alone(launch)
-    _say_ignored(context, standalone=standalone)
+    _warn_ignored(context, standalone=standalone)
     if cluster is None:
-        _say_alone(context)
-    logs = _with_directory(wish, given)
+        _print_alone(context)
+    logs = _with_directory(options, given)
     with _ending_signals() as came:
         try:
             if cluster is None:
@@ -160,10 +160,10 @@ def _log_request(given: dict[str, Any]) -> LogOptions:
     )
 
 
-def _with_directory(wish: LogOptions, given: dict[str, Any]) -> LogOptions:
+def _with_directory(options: LogOptions, given: dict[str, Any]) -> LogOptions:
     """Create the directory for output, if output is written to files."""
-    if not (wish.redirects or wish.tee):
-        return wish
+    if not (options.redirects or options.tee):
+        return options
     stem = plain_name(given["rdzv_id"]) if given["rdzv_id"] else "elastic"
     parent = given["log_dir"] or tempfile.gettempdir()
     try:
@@ -174,8 +174,8 @@ def _with_directory(wish: LogOptions, given: dict[str, Any]) -> LogOptions:
             f"no directory for output can be made in {parent} ({error.strerror or error}): give "
             f"--log-dir one that you may write to"
         ) from error
-    _say(f"output of workers, stdout and stderr together, is written below {directory}")
-    return replace(wish, directory=directory)
+    _notice(f"output of workers, stdout and stderr together, is written below {directory}")
+    return replace(options, directory=directory)
 
 
 def _named(
@@ -193,15 +193,15 @@ def _named(
     return target
 
 
-def _say_ignored(context: click.Context, *, standalone: bool) -> None:
+def _warn_ignored(context: click.Context, *, standalone: bool) -> None:
     for flag, instead in IGNORED.items():
         is_silent = standalone and flag.startswith("rdzv-")  # As torchrun has it.
         if _is_given(context, flag.replace("-", "_")) and not is_silent:
             value = context.params[flag.replace("-", "_")]
-            _say(f"--{flag}{'' if value is True else f' {value}'} has no effect: {instead}")
+            _notice(f"--{flag}{'' if value is True else f' {value}'} has no effect: {instead}")
 
 
-def _say_alone(context: click.Context) -> None:
+def _print_alone(context: click.Context) -> None:
     """Print the flags that have an effect only on a shared cluster."""
     for option in context.command.params:
         name = option.name or ""
@@ -209,7 +209,7 @@ def _say_alone(context: click.Context) -> None:
             flag = (option.opts if context.params[name] else option.secondary_opts or option.opts)[
                 0
             ]
-            _say(
+            _notice(
                 f"{flag} has no effect: the cluster that is started for this job has no other; "
                 f"--coord HOST:PORT names one that is shared"
             )
@@ -226,7 +226,7 @@ def _misused(text: str) -> None:
     raise click.UsageError(text)
 
 
-def _say(text: str) -> None:
+def _notice(text: str) -> None:
     click.echo(f"elastic run: {text}", err=True)
 
 
@@ -253,7 +253,7 @@ def _run_here(launch: RunCommandLine, logs: LogOptions, came: list[int]) -> None
     cluster, node = _start(launch)
     try:
         size = size_here(launch, node)
-        _say_size(launch, size)
+        _print_size(launch, size)
         with Client(cluster.address, cluster.access) as client:
             spec = _submit(client, launch, size, only=node)
             job = _Job(spec=spec, logs=logs, is_named=bool(launch.name), came=came)
@@ -297,7 +297,7 @@ def _run_there(
     with target.connect() as client:
         nodes = [n.node for n in client.status().view.nodes if n.phase is NodePhase.READY]
         size = size_on(launch, nodes)
-        _say_size(launch, size)
+        _print_size(launch, size)
         spec = _submit(client, launch, size)
         if detach:
             click.echo(f"follow it: {target.command('logs', '-f', spec.job_id)}", err=True)
@@ -306,9 +306,9 @@ def _run_there(
         _follow(client, _Job(spec=spec, logs=logs, is_named=bool(launch.name), came=came))
 
 
-def _say_size(launch: RunCommandLine, size: JobSize) -> None:
+def _print_size(launch: RunCommandLine, size: JobSize) -> None:
     if default_threads(size) and not launch.threads and THREADS not in launch.shared.env:
-        _say(f"{THREADS}=1 for each of {size.per_node} workers of a node; set it to choose")
+        _notice(f"{THREADS}=1 for each of {size.per_node} workers of a node; set it to choose")
 
 
 def _submit(
@@ -331,7 +331,7 @@ def _submit(
             _stop(client, spec)  # It may have been accepted by now.
             raise
     bounds = workers(size.high) if size.low == size.high else f"{size.low} to {size.high} workers"
-    _say(f"job {spec.name} ({spec.job_id}) with {bounds}, results in {spec.run_path}")
+    _notice(f"job {spec.name} ({spec.job_id}) with {bounds}, results in {spec.run_path}")
     return spec
 
 
@@ -352,7 +352,7 @@ def _follow(client: Client, job: _Job, *, check: Callable[[], None] | None = Non
         limit_s = spec.grace_s if job.came else None
         return stop_saved(client, spec, "interrupted", limit_s=limit_s)
 
-    printer = JobPrinter(ranks=(), voices=OutputRouter(job.logs))
+    printer = JobPrinter(ranks=(), router=OutputRouter(job.logs))
     try:
         view = follow(client, spec.job_id, printer, on_interrupt=interrupted, check=check)
     except Unavailable:
@@ -364,7 +364,7 @@ def _follow(client: Client, job: _Job, *, check: Callable[[], None] | None = Non
     note_end(spec.run_path, spec.job_id, record.phase, record.reason)
     if record.phase is JobPhase.STOPPED:
         named = "again" if job.is_named else f"with --name {spec.name}"
-        _say(where_it_goes_on(view, f"the same command {named}"))
+        _notice(where_it_goes_on(view, f"the same command {named}"))
     if has_come:
         raise KeyboardInterrupt
     code = ending_code(view)

@@ -258,7 +258,7 @@ def print_job(view: JobView, now_ns: int, console: Console) -> None:
         "worker", "node", "rank", "phase", "since", "generation", "steps", *columns, "pid"
     )
     for worker in view.workers:
-        report, told = worker.report, worker.telemetry
+        report, telemetry = worker.report, worker.telemetry
         table.add_row(
             report.worker_id,
             worker.node_id,
@@ -267,7 +267,7 @@ def print_job(view: JobView, now_ns: int, console: Console) -> None:
             duration(now_ns - worker.since_ns),
             str(report.generation),
             str(worker.steps),
-            *parts_of_step(told),
+            *parts_of_step(telemetry),
             str(report.pid or "-"),
         )
     console.print(table)

@@ -61,9 +61,9 @@ def stack(
     with target.connect() as client:
         job_id = client.get(job).record.spec.job_id
         before = newest_dumps(client, job_id)
-        asked = client.stacks(job_id, ranks=ranks)
-        found = _await(client, job_id, asked, before)
-    missing = sorted(set(asked) - set(found))
+        requested = client.stacks(job_id, ranks=ranks)
+        found = _await(client, job_id, requested, before)
+    missing = sorted(set(requested) - set(found))
     if output == "json":
         stacks = {
             w: {"rank": d.rank, "threads": list(map(list, d.threads))} for w, d in found.items()
@@ -120,15 +120,15 @@ def _of_user(frames: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _await(
-    client: Client, job_id: str, asked: Iterable[WorkerId], before: dict[WorkerId, Dump]
+    client: Client, job_id: str, requested: Iterable[WorkerId], before: dict[WorkerId, Dump]
 ) -> dict[WorkerId, Dump]:
     """Wait until all asked workers have written, up to a timeout; return the stacks found."""
     deadline, seen = time.monotonic() + WAIT_S, dict[WorkerId, Dump]()
     while True:
         now = newest_dumps(client, job_id)
-        fresh = {w: now[w] for w in asked if w in now and now[w] != before.get(w)}
+        fresh = {w: now[w] for w in requested if w in now and now[w] != before.get(w)}
         # Twice the same, so that none of it is still in transit.
-        if (set(fresh) == set(asked) and fresh == seen) or time.monotonic() >= deadline:
+        if (set(fresh) == set(requested) and fresh == seen) or time.monotonic() >= deadline:
             return fresh
         seen = fresh
         time.sleep(PAUSE_S)

@@ -171,7 +171,7 @@ class StudyView:
         if self._live is not None:
             self._live.stop()
 
-    def say(self, line: str) -> None:
+    def print_line(self, line: str) -> None:
         """Print a line above the table."""
         if self._live is not None:
             self._live.console.print(escape(line))
@@ -181,7 +181,7 @@ class StudyView:
     def moved(self, line: str) -> None:
         """Print an event of a trial, if there is no table."""
         if self._live is None:
-            self.say(line)
+            self.print_line(line)
 
     def draw(self, seconds: float) -> None:
         """Update the table.

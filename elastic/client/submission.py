@@ -87,8 +87,8 @@ def _stem(options: SubmitOptions) -> str:
 
 def plain_name(text: str) -> str:
     """Return a text as a valid name: letters and digits, "_" for all else."""
-    letters = "".join(c if c.isascii() and (c.isalnum() or c in "._-") else "_" for c in text)
-    return letters.lstrip("._-")[:NAME_CHARS_MAX] or "job"
+    characters = "".join(c if c.isascii() and (c.isalnum() or c in "._-") else "_" for c in text)
+    return characters.lstrip("._-")[:NAME_CHARS_MAX] or "job"
 
 
 def entry_of(script: str, *, is_module: bool, working_dir: str) -> Entry:

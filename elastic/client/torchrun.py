@@ -101,18 +101,18 @@ def per_node(launch: RunCommandLine, nodes: Sequence[Node]) -> int:
     Raises:
         UsageError: no node is connected, or none has a GPU.
     """
-    wish = launch.nproc_per_node
-    if wish not in AS_MANY:
-        return int(wish)
+    wanted = launch.nproc_per_node
+    if wanted not in AS_MANY:
+        return int(wanted)
     if not nodes:
         raise UsageError(
-            f"--nproc-per-node {wish}: no node is connected that could be counted; start an "
+            f"--nproc-per-node {wanted}: no node is connected that could be counted; start an "
             f"elastic-agent, or give a number"
         )
     gpus = [int(node.resources.amount("GPU")) for node in nodes]
-    if wish == "gpu" and not max(gpus):
+    if wanted == "gpu" and not max(gpus):
         raise UsageError(f"--nproc-per-node gpu: none of {len(nodes)} nodes has a GPU; try cpu")
-    if wish != "cpu" and max(gpus):
+    if wanted != "cpu" and max(gpus):
         return min(count for count in gpus if count)
     return max(1, min(int(node.resources.amount("CPU")) for node in nodes))
 

@@ -27,8 +27,8 @@ def track(run: str, trackers: tuple[str, ...]) -> None:
     path = run_path_of(parent or ("/" if run.startswith("/") else "."), name)
     if not has_metrics(RunDirectory(path).files):
         raise UsageError(f"{path} has no metrics: name the directory of a run, storage_path/name")
-    for wish in parse_trackers(",".join(trackers)):
-        tracking = Tracking(path, wish)
+    for spec in parse_trackers(",".join(trackers)):
+        tracking = Tracking(path, spec)
         count = tracking.turn()
         tracking.close()
-        click.echo(f"{wish.kind}: {count} new report{'' if count == 1 else 's'}")
+        click.echo(f"{spec.kind}: {count} new report{'' if count == 1 else 's'}")

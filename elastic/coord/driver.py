@@ -153,7 +153,7 @@ class Driver:
         staging = asyncio.ensure_future(self._staging.run())
         # A tick, so that its failure is noticed at once, not at the next event.
         staging.add_done_callback(lambda _: self._queue.put_nowait((Tick(), False)))
-        naps = asyncio.ensure_future(watch_suspends(self._woke))
+        suspends = asyncio.ensure_future(watch_suspends(self._woke))
         try:
             while True:
                 event = await self._next_event()
@@ -162,7 +162,7 @@ class Driver:
                 await self._step(event)
                 await self._gather()
         finally:
-            naps.cancel()
+            suspends.cancel()
             staging.cancel()
             with anyio.CancelScope(shield=True):
                 # No write of this term may be under way in the next one.
@@ -229,11 +229,11 @@ class Driver:
             return await self.request(lambda number: SubmitRequested(number, spec, submitter))
         self._staging.check_open()
         small = replace(spec, entry=replace(spec.entry, payload=b""))
-        asked = await self.request(
-            lambda number: SubmitRequested(number, small, submitter, only_asks=True)
+        checked = await self.request(
+            lambda number: SubmitRequested(number, small, submitter, dry_run=True)
         )
-        if asked.error:
-            return asked
+        if checked.error:
+            return checked
         is_taken = False
         with self._staging.held(job_id):
             try:

@@ -151,7 +151,7 @@ class JobHistory:
         elif name == "checkpoint_refused":
             self.refused_checkpoints += 1
 
-    def look(self, job: JobView, unix_ns: int) -> None:
+    def sample(self, job: JobView, unix_ns: int) -> None:
         """Sample the job's state and telemetry, once a second."""
         group, before = job.record.group, self._seen
         if group is None or job.record.phase is not JobPhase.RUNNING:
@@ -253,7 +253,7 @@ class History:
                 self.queue_waits.add((timed.unix_ns - job.submitted_ns) / NS_PER_S)
                 job.submitted_ns = 0
 
-    def look(self, view: ClusterView, unix_ns: int) -> None:
+    def sample(self, view: ClusterView, unix_ns: int) -> None:
         """Sample all jobs, once a second, and drop those that the coordinator forgot."""
         known = {job.record.spec.job_id: job for job in view.jobs}
         for job_id in [job_id for job_id in self._jobs if job_id not in known]:
@@ -261,4 +261,4 @@ class History:
         for job_id, job in known.items():
             if job.record.phase is JobPhase.RUNNING:
                 history = self._jobs.setdefault(job_id, JobHistory())
-                history.look(job, unix_ns)
+                history.sample(job, unix_ns)

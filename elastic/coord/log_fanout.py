@@ -77,11 +77,11 @@ class MergedOutput:
         self.follows: dict[WorkerId, LogSubscription] = {}
         self.lost: set[WorkerId] = set()
 
-    def begin(self, wish: LogSubscription) -> None:
+    def begin(self, subscription: LogSubscription) -> None:
         """Record that an agent was asked for a worker's output."""
-        self.follows[wish.worker_id] = wish
-        if wish.worker_id not in self._queues:
-            self._awaited.add(wish.worker_id)
+        self.follows[subscription.worker_id] = subscription
+        if subscription.worker_id not in self._queues:
+            self._awaited.add(subscription.worker_id)
 
     def put(self, worker_id: WorkerId, text: str, lines: LogLines | None = None) -> None:
         """Queue output, or count it as dropped.
@@ -211,34 +211,38 @@ class LogFanout:
             return False
         self._number += 1
         room = ROOM if len(merged.follows) < FEW else LITTLE_ROOM
-        wish = LogSubscription(f"f{self._number}", session.session_id, worker_id)
-        self._open[wish.follow_id] = (wish, merged)
-        merged.begin(wish)
+        subscription = LogSubscription(f"f{self._number}", session.session_id, worker_id)
+        self._open[subscription.follow_id] = (subscription, merged)
+        merged.begin(subscription)
         session.send(
-            FollowLogs(wish.follow_id, worker_id, tail_lines=tail_lines, follow=follow, room=room)
+            FollowLogs(
+                subscription.follow_id, worker_id, tail_lines=tail_lines, follow=follow, room=room
+            )
         )
         return True
 
     def take(self, session_id: SessionId, lines: LogLines) -> None:
         """Pass output on; ignore output that this agent was not asked for."""
-        wish, merged = self._open.get(lines.follow_id, (None, None))
-        if wish is None or merged is None or wish.session_id != session_id:
+        subscription, merged = self._open.get(lines.follow_id, (None, None))
+        if subscription is None or merged is None or subscription.session_id != session_id:
             return
-        merged.put(wish.worker_id, lines.text, lines)
+        merged.put(subscription.worker_id, lines.text, lines)
         if lines.end:
             del self._open[lines.follow_id]
-            merged.finish(wish.worker_id, lost=False)
+            merged.finish(subscription.worker_id, lost=False)
 
     def make_room(self, merged: MergedOutput) -> None:
         """Give agents credit to send as much as the reader has taken."""
         for worker_id, chars in merged.taken().items():
-            wish = merged.follows.get(worker_id)
-            session = self._sessions.find(wish.session_id) if wish is not None else None
-            if wish is not None and session is not None:
-                session.send(FollowLogs(wish.follow_id, worker_id, room=chars))
+            subscription = merged.follows.get(worker_id)
+            session = (
+                self._sessions.find(subscription.session_id) if subscription is not None else None
+            )
+            if subscription is not None and session is not None:
+                session.send(FollowLogs(subscription.follow_id, worker_id, room=chars))
 
     def _on_session_end(self, session_id: SessionId) -> None:
-        for wish, merged in list(self._open.values()):
-            if wish.session_id == session_id:
-                del self._open[wish.follow_id]
-                merged.finish(wish.worker_id, lost=True)
+        for subscription, merged in list(self._open.values()):
+            if subscription.session_id == session_id:
+                del self._open[subscription.follow_id]
+                merged.finish(subscription.worker_id, lost=True)

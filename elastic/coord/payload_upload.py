@@ -157,11 +157,11 @@ class PayloadUploads:
         """
         try:
             while True:
-                wish = await self._queue.get()
-                if isinstance(wish, PayloadWrite):
-                    await self._write(wish)
-                elif not self._held[wish] and not self._is_known(wish):
-                    await self._journal.unstage(wish)
+                item = await self._queue.get()
+                if isinstance(item, PayloadWrite):
+                    await self._write(item)
+                elif not self._held[item] and not self._is_known(item):
+                    await self._journal.unstage(item)
         finally:
             self._is_over = True
             for load in self._waiting:

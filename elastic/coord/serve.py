@@ -255,8 +255,8 @@ def open_endpoint(options: ServeOptions, clock: Clock) -> tuple[Audit, Server, P
     audit = Audit(options.audit_log, process=process, clock=clock)
     try:
         # Named later: the name includes the port, which is known once it is bound.
-        office = LeaderState("", clock)
-        guard = Guard(locks, audit, clock, office)
+        leader_state = LeaderState("", clock)
+        guard = Guard(locks, audit, clock, leader_state)
         server = Server(
             options.listen, guard, tls=tls, connections=connections, silence_s=options.silence_s
         )
@@ -310,7 +310,7 @@ class _Components:
         address = options.advertise or advertised(server.address)
         # In containers all coordinators may have the same address and the same pid.
         self._name = f"{address}/{os.getpid()}"
-        self._leader_state = server.office
+        self._leader_state = server.leader_state
         self._leader_state.name = self._name
         self._follower = StandbyView(store, options.prefix, self._leader_state, self._clock)
         self._shared = is_shared(options.store)
@@ -322,7 +322,9 @@ class _Components:
 
     async def run(self, announce: Callable[[str], None], more: Sequence[Part] = ()) -> None:
         """Run until a signal, or until a part fails; with `more` parts."""
-        desk = ServiceContext(self._leader_state, self._follower, self._options.store, self._clock)
+        context = ServiceContext(
+            self._leader_state, self._follower, self._options.store, self._clock
+        )
         parts: list[Part] = [
             self._end_on_signal,
             self._server.keep_health,
@@ -336,11 +338,11 @@ class _Components:
             parts += [self._roster.keep, Watchdog().keep]
         page = self._page
         if page is not None:
-            parts.append(lambda: page.run(desk))
+            parts.append(lambda: page.run(context))
         if self._options.tether_fd >= 0:
             parts.append(self._end_with_tether)
         try:
-            await self._server.start(desk)
+            await self._server.start(context)
             await run_until_one_ends(parts)
         finally:
             with anyio.CancelScope(shield=True):
@@ -378,7 +380,7 @@ class _Components:
             tenure = Term(driver, follows, self._clock.monotonic_ns(), history)
             self._leader_state.enter(tenure, self._leadership.is_valid)
             await self._server.report_health()
-            self._say_ready(announce)
+            self._report_ready(announce)
             await anyio.sleep_forever()
 
         is_over = True
@@ -393,7 +395,7 @@ class _Components:
                 self._follower.remember(driver.view())
             driver.end(f"the term of coordinator {self._name} is over", at_once=is_over)
 
-    def _say_ready(self, announce: Callable[[str], None]) -> None:
+    def _report_ready(self, announce: Callable[[str], None]) -> None:
         page = f"page={self._page.url} " if self._page is not None else ""
         line = (
             f"elastic-coord ready address={self._server.address} {page}"
@@ -451,7 +453,7 @@ async def check_for_ever(history: History, driver: Driver, clock: Clock) -> None
     """Have the history sample all jobs, once a second; never returns."""
     await driver.wait_recovered()
     while True:
-        history.look(driver.view(), clock.unix_ns())
+        history.sample(driver.view(), clock.unix_ns())
         await anyio.sleep(POLL_S)
 
 

@@ -38,12 +38,12 @@ STOP_GRACE_S = 1.0
 
 
 def add_services(
-    server: grpc.aio.Server, desk: ServiceContext, probes: Any, silence_s: float = SILENCE_S
+    server: grpc.aio.Server, context: ServiceContext, probes: Any, silence_s: float = SILENCE_S
 ) -> None:
     """Register everything that a coordinator serves; each method has a row in `roles.RULES`."""
-    server.add_generic_rpc_handlers((AgentsService(desk.office, silence_s).handler(),))
-    jobs_pb2_grpc.add_JobsServicer_to_server(JobsService(desk), server)
-    jobs_pb2_grpc.add_ClusterServicer_to_server(ClusterService(desk), server)
+    server.add_generic_rpc_handlers((AgentsService(context.leader_state, silence_s).handler(),))
+    jobs_pb2_grpc.add_JobsServicer_to_server(JobsService(context), server)
+    jobs_pb2_grpc.add_ClusterServicer_to_server(ClusterService(context), server)
     health_pb2_grpc.add_HealthServicer_to_server(probes, server)
     reflection.enable_server_reflection(
         (*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), server
@@ -55,7 +55,7 @@ class Server:
 
     Attributes:
         address: "host:port" that it listens on, with the real port.
-        office: the leadership state of this coordinator.
+        leader_state: the leadership state of this coordinator.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Server:
         self._reported: dict[str, bool] = {}
         self._health = health.aio.HealthServicer()
         self._guard = guard
-        self.office = guard.office
+        self.leader_state = guard.leader_state
         self._silence_s = silence_s
         options = server_options(connections, silence_s)
         self._server = grpc.aio.server(interceptors=(guard,), options=options)
@@ -103,22 +103,22 @@ class Server:
             )
         self.address = format_endpoint(host, bound)
 
-    async def start(self, desk: ServiceContext) -> None:
-        """Accept connections; `office` decides whether requests are answered or refused."""
-        add_services(self._server, desk, self._health, self._silence_s)
+    async def start(self, context: ServiceContext) -> None:
+        """Accept connections; `leader_state` decides whether requests are answered or refused."""
+        add_services(self._server, context, self._health, self._silence_s)
         await self.report_health()
         await self._server.start()
 
     async def keep_health(self) -> None:
         """Update the health statuses whenever leadership changes; never returns."""
         while True:
-            await self.office.wait_change(HEALTH_INTERVAL_S)
+            await self.leader_state.wait_change(HEALTH_INTERVAL_S)
             await self.report_health()
 
     async def report_health(self) -> None:
         """Set the health statuses to whether this coordinator leads or is a standby now."""
-        leads = self.office.tenure is not None
-        now = {**dict.fromkeys(("", *SERVICES), leads), STANDBY: self.office.is_standby()}
+        leads = self.leader_state.tenure is not None
+        now = {**dict.fromkeys(("", *SERVICES), leads), STANDBY: self.leader_state.is_standby()}
         for service, serves in now.items():
             if self._reported.get(service) is not serves:
                 status = health_pb2.HealthCheckResponse
@@ -127,7 +127,7 @@ class Server:
 
     async def stop(self, why: str) -> None:
         """Refuse new calls, and end those in progress after a grace period."""
-        self.office.end(why)
+        self.leader_state.end(why)
         await self.report_health()
         await self._server.stop(STOP_GRACE_S)
 

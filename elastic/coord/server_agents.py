@@ -42,14 +42,14 @@ Writing = Coroutine[asyncio.Future[None], None, None]
 class AgentsService:
     """Serves `Agents.Attach`."""
 
-    def __init__(self, office: LeaderState, silence_s: float = SILENCE_S) -> None:
+    def __init__(self, leader_state: LeaderState, silence_s: float = SILENCE_S) -> None:
         """Feed the driver of the current term; the output of workers bypasses it.
 
         Args:
-            office: the leadership state of this coordinator.
+            leader_state: the leadership state of this coordinator.
             silence_s: a peer whose host is silent for so long is lost; sent to agents.
         """
-        self._leader_state = office
+        self._leader_state = leader_state
         self._silence_ms = str(round(silence_s * 1000))
 
     def handler(self) -> grpc.GenericRpcHandler:

@@ -104,14 +104,14 @@ class ServiceContext:
     """What a service needs: the driver, and the identity of this coordinator.
 
     Attributes:
-        office: whether this coordinator leads, and with which driver.
+        leader_state: whether this coordinator leads, and with which driver.
         follower: the view that it serves while it does not lead.
         store: the membership store, without credentials.
         clock: for ages.
         room: memory budget for the payloads being submitted.
     """
 
-    office: LeaderState
+    leader_state: LeaderState
     follower: StandbyView
     store: str
     clock: Clock
@@ -120,30 +120,34 @@ class ServiceContext:
     @property
     def driver(self) -> Driver:
         """Return the driver of the current term; raises NotLeading."""
-        return self.office.require().driver
+        return self.leader_state.require().driver
 
     @property
     def follows(self) -> LogFanout:
         """Return the log fan-out of the current term; raises NotLeading."""
-        return self.office.require().follows
+        return self.leader_state.require().follows
 
     @property
     def name(self) -> str:
         """Return the coordinator's name."""
-        return self.office.name
+        return self.leader_state.name
 
     def uptime_ns(self) -> int:
         """Return how long the coordinator has led, 0 if it does not."""
-        tenure = self.office.tenure
+        tenure = self.leader_state.tenure
         return self.clock.monotonic_ns() - tenure.since_ns if tenure is not None else 0
 
-    async def look(self) -> tuple[ClusterView, str]:
+    async def read_view(self) -> tuple[ClusterView, str]:
         """Return the view, and its age as text if this coordinator does not lead, else "".
 
         Raises:
             NotLeading: it does not lead, and has no view either.
         """
-        return await self.follower.look() if self.office.tenure is None else (self.view(), "")
+        return (
+            await self.follower.read_view()
+            if self.leader_state.tenure is None
+            else (self.view(), "")
+        )
 
     def stay_with(self, driver: Driver) -> None:
         """Check that `driver` is still that of the current term.
@@ -151,8 +155,8 @@ class ServiceContext:
         Raises:
             NotLeading: its term is over; another driver cannot continue its stream.
         """
-        if not self.office.leads(driver):
-            raise self.office.refusal()
+        if not self.leader_state.leads(driver):
+            raise self.leader_state.refusal()
 
     def view(self) -> ClusterView:
         """Return the view; if the store does not answer, each active job's reason says so."""
@@ -167,7 +171,7 @@ class ServiceContext:
         )
         return replace(view, jobs=jobs)
 
-    async def ask(self, make: Callable[[str], CoordinatorEvent]) -> str:
+    async def request(self, make: Callable[[str], CoordinatorEvent]) -> str:
         """Pass a request to the machine; return the text of its reply.
 
         Args:
@@ -180,7 +184,7 @@ class ServiceContext:
         return await self._answer(lambda driver: driver.request(make))
 
     async def submit(self, spec: JobSpec, submitter: str) -> str:
-        """Pass a job to the machine; replies and errors as in `ask`.
+        """Pass a job to the machine; replies and errors as in `request`.
 
         Args:
             spec: with an id.

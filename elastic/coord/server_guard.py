@@ -121,11 +121,11 @@ class AccessRules:
             )
         return caller
 
-    def look(self) -> list[tuple[str, str, str]]:
+    def reload(self) -> list[tuple[str, str, str]]:
         """Reread changed files; return the changes, as (action, who, what)."""
         found = []
         if self.tokens is not None:
-            for action, token in self.tokens.look():
+            for action, token in self.tokens.reload():
                 name = f"{token.token_id} {token.name}".strip()
                 what = f"token {name} ({token.role.value})"
                 found.append((f"token {action}", "the token file", what))
@@ -177,7 +177,7 @@ class Guard(grpc.aio.ServerInterceptor):
         locks: AccessRules,
         audit: Audit,
         clock: Clock,
-        office: LeaderState,
+        leader_state: LeaderState,
         *,
         limits: ServerLimits | None = None,
     ) -> None:
@@ -187,10 +187,10 @@ class Guard(grpc.aio.ServerInterceptor):
             locks: the credentials required of callers.
             audit: records changes and refusals.
             clock: for the limits, and the expiry of certificates.
-            office: whether this coordinator leads.
+            leader_state: whether this coordinator leads.
             limits: how much callers may request.
         """
-        self.office = office
+        self.leader_state = leader_state
         self._locks = locks
         self._audit = audit
         self._limits = limits or ServerLimits()
@@ -207,7 +207,7 @@ class Guard(grpc.aio.ServerInterceptor):
         while True:
             # In a thread: a file system that hangs must not block the coordinator.
             for action, who, what in await anyio.to_thread.run_sync(
-                self._locks.look, abandon_on_cancel=True
+                self._locks.reload, abandon_on_cancel=True
             ):
                 self._audit.changed(action, who=who, peer="", what=what, outcome=OK)
             now_ns = self._clock.unix_ns()
@@ -297,10 +297,10 @@ class Guard(grpc.aio.ServerInterceptor):
                 f"metadata {PROTOCOL_KEY}: {PROTOCOL}"
             )
         check_version(version, context.peer())
-        if self.office.tenure is None and method != ATTACH:
+        if self.leader_state.tenure is None and method != ATTACH:
             wants_leader = any(str(key).lower() == FRESH_KEY for key, _ in metadata)
             if method not in READS or wants_leader:
-                raise self.office.refusal()
+                raise self.leader_state.refusal()
         return caller
 
     def _room(
@@ -328,8 +328,8 @@ class Guard(grpc.aio.ServerInterceptor):
             return
         behaviour = handler.unary_unary or handler.unary_stream
         request, began_ns = await self._request(method, context), self._clock.monotonic_ns()
-        if self.office.coordinators and RULES[method].roles is not None:
-            addresses = ",".join(self.office.coordinators)
+        if self.leader_state.coordinators and RULES[method].roles is not None:
+            addresses = ",".join(self.leader_state.coordinators)
             await context.send_initial_metadata(((COORDINATORS_KEY, addresses),))
         outcome, response = "the call ended before its answer", None
         try:

@@ -76,9 +76,9 @@ def new_job_id(view: ClusterView) -> JobId:
 class JobsService:
     """Serves `Jobs`; the methods' names are the protocol's."""
 
-    def __init__(self, desk: ServiceContext) -> None:
-        """Serve from `desk`: the driver, and the identity of this coordinator."""
-        self._context = desk
+    def __init__(self, context: ServiceContext) -> None:
+        """Serve from `context`: the driver, and the identity of this coordinator."""
+        self._context = context
 
     @answering
     async def Submit(self, request: jobs_pb2.SubmitRequest) -> jobs_pb2.SubmitResponse:
@@ -98,28 +98,32 @@ class JobsService:
         job_id = self._own(request.job)
         reason = check_text("reason", request.reason) or "stopped by a user"
         now = request.now
-        await self._context.ask(lambda request_id: StopRequested(request_id, job_id, reason, now))
+        await self._context.request(
+            lambda request_id: StopRequested(request_id, job_id, reason, now)
+        )
         return jobs_pb2.StopJobResponse()
 
     @answering
     async def Checkpoint(self, request: jobs_pb2.CheckpointRequest) -> jobs_pb2.CheckpointResponse:
         """Request a checkpoint of a job now."""
         job_id = self._own(request.job)
-        number = await self._context.ask(lambda request_id: CheckpointRequested(request_id, job_id))
+        number = await self._context.request(
+            lambda request_id: CheckpointRequested(request_id, job_id)
+        )
         return jobs_pb2.CheckpointResponse(request=int(number))
 
     @answering
     async def Pause(self, request: jobs_pb2.PauseRequest) -> jobs_pb2.PauseResponse:
         """Pause a job; it releases its workers."""
         job_id = self._own(request.job)
-        await self._context.ask(lambda request_id: PauseRequested(request_id, job_id))
+        await self._context.request(lambda request_id: PauseRequested(request_id, job_id))
         return jobs_pb2.PauseResponse()
 
     @answering
     async def Resume(self, request: jobs_pb2.ResumeRequest) -> jobs_pb2.ResumeResponse:
         """Resume a paused job."""
         job_id = self._own(request.job)
-        await self._context.ask(lambda request_id: ResumeRequested(request_id, job_id))
+        await self._context.request(lambda request_id: ResumeRequested(request_id, job_id))
         return jobs_pb2.ResumeResponse()
 
     @answering
@@ -131,19 +135,21 @@ class JobsService:
                 f"scale {request.job}: min={low}, max={high}: expected numbers of workers, at "
                 f"least one of the two"
             )
-        await self._context.ask(lambda request_id: ScaleRequested(request_id, job_id, low, high))
+        await self._context.request(
+            lambda request_id: ScaleRequested(request_id, job_id, low, high)
+        )
         return jobs_pb2.ScaleResponse()
 
     @answering
     async def Get(self, request: jobs_pb2.GetJobRequest) -> jobs_pb2.Job:
         """Return one job."""
-        view, _ = await self._context.look()
+        view, _ = await self._context.read_view()
         return job_to_proto(find_job(view, request.job), view.now_ns)
 
     @answering
     async def List(self, request: jobs_pb2.ListJobsRequest) -> jobs_pb2.ListJobsResponse:
         """Return all jobs in order of submission."""
-        view, _ = await self._context.look()
+        view, _ = await self._context.read_view()
         shown = [job for job in view.jobs if request.include_ended or not has_ended(job)]
         return jobs_pb2.ListJobsResponse(jobs=[job_to_proto(job, view.now_ns) for job in shown])
 
@@ -194,14 +200,14 @@ class JobsService:
     @answering
     async def Stacks(self, request: jobs_pb2.StacksRequest) -> jobs_pb2.StacksResponse:
         """Request that workers write their stacks to their output."""
-        job_id, asked = self._own(request.job), []
+        job_id, requested = self._own(request.job), []
         job, sessions = job_of(self._context.view(), job_id), self._context.driver.sessions
         for worker in job.workers if job is not None else ():
             session = sessions.of_node(worker.node_id)
             if session is not None and (not request.ranks or worker.rank in request.ranks):
                 session.send(DumpStacks(worker.report.worker_id, "a user asks"))
-                asked.append(worker.report.worker_id)
-        return jobs_pb2.StacksResponse(workers=asked)
+                requested.append(worker.report.worker_id)
+        return jobs_pb2.StacksResponse(workers=requested)
 
     @answering
     async def Profile(self, request: jobs_pb2.ProfileRequest) -> jobs_pb2.ProfileResponse:
@@ -240,7 +246,7 @@ class JobsService:
             while going_on:
                 self._context.stay_with(driver)
                 notes.take()
-                going_on = reader.look()
+                going_on = reader.subscribe_new()
                 for chunk in reader.chunks():
                     yield log_chunk_to_proto(chunk)
                 self._context.follows.make_room(merged)
@@ -290,10 +296,10 @@ class LogRequest:
     """One request for output: the workers asked for it, and the output received."""
 
     def __init__(
-        self, desk: ServiceContext, job_id: JobId, request: LogFilter, merged: MergedOutput
+        self, context: ServiceContext, job_id: JobId, request: LogFilter, merged: MergedOutput
     ) -> None:
         """Send no request to an agent yet."""
-        self._context = desk
+        self._context = context
         self._job_id = job_id
         self._follow = request.follow
         self._tail_lines = request.tail_lines
@@ -301,17 +307,17 @@ class LogRequest:
         self._merged = merged
         self._origins: dict[WorkerId, WorkerOrigin] = {}
         self._wanted: dict[WorkerId, int] = {}
-        self._asked: set[WorkerId] = set()
+        self._subscribed: set[WorkerId] = set()
         self._first_check = True
 
-    def look(self) -> bool:
+    def subscribe_new(self) -> bool:
         """Ask agents for the output of new workers; return False when no more will come."""
         job = job_of(self._context.view(), self._job_id)
         ended = job is None or has_ended(job)
         if job is not None and (self._first_check or self._follow):
             # A worker's rank changes between generations: chunks() filters by each line's rank.
             for origin in origins_of(job, self._ranks if self._follow else frozenset()):
-                self._ask(origin, ended=ended)
+                self._subscribe(origin, ended=ended)
         self._first_check = False
         return bool(self._merged.follows) or (self._follow and not ended)
 
@@ -327,7 +333,7 @@ class LogRequest:
                     lines.worker_id, rank, generation, origin.node_id, lines.text, lines.unix_ns
                 )
 
-    def _ask(self, origin: WorkerOrigin, *, ended: bool) -> None:
+    def _subscribe(self, origin: WorkerOrigin, *, ended: bool) -> None:
         """Ask for a worker's output, again if its agent disconnected and came back."""
         worker_id = origin.worker_id
         known = worker_id in self._origins
@@ -338,16 +344,16 @@ class LogRequest:
         # All output of a worker that appeared after the first check is new. If its agent came
         # back, output written meanwhile cannot be distinguished from output already sent.
         wanted = self._wanted.setdefault(worker_id, self._tail_lines if self._first_check else -1)
-        tail_lines = 0 if worker_id in self._asked else wanted
-        asked = self._context.follows.start(
+        tail_lines = 0 if worker_id in self._subscribed else wanted
+        is_started = self._context.follows.start(
             self._merged,
             worker_id,
             origin.node_id,
             tail_lines=tail_lines,
             follow=self._follow and not ended,
         )
-        if asked:
-            self._asked.add(worker_id)
+        if is_started:
+            self._subscribed.add(worker_id)
             self._merged.lost.discard(worker_id)
         elif not known:
             self._merged.lost.add(worker_id)
@@ -361,25 +367,25 @@ class LogRequest:
 class ClusterService:
     """Serves `Cluster`; the methods' names are the protocol's."""
 
-    def __init__(self, desk: ServiceContext) -> None:
-        """Serve from `desk`."""
-        self._context = desk
+    def __init__(self, context: ServiceContext) -> None:
+        """Serve from `context`."""
+        self._context = context
 
     @answering
     async def Status(self, _: jobs_pb2.StatusRequest) -> jobs_pb2.ClusterStatus:
         """Return the coordinator, the nodes and the jobs."""
-        desk = self._context
-        view, standby = await desk.look()
+        context = self._context
+        view, standby = await context.read_view()
         return status_to_proto(
             ClusterStatus(
-                desk.name,
+                context.name,
                 __version__,
                 PROTOCOL,
-                desk.store,
-                desk.uptime_ns(),
+                context.store,
+                context.uptime_ns(),
                 view,
                 standby,
-                desk.office.coordinators,
+                context.leader_state.coordinators,
             )
         )
 
@@ -393,7 +399,7 @@ class ClusterService:
             )
         node_id = NodeId(request.node)
         reason = check_text("reason", request.reason) or "drained by an operator"
-        left_ns = await self._context.ask(
+        left_ns = await self._context.request(
             lambda request_id: NodeDrainRequested(request_id, node_id, ns(timeout_s), reason)
         )
         return jobs_pb2.DrainResponse(timeout_s=int(left_ns) / NS_PER_S)
@@ -403,7 +409,7 @@ class ClusterService:
         """Cordon or uncordon a node: whether new workers may start on it."""
         node_id = NodeId(request.node)
         reason = check_text("reason", request.reason) or "by an operator"
-        await self._context.ask(
+        await self._context.request(
             lambda request_id: NodeCordonRequested(request_id, node_id, request.cordoned, reason)
         )
         return jobs_pb2.CordonResponse()

@@ -50,10 +50,10 @@ class Session:
         self._closing = False
         self._cut = anyio.Event()
 
-    def on_news(self, look: Callable[[], None]) -> None:
-        """Call `look`, which must not raise, now, after each message, and at the end."""
-        self._check = look
-        look()
+    def on_news(self, check: Callable[[], None]) -> None:
+        """Call `check`, which must not raise, now, after each message, and at the end."""
+        self._check = check
+        check()
 
     def send(self, message: CoordinatorMessage) -> None:
         """Queue a message. A closing session drops it; a full one is cut."""

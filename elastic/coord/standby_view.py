@@ -43,25 +43,25 @@ class StoreView:
 class StandbyView:
     """Reads the records of the coordinator that leads."""
 
-    def __init__(self, store: Store, prefix: str, office: LeaderState, clock: Clock) -> None:
+    def __init__(self, store: Store, prefix: str, leader_state: LeaderState, clock: Clock) -> None:
         """Read nothing yet.
 
         Args:
             store: the leader's.
             prefix: of all keys.
-            office: which coordinator leads.
+            leader_state: which coordinator leads.
             clock: for ages.
         """
         self._store = store
         self._prefix = prefix
-        self._leader_state = office
+        self._leader_state = leader_state
         self._clock = clock
         self._last: StoreView | None = None
         # When the last failed attempt ended.
         self._failed_ns: int | None = None
         self._reading = anyio.Lock()
 
-    async def look(self) -> tuple[ClusterView, str]:
+    async def read_view(self) -> tuple[ClusterView, str]:
         """Return the jobs and the cordons, and their age as text.
 
         Nodes and workers are not in the store: only the leader knows them.
@@ -116,7 +116,7 @@ class StandbyView:
     async def _try(self, began_ns: int) -> None:
         """Read the store; if that fails or is too slow, keep the last result."""
         try:
-            found = await in_time(self._ask(began_ns), READ_S_MAX)
+            found = await in_time(self._read_store(began_ns), READ_S_MAX)
         except ElasticError as error:
             log.debug("store_not_read error=%r", str(error))
             found = None
@@ -124,7 +124,7 @@ class StandbyView:
             self._failed_ns = self._clock.monotonic_ns()
         self._last = found or self._last
 
-    async def _ask(self, began_ns: int) -> StoreView:
+    async def _read_store(self, began_ns: int) -> StoreView:
         records = await read_records(self._store, self._prefix)
         nodes = await read_nodes(self._store, self._prefix)
         return StoreView(records, nodes.cordons, began_ns)

@@ -84,7 +84,7 @@ class StoreAccess:
         """Return the current credentials without reading a file."""
         return self.current
 
-    def look(self) -> None:
+    def reload(self) -> None:
         """Reread the files if they changed; log errors, never raise."""
         seen = self._files.signature()
         if seen == self._seen:
@@ -104,7 +104,7 @@ class StoreAccess:
     async def keep(self) -> None:
         """Poll the files; never returns."""
         while True:
-            await anyio.to_thread.run_sync(self.look, abandon_on_cancel=True)
+            await anyio.to_thread.run_sync(self.reload, abandon_on_cancel=True)
             await anyio.sleep(POLL_S)
 
 

@@ -169,7 +169,7 @@ class TokenList:
                 f"--tokens {path} --role node'"
             ) from error
 
-    def look(self) -> list[tuple[str, Token]]:
+    def reload(self) -> list[tuple[str, Token]]:
         """Reread the file if it changed; return changes: ("created", ...), ("revoked", ...).
 
         Never raises: a file that cannot be read is logged and changes nothing.

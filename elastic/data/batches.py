@@ -342,6 +342,6 @@ def to_torch(batch: Batch, dtypes: Any = None, device: Any = None) -> dict[str, 
             )
         if not values.flags.writeable or not values.flags.c_contiguous:
             values = np.array(values)
-        wish = dtypes.get(name) if isinstance(dtypes, Mapping) else dtypes
-        found[name] = torch.as_tensor(values).to(device=device, dtype=wish)
+        dtype = dtypes.get(name) if isinstance(dtypes, Mapping) else dtypes
+        found[name] = torch.as_tensor(values).to(device=device, dtype=dtype)
     return found

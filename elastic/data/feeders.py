@@ -64,7 +64,7 @@ class _Feeder:
     """One process; a thread writes its requests, another one reads its replies."""
 
     def __init__(self, pool: Feeders, number: int) -> None:
-        self.asked: dict[int, Gathered] = {}
+        self.pending: dict[int, Gathered] = {}
         self.is_ready = self.is_lost = False
         self.number = number
         self._pool = pool
@@ -150,7 +150,7 @@ class Feeders:
         with self._changed:
             return key in self._since or key in self._answers
 
-    def ask(self, key: int, rows: Gathered) -> None:
+    def request(self, key: int, rows: Gathered) -> None:
         """Request a batch.
 
         Args:
@@ -159,17 +159,17 @@ class Feeders:
         """
         with self._changed:
             self._since[key] = time.monotonic()
-        self._ask(key, rows)
+        self._send(key, rows)
 
-    def _ask(self, key: int, rows: Gathered) -> None:
+    def _send(self, key: int, rows: Gathered) -> None:
         with self._changed:
             ready = [one for one in self._feeders if one.is_ready]
             if not ready:
                 self._since.pop(key, None)
                 self._changed.notify_all()
                 return
-            feeder = min(ready, key=lambda one: len(one.asked))
-            feeder.asked[key] = rows
+            feeder = min(ready, key=lambda one: len(one.pending))
+            feeder.pending[key] = rows
         feeder.send(pickle.dumps((key, rows), protocol=5))
 
     def take(self, key: int) -> Batch | None:
@@ -196,7 +196,7 @@ class Feeders:
     def _forget(self, key: int) -> None:
         self._since.pop(key, None)
         for feeder in self._feeders:
-            feeder.asked.pop(key, None)
+            feeder.pending.pop(key, None)
 
     def answered(self, feeder: _Feeder, key: int, is_good: bool, value: Any) -> None:
         """Record a reply; the first one of a feeder means that it is ready."""
@@ -205,7 +205,7 @@ class Feeders:
                 feeder.is_ready = True
             else:
                 self._deaths = 0
-                feeder.asked.pop(key, None)
+                feeder.pending.pop(key, None)
                 since = self._since.pop(key, None)
                 if since is not None:
                     self._seconds = max(0.9 * self._seconds, time.monotonic() - since)
@@ -218,14 +218,14 @@ class Feeders:
             if self._is_closed:
                 return
             feeder.is_ready, self._deaths = False, self._deaths + 1
-            asked, feeder.asked = dict(feeder.asked), {}
+            pending, feeder.pending = dict(feeder.pending), {}
             log.warning("feeder_lost pid=%d; others do what it was asked for", feeder.process.pid)
             self._feeders.remove(feeder)
             if self._deaths <= STARTS_MAX:
                 self._feeders.append(_Feeder(self, feeder.number))
         feeder.close()
-        for key, rows in asked.items():
-            self._ask(key, rows)
+        for key, rows in pending.items():
+            self._send(key, rows)
 
     def close(self) -> None:
         """End all processes."""

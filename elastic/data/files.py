@@ -279,8 +279,8 @@ class RangedFile(io.RawIOBase):
 
     def read(self, size: int | None = -1) -> bytes:
         """Return bytes from the position, and advance it."""
-        rest = self._file.size - self._at
-        size = rest if size is None or size < 0 else min(size, rest)
+        remaining = self._file.size - self._at
+        size = remaining if size is None or size < 0 else min(size, remaining)
         begin = self._at - self._start
         if begin >= 0 and begin + size <= len(self._held):
             found = self._held[begin : begin + size]

@@ -93,18 +93,18 @@ class Lines(FileSource):
 
     def _rows(self, reader: Reader, file: File) -> Iterator[Batch]:
         with reader.open(file) as opened:
-            number, rest, is_first = 1, b"", True
+            number, partial, is_first = 1, b"", True
             for piece in chunks(opened, CHUNK_BYTES):
                 if is_first and self.is_json and piece.lstrip()[:1] == b"[":
                     yield self._of_list(file, piece + opened.read())
                     return
                 is_first = False
-                whole, cut, rest = (rest + piece).rpartition(b"\n")
+                whole, cut, partial = (partial + piece).rpartition(b"\n")
                 if whole or cut:
                     yield self._of_lines(file, whole, number)
                     number += whole.count(b"\n") + 1
-            if rest:
-                yield self._of_lines(file, rest, number)
+            if partial:
+                yield self._of_lines(file, partial, number)
 
     def _of_lines(self, file: File, text: bytes, number: int) -> Batch:
         if self.is_json:

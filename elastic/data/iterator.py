@@ -206,9 +206,9 @@ class DataIterator:
         self._rows = None
 
     def _shuffle(self, size: int | None, seed: int | None) -> None:
-        wish = (True, seed or 0) if size and not self.table.shuffle else None
-        if wish != self._shuffles:
-            self._shuffles = wish
+        wanted = (True, seed or 0) if size and not self.table.shuffle else None
+        if wanted != self._shuffles:
+            self._shuffles = wanted
             self.close()
 
     def shuffled_table(self) -> Table:

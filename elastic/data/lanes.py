@@ -100,8 +100,8 @@ class EpochOrder:
         rows, number = lanes.rows, lanes.num_lanes
         self._bounds: Ints = np.arange(number + 1, dtype=np.int64) * rows // number
         self._full_steps = rows // number // lanes.micro_batch
-        rest = np.diff(self._bounds) - self._full_steps * lanes.micro_batch
-        self._rest_ends: Ints = np.cumsum(rest)
+        remaining = np.diff(self._bounds) - self._full_steps * lanes.micro_batch
+        self._tail_ends: Ints = np.cumsum(remaining)
         self._windows: dict[int, Ints] = {}
 
     def find(self, places: Ints) -> Found:
@@ -129,14 +129,14 @@ class EpochOrder:
     def _in_lanes(self, places: Ints) -> tuple[Ints, Ints]:
         """Return the lane of each place, and its offset in that lane."""
         size, number = self._lanes.micro_batch, self._lanes.num_lanes
-        step, rest = np.divmod(places, size * number)
-        lane, offset = rest // size, step * size + rest % size
+        step, offset_in_step = np.divmod(places, size * number)
+        lane, offset = offset_in_step // size, step * size + offset_in_step % size
         full = self._full_steps * size * number
         is_last = places >= full
         if is_last.any():
             left = places[is_last] - full
-            last = np.searchsorted(self._rest_ends, left, side="right")
-            begins = self._rest_ends[last] - np.diff(self._bounds)[last]
+            last = np.searchsorted(self._tail_ends, left, side="right")
+            begins = self._tail_ends[last] - np.diff(self._bounds)[last]
             lane[is_last], offset[is_last] = last, left - begins
         return lane, offset
 

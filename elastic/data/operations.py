@@ -235,10 +235,10 @@ class Columns(Operation):
     def apply(self, batch: Batch) -> Batch:
         """Return the same rows with other columns."""
         there = columns_of(batch)
-        asked = [name for name in self.names if name not in there]
-        if asked:
+        unknown = [name for name in self.names if name not in there]
+        if unknown:
             raise UsageError(
-                f"{self.kind}: there is no column {asked[0]!r}; expected some of {there}"
+                f"{self.kind}: there is no column {unknown[0]!r}; expected some of {there}"
             )
         if self.kind == "select_columns":
             wanted = {name: name for name in self.names}

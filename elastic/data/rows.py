@@ -90,7 +90,7 @@ class Rows:
         for one, some in ahead:
             if feeders.has_room and not feeders.has(_seed(self.lanes.seed, one, some)):
                 seed = _seed(self.lanes.seed, one, some)
-                feeders.ask(seed, self._the_reader().gather(one, some))
+                feeders.request(seed, self._the_reader().gather(one, some))
         batch = feeders.take(_seed(self.lanes.seed, epoch, places))
         return self.compute(epoch, places) if batch is None else batch
 

@@ -48,7 +48,7 @@ class TableReader:
         self._pool = ThreadPoolExecutor(1, "elastic-data")
         self._needed: dict[int, set[int]] = {}
         self._turn = 0
-        self._asked: dict[int, int] = {}
+        self._last_turn: dict[int, int] = {}
         self._readers = {
             id(part): Reader(getattr(part.source, "options", None)) for part in table.parts
         }
@@ -95,7 +95,7 @@ class TableReader:
             mine = np.asarray(places)[lanes == lane]
             now, following = order.windows_at(int(mine[-1]))
             first = order.windows_at(int(mine[0]))[0] if len(mine) > 1 else []
-            self._needed[lane], self._asked[lane] = {*first, *now, *following}, self._turn
+            self._needed[lane], self._last_turn[lane] = {*first, *now, *following}, self._turn
             for number in following:
                 if number not in self._held and number not in self._coming:
                     self._coming[number] = self._pool.submit(self._fetch, number)
@@ -141,8 +141,8 @@ class TableReader:
         if self._table.is_small:
             return
         recent = self._turn - 2 * self._lanes.num_lanes
-        for lane in [one for one, turn in self._asked.items() if turn < recent]:
-            del self._asked[lane], self._needed[lane]
+        for lane in [one for one, turn in self._last_turn.items() if turn < recent]:
+            del self._last_turn[lane], self._needed[lane]
         needed = set().union(*self._needed.values()) if self._needed else set()
         for number in [one for one in self._held if one not in needed]:
             del self._held[number]

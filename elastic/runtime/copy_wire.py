@@ -111,7 +111,7 @@ class CopyConnection:
 
     # ------------------------------------------------------------------- client
 
-    def ask(self, request: CopyRequest, key: str) -> CopyAnswer:
+    def request(self, request: CopyRequest, key: str) -> CopyAnswer:
         """Send the request, and return the reply.
 
         Raises:
@@ -131,7 +131,7 @@ class CopyConnection:
         return self.read_answer(key)
 
     def read_answer(self, key: str) -> CopyAnswer:
-        """Return the other side's reply; raises as `ask`."""
+        """Return the other side's reply; raises as `request`."""
         answer = self._read_json()
         reason = str(answer.get("refused", ""))[:500]
         if not self._is_proven(key):

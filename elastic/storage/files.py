@@ -122,7 +122,7 @@ class Files:
             StorageError: storage cannot be read.
         """
 
-        def look() -> bool:
+        def probe() -> bool:
             self.fs.invalidate_cache()
             try:
                 # Not `fs.exists`: that returns False for every failure.
@@ -131,7 +131,7 @@ class Files:
                 return False
             return True
 
-        return self._do(f"cannot read {self.path}/{name}", look)
+        return self._do(f"cannot read {self.path}/{name}", probe)
 
     def read(self, name: str, limit: int = READ_BYTES_MAX) -> bytes:
         """Return the content of a file.
@@ -178,7 +178,7 @@ class Files:
             StorageError: the directory cannot be listed.
         """
 
-        def look() -> Any:
+        def find() -> Any:
             self.fs.invalidate_cache()
             try:
                 if self.is_object_store:
@@ -187,7 +187,7 @@ class Files:
             except FileNotFoundError:
                 return {}
 
-        found = self._do(f"cannot list {self.path}", look)
+        found = self._do(f"cannot list {self.path}", find)
         skipped = len(str(self.root)) + 1
         return sorted(
             StoredFile(str(path)[skipped:], int(info["size"])) for path, info in found.items()

@@ -65,7 +65,7 @@ def _damaged(checkpoint: Files, what: str) -> DamagedCheckpoint:
 
 
 def newest_valid(
-    run: RunDirectory, say: Callable[[str], None], job: JobRecord | None = None
+    run: RunDirectory, report: Callable[[str], None], job: JobRecord | None = None
 ) -> tuple[str, CheckpointMarker] | None:
     """Return the newest reported checkpoint of a run that is not damaged, None if there is none.
 
@@ -76,7 +76,7 @@ def newest_valid(
 
     Args:
         run: a run whose attempts have ended.
-        say: receives a text for each that is skipped, with the reason.
+        report: receives a text for each that is skipped, with the reason.
         job: the last attempt, None if the coordinator does not know it.
 
     Raises:
@@ -88,7 +88,7 @@ def newest_valid(
         run.finish(_name(record))
     for name, marker in reversed(run.reported()):
         if job is not None and marker.job_id == job.spec.job_id and name not in recorded:
-            say(
+            report(
                 f"checkpoint {run.checkpoint_path(name)} is not among the coordinator's records: "
                 f"it is passed over"
             )
@@ -97,7 +97,7 @@ def newest_valid(
             verify(run.checkpoint(name), marker)
         except DamagedCheckpoint as error:
             run.set_aside(name, str(error))
-            say(f"{error}: it is passed over")
+            report(f"{error}: it is passed over")
             continue
         return name, marker
     return None

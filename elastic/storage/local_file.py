@@ -105,9 +105,9 @@ class LocalFile:
                 continue
             if done % ALIGN:
                 self._set_direct(False)  # A short write, such as on a nearly full disk.
-        rest = self._used - count
-        self._buffer[:rest] = self._buffer[count : self._used].copy()
-        self._used = rest
+        remaining = self._used - count
+        self._buffer[:remaining] = self._buffer[count : self._used].copy()
+        self._used = remaining
 
     def _try_direct(self) -> None:
         if self._may_be_direct and not self._is_direct:

@@ -131,8 +131,8 @@ class CheckpointMarker:
         body = from_summed_json(text, FORMAT)
         try:
             files = tuple(
-                StoredFile(check_inside(path), *rest[:2])
-                for path, rest in body.pop("files").items()
+                StoredFile(check_inside(path), *size_and_sum[:2])
+                for path, size_and_sum in body.pop("files").items()
             )
             # Fields of a later version are ignored, as in `run.json`.
             known = {key: body[key] for key in cls.__dataclass_fields__ if key in body}

@@ -160,9 +160,9 @@ def append_local(path: str, data: bytes) -> None:
         before = file.seek(0, os.SEEK_END)
         is_torn = before > 0 and os.pread(file.fileno(), 1, before - 1) != b"\n"
         try:
-            rest = memoryview(b"\n" + data if is_torn else data)
-            while rest:
-                rest = rest[file.write(rest) :]
+            remaining = memoryview(b"\n" + data if is_torn else data)
+            while remaining:
+                remaining = remaining[file.write(remaining) :]
         except BaseException:
             with contextlib.suppress(OSError):
                 file.truncate(before)

@@ -117,22 +117,22 @@ def parse_trackers(text: str) -> tuple[TrackerSpec, ...]:
 class Tracking:
     """Exports the new points of a run to one tracker, at each call of `turn`."""
 
-    def __init__(self, run: str, wish: TrackerSpec) -> None:
+    def __init__(self, run: str, spec: TrackerSpec) -> None:
         """Read the recorded progress; nothing is exported yet.
 
         Args:
             run: path of the run directory.
-            wish: the tracker to use.
+            spec: the tracker to use.
 
         Raises:
             ConfigError: a package is missing, or the target cannot be appended to.
             StorageError: the run directory cannot be read.
         """
-        self._files, self._request = Files(run), wish
+        self._files, self._request = Files(run), spec
         self._reader, self._numbering = MetricsReader(self._files, 0), Numbering()
         self._waiting: dict[int, Point] = {}
         self._state = self._remembered()
-        self._tracker = _open(wish, self._files, self._state)
+        self._tracker = _open(spec, self._files, self._state)
 
     def turn(self) -> int:
         """Export new points; returns their number.
@@ -170,27 +170,27 @@ class Tracking:
         return state if isinstance(state, dict) else {}
 
 
-def _open(wish: TrackerSpec, run: Files, state: Mapping[str, Any]) -> Tracker:
-    if wish.kind in ("tensorboard", "json"):
-        default = "tensorboard" if wish.kind == "tensorboard" else "tracked.jsonl"
-        if not wish.target and not run.is_local:
+def _open(spec: TrackerSpec, run: Files, state: Mapping[str, Any]) -> Tracker:
+    if spec.kind in ("tensorboard", "json"):
+        default = "tensorboard" if spec.kind == "tensorboard" else "tracked.jsonl"
+        if not spec.target and not run.is_local:
             raise ConfigError(
-                f"tracker {wish.kind}: {run.path} cannot be appended to; name a place on a disk: "
-                f"{wish.kind}:PATH"
+                f"tracker {spec.kind}: {run.path} cannot be appended to; name a place on a disk: "
+                f"{spec.kind}:PATH"
             )
-        path = Path(wish.target or f"{run.root}/{default}").expanduser()
-        return EventFile(path, state) if wish.kind == "tensorboard" else JsonLines(path, state)
+        path = Path(spec.target or f"{run.root}/{default}").expanduser()
+        return EventFile(path, state) if spec.kind == "tensorboard" else JsonLines(path, state)
     try:
-        package = importlib.import_module(PACKAGES[wish.kind])
+        package = importlib.import_module(PACKAGES[spec.kind])
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"tracker {wish.kind}: the package {error.name} is not installed: pip install "
-            f"{PACKAGES[wish.kind]}"
+            f"tracker {spec.kind}: the package {error.name} is not installed: pip install "
+            f"{PACKAGES[spec.kind]}"
         ) from error
     run_id = hashlib.sha256(run.path.encode()).hexdigest()[:16]
     name = run.path.rstrip("/").rpartition("/")[2]
-    make = Wandb if wish.kind == "wandb" else Mlflow
-    return make(package, wish.target, run_id, name)
+    make = Wandb if spec.kind == "wandb" else Mlflow
+    return make(package, spec.target, run_id, name)
 
 
 class _Appended:

@@ -43,13 +43,13 @@ class ClientMarker:
     Attributes:
         key: on the server.
         lease: id of its lease.
-        born_s: monotonic seconds, taken before the lease was granted.
+        created_s: monotonic seconds, taken before the lease was granted.
         mod_revision: last known.
     """
 
     key: bytes
     lease: int
-    born_s: float
+    created_s: float
     mod_revision: int
 
 
@@ -125,7 +125,7 @@ class EtcdCommitter:
                     f"the answer to a commit was lost, and then {marker.key!r}, the key that "
                     f"would tell what became of it; somebody removed it; read the keys anew"
                 )
-        old = marker is not None and time.monotonic() - marker.born_s > MARKER_AGE_MAX_S
+        old = marker is not None and time.monotonic() - marker.created_s > MARKER_AGE_MAX_S
         if self._marker is None or old:
             self._marker = await self._make_marker(patience)
         return self._marker, None
@@ -157,7 +157,7 @@ class EtcdCommitter:
     async def _make_marker(self, patience: RetryBudget) -> ClientMarker:
         """Create a marker with a new unique name; idempotent requests, which are retried."""
         self._unsettled = None
-        born_s = time.monotonic()
+        created_s = time.monotonic()
         lease = new_lease_id()
         grant = pb.LeaseGrantRequest(TTL=MARKER_TTL_S, ID=lease)
         while True:
@@ -179,7 +179,7 @@ class EtcdCommitter:
         answer = await self._repeat_txn(request, patience)
         # An earlier try of this request may have created it.
         at = answer.header.revision if answer.succeeded else _mod_revision(answer.responses[0])
-        return ClientMarker(key, lease, born_s, at)
+        return ClientMarker(key, lease, created_s, at)
 
     async def _repeat_txn(self, request: pb.TxnRequest, patience: RetryBudget) -> pb.TxnResponse:
         """Execute an idempotent transaction on the marker alone, with retries."""

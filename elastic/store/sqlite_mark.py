@@ -96,7 +96,7 @@ def check_mark(path: Path) -> None:
     acknowledged = read_mark(path)
     if not acknowledged:
         return
-    found, why = look(path)
+    found, why = read_revision(path)
     if found < acknowledged:
         raise CorruptRecord(
             f"store {path} holds revision {found}, and revision {acknowledged} was acknowledged: "
@@ -113,7 +113,7 @@ def advice(path: Path) -> str:
     )
 
 
-def look(path: Path) -> tuple[int, str]:
+def read_revision(path: Path) -> tuple[int, str]:
     """Return the newest readable revision, and a reason if there is none; read-only."""
     if not path.exists():
         return 0, "the file is gone"
@@ -157,7 +157,7 @@ def set_aside(path: Path) -> SalvageReport:
         acknowledged = read_mark(path)
     except CorruptRecord:
         acknowledged = 0
-    found, why = look(path)
+    found, why = read_revision(path)
     if not found:
         raise UsageError(f"nothing can be salvaged from store {path}: {why}")
     copies = []

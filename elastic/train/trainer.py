@@ -517,7 +517,7 @@ class DataParallelTrainer:
         lines = LineCutter(shows_prefix=spec.max_workers > 1, holds_tracebacks=False)
         try:
             with client.logs(spec.job_id, follow=False) as chunks:
-                text = "".join(lines.take(chunk, 0) for chunk in chunks) + lines.rest("")
+                text = "".join(lines.take(chunk, 0) for chunk in chunks) + lines.flush("")
             Files(spec.run_path).write(names[0], text.encode())
         except ElasticError as error:
             say(f"log_to_file: {names[0]} cannot be written: {error}")

@@ -121,7 +121,9 @@ class Controller:
                 while not self._is_done():
                     if ctrl_c.take():
                         self._is_leaving = True
-                        self._view.say("the trials that run are stopped; Ctrl-C again leaves them")
+                        self._view.print_line(
+                            "the trials that run are stopped; Ctrl-C again leaves them"
+                        )
                         self._stop_all("interrupted in its script")
                     self._check_all()
                     self._fill()
@@ -396,7 +398,7 @@ class Controller:
             )
         before = trial.reports[-2].metrics.get(metric) if len(trial.reports) > 1 else None
         if value is not None and value != value and before != "nan":
-            self._view.say(
+            self._view.print_line(
                 f"trial {trial.label}: {metric} is NaN at report {trial.iteration}: it counts as "
                 f"worse than every number"
             )
@@ -447,7 +449,7 @@ class Controller:
         if taken is None:
             reason = f"trial {donor.label} has no checkpoint to go on from yet"
             self._log.add({**event, "what": TrialAction.GO_ON.value, "reason": reason})
-            self._view.say(f"trial {trial.label} goes on as it is: {reason}")
+            self._view.print_line(f"trial {trial.label} goes on as it is: {reason}")
             return
         event.update({"donor": donor.number, "run": run}, **to_log(config))
         self._log.add({**event, "checkpoint": taken.name, "from": taken.path})
@@ -554,7 +556,7 @@ class Controller:
         shown = f", {self.study.metric}={value:.4g}" if value is not None else ""
         why = f": {reason}" if reason else ""
         line = f"trial {trial.label} {state.value} after {trial.iteration} reports{shown}{why}"
-        (self._view.say if state is TrialState.FAILED else self._view.moved)(line)
+        (self._view.print_line if state is TrialState.FAILED else self._view.moved)(line)
         what = "on_trial_error" if state is TrialState.FAILED else "on_trial_complete"
         self._plan.callbacks.tell(what, trials=self.study.trials, trial=trial)
         if state is TrialState.FAILED:

@@ -27,7 +27,7 @@ from tests.integration.coordinator import (
     spec,
 )
 from tests.patience import DEADLINE_S
-from tests.unit.journal_under_test import PREFIX, checkpoints, office, record
+from tests.unit.journal_under_test import PREFIX, checkpoints, leading_journal, record
 
 pytestmark = pytest.mark.anyio
 
@@ -119,7 +119,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 async def fill(folder: Path) -> None:
     store = await sqlite_store(folder / "good")
     job = record("j-1", checkpoints=checkpoints(2000))
-    await (await office(store)).write([job])
+    await (await leading_journal(store)).write([job])
     await store.close()
     copied = await back_up(f"sqlite:{folder / 'good'}", PREFIX, folder / "copy")
     assert (copied.jobs, copied.term) == (1, 1)
@@ -164,7 +164,7 @@ async def test_a_copy_holds_what_the_store_held_and_begins_another_history(
     assert (copied.jobs, copied.term) == (1, 1)
     store, before = await sqlite_store(tmp_path / "s"), await sqlite_store(files / "good")
     was = await before.read(f"{PREFIX}/history")
-    journal = await office(store, "b")
+    journal = await leading_journal(store, "b")
     assert await journal.load() == (record("j-1", checkpoints=checkpoints(2000)),)
     assert journal.term == 2
     assert journal.history.encode() != was.entries[0].value

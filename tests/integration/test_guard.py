@@ -71,10 +71,10 @@ class Small:
 async def serving(limits: ServerLimits = SMALL) -> AsyncIterator[Small]:
     small = Small(limits)
     clock = SystemClock()
-    office, nobody = LeaderState("test", clock), cast("Any", None)
-    office.enter(Term(nobody, nobody, since_ns=0), lambda: True)
+    leader_state, nobody = LeaderState("test", clock), cast("Any", None)
+    leader_state.enter(Term(nobody, nobody, since_ns=0), lambda: True)
     audit = Audit(None, process="test", clock=clock)
-    guard = Guard(AccessRules(), audit, clock, office, limits=limits)
+    guard = Guard(AccessRules(), audit, clock, leader_state, limits=limits)
     server = grpc.aio.server(interceptors=(guard,), options=server_options())
     methods = {
         "Watch": grpc.unary_stream_rpc_method_handler(small.watch),

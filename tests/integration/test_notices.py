@@ -191,7 +191,7 @@ async def test_a_question_to_a_server_that_hangs_ends_in_time(
     cloud: Cloud, endpoint: MetadataEndpoint, mood: str
 ) -> None:
     cloud.set_mood(mood)
-    assert await endpoint.ask("/latest/api/token", timeout_s=0.3) is None
+    assert await endpoint.request("/latest/api/token", timeout_s=0.3) is None
 
 
 @pytest.mark.parametrize("name", CLOUDS)

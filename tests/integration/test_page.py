@@ -158,8 +158,8 @@ def coordinator(folder: Path, shown: dict[Role, str]) -> Iterator[Coordinator]:
 
 
 def routes() -> list[str]:
-    desk: Any = ServiceContext(None, None, "memory:", SystemClock())  # type: ignore[arg-type]
-    app = Site(desk, Studies("", SystemClock())).app()
+    context: Any = ServiceContext(None, None, "memory:", SystemClock())  # type: ignore[arg-type]
+    app = Site(context, Studies("", SystemClock())).app()
     return [route.path for route in app.routes]  # type: ignore[attr-defined]
 
 

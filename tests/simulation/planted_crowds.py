@@ -124,12 +124,12 @@ def lets_a_node_hold_its_own_rows(patch: Patch) -> None:
 @bug
 def asks_nodes_with_members_alone_for_rows(patch: Patch) -> None:
     """No member is sent the address of a node that has rows but does not train."""
-    honest = replication.asks
+    honest = replication.querying_rank
 
     def asks(node_id: Any, first_ranks: Any, world_size: int) -> int:
         return honest(node_id, first_ranks, world_size) if node_id in first_ranks else world_size
 
-    patch.setattr(replication, "asks", asks)
+    patch.setattr(replication, "querying_rank", asks)
 
 
 @bug

@@ -23,7 +23,7 @@ def cuts_off_who_saves_longer_than_others(patch: Patch) -> None:
 @bug
 def lets_a_job_that_goes_on_wait_for_storage(patch: Patch) -> None:
     """Members finish saving, though their job continues and needs no checkpoint."""
-    honest = membership._ask
+    honest = membership._request_leave
 
     def ask(saves: bool, wake_ns: Any) -> Any:
         decision = honest(saves, wake_ns)
@@ -33,13 +33,13 @@ def lets_a_job_that_goes_on_wait_for_storage(patch: Patch) -> None:
             else Decision(GroupPlan(GroupAction.KEEP), "it comes by itself", wake_ns)
         )
 
-    patch.setattr(membership, "_ask", ask)
+    patch.setattr(membership, "_request_leave", ask)
 
 
 @bug
 def replaces_all_members_and_saves_nothing(patch: Patch) -> None:
     """All members are replaced by others at once, and their state is lost."""
-    honest = settle.ask
+    honest = settle.request_leave
 
     def ask(cluster: Any, job: Any, plan: Any, reason: str) -> None:
         if plan.cause == "drain":
@@ -48,7 +48,7 @@ def replaces_all_members_and_saves_nothing(patch: Patch) -> None:
         else:
             honest(cluster, job, plan, reason)
 
-    patch.setattr(settle, "ask", ask)
+    patch.setattr(settle, "request_leave", ask)
 
 
 @bug

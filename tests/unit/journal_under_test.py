@@ -69,7 +69,7 @@ def holder(name: str) -> LeaderKey:
     return LeaderKey(name, f"{name}:7070", 1, name)
 
 
-async def office(store: object, name: str = "a", *, shared: bool = False) -> Journal:
+async def leading_journal(store: object, name: str = "a", *, shared: bool = False) -> Journal:
     """A journal whose coordinator leads."""
     leadership = Leadership(store, PREFIX, holder(name), SystemClock(), shared=shared)  # type: ignore[arg-type]
     with anyio.fail_after(DEADLINE_S):

@@ -26,7 +26,7 @@ class Restarts:
                 raise CoordinatorUnreachable(endpoint, "refused")
             return answer
 
-        monkeypatch.setattr(Endpoints, "_ask_one", ask)
+        monkeypatch.setattr(Endpoints, "_call_one", ask)
 
 
 @pytest.mark.parametrize("timeout", [(), ("--timeout", "500")])

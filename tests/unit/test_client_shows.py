@@ -295,7 +295,7 @@ def test_output_of_several_workers_is_whole_lines_with_their_owner() -> None:
     shown = lines.take(chunk("one\ntw"), 0)
     shown += lines.take(chunk("other\n", "n2/1", 3), 0)
     shown += lines.take(chunk("\ro\n"), 0) + lines.take(chunk("spare", "n3/1", -1), 0)
-    assert shown + lines.rest("") == (
+    assert shown + lines.flush("") == (
         "[gen4 r0 n1] one\n[gen4 r3 n2] other\n[gen4 r0 n1] tw\ro\n[gen4 n3/1] spare\n"
     )
 
@@ -305,7 +305,7 @@ def test_output_of_one_worker_is_left_as_it_is() -> None:
     text = "a\r50%\r100%\n\x1b[31mred\x1b[0m\n"
     assert lines.take(chunk(text), 0) == text
     assert lines.take(chunk("x" * 20_000), 0) == "x" * 20_000
-    assert lines.rest("") == ""
+    assert lines.flush("") == ""
 
 
 STORY = f'{TRACEBACK}\n  File "train.py", line 1\nValueError: no\n'
@@ -314,7 +314,7 @@ STORY = f'{TRACEBACK}\n  File "train.py", line 1\nValueError: no\n'
 def test_the_traceback_that_ended_the_job_is_left_to_who_reports_the_end() -> None:
     lines = LineCutter(shows_prefix=False)
     shown = lines.take(chunk(f"step 7\n{STORY}\n"), 0) + lines.take(chunk("exit 1\n"), S)
-    assert shown + lines.rest(STORY) == "step 7\nexit 1\n"
+    assert shown + lines.flush(STORY) == "step 7\nexit 1\n"
 
 
 def test_any_other_traceback_is_shown_a_moment_later() -> None:
@@ -323,7 +323,7 @@ def test_any_other_traceback_is_shown_a_moment_later() -> None:
     assert lines.overdue(S) == ""
     assert lines.overdue(round(HOLD_S * S) + S) == STORY
     assert lines.take(chunk(STORY + "more\n"), 0) == ""
-    assert lines.rest("another") == STORY + "more\n"
+    assert lines.flush("another") == STORY + "more\n"
 
 
 def resumed(source: LogSource, *chunks: LogChunk, now_ns: int = 0) -> str:
@@ -463,4 +463,4 @@ def test_a_traceback_of_a_rank_that_only_noticed_is_not_shown(size: int) -> None
     shown = "".join(lines.take(chunk(piece), 0) for piece in pieces)
     assert shown == "epoch 1\nepoch 1 again\n"
     own = STORY.replace("ValueError", "ConnectionError: Connection reset by peer")
-    assert lines.take(chunk(own + "more\n"), 0) + lines.rest("") == own + "more\n"
+    assert lines.take(chunk(own + "more\n"), 0) + lines.flush("") == own + "more\n"

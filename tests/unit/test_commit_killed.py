@@ -74,7 +74,7 @@ class Books:
     def deliver(self) -> None:
         pass
 
-    def wish(self, generation: int) -> None:
+    def leave_request(self, generation: int) -> None:
         return None
 
 

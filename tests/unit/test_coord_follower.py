@@ -64,10 +64,10 @@ class Slow(Asked):
 
 
 def standby(store: Asked, clock: Clock) -> StandbyView:
-    office = LeaderState("b", clock)
-    office.saw(None)
+    leader_state = LeaderState("b", clock)
+    leader_state.saw(None)
     store_: Any = store
-    return StandbyView(store_, PREFIX, office, clock)
+    return StandbyView(store_, PREFIX, leader_state, clock)
 
 
 async def test_a_try_that_failed_is_an_answer_to_all_who_waited_for_it() -> None:
@@ -78,7 +78,7 @@ async def test_a_try_that_failed_is_an_answer_to_all_who_waited_for_it() -> None
     async def ask() -> None:
         nonlocal refused
         with pytest.raises(NotLeading):
-            await follows.look()
+            await follows.read_view()
         refused += 1
 
     with anyio.fail_after(DEADLINE_S):
@@ -98,5 +98,5 @@ async def test_a_standby_shows_how_long_a_job_has_been_in_its_phase() -> None:
         record = JobRecord(spec, JobPhase.PENDING, since_unix_ns=reported_ns)
         now_ns = clock.monotonic_ns()
         follows.remember(ClusterView(now_ns, (), (JobView(record, "", now_ns, ()),)))
-        view, _ = await follows.look()
+        view, _ = await follows.read_view()
         assert (now_ns - view.jobs[0].since_ns) / 1e9 == age_s

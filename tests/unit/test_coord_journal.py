@@ -20,7 +20,7 @@ from tests.unit.journal_under_test import (
     TTL_S,
     Weak,
     holder,
-    office,
+    leading_journal,
     record,
 )
 
@@ -29,9 +29,9 @@ pytestmark = pytest.mark.anyio
 
 async def test_a_coordinator_whose_leadership_was_taken_over_writes_nothing_more() -> None:
     store = memory_store()
-    old = await office(store, "old")
+    old = await leading_journal(store, "old")
     await old.write([record()])
-    new = await office(store, "new")
+    new = await leading_journal(store, "new")
     await new.load()
     for attempt in (
         old.write([record(generation=7)]),
@@ -45,7 +45,7 @@ async def test_a_coordinator_whose_leadership_was_taken_over_writes_nothing_more
 
 async def test_a_record_that_somebody_else_changed_is_not_overwritten() -> None:
     store = memory_store()
-    journal = await office(store)
+    journal = await leading_journal(store)
     await journal.write([record()])
     key = f"{PREFIX}/jobs/j-1"
     entry = (await store.read(key)).entries[0]
@@ -56,18 +56,18 @@ async def test_a_record_that_somebody_else_changed_is_not_overwritten() -> None:
 
 async def test_a_write_whose_answer_was_lost_can_be_repeated() -> None:
     weak = Weak(memory_store())
-    journal = await office(weak)
+    journal = await leading_journal(weak)
     for generation in range(1, 4):
         weak.fail_after = 1
         with pytest.raises(StoreUnavailable):
             await journal.write([record(generation=generation)])
         await journal.write([record(generation=generation)])
-    assert await (await office(weak, "b")).load() == (record(generation=3),)
+    assert await (await leading_journal(weak, "b")).load() == (record(generation=3),)
 
 
 async def test_a_payload_with_a_missing_part_is_refused() -> None:
     store = memory_store()
-    journal = await office(store)
+    journal = await leading_journal(store)
     await journal.write([record(payload=b"z" * (3 * PIECE_BYTES))])
     lost = (await store.read(f"{PREFIX}/pieces/")).entries[1]
     await store.commit([Compare(lost.key, lost.mod_revision)], [Delete(lost.key)])

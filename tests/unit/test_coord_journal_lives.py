@@ -20,7 +20,7 @@ from tests.unit.journal_under_test import (
     Weak,
     checkpoints,
     holder,
-    office,
+    leading_journal,
     record,
 )
 
@@ -32,7 +32,7 @@ async def test_a_record_that_is_as_before_has_its_parts_though_removing_them_fai
     fails: str,
 ) -> None:
     weak = Weak(memory_store())
-    journal = await office(weak)
+    journal = await leading_journal(weak)
     large = record(checkpoints=checkpoints(9_000))
     await journal.write([large])
     remove = journal._delete
@@ -46,7 +46,7 @@ async def test_a_record_that_is_as_before_has_its_parts_though_removing_them_fai
     await journal.write([record(generation=1)])
     journal._delete = remove  # type: ignore[method-assign]
     await journal.write([large])
-    second = await office(weak, "b")
+    second = await leading_journal(weak, "b")
     assert await second.load() == (large,)
     await second.write([record(generation=2)])
     assert not (await weak.read(f"{PREFIX}/pieces/")).entries
@@ -54,28 +54,28 @@ async def test_a_record_that_is_as_before_has_its_parts_though_removing_them_fai
 
 async def test_parts_of_a_record_that_was_not_written_are_not_taken_for_whole() -> None:
     weak = Weak(memory_store())
-    journal = await office(weak)
+    journal = await leading_journal(weak)
     large = record(payload=b"x", checkpoints=checkpoints(12_000))
     await journal.write([record(payload=b"x")])
     weak.fail_after = 1
     with pytest.raises(StoreUnavailable):
         await journal.write([large])
-    second = await office(weak, "b")
+    second = await leading_journal(weak, "b")
     assert await second.load() == (record(payload=b"x"),)
     await second.write([large])
-    assert await (await office(weak, "c")).load() == (large,)
+    assert await (await leading_journal(weak, "c")).load() == (large,)
 
 
 async def left_with_an_ended_job() -> tuple[Weak, JobRecord, Journal]:
     """A store in which a part of an ended job's function could not be removed; its next leader."""
     weak = Weak(memory_store())
-    journal = await office(weak)
+    journal = await leading_journal(weak)
     await journal.write([record(payload=b"z" * (2 * PIECE_BYTES))])
     pieces = (await weak.read(f"{PREFIX}/pieces/")).entries
     ended = record(phase=JobPhase.FAILED)
     await journal.write([ended])
     await weak.commit([Compare(pieces[0].key, 0)], [Put(pieces[0].key, pieces[0].value)])
-    return weak, ended, await office(weak, "b")
+    return weak, ended, await leading_journal(weak, "b")
 
 
 async def test_the_function_of_an_ended_job_that_was_not_removed_is_at_the_next_start() -> None:
@@ -88,11 +88,11 @@ async def test_the_function_of_an_ended_job_that_was_not_removed_is_at_the_next_
 async def test_an_id_that_comes_again_before_its_parts_are_removed_is_another_job() -> None:
     """As when a leader dies within a submission, and the client repeats it to the next one."""
     weak = Weak(memory_store())
-    first = await office(weak)
+    first = await leading_journal(weak)
     weak.fail_after = 1
     with pytest.raises(StoreUnavailable):
         await first.write([record(payload=b"z" * (3 * PIECE_BYTES))])
-    second = await office(weak, "b")
+    second = await leading_journal(weak, "b")
     assert await second.load() == ()
     weak.fail_before = 2
     await second.forget()
@@ -100,20 +100,20 @@ async def test_an_id_that_comes_again_before_its_parts_are_removed_is_another_jo
     with pytest.raises(StoreUnavailable):
         await second.write([job])
     await second.write([job])
-    assert await (await office(weak, "c")).load() == (job,)
+    assert await (await leading_journal(weak, "c")).load() == (job,)
 
 
 @pytest.mark.parametrize("fails", ["before", "after"])
 async def test_an_id_that_comes_again_is_not_removed_with_the_job_before(fails: str) -> None:
     weak = Weak(memory_store())
-    journal = await office(weak)
+    journal = await leading_journal(weak)
     await journal.write([record(payload=b"z" * (2 * PIECE_BYTES))])
     weak.fail_before, weak.fail_after = int(fails == "before"), int(fails == "after")
     await journal.forget([JobId("j-1")])
     job = record(payload=b"y")
     await journal.write([job])
     await journal.forget([JobId("j-other")])
-    assert await (await office(weak, "b")).load() == (job,)
+    assert await (await leading_journal(weak, "b")).load() == (job,)
 
 
 async def test_an_embedded_store_does_not_keep_its_history_for_ever() -> None:

@@ -48,7 +48,7 @@ def test_time_that_falls_is_refused_with_both_moments() -> None:
 
 def test_who_only_asks_is_answered_and_nothing_is_submitted() -> None:
     coordinator = Coordinator()
-    asked = SubmitRequested("r1", spec("a"), only_asks=True)
+    asked = SubmitRequested("r1", spec("a"), dry_run=True)
     coordinator.step(asked)
     assert coordinator.effects == (Reply("r1", "", JobId("a")),)
     assert not coordinator.machine.view(coordinator.now_ns).jobs

@@ -50,7 +50,7 @@ class Peer:
         assert mark is not None
         body = memoryview(content)[HEADER : HEADER + mark.num_bytes]
         with calling(self.address) as line:
-            line.ask(CopyRequest(PUSH, "j1", mark), KEY)
+            line.request(CopyRequest(PUSH, "j1", mark), KEY)
             line.send_body(body, lambda: True)
             line.read_answer(KEY)
 

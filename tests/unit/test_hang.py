@@ -55,7 +55,7 @@ def said(
     watch.begin(0, 2)
     for index, (beats, waiting_s) in enumerate(polls, start=1):
         now_ns = ns(index * every_s)
-        pulse = watch.look(ActivitySampled(beats, ns(waiting_s)), now_ns)
+        pulse = watch.sample(ActivitySampled(beats, ns(waiting_s)), now_ns)
         if pulse is not None:
             found.append((now_ns / NS_PER_S, pulse[0] / NS_PER_S, pulse[1] / NS_PER_S))
     return found

@@ -37,10 +37,10 @@ def complaint(clock: HandClock, caplog: pytest.LogCaptureFixture) -> WaitLogger:
 def test_a_connection_ends_the_wait(
     clock: HandClock, complaint: WaitLogger, caplog: pytest.LogCaptureFixture
 ) -> None:
-    complaint.say("nobody answers")
+    complaint.report("nobody answers")
     complaint.clear()
     clock.now_ns = ns(100)
-    complaint.say("nobody answers")
+    complaint.report("nobody answers")
     assert not caplog.records
 
 
@@ -49,7 +49,7 @@ def test_what_nobody_else_says_is_said_at_once_and_then_every_half_minute(
 ) -> None:
     for second in range(0, 62, 2):
         clock.now_ns = ns(second)
-        complaint.say_at_once("its leader is not to be reached")
+        complaint.report_at_once("its leader is not to be reached")
     assert [record.getMessage() for record in caplog.records] == [
         f'waiting_for_coordinator for_s={second} reason="its leader is not to be reached"'
         for second in (0, 30, 60)

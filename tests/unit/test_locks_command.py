@@ -99,7 +99,7 @@ def test_a_token_is_shown_once_listed_and_revoked(tmp_path: Path) -> None:
     assert caller is not None
     assert (caller.role, caller.name, caller.is_bound) == (Role.NODE, "gpu-1", True)
     assert run("tokens", "revoke", "--tokens", path, "gpu-1").exit_code == 0
-    assert [action for action, _ in tokens.look()] == ["revoked"]
+    assert [action for action, _ in tokens.reload()] == ["revoked"]
     assert tokens.why_over(caller.token_id).endswith("was revoked")
     again = run("tokens", "revoke", "--tokens", path, "gpu-1")
     assert again.exit_code == 78
@@ -124,14 +124,14 @@ def test_a_file_of_tokens_that_is_damaged_while_in_use_changes_nothing_and_a_gon
     tokens = TokenList(path, SystemClock())
     whole = path.read_bytes()
     path.write_bytes(whole[:40])
-    assert tokens.look() == []
+    assert tokens.reload() == []
     assert tokens.caller(shown) is not None
     assert "the tokens stay as they were" in caplog.text
     path.unlink()
-    assert [action for action, _ in tokens.look()] == ["revoked"]
+    assert [action for action, _ in tokens.reload()] == ["revoked"]
     assert tokens.caller(shown) is None
     path.write_bytes(whole)
-    assert [action for action, _ in tokens.look()] == ["created"]
+    assert [action for action, _ in tokens.reload()] == ["created"]
     assert tokens.caller(shown) is not None
 
 

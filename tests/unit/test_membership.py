@@ -293,7 +293,7 @@ def test_a_wish_to_change_waits_for_a_boundary(workers: str, expected: str, reas
 
 
 def test_members_are_asked_once() -> None:
-    decision = ask("a1:train/1 b1:train/1 c1:ready/0", "a1 b1", asked=True)
+    decision = ask("a1:train/1 b1:train/1 c1:ready/0", "a1 b1", leave_requested=True)
     assert answer(decision) == "keep"
     assert decision.reason == "1 to join and 0 to leave at the next boundary"
 
@@ -315,22 +315,22 @@ def test_nothing_is_planned_while_a_members_node_does_not_answer() -> None:
 
 
 def test_the_next_group_forms_when_all_members_are_at_the_boundary() -> None:
-    some = ask("a1:ready/1@90 b1:train/1 c1:ready/0", "a1 b1", asked=True)
+    some = ask("a1:ready/1@90 b1:train/1 c1:ready/0", "a1 b1", leave_requested=True)
     assert (answer(some), some.reason) == ("keep", "1 of 2 members are at the boundary")
     assert some.wake_ns == ns(120)
-    every = ask("a1:ready/1@90 b1:ready/1 c1:ready/0", "a1 b1", asked=True)
+    every = ask("a1:ready/1@90 b1:ready/1 c1:ready/0", "a1 b1", leave_requested=True)
     assert answer(every) == "form join: a1 b1 c1"
-    finished = ask("a1:ready/1@90 b1:done/1 c1:ready/0", "a1 b1", asked=True)
+    finished = ask("a1:ready/1@90 b1:done/1 c1:ready/0", "a1 b1", leave_requested=True)
     assert answer(finished) == "form join: a1 b1 c1"
 
 
 def test_members_that_linger_after_the_first_left_are_cut_off() -> None:
-    late = ask("a1:ready/1@90 b1:train/1 c1:ready/0", "a1 b1", asked=True, now_ns=ns(120))
+    late = ask("a1:ready/1@90 b1:train/1 c1:ready/0", "a1 b1", leave_requested=True, now_ns=ns(120))
     assert answer(late) == "form join: a1 b1 c1"
 
 
 def test_a_smaller_group_after_a_boundary_is_called_a_drain() -> None:
-    decision = ask("a1:ready/1 b1:ready/1 c1:ready/1L", "a1 b1 c1", asked=True)
+    decision = ask("a1:ready/1 b1:ready/1 c1:ready/1L", "a1 b1 c1", leave_requested=True)
     assert answer(decision) == "form drain: a1 b1"
 
 
@@ -348,15 +348,15 @@ def test_a_smaller_group_after_a_boundary_is_called_a_drain() -> None:
 def test_members_that_are_out_with_what_nobody_has_saved_go_on_once_more(
     workers: str, expected: str
 ) -> None:
-    assert answer(ask(workers, "a1 b1", asked=True, in_place=True)) == expected
+    assert answer(ask(workers, "a1 b1", leave_requested=True, in_place=True)) == expected
 
 
 def test_members_that_have_saved_or_keep_nothing_do_not() -> None:
     workers = "a1:ready/1L b1:ready/1L c1:ready/0 d1:ready/0"
     for current in ({"saves": True, "in_place": True}, {}):
-        assert answer(ask(workers, "a1 b1", asked=True, **current)) == "form join: c1 d1"
+        assert answer(ask(workers, "a1 b1", leave_requested=True, **current)) == "form join: c1 d1"
     waits = "a1:ready/1L b1:train/1L c1:ready/0 d1:ready/0"
-    assert answer(ask(waits, "a1 b1", asked=True)) == "ask drain"
+    assert answer(ask(waits, "a1 b1", leave_requested=True)) == "ask drain"
 
 
 def test_a_leaver_has_time_until_its_deadline_and_is_cut_off_then() -> None:
@@ -379,7 +379,7 @@ def test_a_leaver_has_time_until_its_deadline_and_is_cut_off_then() -> None:
     ],
 )
 def test_a_leavers_deadline_is_kept_whatever_else_is_waited_for(workers: str, reason: str) -> None:
-    decision = ask(workers, "a1 b1 c1", asked="ready" in workers)
+    decision = ask(workers, "a1 b1 c1", leave_requested="ready" in workers)
     assert (decision.reason, decision.wake_ns) == (reason, ns(120))
 
 
@@ -388,7 +388,7 @@ def test_members_that_left_unasked_wait_for_the_others_for_a_moment_only() -> No
     left = "a1:ready/1@99 b1:train/1 c1:ready/1@99"
     assert ask(left, "a1 b1 c1").wake_ns == ns(99 + UNASKED_S)
     assert answer(ask(left, "a1 b1 c1", now_ns=ns(101))) == "form join: a1 b1 c1"
-    assert answer(ask(left, "a1 b1 c1", now_ns=ns(101), asked=True)) == "keep"
+    assert answer(ask(left, "a1 b1 c1", now_ns=ns(101), leave_requested=True)) == "keep"
 
 
 def test_a_leavers_deadline_comes_before_the_cause_of_a_broken_group_is_known() -> None:

@@ -26,9 +26,9 @@ REACH = PeerAddress("127.0.0.1", DEADLINE_S)
 def members(size: int, reach: PeerAddress = REACH) -> Iterator[list[PeerSockets]]:
     """Meshes of a whole group, connected."""
     meshes = [PeerSockets(reach) for _ in range(size)]
-    doors = [mesh.door for mesh in meshes]
+    endpoints = [mesh.endpoint for mesh in meshes]
     try:
-        at_once([lambda r=r, m=m: m.join(r, doors, DEADLINE_S) for r, m in enumerate(meshes)])
+        at_once([lambda r=r, m=m: m.join(r, endpoints, DEADLINE_S) for r, m in enumerate(meshes)])
         yield meshes
     finally:
         for mesh in meshes:
@@ -152,7 +152,7 @@ def test_a_cut_frees_whoever_waits() -> None:
 def test_a_cut_ends_joining() -> None:
     mesh, other = PeerSockets(REACH), PeerSockets(REACH)
     with ThreadPoolExecutor(1) as threads:
-        joining = threads.submit(mesh.join, 0, [mesh.door, other.door], DEADLINE_S)
+        joining = threads.submit(mesh.join, 0, [mesh.endpoint, other.endpoint], DEADLINE_S)
         # A cut before it listens counts, too: so no moment is the wrong one.
         mesh.cut()
         with pytest.raises(OSError, match=r"."):
@@ -180,15 +180,15 @@ def test_a_cut_frees_whoever_connects(rank: int) -> None:
         socket.create_server(("127.0.0.1", 0), backlog=1) as silent,
         contextlib.ExitStack() as held,
     ):
-        door = PeerEndpoint("127.0.0.1", silent.getsockname()[1])
+        endpoint = PeerEndpoint("127.0.0.1", silent.getsockname()[1])
         for _ in range(3):  # More than it takes: who comes now is not answered.
             sock = held.enter_context(socket.socket())
             sock.setblocking(False)
-            sock.connect_ex(("127.0.0.1", door.port))
+            sock.connect_ex(("127.0.0.1", endpoint.port))
         mesh = PeerSockets(REACH)
-        doors = [door, mesh.door] if rank else [mesh.door, door]
+        endpoints = [endpoint, mesh.endpoint] if rank else [mesh.endpoint, endpoint]
         with ThreadPoolExecutor(1) as threads:
-            joining = threads.submit(mesh.join, rank, doors, DEADLINE_S)
+            joining = threads.submit(mesh.join, rank, endpoints, DEADLINE_S)
             wait_for(lambda: len(mesh._socks) >= 1 + rank)
             mesh.cut()  # Also between two lines of `join`: it must not connect after this.
             with pytest.raises(OSError, match=r"."):
@@ -209,15 +209,17 @@ def test_sigpipe_does_not_end_who_sends_to_a_dead_peer() -> None:
 
 def test_strangers_are_turned_away() -> None:
     one, other = PeerSockets(REACH), PeerSockets(REACH)
-    doors = [one.door, other.door]
-    where = (one.door.address, one.door.port)
+    endpoints = [one.endpoint, other.endpoint]
+    where = (one.endpoint.address, one.endpoint.port)
     strangers = [socket.create_connection(where) for _ in range(5)]
     strangers[0].close()
     strangers[1].sendall(b"GET / HTTP/1.0\r\n\r\n" * 3)
     strangers[2].sendall(HELLO.pack(bytes(16), 1))
-    strangers[3].sendall(HELLO.pack(one.door.token, 7))
+    strangers[3].sendall(HELLO.pack(one.endpoint.token, 7))
     strangers[4].sendall(b"half")
-    at_once([lambda: one.join(0, doors, DEADLINE_S), lambda: other.join(1, doors, DEADLINE_S)])
+    at_once(
+        [lambda: one.join(0, endpoints, DEADLINE_S), lambda: other.join(1, endpoints, DEADLINE_S)]
+    )
     give(other, 0, 1, b"hello")
     assert take(one, 1, 1, 5) == b"hello"
     for sock in strangers:
@@ -229,10 +231,10 @@ def test_strangers_are_turned_away() -> None:
 def test_a_member_that_does_not_come_is_not_waited_for_long() -> None:
     mesh, other = PeerSockets(REACH), PeerSockets(REACH)
     with pytest.raises(OSError, match="timed out"):
-        mesh.join(0, [mesh.door, other.door], 0.05)
+        mesh.join(0, [mesh.endpoint, other.endpoint], 0.05)
     other.close()
     with pytest.raises(OSError, match=r"."):
-        mesh.join(1, [other.door, mesh.door], 0.05)
+        mesh.join(1, [other.endpoint, mesh.endpoint], 0.05)
     mesh.close()
 
 
@@ -259,8 +261,8 @@ def test_nonsense_is_refused_before_memory_is_given_to_it(size: int) -> None:
 
 @given(st.ip_addresses().map(str), st.integers(0, 65535), st.binary(min_size=16, max_size=16))
 def test_a_door_travels_as_five_numbers(address: str, port: int, token: bytes) -> None:
-    door = PeerEndpoint(address, port, token)
-    numbers = door.numbers()
+    endpoint = PeerEndpoint(address, port, token)
+    numbers = endpoint.numbers()
     assert all(-(2**63) <= number < 2**63 for number in numbers)
     if not address.lower().startswith("::ffff:"):
-        assert PeerEndpoint.of(numbers) == door
+        assert PeerEndpoint.of(numbers) == endpoint

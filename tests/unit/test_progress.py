@@ -49,7 +49,7 @@ def seen_while(code: str) -> bool:
             watch, moves = CollectiveWatch(), []
             begun.wait()
             for _ in range({polls}):
-                moves.append(watch.look(1, time.monotonic_ns())[0])
+                moves.append(watch.sample(1, time.monotonic_ns())[0])
                 time.sleep(0.05)
             print(len(set(moves[4:])), flush=True)
             os._exit(0)
@@ -114,7 +114,7 @@ def test_work_is_told_from_standing_still(code: str, works: bool) -> None:
 
 def test_named_work_counts_however_still_it_looks() -> None:
     watch = CollectiveWatch()
-    polls = {watch.look(1, number * POLL_NS, work="evaluation")[0] for number in range(5)}
+    polls = {watch.sample(1, number * POLL_NS, work="evaluation")[0] for number in range(5)}
     assert len(polls) == 5
 
 
@@ -127,7 +127,7 @@ def test_a_wait_is_seen_also_where_looks_come_late(monkeypatch: pytest.MonkeyPat
     for _ in range(3):
         for _ in range(20):
             now_ns += POLL_NS
-            waited_ns = watch.look(1, now_ns)[1]
+            waited_ns = watch.sample(1, now_ns)[1]
         now_ns += 10 * POLL_NS
     assert 50 * POLL_NS <= waited_ns < 60 * POLL_NS
 
@@ -152,7 +152,7 @@ def polled(
     """Look ten times a second; return what is reported."""
     found = []
     for number in range(1, int(seconds * 10) + 1):
-        report = pulses.look(see(number), number * POLL_NS)
+        report = pulses.sample(see(number), number * POLL_NS)
         found += [report] if report is not None else []
     return found
 

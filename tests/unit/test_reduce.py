@@ -343,7 +343,7 @@ def test_backward_outside_of_a_step_is_left_alone(make: Make) -> None:
         model.zero_grad()
         twin.zero_grad()
         one_step(reducer, unit, model, mean_square)
-        reducer.rest()
+        reducer.release_gradients()
     reducer.close()
     model.zero_grad()
     mean_square(model, 0).backward()

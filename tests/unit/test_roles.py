@@ -28,7 +28,7 @@ class Recorder:
 def registered_methods() -> set[str]:
     recorder: Any = Recorder()
     nothing: Any = Recorder()
-    nothing.office = None
+    nothing.leader_state = None
     from grpc_health.v1 import health
 
     add_services(recorder, nothing, health.aio.HealthServicer())

@@ -32,8 +32,8 @@ def keepers_of(run: Run) -> list[CheckpointScheduler]:
         keeper._saver, keeper.steps = saver, 7
         known = Mailboxes()
         link = SimpleNamespace(
-            save_request=lambda generation: 0, wish=known.wish, is_called_off=known.is_called_off,
-            set_request=known.set_request,
+            save_request=lambda generation: 0, leave_request=known.leave_request,
+            is_called_off=known.is_called_off, set_request=known.set_request,
         )  # fmt: skip
         keeper._place = SimpleNamespace(  # type: ignore[assignment]
             world_rank=rank, generation=1, link=link, activity=None
@@ -44,17 +44,17 @@ def keepers_of(run: Run) -> list[CheckpointScheduler]:
 
 def rests(keeper: CheckpointScheduler, *, goes_on: bool = False) -> None:
     """Let a member know that its job rests, or that it goes on after all."""
-    wish = RequestLeave(1, "resume" if goes_on else "pause", saves=not goes_on)
-    keeper._place.link.set_request(wish)  # type: ignore[union-attr]
+    leave_request = RequestLeave(1, "resume" if goes_on else "pause", saves=not goes_on)
+    keeper._place.link.set_request(leave_request)  # type: ignore[union-attr]
 
 
 def rows_of(keepers: list[CheckpointScheduler]) -> list[StepMetadata]:
     """Return what they tell with the next step."""
     found = []
     for keeper in keepers:
-        wish = keeper._place.link.wish(1)  # type: ignore[union-attr]
-        told = keeper.flags(wish)
-        found.append(StepMetadata(wish is not None, Cursor(0, keeper.steps), 0, (), *told))
+        leave_request = keeper._place.link.leave_request(1)  # type: ignore[union-attr]
+        told = keeper.flags(leave_request)
+        found.append(StepMetadata(leave_request is not None, Cursor(0, keeper.steps), 0, (), *told))
     return found
 
 
@@ -120,7 +120,7 @@ def test_a_job_that_rests_has_its_last_step_in_storage_whoever_heard_of_it(tmp_p
     rests(keepers[1])
     rows = rows_of(keepers)
     rows = [replace(StepMetadata.of(row.numbers()), busy=True) for row in rows]
-    assert [row.rests for row in rows] == [False, True]
+    assert [row.releases for row in rows] == [False, True]
 
     def leave(keeper: CheckpointScheduler) -> None:
         keeper.committed(rows)

@@ -32,7 +32,7 @@ from elastic.runtime.clock import SystemClock
 from elastic.store.interface import CommitResult, Compare, Put, Write
 from elastic.store.memory import memory_store
 from tests.patience import DEADLINE_S
-from tests.unit.journal_under_test import PREFIX, Weak, office, record
+from tests.unit.journal_under_test import PREFIX, Weak, leading_journal, record
 
 pytestmark = pytest.mark.anyio
 BIG = b"z" * (3 * PIECE_BYTES)
@@ -83,9 +83,9 @@ class Machine:
             return (Persist((record(event.job_id),)), Reply(event.request_id, "", "stopped"))
         if not isinstance(event, SubmitRequested):
             return ()
-        if event.spec.name == "no" or (event.spec.name == "late" and not event.only_asks):
+        if event.spec.name == "no" or (event.spec.name == "late" and not event.dry_run):
             return (Reply(event.request_id, "invalid", "no"),)
-        if event.only_asks:
+        if event.dry_run:
             return (Reply(event.request_id, "", event.spec.job_id),)
         job = JobRecord(event.spec, JobPhase.PENDING)
         self.jobs[event.spec.job_id] = job
@@ -102,7 +102,7 @@ class Machine:
 
 
 async def driver_on(store: Weak, name: str = "a") -> Driver:
-    return Driver(Machine(), await office(store, name), SystemClock())
+    return Driver(Machine(), await leading_journal(store, name), SystemClock())
 
 
 @asynccontextmanager
@@ -142,7 +142,7 @@ async def test_a_function_for_which_no_job_came_is_removed(how: str) -> None:
             gated.leave.release()
         job = record(payload=OTHER)
         assert not (await driver.submit(job.spec, "me")).error
-    assert await (await office(gated, "b")).load() == (job,)
+    assert await (await leading_journal(gated, "b")).load() == (job,)
 
 
 async def test_of_a_job_that_is_refused_no_function_is_written() -> None:
@@ -209,7 +209,7 @@ async def test_who_is_replaced_while_a_function_is_written_leads_no_more() -> No
 
             async def replace_it() -> None:
                 await gated.wait_asked(1)
-                await office(gated, "b")
+                await leading_journal(gated, "b")
                 gated.leave.release()
 
             tasks.start_soon(submit)
@@ -226,14 +226,14 @@ async def test_a_job_has_its_own_function_whatever_was_written_ahead_under_its_i
     payload: bytes,
 ) -> None:
     weak = Weak(memory_store())
-    journal = await office(weak)
+    journal = await leading_journal(weak)
     await journal.stage(JobId("j-1"), BIG)
     await journal.stage(JobId("j-1"), OTHER)
     job = record(payload=payload)
     await journal.write([job])
     await journal.stage(JobId("j-1"), OTHER)
     await journal.unstage(JobId("j-1"))
-    assert await (await office(weak, "b")).load() == (job,)
+    assert await (await leading_journal(weak, "b")).load() == (job,)
 
 
 # ------------------------------------------------------------------------------ room

@@ -60,7 +60,7 @@ class Coordinator:
         assert isinstance(item, UserReported)
         self.posted.append(item)
 
-    def wish(self, generation: Generation) -> RequestLeave | None:
+    def leave_request(self, generation: Generation) -> RequestLeave | None:
         return RequestLeave(generation, self.request_reason) if self.request_reason else None
 
     def expect_answer(self, generation: Generation, kind: ReportKind, index: int) -> ReportAnswer:

@@ -47,7 +47,7 @@ class Member:
     def __init__(self) -> None:
         self.server = StoreServer(HOST)
         self.groups = ProcessGroups()
-        self.interrupter = Interrupter(overdue=StuckWaitWatchdog(self.groups).look)
+        self.interrupter = Interrupter(overdue=StuckWaitWatchdog(self.groups).check)
         self.subgroup: Any = None
         self.steps: Steps | None = None
         self.trains_in = 0

@@ -151,7 +151,7 @@ class Rank:
         watch, polls = CollectiveWatch(), 0
         last, end = (0, False), time.monotonic() + DEADLINE_S
         while polls < LOOKS and not over.is_set() and time.monotonic() < end:
-            moves, waiting_ns = watch.look(1, time.monotonic_ns(), is_sharded=True)
+            moves, waiting_ns = watch.sample(1, time.monotonic_ns(), is_sharded=True)
             moved, waits = moves != last[0], waiting_ns > 0
             same = seen.get("moved") == moved and seen.get("waits") == waits
             polls = polls + 1 if same else 0

@@ -42,12 +42,12 @@ class _Session:
         """Return the text at a path, None if there is none, or no reply."""
         if not self.token or time.monotonic() >= self.renew_at_s:
             headers = {"X-aws-ec2-metadata-token-ttl-seconds": str(TOKEN_LIFE_S)}
-            answer = await self.endpoint.ask(TOKEN_PATH, method="PUT", headers=headers)
+            answer = await self.endpoint.request(TOKEN_PATH, method="PUT", headers=headers)
             if answer is None or answer.status != OK or not answer.text.isascii():
                 return None
             self.token = "".join(answer.text.split())[:4096]
             self.renew_at_s = time.monotonic() + TOKEN_LIFE_S / 2
-        answer = await self.endpoint.ask(path, headers={"X-aws-ec2-metadata-token": self.token})
+        answer = await self.endpoint.request(path, headers={"X-aws-ec2-metadata-token": self.token})
         if answer is not None and answer.status in UNAUTHORISED:
             self.token = ""
         return answer.text if answer is not None and answer.status == OK else None

@@ -57,7 +57,7 @@ class Azure:
 
     async def _get(self, path: str) -> str:
         """Return the text at a path, "" if there is none."""
-        answer = await self.endpoint.ask(path, headers=HEADERS, timeout_s=TIMEOUT_S)
+        answer = await self.endpoint.request(path, headers=HEADERS, timeout_s=TIMEOUT_S)
         return answer.text if answer is not None and answer.status == OK else ""
 
 

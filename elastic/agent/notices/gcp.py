@@ -64,7 +64,7 @@ class Gcp:
                 wait = f"wait_for_change=true&timeout_sec={self.wait_s}&last_etag={quote(etag)}"
                 path = f"{path}?{wait}"
             timeout_s = TIMEOUT_S + (self.wait_s if etag else 0)
-            answer = await self.endpoint.ask(path, headers=FLAVOR, timeout_s=timeout_s)
+            answer = await self.endpoint.request(path, headers=FLAVOR, timeout_s=timeout_s)
             is_good = (
                 answer is not None
                 and answer.status == OK

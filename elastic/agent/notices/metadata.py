@@ -56,7 +56,7 @@ class MetadataEndpoint:
                 log.warning("metadata_server_ignored address=%r", given)
         return cls("169.254.169.254")
 
-    async def ask(
+    async def request(
         self,
         path: str,
         *,

@@ -72,25 +72,25 @@ class Sessions:
 
     def open(self, token: str) -> str:
         """Return a new session id for a token."""
-        word = secrets.token_urlsafe(32)
+        secret = secrets.token_urlsafe(32)
         until_ns = self.clock.monotonic_ns() + SESSION_S * NS_PER_S
-        self._tokens[_digest(word)] = token, until_ns
+        self._tokens[_digest(secret)] = token, until_ns
         if len(self._tokens) > SESSIONS_MAX:
             self._tokens.popitem(last=False)
-        return word
+        return secret
 
-    def token(self, word: str) -> str:
+    def token(self, secret: str) -> str:
         """Return the token of a session id, "" if unknown or expired."""
-        token, until_ns = self._tokens.get(_digest(word), ("", 0))
+        token, until_ns = self._tokens.get(_digest(secret), ("", 0))
         return token if self.clock.monotonic_ns() < until_ns else ""
 
-    def close(self, word: str) -> None:
+    def close(self, secret: str) -> None:
         """Forget a session id."""
-        self._tokens.pop(_digest(word), None)
+        self._tokens.pop(_digest(secret), None)
 
 
-def _digest(word: str) -> str:
-    return hashlib.sha256(word.encode("utf-8", "replace")).hexdigest()
+def _digest(secret: str) -> str:
+    return hashlib.sha256(secret.encode("utf-8", "replace")).hexdigest()
 
 
 class Gate:
@@ -101,7 +101,7 @@ class Gate:
         app: ASGIApp,
         *,
         locks: AccessRules,
-        door: AdmissionLimiter,
+        limiter: AdmissionLimiter,
         audit: Audit,
         clock: Clock,
         is_local: bool,
@@ -111,12 +111,12 @@ class Gate:
         Args:
             app: makes the pages.
             locks: the credentials required of callers.
-            door: limits their requests.
+            limiter: limits their requests.
             audit: records refusals.
             clock: for the expiry of sessions and certificates.
             is_local: the server listens on loopback only.
         """
-        self._app, self._locks, self._endpoint, self._audit = app, locks, door, audit
+        self._app, self._locks, self._limiter, self._audit = app, locks, limiter, audit
         self._clock, self._is_local = clock, is_local
         self._sessions = Sessions(clock)
 
@@ -142,21 +142,21 @@ class Gate:
         try:
             self._check_origin(request)
             if request.scope["path"] == "/login" and self.asks_token:
-                with self._endpoint.stranger(_host(request)):
+                with self._limiter.stranger(_host(request)):
                     response = await self._login(request)
                 await response(scope, receive, send_with_headers)
             elif request.scope["path"] == "/logout" and request.method == "POST":
                 response = self._logout(request)
                 await response(scope, receive, send_with_headers)
             elif request.scope["path"].startswith("/assets/"):
-                with self._endpoint.stranger(_host(request)):
+                with self._limiter.stranger(_host(request)):
                     await self._app(scope, receive, send_with_headers)
             else:
                 caller = self.identify(request)
                 scope["state"] = {**scope.get("state", {}), "caller": caller, "gate": self}
                 who = caller.name or _host(request)
                 is_stream = request.scope["path"].endswith("/stream")
-                with self._endpoint.user(who, streams=is_stream):
+                with self._limiter.user(who, streams=is_stream):
                     await self._app(scope, receive, send_with_headers)
         except ElasticError as error:
             path: str = request.scope["path"]
@@ -193,7 +193,7 @@ class Gate:
         kind, _, shown = headers.get("authorization", "").partition(" ")
         if kind.lower() == "bearer":
             return shown.strip()
-        return self._sessions.token(_word(headers))
+        return self._sessions.token(_session_secret(headers))
 
     def _check_origin(self, request: Request) -> None:
         """Check that no page of another origin sent the request.
@@ -241,7 +241,7 @@ class Gate:
         return response
 
     def _logout(self, request: Request) -> Response:
-        self._sessions.close(_word(request.headers))
+        self._sessions.close(_session_secret(request.headers))
         response = RedirectResponse("/login", status_code=303)
         response.delete_cookie(COOKIE, path="/")
         return response
@@ -253,7 +253,7 @@ class Gate:
             return PlainTextResponse(f"{text}\n", status, headers)
         if status == 401 and self.asks_token:
             then = request.scope["path"] if request.scope["path"] != "/login" else "/"
-            had_token = bool(_word(request.headers)) or request.method == "POST"
+            had_token = bool(_session_secret(request.headers)) or request.method == "POST"
             return HTMLResponse(login_page(text if had_token else "", then), status, headers)
         return HTMLResponse(plain_page("Refused", text), status, headers)
 
@@ -271,7 +271,7 @@ def shown_name(caller: Caller) -> str:
     return "" if caller is ANYONE or caller == ANYONE else str(caller)
 
 
-def _word(headers: Mapping[str, str]) -> str:
+def _session_secret(headers: Mapping[str, str]) -> str:
     try:
         morsel = SimpleCookie(headers.get("cookie", "")).get(COOKIE)
     except CookieError:

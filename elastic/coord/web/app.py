@@ -66,12 +66,12 @@ class Site:
     """The pages of one coordinator.
 
     Attributes:
-        desk: source of the view.
+        context: source of the view.
         studies: studies that are shown, too.
         answered: durations of gRPC requests, by method.
     """
 
-    desk: ServiceContext
+    context: ServiceContext
     studies: Studies
     answered: Mapping[str, Histogram] = field(default_factory=dict)
     _made: dict[str, tuple[int, Page]] = field(default_factory=dict)
@@ -102,8 +102,8 @@ class Site:
     # ------------------------------------------------------------------------------- pages
 
     async def _check(self) -> tuple[ClusterView, str, History]:
-        view, standby = await self.desk.look()
-        tenure = self.desk.office.tenure
+        view, standby = await self.context.read_view()
+        tenure = self.context.leader_state.tenure
         history = tenure.history if tenure is not None else None
         return view, standby, history or History()
 
@@ -114,18 +114,18 @@ class Site:
 
     async def _front(self, _: Request) -> Page:
         view, standby, _history = await self._check()
-        desk = self.desk
-        about = f"coordinator {desk.name}, version {__version__}, store {desk.store}"
+        context = self.context
+        about = f"coordinator {context.name}, version {__version__}, store {context.store}"
         about = f"{standby}; {about}" if standby else about
         names = await self.studies.names()
-        return front_page(view, desk.clock.unix_ns(), about=about, studies=names)
+        return front_page(view, context.clock.unix_ns(), about=about, studies=names)
 
     async def _job(self, request: Request) -> Page:
         view, job, history = await self._find(request)
-        tenure = self.desk.office.tenure
+        tenure = self.context.leader_state.tenure
         watchers = tenure.driver.watchers if tenure is not None else None
         events = watchers.history(job.record.spec.job_id) if watchers is not None else ()
-        return job_page(view, job, history, self.desk.clock.unix_ns(), events)
+        return job_page(view, job, history, self.context.clock.unix_ns(), events)
 
     async def _study(self, request: Request) -> Page:
         return await self.studies.page(request.path_params["study"])
@@ -133,7 +133,7 @@ class Site:
     async def _page(self, make: Callable[[Request], Any], request: Request) -> Page:
         """Return a page; it is made at most once in half a tick for all viewers."""
         key = request.scope["path"].removesuffix("/stream") or "/"
-        now_ns = self.desk.clock.monotonic_ns()
+        now_ns = self.context.clock.monotonic_ns()
         made_ns, page = self._made.get(key, (0, None))
         if page is None or now_ns - made_ns > TICK_S * 0.5e9:
             page = await make(request)
@@ -196,21 +196,21 @@ class Site:
 
     async def _log(self, request: Request) -> Response:
         _, job, _ = await self._find(request)
-        lines = await newest_lines(self.desk, job.record.spec.job_id, request.query_params)
+        lines = await newest_lines(self.context, job.record.spec.job_id, request.query_params)
         page = log_page(job, lines)
         return HTMLResponse(document(page, user=shown_name(request.state.caller), stream=""))
 
     async def _log_stream(self, request: Request) -> Response:
         _, job, _ = await self._find(request)
         job_id, query = job.record.spec.job_id, request.query_params
-        return _events(request, output_stream(self.desk, job_id, query))
+        return _events(request, output_stream(self.context, job_id, query))
 
     async def _status_json(self, _: Request) -> Response:
         view, standby, _history = await self._check()
-        desk = self.desk
+        context = self.context
         status = ClusterStatus(
-            desk.name, __version__, PROTOCOL, desk.store, desk.uptime_ns(), view, standby,
-            desk.office.coordinators,
+            context.name, __version__, PROTOCOL, context.store, context.uptime_ns(), view, standby,
+            context.leader_state.coordinators,
         )  # fmt: skip
         return JSONResponse(status_as_dict(status))
 
@@ -219,7 +219,7 @@ class Site:
         return JSONResponse(job_as_dict(job, view.now_ns))
 
     async def _metrics(self, _: Request) -> Response:
-        text = exposition(self.desk, self.answered)
+        text = exposition(self.context, self.answered)
         return Response(text, media_type=CONTENT_TYPE)
 
 

@@ -17,15 +17,15 @@ from elastic.runtime import exposition as text
 from elastic.runtime.exposition import Family, Histogram
 
 
-def exposition(desk: ServiceContext, answered: Mapping[str, Histogram]) -> str:
+def exposition(context: ServiceContext, answered: Mapping[str, Histogram]) -> str:
     """Return all metrics as text; `answered` has the durations of gRPC requests, by method."""
-    tenure = desk.office.tenure
+    tenure = context.leader_state.tenure
     leader = Family("elastic_leader", "gauge", "1 on the coordinator that leads.")
     leader.add(1 if tenure is not None else 0)
     if tenure is None:
         return text.exposition([leader])
-    view, history = desk.view(), tenure.history or History()
-    families = [leader, *_cluster(view, history), *_jobs(view, history, desk.clock.unix_ns())]
+    view, history = context.view(), tenure.history or History()
+    families = [leader, *_cluster(view, history), *_jobs(view, history, context.clock.unix_ns())]
     driver = tenure.driver
     families += [
         Family(

@@ -78,28 +78,28 @@ def head(line: Line) -> str:
 
 
 async def output_stream(
-    desk: ServiceContext, job_id: JobId, query: Mapping[str, str]
+    context: ServiceContext, job_id: JobId, query: Mapping[str, str]
 ) -> AsyncGenerator[str, None]:
     """Yield messages with the newest lines, then with new ones, until the job has ended.
 
     Raises:
         NotLeading: this coordinator does not lead, or no longer.
     """
-    wanted, driver = Wanted.of(query, follow=True), desk.driver
+    wanted, driver = Wanted.of(query, follow=True), context.driver
     lines = Lines(wanted.contains)
     with (
-        desk.follows.merged() as merged,
+        context.follows.merged() as merged,
         driver.watchers.subscribe(job_id, on_note=merged.wake) as notes,
     ):
-        reader = LogRequest(desk, job_id, wanted, merged)
+        reader = LogRequest(context, job_id, wanted, merged)
         going_on, waiting, sent_ns = True, list[Line](), 0
         while going_on:
-            desk.stay_with(driver)
+            context.stay_with(driver)
             notes.take()
-            going_on = reader.look()
+            going_on = reader.subscribe_new()
             waiting += lines.take(reader)
-            desk.follows.make_room(merged)
-            now_ns = desk.clock.monotonic_ns()
+            context.follows.make_room(merged)
+            now_ns = context.clock.monotonic_ns()
             if now_ns - sent_ns >= TICK_S * NS_PER_S or not going_on:
                 sent_ns = now_ns
                 yield _message(by_time(waiting))
@@ -131,7 +131,9 @@ def _message(lines: list[Line]) -> str:
     return f"data: {json.dumps(output)}\n\n"
 
 
-async def newest_lines(desk: ServiceContext, job_id: JobId, query: Mapping[str, str]) -> list[Line]:
+async def newest_lines(
+    context: ServiceContext, job_id: JobId, query: Mapping[str, str]
+) -> list[Line]:
     """Return the newest lines that arrive within `TAIL_WAIT_S`.
 
     Raises:
@@ -139,12 +141,12 @@ async def newest_lines(desk: ServiceContext, job_id: JobId, query: Mapping[str, 
     """
     wanted = Wanted.of(query, follow=False)
     lines, found = Lines(wanted.contains), list[Line]()
-    with desk.follows.merged() as merged:
-        reader = LogRequest(desk, job_id, wanted, merged)
+    with context.follows.merged() as merged:
+        reader = LogRequest(context, job_id, wanted, merged)
         with anyio.move_on_after(TAIL_WAIT_S):
-            while reader.look():
+            while reader.subscribe_new():
                 found += lines.take(reader)
-                desk.follows.make_room(merged)
+                context.follows.make_room(merged)
                 await merged.wait(NEW_WORKERS_S)
         found += lines.take(reader)
     return found

@@ -262,8 +262,8 @@ def _timeline(history: JobHistory, unix_ns: int) -> Part:
         pause = max(trains - begins, 0.0)
         if pause:
             bars.append(_bar(begins, max(pause, 1.5), "pause", f"{_pause(span)} standing still"))
-        told = f"generation {span.generation}, {span.world_size} workers, {span.cause or 'known'}"
-        bars.append(_bar(trains, max(ends - trains, 1.0), f"g{span.generation % COLOURS}", told))
+        label = f"generation {span.generation}, {span.world_size} workers, {span.cause or 'known'}"
+        bars.append(_bar(trains, max(ends - trains, 1.0), f"g{span.generation % COLOURS}", label))
     picture = element(
         "svg", *bars, role="img", viewBox=f"0 0 {TIMELINE_WIDTH} {TIMELINE_HEIGHT}",
         preserveAspectRatio="none", class_="timeline", aria_label="Generations over time",

@@ -126,13 +126,13 @@ class PageServer:
                 "whoever reads the network reads tokens: --tls-cert and --tls-key",
             )  # fmt: skip
 
-    async def run(self, desk: ServiceContext) -> None:
+    async def run(self, context: ServiceContext) -> None:
         """Answer requests until cancelled."""
-        site = Site(desk, Studies(self._studies, self._clock), self._answered)
+        site = Site(context, Studies(self._studies, self._clock), self._answered)
         gate = Gate(
             site.app(),
             locks=self._locks,
-            door=AdmissionLimiter(ServerLimits(), self._clock),
+            limiter=AdmissionLimiter(ServerLimits(), self._clock),
             audit=self._audit,
             clock=self._clock,
             is_local=is_loopback(self._host),

@@ -32,10 +32,10 @@ def goodput_bar(job: JobView) -> Part:
         part = seconds * NS_PER_S / total
         if part < SHOWN_PART:
             continue
-        told = f"{name.replace('_', ' ')} {part:.1%}"
+        label = f"{name.replace('_', ' ')} {part:.1%}"
         bars.append(
             element(
-                "rect", element("title", told), x=f"{x:.1f}", y=0,
+                "rect", element("title", label), x=f"{x:.1f}", y=0,
                 width=f"{part * BAR_WIDTH:.1f}", height=BAR_HEIGHT, class_=f"c-{name}",
             )
         )  # fmt: skip
@@ -45,7 +45,7 @@ def goodput_bar(job: JobView) -> Part:
             aria_hidden="true",
         )  # fmt: skip
         spent = duration(round(seconds * NS_PER_S))
-        legend.append(element("li", swatch, f"{told}, {spent}"))
+        legend.append(element("li", swatch, f"{label}, {spent}"))
     bar = element(
         "svg", *bars, role="img", viewBox=f"0 0 {BAR_WIDTH} {BAR_HEIGHT}", class_="goodput",
         preserveAspectRatio="none", aria_label="Where the time of workers went",

@@ -195,13 +195,13 @@ class SubmitRequested:
 
     Attributes:
         submitter: name of the token or certificate, "" if callers are not identified.
-        only_asks: only answer whether the job would be accepted now.
+        dry_run: only answer whether the job would be accepted now.
     """
 
     request_id: str
     spec: JobSpec
     submitter: str = ""
-    only_asks: bool = False
+    dry_run: bool = False
 
 
 @dataclass(frozen=True)

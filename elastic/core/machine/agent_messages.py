@@ -186,7 +186,7 @@ def _resume(cluster: ClusterState, report: WorkerReport) -> None:
         if job.is_end_announced():
             over = (report.worker_id, job.generation, False, "the group is over")
             send_worker(cluster, worker, LeaveGroup(*over, follows=True))
-        elif job.asked:
+        elif job.leave_requested:
             fields = (report.worker_id, job.generation, True, "planned change")
             send_worker(cluster, worker, LeaveGroup(*fields, saves=job.is_save_requested))
         saves.remind(cluster, job, worker)

@@ -80,9 +80,9 @@ def announcer(cluster: ClusterState, job: JobState) -> Callable[[RankPlace], Ann
     key = copies.key_of(cluster, job.job_id) if found else ""
     shares = _shares(found, places)
 
-    def alike(asks: int) -> Assignment:
+    def alike(querying: int) -> Assignment:
         """Return the assignment for all ranks with the same copy endpoints, without a place."""
-        endpoints = shares[asks]
+        endpoints = shares[querying]
         return Assignment(
             job_id=job.job_id,
             worker_id=WorkerId(""),
@@ -111,8 +111,8 @@ def announcer(cluster: ClusterState, job: JobState) -> Callable[[RankPlace], Ann
     known: dict[int, Assignment] = {}
 
     def announce(place: RankPlace) -> Announce:
-        asks = place.rank if place.rank in shares else EACH
-        shared = known.get(asks) or known.setdefault(asks, alike(asks))
+        querying = place.rank if place.rank in shares else EACH
+        shared = known.get(querying) or known.setdefault(querying, alike(querying))
         return Announce(_at(place, shared))
 
     return announce
@@ -146,6 +146,6 @@ def _shares(
     shares = {EACH: alike}
     for one in found:
         if one.is_sharded:
-            rank = replication.asks(one.node_id, first_ranks, len(places))
+            rank = replication.querying_rank(one.node_id, first_ranks, len(places))
             shares[rank] = (*shares.get(rank, alike), one.endpoint)
     return shares

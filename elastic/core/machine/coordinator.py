@@ -104,7 +104,7 @@ class CoordinatorMachine:
                 if not _is_chatter(one):
                     self._history.add(now_ns, _without_payload(one))
                 self._take(one)
-            suspicion.look(cluster)
+            suspicion.check(cluster)
             self._reconcile_all()
             invariants.check_cluster(cluster)
             suspicion.plan_check(cluster)
@@ -277,7 +277,7 @@ class CoordinatorMachine:
             cluster.do(Reply(event.request_id, "invalid", refusal))
         elif over := requests.too_many_jobs(cluster):
             cluster.do(Reply(event.request_id, "exhausted", over))
-        elif event.only_asks:
+        elif event.dry_run:
             cluster.do(Reply(event.request_id, "", spec.job_id))
         else:
             cluster.sequence += 1

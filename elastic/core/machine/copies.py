@@ -312,7 +312,7 @@ def kept_for(cluster: ClusterState, state: NodeState, known: dict[JobId, CopyCov
         spread = known.get(job.job_id) or _spread(cluster, job)
         known[job.job_id] = spread
         left = replication.UncopiedState(
-            rests=job.must_release_workers() and not job.is_open,
+            is_releasing=job.must_release_workers() and not job.is_open,
             trains=spread.trains,
             has_place=spread.has_place,
             is_elsewhere=_goes_on_without(job, node_id, spread)

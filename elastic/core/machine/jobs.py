@@ -96,7 +96,7 @@ class JobState:
 
     Attributes:
         is_open: `group` was announced, and its members were not ordered to leave at once.
-        asked: they were asked to leave at a boundary.
+        leave_requested: they were asked to leave at a boundary.
         is_save_requested: and to save their state there, because no member continues with it.
         announced_ns: when `group` was announced, or ordered to leave, in this term.
         training_since_ns: when the last member of `group` began to train, None before.
@@ -154,7 +154,7 @@ class JobState:
     generation: Generation = NO_GENERATION
     group: Group | None = None
     is_open: bool = False
-    asked: bool = False
+    leave_requested: bool = False
     is_save_requested: bool = False
     anew_ns: int | None = None
     announced_ns: int = 0
@@ -266,7 +266,7 @@ class JobState:
             self.generation,
             members,
             self.is_open,
-            self.asked,
+            self.leave_requested,
             self.is_save_requested,
             stuck=self.stuck,
             in_place=self.is_in_place(),
@@ -316,8 +316,8 @@ class JobState:
 
     def gives_back(self, worker_id: WorkerId) -> bool:
         """Return whether the worker must leave for another job, or because the job pauses."""
-        rests = self.must_release_workers() and (self.releases_all or not self.is_open)
-        return rests or worker_id in self.yields
+        is_releasing = self.must_release_workers() and (self.releases_all or not self.is_open)
+        return is_releasing or worker_id in self.yields
 
     def must_release_workers(self) -> bool:
         """Return whether it should hold no workers: it is paused, or preempted."""
@@ -336,7 +336,7 @@ class JobState:
         due_ns = self.release_deadline_ns
         return self.paused and self.is_open and due_ns is not None and now_ns >= due_ns
 
-    def forget_rest(self) -> None:
+    def reset_release(self) -> None:
         """Reset the progress of a pause or preemption, for the next time."""
         self.pause_request, self.is_saved, self.releases_all = 0, False, False
         self.release_deadline_ns, self.request_again_ns = None, 0

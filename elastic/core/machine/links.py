@@ -49,7 +49,9 @@ def check_into(
         links.rounds += 1
         ways = _ways(job)
         for node_id in nodes:
-            _ask(cluster, job, node_id, [ways[n] for n in nodes if n != node_id and n in ways])
+            _request_probe(
+                cluster, job, node_id, [ways[n] for n in nodes if n != node_id and n in ways]
+            )
 
 
 def check_into_broken(cluster: ClusterState, job: JobState) -> None:
@@ -102,7 +104,7 @@ def settle(cluster: ClusterState, job: JobState) -> int | None:
             if other in ways:
                 wanted.setdefault(one, []).append(ways[other])
         for node_id, targets in wanted.items():
-            _ask(cluster, job, node_id, targets)
+            _request_probe(cluster, job, node_id, targets)
     return links.again_ns
 
 
@@ -186,7 +188,9 @@ def _ways(job: JobState) -> dict[NodeId, Link]:
     }
 
 
-def _ask(cluster: ClusterState, job: JobState, node_id: NodeId, targets: list[Link]) -> None:
+def _request_probe(
+    cluster: ClusterState, job: JobState, node_id: NodeId, targets: list[Link]
+) -> None:
     state = cluster.book.nodes[node_id]
     if targets and state.session is not None:
         cluster.do(SendAgent(state.session, TryLinks(job.job_id, tuple(targets))))

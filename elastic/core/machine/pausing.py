@@ -30,7 +30,7 @@ def advance(cluster: ClusterState, job: JobState) -> None:
     if not job.must_release_workers() or job.has_ended():
         return
     if not job.is_open:
-        _rest(cluster, job)
+        _release_workers(cluster, job)
         _touch_co_preempted(cluster, job)
         return
     if job.stopping and job.training_since_ns is not None and not job.is_in_place():
@@ -84,7 +84,7 @@ def _mind_time(cluster: ClusterState, job: JobState) -> None:
         cluster.replan = True
     if job.pause_request and not (job.is_saved or job.releases_all):
         if now_ns >= job.request_again_ns:
-            saves.wish(cluster, job)
+            saves.request_checkpoint(cluster, job)
             job.request_again_ns = now_ns + eviction.retry_ns(cluster.config)
         settle.wake(job, job.request_again_ns)
 
@@ -92,7 +92,7 @@ def _mind_time(cluster: ClusterState, job: JobState) -> None:
 def _save(cluster: ClusterState, job: JobState) -> None:
     """Request a checkpoint; a preemption has a deadline for it."""
     if not job.pause_request:
-        saves.wish(cluster, job)
+        saves.request_checkpoint(cluster, job)
         job.pause_request = job.save_request
         job.release_deadline_ns = cluster.now_ns + ns(cluster.config.preemption_deadline_s)
         settle.wake(job, job.release_deadline_ns)
@@ -107,7 +107,9 @@ def _leave(cluster: ClusterState, job: JobState) -> None:
     # Members that do not leave by then may be cut off: see `JobState.candidates`.
     settle.wake(job, job.release_deadline_ns)
     cause = "pause" if job.paused else "preempt"
-    settle.ask(cluster, job, GroupPlan(GroupAction.ASK, cause=cause, saves=True), job.reason)
+    settle.request_leave(
+        cluster, job, GroupPlan(GroupAction.ASK, cause=cause, saves=True), job.reason
+    )
     _touch_co_preempted(cluster, job)
 
 
@@ -181,7 +183,7 @@ def _leaves(job: JobState) -> str:
     return f"{_yields(job)} at the next boundary"
 
 
-def _rest(cluster: ClusterState, job: JobState) -> None:
+def _release_workers(cluster: ClusterState, job: JobState) -> None:
     """Persist that a job without a group is paused or preempted, and end its workers."""
     if job.paused:
         _pause(cluster, job)

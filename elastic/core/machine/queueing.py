@@ -67,7 +67,7 @@ def _make_room(cluster: ClusterState, job: JobState, for_whom: str) -> None:
     if bool(before) is bool(for_whom):
         return
     if not job.paused:  # A pause continues, with the deadlines of a preemption.
-        job.forget_rest()
+        job.reset_release()
     if job.is_open:
         name = "gives_way" if for_whom else "gives_way_no_more"
         cluster.note(name, job.job_id, to=for_whom or before)

@@ -90,7 +90,7 @@ def reconcile_job(cluster: ClusterState, job: JobState) -> None:
     _stop_surplus(cluster, job)
     if _start_workers(cluster, job) and not job.is_open:
         _settle_group(cluster, job)
-    _say_why_waiting(cluster, job)
+    _explain_waiting(cluster, job)
     _watch_health(cluster, job)
     wake(job, copies.settle(cluster, job))
 
@@ -130,11 +130,11 @@ def stop_order(cluster: ClusterState, job: JobState | None, worker: WorkerState)
     If a user stops the job, its script is asked first: by SIGTERM, if it has its own handler.
     """
     cause = worker.stop_cause or ExitCause(ExitKind.STOPPED)
-    asks = job is not None and job.phase is JobPhase.STOPPED and not job.hurries
+    asks_script = job is not None and job.phase is JobPhase.STOPPED and not job.hurries
     grace_s = 0.0 if cause.kind is ExitKind.HUNG else cluster.config.stop_grace_s
-    if asks and job is not None:
+    if asks_script and job is not None:
         grace_s = max(grace_s, job.spec.grace_s)
-    return StopWorker(worker.report.worker_id, ns(grace_s), cause.detail, asks)
+    return StopWorker(worker.report.worker_id, ns(grace_s), cause.detail, asks_script)
 
 
 def hurry(cluster: ClusterState, job: JobState) -> None:
@@ -201,7 +201,7 @@ def _settle_group(cluster: ClusterState, job: JobState) -> bool:
         _holds(job, membership.forming(0, len(plan.members)))
         return False
     if plan.act is GroupAction.ASK:
-        ask(cluster, job, plan, decision.reason)
+        request_leave(cluster, job, plan, decision.reason)
         _holds(job, decision.reason)
         return False
     if plan.act is GroupAction.SUSPEND:
@@ -255,7 +255,7 @@ def _form(cluster: ClusterState, job: JobState, plan: GroupPlan, reason: str) ->
         key=_key_of_group(cluster, job),
     )
     job.placed = job.group, places
-    job.is_open, job.asked, job.is_save_requested, job.stuck = True, False, False, ""
+    job.is_open, job.leave_requested, job.is_save_requested, job.stuck = True, False, False, ""
     job.anew_ns = None
     if plan.cause != "broken" or job.training_since_ns is not None:
         job.links.nowhere_ns = cluster.now_ns
@@ -301,13 +301,13 @@ def _key_of_group(cluster: ClusterState, job: JobState) -> str:
     return hashlib.blake2b(name, key=cluster.secret, digest_size=32).hexdigest()
 
 
-def ask(cluster: ClusterState, job: JobState, plan: GroupPlan, reason: str) -> None:
+def request_leave(cluster: ClusterState, job: JobState, plan: GroupPlan, reason: str) -> None:
     """Ask every member to leave at the next boundary; a later request replaces an earlier one.
 
     That they save is persisted, so that a new coordinator allows the longer timeout of a save. The
     request is sent before that is durable: losing the flag shortens a timeout, and does no harm.
     """
-    is_news, job.asked, job.is_save_requested = (
+    is_news, job.leave_requested, job.is_save_requested = (
         job.is_save_requested or plan.saves,
         True,
         plan.saves,
@@ -325,7 +325,7 @@ def ask(cluster: ClusterState, job: JobState, plan: GroupPlan, reason: str) -> N
 
 def _suspend(cluster: ClusterState, job: JobState, plan: GroupPlan, reason: str) -> None:
     """Order the members to leave at once; they keep their state and wait, or are replaced."""
-    job.is_open, job.asked, job.is_save_requested = False, False, False
+    job.is_open, job.leave_requested, job.is_save_requested = False, False, False
     job.anew_ns = cluster.now_ns if plan.members else None
     cluster.replan = True
     job.announced_ns = cluster.now_ns
@@ -341,7 +341,7 @@ def _suspend(cluster: ClusterState, job: JobState, plan: GroupPlan, reason: str)
     cluster.note("group_suspended", job.job_id, generation=job.generation, reason=reason)
 
 
-def _say_why_waiting(cluster: ClusterState, job: JobState) -> None:
+def _explain_waiting(cluster: ClusterState, job: JobState) -> None:
     """Record why the job waits, if it does; log it when it changes."""
     gave_way = f"preempted by {job.preempted_by}; " if job.preempted_by else ""
     full = f"waiting: {gave_way}{links.explain(job, job.waits_for)}"
@@ -420,7 +420,7 @@ def _save_before_they_leave(cluster: ClusterState, job: JobState) -> None:
         return
     job.saved_before_ns = cluster.now_ns
     wake(job, leaving.save_is_due(cluster, job).wake_ns)
-    saves.wish(cluster, job, reason=decision.reason)
+    saves.request_checkpoint(cluster, job, reason=decision.reason)
 
 
 # ---------------------------------------------------------------- workers

@@ -99,7 +99,7 @@ def _kind(
         return None
     if report.phase in UNDER_WAY and job.training_since_ns is None:
         return ReportKind.COME_UP
-    return ReportKind.LEAVE if report.phase is WorkerPhase.READY and job.asked else None
+    return ReportKind.LEAVE if report.phase is WorkerPhase.READY and job.leave_requested else None
 
 
 def _is_behind(cluster: ClusterState, job: JobState, worker: WorkerState) -> bool:

@@ -54,7 +54,7 @@ def on_stop(cluster: ClusterState, event: StopRequested) -> None:
     job.hurries = event.now
     if not event.now and job.spec.run_path and job.is_in_place():
         if not job.stopping:
-            job.forget_rest()
+            job.reset_release()
             job.paused, job.stopping = True, reason
             cluster.do(Persist((job.record(),)))
             cluster.note("stop_wished", job.job_id, generation=job.generation, reason=reason)
@@ -77,7 +77,7 @@ def on_pause(cluster: ClusterState, event: PauseRequested) -> None:
         cluster.do(Reply(event.request_id, "failed_precondition", text))
         return
     if not job.paused:
-        job.forget_rest()
+        job.reset_release()
         job.paused = True
         cluster.do(Persist((job.record(),)))
         cluster.note("pause_wished", job.job_id, generation=job.generation)
@@ -91,7 +91,7 @@ def on_resume(cluster: ClusterState, event: ResumeRequested) -> None:
     if job is None:
         return
     if job.paused:
-        job.forget_rest()
+        job.reset_release()
         job.paused, job.stopping = False, ""
         if job.phase is JobPhase.PAUSED:
             job.move(JobPhase.PENDING, cluster.now_ns)

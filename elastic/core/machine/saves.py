@@ -26,11 +26,11 @@ def on_requested(cluster: ClusterState, event: CheckpointRequested) -> None:
     elif refusal := _refuse(job):
         cluster.do(Reply(event.request_id, "failed_precondition", refusal))
     else:
-        wish(cluster, job)
+        request_checkpoint(cluster, job)
         cluster.do(Reply(event.request_id, "", str(job.save_request)))
 
 
-def wish(cluster: ClusterState, job: JobState, **why: str) -> None:
+def request_checkpoint(cluster: ClusterState, job: JobState, **why: str) -> None:
     """Request a checkpoint of the group; `why` has fields for the event log."""
     cluster.num_saves += 1
     job.save_request = cluster.first_save + cluster.num_saves

@@ -70,7 +70,7 @@ def take_pulse(cluster: ClusterState, state: NodeState, pulse: Pulse) -> None:
             cluster.polls[job.job_id] = now_ns
 
 
-def look(cluster: ClusterState) -> None:
+def check(cluster: ClusterState) -> None:
     """Check the jobs that are due: probe their nodes, judge their members."""
     for job_id in [j for j, due_ns in cluster.polls.items() if due_ns <= cluster.now_ns]:
         job = cluster.jobs.get(job_id)
@@ -96,11 +96,11 @@ def silent(cluster: ClusterState) -> list[tuple[NodeState, str]]:
     A tick comes after all messages queued before it was due, so a reply in the queue counts.
     """
     found = []
-    for node_id, (asked_ns, timeout_ns) in list(cluster.probes.items()):
+    for node_id, (sent_ns, timeout_ns) in list(cluster.probes.items()):
         state = cluster.book.nodes.get(node_id)
         if state is None or state.session is None:
             del cluster.probes[node_id]
-        elif cluster.now_ns - asked_ns >= timeout_ns:
+        elif cluster.now_ns - sent_ns >= timeout_ns:
             del cluster.probes[node_id]
             limit = f"{timeout_ns / NS_PER_S:g} s"
             why = f"its agent did not answer a probe within {limit} while members waited"
@@ -161,8 +161,8 @@ def _probe(cluster: ClusterState, job: JobState, quiet_ns: int, timeout_ns: int)
         node = cluster.node_of(worker) if worker is not None else None
         if node is None or node.session is None or cluster.now_ns - node.received_ns < quiet_ns:
             continue
-        asked_ns, has_ns = cluster.probes.get(node.node.node_id, (0, 0))
-        if not has_ns or asked_ns + has_ns > cluster.now_ns + timeout_ns:
+        sent_ns, has_ns = cluster.probes.get(node.node.node_id, (0, 0))
+        if not has_ns or sent_ns + has_ns > cluster.now_ns + timeout_ns:
             cluster.num_probes += 1
             cluster.probes[node.node.node_id] = cluster.now_ns, timeout_ns
             cluster.do(SendAgent(node.session, Probe(cluster.num_probes)))

@@ -413,7 +413,7 @@ class WorkerMachine:
             self._out.append(unheard(event))
 
     def _checked(self, event: ActivitySampled) -> None:
-        found = self._pulses.look(event, self._now_ns)
+        found = self._pulses.sample(event, self._now_ns)
         if found is not None and self._assign is not None:
             pulse = Pulse(
                 self._assign.worker_id,

@@ -59,7 +59,7 @@ class ActivityMonitor:
         self._beats, self._moved_ns, self._worked_ns = -1, now_ns, now_ns
         self._reported = (False, False, False)
 
-    def look(self, seen: ActivitySampled, now_ns: int) -> PulseState | None:
+    def sample(self, seen: ActivitySampled, now_ns: int) -> PulseState | None:
         """Process one sample; return what to report, None for nothing."""
         late_ns = now_ns - self.check_at_ns
         if late_ns > LATE_NS:

@@ -80,8 +80,8 @@ class DataPlan:
     @property
     def steps(self) -> int:
         """Return the steps of an epoch."""
-        whole, rest = divmod(self.num_samples, self.global_batch)
-        return whole + (1 if rest and not self.drop_last else 0)
+        whole, remaining = divmod(self.num_samples, self.global_batch)
+        return whole + (1 if remaining and not self.drop_last else 0)
 
     def step_size(self, step: int) -> int:
         """Return the samples of a step: B, or less in the last one of an epoch."""

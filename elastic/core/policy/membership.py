@@ -99,7 +99,7 @@ class CurrentGroup:
     Attributes:
         members: by rank; empty before the first group.
         is_open: it was announced, and its members were not ordered to leave at once.
-        asked: its members were asked to leave at a boundary.
+        leave_requested: its members were asked to leave at a boundary.
         saves: they must also save their state there.
         is_saving: and those that have not left yet are still doing so, without a stall.
         stuck: why it can never continue, "" if it can.
@@ -114,7 +114,7 @@ class CurrentGroup:
     generation: Generation = 0
     members: tuple[WorkerId, ...] = ()
     is_open: bool = False
-    asked: bool = False
+    leave_requested: bool = False
     saves: bool = False
     is_saving: bool = False
     stuck: str = ""
@@ -252,10 +252,10 @@ def _decide_open(
             return _replace_out(spec, current, by_id, wanted)
         # Members that have left cannot save any more: with those, the next group saves.
         if current.saves is not saves and (current.saves or not current.in_place):
-            return _ask(saves, min([until, *wake]))
-        look = [now_ns + ns(POLL_S)] if is_saving else []
+            return _request_leave(saves, min([until, *wake]))
+        poll = [now_ns + ns(POLL_S)] if is_saving else []
         reason = f"{out} of {len(members)} members are at the boundary"
-        return Decision(GroupPlan(GroupAction.KEEP), reason, min([until, *look, *wake]))
+        return Decision(GroupPlan(GroupAction.KEEP), reason, min([until, *poll, *wake]))
 
     wake_ns = min(wake, default=None)
     silent = [c.worker_id for c in members if not c.reachable]
@@ -279,7 +279,7 @@ def _timeout_ns(
     """Return how long members that left a group wait for the others."""
     if is_saving:
         return ns(config.boundary_save_s)
-    if current.asked or current.saves or awaited:
+    if current.leave_requested or current.saves or awaited:
         return ns(config.boundary_timeout_s)
     return ns(min(config.boundary_timeout_s, UNASKED_S))
 
@@ -315,20 +315,20 @@ def _request(
     leaving = len(set(current.members) - set(wanted))
     if wanted and joining + leaving:
         reason = f"{joining} to join and {leaving} to leave at the next boundary"
-        if current.asked and current.saves is saves:
+        if current.leave_requested and current.saves is saves:
             return Decision(
                 GroupPlan(GroupAction.KEEP), f"{forms}; {reason}" if forms else reason, wake_ns
             )
         cause = "drain" if leaving else "join"
         return Decision(GroupPlan(GroupAction.ASK, cause=cause, saves=saves), reason, wake_ns)
     if current.saves is not saves:
-        return _ask(saves, wake_ns)
+        return _request_leave(saves, wake_ns)
     return Decision(
         GroupPlan(GroupAction.KEEP), forms or f"{len(current.members)} workers", wake_ns
     )
 
 
-def _ask(saves: bool, wake_ns: int | None) -> Decision[GroupPlan]:
+def _request_leave(saves: bool, wake_ns: int | None) -> Decision[GroupPlan]:
     """Return a new request for the same boundary, with or without saving the state."""
     plan, reason = (
         GroupPlan(GroupAction.ASK, cause="drain", saves=True),

@@ -66,7 +66,7 @@ def decide(
     plan.keep_training()
     plan.admit_waiting()
     plan.keep_survivors()
-    plan.grow()
+    plan.extend()
     grants = tuple(plan.grant(draft) for draft in plan.drafts)
     admitted = sum(1 for draft in plan.drafts if draft.is_admitted)
     return Decision(grants, f"{admitted} of {len(grants)} jobs fit", plan.wake_ns)
@@ -134,7 +134,7 @@ class _Plan:
             if claim.stays or not other.kept:
                 continue
             if claim.passed_over_until_ns > self.now_ns:
-                self._ask_again(claim.passed_over_until_ns)
+                self._wake_at(claim.passed_over_until_ns)
                 continue
             able.append(other)
 
@@ -185,7 +185,7 @@ class _Plan:
             self.space.give(node_id, draft.claim.spec.resources_per_worker, is_new=False)
         draft.dealer = None
 
-    def _ask_again(self, moment: int) -> None:
+    def _wake_at(self, moment: int) -> None:
         self.wake_ns = moment if self.wake_ns is None else min(self.wake_ns, moment)
 
     def keep_survivors(self) -> None:
@@ -197,7 +197,7 @@ class _Plan:
                 continue
             self._keep_workers(draft, len(draft.claim.seats))
 
-    def grow(self) -> None:
+    def extend(self) -> None:
         """Distribute the remaining slots, one replica at a time."""
         able = [d for d in self.drafts if d.is_admitted and not d.claim.is_ending]
         for draft in self._by_turn(able, again=True):

@@ -143,7 +143,7 @@ def choose(
     return Decision(NO_NODE, reason, min(refused, default=None))
 
 
-def asks(node_id: NodeId, first_ranks: Mapping[NodeId, int], world_size: int) -> int:
+def querying_rank(node_id: NodeId, first_ranks: Mapping[NodeId, int], world_size: int) -> int:
     """Return the rank of the member of a new group that queries a node for rows of a sharded model.
 
     One of the node itself, if there is one; else any. So no member gets more nodes than its share,
@@ -191,14 +191,14 @@ class UncopiedState:
     """State of a job in the memory of a leaving node that does not train it any more.
 
     Attributes:
-        rests: the job is paused or preempted: it was saved, and waits for a user or a slot.
+        is_releasing: the job is paused or preempted: it was saved, and waits for a user or a slot.
         trains: all members of its newest group train.
         has_place: another node accepts each copy, or may within some time.
         is_elsewhere: all state that the newest or the next group could continue from is on other
             nodes.
     """
 
-    rests: bool
+    is_releasing: bool
     trains: bool
     has_place: bool
     is_elsewhere: bool
@@ -210,8 +210,8 @@ def is_left_behind(what: UncopiedState) -> Decision[bool]:
     Without a training group, its copies may be the only ones, and the next group needs them. If
     there is no other holder, waiting is useless.
     """
-    if what.rests or what.is_elsewhere:
-        return Decision(False, "it rests" if what.rests else "all of it lies elsewhere")
+    if what.is_releasing or what.is_elsewhere:
+        return Decision(False, "it rests" if what.is_releasing else "all of it lies elsewhere")
     if not what.trains:
         return Decision(True, "the next group may go on from it")
     return Decision(what.has_place, "it does not lie elsewhere yet")

@@ -192,9 +192,12 @@ class RowSources:
         self._held = held
         self._own: dict[int, list[int]] = {}
         self._spans: dict[int, tuple[int, int]] = {}
-        asked = [one for one in wanted if one.rows]
-        low, high = min((r.first for r in asked), default=0), max((r.end for r in asked), default=0)
-        left = [RowRange(low, high - low)] if asked else []
+        requested = [one for one in wanted if one.rows]
+        low, high = (
+            min((r.first for r in requested), default=0),
+            max((r.end for r in requested), default=0),
+        )
+        left = [RowRange(low, high - low)] if requested else []
         found = []
         for number, (rank, stretches) in enumerate(held):
             self._own.setdefault(rank, []).append(number)

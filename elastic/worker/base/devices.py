@@ -94,10 +94,10 @@ def is_masked(assign: Assign) -> bool:
     """
     if not assign.devices:
         return False
-    wish = dict(assign.spec.entry.env).get(VIRTUAL_LOCAL_RANK) == "1"
+    requested = dict(assign.spec.entry.env).get(VIRTUAL_LOCAL_RANK) == "1"
     milli = dict(assign.spec.resources_per_worker.milli).get("GPU", 0)
     has_parts = any(device.startswith("MIG-") for device in assign.devices)
-    return wish or milli < MILLI or has_parts
+    return requested or milli < MILLI or has_parts
 
 
 def placed(all_of_job: Sequence[str], own: Sequence[str], local_rank: int) -> tuple[str, ...]:

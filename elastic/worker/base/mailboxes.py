@@ -83,7 +83,7 @@ class Mailboxes:
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._lock = threading.Lock()
         self._request: RequestLeave | None = None
-        self._rests: Generation = NO_GENERATION
+        self._saves_in: Generation = NO_GENERATION
         self._save_request: RequestCheckpoint | None = None
         self._preemption: NotifyPreemption | None = None
         self._is_preemption_seen = False
@@ -139,32 +139,32 @@ class Mailboxes:
         """Wait, for as long as it takes, for the next order."""
         return self._orders.get()
 
-    def set_request(self, wish: RequestLeave) -> None:
+    def set_request(self, request: RequestLeave) -> None:
         """Let the next boundary of the wish's generation be the last."""
-        self._rests = wish.generation if wish.saves else self._rests
-        self._request = wish
+        self._saves_in = request.generation if request.saves else self._saves_in
+        self._request = request
 
-    def wish(self, generation: Generation) -> RequestLeave | None:
+    def leave_request(self, generation: Generation) -> RequestLeave | None:
         """Return how and why this generation is to be left at its next boundary, None if not.
 
         Whoever needs more than one of these facts asks once: it may change between two questions.
         """
-        wish = self._request
-        return wish if wish is not None and wish.generation == generation else None
+        request = self._request
+        return request if request is not None and request.generation == generation else None
 
     def is_called_off(self, generation: Generation) -> bool:
         """Return whether this generation was to save where it leaves, and need not any more."""
-        wish = self.wish(generation)
-        return wish is not None and not wish.saves and self._rests == generation
+        request = self.leave_request(generation)
+        return request is not None and not request.saves and self._saves_in == generation
 
-    def set_save_request(self, wish: RequestCheckpoint) -> None:
+    def set_save_request(self, request: RequestCheckpoint) -> None:
         """Let the wish's generation take a checkpoint soon."""
-        self._save_request = wish
+        self._save_request = request
 
     def save_request(self, generation: Generation) -> int:
         """Return the number of the newest wish for a checkpoint in this generation, 0 for none."""
-        wish = self._save_request
-        return wish.request if wish is not None and wish.generation == generation else 0
+        request = self._save_request
+        return request.request if request is not None and request.generation == generation else 0
 
     def set_preemption(self, notice: NotifyPreemption) -> None:
         """Let user code know of nodes that leave the group."""

@@ -181,7 +181,7 @@ class Timing:
             by_ns = int(most - sum(known) / len(known))
             self._waited_for[rank] = self._waited_for.get(rank, 0) + by_ns
 
-    def note_step(self, look: Callable[[], TimingSample] = TimingSample) -> None:
+    def note_step(self, sample: Callable[[], TimingSample] = TimingSample) -> None:
         """Count a step that is over and counts; the first is told at once, with the time of day."""
         self.steps += 1
         self._has_trained = True
@@ -193,7 +193,7 @@ class Timing:
             self._first_unix_ns = self._clock.unix_ns()
         elif now_ns < self._reported_ns + INTERVAL_NS:
             return
-        self._send(self._step_progress(look(), now_ns))
+        self._send(self._step_progress(sample(), now_ns))
 
     def _fold(self) -> None:
         """What was computed since the last step counts."""

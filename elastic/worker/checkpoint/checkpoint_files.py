@@ -251,7 +251,7 @@ def read_parts(files: Files, world_size: int) -> tuple[list[PartFile], list[Stor
     return [PartFile.of(json.loads(note)) for note in notes], stored
 
 
-def write_rest(
+def write_shared_files(
     files: Files,
     manifest: Manifest,
     skeleton: bytes,
@@ -295,7 +295,7 @@ def stock_state(
 
     Args:
         state: as `TrainState.take` returns it.
-        aliases: see `write_rest`.
+        aliases: see `write_shared_files`.
     """
     found: dict[str, Any] = {}
     for number, tensors in enumerate(state["models"]):

@@ -39,7 +39,7 @@ from elastic.worker.checkpoint.checkpoint_files import (
     write_failure,
     write_note,
     write_part,
-    write_rest,
+    write_shared_files,
 )
 from elastic.worker.checkpoint.committer import Commit, Committer
 from elastic.worker.checkpoint.snapshot import CheckpointAbandoned, StateSnapshot, polls
@@ -343,7 +343,9 @@ class CheckpointWriter:
             parts=tuple(parts),
         )
         self._moves(snapshot.mark.num_bytes)
-        rest = write_rest(files, manifest, snapshot.skeleton, _state_of(snapshot), snapshot.aliases)
+        others = write_shared_files(
+            files, manifest, snapshot.skeleton, _state_of(snapshot), snapshot.aliases
+        )
         _check_unchanged(snapshot)  # Arrays outside of the parts were read from memory, too.
         about = {"epoch": cursor.epoch, "step": cursor.step, "steps": snapshot.mark.steps}
         metrics = json.dumps({**_in_json(snapshot.about), **about})
@@ -357,7 +359,7 @@ class CheckpointWriter:
             unix_ns=self._clock.unix_ns(),
             metrics=metrics,
             kind=ReportKind.AUTOMATIC,
-            files=tuple(sorted([*(part.file for part in parts), *notes, *rest])),
+            files=tuple(sorted([*(part.file for part in parts), *notes, *others])),
         )
 
         def saved_in(generation: int) -> CheckpointWritten:

@@ -87,7 +87,7 @@ class Commit:
         event: returns what the coordinator is told in a generation. Automatic ones are told to
             whichever generation is current, reported ones to their own.
         ended: called by the committer's thread once it counts or was given up.
-        is_asked: the coordinator was asked to record it.
+        is_posted: the coordinator was asked to record it.
         is_recorded: it counts, and its marker is written as soon as storage takes it.
         path: set once it counts.
         error: the storage error, if that is why it was given up.
@@ -98,7 +98,7 @@ class Commit:
     marker: CheckpointMarker
     event: Callable[[Generation], UserReported | CheckpointWritten]
     ended: Callable[[Commit], None] = lambda commit: None
-    is_asked: bool = False
+    is_posted: bool = False
     is_recorded: bool = False
     path: str = ""
     error: str = ""
@@ -127,7 +127,7 @@ class Committer:
         self._changed = threading.Condition()
         # The first is being committed; None is the end.
         self._waiting: list[Commit | None] = []
-        self._asked_since = 0.0
+        self._waiting_since = 0.0
         # Recorded, and perhaps without a marker.
         self._recorded: set[str] = set()
         self._checks = False
@@ -184,7 +184,7 @@ class Committer:
             Whether it is over.
         """
         while not commit.over.wait(WAIT_SLICE_S):
-            since = self._asked_since
+            since = self._waiting_since
             if since and time.monotonic() - since > patience_s:
                 return False
         return True
@@ -260,7 +260,7 @@ class Committer:
         began, run, name = time.monotonic(), self._run, commit.name
         self._finish_recorded()
         run.prepare(name, commit.marker)
-        self._ask(commit)
+        self._await_consent(commit)
         commit.is_recorded = True
         with self._changed:
             self._recorded.add(name)
@@ -291,7 +291,7 @@ class Committer:
             with self._changed:
                 self._recorded.discard(name)
 
-    def _ask(self, commit: Commit) -> None:
+    def _await_consent(self, commit: Commit) -> None:
         """Wait until the coordinator has recorded the checkpoint.
 
         Raises:
@@ -301,7 +301,7 @@ class Committer:
         for _ in polls(CONSENT_S):
             generation = marker.generation if is_bound else self.generation
             answer = self._line.expect_answer(generation, marker.kind, marker.index)
-            commit.is_asked = True
+            commit.is_posted = True
             self._line.post(commit.event(generation))
             self._wait_answer(commit.name, answer)
             if answer.accepted:
@@ -311,7 +311,7 @@ class Committer:
         raise CheckpointAbandoned(f"the coordinator refuses it: {answer.reason}")
 
     def _wait_answer(self, name: str, answer: ReportAnswer) -> None:
-        began = warned = self._asked_since = time.monotonic()
+        began = warned = self._waiting_since = time.monotonic()
         try:
             while not answer.wait(1.0):
                 now = time.monotonic()
@@ -323,4 +323,4 @@ class Committer:
                         now - began,
                     )
         finally:
-            self._asked_since = 0.0
+            self._waiting_since = 0.0

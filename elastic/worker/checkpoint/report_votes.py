@@ -355,7 +355,7 @@ def peers_watch(hung_up: Callable[[], bool]) -> Callable[[], None]:
     """
     check_at_ns = 0
 
-    def look() -> None:
+    def check_hangup() -> None:
         nonlocal check_at_ns
         now_ns = time.monotonic_ns()
         if now_ns >= check_at_ns:
@@ -363,7 +363,7 @@ def peers_watch(hung_up: Callable[[], bool]) -> Callable[[], None]:
             if hung_up():
                 raise GroupError("a member left the group while others wait in train.report")
 
-    return look
+    return check_hangup
 
 
 def _part(line: str) -> ReportPart:

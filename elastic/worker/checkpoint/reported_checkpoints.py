@@ -46,7 +46,7 @@ class ReportLink(Protocol):
         """Report to the agent now whether the main thread marks itself as working."""
         ...
 
-    def wish(self, generation: Generation) -> RequestLeave | None:
+    def leave_request(self, generation: Generation) -> RequestLeave | None:
         """Return how and why this generation is to be left at its next boundary, None if not."""
         ...
 
@@ -192,7 +192,7 @@ class ReportedCheckpoints:
         def ended(commit: Commit) -> None:
             if commit.path:
                 self._on_commit()
-            elif not commit.is_asked:
+            elif not commit.is_posted:
                 self.post(turn.index, turn.metrics)
 
         commit = Commit(name, marker, lambda generation: reported, ended)

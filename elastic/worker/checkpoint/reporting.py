@@ -172,15 +172,15 @@ class Reporter:
         name = name or self._default_name(index)
         self._keep_metrics(index, metrics, checkpoint=name if brought is not None else "")
         self._begin_part(index, name, brought)
-        requests = self._link.wish(self._place.generation) is not None
+        requests = self._link.leave_request(self._place.generation) is not None
         waits = requests or meets
         self._agreement.vote(index, ReportVote(waits, requests, brought is not None))
         tally = VoteCount()
         if waits:
             patience_s = None if meets else REQUEST_TIMEOUT_S
             tally = self._agreement.wait_closed(index, patience_s=patience_s)
-        wish = brought.validation if brought is not None else ""
-        turn = PendingReport(index, index, metrics, leaves=tally.leaves(), validation=wish)
+        validation = brought.validation if brought is not None else ""
+        turn = PendingReport(index, index, metrics, leaves=tally.leaves(), validation=validation)
         if tally.with_checkpoint == 0:
             self._reported.post(index, metrics)
         elif brought is None:
@@ -230,8 +230,8 @@ class Reporter:
                 where, ReportVote(meets, False, brought is not None), voters=voters
             )
             tally = self._agreement.wait_closed(where) if meets else VoteCount()
-            wish = brought.validation if brought is not None else ""
-            turn = PendingReport(where, index, metrics, validation=wish)
+            validation = brought.validation if brought is not None else ""
+            turn = PendingReport(where, index, metrics, validation=validation)
             if brought is not None:
                 self._complete(turn, name, brought, tally)
             else:
@@ -495,8 +495,8 @@ class Reporter:
 
     def _leave(self) -> NoReturn:
         generation = self._place.generation
-        wish = self._link.wish(generation)
-        raise GroupChanged(wish.reason if wish is not None else "", generation)
+        leave_request = self._link.leave_request(generation)
+        raise GroupChanged(leave_request.reason if leave_request is not None else "", generation)
 
 
 def _is_aside(way: str) -> bool:

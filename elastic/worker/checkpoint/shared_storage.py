@@ -89,8 +89,8 @@ class SharedStorage:
         is_over: Callable[[], bool],
     ) -> None:
         """Wait for rank 0's word, then read the file."""
-        word = _wait_word(store, is_over)
-        if word != WRITTEN:
+        answer = _wait_answer(store, is_over)
+        if answer != WRITTEN:
             if not is_over():
                 log.warning("shared_storage_unknown reason='rank 0 could not write in time'")
             return
@@ -125,13 +125,13 @@ def _refusal(run: RunDirectory, assignment: Assignment) -> str:
     )
 
 
-def _set_answer(store: Store, word: str) -> None:
+def _set_answer(store: Store, answer: str) -> None:
     # A store that is gone belongs to a group that is over.
     with contextlib.suppress(Exception):
-        store.set(KEY, word)
+        store.set(KEY, answer)
 
 
-def _wait_word(store: Store, is_over: Callable[[], bool]) -> str:
+def _wait_answer(store: Store, is_over: Callable[[], bool]) -> str:
     """Return what rank 0 said, "" if it said nothing in time or the group is over."""
     deadline = time.monotonic() + WORD_S
     try:

@@ -128,7 +128,7 @@ class Validator:
         self._unreported: list[ValidationReport] = []
         self._done: set[str] = set()
         self._retry_at = 0.0
-        self._words = 0
+        self._num_reports = 0
 
     # ------------------------------------------------------------------- any thread
 
@@ -141,14 +141,14 @@ class Validator:
         """Take what the user chose."""
         self._plan = plan
         if plan is not None and self._leads:
-            self.look()
+            self.notify()
 
     def enter(self, generation: Generation, rank: int) -> None:
         """Be in this group from here on; rank 0 takes up what is not done."""
         self._generation, self._leads = generation, rank == 0
-        self.look()
+        self.notify()
 
-    def look(self) -> None:
+    def notify(self) -> None:
         """There may be something new; returns at once."""
         if self._plan is None or self._is_closed:
             return
@@ -168,7 +168,7 @@ class Validator:
         """
         if self._plan is None or not self._leads:
             return
-        self.look()  # Also finds what others have committed.
+        self.notify()  # Also finds what others have committed.
         while not self._is_idle.wait(WAIT_SLICE_S) and not is_over():
             since = self._is_stuck_since
             if since and time.monotonic() - since > FINISH_S:
@@ -219,8 +219,8 @@ class Validator:
         except StorageError as error:
             self._retry_at = time.monotonic() + RETRY_S
             log.warning("validation_waits path=%s error=%r", self._run.path, str(error))
-        for word in list(self._unreported):
-            self._report(word)
+        for report in list(self._unreported):
+            self._report(report)
         is_behind = bool(
             self._unreported or self._unwritten or self._requests_seen != self._requests_made
         )
@@ -261,10 +261,10 @@ class Validator:
             name, marker = waiting.pop(0)
             path = self._run.checkpoint_path(name)
             try:
-                wish = ValidationRequest.from_json(marker.validation)
-                timeout_s = wish.timeout_s if wish.timeout_s is not None else plan.timeout_s
+                request = ValidationRequest.from_json(marker.validation)
+                timeout_s = request.timeout_s if request.timeout_s is not None else plan.timeout_s
                 child = ValidationChild(
-                    plan.call, path, {**plan.fn_kwargs, **wish.fn_kwargs}, timeout_s
+                    plan.call, path, {**plan.fn_kwargs, **request.fn_kwargs}, timeout_s
                 )
             except Exception as error:  # From unpickling, or a bad request.
                 finding = ValidationFinding(
@@ -345,21 +345,23 @@ class Validator:
             path = self._run.checkpoint_path(name)
             self._unreported.append(ValidationReport(path, marker.metrics, marker.status))
 
-    def _report(self, word: ValidationReport) -> None:
+    def _report(self, report: ValidationReport) -> None:
         """Tell the coordinator, again in each group until it has taken it."""
-        answer = word.answer
+        answer = report.answer
         if answer is not None and answer.ready.is_set():
             over = answer.code in (RefusalCode.JOB_ENDED, RefusalCode.JOB_UNKNOWN)
             if answer.accepted or over:
-                self._unreported.remove(word)
+                self._unreported.remove(report)
                 return
-            word.answer, word.not_before = None, time.monotonic() + REPORT_AGAIN_S
-        if word.answer is None and time.monotonic() >= word.not_before:
-            self._words += 1
+            report.answer, report.not_before = None, time.monotonic() + REPORT_AGAIN_S
+        if report.answer is None and time.monotonic() >= report.not_before:
+            self._num_reports += 1
             generation = self._generation
-            word.answer = self._line.expect_answer(generation, ReportKind.VALIDATION, self._words)
+            report.answer = self._line.expect_answer(
+                generation, ReportKind.VALIDATION, self._num_reports
+            )
             self._line.post(
-                Validated(generation, self._words, word.metrics, word.path, word.status)
+                Validated(generation, self._num_reports, report.metrics, report.path, report.status)
             )
 
     def _kill_all(self, why: str) -> None:

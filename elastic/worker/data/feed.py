@@ -112,12 +112,12 @@ class SampleFeed:
         # Looked at, and not in turn yet.
         self._next_piece: Any = None
         # In the order in which the inner loader answers.
-        self._asked: dict[Key, int] = {}
+        self._requested: dict[Key, int] = {}
         self._ready: dict[Key, Any] = {}
         self._inner: Any = None
         self._is_suspect = False
         # Ever, which makes the tags, and since the inner loader began, which makes the turns.
-        self._num_asked = self._num_turns = 0
+        self._num_requested = self._num_turns = 0
         self._is_closed = False
 
     def follow(self, plan: ReadPlan) -> None:
@@ -137,7 +137,7 @@ class SampleFeed:
         key = self._the_plan().key
         while key not in self._ready:
             self._receive(key)
-            if key not in self._ready and key not in self._asked:
+            if key not in self._ready and key not in self._requested:
                 self._check_ahead()  # It had come, and an interrupt or an error took it away.
         return self._ready.pop(key)
 
@@ -153,7 +153,7 @@ class SampleFeed:
         """Take one answer of the inner loader, and keep it if it is still wanted."""
         if self._inner is None or self._is_suspect:
             self._start()
-        before = self._num_asked
+        before = self._num_requested
         # Until the answer is complete: an interrupt, a signal's exception, a dead process, a
         # timeout leave us not knowing what was answered.
         self._is_suspect = True
@@ -162,7 +162,7 @@ class SampleFeed:
         except Exception as error:
             # Torch asks for more as soon as an answer is there, and only then. It tells of a lost
             # process from a signal handler, which may be right behind that.
-            if self._num_asked == before or str(error).startswith(LOST_PROCESS):
+            if self._num_requested == before or str(error).startswith(LOST_PROCESS):
                 raise
             failed = self._answered()[0]
             self._check_ahead()
@@ -180,27 +180,27 @@ class SampleFeed:
         self._is_suspect = False
 
     def _answered(self) -> tuple[Key, int]:
-        check(self._asked, "the inner loader answers what was not asked")
-        key = next(iter(self._asked))
-        return key, self._asked.pop(key)
+        check(self._requested, "the inner loader answers what was not asked")
+        key = next(iter(self._requested))
+        return key, self._requested.pop(key)
 
-    def _ask(self) -> Any:
+    def _next_request(self) -> Any:
         """Return what is wanted next and neither there nor on its way; torch calls this."""
         now = self._the_plan().key
         piece = self._next_piece or next(self._ahead)
         # What was ready at a deal may have been handed out since.
-        while piece.key < now or piece.key in self._asked or piece.key in self._ready:
+        while piece.key < now or piece.key in self._requested or piece.key in self._ready:
             piece = next(self._ahead)
         self._next_piece = piece
-        tag = self._num_asked = self._num_asked + 1
+        tag = self._num_requested = self._num_requested + 1
         turn, self._num_turns = self._num_turns, self._num_turns + 1
         reader = self._reading.turn_of(piece.key)
         # Torch hands requests to its worker processes by turns.
         if reader is not None and (reader - turn) % max(1, self._num_processes):
-            self._asked[NOTHING, NOTHING, tag] = tag
+            self._requested[NOTHING, NOTHING, tag] = tag
             return self._reading.request(tag, None)
         self._next_piece = None
-        self._asked[piece.key] = tag
+        self._requested[piece.key] = tag
         return self._reading.request(tag, piece)
 
     def _check_ahead(self) -> None:
@@ -228,7 +228,7 @@ class SampleFeed:
         self._inner = iter(
             DataLoader(
                 self._reading.dataset,
-                batch_sampler=_Endless(self._ask),  # type: ignore[arg-type]
+                batch_sampler=_Endless(self._next_request),  # type: ignore[arg-type]
                 collate_fn=self._reading.collate,
                 generator=users.generator if users.generator is not None else own,
                 **kept,
@@ -238,7 +238,7 @@ class SampleFeed:
 
     def _stop(self) -> None:
         inner, self._inner = self._inner, None
-        self._asked, self._num_turns = {}, 0
+        self._requested, self._num_turns = {}, 0
         # Tracebacks may hold the iterator, so that letting go of it is not enough.
         end = getattr(inner, "_shutdown_workers", None)
         if end is not None:
@@ -256,14 +256,14 @@ class SampleFeed:
 class _Endless:
     """A batch sampler that asks what is next; unlike a generator it survives exceptions."""
 
-    def __init__(self, ask: Callable[[], Any]) -> None:
-        self._ask = ask
+    def __init__(self, next_request: Callable[[], Any]) -> None:
+        self._next_request = next_request
 
     def __iter__(self) -> _Endless:
         return self
 
     def __next__(self) -> Any:
-        return self._ask()
+        return self._next_request()
 
 
 def check_prefetch(loader: DataLoader[Any]) -> None:

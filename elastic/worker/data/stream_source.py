@@ -167,8 +167,8 @@ class SampleWindow:
     def _snap(self, place: int) -> None:
         if not self._trusts or not place:
             return
-        step, rest = divmod(place, self._streams.beginning(1))
-        if not rest and step % self._every == 0:
+        step, offset = divmod(place, self._streams.beginning(1))
+        if not offset and step % self._every == 0:
             with self._seen():
                 self._open_snapshot = (step, copy.deepcopy(self._dataset.state_dict()))
 

@@ -50,7 +50,7 @@ class CheckpointScheduler:
     Attributes:
         steps: committed in the run.
         is_due: a snapshot is to be taken at this boundary.
-        rests: all members leave at this boundary, and none goes on soon.
+        releases: all members leave at this boundary, and none goes on soon.
     """
 
     def __init__(self, objects: TrainState, logbook: Logbook, streams: StreamBook) -> None:
@@ -61,7 +61,7 @@ class CheckpointScheduler:
             logbook: what it has logged.
             streams: what is known of a dataset that is read as streams.
         """
-        self.steps, self.is_due, self._is_stored, self.rests = 0, False, False, False
+        self.steps, self.is_due, self._is_stored, self.releases = 0, False, False, False
         self._boundaries, self._steps_here, self._requested_in, self._is_sharded = 0, 0, 0, False
         self._logbook, self._streams = logbook, streams
         self._objects = objects
@@ -106,16 +106,16 @@ class CheckpointScheduler:
 
     # ------------------------------------------------------------------- saving
 
-    def flags(self, wish: RequestLeave | None) -> tuple[bool, bool, bool]:
+    def flags(self, leave_request: RequestLeave | None) -> tuple[bool, bool, bool]:
         """Return what we tell with a step, after which we know of this wish to leave.
 
-        These are `saves`, `busy` and `rests` of its row.
+        These are `saves`, `busy` and `releases` of its row.
         """
         saver = self._saver
         if saver is None or self._place is None:
             return False, True, False
-        rests = wish is not None and wish.saves
-        return saver.wants(self.steps + 1, self._request()), saver.is_busy(), rests
+        releases = leave_request is not None and leave_request.saves
+        return saver.wants(self.steps + 1, self._request()), saver.is_busy(), releases
 
     def committed(self, rows: Sequence[StepMetadata]) -> None:
         """Count a step, and decide from everyone's rows whether it is saved."""
@@ -123,9 +123,9 @@ class CheckpointScheduler:
         self._steps_here += 1
         self._read = None
         self._read_shards.clear()
-        self.rests = any(row.rests for row in rows)
-        self._is_stored = self.rests or any(row.saves for row in rows)
-        has_room = self.rests or not any(row.busy for row in rows)  # Who rests waits for room.
+        self.releases = any(row.releases for row in rows)
+        self._is_stored = self.releases or any(row.saves for row in rows)
+        has_room = self.releases or not any(row.busy for row in rows)  # Who rests waits for room.
         self.is_due = (self._is_stored or self._is_copied()) and has_room
 
     def _is_copied(self) -> bool:
@@ -160,7 +160,7 @@ class CheckpointScheduler:
                 self._try(lambda: saver.warm_up(lambda: self.take(cursor, data)))
             return
         self.is_due, request = False, self._request()
-        if self.rests:
+        if self.releases:
             saver.wait_for_room(lambda: self._goes_on(is_over), LEAVING_S)
 
         def take() -> None:
@@ -210,13 +210,13 @@ class CheckpointScheduler:
             is_over: whether the group is, so that there is nobody to wait for.
         """
         saver = self._saver
-        if saver is None or not (self.rests or self.is_sharded):
+        if saver is None or not (self.releases or self.is_sharded):
             return
         if not saver.has_taken(self.steps):
             saver.wait_for_room(is_over, LEAVING_S)
             self.is_due = self._is_stored = True
             self.at_boundary(cursor, data, is_over)
-        if self.rests:  # It has time, until the coordinator says otherwise.
+        if self.releases:  # It has time, until the coordinator says otherwise.
             saver.wait_durable(lambda: self._goes_on(is_over), self._show_life, FINISH_S)
         if self.is_sharded:  # Those that go on wait for it, too.
             saver.wait_durable(is_over, self._show_life, LEAVING_S)

@@ -155,7 +155,7 @@ class WorkerContext:
         If so, a report with a checkpoint now lets it happen at once. Other members may learn of
         it a moment earlier or later: it is a hint, and what all do is agreed in `report`.
         """
-        return self.link.wish(self.generation) is not None
+        return self.link.leave_request(self.generation) is not None
 
 
 _current: WorkerContext | None = None

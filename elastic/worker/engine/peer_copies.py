@@ -128,7 +128,7 @@ class PeerCopies:
         for address in self.share(rank, size):
             try:
                 with self._calling(address) as line:
-                    copies = line.ask(CopyRequest(LIST, self._job_id), self._key).copies
+                    copies = line.request(CopyRequest(LIST, self._job_id), self._key).copies
             except (ElasticError, OSError) as error:
                 log.warning("copy_unreachable address=%s error=%r", address, str(error))
                 continue
@@ -152,7 +152,7 @@ class PeerCopies:
             raise ValueError(f"{mark.skeleton_bytes} bytes that are no tensor")
         text = bytearray(mark.skeleton_bytes)
         with self._calling(address) as line:
-            line.ask(CopyRequest(TEXT, self._job_id, mark, source), self._key)
+            line.request(CopyRequest(TEXT, self._job_id, mark, source), self._key)
             if line.read_body(memoryview(text)) != mark.skeleton_crc:
                 raise ValueError(f"the text of the copy of {source} is not what was taken")
         return bytes(text)
@@ -166,7 +166,7 @@ class PeerCopies:
         for address in self._addresses:
             try:
                 with self._calling(address) as line:
-                    mark = line.ask(CopyRequest(ASK, self._job_id), self._key).mark
+                    mark = line.request(CopyRequest(ASK, self._job_id), self._key).mark
             except (ElasticError, OSError) as error:
                 log.warning("copy_unreachable address=%s error=%r", address, str(error))
                 continue
@@ -190,7 +190,7 @@ class PeerCopies:
     def _fetch(self, address: str, mark: SnapshotMark, source: str = "") -> SnapshotSlot:
         began, slot = time.monotonic(), SnapshotSlot()
         with self._calling(address) as line:
-            line.ask(CopyRequest(FETCH, self._job_id, mark, source), self._key)
+            line.request(CopyRequest(FETCH, self._job_id, mark, source), self._key)
             slot.fill(mark, line.read_body)
         log.info(
             "copy_fetched address=%s%s generation=%d steps=%d bytes=%d ms=%.0f",

@@ -292,7 +292,7 @@ def strangers_refused(names: Mapping[int, str], is_stepping: Callable[[], bool])
         is_stepping: a prepared optimizer steps; one inside it may do its work.
     """
 
-    def look(optimizer: torch.optim.Optimizer, args: Any, named: Any) -> None:
+    def check(optimizer: torch.optim.Optimizer, args: Any, named: Any) -> None:
         del args, named
         if getattr(optimizer, MARK, False) or is_stepping():
             return
@@ -307,7 +307,7 @@ def strangers_refused(names: Mapping[int, str], is_stepping: Callable[[], bool])
                         f"too, before the loop over train.epochs()"
                     )
 
-    hook = register_optimizer_step_pre_hook(look)
+    hook = register_optimizer_step_pre_hook(check)
     try:
         yield
     finally:

@@ -136,7 +136,7 @@ class StepEngine(ObjectRegistry):
         )
         self._values, self._by_steps = StepValues(None), False
         self._watch, self._meets = Divergence(self.state), False
-        self._asked: list[torch.optim.Optimizer] = []  # To step, in this iteration.
+        self._to_step: list[torch.optim.Optimizer] = []  # To step, in this iteration.
         self._stack, self.at_close = ExitStack(), ExitStack()
 
     def configure(self, options: Mapping[str, Any]) -> None:
@@ -283,7 +283,7 @@ class StepEngine(ObjectRegistry):
             self._padding.forget()
             self._forget_step()
             if self._reducer is not None:
-                self._reducer.rest()
+                self._reducer.release_gradients()
             # User code between epochs may take as long as it likes.
             self._context.activity.reset()
             self._context.timing.switch(USER)
@@ -383,10 +383,10 @@ class StepEngine(ObjectRegistry):
         if batch.micro_batch == first and not is_again:
             self._context.activity.at(self.cursor.epoch, self.cursor.step)
             self._share = share
-            wish = place.link.wish(place.generation)  # Once: it may change.
-            flags = tuple(self.logbook.row()), *self._keeper.flags(wish)
+            request = place.link.leave_request(place.generation)  # Once: it may change.
+            flags = tuple(self.logbook.row()), *self._keeper.flags(request)
             row = StepMetadata(
-                wish is not None, self.cursor, self._stepped, *flags, rates=self._rates,
+                request is not None, self.cursor, self._stepped, *flags, rates=self._rates,
                 busy_ns=float(timing.busy_ns),
                 print=self._watch.step_checksum(
                     self._keeper.steps, place.world_size, loader.order_print(self.cursor.epoch)
@@ -397,7 +397,7 @@ class StepEngine(ObjectRegistry):
         is_last, padded = batch.micro_batch == last - 1, self._padding.pad(batch)
         if padded is None:
             reducer.begin_micro_batch(batch.micro_batch)
-        self._batch, self._asked = padded or batch, []
+        self._batch, self._to_step = padded or batch, []
         self._phase = IterationPhase.DUE if is_last and padded is None else IterationPhase.GATHERING
         seed_everything(micro_batch_seed(epochs.seed, self.cursor, batch.micro_batch))
         return self._batch.value
@@ -408,7 +408,7 @@ class StepEngine(ObjectRegistry):
         self._context.activity.beats += 1
         if self._phase in (IterationPhase.DUE, IterationPhase.SETTLED) and len(self._due):
             self._commit()  # Of several optimizers not all were asked to step.
-        elif self._phase in OPEN and not (self._asked or self._is_broken()):
+        elif self._phase in OPEN and not (self._to_step or self._is_broken()):
             raise complaints.not_stepped(self.cursor)
         elif self._phase is IterationPhase.SETTLED:
             raise complaints.step_not_stepped(self.cursor)
@@ -456,7 +456,7 @@ class StepEngine(ObjectRegistry):
             UsageError: it would change the weights of this rank alone, or not at all.
         """
         if self.has_begun and self._phase is not IterationPhase.OUTSIDE:
-            if optimizer in self._asked and self._phase not in (
+            if optimizer in self._to_step and self._phase not in (
                 IterationPhase.VOID,
                 IterationPhase.ADOPTED,
             ):
@@ -471,11 +471,11 @@ class StepEngine(ObjectRegistry):
 
     def optimizer_skipped(self, optimizer: Any) -> None:
         """Count a step that a scaler left out, because gradients overflowed."""
-        if optimizer not in self._asked and self._phase is not IterationPhase.OUTSIDE:
+        if optimizer not in self._to_step and self._phase is not IterationPhase.OUTSIDE:
             self._take_step(optimizer, lambda: None)
 
     def _take_step(self, optimizer: torch.optim.Optimizer, real: Callable[[], Any]) -> None:
-        self._asked.append(optimizer)
+        self._to_step.append(optimizer)
         unit, reducer = self._units[id(optimizer)], self._the_reducer()
         if self._phase is IterationPhase.GATHERING:
             reducer.unit_stepped(unit)
@@ -518,7 +518,7 @@ class StepEngine(ObjectRegistry):
             if not self._settle_buffers():
                 return False
             self.logbook.take_totals(totals)
-            self._phase, self._asked = IterationPhase.SETTLED, []
+            self._phase, self._to_step = IterationPhase.SETTLED, []
             return True
 
     def _settle_buffers(self) -> bool:

@@ -86,7 +86,7 @@ class AbortableWait:
         standby = getattr(self._standbys, "mine", None) or WaitThread()
         # Whoever is left behind, by an exception of a signal handler's too, is asked nothing again.
         self._standbys.mine = None
-        answer = standby.ask(call)
+        answer = standby.submit(call)
         over = _Over(life)
         while not answer.is_there.wait(SLICE_S):
             if over.is_certain():
@@ -160,7 +160,7 @@ class WaitThread:
             target=_serve, args=(self._calls,), name="elastic-wait", daemon=True
         ).start()
 
-    def ask(self, call: Callable[[], Any]) -> CallResult:
+    def submit(self, call: Callable[[], Any]) -> CallResult:
         """Have a call made; returns at once."""
         answer = CallResult()
         self._calls.put((call, answer))
@@ -177,11 +177,11 @@ class WaitThread:
 
 def _serve(calls: queue.SimpleQueue[tuple[Callable[[], Any], CallResult] | None]) -> None:
     # No method of the standby's: it would keep itself alive.
-    while (asked := calls.get()) is not None:
-        call, answer = asked
+    while (item := calls.get()) is not None:
+        call, answer = item
         try:
             answer.value = call()
         except BaseException as error:
             answer.error = error
         answer.is_there.set()
-        del asked, call, answer
+        del item, call, answer

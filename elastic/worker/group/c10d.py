@@ -365,17 +365,17 @@ class TorchPatches:
             real(*args, **named)
             return
         names = ("backend", "init_method", "timeout", "world_size", "rank")
-        asked = dict(zip(names, args, strict=False)) | named
+        passed = dict(zip(names, args, strict=False)) | named
         for name, ours in (("world_size", group.world_size), ("rank", group.rank)):
-            if asked.get(name, -1) not in (-1, ours):
+            if passed.get(name, -1) not in (-1, ours):
                 raise UsageError(
-                    f"init_process_group({name}={asked[name]}): this worker is rank {group.rank} "
+                    f"init_process_group({name}={passed[name]}): this worker is rank {group.rank} "
                     f"of {group.world_size}, and its group stands already; leave {name} out, or "
                     f"read it from the environment (RANK, WORLD_SIZE)"
                 )
-        if asked.get("timeout") is not None:
-            look_up(distributed_c10d, "_set_pg_timeout")(asked["timeout"])
-        backend = str(asked.get("backend") or group.backend).lower()
+        if passed.get("timeout") is not None:
+            look_up(distributed_c10d, "_set_pg_timeout")(passed["timeout"])
+        backend = str(passed.get("backend") or group.backend).lower()
         if backend not in (group.backend, "undefined"):
             log.warning(
                 "backend_differs asked=%s formed=%s: the script gets the group that stands; set "

@@ -140,7 +140,7 @@ class CollectiveWatch:
         self._since_ns = 0
         self._has_moved = True
 
-    def look(
+    def sample(
         self, beats: int, now_ns: int, is_sharded: bool = False, work: str = ""
     ) -> tuple[int, int]:
         """Take one look, for as long as the loop itself does not say that it waits.

@@ -60,7 +60,7 @@ class StuckWaitWatchdog:
         self._seen: Place | None = None
         self._since = self._spent = self._checked = 0.0
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Take one look, some times a second; end the process if nothing else can help."""
         life = self._groups.over()
         place = _place_of_main(life.generation) if life is not None else None

@@ -155,23 +155,25 @@ class GroupStore(Store):
 
     def check(self, keys: Sequence[str]) -> bool:
         """Return whether all these keys have a value."""
-        return self._ask(StoreVerb.CHECK, *(key.encode() for key in keys))[0] == b"1"
+        return self._request(StoreVerb.CHECK, *(key.encode() for key in keys))[0] == b"1"
 
     def add(self, key: str, value: int) -> int:
         """Add to a number, and return the sum."""
-        return int(self._ask(StoreVerb.ADD, key.encode(), b"%d" % value)[0])
+        return int(self._request(StoreVerb.ADD, key.encode(), b"%d" % value)[0])
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
         """Set a key if it is as expected, and return what it is then."""
-        return self._ask(StoreVerb.COMPARE_SET, key.encode(), _bytes(expected), _bytes(desired))[0]
+        return self._request(
+            StoreVerb.COMPARE_SET, key.encode(), _bytes(expected), _bytes(desired)
+        )[0]
 
     def delete_key(self, key: str) -> bool:
         """Delete a key; return whether there was one."""
-        return self._ask(StoreVerb.DELETE, key.encode())[0] == b"1"
+        return self._request(StoreVerb.DELETE, key.encode())[0] == b"1"
 
     def num_keys(self) -> int:
         """Return how many keys there are."""
-        return int(self._ask(StoreVerb.COUNT)[0])
+        return int(self._request(StoreVerb.COUNT)[0])
 
     def has_extended_api(self) -> bool:
         """Return True: there are `append`, `multi_get` and `multi_set`."""
@@ -186,14 +188,14 @@ class GroupStore(Store):
     def _await(self, verb: StoreVerb, keys: Sequence[str], timeout: timedelta) -> list[bytes]:
         limit_s = timeout.total_seconds()
         fields = [b"%d" % (limit_s * 1e3), *(key.encode() for key in keys)]
-        return self._ask(verb, *fields, limit_s=limit_s, keys=keys)
+        return self._request(verb, *fields, limit_s=limit_s, keys=keys)
 
     def _send(self, verb: StoreVerb, *fields: bytes) -> None:
         with self._lock, self._unbroken():
             self._sock.settimeout(self.timeout.total_seconds())
             self._sock.sendall(wire.packed(verb, fields))
 
-    def _ask(
+    def _request(
         self,
         verb: StoreVerb,
         *fields: bytes,

@@ -49,13 +49,13 @@ class MemberEntry:
     """How the other members reach this one.
 
     Attributes:
-        door: where it listens.
+        endpoint: where it listens.
         node: a number that is equal exactly for members of the same node.
         pid, number, inode: of its process, and descriptor and inode of an empty memory file in it.
             A process that can open that file can read the member's memory.
     """
 
-    door: PeerEndpoint = field(default_factory=PeerEndpoint)
+    endpoint: PeerEndpoint = field(default_factory=PeerEndpoint)
     node: int = 0
     pid: int = 0
     number: int = 0
@@ -63,13 +63,13 @@ class MemberEntry:
 
     def numbers(self) -> list[int]:
         """Return it as 64-bit integers, for an all-gather."""
-        return [*self.door.numbers(), self.node, self.pid, self.number, self.inode]
+        return [*self.endpoint.numbers(), self.node, self.pid, self.number, self.inode]
 
     @staticmethod
     def of(numbers: Sequence[int]) -> MemberEntry:
         """Return the entry that such integers stand for."""
-        *door, node, pid, number, inode = numbers
-        return MemberEntry(PeerEndpoint.of(door), node, pid, number, inode)
+        *endpoint, node, pid, number, inode = numbers
+        return MemberEntry(PeerEndpoint.of(endpoint), node, pid, number, inode)
 
     def is_readable(self) -> bool:
         """Return whether this process may open the member's memory files."""
@@ -98,7 +98,7 @@ class MemberLinks:
         probe = os.memfd_create("elastic-links", os.MFD_CLOEXEC)
         weakref.finalize(self, os.close, probe).atexit = False
         self.entry = MemberEntry(
-            self.mesh.door, _node_number(reach.node), os.getpid(), probe, os.fstat(probe).st_ino
+            self.mesh.endpoint, _node_number(reach.node), os.getpid(), probe, os.fstat(probe).st_ino
         )
         self.shape = self.small_shape = flat_shape(world_size)
         self.memory: dict[int, PeerMemory] = {}
@@ -127,10 +127,10 @@ class MemberLinks:
             self.small_shape = self.shape
         wanted = None if self.world_size <= FEW else partners_of(self.rank, self.shape)
         try:
-            self.mesh.join(self.rank, [entry.door for entry in entries], partners=wanted)
+            self.mesh.join(self.rank, [entry.endpoint for entry in entries], partners=wanted)
         except OSError as error:
             raise RuntimeError(
-                f"mesh: rank {self.rank} at {self.entry.door.address} could not connect to all "
+                f"mesh: rank {self.rank} at {self.entry.endpoint.address} could not connect to all "
                 f"others ({error}): Connection closed; members must reach each other at the "
                 f"addresses that their agents announce (--host)"
             ) from error

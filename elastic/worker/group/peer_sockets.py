@@ -132,7 +132,7 @@ class PeerSockets:
     """This rank's connections to others of one group.
 
     Attributes:
-        door: where we listen.
+        endpoint: where we listen.
         received_bytes: bytes received from all peers.
     """
 
@@ -145,7 +145,7 @@ class PeerSockets:
         family, _, _, _, where = socket.getaddrinfo(reach.host, 0, type=socket.SOCK_STREAM)[0]
         self._listener = socket.create_server(where[:2], family=family, backlog=128)
         address, port = self._listener.getsockname()[:2]
-        self.door = PeerEndpoint(str(address).partition("%")[0], port, secrets.token_bytes(16))
+        self.endpoint = PeerEndpoint(str(address).partition("%")[0], port, secrets.token_bytes(16))
         self.received_bytes = 0
         self._timeout_s = reach.timeout_s
         self._peers: dict[int, _PeerConnection] = {}
@@ -163,7 +163,7 @@ class PeerSockets:
     def join(
         self,
         rank: int,
-        doors: Sequence[PeerEndpoint],
+        endpoints: Sequence[PeerEndpoint],
         limit_s: float = JOIN_S,
         partners: Iterable[int] | None = None,
     ) -> None:
@@ -171,7 +171,7 @@ class PeerSockets:
 
         Args:
             rank: ours.
-            doors: of all members, by rank.
+            endpoints: of all members, by rank.
             limit_s: how long it may take.
             partners: ranks to connect to; None for all.
 
@@ -179,10 +179,10 @@ class PeerSockets:
             OSError: a member could not be reached, or has not connected in time.
         """
         deadline = time.monotonic() + limit_s
-        others = {*(range(len(doors)) if partners is None else partners)} - {rank}
+        others = {*(range(len(endpoints)) if partners is None else partners)} - {rank}
         for other in sorted(one for one in others if one < rank):
-            sock = self._connected(doors[other], deadline)
-            sock.sendall(HELLO.pack(doors[other].token, rank))
+            sock = self._connected(endpoints[other], deadline)
+            sock.sendall(HELLO.pack(endpoints[other].token, rank))
             self._add(other, sock)
         while len(self._peers) < len(others):
             self._listener.settimeout(_left_s(deadline))
@@ -202,18 +202,20 @@ class PeerSockets:
         peer = self._peers[rank] = self._by_number[sock.fileno()] = _PeerConnection(rank, sock)
         self._poll.register(peer.sock, select.POLLIN)
 
-    def _connected(self, door: PeerEndpoint, deadline: float) -> socket.socket:
+    def _connected(self, endpoint: PeerEndpoint, deadline: float) -> socket.socket:
         """Return a connection that `cut` can end at any moment, also while it is being made.
 
         Begun under the lock: `shutdown` has no effect on a socket that has not begun to connect,
         which would then wait for a member that is gone.
         """
-        sock = socket.socket(socket.AF_INET6 if ":" in door.address else socket.AF_INET)
+        sock = socket.socket(socket.AF_INET6 if ":" in endpoint.address else socket.AF_INET)
         sock.setblocking(False)
         with self._lock:
             self._socks.append(sock)
             is_cut = self._is_cut
-            code = errno.ECONNABORTED if is_cut else sock.connect_ex((door.address, door.port))
+            code = (
+                errno.ECONNABORTED if is_cut else sock.connect_ex((endpoint.address, endpoint.port))
+            )
         if code == errno.EINPROGRESS:
             poll = select.poll()
             poll.register(sock, select.POLLOUT)
@@ -253,7 +255,7 @@ class PeerSockets:
         except OSError:
             return -1
         token, rank = HELLO.unpack(hello)
-        return int(rank) if secrets.compare_digest(token, self.door.token) else -1
+        return int(rank) if secrets.compare_digest(token, self.endpoint.token) else -1
 
     # -------------------------------------------------------------------------------- messages
 
@@ -276,7 +278,7 @@ class PeerSockets:
             peer.unsent += (header, *data)
             return
         peer.unsent = deque((header, *data))
-        _send_rest(peer)
+        _flush(peer)
         if peer.unsent:
             self._poll.modify(peer.sock, select.POLLIN | select.POLLOUT)
 
@@ -377,7 +379,7 @@ class PeerSockets:
         for number, event in ready:
             peer = self._by_number[number]
             if peer.unsent and event & ~select.POLLIN:
-                _send_rest(peer)
+                _flush(peer)
                 if not peer.unsent and peer.broken is None:
                     self._poll.modify(peer.sock, select.POLLIN)
             if event & ~select.POLLOUT:
@@ -464,7 +466,7 @@ class PeerSockets:
             self.close()
 
 
-def _send_rest(peer: _PeerConnection) -> None:
+def _flush(peer: _PeerConnection) -> None:
     try:
         while peer.unsent:
             some = list(itertools.islice(peer.unsent, BUFFERS_MAX))

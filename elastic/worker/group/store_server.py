@@ -296,7 +296,7 @@ class StoreServer:
             return  # It was closed in this round.
         try:
             if events & selectors.EVENT_WRITE:
-                self._send_rest(peer)
+                self._flush(peer)
             if events & selectors.EVENT_READ:
                 data = peer.sock.recv(READ_BYTES)
                 if not data:
@@ -402,11 +402,11 @@ class StoreServer:
     def _send(self, peer: _StoreClient, data: bytes) -> None:
         peer.unsent.append(memoryview(data))
         try:
-            self._send_rest(peer)
+            self._flush(peer)
         except OSError:
             self._let_go(peer)
 
-    def _send_rest(self, peer: _StoreClient) -> None:
+    def _flush(self, peer: _StoreClient) -> None:
         with contextlib.suppress(BlockingIOError):
             while peer.unsent:
                 data = peer.unsent[0]

@@ -140,7 +140,7 @@ class ControlThread:
         begun: tuple[CollectiveCount, ...] = ()
         work = ""
         if not waiting_ns:
-            moved, waiting_ns = self._collectives.look(beats, now_ns, seen.is_sharded, seen.work)
+            moved, waiting_ns = self._collectives.sample(beats, now_ns, seen.is_sharded, seen.work)
             # At 0 its silence is not judged, as in a script's own loop; waiting is still reported.
             beats = beats and moved
             begun = self._collectives.begun() if beats and seen.is_sharded else ()
@@ -239,13 +239,13 @@ def leave_process(code: int, *, with_goodbye: bool) -> NoReturn:
         code: exit code.
         with_goodbye: call what is registered with `atexit`.
     """
-    goodbye = threading.Thread(target=_say_goodbye, args=(with_goodbye,), daemon=True)
+    goodbye = threading.Thread(target=_send_goodbye, args=(with_goodbye,), daemon=True)
     goodbye.start()
     goodbye.join(GOODBYE_S)
     os._exit(code)
 
 
-def _say_goodbye(with_goodbye: bool) -> None:
+def _send_goodbye(with_goodbye: bool) -> None:
     flush_output()
     if with_goodbye:
         with contextlib.suppress(BaseException):

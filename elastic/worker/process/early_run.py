@@ -64,12 +64,12 @@ def joining_on_demand(join: Callable[[], Any]) -> Iterator[Callable[[], None]]:
     def put(owner: Any, name: str) -> None:
         real = getattr(owner, name)
 
-        def asked(*args: Any, **named: Any) -> Any:
+        def joined(*args: Any, **named: Any) -> Any:
             _join_first()
             return real(*args, **named)
 
         places.append((owner, name, real))
-        setattr(owner, name, asked)
+        setattr(owner, name, joined)
 
     plain = os.environ.__class__
 

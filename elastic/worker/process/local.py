@@ -167,7 +167,7 @@ class NoCoordinator:
                 if self._on_report is not None:
                     self._on_report(json.loads(metrics))
 
-    def wish(self, generation: Generation) -> None:
+    def leave_request(self, generation: Generation) -> None:
         """Return None: nothing ever changes."""
         del generation
 
@@ -375,7 +375,7 @@ def _context(run: LocalRun, link: NoCoordinator, clock: Clock, engine: StepEngin
             newest_checkpoint=newest,
             committer=committer,
             spec=spec,
-            on_commit=validator.look if validator is not None else lambda: None,
+            on_commit=validator.notify if validator is not None else lambda: None,
         ),
         link=link,
         saver=saver,

@@ -148,7 +148,7 @@ def run_worker(sock: socket.socket, started_with: Mapping[str, str]) -> None:
 
     clock, exchange = SystemClock(), Mailboxes()
     groups = ProcessGroups()
-    interrupter = Interrupter(overdue=StuckWaitWatchdog(groups).look)
+    interrupter = Interrupter(overdue=StuckWaitWatchdog(groups).check)
     ControlThread(Pipe(sock), exchange, groups=groups, interrupter=interrupter, clock=clock).start()
     Runner(
         exchange, groups=groups, interrupter=interrupter, started_with=started_with, clock=clock

@@ -521,7 +521,7 @@ class Runner:
             newest_checkpoint=assignment.checkpoint,
             committer=self._committer,
             spec=assign.spec,
-            on_commit=self._validator.look if self._validator is not None else lambda: None,
+            on_commit=self._validator.notify if self._validator is not None else lambda: None,
         )
 
     def _is_over(self, generation: int) -> bool:

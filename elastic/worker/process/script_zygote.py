@@ -92,7 +92,7 @@ def _watching() -> Iterator[None]:
         os.environ.__class__ = plain
 
 
-def grow(script: ImportedScript, zygote: socket.socket) -> None:
+def run(script: ImportedScript, zygote: socket.socket) -> None:
     """Make a script's imports in this process, which ends if they are of no use to its workers.
 
     Args:

@@ -24,14 +24,14 @@ PAUSE_S_MAX = 60.0
 class TrackerFeed:
     """Brings one tracker up to date, whatever it does."""
 
-    def __init__(self, run: str, wish: TrackerSpec) -> None:
+    def __init__(self, run: str, spec: TrackerSpec) -> None:
         """Open nothing yet.
 
         Args:
             run: path of the run directory.
-            wish: which tracker.
+            spec: which tracker.
         """
-        self._run, self._request = run, wish
+        self._run, self._request = run, spec
         self._tracking: Tracking | None = None
         self._pause_s, self._not_before, self._reported = POLL_S, 0.0, ""
 
@@ -69,7 +69,7 @@ def main(parent: int, run: str, wanted: str) -> None:
         sys.exit(EXIT_AGENT_GONE)
     name_process("elastic-tracker")
     set_up_logs()
-    tellers = [TrackerFeed(run, wish) for wish in parse_trackers(wanted)]
+    tellers = [TrackerFeed(run, spec) for spec in parse_trackers(wanted)]
     while True:
         is_last = bool(select.select([sys.stdin], [], [], POLL_S)[0])
         for teller in tellers:

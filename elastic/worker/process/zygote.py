@@ -2,8 +2,8 @@
 
 Importing torch takes 3 s of a processor; a node whose workers are killed again and again would
 spend its time on that. The zygote has imported everything once, and forks when the agent asks, in
-some 20 ms. For the workers of a script it first forks a nursery, which makes the script's imports
-and forks in its place.
+some 20 ms. For the workers of a script it first forks a script zygote, which makes the script's
+imports and forks in its place.
 
 Rule: it starts no thread and touches no accelerator, so that a fork of it behaves like a process
 started by itself. The agent is a child subreaper: it adopts what is forked here, which ends with
@@ -41,7 +41,7 @@ from elastic.worker.process.main import (
 if TYPE_CHECKING:
     from elastic.worker.process.script_zygote import ImportedScript
 
-BORN = struct.Struct("<qq")
+FORKED = struct.Struct("<qq")
 """An answer: the number that was asked for, and the pid, or minus the error's number."""
 ADOPTION_PAUSE_S = 0.0005
 REQUEST_BYTES_MAX = 192_000
@@ -54,7 +54,7 @@ SCRIPT_ZYGOTES_MAX = 2
 
 @dataclass
 class ScriptZygote:
-    """A fork that makes a script's imports and forks its workers; see `nursery`.
+    """A fork that makes a script's imports and forks its workers; see `script_zygote`.
 
     Attributes:
         sock: to it; None once it is gone, or of no use: its workers are forked here.
@@ -99,13 +99,13 @@ class WorkerZygote:
         """
         while True:
             for sock in self._wait():
-                pipe_fd = self._ask() if sock is self._sock else self._receive(sock)
+                pipe_fd = self._take_request() if sock is self._sock else self._receive(sock)
                 if pipe_fd is not None:
                     return pipe_fd
-            for nursery in list(self._script_zygotes.values()):
-                late = nursery.gives_up_at
+            for script_zygote in list(self._script_zygotes.values()):
+                late = script_zygote.gives_up_at
                 if late is not None and time.monotonic() >= late:
-                    pipe_fd = self._is_gone(nursery)
+                    pipe_fd = self._is_gone(script_zygote)
                     if pipe_fd is not None:
                         return pipe_fd
 
@@ -118,7 +118,7 @@ class WorkerZygote:
         timeout = max(0.0, min(moments) - time.monotonic()) if moments else None
         return select.select([self._sock, *socks], [], [], timeout)[0]
 
-    def _ask(self) -> int | None:
+    def _take_request(self) -> int | None:
         """Take a request; returns the end of its pipe in the process that it asked for."""
         request, descriptors, _, _ = socket.recv_fds(self._sock, REQUEST_BYTES_MAX, 2)
         if not request:
@@ -127,91 +127,93 @@ class WorkerZygote:
         pipe_fd, output_fd = descriptors
         if not job:
             return self._fork_here(int(number), pipe_fd, output_fd)
-        nursery = self._script_zygotes.get(job)
-        is_new = nursery is None
-        if nursery is None:
-            nursery = self._script_zygotes[job] = ScriptZygote(_read(script))
-        # Before a nursery is forked, which would keep them open: then a worker's output, and the
-        # pipe of one that died, had no end as long as the nursery lives.
-        nursery.waiting[int(number)] = pipe_fd, output_fd
+        script_zygote = self._script_zygotes.get(job)
+        is_new = script_zygote is None
+        if script_zygote is None:
+            script_zygote = self._script_zygotes[job] = ScriptZygote(_read(script))
+        # Before a script zygote is forked, which would keep them open: then a worker's output, and
+        # the pipe of one that died, had no end as long as the script zygote lives.
+        script_zygote.waiting[int(number)] = pipe_fd, output_fd
         if is_new:
-            if (end := self._begin(nursery)) is not None:
+            if (end := self._begin(script_zygote)) is not None:
                 return end
             for old in [*self._script_zygotes][:-SCRIPT_ZYGOTES_MAX]:
                 if not self._script_zygotes[old].waiting:
                     self._script_zygotes.pop(old).end()
-        return self._pass_on(nursery, [int(number)])
+        return self._pass_on(script_zygote, [int(number)])
 
-    def _begin(self, nursery: ScriptZygote) -> int | None:
-        """Fork a nursery; returns the end of a pipe in workers that it forks."""
+    def _begin(self, script_zygote: ScriptZygote) -> int | None:
+        """Fork a script zygote; returns the end of a pipe in workers that it forks."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        nursery.pid = os.fork()
-        if nursery.pid == 0:
+        script_zygote.pid = os.fork()
+        if script_zygote.pid == 0:
             die_with_parent()
             name_process("elastic-nursery")
             ours.close()
             self._let_go()
-            from elastic.worker.process.script_zygote import grow
+            from elastic.worker.process.script_zygote import run
 
-            grow(nursery.script, theirs)
-            theirs.send(BORN.pack(0, 0))
+            run(script_zygote.script, theirs)
+            theirs.send(FORKED.pack(0, 0))
             self._sock, self._script_zygotes = theirs, {}
             return self.serve()
         theirs.close()
-        nursery.sock = ours
-        nursery.gives_up_at = time.monotonic() + IMPORTS_S
+        script_zygote.sock = ours
+        script_zygote.gives_up_at = time.monotonic() + IMPORTS_S
         return None
 
-    def _pass_on(self, nursery: ScriptZygote, numbers: Iterable[int]) -> int | None:
-        """Have a nursery fork workers; or do it here, if there is none."""
+    def _pass_on(self, script_zygote: ScriptZygote, numbers: Iterable[int]) -> int | None:
+        """Have a script zygote fork workers; or do it here, if there is none."""
         for number in numbers:
-            if nursery.sock is not None:
+            if script_zygote.sock is not None:
                 with contextlib.suppress(OSError):  # Its end is noticed shortly.
-                    descriptors = nursery.waiting[number]
-                    socket.send_fds(nursery.sock, [f"{number}  ".encode()], descriptors)
+                    descriptors = script_zygote.waiting[number]
+                    socket.send_fds(script_zygote.sock, [f"{number}  ".encode()], descriptors)
             else:
-                pipe_fd = self._fork_here(number, *nursery.waiting.pop(number))
+                pipe_fd = self._fork_here(number, *script_zygote.waiting.pop(number))
                 if pipe_fd is not None:
                     return pipe_fd
         return None
 
     def _receive(self, sock: socket.socket) -> int | None:
-        """Take what a nursery says: its imports are made, a worker is born, or it is of no use."""
-        (nursery,) = [one for one in self._script_zygotes.values() if one.sock is sock]
+        """Take a script zygote's message: imports are made, a worker is forked, or it failed."""
+        (script_zygote,) = [one for one in self._script_zygotes.values() if one.sock is sock]
         try:
             answer = sock.recv(REQUEST_BYTES_MAX)
         except OSError:
             answer = b""
-        if len(answer) == BORN.size:
-            nursery.gives_up_at = None
-            number, _ = BORN.unpack(answer)
+        if len(answer) == FORKED.size:
+            script_zygote.gives_up_at = None
+            number, _ = FORKED.unpack(answer)
             if number:
-                for fd in nursery.waiting.pop(number):
+                for fd in script_zygote.waiting.pop(number):
                     os.close(fd)
                 self._sock.send(answer)
             return None
         modules = tuple(json.loads(answer)) if answer else ()
-        if not modules or nursery.script.modules:
-            return self._is_gone(nursery)
-        nursery.end()
-        nursery.script = replace(nursery.script, modules=modules)
-        if (pipe_fd := self._begin(nursery)) is not None:
+        if not modules or script_zygote.script.modules:
+            return self._is_gone(script_zygote)
+        script_zygote.end()
+        script_zygote.script = replace(script_zygote.script, modules=modules)
+        if (pipe_fd := self._begin(script_zygote)) is not None:
             return pipe_fd
-        return self._pass_on(nursery, list(nursery.waiting))
+        return self._pass_on(script_zygote, list(script_zygote.waiting))
 
-    def _is_gone(self, nursery: ScriptZygote) -> int | None:
-        print(f"the imports of {nursery.script.path} are left to its workers", file=sys.stderr)
-        nursery.end()
-        nursery.gives_up_at = None
-        return self._pass_on(nursery, list(nursery.waiting))
+    def _is_gone(self, script_zygote: ScriptZygote) -> int | None:
+        print(
+            f"the imports of {script_zygote.script.path} are left to its workers", file=sys.stderr
+        )
+        script_zygote.end()
+        script_zygote.gives_up_at = None
+        return self._pass_on(script_zygote, list(script_zygote.waiting))
 
     def _let_go(self) -> None:
         """A fork that is no zygote keeps nothing of what we speak with, or hold for others."""
         self._sock.close()
-        for nursery in self._script_zygotes.values():
-            if nursery.sock is not None:
-                nursery.sock.close()
-            for descriptors in nursery.waiting.values():
+        for script_zygote in self._script_zygotes.values():
+            if script_zygote.sock is not None:
+                script_zygote.sock.close()
+            for descriptors in script_zygote.waiting.values():
                 for fd in descriptors:
                     os.close(fd)
 
@@ -233,7 +235,7 @@ class WorkerZygote:
         os.close(reading)
         if pid > 0:
             os.waitpid(pid, 0)
-        self._sock.send(BORN.pack(number, int(answer or -errno.ECHILD)))
+        self._sock.send(FORKED.pack(number, int(answer or -errno.ECHILD)))
         return None
 
 

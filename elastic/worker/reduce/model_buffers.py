@@ -164,7 +164,7 @@ class ModelBuffers:
         self.restore()
         self._is_open = False
 
-    def look(self) -> float:
+    def note_changes(self) -> float:
         """Note what forward has changed; return a number that is equal where it is the same."""
         for kept in self._that_changed():
             self._changed[kept.name] = kept
@@ -180,7 +180,7 @@ class ModelBuffers:
         """
         if not self._kept:
             return
-        self.look()
+        self.note_changes()
         parts = []
         for name in sorted(self._changed):
             buffer = self._changed[name].now.detach()

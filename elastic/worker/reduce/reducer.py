@@ -145,7 +145,7 @@ class Reducer:
         self._buffers.attach(self._group)
         self._gate.attach(self._group)
         self._keeps_leaves = True
-        self.rest()
+        self.release_gradients()
         self.broken = None
 
     def _take_memory(self) -> None:
@@ -159,14 +159,14 @@ class Reducer:
         for bucket in self._buckets:
             bucket.memory = memory if accelerator_of(bucket.device) is None else None
 
-    def rest(self) -> None:
+    def release_gradients(self) -> None:
         """No step is under way: leave all gradients alone."""
         self._buffers.end_step()
         self._is_on = self._is_void = False
 
     def close(self) -> None:
         """Take the hooks off."""
-        self.rest()
+        self.release_gradients()
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -408,7 +408,7 @@ class Reducer:
 
     def _begin_exchange(self, bucket: Bucket) -> None:
         # By now forward is through, and we know which buffers it changes.
-        own = [self._buffers.look(), float(self._calls_several)]
+        own = [self._buffers.note_changes(), float(self._calls_several)]
         row = [*own, *self._the_share().own_row(), *self._control]
         share = self._the_share()
         divisor = share.divisor if isinstance(share, StepShare) else None

@@ -101,20 +101,20 @@ class ShardedReducer:
         self.abandon()
         if self._is_on:
             self._forget_fresh()
-        self.rest()
+        self.release_gradients()
         self.broken, self._group = None, group
         others = group if group is not None and group.size() > 1 else None
         self._buffers.attach(others)
         self._gate.attach(others)
 
-    def rest(self) -> None:
+    def release_gradients(self) -> None:
         """No step is under way: leave all gradients alone."""
         self._buffers.end_step()
         self._is_on = self._is_void = False
 
     def close(self) -> None:
         """Leave backward as it was."""
-        self.rest()
+        self.release_gradients()
         self._undo()
         self._activity.is_sharded = False
 
@@ -251,7 +251,7 @@ class ShardedReducer:
         """Exchange the step's row, once; what is due with it is then known to all."""
         if self._has_reported or self._is_void:
             return
-        row = [self._buffers.look(), *self._the_share().own_row(), *self._control]
+        row = [self._buffers.note_changes(), *self._the_share().own_row(), *self._control]
         self._guarded(lambda: self.rows.extend(send_metadata(self._group, row)))
         # Among all that the device was given are the model's own collectives: who waits for whom in
         # them is not known, and all of it counts as waiting.

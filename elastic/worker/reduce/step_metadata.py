@@ -26,7 +26,7 @@ TAG = 1
 STEP_BITS = 32
 HEAD = 7
 """Numbers before the logged ones."""
-WISHES, SAVES, BUSY, RESTS = 1, 2, 4, 8
+REQUESTS, SAVES, BUSY, RELEASES = 1, 2, 4, 8
 """Bits of a row's first number."""
 Row = tuple[float, ...]
 """A row as it was received: `ROW` numbers."""
@@ -42,7 +42,7 @@ class StepMetadata:
         requests: it knows of a planned change.
         saves: it asks for a snapshot after the step.
         busy: it has no room for one.
-        rests: it knows that all leave after the step, and come back later or never.
+        releases: it knows that all leave after the step, and come back later or never.
         rates: fingerprint of the learning rates that they stepped by, 0 before the first step.
         print: checksum of a part of the weights before this step, 0 for none; see `divergence`.
         busy_ns: how long it worked between its last two exchanges, 0 if not known; see `timing`.
@@ -57,7 +57,7 @@ class StepMetadata:
     values: tuple[float, ...] = ()
     saves: bool = False
     busy: bool = False
-    rests: bool = False
+    releases: bool = False
     rates: int = 0
     print: int = 0
     busy_ns: float = 0.0
@@ -65,7 +65,12 @@ class StepMetadata:
     def numbers(self) -> list[float]:
         """Return the row as it is sent: each number is exact in a float64."""
         where = (self.cursor.epoch << STEP_BITS) + self.cursor.step
-        flags = self.requests * WISHES + self.saves * SAVES + self.busy * BUSY + self.rests * RESTS
+        flags = (
+            self.requests * REQUESTS
+            + self.saves * SAVES
+            + self.busy * BUSY
+            + self.releases * RELEASES
+        )
         head = (flags, where, self.stepped, self.rates, *halves(self.print), self.busy_ns)
         return [*map(float, head), *self.values]
 
@@ -75,13 +80,13 @@ class StepMetadata:
         epoch, step = divmod(int(numbers[1]), 1 << STEP_BITS)
         values, flags = tuple(numbers[HEAD:]), int(numbers[0])
         return StepMetadata(
-            bool(flags & WISHES),
+            bool(flags & REQUESTS),
             Cursor(epoch, step),
             int(numbers[2]),
             values,
             bool(flags & SAVES),
             bool(flags & BUSY),
-            bool(flags & RESTS),
+            bool(flags & RELEASES),
             int(numbers[3]),
             whole(*numbers[4:6]),
             numbers[6],

@@ -86,7 +86,7 @@ class _Stage:
         receives: messages that are waited for.
         missing: how many of them have not come.
         scratch: sums that are received, by subtree.
-        told: from ranks of our node, where their tensors are.
+        positions: from ranks of our node, where their tensors are.
         spare: memory of additions whose operands must stay as they are.
         arrived: called for each message that has come.
     """

@@ -34,15 +34,15 @@ class PendingOptimizerSteps:
         """Begin with none."""
         self.is_stepping = False
         self._calls: list[Call] = []
-        self._asked: dict[int, torch.optim.Optimizer] = {}
+        self._optimizers: dict[int, torch.optim.Optimizer] = {}
         self._gradients: dict[int, torch.Tensor | None] = {}
         self._last: dict[int, Call] = {}
 
     def __len__(self) -> int:
-        return len(self._asked)
+        return len(self._optimizers)
 
     def __contains__(self, optimizer: object) -> bool:
-        return id(optimizer) in self._asked
+        return id(optimizer) in self._optimizers
 
     def add(self, optimizer: torch.optim.Optimizer, real: Call) -> None:
         """Remember that this step is due, with the gradients as they are now.
@@ -73,7 +73,7 @@ class PendingOptimizerSteps:
                     del vars(optimizer)[name]
 
         self._calls.append(step)
-        self._asked[id(optimizer)] = optimizer
+        self._optimizers[id(optimizer)] = optimizer
 
     def add_call(self, call: Call) -> None:
         """Do this, too, once all of the step is done; such as a scheduler's step."""
@@ -131,7 +131,7 @@ class PendingOptimizerSteps:
         self._last = {}
 
     def _forget_steps(self) -> None:
-        self._calls, self._asked, self._gradients = [], {}, {}
+        self._calls, self._optimizers, self._gradients = [], {}, {}
 
 
 def has_gradients(optimizer: torch.optim.Optimizer) -> bool:
