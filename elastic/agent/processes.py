@@ -150,7 +150,7 @@ class ChildProcesses:
         self._loop = asyncio.get_running_loop()
         self._memory_kills = MemoryKills()
         self._children: dict[int, Child] = {}
-        self._births: dict[int, ParentEnds] = {}
+        self._forking: dict[int, ParentEnds] = {}
         self._zygote: Zygote | None = None
         self._has_zygote = bool(launch.zygote)
         self._check_timer: asyncio.TimerHandle | None = None
@@ -214,8 +214,8 @@ class ChildProcesses:
 
     def kill(self, process_id: int, reason: str) -> None:
         """Send SIGKILL to the process and its group; its exit is posted as any other."""
-        if process_id in self._births:
-            self._births[process_id].killed = reason
+        if process_id in self._forking:
+            self._forking[process_id].killed = reason
         child = self._children.get(process_id)
         if child is not None and not child.exited:
             log.info("process_killed process=%d pid=%d reason=%r", process_id, child.pid, reason)
@@ -242,9 +242,9 @@ class ChildProcesses:
         self._has_zygote = False
         if self._zygote is not None:
             self._zygote.close()
-        for ends in self._births.values():
+        for ends in self._forking.values():
             ends.close()  # A process forked now finds its pipe closed, and exits.
-        self._births.clear()
+        self._forking.clear()
         for child in self._children.values():
             signal_group(child.pid)
         try:
@@ -271,7 +271,7 @@ class ChildProcesses:
         except OSError as error:
             log.warning("zygote_unusable error=%r: spares take longer to start", str(error))
             return False
-        self._births[request.number] = ends
+        self._forking[request.number] = ends
         return True
 
     def _start_zygote(self) -> Zygote:
@@ -290,7 +290,7 @@ class ChildProcesses:
         return zygote
 
     def _forked(self, process_id: int, pid: int) -> None:
-        ends = self._births.pop(process_id)
+        ends = self._forking.pop(process_id)
         if pid < 0:
             ends.close()
             self._post(SpawnFailed(process_id, f"cannot fork a worker: {os.strerror(-pid)}"))
@@ -302,8 +302,8 @@ class ChildProcesses:
     def _zygote_gone(self) -> None:
         """Start its unanswered spares, and all later ones, without a zygote."""
         self._has_zygote = False
-        births, self._births = self._births, {}
-        for process_id, ends in births.items():
+        forking, self._forking = self._forking, {}
+        for process_id, ends in forking.items():
             ends.close()
             self.spawn(process_id)
             if ends.killed:
@@ -430,7 +430,7 @@ class ChildProcesses:
             if stopped != child.stopped:
                 child.stopped = stopped
                 self._post(ProcessStopped(child.process_id, stopped))
-        if self._zygote is not None and not self._births:
+        if self._zygote is not None and not self._forking:
             # Not during a fork: the new process's exit must be reported, and its pid stay taken.
             known = {self._zygote.pid, *(child.pid for child in self._children.values())}
             reap_adopted(known.__contains__)

@@ -334,10 +334,10 @@ class Journal:
     async def _expect(self, kept: StoredJob, label: str, puts: Iterable[Put]) -> None:
         """Remember which keys will exist, and remove others of this label."""
         keys = tuple(put.key for put in puts)
-        odd = tuple(key for key in kept.leftover.get(label, ()) if key not in keys)
-        kept.leftover[label] = keys + odd
-        if odd:
-            await self._delete(odd)
+        extra = tuple(key for key in kept.leftover.get(label, ()) if key not in keys)
+        kept.leftover[label] = keys + extra
+        if extra:
+            await self._delete(extra)
 
     async def _drop_leftover(self, job_id: JobId) -> None:
         """Remove pieces of earlier records; a failed removal is retried at the next write.

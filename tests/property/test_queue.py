@@ -65,40 +65,43 @@ class Small:
         return {grant.job_id: grant for grant in decision.value}
 
     def _rooms_now(self) -> list[NodeCapacity]:
-        held = Counter(node_id for claim in self.claims for _, node_id in claim.seats)
+        held = Counter(node_id for claim in self.claims for _, node_id in claim.held_slots)
         return [replace(r, free_slots=max(0, r.slots - held[r.node_id])) for r in self.rooms]
 
     def carry_out(self, grants: dict[JobId, Allocation]) -> None:
         for index, claim in enumerate(self.claims):
             grant = grants[claim.spec.job_id]
             assert self.is_whole or not grant.yields_to
-            seats = [seat for seat in claim.seats if seat[0] not in grant.yields]
+            seats = [seat for seat in claim.held_slots if seat[0] not in grant.yields]
             for node_id, count in grant.starts:
                 for _ in range(count):
                     self.serial += 1
                     seats.append((WorkerId(f"{node_id}/{self.serial}"), node_id))
             trains = len(seats) >= claim.spec.min_workers
             self.claims[index] = replace(
-                claim, seats=tuple(seats), trains=trains, keeps_state=claim.keeps_state or trains
+                claim,
+                held_slots=tuple(seats),
+                trains=trains,
+                keeps_state=claim.keeps_state or trains,
             )
 
     def check(self, before: Sequence[Demand]) -> None:
-        held = Counter(node_id for claim in self.claims for _, node_id in claim.seats)
+        held = Counter(node_id for claim in self.claims for _, node_id in claim.held_slots)
         gpus = Counter(
-            n for c in self.claims for _, n in c.seats if c.spec.resources_per_worker == GPU
+            n for c in self.claims for _, n in c.held_slots if c.spec.resources_per_worker == GPU
         )
         for room in self.rooms:
             assert held[room.node_id] <= room.slots
             assert gpus[room.node_id] <= room.resources.amount("GPU")
         for old, claim in zip(before, self.claims, strict=True):
-            spec, size = claim.spec, len(claim.seats)
+            spec, size = claim.spec, len(claim.held_slots)
             assert size <= spec.max_workers
             assert size % spec.workers_per_replica == 0 or not claim.trains
             assert size == 0 or size >= spec.min_workers, "holds something below min"
             first = max((c.spec.priority for c in self.claims), default=0)
             taken_down = old.trains and not claim.trains
             assert not taken_down or (self.is_whole and spec.priority < first)
-            nodes = [node_id for _, node_id in claim.seats]
+            nodes = [node_id for _, node_id in claim.held_slots]
             if spec.strategy is Strategy.STRICT_PACK:
                 assert len(set(nodes)) <= 1
             if spec.strategy is Strategy.STRICT_SPREAD:

@@ -86,4 +86,8 @@ def test_most_ranks_are_right_and_half_are_not(
     ranks: str, odd: tuple[int, ...], is_majority: bool
 ) -> None:
     verdict = compare([{"same": 1, "weight": ord(one)} for one in ranks])
-    assert (verdict.names, verdict.odd, verdict.is_majority) == (("weight",), odd, is_majority)
+    assert (verdict.names, verdict.differing, verdict.is_majority) == (
+        ("weight",),
+        odd,
+        is_majority,
+    )

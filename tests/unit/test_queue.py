@@ -29,7 +29,7 @@ def claim(
         max_workers=low if high is None else high, **changes,
     )  # fmt: skip
     trains = len(here) >= low
-    return Demand(spec, ord(job[0]), seats=here, trains=trains, in_place=True, **facts)
+    return Demand(spec, ord(job[0]), held_slots=here, trains=trains, in_place=True, **facts)
 
 
 def room(node: str, slots: int, free: int | None = None, **changes: Any) -> NodeCapacity:

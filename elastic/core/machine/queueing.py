@@ -131,7 +131,7 @@ def claim_of(cluster: ClusterState, job: JobState) -> Demand:
     return Demand(
         spec=limits,
         sequence=job.sequence,
-        seats=tuple((w, nodes[w].node.node_id) for w in alive if nodes[w].may_host()),
+        held_slots=tuple((w, nodes[w].node.node_id) for w in alive if nodes[w].may_host()),
         away=sum(1 for w in alive if not nodes[w].is_live()),
         out=frozenset(job.links.out),
         trains=job.is_open,

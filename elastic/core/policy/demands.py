@@ -12,7 +12,7 @@ from elastic.core.config import JobSpec
 from elastic.core.policy.packing import WorkerPlacer
 from elastic.core.world import JobId, NodeId, WorkerId
 
-Seat = tuple[WorkerId, NodeId]
+HeldSlot = tuple[WorkerId, NodeId]
 NAMED_MAX = 3
 """Maximum number of other jobs named in a reason."""
 
@@ -24,7 +24,7 @@ class Demand:
     Attributes:
         spec: needs, and the current bounds.
         sequence: order of submission.
-        seats: its workers on usable nodes, in the order in which it would keep them.
+        held_slots: its workers on usable nodes, in the order in which it would keep them.
         away: number of its workers on nodes that do not answer now.
         out: nodes on which no more of its workers may start, whatever they have free.
         trains: it has a group.
@@ -37,7 +37,7 @@ class Demand:
 
     spec: JobSpec
     sequence: int
-    seats: tuple[Seat, ...] = ()
+    held_slots: tuple[HeldSlot, ...] = ()
     away: int = 0
     out: frozenset[NodeId] = frozenset()
     trains: bool = False
@@ -110,9 +110,9 @@ class AllocationDraft:
             return 0
         return len(self.kept) + self.num_starts
 
-    def unkept(self) -> list[Seat]:
+    def unkept(self) -> list[HeldSlot]:
         """Return its seats that are not counted yet."""
-        return [seat for seat in self.claim.seats if seat[0] not in self.kept]
+        return [slot for slot in self.claim.held_slots if slot[0] not in self.kept]
 
 
 def rank(claim: Demand) -> tuple[int, int]:

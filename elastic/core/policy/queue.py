@@ -94,7 +94,7 @@ class _Plan:
                 continue
             # Workers on nodes that do not answer do not count here: they may be lost.
             self._keep_workers(
-                draft, len(claim.seats) if claim.is_ending else claim.spec.min_workers
+                draft, len(claim.held_slots) if claim.is_ending else claim.spec.min_workers
             )
             draft.is_admitted = claim.is_ending or draft.size >= claim.spec.min_workers
 
@@ -105,7 +105,7 @@ class _Plan:
             spec = draft.claim.spec
             need = spec.min_workers - draft.size
             shape = self.space.shape(spec)
-            cordoned = sum(1 for _, n in draft.claim.seats if self.space.rooms[n].cordoned)
+            cordoned = sum(1 for _, n in draft.claim.held_slots if self.space.rooms[n].cordoned)
             if shape.fitting(spec) + cordoned + draft.claim.away < spec.min_workers:
                 continue  # It never fits on these nodes: placement reports what is missing.
             ahead = next((self._barred[n] for n in shape.capacity if n in self._barred), None)
@@ -156,7 +156,7 @@ class _Plan:
         self, draft: AllocationDraft, need: int, victims: Sequence[AllocationDraft], *, keep: bool
     ) -> bool:
         """Try to place a job's workers without these jobs; `keep`: and keep the result."""
-        seats = [dict(victim.kept) for victim in victims]
+        slots = [dict(victim.kept) for victim in victims]
         kept, starts, num_starts = len(draft.kept), dict(draft.starts), draft.num_starts
         for victim in victims:
             self._release(victim, 0)
@@ -171,7 +171,7 @@ class _Plan:
                 for _ in range(count - starts.get(node_id, 0)):
                     self.space.give(node_id, draft.claim.spec.resources_per_worker, is_new=True)
             draft.starts, draft.num_starts = starts, num_starts
-        for victim, before in zip(victims, seats, strict=True):
+        for victim, before in zip(victims, slots, strict=True):
             for node_id in before.values():
                 self.space.take(node_id, victim.claim.spec.resources_per_worker, is_new=False)
             victim.kept = before
@@ -195,7 +195,7 @@ class _Plan:
             draft.tried = 0
             if draft.is_admitted or draft.claim.trains or not draft.claim.keeps_state:
                 continue
-            self._keep_workers(draft, len(draft.claim.seats))
+            self._keep_workers(draft, len(draft.claim.held_slots))
 
     def extend(self) -> None:
         """Distribute the remaining slots, one replica at a time."""
@@ -234,9 +234,9 @@ class _Plan:
 
     def _keep_workers(self, draft: AllocationDraft, limit: int) -> int:
         """Count up to `limit` of its workers where they are; return how many."""
-        need, seats, count = draft.claim.spec.resources_per_worker, draft.claim.seats, 0
-        while count < limit and draft.tried < len(seats):
-            worker_id, node_id = seats[draft.tried]
+        need, slots, count = draft.claim.spec.resources_per_worker, draft.claim.held_slots, 0
+        while count < limit and draft.tried < len(slots):
+            worker_id, node_id = slots[draft.tried]
             draft.tried += 1
             if worker_id in draft.kept or node_id in self._barred:
                 continue

@@ -188,22 +188,24 @@ class CheckpointWriter:
     # ------------------------------------------------------------------- the thread
 
     def _work(self) -> None:
-        untold: PartFailure | None = None
+        unreported: PartFailure | None = None
         until = 0.0
         while True:
             try:
-                item = self._queue.get(timeout=UNREPORTED_S if untold is not None else None)
+                item = self._queue.get(timeout=UNREPORTED_S if unreported is not None else None)
             except queue.Empty:
                 pass  # Storage refused it before: retry.
             else:
                 if item is None:
                     self._committer.close()
                     return
-                untold = item if isinstance(item, PartFailure) else self._try(item)
+                unreported = item if isinstance(item, PartFailure) else self._try(item)
                 until = time.monotonic() + PARTS_S
                 del item  # Its memory may be needed.
-            if untold is not None and (self._report_failed(untold) or time.monotonic() > until):
-                untold = None
+            if unreported is not None and (
+                self._report_failed(unreported) or time.monotonic() > until
+            ):
+                unreported = None
 
     def _try(self, snapshot: StateSnapshot) -> PartFailure | None:
         """Write a snapshot; return why that has come to nothing, if it has."""

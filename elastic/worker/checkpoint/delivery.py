@@ -92,14 +92,14 @@ class Delivery:
     Attributes:
         turn: which one.
         name: of its directory.
-        brought: this member's part.
+        parts: this member's part.
         members: how many members have a part.
         readers: how many wait for the outcome.
     """
 
     turn: PendingReport
     name: str
-    brought: DeliveredParts
+    parts: DeliveredParts
     members: int
     readers: int
 
@@ -127,14 +127,14 @@ class Delivery:
         if not self.turn.leaves:
             agreement.forget(key, self.readers)
         if outcome.path:
-            self.brought.release()
+            self.parts.release()
         return outcome
 
     def _copy(
         self, reported: ReportedCheckpoints, agreement: ReportVotes, go_on: Callable[[], None]
     ) -> ReportPart:
         """Upload our files into the run directory; a failure is sent to all, not raised here."""
-        run, rank, brought = reported.run, reported.place.rank, self.brought
+        run, rank, parts = reported.run, reported.place.rank, self.parts
 
         def claim(path: str) -> bool:
             go_on()
@@ -143,9 +143,9 @@ class Delivery:
         if run is None:
             return ReportPart(rank, self.name, error="the job has no run directory")
         name, problem = self.name, ""
-        if brought.upload is not None:
+        if parts.upload is not None:
             try:
-                name = name_in(run, brought.upload(name), "checkpoint_upload_fn returned")
+                name = name_in(run, parts.upload(name), "checkpoint_upload_fn returned")
             except (GroupError, dist.DistError):
                 raise
             except Exception as error:
@@ -161,7 +161,7 @@ class Delivery:
             reported.check_free(name)
             if self.turn.owns_files:
                 wait_given_up(name)
-                return ReportPart(rank, name, run.upload(Path(brought.path), name, claim=claim))
+                return ReportPart(rank, name, run.upload(Path(parts.path), name, claim=claim))
             return ReportPart(rank, name, run.weigh(name, claim=claim))
         except StorageError as error:
             return ReportPart(rank, name, error=str(error))

@@ -164,30 +164,30 @@ class Reporter:
             UsageError: called from another thread, with metrics that are not an object, or with a
                 checkpoint that the members upload in different ways.
         """
-        meets, brought = checkpoint is not None, _copied(checkpoint)
-        name = self._check_call(metrics, brought, name)
-        late = self._settle_upload(must_end=brought is not None)
+        meets, delivered = checkpoint is not None, _copied(checkpoint)
+        name = self._check_call(metrics, delivered, name)
+        late = self._settle_upload(must_end=delivered is not None)
         index, self._index = self._index, self._index + 1
         self.reports_since += 1
         name = name or self._default_name(index)
-        self._keep_metrics(index, metrics, checkpoint=name if brought is not None else "")
-        self._begin_part(index, name, brought)
+        self._keep_metrics(index, metrics, checkpoint=name if delivered is not None else "")
+        self._begin_part(index, name, delivered)
         requests = self._link.leave_request(self._place.generation) is not None
         waits = requests or meets
-        self._agreement.vote(index, ReportVote(waits, requests, brought is not None))
+        self._agreement.vote(index, ReportVote(waits, requests, delivered is not None))
         tally = VoteCount()
         if waits:
             patience_s = None if meets else REQUEST_TIMEOUT_S
             tally = self._agreement.wait_closed(index, patience_s=patience_s)
-        validation = brought.validation if brought is not None else ""
+        validation = delivered.validation if delivered is not None else ""
         turn = PendingReport(index, index, metrics, leaves=tally.leaves(), validation=validation)
         if tally.with_checkpoint == 0:
             self._reported.post(index, metrics)
-        elif brought is None:
+        elif delivered is None:
             self._reported.post(index, metrics)
             self._receive(turn, tally.waiting)
         else:
-            self._complete(turn, name, brought, tally)
+            self._complete(turn, name, delivered, tally)
         if late:
             raise late
 
@@ -214,26 +214,26 @@ class Reporter:
             voters: how many members of this group will make it; others have made it before.
         """
         self._in_place = True
-        meets, brought = checkpoint is not None, _copied(checkpoint)
-        name = self._check_call(metrics, brought, name)
-        late = self._settle_upload(must_end=brought is not None)
+        meets, delivered = checkpoint is not None, _copied(checkpoint)
+        name = self._check_call(metrics, delivered, name)
+        late = self._settle_upload(must_end=delivered is not None)
         index, self._index = self._index, self._index + 1
         self.reports_since += 1
         name = name or f"checkpoint-{self._place.job_id}-g{self._place.generation:06d}-{where}"
-        named = name if brought is not None else ""
+        named = name if delivered is not None else ""
         self._keep_metrics(index, metrics, where, checkpoint=named)
         try:
             if self._is_over():
                 raise GroupError("it is over already")
-            self._begin_part(where, name, brought)
+            self._begin_part(where, name, delivered)
             self._agreement.vote(
-                where, ReportVote(meets, False, brought is not None), voters=voters
+                where, ReportVote(meets, False, delivered is not None), voters=voters
             )
             tally = self._agreement.wait_closed(where) if meets else VoteCount()
-            validation = brought.validation if brought is not None else ""
+            validation = delivered.validation if delivered is not None else ""
             turn = PendingReport(where, index, metrics, validation=validation)
-            if brought is not None:
-                self._complete(turn, name, brought, tally)
+            if delivered is not None:
+                self._complete(turn, name, delivered, tally)
             else:
                 self._reported.post(index, metrics)
                 if tally.with_checkpoint:
@@ -243,7 +243,7 @@ class Reporter:
         except (GroupError, dist.DistError) as error:
             if not self._reported.has_posted(index):
                 self._reported.post(index, metrics)
-            if brought is not None:
+            if delivered is not None:
                 log.warning("checkpoint_given_up name=%s: the group changed: %s", name, error)
         if late:
             raise late
@@ -301,7 +301,7 @@ class Reporter:
             log.warning("metrics_lost error=%r", str(error))
 
     def _check_call(
-        self, metrics: str, brought: DeliveredParts | None, name: str | None
+        self, metrics: str, delivered: DeliveredParts | None, name: str | None
     ) -> str | None:
         """Refuse a call that cannot work; return the checkpoint's name, None for the default."""
         if self.has_left:
@@ -318,7 +318,7 @@ class Reporter:
             )
         if not isinstance(json.loads(metrics), dict):
             raise UsageError(f"train.report: metrics {metrics[:80]}: expected a dict")
-        if brought is None:
+        if delivered is None:
             return name
         if self._run is None:
             raise UsageError(
@@ -330,9 +330,9 @@ class Reporter:
                 f"train.report: checkpoint_dir_name={name!r}: expected the name of one directory, "
                 f"without slashes; it is made in {self._run.path}/checkpoints"
             )
-        if brought.mode is not CheckpointUploadMode.NO_UPLOAD:
+        if delivered.mode is not CheckpointUploadMode.NO_UPLOAD:
             return name
-        return name_in(self._run, brought.path, "checkpoint_upload_mode=NO_UPLOAD for")
+        return name_in(self._run, delivered.path, "checkpoint_upload_mode=NO_UPLOAD for")
 
     def _default_name(self, index: int) -> str:
         place = self._place
@@ -372,12 +372,12 @@ class Reporter:
                 )
             self._is_reported = True
 
-    def _begin_part(self, key: Index, name: str, brought: DeliveredParts | None) -> None:
+    def _begin_part(self, key: Index, name: str, delivered: DeliveredParts | None) -> None:
         """Tell the others of our part, before our vote: that it is stored, or that it comes."""
-        if brought is not None and brought.way:
-            self._agreement.report_way(key, brought.way)
-        elif brought is not None:
-            self._agreement.add_part(key, self._store(key, name, Path(brought.path)))
+        if delivered is not None and delivered.way:
+            self._agreement.report_way(key, delivered.way)
+        elif delivered is not None:
+            self._agreement.add_part(key, self._store(key, name, Path(delivered.path)))
 
     def _store(self, key: Index, name: str, source: Path) -> ReportPart:
         """Copy this member's files; a failure is sent to all, not raised here."""
@@ -395,32 +395,34 @@ class Reporter:
     # ------------------------------------------------------------ all together
 
     def _complete(
-        self, turn: PendingReport, name: str, brought: DeliveredParts, tally: VoteCount
+        self, turn: PendingReport, name: str, delivered: DeliveredParts, tally: VoteCount
     ) -> None:
         """Complete a checkpoint that we have a part of; all members must upload in the same way."""
         members = tally.with_checkpoint
         ways = self._agreement.ways(turn.key)
-        alike = members if brought.way else 0
-        if ways != (brought.way,) * alike:
+        alike = members if delivered.way else 0
+        if ways != (delivered.way,) * alike:
             self._reported.post(turn.index, turn.metrics)
             raise UsageError(
                 f"train.report: {members} ranks brought parts of one checkpoint in different ways "
-                f"(this one: {brought.way or 'SYNC'}; not SYNC: {', '.join(ways) or 'none'}): pass "
-                f"the same checkpoint_upload_mode and checkpoint_upload_fn on every rank"
+                f"(this one: {delivered.way or 'SYNC'}; not SYNC: {', '.join(ways) or 'none'}): "
+                f"pass the same checkpoint_upload_mode and checkpoint_upload_fn on every rank"
             )
-        if not brought.way:
+        if not delivered.way:
             outcome = self._reported.conclude(self._agreement, turn)
             self._agreement.forget(turn.key, tally.waiting)
             if outcome.path:
-                brought.release()
+                delivered.release()
             self._take(outcome)
             return
         self._agreement.forget(turn.key, tally.waiting)
-        owns_files = brought.upload is None and brought.mode is not CheckpointUploadMode.NO_UPLOAD
+        owns_files = (
+            delivered.upload is None and delivered.mode is not CheckpointUploadMode.NO_UPLOAD
+        )
         turn = replace(turn, key=_later(turn.key), owns_files=owns_files)
-        is_aside = brought.mode is CheckpointUploadMode.ASYNC and not turn.leaves
+        is_aside = delivered.mode is CheckpointUploadMode.ASYNC and not turn.leaves
         readers = members if is_aside else tally.waiting
-        delivery = Delivery(turn, name, brought, members, readers)
+        delivery = Delivery(turn, name, delivered, members, readers)
         if is_aside:
             if self._aside is None:
                 self._aside = self._agreement.open_again()

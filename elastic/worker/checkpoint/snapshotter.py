@@ -81,7 +81,7 @@ class SnapshotLayout:
 
     Attributes:
         trace: of the state that it was made for.
-        seat: ours.
+        rank_info: ours.
         layout: of all tensors, as far as this node has them.
         places: fingerprint of the tensors and their places.
         pieces: what we copy.
@@ -89,7 +89,7 @@ class SnapshotLayout:
     """
 
     trace: Trace
-    seat: RankInfo
+    rank_info: RankInfo
     layout: StateLayout
     places: int
     pieces: tuple[TensorRows, ...]
@@ -142,14 +142,16 @@ class Snapshotter:
         self.copies = SavingPlan(int(options.get("copies_every") or 0))
         self.is_async = bool(options.get("async_save", True))
 
-    def enter(self, seat: RankInfo) -> None:
+    def enter(self, rank_info: RankInfo) -> None:
         """Be in this group from here on."""
         # Our private memory holds all of the state: no other rank can write to it.
-        self._rank_info = seat if self._paths else replace(seat, local_rank=0, local_world_size=1)
+        self._rank_info = (
+            rank_info if self._paths else replace(rank_info, local_rank=0, local_world_size=1)
+        )
         self._served = 0  # An unserved request is sent again to the next group.
         self.arrival.forget()  # What this group goes on from stays until it has taken two.
         if self._writer is not None:
-            self._writer.generation = seat.generation
+            self._writer.generation = rank_info.generation
 
     def memory(self) -> int:
         """Return what tells this node's shared memory from any other, 0 if we have none."""
@@ -170,11 +172,11 @@ class Snapshotter:
         Args:
             memories: what `memory` returned, by rank.
         """
-        seat = self._rank_info
-        if not self._paths or len(memories) != seat.world_size:
+        rank_info = self._rank_info
+        if not self._paths or len(memories) != rank_info.world_size:
             return
-        first = seat.rank - seat.local_rank
-        here = set(memories[first : first + seat.local_world_size])
+        first = rank_info.rank - rank_info.local_rank
+        here = set(memories[first : first + rank_info.local_world_size])
         if 0 in here or len(here) != 1:
             log.warning(
                 "shared_memory_left: not all workers of this node have it; each keeps its "
@@ -357,15 +359,15 @@ class Snapshotter:
             "snapshot number=%d epoch=%d step=%d bytes=%d ms=%.1f", self.number, cursor.epoch,
             cursor.step, mark.data_bytes, (time.monotonic() - began) * 1e3,
         )  # fmt: skip
-        done, seat = threading.Event(), self._rank_info
+        done, rank_info = threading.Event(), self._rank_info
         if self._writer is None or not durable:
             done.set()
             return done
         self._writer.put(
             StateSnapshot(
-                generation=seat.generation,
-                rank=seat.rank,
-                world_size=seat.world_size,
+                generation=rank_info.generation,
+                rank=rank_info.rank,
+                world_size=rank_info.world_size,
                 mark=mark,
                 slot=slot,
                 layout=arrangement.layout,
@@ -395,30 +397,30 @@ class Snapshotter:
         arrangement = self._arranged(values, tensors, trace)
         layout, pieces = arrangement.layout, arrangement.pieces
         self._prints = state_prints(state, own)
-        seat, slot = self._rank_info, self._slot_of(self.number)
+        rank_info, slot = self._rank_info, self._slot_of(self.number)
         if self._is_being_written(slot):
             raise OSError(f"snapshot {self.number}: one in the same place is still being written")
-        slot.unmark(seat.local_rank)
+        slot.unmark(rank_info.local_rank)
         slot.reserve(layout.data_bytes + self._skeleton_room)
         # Runs while the copy has released the interpreter lock; these values no longer change.
         writing = self._beside.submit(write_skeleton, values)
         if layout.held:
-            tensors = [answered_by(seat.rank, tensor) for tensor in tensors]
+            tensors = [answered_by(rank_info.rank, tensor) for tensor in tensors]
         slot.put(layout, tensors, pieces)
         devices = _devices_of(tensors, pieces)
         wait_done(record(devices))
         skeleton = writing.result()
         text = with_held(skeleton, layout.held)
         mark = SnapshotMark(
-            self.number, seat.generation, steps, seat.local_world_size, layout.data_bytes,
+            self.number, rank_info.generation, steps, rank_info.local_world_size, layout.data_bytes,
             arrangement.places ^ combined(self._prints), len(text), zlib.crc32(text),
         )  # fmt: skip
         self._skeleton_room = max(self._skeleton_room, 2 * len(text))
         slot.reserve(mark.num_bytes)
-        if seat.local_rank == 0:
+        if rank_info.local_rank == 0:
             slot.put_skeleton(layout, text)
-        self.arrival.begin(self.number, seat.generation)
-        slot.mark(seat.local_rank, mark)
+        self.arrival.begin(self.number, rank_info.generation)
+        slot.mark(rank_info.local_rank, mark)
         if devices and self._can_pin and not slot.is_pinned(layout, pieces):
             # There is more of it, or our share is another one, since that was done.
             self._begin_warming(lambda: self._pin([slot], arrangement, devices))
@@ -428,23 +430,23 @@ class Snapshotter:
         self, values: Any, tensors: Sequence[torch.Tensor], trace: Trace
     ) -> SnapshotLayout:
         """Return how this state lies in memory; for hundreds of tensors that takes a while."""
-        seat, known = self._rank_info, self._arrangement
-        if known is None or known.seat != seat or known.trace != trace:
+        rank_info, known = self._rank_info, self._arrangement
+        if known is None or known.rank_info != rank_info or known.trace != trace:
             spreads = [spread_of(tensor) for tensor in tensors]
             held: Held = ()
             if any(spread is not None for spread in spreads):
                 # Ranks are contiguous on a node.
-                first = seat.rank - seat.local_rank
-                held = held_by(spreads, range(first, first + seat.local_world_size))
+                first = rank_info.rank - rank_info.local_rank
+                held = held_by(spreads, range(first, first + rank_info.local_world_size))
             layout = StateLayout.of(tensors_of(values), held)
             copied, written = (
-                share_of(layout.extents(), spreads, rank=seat.rank, part=part, parts=parts)
+                share_of(layout.extents(), spreads, rank=rank_info.rank, part=part, parts=parts)
                 for part, parts in (
-                    (seat.local_rank, seat.local_world_size),
-                    (seat.rank, seat.world_size),
+                    (rank_info.local_rank, rank_info.local_world_size),
+                    (rank_info.rank, rank_info.world_size),
                 )
             )
-            known = SnapshotLayout(trace, seat, layout, places_print(values), copied, written)
+            known = SnapshotLayout(trace, rank_info, layout, places_print(values), copied, written)
             self._arrangement = known
         return known
 

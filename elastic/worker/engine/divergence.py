@@ -207,14 +207,14 @@ class DivergenceResult:
 
     Attributes:
         names: of what differs.
-        odd: ranks that differ from what most have, or from rank 0 if there is none.
+        differing: ranks that differ from what most have, or from rank 0 if there is none.
         is_majority: most ranks have the same.
         can_heal: the odd ones are to receive it.
         healed: how often that has happened before.
     """
 
     names: tuple[str, ...]
-    odd: tuple[int, ...]
+    differing: tuple[int, ...]
     is_majority: bool
     can_heal: bool = False
     healed: int = 0
@@ -235,11 +235,11 @@ def compare(prints: Sequence[Mapping[str, int]]) -> DivergenceResult:
     most_have, number = Counter(keys).most_common(1)[0]
     is_majority = 2 * number > len(keys)
     right = dict(most_have if is_majority else keys[0])
-    odd = tuple(rank for rank, one in enumerate(prints) if dict(one) != right)
+    differing = tuple(rank for rank, one in enumerate(prints) if dict(one) != right)
     names = {name for one in prints for name in {*one, *right} if one.get(name) != right.get(name)}
     # In the order in which they were prepared.
     order = dict.fromkeys(name for one in prints for name in one)
-    return DivergenceResult(tuple(name for name in order if name in names), odd, is_majority)
+    return DivergenceResult(tuple(name for name in order if name in names), differing, is_majority)
 
 
 # --------------------------------------------------------------------------- what is watched

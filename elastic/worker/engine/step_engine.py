@@ -98,19 +98,19 @@ class StepEngine(ObjectRegistry):
         data: how the data is cut, None while no loader was read.
     """
 
-    def __init__(self, home: GroupProvider, *, carry: ResumeState | None = None) -> None:
+    def __init__(self, home: GroupProvider, *, resume_state: ResumeState | None = None) -> None:
         """Begin; `enter` says in which group.
 
         Args:
             home: where groups come from.
-            carry: what an earlier call of the train function has reached in this process.
+            resume_state: what an earlier call of the train function has reached in this process.
         """
         super().__init__()
         self.cursor = Cursor()
         self.logbook, self.streams = Logbook(), StreamBook()
         self.seed, self.recovery = 0, "auto"
-        self._home, self._carry = home, carry
-        self.keeps = carry is not None
+        self._home, self._resume_state = home, resume_state
+        self.keeps = resume_state is not None
         self._place: WorkerContext | None = None
         self._consistency = "bitwise"
         self.metadata: dict[str, Any] = {}
@@ -206,14 +206,18 @@ class StepEngine(ObjectRegistry):
         self._home.defer(self.recovery in ("auto", "in_place"))
         if self._context.join is not None:
             self._context.join()  # Everything is built: from here on the others may wait for us.
-        carry, self._carry = self._carry, None
-        if carry is not None:
-            self.state.put(carry.state)
-            self.cursor, self.logbook, self._has_state = carry.cursor, carry.logbook, True
-            self.streams = carry.streams
-            self._keeper.go_on(carry.logbook, carry.streams, carry.steps)
-            if carry.generation == self._context.generation:
-                self._places = carry.places
+        resume_state, self._resume_state = self._resume_state, None
+        if resume_state is not None:
+            self.state.put(resume_state.state)
+            self.cursor, self.logbook, self._has_state = (
+                resume_state.cursor,
+                resume_state.logbook,
+                True,
+            )
+            self.streams = resume_state.streams
+            self._keeper.go_on(resume_state.logbook, resume_state.streams, resume_state.steps)
+            if resume_state.generation == self._context.generation:
+                self._places = resume_state.places
                 self._attach()
                 return
         self._change_group(is_first=True)
@@ -577,13 +581,13 @@ class StepEngine(ObjectRegistry):
             steps = [p for one in self.state.optimizers for p in parameters_of(one)]
             raise complaints.differs(verdict, self.cursor, {names.get(id(p), "") for p in steps})
         rank = self._context.world_rank
-        self._has_state = rank not in verdict.odd
-        teller = min({*range(self._context.world_size)} - {*verdict.odd})
+        self._has_state = rank not in verdict.differing
+        logging_rank = min({*range(self._context.world_size)} - {*verdict.differing})
         log.log(
-            logging.WARNING if rank == teller else logging.INFO,
+            logging.WARNING if rank == logging_rank else logging.INFO,
             "state_differed ranks=%s tensors=%d first=%s epoch=%d step=%d: they receive the "
             "others' state, and the step is done again; is the memory of their nodes in order?",
-            ",".join(map(str, verdict.odd)), len(verdict.names), "".join(verdict.names[:1]),
+            ",".join(map(str, verdict.differing)), len(verdict.names), "".join(verdict.names[:1]),
             self.cursor.epoch, self.cursor.step,
         )  # fmt: skip
         self._phase, self._meets = IterationPhase.VOID, True  # All of us, in this group.
@@ -751,15 +755,15 @@ class StepEngine(ObjectRegistry):
             self._error, self._phase = error, IterationPhase.VOID
             return None
 
-    def carry(self, *, in_this_group: bool = False) -> ResumeState | None:
+    def resume_state(self, *, in_this_group: bool = False) -> ResumeState | None:
         """Return what the next call of the train function goes on from, None if nothing.
 
         Args:
             in_this_group: it is called in the group that has agreed on this state.
         """
         # What is sharded comes from the memory of all nodes, or from storage.
-        if self._carry is not None or not self._has_state or self.state.is_sharded:
-            return self._carry
+        if self._resume_state is not None or not self._has_state or self.state.is_sharded:
+            return self._resume_state
         state, agreed = self.state.take(), self._context.generation if in_this_group else 0
         return ResumeState(
             state, self.cursor, self.logbook, agreed, self._places, self._keeper.steps, self.streams

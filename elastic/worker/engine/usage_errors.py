@@ -83,10 +83,14 @@ def check_forward(models: Sequence[nn.Module]) -> None:
 
 def differs(verdict: DivergenceResult, cursor: Cursor, stepped: Container[str]) -> UsageError:
     """Ranks have different weights, and nobody knows whose are right."""
-    names, odd = verdict.names, ", ".join(map(str, verdict.odd))
+    names, differing = verdict.names, ", ".join(map(str, verdict.differing))
     first = names[0] if names else "the state"
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-    who = f"rank {odd} and the other ranks" if verdict.is_majority else f"rank 0 and rank {odd}"
+    who = (
+        f"rank {differing} and the other ranks"
+        if verdict.is_majority
+        else f"rank 0 and rank {differing}"
+    )
     if first.startswith("the order"):
         what = (
             "the sampler must give every rank the same: let it draw from its generator attribute, "

@@ -262,7 +262,7 @@ class GroupResources:
         self._cut_at = self._cut_at or time.monotonic()
 
 
-Grave = tuple[list[Any], Callable[[], None] | None]
+ReapedItem = tuple[list[Any], Callable[[], None] | None]
 
 
 class BackgroundReaper:
@@ -286,42 +286,42 @@ class BackgroundReaper:
                 self._end(self._reaper)
                 self._reaper = ReaperThread()
             self._reaper.is_busy = True
-            self._reaper.graves.put((things, first))
+            self._reaper.items.put((things, first))
 
     def close(self) -> None:
         """Finish, within reason."""
         with self._lock:
-            digger, self._reaper = self._reaper, None
-        self._end(digger)
-        if digger is not None:
-            digger.thread.join(BURIAL_S)
+            reaper, self._reaper = self._reaper, None
+        self._end(reaper)
+        if reaper is not None:
+            reaper.thread.join(BURIAL_S)
 
     @staticmethod
-    def _end(digger: ReaperThread | None) -> None:
-        if digger is not None:
-            digger.graves.put(None)
+    def _end(reaper: ReaperThread | None) -> None:
+        if reaper is not None:
+            reaper.items.put(None)
 
 
 class ReaperThread:
     """One thread of the undertaker's.
 
     Attributes:
-        graves: what it is to let go of; None for the end.
-        is_busy: it has a grave.
+        items: what it is to let go of; None for the end.
+        is_busy: it releases an item.
     """
 
     def __init__(self) -> None:
         """Start it."""
-        self.graves: queue.SimpleQueue[Grave | None] = queue.SimpleQueue()
+        self.items: queue.SimpleQueue[ReapedItem | None] = queue.SimpleQueue()
         self.is_busy = False
         self.thread = threading.Thread(target=self._dig, name="elastic-undertaker", daemon=True)
         self.thread.start()
 
     def _dig(self) -> None:
-        while (grave := self.graves.get()) is not None:
-            things, first = grave
+        while (item := self.items.get()) is not None:
+            things, first = item
             if first is not None:
                 first()
             things.clear()
-            del grave, things, first
+            del item, things, first
             self.is_busy = False

@@ -128,8 +128,8 @@ class ControlThread:
             self._receive()
         if deadline_ns is not None and self._clock.monotonic_ns() >= deadline_ns:
             self._step(self._check())
-            if (untold := self._exchange.activity.timing.overdue()) is not None:
-                self._send(untold)
+            if (progress := self._exchange.activity.timing.overdue()) is not None:
+                self._send(progress)
 
     def _check(self) -> ActivitySampled:
         """Return what can be seen of the main thread."""

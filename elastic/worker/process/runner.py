@@ -119,7 +119,7 @@ class Runner:
         self._assignment: Assignment | None = None
         self._reporter: Reporter | None = None
         self._engine: StepEngine | None = None
-        self._carry: ResumeState | None = None
+        self._resume_state: ResumeState | None = None
         self._is_ahead = False
         self._exited = ""
         self._put_back: Callable[[], None] = lambda: None
@@ -276,8 +276,8 @@ class Runner:
             self._called = call
             if assignment is not None:
                 self._set_threads(assign, assignment)
-            engine = StepEngine(self, carry=self._carry)
-            self._engine, self._carry = engine, None
+            engine = StepEngine(self, resume_state=self._resume_state)
+            self._engine, self._resume_state = engine, None
             engine.configure(call.options)
             if self._validator is not None:
                 self._validator.configure(call.options.get("validation"))
@@ -375,7 +375,7 @@ class Runner:
         """The call is over; what its loop has reached is kept for the next one."""
         engine, self._engine = self._engine, None
         if engine is not None:
-            self._carry = engine.carry(in_this_group=in_this_group)
+            self._resume_state = engine.resume_state(in_this_group=in_this_group)
             engine.close()
 
     def _ended_early(self, generation: int, error: BaseException) -> TrainEvent:

@@ -69,11 +69,11 @@ def main(parent: int, run: str, wanted: str) -> None:
         sys.exit(EXIT_AGENT_GONE)
     name_process("elastic-tracker")
     set_up_logs()
-    tellers = [TrackerFeed(run, spec) for spec in parse_trackers(wanted)]
+    feeds = [TrackerFeed(run, spec) for spec in parse_trackers(wanted)]
     while True:
         is_last = bool(select.select([sys.stdin], [], [], POLL_S)[0])
-        for teller in tellers:
-            teller.turn(is_last=is_last)
+        for feed in feeds:
+            feed.turn(is_last=is_last)
         if is_last:
             return
 

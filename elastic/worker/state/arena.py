@@ -314,7 +314,7 @@ class SnapshotSlot:
         self.reserve(0)
         return SENT.unpack_from(self._mapped(), SENT_AT)[0] != 0
 
-    def brought(self) -> tuple[CopyMode, tuple[int, int]]:
+    def copy_progress(self) -> tuple[CopyMode, tuple[int, int]]:
         """Return what the agent says: whether it brings snapshots to another node, which has come.
 
         That one is told by its number and generation.

@@ -46,7 +46,7 @@ class ReplicationProgress:
         if not self.is_awaited or not self._newest[0]:
             return False
         slot = slot_of(self._newest[0])
-        bringing, arrived = slot.brought()
+        bringing, arrived = slot.copy_progress()
         if bringing is CopyMode.OFF or arrived == self._newest:
             return False
         mark = slot.whole()
