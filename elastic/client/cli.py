@@ -15,16 +15,16 @@ from elastic.client import (
     checkpoints,
     daemons,
     events,
+    job_commands,
+    node_commands,
     profiling,
+    query_commands,
     run,
     stacks,
     top,
     tracking,
     tuning,
 )
-from elastic.client import job_commands as changing
-from elastic.client import node_commands as steering
-from elastic.client import query_commands as asking
 from elastic.client.local_daemons import find_started
 from elastic.client.terminal import ClusterTarget, with_timeout
 
@@ -81,25 +81,25 @@ def main(context: click.Context, coord: str, token_file: str, **tls: str) -> Non
 
 
 for command in (
-    changing.submit,
-    asking.ps,
-    asking.status,
-    asking.logs,
+    job_commands.submit,
+    query_commands.ps,
+    query_commands.status,
+    query_commands.logs,
     events.events,
     stacks.stack,
     profiling.profile,
     top.top,
     checkpoints.checkpoint,
     checkpoints.checkpoints,
-    steering.pause,
-    steering.resume,
-    steering.scale,
-    changing.stop,
-    asking.nodes,
-    steering.cordon,
-    steering.uncordon,
-    changing.drain,
-    asking.version,
+    node_commands.pause,
+    node_commands.resume,
+    node_commands.scale,
+    job_commands.stop,
+    query_commands.nodes,
+    node_commands.cordon,
+    node_commands.uncordon,
+    job_commands.drain,
+    query_commands.version,
 ):
     main.add_command(with_timeout(command))
 main.add_command(daemons.start)

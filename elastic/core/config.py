@@ -286,7 +286,7 @@ class AgentConfig:
         reconnect_delay_s_min, reconnect_delay_s_max: bounds of the jittered back-off.
         drain_timeout_s: a drained node leaves by then at the latest.
         ping_interval_s: how often a worker's control thread is asked for an answer.
-        hang_timeout_s: a worker whose control thread does not answer this long is killed.
+        control_timeout_s: a worker whose control thread does not answer this long is killed.
         stopped_timeout_s: a worker process that the kernel shows as stopped (SIGSTOP) this long
             is killed.
         stop_grace_s: at the agent's own end, between asking workers to end and killing them.
@@ -301,7 +301,7 @@ class AgentConfig:
     reconnect_delay_s_max: float = 5.0
     drain_timeout_s: float = 30.0
     ping_interval_s: float = 1.0
-    hang_timeout_s: float = 30.0
+    control_timeout_s: float = 30.0
     stopped_timeout_s: float = 0.5
     stop_grace_s: float = 5.0
     spawn_failures_max: int = 5
@@ -323,10 +323,10 @@ class AgentConfig:
                 raise ConfigError(
                     f"agent: {name}={getattr(self, name)}: expected a finite number >= 0"
                 )
-        if not 0 < self.ping_interval_s <= self.hang_timeout_s < float("inf"):
+        if not 0 < self.ping_interval_s <= self.control_timeout_s < float("inf"):
             raise ConfigError(
-                f"agent: ping_interval_s={self.ping_interval_s} and hang_timeout_s="
-                f"{self.hang_timeout_s}: expected 0 < interval <= timeout < inf"
+                f"agent: ping_interval_s={self.ping_interval_s} and control_timeout_s="
+                f"{self.control_timeout_s}: expected 0 < interval <= timeout < inf"
             )
         if self.spawn_failures_max < 1:
             raise ConfigError(f"agent: spawn_failures_max={self.spawn_failures_max}: expected >= 1")

@@ -30,7 +30,7 @@ from elastic.errors import UsageError
 from elastic.train.loaders import PreparedLoader, prepare_data_loader
 from elastic.train.one_process import see_one_process, take_place
 from elastic.train.session import require_engine
-from elastic.worker.engine import usage_errors as complaints
+from elastic.worker.engine import usage_errors
 from elastic.worker.engine.prepared_optimizers import is_training
 from elastic.worker.engine.step_engine import StepEngine
 from elastic.worker.engine.whole_step import WholeStep
@@ -132,7 +132,7 @@ class _Loader:
         if not _is_trained(self._engine):
             return iter(self._whole)
         if not self._engine.has_begun:
-            raise complaints.outside_epochs()
+            raise usage_errors.outside_epochs()
         return _known(iter(self._prepared))
 
     def steps(self) -> Iterator[WholeStep]:

@@ -3,7 +3,7 @@
 Rule: a dataclass and its message have the same fields, with the same names and matching types.
 The two are compared when a `MessageCodec` is created, so a mismatch fails at import time, not in a
 running cluster. Reading validates everything: a bad value raises `PeerError` with the field's
-name. A field that an older peer did not send gets the dataclass's default.
+name. Absent fields are read as protobuf's defaults, as both sides speak the same version.
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ class AgentWorld(RuleBasedStateMachine):
 
     @initialize(spares=st.integers(0, 2), failures=st.integers(1, 3), devices=st.integers(0, 3))
     def begin(self, spares: int, failures: int, devices: int) -> None:
-        config = AgentConfig(num_spares=spares, spawn_failures_max=failures, hang_timeout_s=3.0)
+        config = AgentConfig(num_spares=spares, spawn_failures_max=failures, control_timeout_s=3.0)
         self.num_devices = devices
         self.machine = AgentMachine(NODE, config, tuple(str(at) for at in range(devices)))
         self.now_ns = 0

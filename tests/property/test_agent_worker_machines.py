@@ -144,7 +144,7 @@ def replay(seed: int, num_events: int) -> str:
     """Return a digest of all that both machines answer to the noise of this seed."""
     rng = random.Random(seed)
     digest = hashlib.sha256()
-    config = AgentConfig(num_spares=2, hang_timeout_s=2.0)
+    config = AgentConfig(num_spares=2, control_timeout_s=2.0)
     agent, worker = AgentMachine(NODE, config, ("0", "1")), WorkerMachine()
     now_ns = 0
     for _ in range(num_events):

@@ -9,20 +9,20 @@ from elastic.core.events.coordinator import SendAgent
 from elastic.core.machine import (
     agent,
     agent_connection,
+    agent_messages,
     announcing,
     coordinator,
+    early_leave,
     health,
     jobs,
     queueing,
+    reconcile,
     reports,
     suspicion,
+    timeouts,
     worker,
 )
-from elastic.core.machine import agent_messages as intake
 from elastic.core.machine import agent_parts as agent_books
-from elastic.core.machine import early_leave as early
-from elastic.core.machine import reconcile as settle
-from elastic.core.machine import timeouts as lateness
 from elastic.core.messages import WorkerUpdate
 from elastic.core.policy import (
     failure,
@@ -54,14 +54,14 @@ def announces_before_it_persists(patch: Patch) -> None:
 @bug
 def reuses_the_generation_when_a_worker_is_lost(patch: Patch) -> None:
     """The next group gets the same generation as the previous one."""
-    honest = settle._form
+    honest = reconcile._form
 
     def form(cluster: Any, job: Any, plan: Any, reason: str) -> None:
         if job.generation and plan.cause == "lost":
             job.generation -= 1
         honest(cluster, job, plan, reason)
 
-    patch.setattr(settle, "_form", form)
+    patch.setattr(reconcile, "_form", form)
 
 
 @bug
@@ -121,7 +121,7 @@ def forms_groups_above_max(patch: Patch) -> None:
         return dataclasses.replace(claim, spec=roomier(claim.spec))
 
     patch.setattr(queueing, "claim_of", claim_of)
-    patch.setattr(settle, "_stop_surplus", lambda cluster, job: None)
+    patch.setattr(reconcile, "_stop_surplus", lambda cluster, job: None)
 
 
 @bug
@@ -133,7 +133,7 @@ def holds_on_to_a_group_that_it_has_finished_in(patch: Patch) -> None:
 @bug
 def takes_a_group_that_was_left_for_one_that_broke(patch: Patch) -> None:
     """A member that leaves early is not detected, and no failure is charged."""
-    patch.setattr(early, "has_left", lambda job: False)
+    patch.setattr(early_leave, "has_left", lambda job: False)
 
 
 @bug
@@ -162,13 +162,13 @@ def records_checkpoints_of_old_generations(patch: Patch) -> None:
 @bug
 def ignores_broken_streams(patch: Patch) -> None:
     """A node whose stream ended is regarded as alive for ever."""
-    patch.setattr(intake, "on_disconnected", lambda cluster, event: None)
+    patch.setattr(agent_messages, "on_disconnected", lambda cluster, event: None)
 
 
 @bug
 def says_nothing_again_after_a_reconnect(patch: Patch) -> None:
     """Messages that were lost with a broken stream are not sent again."""
-    patch.setattr(intake, "_resume", lambda cluster, report: None)
+    patch.setattr(agent_messages, "_resume", lambda cluster, report: None)
 
 
 @bug
@@ -305,12 +305,12 @@ def counts_kills_as_losses(patch: Patch) -> None:
 @bug
 def cuts_leavers_off_at_once(patch: Patch) -> None:
     """A drain does not wait for a step boundary."""
-    honest = intake.start_drain
+    honest = agent_messages.start_drain
 
     def start_drain(cluster: Any, state: Any, reason: str, timeout_ns: int) -> None:
         honest(cluster, state, reason, 0)
 
-    patch.setattr(intake, "start_drain", start_drain)
+    patch.setattr(agent_messages, "start_drain", start_drain)
 
 
 @bug
@@ -334,13 +334,13 @@ def forgets_the_time_of_workers_that_are_gone(patch: Patch) -> None:
 @bug
 def leaves_alone_who_does_not_leave(patch: Patch) -> None:
     """Only stuck members of the newest group are ended."""
-    honest = settle._give_up_stuck
+    honest = reconcile._give_up_stuck
 
     def give_up_stuck(cluster: Any, job: Any) -> None:
         if job.is_open:
             honest(cluster, job)
 
-    patch.setattr(settle, "_give_up_stuck", give_up_stuck)
+    patch.setattr(reconcile, "_give_up_stuck", give_up_stuck)
 
 
 @bug
@@ -389,4 +389,4 @@ def takes_the_neighbour_of_a_hung_worker_for_ill(patch: Patch) -> None:
 @bug
 def ends_who_forms_with_the_one_that_it_waits_for(patch: Patch) -> None:
     """All members of a group that does not form in time are ended, not only the late one."""
-    patch.setattr(lateness, "first_out_ns", lambda job: 0)
+    patch.setattr(timeouts, "first_out_ns", lambda job: 0)

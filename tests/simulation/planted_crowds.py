@@ -11,9 +11,9 @@ from elastic.core.machine import (
     jobs,
     pausing,
     queueing,
+    report_coalescing,
     requests,
 )
-from elastic.core.machine import report_coalescing as waves
 from elastic.core.policy import (
     eviction,
     packing,
@@ -226,5 +226,7 @@ def keeps_a_preempted_job_out_for_ever(patch: Patch) -> None:
 @bug
 def waits_for_others_after_the_last_of_a_wave(patch: Patch) -> None:
     """The last report of a wave waits for further reports, as the first ones do."""
-    honest = waves.may_wait
-    patch.setattr(waves, "may_wait", lambda *args: honest(*args) or args[1].wave is None)
+    honest = report_coalescing.may_wait
+    patch.setattr(
+        report_coalescing, "may_wait", lambda *args: honest(*args) or args[1].wave is None
+    )

@@ -5,9 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from elastic.core.machine import jobs
-from elastic.core.machine import reconcile as settle
-from elastic.core.machine import timeouts as lateness
+from elastic.core.machine import jobs, reconcile, timeouts
 from elastic.core.policy import membership
 from elastic.core.policy.decision import Decision
 from elastic.core.policy.membership import GroupAction, GroupPlan
@@ -17,7 +15,7 @@ from tests.simulation.planting import Patch, bug
 @bug
 def cuts_off_who_saves_longer_than_others(patch: Patch) -> None:
     """Members that save get no more time than at any other boundary."""
-    patch.setattr(lateness, "is_saving", lambda cluster, job: False)
+    patch.setattr(timeouts, "is_saving", lambda cluster, job: False)
 
 
 @bug
@@ -39,7 +37,7 @@ def lets_a_job_that_goes_on_wait_for_storage(patch: Patch) -> None:
 @bug
 def replaces_all_members_and_saves_nothing(patch: Patch) -> None:
     """All members are replaced by others at once, and their state is lost."""
-    honest = settle.request_leave
+    honest = reconcile.request_leave
 
     def ask(cluster: Any, job: Any, plan: Any, reason: str) -> None:
         if plan.cause == "drain":
@@ -48,7 +46,7 @@ def replaces_all_members_and_saves_nothing(patch: Patch) -> None:
         else:
             honest(cluster, job, plan, reason)
 
-    patch.setattr(settle, "request_leave", ask)
+    patch.setattr(reconcile, "request_leave", ask)
 
 
 @bug

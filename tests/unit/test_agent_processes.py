@@ -81,7 +81,7 @@ def test_native_code_may_keep_a_worker_silent_for_as_long_as_it_has_said(times: 
     agent = with_worker()
     agent.pass_time(1)
     agent.process(1, Pong(1, times))
-    limit_s = times * CONFIG.hang_timeout_s
+    limit_s = times * CONFIG.control_timeout_s
     assert not of(agent.pass_time(limit_s or 3600), Kill)
     assert bool(of(agent.pass_time(2 * CONFIG.ping_interval_s), Kill)) == bool(times)
 

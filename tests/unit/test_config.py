@@ -181,9 +181,9 @@ def test_the_coordinator_refuses_a_limit_that_allows_nothing(name: str) -> None:
             for value in NO_DURATIONS
         ],
         ({"ping_interval_s": 0}, "ping_interval_s=0 and .*expected 0 < interval <= timeout < inf"),
-        ({"ping_interval_s": 31}, "ping_interval_s=31 and hang_timeout_s=30"),
-        ({"hang_timeout_s": math.inf}, "hang_timeout_s=inf"),
-        ({"hang_timeout_s": math.nan}, "hang_timeout_s=nan"),
+        ({"ping_interval_s": 31}, "ping_interval_s=31 and control_timeout_s=30"),
+        ({"control_timeout_s": math.inf}, "control_timeout_s=inf"),
+        ({"control_timeout_s": math.nan}, "control_timeout_s=nan"),
         ({"spawn_failures_max": 0}, "spawn_failures_max=0: expected >= 1"),
     ],
 )

@@ -19,9 +19,18 @@ from elastic.core.events.coordinator import (
     SendAgent,
 )
 from elastic.core.link_messages import LinksTried
-from elastic.core.machine import charges, copies, health, links, reports, requests, saves, suspicion
-from elastic.core.machine import node_liveness as absence
-from elastic.core.machine import report_coalescing as waves
+from elastic.core.machine import (
+    charges,
+    copies,
+    health,
+    links,
+    node_liveness,
+    report_coalescing,
+    reports,
+    requests,
+    saves,
+    suspicion,
+)
 from elastic.core.machine.announcing import announcement, send_worker
 from elastic.core.machine.jobs import ClusterState, JobState, WorkerState
 from elastic.core.machine.nodes import NodeState
@@ -210,10 +219,10 @@ def on_disconnected(cluster: ClusterState, event: AgentDisconnected) -> None:
     else:
         state.move(NodePhase.DISCONNECTED, cluster.now_ns, event.reason)
         state.lost_at_ns = cluster.now_ns + ns(cluster.config.node_grace_s)
-        if absence.is_for_our_sake(cluster, state):
-            absence.extend_grace(cluster, state)
+        if node_liveness.is_for_our_sake(cluster, state):
+            node_liveness.extend_grace(cluster, state)
         cluster.note("node_disconnected", node=state.node.node_id, reason=event.reason)
-        absence.check_broken_groups(cluster, state)
+        node_liveness.check_broken_groups(cluster, state)
     cluster.book.settle(state)
     cluster.touch_active()
 
@@ -368,10 +377,10 @@ def take_report(cluster: ClusterState, state: NodeState, report: WorkerReport) -
     if report.phase is WorkerPhase.FINISHED and report.generation == job.generation:
         job.finished[report.worker_id] = report.result
         cluster.replan = True
-    if not waves.may_wait(cluster, job, worker, before):
+    if not report_coalescing.may_wait(cluster, job, worker, before):
         cluster.touch(job)
-    if absence.is_broken(job, worker) and job.is_open:
-        absence.suspect_silent_nodes(cluster, job)
+    if node_liveness.is_broken(job, worker) and job.is_open:
+        node_liveness.suspect_silent_nodes(cluster, job)
 
 
 def _answer(cluster: ClusterState, state: NodeState, message: ForgetWorker | StopWorker) -> None:
@@ -392,7 +401,7 @@ def lose_worker(
     rank = job.rank_of(worker_id)
     worker = cluster.remove_worker(job, worker_id)
     if rank >= 0 and job.is_open:
-        absence.suspect_silent_nodes(cluster, job, only_away=True)
+        node_liveness.suspect_silent_nodes(cluster, job, only_away=True)
     what = failure_policy.describe(worker.stop_cause or cause)
     cluster.note("worker_gone", job.job_id, worker=worker_id, rank=rank, cause=what)
     if rank >= 0 and job.is_open:

@@ -85,7 +85,7 @@ class ProcessBook:
         self._all: dict[int, ProcessState] = {}
         self._num_spawned = 0
         self._ping_interval_ns = ns(config.ping_interval_s)
-        self._hang_ns = ns(config.hang_timeout_s)
+        self._control_ns = ns(config.control_timeout_s)
         self._stopped_ns = ns(config.stopped_timeout_s)
         self._ping_at_ns: int | None = None
         self._spawn_at_ns: int | None = None
@@ -242,7 +242,7 @@ class ProcessBook:
         is_kept = process.stopped_since_ns is not None and process.is_spared
         is_asked = process.phase is ProcessPhase.ASSIGNED and not is_kept
         if process.silent_since_ns is not None and process.silent_times and is_asked:
-            limit_ns = process.silent_times * self._hang_ns
+            limit_ns = process.silent_times * self._control_ns
             limits.append((process.silent_since_ns + limit_ns, OverdueKind.SILENT))
         return limits
 
@@ -250,7 +250,7 @@ class ProcessBook:
         if overdue is OverdueKind.STOPPED:
             return f"{STOPPED} for {self._stopped_ns / 1e9:g} s"
         if overdue is OverdueKind.SILENT:
-            limit_s = process.silent_times * self._hang_ns / 1e9
+            limit_s = process.silent_times * self._control_ns / 1e9
             return f"its control thread did not answer for {limit_s:g} s"
         if process.end is not None:
             return f"did not end within its grace period: {process.end.detail}"

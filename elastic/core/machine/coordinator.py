@@ -33,19 +33,19 @@ from elastic.core.events.coordinator import (
     WokeFromSuspend,
 )
 from elastic.core.events.shared import Tick
-from elastic.core.machine import agent_messages as intake
 from elastic.core.machine import (
+    agent_messages,
     health,
     invariants,
+    node_liveness,
     pausing,
     queueing,
+    reconcile,
     releasing,
     requests,
     saves,
     suspicion,
 )
-from elastic.core.machine import node_liveness as absence
-from elastic.core.machine import reconcile as settle
 from elastic.core.machine.event_history import EventHistory
 from elastic.core.machine.jobs import ClusterState, JobState
 from elastic.core.machine.nodes import NodeState
@@ -143,15 +143,15 @@ class CoordinatorMachine:
             f"the first event must be Recovered, got {type(event).__name__}",
         )
         if isinstance(event, AgentMessageReceived):
-            intake.on_reported(cluster, event)
+            agent_messages.on_reported(cluster, event)
         elif isinstance(event, Tick):
             self._touch_due()
             for state, reason in suspicion.silent(cluster):
-                intake.give_up(cluster, state, reason)
+                agent_messages.give_up(cluster, state, reason)
         elif isinstance(event, AgentConnected):
-            intake.on_connected(cluster, event)
+            agent_messages.on_connected(cluster, event)
         elif isinstance(event, AgentDisconnected):
-            intake.on_disconnected(cluster, event)
+            agent_messages.on_disconnected(cluster, event)
         elif isinstance(event, SubmitRequested):
             self._submit(event)
         elif isinstance(event, StopRequested):
@@ -169,7 +169,7 @@ class CoordinatorMachine:
         elif isinstance(event, ScaleRequested):
             requests.on_scale(cluster, event)
         elif isinstance(event, WokeFromSuspend):
-            absence.on_woke(cluster, event)
+            node_liveness.on_woke(cluster, event)
         elif isinstance(event, Recovered):
             self._recover(event)
         else:
@@ -191,7 +191,7 @@ class CoordinatorMachine:
             del cluster.dirty[job_id]
             job = cluster.jobs.get(job_id)
             if job is not None:
-                settle.reconcile_job(cluster, job)
+                reconcile.reconcile_job(cluster, job)
                 pausing.advance(cluster, job)
                 invariants.check_job(cluster, job)
             if not cluster.dirty:
@@ -237,7 +237,7 @@ class CoordinatorMachine:
             job.copies.not_before_ns = cluster.now_ns + ns(cluster.config.adoption_grace_s)
             for member in job.group.members if job.is_open and job.group else ():
                 state = self._await_node(member.node_id)
-                cluster.add_worker(job, state, intake.placeholder(job, member.worker_id))
+                cluster.add_worker(job, state, agent_messages.placeholder(job, member.worker_id))
             cluster.touch(job)
         cluster.note("recovered", jobs=len(event.jobs))
 
@@ -306,7 +306,9 @@ class CoordinatorMachine:
             text = f"node {event.node_id} is {state.phase.value}, only a connected one can drain"
             self._cluster.do(Reply(event.request_id, "failed_precondition", text))
         else:
-            left_ns = intake.order_drain(self._cluster, state, event.reason, event.timeout_ns)
+            left_ns = agent_messages.order_drain(
+                self._cluster, state, event.reason, event.timeout_ns
+            )
             self._cluster.do(Reply(event.request_id, "", f"{left_ns}"))
 
 

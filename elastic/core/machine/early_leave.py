@@ -14,8 +14,7 @@ from collections.abc import Sequence
 from enum import Enum
 
 from elastic.core.config import NS_PER_S
-from elastic.core.machine import leaving
-from elastic.core.machine import timeouts as lateness
+from elastic.core.machine import leaving, timeouts
 from elastic.core.machine.jobs import ClusterState, JobState, WorkerState
 from elastic.core.policy import failure as failure_policy
 from elastic.core.policy.decision import Decision
@@ -45,7 +44,7 @@ def has_left(job: JobState) -> bool:
 
 def judge(cluster: ClusterState, job: JobState) -> Decision[EarlyLeaveOutcome]:
     """Decide whether finished members have broken a group, and charge the job for it."""
-    if leaving.nodes_of(cluster, job) or lateness.is_somebody_behind(job):
+    if leaving.nodes_of(cluster, job) or timeouts.is_somebody_behind(job):
         return Decision(EarlyLeaveOutcome.AGAIN, "the group changes")
     members = _members(job)
     left = [(rank, worker) for rank, worker in members if _has_finished(job, worker)]

@@ -13,7 +13,7 @@ from collections import Counter
 from elastic.core.config import NS_PER_S
 from elastic.core.events.coordinator import SendAgent
 from elastic.core.link_messages import Link, LinksTried, TryLinks
-from elastic.core.machine import timeouts as lateness
+from elastic.core.machine import timeouts
 from elastic.core.machine.jobs import ClusterState, JobState
 from elastic.core.machine.nodes import PRESENT, NodeState
 from elastic.core.policy import links as policy
@@ -176,7 +176,7 @@ def _nodes(job: JobState) -> dict[NodeId, int]:
 def _gets_on(cluster: ClusterState, job: JobState) -> bool:
     """Return whether its group trains, and no member waits in it."""
     is_formed = job.is_open and job.training_since_ns is not None
-    return is_formed and not lateness.does_somebody_wait(cluster, job)
+    return is_formed and not timeouts.does_somebody_wait(cluster, job)
 
 
 def _ways(job: JobState) -> dict[NodeId, Link]:

@@ -15,8 +15,7 @@ from __future__ import annotations
 
 from elastic.core.config import ns
 from elastic.core.events.coordinator import Persist
-from elastic.core.machine import reconcile as settle
-from elastic.core.machine import saves
+from elastic.core.machine import reconcile, saves
 from elastic.core.machine.jobs import ClusterState, JobState
 from elastic.core.policy import eviction
 from elastic.core.policy.decision import Decision
@@ -35,7 +34,7 @@ def advance(cluster: ClusterState, job: JobState) -> None:
         return
     if job.stopping and job.training_since_ns is not None and not job.is_in_place():
         # Its loop has ended meanwhile: there is nothing to save, and no next boundary.
-        settle.end_job(cluster, job, JobPhase.STOPPED, job.stopping)
+        reconcile.end_job(cluster, job, JobPhase.STOPPED, job.stopping)
         return
     _mind_time(cluster, job)
     saving = _saving(cluster, job).value
@@ -76,7 +75,7 @@ def _mind_time(cluster: ClusterState, job: JobState) -> None:
     if (job.paused or job.releases_all) and job.release_deadline_ns is None:
         job.release_deadline_ns = now_ns + ns(cluster.config.preemption_deadline_s)
     if job.release_deadline_ns is None or now_ns < job.release_deadline_ns:
-        settle.wake(job, job.release_deadline_ns)
+        reconcile.wake(job, job.release_deadline_ns)
         return
     if not job.paused:
         return
@@ -86,7 +85,7 @@ def _mind_time(cluster: ClusterState, job: JobState) -> None:
         if now_ns >= job.request_again_ns:
             saves.request_checkpoint(cluster, job)
             job.request_again_ns = now_ns + eviction.retry_ns(cluster.config)
-        settle.wake(job, job.request_again_ns)
+        reconcile.wake(job, job.request_again_ns)
 
 
 def _save(cluster: ClusterState, job: JobState) -> None:
@@ -95,7 +94,7 @@ def _save(cluster: ClusterState, job: JobState) -> None:
         saves.request_checkpoint(cluster, job)
         job.pause_request = job.save_request
         job.release_deadline_ns = cluster.now_ns + ns(cluster.config.preemption_deadline_s)
-        settle.wake(job, job.release_deadline_ns)
+        reconcile.wake(job, job.release_deadline_ns)
     job.reason = f"{_yields(job)} as soon as a checkpoint is written"
 
 
@@ -105,9 +104,9 @@ def _leave(cluster: ClusterState, job: JobState) -> None:
     job.release_deadline_ns = cluster.now_ns + ns(cluster.config.preemption_deadline_s)
     job.reason = _leaves(job)
     # Members that do not leave by then may be cut off: see `JobState.candidates`.
-    settle.wake(job, job.release_deadline_ns)
+    reconcile.wake(job, job.release_deadline_ns)
     cause = "pause" if job.paused else "preempt"
-    settle.request_leave(
+    reconcile.request_leave(
         cluster, job, GroupPlan(GroupAction.ASK, cause=cause, saves=True), job.reason
     )
     _touch_co_preempted(cluster, job)
@@ -193,14 +192,14 @@ def _release_workers(cluster: ClusterState, job: JobState) -> None:
         _wait_again(cluster, job)
     detail = "job paused" if job.paused else f"its job gave way to {job.yields_to}"
     for worker_id in sorted(job.workers):
-        settle.stop_worker(cluster, job, worker_id, ExitCause(ExitKind.STOPPED, detail=detail))
+        reconcile.stop_worker(cluster, job, worker_id, ExitCause(ExitKind.STOPPED, detail=detail))
 
 
 def _pause(cluster: ClusterState, job: JobState) -> None:
     if job.phase is JobPhase.PAUSED:
         return
     if job.stopping:
-        settle.end_job(cluster, job, JobPhase.STOPPED, job.stopping)
+        reconcile.end_job(cluster, job, JobPhase.STOPPED, job.stopping)
         return
     job.move(JobPhase.PAUSED, cluster.now_ns)
     job.waits_for = ""

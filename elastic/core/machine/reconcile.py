@@ -16,14 +16,14 @@ from elastic.core.events.coordinator import Persist
 from elastic.core.machine import (
     announcing,
     copies,
+    early_leave,
     invariants,
     leaving,
     links,
     queueing,
     saves,
+    timeouts,
 )
-from elastic.core.machine import early_leave as early
-from elastic.core.machine import timeouts as lateness
 from elastic.core.machine.announcing import send_worker
 from elastic.core.machine.jobs import ClusterState, JobState, WorkerState
 from elastic.core.messages import Announce, LeaveGroup, StartWorker, StopWorker
@@ -171,23 +171,23 @@ def remind_of_leavers(cluster: ClusterState, job: JobState, workers: Iterable[Wo
 def _settle_group(cluster: ClusterState, job: JobState) -> bool:
     """Apply the membership policy; return True if that may change its next decision."""
     candidates = [*job.candidates(cluster.book).values()]
-    current = replace(job.current(), is_saving=lateness.is_saving(cluster, job))
+    current = replace(job.current(), is_saving=timeouts.is_saving(cluster, job))
     decision = membership.decide(job.limits, current, candidates, cluster.now_ns, cluster.config)
     wake(job, decision.wake_ns)
     plan = decision.value
     if plan.shows:
-        lateness.show_all(cluster, job, decision.reason)
+        timeouts.show_all(cluster, job, decision.reason)
     is_ended = plan.act is GroupAction.FORM or (
         plan.act is GroupAction.SUSPEND and bool(plan.members)
     )
     if plan.cause == "broken" and is_ended:
-        if early.has_left(job):
-            verdict = early.judge(cluster, job)
+        if early_leave.has_left(job):
+            verdict = early_leave.judge(cluster, job)
             wake(job, verdict.wake_ns)
-            if verdict.value is early.EarlyLeaveOutcome.WAIT:
+            if verdict.value is early_leave.EarlyLeaveOutcome.WAIT:
                 _holds(job, verdict.reason)
                 return False
-            if verdict.value is early.EarlyLeaveOutcome.FAIL:
+            if verdict.value is early_leave.EarlyLeaveOutcome.FAIL:
                 end_job(cluster, job, JobPhase.FAILED, verdict.reason)
                 return False
             decision = replace(decision, reason=verdict.reason)
@@ -228,7 +228,7 @@ def _fails_by_break(cluster: ClusterState, job: JobState) -> bool:
     Not while one of its nodes leaves, which broke it, nor while a member is still joining: the
     others have only waited for it, and its time is bounded.
     """
-    if leaving.nodes_of(cluster, job) or lateness.is_somebody_behind(job):
+    if leaving.nodes_of(cluster, job) or timeouts.is_somebody_behind(job):
         return False
     links.check_into_broken(cluster, job)
     decision = failure.judge_break(job.history, cluster.config)
@@ -384,7 +384,7 @@ def _give_up_stuck(cluster: ClusterState, job: JobState) -> None:
         is_forming = report.phase is WorkerPhase.FORMING
         if members and report.generation >= job.generation:  # Only members know that generation.
             if is_forming and not first_out:
-                first_out.append(lateness.first_out_ns(job))
+                first_out.append(timeouts.first_out_ns(job))
             if not is_forming or (out_ns := first_out[0]) is None:
                 continue
             since_ns = max(since_ns, out_ns)
@@ -403,8 +403,8 @@ def _give_up_stuck(cluster: ClusterState, job: JobState) -> None:
             what = f"leave generation {report.generation}"
         else:
             continue
-        limit_s = lateness.patience_s(cluster, job, worker)
-        wake_ns = lateness.show_first(cluster, worker, since_ns, limit_s, f"has to {what}")
+        limit_s = timeouts.patience_s(cluster, job, worker)
+        wake_ns = timeouts.show_first(cluster, worker, since_ns, limit_s, f"has to {what}")
         if wake_ns is not None:
             wake(job, wake_ns)
             continue
@@ -520,10 +520,10 @@ def _watch_health(cluster: ClusterState, job: JobState) -> None:
         for w in members
     )
     if not is_training and job.training_since_ns is None:
-        lateness.watch_forming(cluster, job)
+        timeouts.watch_forming(cluster, job)
     if is_training and job.training_since_ns is None:
         job.training_since_ns = cluster.now_ns
-        if not lateness.does_somebody_wait(cluster, job):
+        if not timeouts.does_somebody_wait(cluster, job):
             cluster.polls.pop(job.job_id, None)
         took_ms = (cluster.now_ns - job.announced_ns) // 1_000_000
         cluster.note("group_training", job.job_id, generation=job.generation, took_ms=took_ms)
@@ -531,7 +531,7 @@ def _watch_health(cluster: ClusterState, job: JobState) -> None:
         until = job.training_since_ns + ns(cluster.config.healthy_after_s)
         if cluster.now_ns < until:
             wake(job, until)
-        elif lateness.does_somebody_wait(cluster, job):
+        elif timeouts.does_somebody_wait(cluster, job):
             # A group without progress is not healthy, or a hang that repeats in every group would
             # never end the job.
             wake(job, cluster.now_ns + ns(1.0))

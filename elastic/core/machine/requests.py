@@ -15,8 +15,7 @@ from elastic.core.events.coordinator import (
     ScaleRequested,
     StopRequested,
 )
-from elastic.core.machine import health
-from elastic.core.machine import reconcile as settle
+from elastic.core.machine import health, reconcile
 from elastic.core.machine.jobs import ClusterState, JobState
 from elastic.core.policy import scaling
 from elastic.core.policy.scaling import JobBounds, StepShares
@@ -45,7 +44,7 @@ def on_stop(cluster: ClusterState, event: StopRequested) -> None:
     job, reason = cluster.jobs.get(event.job_id), event.reason or "stopped"
     if job is not None and job.has_ended() and job.workers and event.now:
         if not job.hurries:
-            settle.hurry(cluster, job)
+            reconcile.hurry(cluster, job)
         cluster.do(Reply(event.request_id, "", job.job_id))
         return
     job = _active(cluster, event)
@@ -60,7 +59,7 @@ def on_stop(cluster: ClusterState, event: StopRequested) -> None:
             cluster.note("stop_wished", job.job_id, generation=job.generation, reason=reason)
             cluster.touch_active()
     else:
-        settle.end_job(cluster, job, JobPhase.STOPPED, reason)
+        reconcile.end_job(cluster, job, JobPhase.STOPPED, reason)
     cluster.do(Reply(event.request_id, "", job.job_id))
 
 

@@ -13,8 +13,7 @@ from __future__ import annotations
 
 from elastic.core.config import NS_PER_S, ns
 from elastic.core.events.coordinator import SendAgent
-from elastic.core.machine import links
-from elastic.core.machine import timeouts as lateness
+from elastic.core.machine import links, timeouts
 from elastic.core.machine.jobs import ClusterState, JobState
 from elastic.core.machine.nodes import NodeState
 from elastic.core.machine.reconcile import stop_worker
@@ -64,7 +63,7 @@ def take_pulse(cluster: ClusterState, state: NodeState, pulse: Pulse) -> None:
     if pulse.generation < job.generation:
         # Others wait for it while they form the next group, and cannot report that.
         cluster.touch(job)
-    elif job.is_open and lateness.may_wait(cluster, job, worker):
+    elif job.is_open and timeouts.may_wait(cluster, job, worker):
         due_ns = cluster.polls.get(job.job_id)
         if due_ns is None or due_ns > now_ns + POLL_NS:
             cluster.polls[job.job_id] = now_ns
@@ -74,7 +73,7 @@ def check(cluster: ClusterState) -> None:
     """Check the jobs that are due: probe their nodes, judge their members."""
     for job_id in [j for j, due_ns in cluster.polls.items() if due_ns <= cluster.now_ns]:
         job = cluster.jobs.get(job_id)
-        if job is not None and lateness.does_somebody_wait(cluster, job):
+        if job is not None and timeouts.does_somebody_wait(cluster, job):
             cluster.polls[job_id] = cluster.now_ns + POLL_NS
             _probe(cluster, job, QUIET_NS, ns(cluster.config.probe_timeout_s))
             _judge(cluster, job)
@@ -217,9 +216,9 @@ def _judge(cluster: ClusterState, job: JobState) -> None:
             seconds=seconds,
         )
     if fresh:
-        lateness.show_all(cluster, job, decision.reason)
+        timeouts.show_all(cluster, job, decision.reason)
     for worker_id in culprits:
-        if cluster.now_ns - job.hung[worker_id] >= lateness.DUMP_NS:
+        if cluster.now_ns - job.hung[worker_id] >= timeouts.DUMP_NS:
             detail = f"did not move for {seconds} s: {decision.reason}"
             stop_worker(cluster, job, worker_id, ExitCause(ExitKind.HUNG, detail=detail))
             cluster.touch(job)
@@ -231,5 +230,5 @@ def _unstick(cluster: ClusterState, job: JobState, why: str) -> None:
         return
     job.stuck = why
     cluster.note("group_stuck", job.job_id, generation=job.generation, reason=why)
-    lateness.show_all(cluster, job, why)
+    timeouts.show_all(cluster, job, why)
     cluster.touch(job)

@@ -73,7 +73,7 @@ class PartFile:
         file: its tensors.
         items: in the order in which they lie there; end to end.
         tensors: fingerprint of the tensors of the state, as this rank has them.
-        prints: checksums of what must be alike on all ranks, by name; see `likeness`.
+        prints: checksums of what must be alike on all ranks, by name; see `replica_checksums`.
     """
 
     file: StoredFile

@@ -2,8 +2,8 @@
 
     1. parts      every member's files, each under its name only once it is whole and on the disk
     2. votes      every member has reported its part complete: a note beside it for a snapshot,
-                  which is written while groups come and go (`writing`), a vote in the group's
-                  store for a report, whose members are all there (`agreement`)
+                  which is written while groups change (`checkpoint_writer`), a vote in the
+                  group's store for a report, whose members are all there (`report_votes`)
     3. prepared   `_PREPARED`: the marker's text, which names every file with its checksum
     4. record     the coordinator has the path among its records, which are durable, for a
                   generation that is current
@@ -295,7 +295,7 @@ class Committer:
         """Wait until the coordinator has recorded the checkpoint.
 
         Raises:
-            GivenUp: it refuses.
+            CheckpointAbandoned: it refuses.
         """
         marker, is_bound = commit.marker, commit.marker.kind is ReportKind.SCRIPT
         for _ in polls(CONSENT_S):

@@ -31,7 +31,7 @@ class StateSnapshot:
         aliases: other names of shared parameters, by model.
         done: set once it is durable, or given up.
         request: number of the newest checkpoint request that it serves.
-        prints: checksums of what must be alike on all ranks; see `likeness`.
+        prints: checksums of what must be alike on all ranks; see `replica_checksums`.
     """
 
     generation: int

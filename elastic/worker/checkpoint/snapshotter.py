@@ -333,7 +333,7 @@ class Snapshotter:
             request: the number of the request that this serves.
             about: values that people want to see beside it.
             aliases: see `checkpoint_files.write_rest`.
-            own: see `likeness.state_prints`.
+            own: see `replica_checksums.state_prints`.
             durable: False to leave it in memory only.
 
         Returns:

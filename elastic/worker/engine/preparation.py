@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from elastic.worker.engine import usage_errors as complaints
+from elastic.worker.engine import usage_errors
 from elastic.worker.engine.prepared_optimizers import EngineSteps, adopt_optimizer, adopt_scheduler
 from elastic.worker.state.train_state import Stateful, TrainState
 
@@ -30,18 +30,18 @@ class ObjectRegistry:
 
     def add_model(self, model: nn.Module) -> None:
         """Let a model's parameters and buffers be part of the run's state."""
-        complaints.check_early("prepare_model", self.has_begun)
+        usage_errors.check_early("prepare_model", self.has_begun)
         self.state.models.append(model)
 
     def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Let an optimizer step once for each step; UsageError if it is prepared already."""
-        complaints.check_early("prepare_optimizer", self.has_begun)
+        usage_errors.check_early("prepare_optimizer", self.has_begun)
         adopt_optimizer(optimizer, cast("EngineSteps", self))
         self.state.optimizers.append(optimizer)
 
     def add_scheduler(self, scheduler: Any) -> None:
         """Let a scheduler step once for each step or epoch; UsageError if it is none."""
-        complaints.check_early("prepare_scheduler", self.has_begun)
+        usage_errors.check_early("prepare_scheduler", self.has_begun)
         adopt_scheduler(scheduler, cast("EngineSteps", self))
         self.state.schedulers.append(scheduler)
 
@@ -51,5 +51,5 @@ class ObjectRegistry:
 
     def register(self, name: str, thing: Stateful, *, is_own: bool = False) -> None:
         """Let an object of the user's own be part of the run's state; see `TrainState.register`."""
-        complaints.check_early("train.register", self.has_begun)
+        usage_errors.check_early("train.register", self.has_begun)
         self.state.register(name, thing, is_own=is_own)

@@ -41,7 +41,7 @@ from elastic.worker.base.timing import COMPUTE, TimingSample
 from elastic.worker.data.seeding import seed_everything, seed_step
 from elastic.worker.data.stream_book import StreamBook
 from elastic.worker.data.streams import MicroBatches
-from elastic.worker.engine import usage_errors as complaints
+from elastic.worker.engine import usage_errors
 from elastic.worker.engine.checkpoint_schedule import CheckpointScheduler
 from elastic.worker.engine.context import WorkerContext
 from elastic.worker.engine.divergence import Divergence, differ
@@ -169,7 +169,7 @@ class StepEngine(ObjectRegistry):
         """Yield the numbers of the epochs that are left to do; see `train.epochs`."""
         self.cursor = max(self.cursor, Cursor(start, 0))
         if not self.state.optimizers:
-            raise complaints.no_optimizer()
+            raise usage_errors.no_optimizer()
         self._num_epochs = total
         self._begin()
         try:
@@ -187,7 +187,7 @@ class StepEngine(ObjectRegistry):
         """Meet the group: everyone's objects are prepared, and get the same state."""
         if self.has_begun:
             raise UsageError("train.epochs: a loop over it is running already")
-        complaints.check_forward(self.state.models)
+        usage_errors.check_forward(self.state.models)
         self._units = self.state.units()
         units, activity = list(self._units.values()), self._context.activity
         self.recovery = recovery_of(self.state, self.recovery)
@@ -354,11 +354,11 @@ class StepEngine(ObjectRegistry):
 
     def _open_pass(self, loader: MicroBatches) -> int:
         if self._epoch is None:
-            raise complaints.outside_epochs()
+            raise usage_errors.outside_epochs()
         if self._phase is not IterationPhase.OUTSIDE:
-            raise complaints.two_at_once()
+            raise usage_errors.two_at_once()
         if self._passed == self._epoch:
-            raise complaints.read_again(self._epoch)
+            raise usage_errors.read_again(self._epoch)
         self.state.check_known(self._units)
         self._loader, self.data = loader, loader.epochs
         self._keeper.check_data(loader.epochs, self.cursor)
@@ -413,11 +413,11 @@ class StepEngine(ObjectRegistry):
         if self._phase in (IterationPhase.DUE, IterationPhase.SETTLED) and len(self._due):
             self._commit()  # Of several optimizers not all were asked to step.
         elif self._phase in OPEN and not (self._to_step or self._is_broken()):
-            raise complaints.not_stepped(self.cursor)
+            raise usage_errors.not_stepped(self.cursor)
         elif self._phase is IterationPhase.SETTLED:
-            raise complaints.step_not_stepped(self.cursor)
+            raise usage_errors.step_not_stepped(self.cursor)
         elif not is_first and self._phase in (IterationPhase.OUTSIDE, IterationPhase.COMPUTING):
-            raise complaints.step_not_computed(self.cursor)
+            raise usage_errors.step_not_computed(self.cursor)
         if self._phase is IterationPhase.ADOPTED:
             self._note_step()
             self.state.put_late()
@@ -464,13 +464,13 @@ class StepEngine(ObjectRegistry):
                 IterationPhase.VOID,
                 IterationPhase.ADOPTED,
             ):
-                raise complaints.stepped_twice(optimizer)
+                raise usage_errors.stepped_twice(optimizer)
             if self._phase is IterationPhase.COMPUTING:
-                raise complaints.stepped_inside(optimizer)
+                raise usage_errors.stepped_inside(optimizer)
             self._take_step(optimizer, real)
             return
         if self._epoch is not None and has_gradients(optimizer):
-            raise complaints.stepped_outside(optimizer, self.state.models)
+            raise usage_errors.stepped_outside(optimizer, self.state.models)
         real()
 
     def optimizer_skipped(self, optimizer: Any) -> None:
@@ -579,7 +579,7 @@ class StepEngine(ObjectRegistry):
         if not verdict.can_heal:
             names = self._watch.names()
             steps = [p for one in self.state.optimizers for p in parameters_of(one)]
-            raise complaints.differs(verdict, self.cursor, {names.get(id(p), "") for p in steps})
+            raise usage_errors.differs(verdict, self.cursor, {names.get(id(p), "") for p in steps})
         rank = self._context.world_rank
         self._has_state = rank not in verdict.differing
         logging_rank = min({*range(self._context.world_size)} - {*verdict.differing})

@@ -30,8 +30,7 @@ import torch
 import elastic
 from elastic.core.world import CollectiveCount
 from elastic.worker.base.thread_frames import thread_frames
-from elastic.worker.group import abortable_wait as waits
-from elastic.worker.group import c10d
+from elastic.worker.group import abortable_wait, c10d
 from elastic.worker.group.gloo_threads import sleeps_for_ever, wait_for_peers
 from elastic.worker.group.group import ProcessGroups
 
@@ -65,8 +64,8 @@ NATIVE = tuple(
 
 OURS = os.path.join(PACKAGE, "worker", "")
 WAITS = (
-    waits.AbortableWait.wait.__code__,
-    waits.AbortableWait.wait_messages.__code__,
+    abortable_wait.AbortableWait.wait.__code__,
+    abortable_wait.AbortableWait.wait_messages.__code__,
     ProcessGroups.wait_aside.__code__,
 )
 """Where we wait in torch's place: for a collective, messages, or a subgroup's other members."""

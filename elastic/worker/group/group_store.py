@@ -23,7 +23,7 @@ from torch.distributed import DistNetworkError, DistStoreError, Store
 
 from elastic.errors import GroupError
 from elastic.runtime.rpc import parse_endpoint
-from elastic.worker.group import store_wire as wire
+from elastic.worker.group import store_wire
 from elastic.worker.group.store_wire import StoreVerb
 
 ATTEMPT_S = 2.0
@@ -193,7 +193,7 @@ class GroupStore(Store):
     def _send(self, verb: StoreVerb, *fields: bytes) -> None:
         with self._lock, self._unbroken():
             self._sock.settimeout(self.timeout.total_seconds())
-            self._sock.sendall(wire.packed(verb, fields))
+            self._sock.sendall(store_wire.packed(verb, fields))
 
     def _request(
         self,
@@ -205,10 +205,10 @@ class GroupStore(Store):
         limit_s = self.timeout.total_seconds() if limit_s is None else limit_s
         with self._lock, self._unbroken():
             self._sock.settimeout(limit_s + GRACE_S)
-            self._sock.sendall(wire.packed(verb, fields))
-            (size,) = wire.LENGTH.unpack(_read(self._sock, wire.LENGTH.size))
-            status, answer = wire.unpacked(_read(self._sock, size))
-        if status == wire.TIMED_OUT:
+            self._sock.sendall(store_wire.packed(verb, fields))
+            (size,) = store_wire.LENGTH.unpack(_read(self._sock, store_wire.LENGTH.size))
+            status, answer = store_wire.unpacked(_read(self._sock, size))
+        if status == store_wire.TIMED_OUT:
             named = ", ".join(keys[:3]) + (", ..." if len(keys) > 3 else "")
             raise DistStoreError(f"wait timeout after {limit_s * 1e3:.0f}ms, keys: {named}")
         return answer
@@ -237,15 +237,17 @@ def _known(where: StoreAddress, limit_s: float) -> socket.socket:
     sock = socket.create_connection(parse_endpoint(where.address), limit_s)
     try:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        greeting = _read(sock, wire.GREETING_BYTES)
-        if not greeting.startswith(wire.MAGIC):
+        greeting = _read(sock, store_wire.GREETING_BYTES)
+        if not greeting.startswith(store_wire.MAGIC):
             raise ConnectionError("what listens there is no store of a group")
-        nonce = os.urandom(wire.NONCE_BYTES)
-        number = wire.GENERATION.pack(where.generation)
-        ours = wire.proof(where.key, "client", greeting, nonce, number)
+        nonce = os.urandom(store_wire.NONCE_BYTES)
+        number = store_wire.GENERATION.pack(where.generation)
+        ours = store_wire.proof(where.key, "client", greeting, nonce, number)
         sock.sendall(nonce + number + ours)
-        theirs = _read(sock, wire.PROOF_BYTES)
-        if not wire.is_proof(theirs, wire.proof(where.key, "server", greeting, nonce, number)):
+        theirs = _read(sock, store_wire.PROOF_BYTES)
+        if not store_wire.is_proof(
+            theirs, store_wire.proof(where.key, "server", greeting, nonce, number)
+        ):
             raise ConnectionError("what listens there does not know the secret of this generation")
     except BaseException:
         sock.close()

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 from elastic.errors import GroupError
 from elastic.runtime.rpc import format_endpoint
-from elastic.worker.group import store_wire as wire
+from elastic.worker.group import store_wire
 from elastic.worker.group.store_wire import StoreVerb
 
 log = logging.getLogger(__name__)
@@ -195,7 +195,7 @@ class StoreServer:
         for space in self._spaces.values():
             for peer in [one for one, wait in space.waiting.items() if wait.until <= now]:
                 _forget_wait(space, peer)
-                self._answer(peer, wire.TIMED_OUT)
+                self._answer(peer, store_wire.TIMED_OUT)
         if self._shut_until and self._shut_until <= now:
             self._shut_until = 0.0
             self._selector.register(self._listener, selectors.EVENT_READ)
@@ -223,7 +223,7 @@ class StoreServer:
             oldest = next(one for one in self._strangers if one.host == crowd)
             self._turn_away(oldest, f"is one of {STRANGERS_MAX} that have proven nothing")
         sock.setblocking(False)
-        greeting = wire.MAGIC + os.urandom(wire.NONCE_BYTES)
+        greeting = store_wire.MAGIC + os.urandom(store_wire.NONCE_BYTES)
         peer = _StoreClient(sock, str(address[0]), greeting, time.monotonic())
         self._strangers[peer] = None
         self._selector.register(sock, selectors.EVENT_READ, peer)
@@ -235,19 +235,21 @@ class StoreServer:
 
     def _listen_to_stranger(self, peer: _StoreClient) -> None:
         try:
-            data = peer.sock.recv(wire.HELLO_BYTES + 1 - len(peer.read))
+            data = peer.sock.recv(store_wire.HELLO_BYTES + 1 - len(peer.read))
         except BlockingIOError:
             return
         except OSError:
             data = b""
         peer.read += data
-        if not data or len(peer.read) > wire.HELLO_BYTES or peer.claim:
+        if not data or len(peer.read) > store_wire.HELLO_BYTES or peer.claim:
             # Who only looks whether somebody listens has said nothing; that is no news.
             self._turn_away(peer, "talks like no member" if peer.read else "")
             return
-        if len(peer.read) == wire.HELLO_BYTES:
+        if len(peer.read) == store_wire.HELLO_BYTES:
             peer.claim = bytes(peer.read)
-            (peer.generation,) = wire.GENERATION.unpack_from(peer.claim, wire.NONCE_BYTES)
+            (peer.generation,) = store_wire.GENERATION.unpack_from(
+                peer.claim, store_wire.NONCE_BYTES
+            )
             self._check_at_claim(peer)
 
     def _check_at_claim(self, peer: _StoreClient) -> None:
@@ -257,16 +259,16 @@ class StoreServer:
             if peer.generation < max(self._spaces, default=0):
                 self._turn_away(peer, "is of a generation that is over")
             return
-        greetings = (peer.greeting, peer.claim[: -wire.PROOF_BYTES])
-        theirs = wire.proof(space.key, "client", *greetings)
-        if not wire.is_proof(peer.claim[-wire.PROOF_BYTES :], theirs):
+        greetings = (peer.greeting, peer.claim[: -store_wire.PROOF_BYTES])
+        theirs = store_wire.proof(space.key, "client", *greetings)
+        if not store_wire.is_proof(peer.claim[-store_wire.PROOF_BYTES :], theirs):
             self._turn_away(peer, "does not know the generation's secret")
             return
         del self._strangers[peer]
         peer.read.clear()
         peer.space = space
         space.members.add(peer)
-        self._send(peer, wire.proof(space.key, "server", *greetings))
+        self._send(peer, store_wire.proof(space.key, "server", *greetings))
 
     def _turn_away(self, peer: _StoreClient, why: str) -> None:
         del self._strangers[peer]
@@ -324,14 +326,14 @@ class StoreServer:
 
     def _take_frames(self, peer: _StoreClient, space: _Space) -> None:
         at = 0
-        while peer in space.members and len(peer.read) - at >= wire.LENGTH.size:
-            (size,) = wire.LENGTH.unpack_from(peer.read, at)
-            if size > wire.FRAME_BYTES_MAX:
+        while peer in space.members and len(peer.read) - at >= store_wire.LENGTH.size:
+            (size,) = store_wire.LENGTH.unpack_from(peer.read, at)
+            if size > store_wire.FRAME_BYTES_MAX:
                 raise ValueError(f"a request of {size} bytes")
-            end = at + wire.LENGTH.size + size
+            end = at + store_wire.LENGTH.size + size
             if len(peer.read) < end:
                 break
-            verb, fields = wire.unpacked(bytes(peer.read[at + wire.LENGTH.size : end]))
+            verb, fields = store_wire.unpacked(bytes(peer.read[at + store_wire.LENGTH.size : end]))
             at = end
             self._do(peer, space, StoreVerb(verb), fields)
         del peer.read[:at]
@@ -343,7 +345,7 @@ class StoreServer:
             ValueError: it is malformed.
         """
         values = space.values
-        if verb in wire.WAITING:
+        if verb in store_wire.WAITING:
             ms, *keys = fields
             until = time.monotonic() + int(ms) / 1e3
             wait = _Wait(keys, verb is StoreVerb.MULTI_GET, until)
@@ -352,24 +354,24 @@ class StoreServer:
             space.waiting[peer] = wait
             self._answer_if_there(peer, space, wait)
         elif verb is StoreVerb.CHECK:
-            self._answer(peer, wire.DONE, _yes(all(key in values for key in fields)))
+            self._answer(peer, store_wire.DONE, _yes(all(key in values for key in fields)))
         elif verb is StoreVerb.COUNT:
-            self._answer(peer, wire.DONE, b"%d" % len(values))
+            self._answer(peer, store_wire.DONE, b"%d" % len(values))
         elif verb is StoreVerb.DELETE:
             (key,) = fields
-            self._answer(peer, wire.DONE, _yes(values.pop(key, None) is not None))
+            self._answer(peer, store_wire.DONE, _yes(values.pop(key, None) is not None))
         elif verb is StoreVerb.ADD:
             key, number = fields
             # As text, like torch's own store.
             values[key] = b"%d" % (int(values.get(key) or b"0") + int(number))
-            self._answer(peer, wire.DONE, values[key])
+            self._answer(peer, store_wire.DONE, values[key])
             self._report_waiting(space, key)
         elif verb is StoreVerb.COMPARE_SET:
             key, expected, desired = fields
             if values.get(key, b"") == expected:
                 values[key] = desired
                 self._report_waiting(space, key)
-            self._answer(peer, wire.DONE, values.get(key, expected))
+            self._answer(peer, store_wire.DONE, values.get(key, expected))
         elif verb is StoreVerb.APPEND:
             key, value = fields
             values[key] = values.get(key, b"") + value
@@ -394,10 +396,10 @@ class StoreServer:
             return
         del space.waiting[peer]
         found = [space.values[key] for key in wait.keys] if wait.wants_values else []
-        self._answer(peer, wire.DONE, *found)
+        self._answer(peer, store_wire.DONE, *found)
 
     def _answer(self, peer: _StoreClient, status: int, *fields: bytes) -> None:
-        self._send(peer, wire.packed(status, fields))
+        self._send(peer, store_wire.packed(status, fields))
 
     def _send(self, peer: _StoreClient, data: bytes) -> None:
         peer.unsent.append(memoryview(data))

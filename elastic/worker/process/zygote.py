@@ -82,11 +82,11 @@ class WorkerZygote:
     """Forks whenever the agent asks."""
 
     def __init__(self, sock: socket.socket) -> None:
-        """Begin without nurseries.
+        """Begin without script zygotes.
 
         Args:
-            sock: to the agent. A request is `agent.zygote.Wish.text`, with a pipe's end and an
-                output as descriptors.
+            sock: to the agent. A request is `agent.zygote.SpareRequest.text`, with a pipe's end and
+                an output as descriptors.
         """
         self._sock = sock
         self._script_zygotes: dict[str, ScriptZygote] = {}
@@ -148,7 +148,7 @@ class WorkerZygote:
         script_zygote.pid = os.fork()
         if script_zygote.pid == 0:
             die_with_parent()
-            name_process("elastic-nursery")
+            name_process("elastic-scripts")
             ours.close()
             self._let_go()
             from elastic.worker.process.script_zygote import run

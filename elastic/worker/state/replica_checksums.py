@@ -40,7 +40,7 @@ def state_prints(state: Any, own: PerRankState) -> dict[str, int]:
     """Return a checksum of each prepared and registered object, by what it is called for people.
 
     Args:
-        state: of the run, as `Keeper.take` returns it.
+        state: of the run, as `CheckpointScheduler.take` returns it.
         own: what is left out.
     """
     objects = state.get("objects") if isinstance(state, Mapping) else None
