@@ -153,6 +153,7 @@ class ChildProcesses:
         self._forking: dict[int, ParentEnds] = {}
         self._zygote: Zygote | None = None
         self._has_zygote = bool(launch.zygote)
+        self._unreaped: list[Zygote] = []
         self._check_timer: asyncio.TimerHandle | None = None
         self._burials: list[asyncio.Task[None]] = []
         self._all_gone = asyncio.Event()
@@ -242,6 +243,7 @@ class ChildProcesses:
         self._has_zygote = False
         if self._zygote is not None:
             self._zygote.close()
+            self._unreaped.append(self._zygote)
         for ends in self._forking.values():
             ends.close()  # A process forked now finds its pipe closed, and exits.
         self._forking.clear()
@@ -255,7 +257,7 @@ class ChildProcesses:
         if self._check_timer is not None:
             self._check_timer.cancel()
         deadline = self._loop.time() + timeout_s
-        while self._zygote and not self._zygote.is_gone():
+        while not self._are_zygotes_gone():
             if self._loop.time() >= deadline:
                 break
             await asyncio.sleep(END_PAUSE_S)
@@ -300,14 +302,23 @@ class ChildProcesses:
             self.kill(process_id, ends.killed)
 
     def _zygote_gone(self) -> None:
-        """Start its unanswered spares, and all later ones, without a zygote."""
-        self._has_zygote = False
+        """Start its unanswered spares anew, by another zygote unless this one never worked."""
+        lost, self._zygote = self._zygote, None
+        if lost is not None:
+            self._unreaped.append(lost)
+            # One that has never forked would fail again: its imports do.
+            self._has_zygote = lost.has_forked
         forking, self._forking = self._forking, {}
         for process_id, ends in forking.items():
             ends.close()
             self.spawn(process_id)
             if ends.killed:
                 self.kill(process_id, ends.killed)
+
+    def _are_zygotes_gone(self) -> bool:
+        """Reap the zygotes that were closed; return whether none is left."""
+        self._unreaped = [zygote for zygote in self._unreaped if not zygote.is_gone()]
+        return not self._unreaped
 
     @contextlib.contextmanager
     def _ends(self) -> Iterator[tuple[ParentEnds, socket.socket, int]]:
@@ -430,9 +441,11 @@ class ChildProcesses:
             if stopped != child.stopped:
                 child.stopped = stopped
                 self._post(ProcessStopped(child.process_id, stopped))
+        self._are_zygotes_gone()
         if self._zygote is not None and not self._forking:
             # Not during a fork: the new process's exit must be reported, and its pid stay taken.
-            known = {self._zygote.pid, *(child.pid for child in self._children.values())}
+            zygotes = {zygote.pid for zygote in (self._zygote, *self._unreaped)}
+            known = {*zygotes, *(child.pid for child in self._children.values())}
             reap_adopted(known.__contains__)
         if self._children:
             self._check_timer = self._loop.call_later(POLL_INTERVAL_S, self._check)

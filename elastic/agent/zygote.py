@@ -1,7 +1,7 @@
 """The agent's side of its zygote: the process that has imported torch, and forks spares.
 
-Rule: a zygote that fails is not a failure of the node. The caller is notified by `on_gone`, and
-starts spares as new processes from then on, which takes longer.
+Rule: a zygote that fails is not a failure of the node. The caller is notified by `on_gone`: it
+starts another one, or spares as new processes, which takes longer.
 """
 
 from __future__ import annotations
@@ -100,7 +100,13 @@ def _children() -> list[int]:
 
 
 class Zygote:
-    """One zygote, from its start to its end; lives on the agent's event loop."""
+    """One zygote, from its start to its end; lives on the agent's event loop.
+
+    Attributes:
+        has_forked: it has forked a process, so its imports work.
+    """
+
+    has_forked = False
 
     def __init__(
         self,
@@ -191,7 +197,7 @@ class Zygote:
         if len(answer) != FORKED.size:
             self._end("it ended")
             return
-        self._timeout_s = BIRTH_S_MAX
+        self._timeout_s, self.has_forked = BIRTH_S_MAX, True
         number, pid = FORKED.unpack(answer)
         timer = self._waiting.pop(number, None)
         if timer is not None:
@@ -202,6 +208,6 @@ class Zygote:
         self._end(f"it has not forked process {number} within {self._timeout_s:g} s")
 
     def _end(self, why: str) -> None:
-        log.warning("zygote_lost pid=%d reason=%r: spares take longer to start", self.pid, why)
+        log.warning("zygote_lost pid=%d reason=%r", self.pid, why)
         self.close()
         self._on_gone()
