@@ -108,20 +108,20 @@ def ours(trained: Trained, folder: Path) -> tuple[Saving, Callable[[], None]]:
     objects.optimizers.append(trained.optimizer)
     run = RunDirectory(str(folder))
     writer = CheckpointWriter(run, JobId("bench"), line=NoCoordinator(), clock=SystemClock())
-    saver = Snapshotter((), writer)
-    saver.plan = SavingPlan(every_n_steps=1)
+    snapshotter = Snapshotter((), writer)
+    snapshotter.plan = SavingPlan(every_n_steps=1)
     steps = 0
 
     def state() -> dict[str, Any]:
         return {"objects": objects.take(), "cursor": [0, steps], "steps": steps}
 
-    saver.warm_up(state)
+    snapshotter.warm_up(state)
 
     def save() -> tuple[float, float]:
         nonlocal steps
         steps += 1
         began = time.perf_counter()
-        done = saver.take(state, Cursor(0, steps), steps)
+        done = snapshotter.take(state, Cursor(0, steps), steps)
         stall = time.perf_counter() - began
         while not done.is_set():
             trained.train()
@@ -241,10 +241,10 @@ def throughput(num_bytes: float, rounds: int, seconds: float, parent: str) -> fl
     objects.models.append(trained.model)
     objects.optimizers.append(trained.optimizer)
     run = RunDirectory(str(folder))
-    saver = Snapshotter(
+    snapshotter = Snapshotter(
         (), CheckpointWriter(run, JobId("pace"), line=NoCoordinator(), clock=SystemClock())
     )
-    saver.plan = SavingPlan(every_n_steps=1)
+    snapshotter.plan = SavingPlan(every_n_steps=1)
     taken = 0
 
     def state() -> dict[str, Any]:
@@ -253,15 +253,15 @@ def throughput(num_bytes: float, rounds: int, seconds: float, parent: str) -> fl
     def save() -> None:
         nonlocal taken
         taken += 1
-        saver.take(state, Cursor(0, taken), taken)
+        snapshotter.take(state, Cursor(0, taken), taken)
 
-    saver.warm_up(state)
+    snapshotter.warm_up(state)
     pace(trained, 3.0, save)
     ratios = []
     for _ in range(rounds):
         plain = pace(trained, seconds, None)
         ratios.append(pace(trained, seconds, save) / plain)
-    saver.finish()
+    snapshotter.finish()
     shutil.rmtree(folder)
     return statistics.median(ratios)
 

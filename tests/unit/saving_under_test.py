@@ -119,9 +119,9 @@ class Run:
         self.savers = []
         for rank in range(workers):
             writer = writer_of(self.directory, self.coordinator, job, num_to_keep)
-            saver = Snapshotter((), writer)
-            saver.enter(RankInfo(1, rank, workers))
-            self.savers.append(saver)
+            snapshotter = Snapshotter((), writer)
+            snapshotter.enter(RankInfo(1, rank, workers))
+            self.savers.append(snapshotter)
         self.steps = 0
 
     def step(self) -> None:
@@ -141,10 +141,10 @@ class Run:
         """Step, and have every member take the snapshot."""
         self.step()
         done = [
-            saver.take(
+            snapshotter.take(
                 self.state, Cursor(0, self.steps), self.steps, aliases=self.objects.aliases()
             )
-            for saver in self.savers
+            for snapshotter in self.savers
         ]
         for one in done if wait else ():
             assert one.wait(DEADLINE_S)

@@ -121,15 +121,15 @@ class ShardedRun:
         for rank in range(size):
             node, local = divmod(rank, size // nodes)
             writer = writer_of(self.directory, self.coordinator)
-            saver = Snapshotter(self.nodes[node].paths, writer)
-            saver.enter(RankInfo(1, rank, size, local, size // nodes))
-            self.savers.append(saver)
+            snapshotter = Snapshotter(self.nodes[node].paths, writer)
+            snapshotter.enter(RankInfo(1, rank, size, local, size // nodes))
+            self.savers.append(snapshotter)
 
     def save(self, steps: int = 1) -> None:
         """Have every member take the snapshot, and wait until it is durable."""
         done = [
-            saver.take(lambda m=member: m.state(steps), Cursor(0, steps), steps)  # type: ignore[misc]
-            for member, saver in zip(self.members, self.savers, strict=True)
+            snapshotter.take(lambda m=member: m.state(steps), Cursor(0, steps), steps)  # type: ignore[misc]
+            for member, snapshotter in zip(self.members, self.savers, strict=True)
         ]
         for one in done:
             assert one.wait(DEADLINE_S)

@@ -112,17 +112,17 @@ class Still(Run):
 def save(folder: Path, books: Books, generation: int) -> None:
     """Take an automatic checkpoint, as the only member of this generation."""
     run = Still(folder / "run", coordinator=books, num_to_keep=KEPT)  # type: ignore[arg-type]
-    (saver,) = run.savers
-    saver.enter(RankInfo(generation))
+    (snapshotter,) = run.savers
+    snapshotter.enter(RankInfo(generation))
     if books.records():
         newest = books.newest(ReportKind.AUTOMATIC)
-        committer = saver._writer._committer  # type: ignore[union-attr]
+        committer = snapshotter._writer._committer  # type: ignore[union-attr]
         committer.enter(generation, [newest], leads=False)
         markers = dict(run.directory.automatic())
         run.steps = int(markers[run.directory.name_of(newest)].about("steps"))
-        saver.go_on([run.steps, run.steps, generation])
+        snapshotter.go_on([run.steps, run.steps, generation])
     run.save()
-    saver.close()
+    snapshotter.close()
 
 
 def killed_at(call: int, folder: Path, act: Callable[[], None]) -> bool:

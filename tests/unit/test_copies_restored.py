@@ -42,9 +42,9 @@ class Peer:
         self.server.start()
         self.address = self.server.address
 
-    def take(self, saver: Snapshotter, steps: int) -> None:
+    def take(self, snapshotter: Snapshotter, steps: int) -> None:
         """Be brought a snapshot out of a worker's memory."""
-        slot = next(slot for slot, mark in saver._whole() if mark.steps == steps)
+        slot = next(slot for slot, mark in snapshotter._whole() if mark.steps == steps)
         content = os.pread(slot._fd, os.fstat(slot._fd).st_size, 0)
         mark = whole(content[:HEADER])
         assert mark is not None
@@ -62,16 +62,16 @@ def peer() -> Iterator[Peer]:
     found.server.close()
 
 
-def snapshot(run: Run, saver: Snapshotter) -> None:
+def snapshot(run: Run, snapshotter: Snapshotter) -> None:
     """Step, and take a snapshot that is not written."""
     run.step()
-    saver.take(run.state, Cursor(0, run.steps), run.steps, durable=False)
+    snapshotter.take(run.state, Cursor(0, run.steps), run.steps, durable=False)
 
 
 def memory_only() -> Snapshotter:
-    saver = Snapshotter((), None)
-    saver.enter(RankInfo(generation=1))
-    return saver
+    snapshotter = Snapshotter((), None)
+    snapshotter.enter(RankInfo(generation=1))
+    return snapshotter
 
 
 def restored(
@@ -82,14 +82,14 @@ def restored(
     patch.setattr(keeping, "send_metadata", table.tell)
 
     def restore(rank: int) -> None:
-        keeper = CheckpointScheduler(run.objects, Logbook(), StreamBook())
-        keeper._saver = savers[rank]
-        keeper._place = SimpleNamespace(  # type: ignore[assignment]
+        checkpoints = CheckpointScheduler(run.objects, Logbook(), StreamBook())
+        checkpoints._snapshotter = savers[rank]
+        checkpoints._place = SimpleNamespace(  # type: ignore[assignment]
             world_rank=rank, run_path=run.directory.path, job_id="j1", saved="",
             copies=copies[rank], copies_key=KEY, copies_dealt=True, copies_fingerprints=(),
             worker_id=f"n{rank}/1", tls=(), activity=Activity(),
         )  # fmt: skip
-        found[rank] = keeper.restore(rank, Cursor())  # type: ignore[call-overload]
+        found[rank] = checkpoints.restore(rank, Cursor())  # type: ignore[call-overload]
 
     threads = [threading.Thread(target=restore, args=(rank,)) for rank in range(len(savers))]
     for thread in threads:
@@ -146,25 +146,25 @@ class Loop:
 
     def __init__(self, run: Run, options: dict[str, Any]) -> None:
         self.run, self.posted = run, list[Any]()
-        self.keeper = CheckpointScheduler(run.objects, Logbook(), StreamBook())
-        self.keeper.configure(options)
+        self.checkpoints = CheckpointScheduler(run.objects, Logbook(), StreamBook())
+        self.checkpoints.configure(options)
         link = SimpleNamespace(
             post=self.posted.append,
             save_request=lambda generation: 0,
         )
-        self.keeper.enter(
+        self.checkpoints.enter(
             SimpleNamespace(  # type: ignore[arg-type]
-                saver=run.savers[0], generation=1, world_rank=0, world_size=1, local_rank=0,
+                snapshotter=run.savers[0], generation=1, world_rank=0, world_size=1, local_rank=0,
                 local_world_size=1, link=link, activity=None,
             )
         )  # fmt: skip
 
     def step(self) -> None:
         self.run.step()
-        saves, busy, _ = self.keeper.flags(None)
-        cursor = Cursor(0, self.keeper.steps)
-        self.keeper.committed([StepMetadata(False, cursor, 0, saves=saves, busy=busy)])
-        self.keeper.at_boundary(Cursor(0, self.keeper.steps), None, lambda: False)
+        saves, busy, _ = self.checkpoints.flags(None)
+        cursor = Cursor(0, self.checkpoints.steps)
+        self.checkpoints.committed([StepMetadata(False, cursor, 0, saves=saves, busy=busy)])
+        self.checkpoints.at_boundary(Cursor(0, self.checkpoints.steps), None, lambda: False)
 
     def newest(self) -> int:
         return max((mark.steps for mark in self.marks()), default=0)
@@ -183,7 +183,7 @@ def test_the_last_step_is_stored_also_if_it_was_copied(tmp_path: Path) -> None:
     for _ in range(3):
         loop.step()
     assert loop.stored() == []
-    loop.keeper.at_end(Cursor(1, 0), None, lambda: False)
+    loop.checkpoints.at_end(Cursor(1, 0), None, lambda: False)
     assert loop.stored() == [3]
 
 

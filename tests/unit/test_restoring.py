@@ -22,10 +22,10 @@ from tests.patience import DEADLINE_S
 from tests.unit.saving_under_test import Run, Table
 
 
-def keeper_of(run: Run, rank: int, saver: Snapshotter) -> CheckpointScheduler:
-    keeper = CheckpointScheduler(run.objects, Logbook(), StreamBook())
-    keeper._saver = saver
-    keeper._place = SimpleNamespace(  # type: ignore[assignment]
+def keeper_of(run: Run, rank: int, snapshotter: Snapshotter) -> CheckpointScheduler:
+    checkpoints = CheckpointScheduler(run.objects, Logbook(), StreamBook())
+    checkpoints._snapshotter = snapshotter
+    checkpoints._place = SimpleNamespace(  # type: ignore[assignment]
         world_rank=rank,
         run_path=run.directory.path,
         saved="",
@@ -38,7 +38,7 @@ def keeper_of(run: Run, rank: int, saver: Snapshotter) -> CheckpointScheduler:
         worker_id=f"n{rank}/1",
         activity=Activity(),
     )
-    return keeper
+    return checkpoints
 
 
 def restored(

@@ -122,8 +122,8 @@ def test_what_lies_in_memory_is_read_again(tmp_path: Path) -> None:
     run = Run(tmp_path)
     run.save()
     run.save()
-    saver = run.savers[0]
-    assert saver.held() == 2
-    assert_same(saver.read_held(2)[1], run.state())
+    snapshotter = run.savers[0]
+    assert snapshotter.held() == 2
+    assert_same(snapshotter.read_held(2)[1], run.state())
     with pytest.raises(ValueError, match="no snapshot of step 9"):
-        saver.read_held(9)
+        snapshotter.read_held(9)

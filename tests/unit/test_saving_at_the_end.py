@@ -26,41 +26,43 @@ from tests.unit.saving_under_test import Run, Table
 def keepers_of(run: Run) -> list[CheckpointScheduler]:
     """Return the members' keepers, behind the last epoch of a run of seven steps."""
     found = []
-    for rank, saver in enumerate(run.savers):
-        saver.configure({"every_n_steps": 100})
-        keeper = CheckpointScheduler(run.objects, Logbook(), StreamBook())
-        keeper._saver, keeper.steps = saver, 7
+    for rank, snapshotter in enumerate(run.savers):
+        snapshotter.configure({"every_n_steps": 100})
+        checkpoints = CheckpointScheduler(run.objects, Logbook(), StreamBook())
+        checkpoints._snapshotter, checkpoints.steps = snapshotter, 7
         known = Mailboxes()
         link = SimpleNamespace(
             save_request=lambda generation: 0, leave_request=known.leave_request,
             is_called_off=known.is_called_off, set_request=known.set_request,
         )  # fmt: skip
-        keeper._place = SimpleNamespace(  # type: ignore[assignment]
+        checkpoints._place = SimpleNamespace(  # type: ignore[assignment]
             world_rank=rank, generation=1, link=link, activity=None
         )
-        found.append(keeper)
+        found.append(checkpoints)
     return found
 
 
-def rests(keeper: CheckpointScheduler, *, goes_on: bool = False) -> None:
+def rests(checkpoints: CheckpointScheduler, *, goes_on: bool = False) -> None:
     """Let a member know that its job rests, or that it goes on after all."""
     leave_request = RequestLeave(1, "resume" if goes_on else "pause", saves=not goes_on)
-    keeper._place.link.set_request(leave_request)  # type: ignore[union-attr]
+    checkpoints._place.link.set_request(leave_request)  # type: ignore[union-attr]
 
 
 def rows_of(keepers: list[CheckpointScheduler]) -> list[StepMetadata]:
     """Return what they tell with the next step."""
     found = []
-    for keeper in keepers:
-        leave_request = keeper._place.link.leave_request(1)  # type: ignore[union-attr]
-        told = keeper.flags(leave_request)
-        found.append(StepMetadata(leave_request is not None, Cursor(0, keeper.steps), 0, (), *told))
+    for checkpoints in keepers:
+        leave_request = checkpoints._place.link.leave_request(1)  # type: ignore[union-attr]
+        told = checkpoints.flags(leave_request)
+        found.append(
+            StepMetadata(leave_request is not None, Cursor(0, checkpoints.steps), 0, (), *told)
+        )
     return found
 
 
 def at_end(keepers: list[CheckpointScheduler]) -> None:
-    for keeper in keepers:
-        keeper.at_end(Cursor(1, 0), None, lambda: False)
+    for checkpoints in keepers:
+        checkpoints.at_end(Cursor(1, 0), None, lambda: False)
 
 
 def test_the_next_group_takes_it_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,32 +70,32 @@ def test_the_next_group_takes_it_again(tmp_path: Path, monkeypatch: pytest.Monke
     run = Run(tmp_path, workers=2)
     keepers = keepers_of(run)
     at_end(keepers[:1])
-    for rank, saver in enumerate(run.savers):
-        saver.enter(RankInfo(2, rank, 2))
+    for rank, snapshotter in enumerate(run.savers):
+        snapshotter.enter(RankInfo(2, rank, 2))
     monkeypatch.setattr(keeping, "send_metadata", Table(2).tell)
     together(keepers)
-    assert [saver.number for saver in run.savers] == [1, 1]
+    assert [snapshotter.number for snapshotter in run.savers] == [1, 1]
     monkeypatch.setattr("elastic.worker.checkpoint.checkpoint_writer.ORPHANED_S", 0.0)
     at_end(keepers)
-    for saver in run.savers:
-        saver.finish()
+    for snapshotter in run.savers:
+        snapshotter.finish()
     assert len(run.committed()) == 1
 
 
 def test_a_wish_that_some_members_have_not_heard_of_yet_is_written_by_all(tmp_path: Path) -> None:
     run = Run(tmp_path, workers=2)
     keepers = keepers_of(run)
-    for saver in run.savers:
-        saver.configure({})
+    for snapshotter in run.savers:
+        snapshotter.configure({})
     keepers[0]._place.link.save_request = lambda generation: 1  # type: ignore[union-attr]
     rows = rows_of(keepers)
     assert [row.saves for row in rows] == [True, False]
-    for keeper in keepers:
-        keeper.committed(rows)
-        keeper.at_boundary(Cursor(0, 7), None, lambda: False)
-    for saver in run.savers:
-        assert saver._writer is not None
-        assert saver._writer.finish(DEADLINE_S)
+    for checkpoints in keepers:
+        checkpoints.committed(rows)
+        checkpoints.at_boundary(Cursor(0, 7), None, lambda: False)
+    for snapshotter in run.savers:
+        assert snapshotter._writer is not None
+        assert snapshotter._writer.finish(DEADLINE_S)
     assert len(run.committed()) == 1
 
 
@@ -103,46 +105,46 @@ def test_only_shards_that_leave_by_plan_are_in_storage_also_without_automatic_ch
 ) -> None:
     monkeypatch.setattr(CheckpointScheduler, "is_sharded", sharded)
     run = Run(tmp_path)
-    (keeper,) = keepers_of(run)
+    (checkpoints,) = keepers_of(run)
     run.savers[0].configure({})
-    keeper.before_leaving(Cursor(0, 7), None, lambda: False)
+    checkpoints.before_leaving(Cursor(0, 7), None, lambda: False)
     assert len(run.committed()) == int(sharded), "others take it along"
 
 
 def test_a_job_that_rests_has_its_last_step_in_storage_whoever_heard_of_it(tmp_path: Path) -> None:
     run = Run(tmp_path, workers=2)
     keepers = keepers_of(run)
-    for saver in run.savers:
-        saver.configure({})
-    for keeper in keepers:
-        keeper.committed([StepMetadata(False, Cursor(0, 6), 0, (), saves=True)] * 2)
-        keeper.at_boundary(Cursor(0, 7), None, lambda: False)
+    for snapshotter in run.savers:
+        snapshotter.configure({})
+    for checkpoints in keepers:
+        checkpoints.committed([StepMetadata(False, Cursor(0, 6), 0, (), saves=True)] * 2)
+        checkpoints.at_boundary(Cursor(0, 7), None, lambda: False)
     rests(keepers[1])
     rows = rows_of(keepers)
     rows = [replace(StepMetadata.of(row.numbers()), busy=True) for row in rows]
     assert [row.releases for row in rows] == [False, True]
 
-    def leave(keeper: CheckpointScheduler) -> None:
-        keeper.committed(rows)
-        keeper.at_boundary(Cursor(0, 8), None, lambda: False)
-        keeper.before_leaving(Cursor(0, 8), None, lambda: False)
+    def leave(checkpoints: CheckpointScheduler) -> None:
+        checkpoints.committed(rows)
+        checkpoints.at_boundary(Cursor(0, 8), None, lambda: False)
+        checkpoints.before_leaving(Cursor(0, 8), None, lambda: False)
 
-    threads = [threading.Thread(target=leave, args=(keeper,)) for keeper in keepers]
+    threads = [threading.Thread(target=leave, args=(checkpoints,)) for checkpoints in keepers]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(DEADLINE_S)
-    assert [saver.number for saver in run.savers] == [2, 2], "once: at the boundary"
+    assert [snapshotter.number for snapshotter in run.savers] == [2, 2], "once: at the boundary"
     assert [marker.about("steps", 0) for _, marker in run.directory.markers()] == [8, 9]
 
 
 def test_a_job_whose_group_is_over_waits_for_no_storage(tmp_path: Path) -> None:
     run = Run(tmp_path, workers=2)
-    keeper = keepers_of(run)[0]  # The other one has not written its part.
-    rests(keeper)
-    keeper.committed(rows_of([keeper]))
-    keeper.at_boundary(Cursor(0, 8), None, lambda: False)
-    keeper.before_leaving(Cursor(0, 8), None, lambda: True)
+    checkpoints = keepers_of(run)[0]  # The other one has not written its part.
+    rests(checkpoints)
+    checkpoints.committed(rows_of([checkpoints]))
+    checkpoints.at_boundary(Cursor(0, 8), None, lambda: False)
+    checkpoints.before_leaving(Cursor(0, 8), None, lambda: True)
     assert run.committed() == []
 
 

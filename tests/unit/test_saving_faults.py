@@ -60,11 +60,11 @@ def test_storage_that_hangs_does_not_hold_up_training(faults: Faults) -> None:
     fault = faults.add("hang", on="write")
     run.save(wait=False)
     run.save(wait=False)
-    assert all(saver.is_busy() for saver in run.savers)  # No third one is begun.
+    assert all(snapshotter.is_busy() for snapshotter in run.savers)  # No third one is begun.
     faults.wait_hit(fault)
     faults.remove()
-    for saver in run.savers:
-        saver.finish()
+    for snapshotter in run.savers:
+        snapshotter.finish()
     assert_newest_is(run, 3)
 
 

@@ -54,10 +54,10 @@ def test_the_last_snapshot_waits_for_room(tmp_path: Path, monkeypatch: pytest.Mo
     gate = Gate(monkeypatch)
     real = Snapshotter.wait_for_room
 
-    def open_and_wait(saver: Snapshotter, is_over: Any) -> None:
-        assert saver.is_busy()
+    def open_and_wait(snapshotter: Snapshotter, is_over: Any) -> None:
+        assert snapshotter.is_busy()
         gate.open.set()
-        real(saver, is_over)
+        real(snapshotter, is_over)
 
     monkeypatch.setattr(Snapshotter, "wait_for_room", open_and_wait)
     run = LocalRun(
@@ -72,8 +72,8 @@ def test_the_last_snapshot_waits_for_room(tmp_path: Path, monkeypatch: pytest.Mo
             loop.optimizer.zero_grad()
             if train.stepped():
                 weights[len(weights) + 1] = parameters(loop.plain)
-        assert context.saver is not None
-        context.saver.finish()
+        assert context.snapshotter is not None
+        context.snapshotter.finish()
     assert weights_in(tmp_path) == {step: weights[step] for step in (1, 2, 3)}
 
 
@@ -88,14 +88,14 @@ def test_a_slot_that_is_being_written_is_not_taken(
     gate, run = Gate(monkeypatch), Run(tmp_path)
     run.save(wait=False)
     then = {key: value.clone() for key, value in run.model.state_dict().items()}
-    saver = run.savers[0]
+    snapshotter = run.savers[0]
     with pytest.raises(KeyError):
-        saver.take(lambda: {}["no state"], None, 2)  # type: ignore[arg-type]
-    assert saver.is_busy()
+        snapshotter.take(lambda: {}["no state"], None, 2)  # type: ignore[arg-type]
+    assert snapshotter.is_busy()
     with pytest.raises(OSError, match="still being written"):
         run.save(wait=False)
     gate.open.set()
-    saver.finish()
+    snapshotter.finish()
     ((name, marker),) = run.directory.markers()
     state = read_checkpoint(run.directory, name, marker)
     assert_same(state["objects"]["models"][0]["embed.weight"], then["embed.weight"])

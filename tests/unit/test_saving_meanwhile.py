@@ -40,14 +40,14 @@ def steps_of(name: str) -> int:
 def test_the_newest_step_is_in_memory_while_nobody_consents(tmp_path: Path) -> None:
     coordinator = Silent()
     run = Run(tmp_path, coordinator=coordinator)
-    (saver,) = run.savers
+    (snapshotter,) = run.savers
     for _ in range(6):
-        wait_for(lambda: not saver.is_busy(), "room for a snapshot")
+        wait_for(lambda: not snapshotter.is_busy(), "room for a snapshot")
         run.save(wait=False)
-        assert saver.held() == run.steps
+        assert snapshotter.held() == run.steps
     wait_for(lambda: list(coordinator.asked), "the first one is asked about")
     coordinator.come_back()
-    saver.finish()
+    snapshotter.finish()
     assert steps_of(run.committed()[-1]) == run.steps
     # What was overtaken has left nothing in storage.
     assert len(list(tmp_path.glob("**/auto-*"))) == len(run.committed()) <= 2
@@ -66,13 +66,13 @@ def test_the_newest_step_is_in_memory_while_storage_takes_nothing(
     monkeypatch.setattr(writing, "write_part", write_part)
     monkeypatch.setattr(writing, "STALLED_S", 0.0)
     run = Run(tmp_path)
-    (saver,) = run.savers
+    (snapshotter,) = run.savers
     run.save(wait=False)
     assert is_set(hangs)
     for _ in range(5):
-        wait_for(lambda: not saver.is_busy(), "room for a snapshot")
+        wait_for(lambda: not snapshotter.is_busy(), "room for a snapshot")
         run.save(wait=False)
-        assert saver.held() == run.steps
+        assert snapshotter.held() == run.steps
     is_back.set()
-    saver.finish()
+    snapshotter.finish()
     assert steps_of(run.committed()[-1]) == run.steps

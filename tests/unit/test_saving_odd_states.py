@@ -65,8 +65,8 @@ def test_training_goes_on_without_what_cannot_be_saved(
             loop.optimizer.step()
             loop.optimizer.zero_grad()
             steps += train.stepped()
-        assert context.saver is not None
-        context.saver.finish()
+        assert context.snapshotter is not None
+        context.snapshotter.finish()
     assert steps == 3
     assert "failed" in caplog.text
     assert RunDirectory(str(tmp_path)).markers() == []
@@ -80,11 +80,13 @@ def test_an_array_of_another_byte_order_is_refused_by_name() -> None:
 def test_a_snapshot_that_cannot_be_read_is_passed_over(tmp_path: Path) -> None:
     """And does not end the workers that look for one."""
     run = Run(tmp_path)
-    saver = run.savers[0]
+    snapshotter = run.savers[0]
     state = {"huge": 2**3000}
-    saver.take(lambda: state, Cursor(0, 1), 1)
+    snapshotter.take(lambda: state, Cursor(0, 1), 1)
     problems: list[str] = []
-    assert keeping._attempt(lambda: saver.read_held(1), "this node's memory", problems) is None
+    assert (
+        keeping._attempt(lambda: snapshotter.read_held(1), "this node's memory", problems) is None
+    )
     assert "this node's memory" in problems[0]
 
 
@@ -112,10 +114,10 @@ def test_members_whose_states_differ_save_nothing(
     """Parts of both would make a checkpoint of neither, with every checksum right."""
     run = Run(tmp_path, workers=2)
     states = [Own({"a": torch.full((8,), 1.0), "b": torch.full((8,), 2.0)}), Own(other)]
-    for saver, own in zip(run.savers, states, strict=True):
-        saver.take(own.state, Cursor(0, 1), 1)
-    for saver in run.savers:
-        saver.finish()
+    for snapshotter, own in zip(run.savers, states, strict=True):
+        snapshotter.take(own.state, Cursor(0, 1), 1)
+    for snapshotter in run.savers:
+        snapshotter.finish()
     assert run.committed() == []
     assert "rank 1 has saved other tensors than rank 0" in caplog.text
 
@@ -145,16 +147,16 @@ def test_what_members_have_registered_with_other_values_is_refused_by_name(
 ) -> None:
     """Each writes some rows of it: together they would be nobody's state."""
     run = Run(tmp_path, workers=2)
-    for saver, value in zip(run.savers, (ours, theirs), strict=True):
-        saver.take(registered(value), Cursor(0, 1), 1)
-    for saver in run.savers:
-        saver.finish()
+    for snapshotter, value in zip(run.savers, (ours, theirs), strict=True):
+        snapshotter.take(registered(value), Cursor(0, 1), 1)
+    for snapshotter in run.savers:
+        snapshotter.finish()
     assert run.committed() == []
     assert "rank 1 and rank 0 differ in registered mine: each rank writes" in caplog.text
-    for saver in run.savers:
-        saver.take(registered(ours), Cursor(0, 2), 2)
-    for saver in run.savers:
-        saver.finish()
+    for snapshotter in run.savers:
+        snapshotter.take(registered(ours), Cursor(0, 2), 2)
+    for snapshotter in run.savers:
+        snapshotter.finish()
     assert len(run.committed()) == 1, "the next one, of equal values, counts"
 
 
@@ -162,16 +164,18 @@ def test_members_whose_weights_differ_in_a_bit_save_nothing_and_name_the_object(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = Run(tmp_path, workers=2)
-    for kind, saver in [(k, s) for k in ("models", "optimizers", "caches") for s in run.savers]:
+    for kind, snapshotter in [
+        (k, s) for k in ("models", "optimizers", "caches") for s in run.savers
+    ]:
         state = registered(torch.ones(1))()
         many = torch.arange(10_000, dtype=torch.int32)
-        many[7_000] ^= saver is run.savers[1]  # The lowest bit of one of them.
+        many[7_000] ^= snapshotter is run.savers[1]  # The lowest bit of one of them.
         name = "mask (buffer)" if kind == "caches" else "weight"
         state["objects"]["models" if kind == "caches" else kind] = [{name: many}]
-        saver.take(
+        snapshotter.take(
             lambda s=state: s, Cursor(0, 1), 1, own=likeness.PerRankState([{"mask (buffer)"}])
         )  # type: ignore[misc]
-        if saver is run.savers[1]:
+        if snapshotter is run.savers[1]:
             for one in run.savers:
                 one.finish()
     assert "rank 1 and rank 0 differ in model 0: each rank writes" in caplog.text
@@ -185,9 +189,9 @@ def shared_savers(tmp_path: Path, memories: list[tuple[str, ...]]) -> list[Snaps
     savers = []
     for rank, paths in enumerate(memories):
         writer = writer_of(run, Coordinator())
-        saver = Snapshotter(paths, writer)
-        saver.enter(RankInfo(1, rank, len(memories), rank, len(memories)))
-        savers.append(saver)
+        snapshotter = Snapshotter(paths, writer)
+        snapshotter.enter(RankInfo(1, rank, len(memories), rank, len(memories)))
+        savers.append(snapshotter)
     return savers
 
 
@@ -205,16 +209,16 @@ def test_workers_of_a_node_that_do_not_all_have_its_memory_do_without_at_once(
             "another": tuple(paths[2:]),
         }
         savers = shared_savers(tmp_path, [given, other[lacks]])
-        memories = [saver.memory() for saver in savers]
-        for saver in savers:
-            saver.agree_on_memory(memories)
-        for saver in savers:
-            saver.take(registered(1), Cursor(0, 1), 1)
-        for saver in savers:
-            saver.finish()
-            assert saver.held() == 1
+        memories = [snapshotter.memory() for snapshotter in savers]
+        for snapshotter in savers:
+            snapshotter.agree_on_memory(memories)
+        for snapshotter in savers:
+            snapshotter.take(registered(1), Cursor(0, 1), 1)
+        for snapshotter in savers:
+            snapshotter.finish()
+            assert snapshotter.held() == 1
         assert len(RunDirectory(str(tmp_path)).markers()) == 1
-        assert [saver.memory() for saver in savers] == [0, 0], "for good"
+        assert [snapshotter.memory() for snapshotter in savers] == [0, 0], "for good"
     finally:
         for number in descriptors:
             os.close(number)
@@ -225,12 +229,12 @@ def test_workers_that_share_memory_keep_it(tmp_path: Path) -> None:
     try:
         given = tuple(f"/proc/{os.getpid()}/fd/{number}" for number in descriptors)
         savers = shared_savers(tmp_path, [given, given])
-        memories = [saver.memory() for saver in savers]
+        memories = [snapshotter.memory() for snapshotter in savers]
         assert len(set(memories)) == 1
         assert memories[0] > 0
-        for saver in savers:
-            saver.agree_on_memory(memories)
-        assert [saver.memory() for saver in savers] == memories
+        for snapshotter in savers:
+            snapshotter.agree_on_memory(memories)
+        assert [snapshotter.memory() for snapshotter in savers] == memories
     finally:
         for number in descriptors:
             os.close(number)
@@ -243,13 +247,15 @@ def test_workers_of_one_node_that_registered_other_values_are_told_apart_at_once
     try:
         given = tuple(f"/proc/{os.getpid()}/fd/{number}" for number in descriptors)
         savers = shared_savers(tmp_path, [given, given])
-        for value, saver in enumerate(savers):
-            saver.take(registered(torch.tensor([float(value)])), Cursor(0, 1), 1)
-        for saver in savers:
-            saver.finish()
+        for value, snapshotter in enumerate(savers):
+            snapshotter.take(registered(torch.tensor([float(value)])), Cursor(0, 1), 1)
+        for snapshotter in savers:
+            snapshotter.finish()
         assert RunDirectory(str(tmp_path)).markers() == []
         assert "a worker of this node has other tensors, or other values" in caplog.text
-        assert [saver.held() for saver in savers] == [-1, -1], "nor is it read from memory"
+        assert [snapshotter.held() for snapshotter in savers] == [-1, -1], (
+            "nor is it read from memory"
+        )
     finally:
         for number in descriptors:
             os.close(number)

@@ -104,14 +104,14 @@ def test_what_others_have_begun_is_not_swept_away(
     first.steps = 49
     first.save()
     run = Run(tmp_path, workers=2)
-    for rank, saver in enumerate(run.savers):
-        saver.enter(RankInfo(generation=2, rank=rank, world_size=2))
+    for rank, snapshotter in enumerate(run.savers):
+        snapshotter.enter(RankInfo(generation=2, rank=rank, world_size=2))
     run.step()
-    for saver in reversed(run.savers):  # Rank 1 is ahead.
+    for snapshotter in reversed(run.savers):  # Rank 1 is ahead.
         for steps in (1, 2):
-            saver.take(run.state, Cursor(0, steps), steps)
-            if saver is run.savers[0] or steps == 2:
-                saver.finish()
+            snapshotter.take(run.state, Cursor(0, steps), steps)
+            if snapshotter is run.savers[0] or steps == 2:
+                snapshotter.finish()
     assert steps_of(tmp_path)[0] == 2
 
 

@@ -65,7 +65,7 @@ class CheckpointScheduler:
         self._boundaries, self._steps_here, self._requested_in, self._is_sharded = 0, 0, 0, False
         self._logbook, self._streams = logbook, streams
         self._objects = objects
-        self._saver: Snapshotter | None = None
+        self._snapshotter: Snapshotter | None = None
         self._place: WorkerContext | None = None
         # What was read last and no step has followed yet. A group may break while its members
         # read, and they must not begin again: reading may take longer than the time between kills.
@@ -86,15 +86,15 @@ class CheckpointScheduler:
     def configure(self, options: Mapping[str, Any]) -> None:
         """Take what the user chose."""
         self._options = options
-        if self._saver is not None:
-            self._saver.configure(options)
+        if self._snapshotter is not None:
+            self._snapshotter.configure(options)
 
     def enter(self, place: WorkerContext) -> None:
         """Be in this group from here on."""
-        self._place, self._saver, self._steps_here = place, place.saver, 0
-        if self._saver is not None:
-            self._saver.configure(self._options)
-            self._saver.enter(
+        self._place, self._snapshotter, self._steps_here = place, place.snapshotter, 0
+        if self._snapshotter is not None:
+            self._snapshotter.configure(self._options)
+            self._snapshotter.enter(
                 RankInfo(
                     place.generation,
                     place.world_rank,
@@ -111,11 +111,11 @@ class CheckpointScheduler:
 
         These are `saves`, `busy` and `releases` of its row.
         """
-        saver = self._saver
-        if saver is None or self._place is None:
+        snapshotter = self._snapshotter
+        if snapshotter is None or self._place is None:
             return False, True, False
         releases = leave_request is not None and leave_request.saves
-        return saver.wants(self.steps + 1, self._request()), saver.is_busy(), releases
+        return snapshotter.wants(self.steps + 1, self._request()), snapshotter.is_busy(), releases
 
     def committed(self, rows: Sequence[StepMetadata]) -> None:
         """Count a step, and decide from everyone's rows whether it is saved."""
@@ -130,18 +130,18 @@ class CheckpointScheduler:
 
     def _is_copied(self) -> bool:
         """Decide whether the state is for another node; the coordinator is told that we want it."""
-        saver, place = self._saver, self._place
-        if saver is None or place is None or not saver.copies.is_on:
+        snapshotter, place = self._snapshotter, self._place
+        if snapshotter is None or place is None or not snapshotter.copies.is_on:
             return False
         if self._requested_in != place.generation:
             self._requested_in, self._is_sharded = place.generation, self.is_sharded
             if self._is_sharded:
-                saver.await_copies()
-            place.link.post(CopiesRequested(saver.copies.every_n_steps, self._is_sharded))
-        is_first = saver.last_generation != place.generation
+                snapshotter.await_copies()
+            place.link.post(CopiesRequested(snapshotter.copies.every_n_steps, self._is_sharded))
+        is_first = snapshotter.last_generation != place.generation
         if self._is_sharded and is_first and self._steps_here >= FIRST_COPY_AT:
             return True  # Until then a loss would be the second of what the group has gone on from.
-        return saver.wants_copy(self.steps)
+        return snapshotter.wants_copy(self.steps)
 
     def at_boundary(self, cursor: Cursor, data: Data | None, is_over: Callable[[], bool]) -> None:
         """Take a snapshot if one is due: the user's code for the step is through.
@@ -151,20 +151,20 @@ class CheckpointScheduler:
             data: how the data is cut.
             is_over: whether the group is; then nobody waits for storage.
         """
-        saver = self._saver
-        if saver is None:
+        snapshotter = self._snapshotter
+        if snapshotter is None:
             return
         if not self.is_due:
             self._boundaries += 1
             if self._boundaries == WARM_UP_AT:
-                self._try(lambda: saver.warm_up(lambda: self.take(cursor, data)))
+                self._try(lambda: snapshotter.warm_up(lambda: self.take(cursor, data)))
             return
         self.is_due, request = False, self._request()
         if self.releases:
-            saver.wait_for_room(lambda: self._goes_on(is_over), LEAVING_S)
+            snapshotter.wait_for_room(lambda: self._goes_on(is_over), LEAVING_S)
 
         def take() -> None:
-            done = saver.take(
+            done = snapshotter.take(
                 lambda: self.take(cursor, data),
                 cursor,
                 self.steps,
@@ -174,7 +174,7 @@ class CheckpointScheduler:
                 aliases=self._objects.aliases(),
                 own=PerRankState(self._objects.caches(), self._objects.own),
             )
-            while not saver.is_async and not done.wait(WAIT_SLICE_S) and not is_over():
+            while not snapshotter.is_async and not done.wait(WAIT_SLICE_S) and not is_over():
                 self._show_life()
 
         self._try(take)
@@ -190,9 +190,13 @@ class CheckpointScheduler:
 
         What an earlier one began may have come to nothing, and nothing comes after this.
         """
-        saver = self._saver
-        if saver is not None and saver.plan.is_on and not saver.has_taken(self.steps):
-            saver.wait_for_room(is_over)
+        snapshotter = self._snapshotter
+        if (
+            snapshotter is not None
+            and snapshotter.plan.is_on
+            and not snapshotter.has_taken(self.steps)
+        ):
+            snapshotter.wait_for_room(is_over)
             self.is_due = self._is_stored = True
             self.at_boundary(cursor, data, is_over)
 
@@ -209,17 +213,17 @@ class CheckpointScheduler:
             data: how the data is cut.
             is_over: whether the group is, so that there is nobody to wait for.
         """
-        saver = self._saver
-        if saver is None or not (self.releases or self.is_sharded):
+        snapshotter = self._snapshotter
+        if snapshotter is None or not (self.releases or self.is_sharded):
             return
-        if not saver.has_taken(self.steps):
-            saver.wait_for_room(is_over, LEAVING_S)
+        if not snapshotter.has_taken(self.steps):
+            snapshotter.wait_for_room(is_over, LEAVING_S)
             self.is_due = self._is_stored = True
             self.at_boundary(cursor, data, is_over)
         if self.releases:  # It has time, until the coordinator says otherwise.
-            saver.wait_durable(lambda: self._goes_on(is_over), self._show_life, FINISH_S)
+            snapshotter.wait_durable(lambda: self._goes_on(is_over), self._show_life, FINISH_S)
         if self.is_sharded:  # Those that go on wait for it, too.
-            saver.wait_durable(is_over, self._show_life, LEAVING_S)
+            snapshotter.wait_durable(is_over, self._show_life, LEAVING_S)
 
     def _goes_on(self, is_over: Callable[[], bool]) -> bool:
         """Return whether a job that was to rest need not: its group is over, or it was called off.
@@ -237,14 +241,14 @@ class CheckpointScheduler:
             cursor: the next step.
             data: how the data is cut, None while that is not known.
         """
-        saver = self._saver
+        snapshotter = self._snapshotter
         return {
             "objects": self._objects.take(),
             "cursor": [cursor.epoch, cursor.step],
             "logged": self._logbook.state(),
             "streams": self._streams.sent(cursor, all_of_it=True),
             "steps": self.steps,
-            "saved": saver.last() if saver is not None else [0, 0, 0],
+            "saved": snapshotter.last() if snapshotter is not None else [0, 0, 0],
             "data": _plain(data) if data is not None else dict(self._data),
         }
 
@@ -262,8 +266,8 @@ class CheckpointScheduler:
         self._logbook.load_state(state["logged"])
         self._streams.receive([state["streams"]])
         self.steps, self._data = state["steps"], state["data"]
-        if self._saver is not None:
-            self._saver.go_on(state["saved"])
+        if self._snapshotter is not None:
+            self._snapshotter.go_on(state["saved"])
         return Cursor(*state["cursor"])
 
     def agree_on_number(self, group: Any) -> None:
@@ -275,19 +279,21 @@ class CheckpointScheduler:
         Raises:
             RuntimeError: the group broke.
         """
-        saver = self._saver
-        rows = send_metadata(group, [float(one) for one in saver.last()] if saver else [0.0])
-        if saver is not None:
-            saver.go_on([int(one) for one in max(rows)[:3]])
+        snapshotter = self._snapshotter
+        rows = send_metadata(
+            group, [float(one) for one in snapshotter.last()] if snapshotter else [0.0]
+        )
+        if snapshotter is not None:
+            snapshotter.go_on([int(one) for one in max(rows)[:3]])
 
     def memory(self) -> int:
         """Return which memory of this node we have for snapshots, 0 for none."""
-        return self._saver.memory() if self._saver is not None else 0
+        return self._snapshotter.memory() if self._snapshotter is not None else 0
 
     def agree_on_memory(self, memories: Sequence[int]) -> None:
         """Have memory for snapshots as all workers of this node have it, or each its own."""
-        if self._saver is not None:
-            self._saver.agree_on_memory(memories)
+        if self._snapshotter is not None:
+            self._snapshotter.agree_on_memory(memories)
 
     def known_streams(self, cursor: Cursor) -> bytes:
         """Return what we have read of streams, for the others."""
@@ -358,11 +364,11 @@ class CheckpointScheduler:
             RuntimeError: the group broke.
             StorageError: there are checkpoints, and nobody can read any of them.
         """
-        saver, place = self._saver, self._place
-        if saver is None or place is None:
+        snapshotter, place = self._snapshotter, self._place
+        if snapshotter is None or place is None:
             return None
         if self._objects.is_sharded:
-            return self._restore_shards(group, saver, begin)
+            return self._restore_shards(group, snapshotter, begin)
         run = RunDirectory(place.run_path) if place.run_path else None
         problems: list[str] = []
 
@@ -377,7 +383,7 @@ class CheckpointScheduler:
         known = listed() if place.world_rank == 0 else []
         # Whatever fails on one member alone is no reason to keep the others waiting in a row.
         mine = UNKNOWN if known is None else max((steps for steps, _, _ in known), default=-1)
-        held = saver.held()
+        held = snapshotter.held()
         copies = PeerCopies.of(place)
         kept = int(self._read[1]["steps"]) if self._read is not None else UNKNOWN
         rows = send_metadata(group, [float(mine), float(held), float(copies.newest()), float(kept)])
@@ -389,7 +395,7 @@ class CheckpointScheduler:
             if held < best_held:
                 return None
             with self._working("reads a snapshot in this node's memory"):
-                return _attempt(lambda: saver.read_held(held), "this node's memory", problems)
+                return _attempt(lambda: snapshotter.read_held(held), "this node's memory", problems)
 
         def from_copy() -> Found | None:
             with self._working("reads a snapshot in another node's memory"):
@@ -421,7 +427,7 @@ class CheckpointScheduler:
             raise _none_readable(place.run_path, problems)
         return None
 
-    def _restore_shards(self, group: Any, saver: Snapshotter, begin: Cursor) -> State | None:
+    def _restore_shards(self, group: Any, snapshotter: Snapshotter, begin: Cursor) -> State | None:
         """Do the same for a model of which every member has rows; all come to them, or none."""
         place = self._place
         path, rank = (place.run_path, place.world_rank) if place is not None else ("", 0)
@@ -449,7 +455,9 @@ class CheckpointScheduler:
             return self._read_shards[ours_of_it]
 
         copies = PeerCopies.of(place) if place is not None else None
-        restorer = ShardedRestorer(group, saver, ours, listed=listed, read=read, copies=copies)
+        restorer = ShardedRestorer(
+            group, snapshotter, ours, listed=listed, read=read, copies=copies
+        )
         state, is_any = restorer.restore()
         if state is None and is_any:
             raise _none_readable(path, restorer.problems)

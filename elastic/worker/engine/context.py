@@ -52,7 +52,7 @@ class WorkerContext:
         copies_dealt: of those that have rows of a sharded model, they are only our share.
         copies_fingerprints: of the certificates that those agents made for themselves, see there.
         tls: paths of this node's certificate, its key and the authority; empty if it has none.
-        saver: takes automatic checkpoints, over all calls of the train function.
+        snapshotter: takes automatic checkpoints, over all calls of the train function.
         validator: has reported checkpoints validated, over all calls of the train function; None
             without a run directory.
         engine: of this call's training loop.
@@ -88,7 +88,7 @@ class WorkerContext:
     reporter: Reporter | None = field(repr=False)
     link: ReportLink = field(repr=False)
     activity: Activity = field(default_factory=Activity, repr=False)
-    saver: Snapshotter | None = field(default=None, repr=False)
+    snapshotter: Snapshotter | None = field(default=None, repr=False)
     validator: Validator | None = field(default=None, repr=False)
     engine: StepEngine | None = field(default=None, repr=False)
     join: Callable[[], WorkerContext] | None = field(default=None, repr=False)

@@ -112,7 +112,7 @@ class ShardedRestorer:
     def __init__(
         self,
         group: Any,
-        saver: Snapshotter,
+        snapshotter: Snapshotter,
         ours: Any,
         *,
         listed: Callable[[], Sequence[Candidate] | None],
@@ -123,7 +123,7 @@ class ShardedRestorer:
 
         Args:
             group: the process group that stands; of a CPU backend for CPU tensors.
-            saver: knows this node's memory.
+            snapshotter: knows this node's memory.
             ours: our state, from which it follows how a saved one is sharded here.
             listed: returns the checkpoints in storage, newest first; None if it cannot be asked.
             read: returns the state in one, sharded as ours is; where others have listed it, the
@@ -131,7 +131,7 @@ class ShardedRestorer:
             copies: of other nodes' snapshots, None for none.
         """
         self._group, self._rank, self._size = group, group.rank(), group.size()
-        self._saver, self._ours = saver, ours
+        self._snapshotter, self._ours = snapshotter, ours
         self._listed, self._read, self._copies = listed, read, copies
         self.problems: list[str] = []
 
@@ -181,7 +181,7 @@ class ShardedRestorer:
 
     def _in_memory(self) -> dict[SnapshotKey, MemorySnapshot]:
         found = {}
-        for slot, mark in self._saver.held_snapshots():
+        for slot, mark in self._snapshotter.held_snapshots():
             try:
                 found[_key_of(mark)] = MemorySnapshot.of(slot, mark)
             except Exception as error:  # Bytes that are no state raise whatever their reader meets.
@@ -191,7 +191,7 @@ class ShardedRestorer:
     def _offered(self) -> list[tuple[SnapshotOffer, ShardCopy]]:
         """Return the copies of rows that are with the agents which are ours to ask."""
         found = []
-        here = [mark for _, mark in self._saver.held_snapshots()]
+        here = [mark for _, mark in self._snapshotter.held_snapshots()]
         copies = self._copies.list_shards(self._rank, self._size, here) if self._copies else ()
         for shard in copies:
             try:

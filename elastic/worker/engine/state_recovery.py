@@ -20,7 +20,7 @@ from elastic.worker.reduce.reducer import OptimizerUnit
 
 
 def catch_up(
-    keeper: CheckpointScheduler,
+    checkpoints: CheckpointScheduler,
     standing: RunPosition,
     data: Data | None,
     units: Sequence[OptimizerUnit],
@@ -29,7 +29,7 @@ def catch_up(
     """Find out who is how far, and give everyone the same state.
 
     Args:
-        keeper: knows our state, and reads what was saved.
+        checkpoints: knows our state, and reads what was saved.
         standing: how far we are.
         data: how the data is cut, None while that is not known.
         units: the parameters that we have prepared.
@@ -51,26 +51,26 @@ def catch_up(
             standing,
             units,
             data,
-            lambda: keeper.take(cursor, data),
+            lambda: checkpoints.take(cursor, data),
             reach,
             begins=begins,
-            shared=keeper.known_streams(cursor),
-            memory=keeper.memory(),
+            shared=checkpoints.known_streams(cursor),
+            memory=checkpoints.memory(),
         )
 
     met = meet_again(False)
-    keeper.agree_on_memory(met.memories)
+    checkpoints.agree_on_memory(met.memories)
     if met.nobody:
-        saved = keeper.restore(group, cursor)
+        saved = checkpoints.restore(group, cursor)
         if saved is not None:
-            cursor = keeper.put(saved)
-        if saved is not None or keeper.is_sharded:
+            cursor = checkpoints.put(saved)
+        if saved is not None or checkpoints.is_sharded:
             # Of a sharded model nobody could send the beginning: each has made its own rows.
             standing = replace(standing, has_state=True, cursor=cursor)
         met = meet_again(True)
-    keeper.learn_streams(met.shared)
+    checkpoints.learn_streams(met.shared)
     if met.state is not None:
-        cursor = keeper.put(met.state)
+        cursor = checkpoints.put(met.state)
     if min(met.cursors) < max(met.cursors):  # The same on all members.
-        keeper.agree_on_number(group)
+        checkpoints.agree_on_number(group)
     return met, cursor

@@ -117,7 +117,7 @@ class StepEngine(ObjectRegistry):
         self._has_state, self._phase = False, IterationPhase.OUTSIDE
         self._reducer: Reducer | ShardedReducer | None = None
         self._units: dict[int, OptimizerUnit] = {}
-        self._keeper = CheckpointScheduler(self.state, self.logbook, self.streams)
+        self._checkpoints = CheckpointScheduler(self.state, self.logbook, self.streams)
         self._loader: MicroBatches | None = None
         self.data: Data | None = None
         self._batch: MicroBatch | None = None
@@ -144,7 +144,7 @@ class StepEngine(ObjectRegistry):
         self._consistency = str(options.get("consistency", self._consistency))
         self.metadata = dict(options.get("metadata", self.metadata))
         self.recovery = str(options.get("recovery", self.recovery))
-        self._keeper.configure(options)
+        self._checkpoints.configure(options)
         if self.recovery == "reenter" and not self.keeps:
             self.keeps = True
             self._home.defer(False)
@@ -152,7 +152,7 @@ class StepEngine(ObjectRegistry):
     def enter(self, context: WorkerContext) -> None:
         """Be in this group from here on."""
         self._place = context
-        self._keeper.enter(context)
+        self._checkpoints.enter(context)
 
     def close(self) -> None:
         """The call of the train function is over, however it ended; again is no harm."""
@@ -179,7 +179,7 @@ class StepEngine(ObjectRegistry):
                 if self.cursor.epoch == epoch:
                     self.cursor = Cursor(epoch + 1, 0)
             with self._context.timing.spending(CHECKPOINT_STALL):
-                self._keeper.at_end(self.cursor, self.data, self._is_broken)
+                self._checkpoints.at_end(self.cursor, self.data, self._is_broken)
         finally:
             self._end()
 
@@ -215,7 +215,7 @@ class StepEngine(ObjectRegistry):
                 True,
             )
             self.streams = resume_state.streams
-            self._keeper.go_on(resume_state.logbook, resume_state.streams, resume_state.steps)
+            self._checkpoints.go_on(resume_state.logbook, resume_state.streams, resume_state.steps)
             if resume_state.generation == self._context.generation:
                 self._places = resume_state.places
                 self._attach()
@@ -361,7 +361,7 @@ class StepEngine(ObjectRegistry):
             raise usage_errors.read_again(self._epoch)
         self.state.check_known(self._units)
         self._loader, self.data = loader, loader.epochs
-        self._keeper.check_data(loader.epochs, self.cursor)
+        self._checkpoints.check_data(loader.epochs, self.cursor)
         self._deal()
         return self._epoch
 
@@ -388,12 +388,12 @@ class StepEngine(ObjectRegistry):
             self._context.activity.at(self.cursor.epoch, self.cursor.step)
             self._share = share
             request = place.link.leave_request(place.generation)  # Once: it may change.
-            flags = tuple(self.logbook.row()), *self._keeper.flags(request)
+            flags = tuple(self.logbook.row()), *self._checkpoints.flags(request)
             row = StepMetadata(
                 request is not None, self.cursor, self._stepped, *flags, rates=self._rates,
                 busy_ns=float(timing.busy_ns),
                 print=self._watch.step_checksum(
-                    self._keeper.steps, place.world_size, loader.order_print(self.cursor.epoch)
+                    self._checkpoints.steps, place.world_size, loader.order_print(self.cursor.epoch)
                 ),
             )  # fmt: skip
             reducer.begin_step(share, row.numbers())
@@ -428,10 +428,10 @@ class StepEngine(ObjectRegistry):
             self._due.end()
             self.logbook.commit_step()  # Only now: plain loops log after `optimizer.step()`.
             self._phase = IterationPhase.OUTSIDE
-            if self.streams.is_due(self.cursor, self._keeper.is_due):
+            if self.streams.is_due(self.cursor, self._checkpoints.is_due):
                 self._together(lambda: share_book(default_group(), self.streams, self.cursor))
             before = self._context.timing.switch(CHECKPOINT_STALL)
-            self._keeper.at_boundary(self.cursor, self.data, self._is_broken)
+            self._checkpoints.at_boundary(self.cursor, self.data, self._is_broken)
             self._context.timing.switch(before)
 
     def _note_step(self) -> None:
@@ -557,7 +557,7 @@ class StepEngine(ObjectRegistry):
             self.cursor = Cursor(self.cursor.epoch, self.cursor.step + 1)
             self._phase, self._has_state = IterationPhase.COMMITTED, True
             self._leaves = any(row.requests for row in rows)
-            self._keeper.committed(rows)
+            self._checkpoints.committed(rows)
             self.logbook.take_rows([row.values for row in rows])
 
     def _ranks_differ(self) -> bool:
@@ -679,7 +679,9 @@ class StepEngine(ObjectRegistry):
             if not stays:
                 if at_boundary:
                     with timing.spending(CHECKPOINT_STALL):
-                        self._keeper.before_leaving(self.cursor, self.data, self._is_called_back)
+                        self._checkpoints.before_leaving(
+                            self.cursor, self.data, self._is_called_back
+                        )
                 if self.recovery in ("reenter", "restart"):
                     raise GroupChanged("the group changes", self._context.generation) from error
                 self._home.rejoin(self._context.generation, error, at_boundary)
@@ -722,7 +724,7 @@ class StepEngine(ObjectRegistry):
         )
         with self._context.activity.waiting():
             units, reach = list(self._units.values()), self._context.reach
-            met, self.cursor = catch_up(self._keeper, standing, self.data, units, reach)
+            met, self.cursor = catch_up(self._checkpoints, standing, self.data, units, reach)
         self._has_state, self._places = True, met.places
         share_latest(default_group(), met.cursors, self.logbook)
         return met.num_bytes
@@ -766,7 +768,13 @@ class StepEngine(ObjectRegistry):
             return self._resume_state
         state, agreed = self.state.take(), self._context.generation if in_this_group else 0
         return ResumeState(
-            state, self.cursor, self.logbook, agreed, self._places, self._keeper.steps, self.streams
+            state,
+            self.cursor,
+            self.logbook,
+            agreed,
+            self._places,
+            self._checkpoints.steps,
+            self.streams,
         )
 
     @property

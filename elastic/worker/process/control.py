@@ -1,7 +1,7 @@
 """The control thread of a worker: owns its machine, reads the pipe, and acts at any moment.
 
 Rule: nothing here waits for the main thread, which may be anywhere in user code. Orders and
-answers go through the exchange; a group is aborted from here, through its sockets.
+answers go through the mailboxes; a group is aborted from here, through its sockets.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class ControlThread:
     def __init__(
         self,
         pipe: Pipe,
-        exchange: Mailboxes,
+        mailboxes: Mailboxes,
         *,
         groups: ProcessGroups,
         interrupter: Interrupter,
@@ -81,7 +81,7 @@ class ControlThread:
     ) -> None:
         """Begin as a spare; `start` runs it."""
         self._pipe = pipe
-        self._exchange = exchange
+        self._mailboxes = mailboxes
         self._groups = groups
         self._interrupter = interrupter
         self._clock = clock
@@ -107,7 +107,7 @@ class ControlThread:
 
     def _turn(self) -> None:
         """Wait until something comes, and take all of it."""
-        sources = [self._exchange.fileno()]
+        sources = [self._mailboxes.fileno()]
         if not self._closed:
             sources.append(self._pipe.fileno())
         deadline_ns = self._machine.next_deadline_ns()
@@ -116,7 +116,7 @@ class ControlThread:
             timeout_s = max(0.0, (deadline_ns - self._clock.monotonic_ns()) / 1e9)
         readable, _, _ = select.select(sources, [], [], timeout_s)
         # The main thread's messages come first: the agent's may depend on them.
-        for item in self._exchange.take_posted():
+        for item in self._mailboxes.take_posted():
             if isinstance(item, Progress):
                 self._send(item)
             elif isinstance(item, SilenceNotice):
@@ -128,12 +128,12 @@ class ControlThread:
             self._receive()
         if deadline_ns is not None and self._clock.monotonic_ns() >= deadline_ns:
             self._step(self._check())
-            if (progress := self._exchange.activity.timing.overdue()) is not None:
+            if (progress := self._mailboxes.activity.timing.overdue()) is not None:
                 self._send(progress)
 
     def _check(self) -> ActivitySampled:
         """Return what can be seen of the main thread."""
-        seen = self._exchange.activity
+        seen = self._mailboxes.activity
         # The beats last: a wait that ends meanwhile is then seen as a movement, not as standing.
         now_ns = self._clock.monotonic_ns()
         waiting_ns, beats = seen.waiting_ns(now_ns), seen.beats
@@ -170,7 +170,7 @@ class ControlThread:
 
     def _silent_times(self) -> int:
         """Return for how long native code may keep this thread from running, as `Pong` says it."""
-        seen = self._exchange.activity
+        seen = self._mailboxes.activity
         if seen.work:
             return 0
         # Code that has no steps of ours is taken to have begun once its collectives have.
@@ -203,9 +203,9 @@ class ControlThread:
         if isinstance(effect, SendPipe):
             self._send(effect.message)
         elif isinstance(effect, (Setup, FormGroup, EnterTrain, CloseGroup)):
-            self._exchange.give_order(effect)
+            self._mailboxes.give_order(effect)
         elif isinstance(effect, AbortGroup):
-            self._exchange.set_aborted(effect.generation)
+            self._mailboxes.set_aborted(effect.generation)
             self._groups.abort(effect.generation)
         elif isinstance(effect, SignalScript):
             log.info("script_asked_to_end reason=%r", effect.reason)
@@ -213,13 +213,13 @@ class ControlThread:
         elif isinstance(effect, InterruptTrain):
             self._interrupter.interrupt(effect.generation, effect.reason, final=effect.final)
         elif isinstance(effect, RequestLeave):
-            self._exchange.set_request(effect)
+            self._mailboxes.set_request(effect)
         elif isinstance(effect, RequestCheckpoint):
-            self._exchange.set_save_request(effect)
+            self._mailboxes.set_save_request(effect)
         elif isinstance(effect, NotifyPreemption):
-            self._exchange.set_preemption(effect)
+            self._mailboxes.set_preemption(effect)
         elif isinstance(effect, ResolveReport):
-            self._exchange.resolve(effect)
+            self._mailboxes.resolve(effect)
         elif isinstance(effect, ExitWorker):
             log.info("worker_exits code=%d reason=%r", effect.code, effect.reason)
             self._events.finish()

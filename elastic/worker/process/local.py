@@ -124,8 +124,8 @@ def run_local(function: Callable[..., Any], run: LocalRun) -> LocalOutcome:
                 raise
             result = NO_RESULT
         context.the_reporter().finish()
-        if context.saver is not None:
-            context.saver.finish()
+        if context.snapshotter is not None:
+            context.snapshotter.finish()
         if context.validator is not None:
             context.validator.finish(lambda: False)
         context.link.deliver()
@@ -243,8 +243,8 @@ def local_context(run: LocalRun) -> Iterator[WorkerContext]:
                 context.timing.stop()
                 context.the_reporter().close()
                 context.the_reporter().flush()
-                if context.saver is not None:
-                    context.saver.close()
+                if context.snapshotter is not None:
+                    context.snapshotter.close()
                 if context.validator is not None:
                     context.validator.close()
         finally:
@@ -341,7 +341,7 @@ def _context(run: LocalRun, link: NoCoordinator, clock: Clock, engine: StepEngin
         committer = Committer(directory, spec, link)
         committer.enter(generation, [newest], leads=rank == 0)
         writer = CheckpointWriter(directory, place.job_id, committer=committer, clock=clock)
-    saver = Snapshotter((), writer)
+    snapshotter = Snapshotter((), writer)
     validator = Validator(directory, spec, link) if directory is not None else None
     if validator is not None:
         validator.configure(run.options.get("validation"))
@@ -378,7 +378,7 @@ def _context(run: LocalRun, link: NoCoordinator, clock: Clock, engine: StepEngin
             on_commit=validator.notify if validator is not None else lambda: None,
         ),
         link=link,
-        saver=saver,
+        snapshotter=snapshotter,
         validator=validator,
     )
 

@@ -146,12 +146,14 @@ def run_worker(sock: socket.socket, started_with: Mapping[str, str]) -> None:
     from elastic.worker.process.control import ControlThread
     from elastic.worker.process.runner import Runner
 
-    clock, exchange = SystemClock(), Mailboxes()
+    clock, mailboxes = SystemClock(), Mailboxes()
     groups = ProcessGroups()
     interrupter = Interrupter(overdue=StuckWaitWatchdog(groups).check)
-    ControlThread(Pipe(sock), exchange, groups=groups, interrupter=interrupter, clock=clock).start()
+    ControlThread(
+        Pipe(sock), mailboxes, groups=groups, interrupter=interrupter, clock=clock
+    ).start()
     Runner(
-        exchange, groups=groups, interrupter=interrupter, started_with=started_with, clock=clock
+        mailboxes, groups=groups, interrupter=interrupter, started_with=started_with, clock=clock
     ).run()
 
 

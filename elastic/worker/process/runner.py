@@ -83,7 +83,7 @@ class Runner:
 
     def __init__(
         self,
-        exchange: Mailboxes,
+        mailboxes: Mailboxes,
         *,
         groups: ProcessGroups,
         interrupter: Interrupter,
@@ -93,13 +93,13 @@ class Runner:
         """Begin as a spare.
 
         Args:
-            exchange: where orders come from and answers go.
+            mailboxes: where orders come from and answers go.
             groups: the process's default group.
             interrupter: lets the control thread end a call.
             started_with: the environment of this process.
             clock: for telemetry and files.
         """
-        self._exchange = exchange
+        self._mailboxes = mailboxes
         self._groups = groups
         self._interrupter = interrupter
         self._started_with = started_with
@@ -111,7 +111,7 @@ class Runner:
         self._run_directory: RunDirectory | None = None
         self._shared = SharedStorage(None)
         self._committer: Committer | None = None
-        self._saver: Snapshotter | None = None
+        self._snapshotter: Snapshotter | None = None
         self._validator: Validator | None = None
         self._trackers: Trackers | None = None
         # Of the call of the train function that runs now; `rejoin` moves it to other groups.
@@ -131,18 +131,18 @@ class Runner:
 
     def _run_orders(self) -> NoReturn:
         while True:
-            order = self._exchange.wait_for_order()
+            order = self._mailboxes.wait_for_order()
             if isinstance(order, Setup):
                 event: WorkerEvent = self._set_up(order.assign)
                 if order.assign.ahead and isinstance(event, StoreOpened):
                     event = self._run_ahead(order.assign)
-                self._exchange.post(event)
+                self._mailboxes.post(event)
             elif isinstance(order, FormGroup):
-                self._exchange.post(self._form(order.assignment))
+                self._mailboxes.post(self._form(order.assignment))
             elif isinstance(order, CloseGroup):
                 self._drop()
             else:
-                self._exchange.post(self._train(order.assignment))
+                self._mailboxes.post(self._train(order.assignment))
 
     # ------------------------------------------------------------ set up and form
 
@@ -158,10 +158,10 @@ class Runner:
             self._run_directory = RunDirectory(spec.run_path) if spec.run_path else None
             self._shared = SharedStorage(self._run_directory)
             if self._run_directory is not None:
-                self._committer = Committer(self._run_directory, spec, self._exchange)
-            self._saver = Snapshotter(assign.snapshots, self._writer(assign))
+                self._committer = Committer(self._run_directory, spec, self._mailboxes)
+            self._snapshotter = Snapshotter(assign.snapshots, self._writer(assign))
             if self._run_directory is not None:
-                self._validator = Validator(self._run_directory, spec, self._exchange)
+                self._validator = Validator(self._run_directory, spec, self._mailboxes)
                 wanted = dict(spec.entry.env).get(TRACKERS_VARIABLE, "")
                 self._trackers = Trackers(self._run_directory.path, wanted)
             self._prepare = entry.load(spec.entry, imports_ahead=not spec.own_steps)
@@ -200,7 +200,7 @@ class Runner:
             self._put_back()
             if self._server is None:
                 raise InvariantViolation("told to join before set-up")
-            self._exchange.post(StoreOpened(self._server.address))
+            self._mailboxes.post(StoreOpened(self._server.address))
             context = self._await_group()
         if context is None:
             raise InvariantViolation("no train function runs")
@@ -259,7 +259,7 @@ class Runner:
             outcome.forget_frames(error)
             return event
         finally:
-            self._exchange.activity.timing.stop()
+            self._mailboxes.activity.timing.stop()
             if self._reporter is not None:
                 self._reporter.close()
                 self._reporter.flush()
@@ -281,11 +281,11 @@ class Runner:
             engine.configure(call.options)
             if self._validator is not None:
                 self._validator.configure(call.options.get("validation"))
-            self._exchange.activity.timing.call_begins()
+            self._mailboxes.activity.timing.call_begins()
             context = self._enter(assign, assignment)
             # Weights that a train function draws are then the same in every run of it.
             seed_everything(FIRST_SEED)
-            self._exchange.activity.reset()
+            self._mailboxes.activity.reset()
             try:
                 with ExitStack() as stack:
                     if assignment is None:
@@ -313,8 +313,8 @@ class Runner:
             result, self._exited = None, outcome.where_raised(end) or "its end"
         if self._committer is not None:
             self._committer.finish(lambda: self._is_over(self._place.generation))
-        if self._saver is not None:
-            self._saver.finish()
+        if self._snapshotter is not None:
+            self._snapshotter.finish()
         if self._validator is not None:
             self._validator.finish(lambda: self._is_over(self._place.generation))
         if self._reporter is not None:
@@ -340,8 +340,8 @@ class Runner:
         self._assignment = assignment
         self._place = _place_of(assign, assignment)
         if assignment is not None:
-            timing = self._exchange.activity.timing
-            timing.enter(assign.worker_id, assignment.generation, self._exchange.post)
+            timing = self._mailboxes.activity.timing
+            timing.enter(assign.worker_id, assignment.generation, self._mailboxes.post)
             timing.resume()
             place = environment.for_generation(assign, assignment, self._started_with)
             os.environ.update(place | self._its_devices().place(assignment))
@@ -368,7 +368,7 @@ class Runner:
         self._shared.check(
             assignment,
             self._groups.store,
-            is_over=lambda: self._exchange.was_aborted(assignment.generation),
+            is_over=lambda: self._mailboxes.was_aborted(assignment.generation),
         )
 
     def _leave_engine(self, *, in_this_group: bool = False) -> None:
@@ -390,7 +390,7 @@ class Runner:
         failure = outcome.failure_of(error, place)
         is_broken = (
             outcome.is_group_broken(error)
-            or self._exchange.was_aborted(generation)
+            or self._mailboxes.was_aborted(generation)
             or self._groups.peer_hung_up()
         )
         if is_broken:
@@ -432,13 +432,13 @@ class Runner:
         if engine is None or context is None or engine.keeps or engine.recovery == "in_place":
             return  # A loop goes on by itself, and whoever asked for nothing else is to be told so.
         generation = context.generation
-        is_over = self._exchange.was_aborted(generation) or self._groups.peer_hung_up()
+        is_over = self._mailboxes.was_aborted(generation) or self._groups.peer_hung_up()
         if not (is_over and outcome.is_group_broken(error)):
             return
         failure = outcome.failure_of(error)
         log.info("held_back generation=%d error=%s", generation, failure.error_type)
         flush_output()
-        self._exchange.post(TrainRaised(generation, failure, group_broken=True))
+        self._mailboxes.post(TrainRaised(generation, failure, group_broken=True))
         while True:
             threading.Event().wait()
 
@@ -452,19 +452,19 @@ class Runner:
         Called on the main thread, deep inside user code, which stays where it is meanwhile.
         """
         if error is None:
-            self._exchange.post(TrainLeft(generation, at_boundary))
+            self._mailboxes.post(TrainLeft(generation, at_boundary))
         else:
             failure = outcome.failure_of(error)
-            self._exchange.post(TrainRaised(generation, failure, group_broken=True))
+            self._mailboxes.post(TrainRaised(generation, failure, group_broken=True))
         return self._await_group()
 
     def _await_group(self) -> WorkerContext:
         """Form announced groups until one succeeds; the main loop of a busy worker."""
-        self._exchange.activity.timing.stop()
+        self._mailboxes.activity.timing.stop()
         while True:
-            order = self._exchange.wait_for_order()
+            order = self._mailboxes.wait_for_order()
             if isinstance(order, FormGroup):
-                self._exchange.post(self._form(order.assignment))
+                self._mailboxes.post(self._form(order.assignment))
             elif isinstance(order, EnterTrain):
                 self._interrupter.move(order.assignment.generation)
                 return self._enter(self._assigned(), order.assignment)
@@ -473,7 +473,7 @@ class Runner:
 
     def is_called_back(self, generation: int) -> bool:
         """Return whether this group is over by order."""
-        return self._interrupter.is_over(generation) or self._exchange.was_aborted(generation)
+        return self._interrupter.is_over(generation) or self._mailboxes.was_aborted(generation)
 
     def is_group_over(self, generation: int) -> bool:
         """Return whether this group is over by order, or has lost a member or a communicator."""
@@ -482,7 +482,7 @@ class Runner:
     def defer(self, on: bool) -> None:
         """While on, do not interrupt the train function for a new group: it will ask."""
         self._interrupter.defer(on)
-        self._exchange.post(LoopStateChanged(on))
+        self._mailboxes.post(LoopStateChanged(on))
 
     def _drop(self) -> None:
         """Cut our connections, so that members who still wait for us in the group go on too."""
@@ -516,7 +516,7 @@ class Runner:
                 watch=peers_watch(self._groups.peer_hung_up),
             ),
             is_over=lambda: self._is_over(place.generation),
-            link=self._exchange,
+            link=self._mailboxes,
             clock=self._clock,
             newest_checkpoint=assignment.checkpoint,
             committer=self._committer,
@@ -526,7 +526,7 @@ class Runner:
 
     def _is_over(self, generation: int) -> bool:
         """Check whether a group is over. The caller waits for storage, and does not hang."""
-        activity = self._exchange.activity
+        activity = self._mailboxes.activity
         if activity.beats:  # At 0 it is not judged.
             activity.beats += 1
         return self.is_called_back(generation)
@@ -564,9 +564,9 @@ class Runner:
             copies_fingerprints=place.copies_fingerprints,
             tls=assign.tls,
             reporter=self._reporter,
-            link=self._exchange,
-            activity=self._exchange.activity,
-            saver=self._saver,
+            link=self._mailboxes,
+            activity=self._mailboxes.activity,
+            snapshotter=self._snapshotter,
             validator=self._validator,
             engine=self._engine,
             join=self.join if assignment is None else None,
