@@ -155,6 +155,9 @@ class StoreServer:
         self._is_closed = True
         self._ring()
         self._thread.join()
+        # Not by the thread, which may see the flag, and end, before we ring.
+        self._bell.close()
+        self._rung.close()
 
     def _ring(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -177,8 +180,7 @@ class StoreServer:
         for peer in [*self._strangers, *(p for s in self._spaces.values() for p in s.members)]:
             peer.sock.close()
         self._selector.close()
-        for sock in (self._listener, self._bell, self._rung):
-            sock.close()
+        self._listener.close()
 
     def _is_timed(self) -> bool:
         """Return whether a timeout is pending."""
