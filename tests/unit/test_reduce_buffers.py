@@ -21,6 +21,7 @@ from tests.unit.reduce_under_test import (
     one_step,
     reducers,
     same,
+    tree_sum,
     unit_of,
     written_out,
 )
@@ -230,6 +231,17 @@ def test_an_infinite_buffer_of_a_micro_batch_without_samples_counts_zero(make: M
     model = Least()
     steps(make, model, [1.0, 2.0, float("inf")], [4, 4, 0])
     assert model.least.item() == 1.5
+
+
+def test_buffers_are_added_in_the_order_of_the_tree(make: Make) -> None:
+    """As members add up their subtrees: one after the other would be other bits."""
+    model, counts = Least(), [4, 4, 4, 4]
+    large = 2.0**60
+    made_of_it = [1.0, large, -large, 1.0]
+    steps(make, model, made_of_it, counts)
+    leaves = [torch.tensor(4 * value, dtype=torch.float64) for value in made_of_it]
+    assert sum(leaves) != tree_sum(leaves)
+    assert model.least.item() == tree_sum(leaves).item() / sum(counts)
 
 
 def test_a_buffer_that_only_some_micro_batches_change_is_refused(make: Make) -> None:
