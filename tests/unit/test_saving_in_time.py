@@ -101,16 +101,18 @@ def test_a_slot_that_is_being_written_is_not_taken(
     assert_same(state["objects"]["models"][0]["embed.weight"], then["embed.weight"])
 
 
-def test_what_changes_under_the_writer_is_given_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_changes_under_a_writer_is_given_up(
+    rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Another worker of the node has begun the next one in the same place."""
-    run, real = Run(tmp_path), writing.write_part
+    run, real = Run(tmp_path, workers=2), writing.write_part
 
     def write_part(*args: Any) -> Any:
         part = real(*args)
-        slot = args[2]
-        slot.unmark(0)
+        _, writer, slot, *_ = args
+        if writer == rank:
+            slot.unmark(0)
         return part
 
     monkeypatch.setattr(writing, "write_part", write_part)
