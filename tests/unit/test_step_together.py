@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
+from elastic import train
 from elastic.core.policy.cursor import Cursor
 from elastic.errors import UsageError
+from elastic.worker.engine.context import current
 from elastic.worker.engine.logbook import Logbook
 from elastic.worker.engine.prepared_optimizers import scalers_know
 from elastic.worker.reduce.step_metadata import StepMetadata, rates_print, read_rows
 from elastic.worker.state.train_state import TrainState
+from tests.unit.engine_under_test import (
+    GLOBAL,
+    SAMPLES,
+    SIZE,
+    Loop,
+    inside_a_run,
+    reported,
+    square,
+)
+
+_inside = pytest.fixture(name="inside")(inside_a_run)
 
 
 def test_ranks_in_different_steps_are_refused_before_anything_is_committed() -> None:
@@ -64,6 +79,41 @@ def test_a_scaler_that_a_newcomer_has_not_used_yet_begins_with_the_scale_of_the_
     with scalers_know(NoSteps(ours)):  # type: ignore[arg-type]
         assert fresh.scale(torch.ones(1)).item() == 512.0
     assert ours.take()["scalers"] == theirs.take()["scalers"]
+
+
+def test_averages_since_the_last_report_go_on_from_a_checkpoint() -> None:
+    before, after, started = Logbook(), Logbook(), Logbook()
+    for logbook, losses in ((before, (3.0, 1.0)), (started, (9.0,))):
+        for loss in losses:
+            logbook.add({"loss": loss}, 2.0)
+            logbook.commit_step()
+            logbook.take_rows([logbook.row()])
+    for logbook in (after, started):
+        logbook.load_state(before.state())
+        assert logbook.take_averages() == {"loss": 2.0}
+
+
+@pytest.mark.usefixtures("inside")
+def test_values_of_a_step_that_is_done_again_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop, seen, is_over = Loop.make(), [], [False]
+    home: Any = current().engine._home  # type: ignore[union-attr]
+
+    def rejoin(*_: Any) -> None:
+        is_over[0] = False
+
+    monkeypatch.setattr(home, "is_called_back", lambda generation: is_over[0])
+    monkeypatch.setattr(home, "rejoin", rejoin)
+    for _ in train.epochs(1):
+        for number, x, y in loop.loader:
+            square(loop.model(x), y).backward()
+            loop.optimizer.step()
+            train.log(mean=number.float().mean())
+            seen += number.tolist()
+            if len(seen) == GLOBAL + 2 * SIZE:
+                is_over[0] = True  # Behind the second micro-batch of a step.
+        train.report({"epoch": 0})
+    assert seen[GLOBAL : 2 * GLOBAL] == [8, 9, 10, 11, 8, 9, 10, 11]
+    assert reported == [{"epoch": 0, "mean": pytest.approx(sum(range(SAMPLES)) / SAMPLES)}]
 
 
 def test_values_that_were_not_told_are_forgotten_by_one_that_receives_another_state() -> None:
