@@ -68,6 +68,17 @@ def test_a_node_that_goes_silent_after_a_member_said_that_the_group_broke_is_los
     assert coordinator.members("a") == "g2: n1/1 n3/1"
 
 
+def test_no_worker_starts_on_a_node_that_does_not_answer() -> None:
+    coordinator = Coordinator()
+    coordinator.agent("n1")
+    coordinator.disconnect("n1")
+    coordinator.submit("a")
+    assert coordinator.job("a").workers == ()
+    assert coordinator.job("a").reason.startswith("waiting: needs 1 more workers, no node")
+    coordinator.agent("n1")
+    assert [one.report.worker_id for one in coordinator.job("a").workers] == ["n1/1"]
+
+
 # ---------------------------------------------------------------- drains
 
 
