@@ -55,3 +55,33 @@ def test_user_code_that_raises_when_others_have_returned_is_tried_again() -> Non
     coordinator.raises("n2/1")
     assert ending(coordinator) == []
     assert coordinator.members("a") == "g2: n1/1"
+
+
+# ---------------------------------------------------------------- of an earlier group
+
+
+def second_group() -> Coordinator:
+    """A job whose group of three has lost one; the others have not heard of the next yet."""
+    coordinator = running(nodes=3)
+    coordinator.exits("n3/1")
+    assert coordinator.members("a") == "g2: n1/1 n2/1"
+    return coordinator
+
+
+def test_a_result_of_an_earlier_group_is_not_the_next_ones() -> None:
+    """Rank 0 said in the first that it had finished, and is lost before it has in the second."""
+    coordinator = second_group()
+    coordinator.finished("n1/1", '"early"')
+    coordinator.training("n2/1")
+    coordinator.finished("n2/1")
+    coordinator.exits("n1/1")
+    assert ending(coordinator) == []
+    assert coordinator.members("a") == "g3: n2/1"
+
+
+def test_steps_of_an_earlier_group_are_none_of_the_next_one() -> None:
+    coordinator = second_group()
+    for worker in ("n1/1", "n2/1"):
+        coordinator.steps(worker, 7, first_ns=70)
+    assert coordinator.noted("first_step") == []
+    assert [worker.steps for worker in coordinator.job("a").workers] == [0, 0, 0]
