@@ -13,7 +13,7 @@ import logging
 import os
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import PurePath
 from typing import Any
 
@@ -30,6 +30,7 @@ STAMPS = ("ETag", "etag", "md5Hash", "checksum", "mtime", "LastModified", "last_
 """Names, in different file systems, of a value that changes with the content; the surest first."""
 TAIL_BYTES = 64 * 1024
 """Read at once from the end of a parquet file; usually includes the whole footer."""
+ANONYMOUS = "://anonymous@"
 
 
 class DataError(StorageError):
@@ -54,9 +55,17 @@ class File:
 def filesystem_of(path: str, options: dict[str, Any] | None = None) -> tuple[Any, str]:
     """Return the file system of a path, and the path within it.
 
+    Args:
+        path: "s3://anonymous@bucket/key", as Ray's examples have it, is read without credentials.
+        options: for the file system.
+
     Raises:
         UsageError: there is none for such a path, or its package is missing.
     """
+    if ANONYMOUS in path:
+        path = path.replace(ANONYMOUS, "://", 1)
+        without = {"token": "anon"} if path.startswith(("gs://", "gcs://")) else {"anon": True}
+        options = {**(options or {}), **without}
     try:
         return fsspec.core.url_to_fs(path, **(options or {}))  # type: ignore[no-any-return]
     except (ImportError, ValueError) as error:
@@ -102,7 +111,10 @@ def find_files(
                 f"elastic.data: {path} leads to no file{wanted}: expected a file, a folder or a "
                 f"pattern such as {path.rstrip('/')}/*.parquet"
             )
-        found.extend(_file(fs, info) for info in sorted(infos, key=lambda info: info["name"]))
+        files = [_file(fs, info) for info in sorted(infos, key=lambda info: info["name"])]
+        if ANONYMOUS in path:  # Whoever opens them needs to know it, too.
+            files = [replace(file, path=file.path.replace("://", ANONYMOUS, 1)) for file in files]
+        found.extend(files)
     return found
 
 

@@ -28,7 +28,7 @@ SHARES = 32
 
 
 class DataIterator:
-    """Yields one rank's part of a dataset; each pass is an epoch.
+    """Yields one rank's part of a dataset; each pass is an epoch, also after one left early.
 
     Within a pass no row is dropped or repeated: if the rows do not divide evenly, some ranks have
     one less. All ranks have the same number of batches (if fewer rows than ranks are left, a rank
@@ -62,8 +62,8 @@ class DataIterator:
         self._shuffles: tuple[bool, int] | None = None
         self._epoch = 0
         self._left: Ranges | None = None
-        # Of the running pass: batches done, ranks, rows of a batch.
-        self._pass: tuple[int, int, int] | None = None
+        # Of the running pass: batches done, ranks, rows of a batch, drop_last.
+        self._pass: tuple[int, int, int, bool] | None = None
 
     @property
     def table(self) -> Table:
@@ -140,7 +140,7 @@ class DataIterator:
         Args:
             batch_size: rows of each.
             batch_format: "numpy" (the default), "pandas" or "pyarrow".
-            drop_last: leave out a smaller last batch.
+            drop_last: leave out what does not fill a batch on every rank.
             local_shuffle_buffer_size: shuffle, in windows of row groups, as after
                 `random_shuffle`; the number itself has no effect.
             local_shuffle_seed: of the shuffle.
@@ -230,7 +230,9 @@ class DataIterator:
         return self._rows
 
     def _batches(self, size: int, *, drop_last: bool) -> Iterator[Batch]:
-        """Yield this rank's batches, from the position of the pass."""
+        """Yield this rank's batches, from the position that was loaded, if one was."""
+        if self._pass is not None:  # The pass before was left early: this is the next one.
+            self._epoch, self._left, self._pass = self._epoch + 1, None, None
         left = self._left_now()
         if not left:
             self._epoch, left = self._epoch + 1, [(0, self.table.rows)]
@@ -238,23 +240,21 @@ class DataIterator:
         reader, epoch = self._reader(), self._epoch
         mine = share_of(left, rank, world)
         rows = sum(stop - start for start, stop in mine)
-        count = num_batches(left, world, size)
+        count = num_batches(left, world, size, drop_last)
         sizes = batch_sizes(rows, count, size)
         spans, first = [], 0
         for one in sizes:
             spans.append((first, first + one))
             first += one
-        self._left, self._pass = left, (0, world, size)
+        self._left, self._pass = left, (0, world, size, drop_last)
         for number, (start, stop) in enumerate(spans):
-            self._pass = (number + 1, world, size)
+            self._pass = (number + 1, world, size, drop_last)
             places = places_of(mine, start, stop)
             if not len(places):
                 if not _learns():
                     continue
                 places = [left[0][0]]  # A repeated row: other ranks wait for our backward.
             ahead = [(epoch, places_of(mine, *span)) for span in spans[number + 1 : number + 4]]
-            if drop_last and len(places) < size:
-                continue
             yield reader.get(epoch, places, ahead)
         self._epoch = epoch + 1
         self._left = None

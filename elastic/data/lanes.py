@@ -184,9 +184,11 @@ def share_of(left: Ranges, rank: int, world_size: int) -> Ranges:
     return _between(left, first, last)
 
 
-def num_batches(left: Ranges, world_size: int, size: int) -> int:
-    """Return the number of batches of a rank, equal for all."""
+def num_batches(left: Ranges, world_size: int, size: int, drop_last: bool = False) -> int:
+    """Return the number of batches of a rank, equal for all; with `drop_last` of full ones."""
     total = sum(stop - start for start, stop in left)
+    if drop_last:
+        return total // world_size // size
     most = -(-total // world_size)
     return -(-most // size)
 
@@ -205,10 +207,14 @@ def batch_sizes(rows: int, batches: int, size: int) -> list[int]:
     return sizes
 
 
-def left_after(left: Ranges, done: int, world_size: int, size: int) -> Ranges:
+def left_after(
+    left: Ranges, done: int, world_size: int, size: int, drop_last: bool = False
+) -> Ranges:
     """Return the remaining places after every rank has read `done` batches."""
-    batches = num_batches(left, world_size, size)
+    batches = num_batches(left, world_size, size, drop_last)
     check(0 <= done <= batches, f"{done} of {batches} batches")
+    if drop_last and done == batches:
+        return []  # What fills no batch is left out.
     found: Ranges = []
     for rank in range(world_size):
         mine = share_of(left, rank, world_size)

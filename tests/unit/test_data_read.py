@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from elastic import data
-from elastic.data.files import DataError
+from elastic.data.files import DataError, filesystem_of
 from elastic.errors import UsageError
 
 
@@ -223,6 +223,11 @@ def test_wrong_use_says_what_to_write() -> None:
     ):  # fmt: skip
         with pytest.raises((UsageError, AttributeError), match=hint):
             call()
+
+
+def test_rays_way_to_read_a_bucket_without_credentials_is_known() -> None:
+    fs, path = filesystem_of("s3://anonymous@bucket/folder/iris.csv")
+    assert (fs.anon, path) == (True, "bucket/folder/iris.csv")
 
 
 def test_rows_on_s3_are_fetched_once_each(tmp_path: Path) -> None:

@@ -235,6 +235,27 @@ def test_a_plain_pass_goes_on_elsewhere_at_another_size(table: Path) -> None:
     assert sorted(seen) == list(range(ROWS))
 
 
+@pytest.mark.parametrize("rows", [64, 65, 66, 127, 130])
+def test_without_a_last_batch_all_ranks_have_equally_many_full_ones(rows: int) -> None:
+    whole = table_of(data.from_items([{"id": one} for one in range(rows)]).node, in_memory)
+    ranks = [DataIterator(lambda: whole, lambda rank=rank: (rank, 2)) for rank in range(2)]
+    sizes = []
+    for iterator in ranks:
+        batches = list(iterator.iter_batches(batch_size=32, drop_last=True))
+        sizes.append([len(batch["id"]) for batch in batches])
+        assert iterator.state_dict() == {"epoch": 1, "left": None}
+    assert sizes == 2 * [[32] * (rows // 64)]
+
+
+def test_a_pass_after_one_that_was_left_early_has_all_rows() -> None:
+    whole = table_of(data.range(100).node, in_memory)
+    iterator = DataIterator(lambda: whole, lambda: (0, 1))
+    next(iter(iterator.iter_torch_batches(batch_size=10)))
+    assert iterator.state_dict() == {"epoch": 0, "left": [[10, 100]]}
+    assert sum(1 for _ in iterator.iter_rows()) == 100
+    assert iterator.state_dict() == {"epoch": 2, "left": None}
+
+
 def test_a_file_that_changes_while_it_is_read_is_named(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({"id": np.arange(100)}), path, row_group_size=10)
