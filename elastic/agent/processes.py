@@ -55,6 +55,8 @@ POLL_INTERVAL_S = 0.2
 """How often process states are polled, to find stopped processes."""
 END_PAUSE_S = 0.01
 SWEEPS_MAX = 5
+ZYGOTE_LOSSES_MAX = 3
+"""In a row, before a first fork: the node has no room for one, so spares start without."""
 
 
 @dataclass
@@ -154,6 +156,7 @@ class ChildProcesses:
         self._zygote: Zygote | None = None
         self._has_zygote = bool(launch.zygote)
         self._unreaped: list[Zygote] = []
+        self._has_forked, self._zygote_losses = False, 0
         self._check_timer: asyncio.TimerHandle | None = None
         self._burials: list[asyncio.Task[None]] = []
         self._all_gone = asyncio.Event()
@@ -297,6 +300,7 @@ class ChildProcesses:
             ends.close()
             self._post(SpawnFailed(process_id, f"cannot fork a worker: {os.strerror(-pid)}"))
             return
+        self._has_forked = True
         self._begin(process_id, pid, ends)
         if ends.killed:
             self.kill(process_id, ends.killed)
@@ -306,8 +310,9 @@ class ChildProcesses:
         lost, self._zygote = self._zygote, None
         if lost is not None:
             self._unreaped.append(lost)
-            # One that has never forked would fail again: its imports do.
-            self._has_zygote = lost.has_forked
+            self._zygote_losses = 0 if lost.has_forked else self._zygote_losses + 1
+            # Where none has ever forked its imports fail, and would again.
+            self._has_zygote = self._has_forked and self._zygote_losses < ZYGOTE_LOSSES_MAX
         forking, self._forking = self._forking, {}
         for process_id, ends in forking.items():
             ends.close()
@@ -442,9 +447,9 @@ class ChildProcesses:
                 child.stopped = stopped
                 self._post(ProcessStopped(child.process_id, stopped))
         self._are_zygotes_gone()
-        if self._zygote is not None and not self._forking:
+        if self._launch.zygote and not self._forking:
             # Not during a fork: the new process's exit must be reported, and its pid stay taken.
-            zygotes = {zygote.pid for zygote in (self._zygote, *self._unreaped)}
+            zygotes = {zygote.pid for zygote in (self._zygote, *self._unreaped) if zygote}
             known = {*zygotes, *(child.pid for child in self._children.values())}
             reap_adopted(known.__contains__)
         if self._children:

@@ -31,6 +31,8 @@ FIRST_BIRTH_S_MAX = 300.0
 be given up: each worker would import torch beside all the others."""
 BIRTH_S_MAX = 5.0
 """Timeout of later replies."""
+LATE_S = 1.0
+"""A timer that fires so late says nothing of the zygote: the agent, or its host, was stopped."""
 IMPORTS_S_MAX = 300.0
 """Added to the timeout when a script's imports are made first; the zygote gives up sooner."""
 SCRIPT_BYTES_MAX = 32_000
@@ -188,23 +190,36 @@ class Zygote:
         self._popen.poll()
 
     def _receive(self) -> None:
+        """Read all replies: after a pause of this agent, timers of several may be due at once."""
+        while self._sock.fileno() >= 0 and self._receive_one():
+            pass
+
+    def _receive_one(self) -> bool:
         try:
             answer = self._sock.recv(FORKED.size)
         except BlockingIOError:
-            return
+            return False
         except OSError:
             answer = b""
         if len(answer) != FORKED.size:
             self._end("it ended")
-            return
+            return False
         self._timeout_s, self.has_forked = BIRTH_S_MAX, True
         number, pid = FORKED.unpack(answer)
         timer = self._waiting.pop(number, None)
         if timer is not None:
             timer.cancel()
         self._on_forked(number, pid)
+        return True
 
     def _is_stuck(self, number: int) -> None:
+        self._receive()
+        if number not in self._waiting:
+            return
+        late_s = self._loop.time() - self._waiting[number].when()
+        if late_s > LATE_S:  # We were stopped, and the zygote perhaps with us.
+            self._waiting[number] = self._loop.call_later(self._timeout_s, self._is_stuck, number)
+            return
         self._end(f"it has not forked process {number} within {self._timeout_s:g} s")
 
     def _end(self, why: str) -> None:

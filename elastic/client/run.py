@@ -391,7 +391,9 @@ def _ending_signals() -> Iterator[list[int]]:
 
     def note(number: int, frame: FrameType | None) -> None:
         came.append(number)
-        signal.raise_signal(signal.SIGINT)
+        # Not by raising the signal: a shell without job control has us ignore it.
+        handler = signal.getsignal(signal.SIGINT)
+        (handler if callable(handler) else signal.default_int_handler)(signal.SIGINT, frame)
 
     before: dict[signal.Signals, Any] = {}
     for number in ENDING_SIGNALS:

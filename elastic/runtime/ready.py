@@ -39,10 +39,12 @@ def wait_address(path: Path, tether_fd: int, timeout_s: float) -> str:
         CoordinatorUnreachable: the wait timed out, or the process that started both is gone.
     """
     deadline = time.monotonic() + timeout_s
-    watched = [tether_fd] if tether_fd >= 0 else []
+    tether = select.poll()  # Unlike select(), it takes descriptors of 1,024 and more.
+    if tether_fd >= 0:
+        tether.register(tether_fd, select.POLLIN)
     while time.monotonic() < deadline:
         if path.exists() and (text := path.read_text().strip()):
             return address_in(text)
-        if select.select(watched, [], [], POLL_S)[0]:
+        if tether.poll(POLL_S * 1e3):
             raise CoordinatorUnreachable("(unknown)", "whoever started this agent is gone")
     raise CoordinatorUnreachable("(unknown)", f"nothing stands in {path} after {timeout_s:g} s")

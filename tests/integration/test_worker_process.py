@@ -300,6 +300,15 @@ def test_a_script_with_a_trainer_trains_in_place(agent: PlayedAgent, tmp_path: P
     worker.wait_phase(FINISHED, 1)
 
 
+def test_what_native_code_has_printed_is_kept(agent: PlayedAgent, tmp_path: Path) -> None:
+    script = tmp_path / "prints.py"
+    script.write_text("import ctypes\nctypes.CDLL(None).puts(b'from C')\n")
+    (worker,) = agent.workers(1, Entry(EntryKind.SCRIPT, str(script)), tmp_path / "run")
+    announce([worker], 1)
+    worker.wait_phase(FINISHED, 1)
+    assert "from C" in worker.log.read_text()
+
+
 REQUESTING_SCRIPT = """
 from elastic import train
 from elastic.train.torch import TorchTrainer

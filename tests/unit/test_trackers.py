@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import struct
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from elastic.errors import ConfigError
 from elastic.storage import event_file
 from elastic.storage.files import Files
 from elastic.storage.trackers import TrackerSpec, Tracking, parse_trackers
+from elastic.worker.process.tracking import Trackers
 
 
 def report(run: Path, number: int, *, generation: int = 1, **metrics: float) -> None:
@@ -131,3 +134,20 @@ def test_what_cannot_be_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ConfigError, match="pip install wandb"):
         Tracking(str(tmp_path), TrackerSpec("wandb", "p"))
+
+
+def test_a_forked_child_of_the_worker_does_not_keep_trackers_from_their_end(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As DataLoader workers do, it has inherited the pipe whose end is the sign to finish."""
+    trackers = Trackers(str(tmp_path), "json")
+    trackers.enter(0)
+    context = multiprocessing.get_context("fork")
+    child = context.Process(target=threading.Event().wait, daemon=True)
+    child.start()
+    try:
+        trackers.finish()
+    finally:
+        child.kill()
+        child.join()
+    assert "tracking_left" not in caplog.text

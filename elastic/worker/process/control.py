@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import logging
 import os
 import select
@@ -254,7 +255,9 @@ def _send_goodbye(with_goodbye: bool) -> None:
 
 
 def flush_output() -> None:
-    """Flush both streams; a stream that user code closed or replaced is its own business."""
+    """Flush Python's streams and C's; one that user code closed or replaced is its own business."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()
+    with contextlib.suppress(Exception):
+        ctypes.CDLL(None).fflush(None)

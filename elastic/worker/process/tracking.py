@@ -40,7 +40,7 @@ class Trackers:
             self.close()
         elif self._process is None or self._process.poll() is not None:
             command = [sys.executable, "-m", MODULE, str(os.getpid()), self._run_path]
-            # The end of its input asks it to finish.
+            # A line of input, or its end, asks it to finish.
             self._process = subprocess.Popen(
                 [*command, self._wanted], stdin=subprocess.PIPE, start_new_session=False
             )
@@ -53,10 +53,12 @@ class Trackers:
             return
         if process.stdin is not None:
             with contextlib.suppress(OSError):
+                # The end of its input is not enough: DataLoader workers have inherited this pipe.
+                process.stdin.write(b"\n")
                 process.stdin.close()
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(FINISH_S)
-        except subprocess.TimeoutExpired:
+        if process.poll() != 0:
             log.warning(
                 "tracking_left trackers=%s: not all was told in %.0f s; 'elastic track %s' does",
                 self._wanted, FINISH_S, self._run_path,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import select
+import signal
 import sys
 import time
 
@@ -68,6 +69,9 @@ def main(parent: int, run: str, wanted: str) -> None:
     if os.getppid() != parent:
         sys.exit(EXIT_AGENT_GONE)
     name_process("elastic-tracker")
+    # A signal to the whole node is left to the agent, as workers do.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
     set_up_logs()
     feeds = [TrackerFeed(run, spec) for spec in parse_trackers(wanted)]
     while True:

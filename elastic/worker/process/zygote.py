@@ -286,7 +286,7 @@ def main(socket_fd: int, protocol: str) -> None:
         sys.exit(EXIT_AGENT_GONE)
     os.set_inheritable(socket_fd, False)
     # A signal to the whole node is left to the agent, as workers do.
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     import numpy as np
 
