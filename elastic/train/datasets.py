@@ -261,7 +261,11 @@ class _Latest:
 
 
 class ShardBatches:
-    """The batches of a shard: of steps or by rank, which is decided when a pass begins."""
+    """The batches of a shard: of steps or by rank, which is decided when a pass begins.
+
+    Attributes:
+        loader: returns the loader of the micro-batches of steps.
+    """
 
     def __init__(
         self,
@@ -273,14 +277,14 @@ class ShardBatches:
         """Take the two sources: `loader` for steps, `plain` for a pass by rank."""
         self._shard = shard
         self._make = make
-        self._loader = loader
+        self.loader = loader
         self._plain = plain
 
     def __iter__(self) -> Iterator[Any]:
         """Begin a pass."""
         context = require_context("a dataset shard")
         if self._is_in_steps(context):
-            return iter(self._loader())
+            return iter(self.loader())
         return self._by_rank(context)
 
     def _is_in_steps(self, context: WorkerContext) -> bool:
@@ -299,11 +303,11 @@ class ShardBatches:
 
     def steps(self) -> Iterator[WholeStep]:
         """Begin a pass in steps; see `train.steps`."""
-        return self._loader().steps()
+        return self.loader().steps()
 
     def steps_per_epoch(self) -> int:
         """Return the optimizer steps of an epoch."""
-        return self._loader().steps_per_epoch()
+        return self.loader().steps_per_epoch()
 
 
 def _device_of(device: Any) -> Any:

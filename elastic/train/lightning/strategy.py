@@ -15,10 +15,11 @@ from torch.utils.data import DataLoader
 from torchmetrics import Metric
 
 from elastic.errors import UsageError
+from elastic.train.datasets import ShardBatches
 from elastic.train.devices import get_device
 from elastic.train.lightning.environment import current_rank
 from elastic.train.lightning.fit import LOSS, Fit, Steps, taken_log
-from elastic.train.loaders import prepare_data_loader
+from elastic.train.loaders import PreparedLoader, prepare_data_loader
 from elastic.train.session import require_context
 from elastic.worker.engine.whole_step import WholeStep
 
@@ -104,22 +105,29 @@ class RayDDPStrategy(strategies.SingleDeviceStrategy):
         trainer = self._the_trainer()
         if not trainer.training:
             return dataloader
+        prepared = self._prepared(dataloader)
+        if self._fit is None:
+            self._fit = Fit(trainer, self)
+        self._fit.loader = prepared
+        return Steps(self._fit, prepared)
+
+    def _prepared(self, dataloader: Any) -> PreparedLoader:
+        """Return the loader of a training loader's micro-batches."""
+        if isinstance(dataloader, ShardBatches):
+            return dataloader.loader()
         if not isinstance(dataloader, DataLoader):
             raise UsageError(
                 f"RayDDPStrategy: train_dataloaders is a {type(dataloader).__name__}: expected one "
-                f"torch.utils.data.DataLoader that is not prepared"
+                f"torch.utils.data.DataLoader that is not prepared, or the batches of a dataset: "
+                f"train.get_dataset_shard(name).iter_torch_batches(batch_size=...)"
             )
         size = self._global_batch_size
         if size is None and dataloader.batch_size is not None:
             workers = require_context("RayDDPStrategy").max_workers
             size = dataloader.batch_size * self._accumulated * workers
-        prepared = prepare_data_loader(
+        return prepare_data_loader(
             dataloader, global_batch_size=size, weigh=self._weigh, move_to_device=False
         )
-        if self._fit is None:
-            self._fit = Fit(trainer, self)
-        self._fit.loader = prepared
-        return Steps(self._fit, prepared)
 
     def on_train_end(self) -> None:
         """End the last epoch with all others."""
