@@ -113,6 +113,7 @@ def one_step(
         loss(model, number).backward()
     assert reducer.settle(unit)
     assert reducer.settle_buffers()
+    reducer.keep_buffers()
     return [None if p.grad is None else p.grad.clone() for _, p in unit.parameters]
 
 

@@ -165,6 +165,7 @@ class Run:
         grads = self.state(p.grad for p in self.model.parameters())
         is_whole = self.reducer.settle_buffers(lambda: not self.device.is_over)
         if is_whole:
+            self.reducer.keep_buffers()
             self.optimizer.step()
             momenta = (one["momentum_buffer"] for one in self.optimizer.state.values())
             self.states.append(grads + self.state([*self.model.parameters(), *momenta]))

@@ -11,6 +11,7 @@ from torch import nn
 
 from elastic.errors import UsageError
 from elastic.worker.reduce.bucket_exchanges import BucketExchanges
+from elastic.worker.reduce.model_buffers import _buffer_of, _numbers
 from elastic.worker.reduce.reducer import OptimizerUnit
 from tests.unit.reduce_under_test import (
     SIZE,
@@ -209,6 +210,7 @@ def test_statistics_count_where_an_iteration_ends_in_evaluation_mode(make: Make)
                 model.eval()
         assert reducer.settle(unit)
         assert reducer.settle_buffers()
+        reducer.keep_buffers()
         ways.append([one.clone() for one in model.buffers()])
     assert same(*ways)
 
@@ -299,6 +301,7 @@ def test_statistics_of_ones_own_layer_count_where_iterations_end_in_evaluation_m
             model.train(not is_left)
         assert reducer.settle(unit)
         assert reducer.settle_buffers()
+        reducer.keep_buffers()
         ways.append([one.clone() for one in model.buffers()])
     assert same(*ways)
     assert ways[0][0].any()
@@ -337,3 +340,21 @@ def test_a_layer_that_forward_goes_around_in_some_micro_batches_is_averaged_all_
         (model if number == 0 else model[0])(torch.ones(SIZE, 5)).sum().backward()
     assert reducer.settle(unit)
     assert reducer.settle_buffers()
+    reducer.keep_buffers()
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        torch.tensor([[2**62 + 1, -(2**53) - 1], [-1, 2**32]]),
+        torch.tensor([1.5 - 2.25j, 3j]),
+        torch.tensor([1 / 3 - 2j], dtype=torch.complex128),
+        torch.tensor([1.0, float("inf")], dtype=torch.bfloat16),
+        torch.tensor([True, False]),
+        torch.tensor([2**31 - 1, -7], dtype=torch.int32),
+    ],
+    ids=lambda values: str(values.dtype),
+)
+def test_no_bit_of_a_buffer_is_lost_on_its_way(values: torch.Tensor) -> None:
+    found = torch.empty_like(values).copy_(_buffer_of(_numbers(values), values))
+    assert torch.equal(found, values)

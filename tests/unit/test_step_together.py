@@ -133,3 +133,16 @@ def test_one_that_missed_the_gate_hears_of_the_last_step_from_one_that_passed_it
     missed.take_latest([*passed.latest_row(), 0.0, 0.0])
     assert missed.latest == passed.latest
     assert missed.row() == [0.0, 0.0]
+
+
+def test_a_name_that_some_micro_batches_log_is_averaged_over_these() -> None:
+    two, one = Logbook(), Logbook()
+    two.add({"loss": 1.0, "aux": 4.0}, 8.0)
+    two.add({"loss": 3.0}, 8.0)
+    one.add({"loss": 8.0, "aux": 1.0}, 8.0)
+    for logbook in (two, one):
+        logbook.commit_step()
+    rows = [two.row(), one.row()]
+    for logbook in (two, one):
+        logbook.take_rows(rows)
+        assert logbook.latest == {"loss": 4.0, "aux": 2.5}

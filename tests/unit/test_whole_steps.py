@@ -265,3 +265,22 @@ def test_steps_outside_the_loop_over_epochs_are_refused() -> None:
         list(train.steps(loop.loader))
     with pytest.raises(UsageError, match="expected a loader that prepare_data_loader"):
         list(train.steps([1, 2]))  # type: ignore[arg-type]
+
+
+def test_a_step_that_is_left_before_the_optimizer_steps_is_done_again_from_its_beginning() -> None:
+    """A collective of the script's own may raise there, on all ranks at once."""
+    with inside_again():
+        loop = Loop.make(torch.optim.AdamW, shuffle=True)
+        loop.plain.register_buffer("seen", torch.zeros(()))
+        engine: Any = current().engine  # type: ignore[union-attr]
+        for _ in train.epochs(1):
+            for step in train.steps(loop.loader):
+                for _, x, y in step:
+                    loop.plain.seen += 1
+                    square(loop.model(x), y).backward()
+                kept = engine.resume_state()
+                assert kept is not None
+                assert kept.cursor == engine.cursor
+                assert float(loop.plain.seen) == 0.0
+                break
+            break

@@ -97,6 +97,7 @@ class Steps:
         assert rows == [(float(r), float(self.step)) for r in range(share.world_size)], rows
         if not self.reducer.settle_buffers():
             return False
+        self.reducer.keep_buffers()
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad()

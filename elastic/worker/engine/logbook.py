@@ -43,6 +43,8 @@ class Logbook:
         self._of_micro_batches: dict[int, dict[str, tuple[Any, float]]] = {}
         # What the others tell with the next step, in the order in which they do.
         self._names: list[str] = []
+        # Of the step of `train.steps` at hand, over all ranks.
+        self._settled: dict[str, tuple[float, float]] = {}
         self._warned = False
         self.latest: dict[str, float] = {}
         self.sums: dict[str, float] = {}
@@ -89,8 +91,9 @@ class Logbook:
         for name, (total, weight) in totals.items():
             if name.startswith(SUM):
                 self.sums[name.removeprefix(SUM)] = total
-            else:
-                self._count(name, total, weight)
+            elif weight:
+                self.latest[name] = total / weight
+                self._settled[name] = (total, weight)
 
     def _count(self, name: str, total: float, weight: float) -> None:
         if weight:
@@ -100,10 +103,13 @@ class Logbook:
 
     def forget_step(self) -> None:
         """The step at hand is done again: drop its values."""
-        self._sums, self._of_micro_batches = {}, {}
+        self._sums, self._of_micro_batches, self._settled = {}, {}, {}
 
     def commit_step(self) -> None:
         """The step at hand counts: its values are to travel with the next message."""
+        settled, self._settled = self._settled, {}
+        for name, (total, weight) in settled.items():
+            self._count(name, total, weight)
         self._done = {name: (float(s), w) for name, (s, w) in self._sums.items()}
         self._sums = {}
 
@@ -113,7 +119,7 @@ class Logbook:
         if not names:
             return [0.0, 0.0]
         weight = max(w for _, w in self._done.values())
-        return [fingerprint(names), weight, *(self._done[name][0] for name in names)]
+        return [fingerprint(names), weight, *(n for name in names for n in self._done[name])]
 
     def take_rows(self, rows: Sequence[Sequence[float]]) -> None:
         """Average what all ranks said of the last step; ranks that were not there say nothing."""
@@ -130,9 +136,11 @@ class Logbook:
                     ",".join(names),
                 )
             return
-        weight = sum(row[1] for row in reported)
         for number, name in enumerate(names):
-            self._count(name, sum(row[2 + number] for row in reported), weight)
+            # A name that only some micro-batches log counts as much as these.
+            place = 2 + 2 * number
+            total, weight = (sum(row[at] for row in reported) for at in (place, place + 1))
+            self._count(name, total, weight)
 
     def _reported_names(self) -> list[str]:
         """Return what rows are about; one that has just joined knows it from the others."""

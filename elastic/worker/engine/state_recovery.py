@@ -6,7 +6,7 @@ checkpoint read, and only where there is none does the run begin.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from elastic.core.policy.cursor import Cursor
@@ -17,6 +17,7 @@ from elastic.worker.engine.group_sync import SyncResult, synchronize
 from elastic.worker.group.c10d import default_group
 from elastic.worker.group.peer_sockets import PeerAddress
 from elastic.worker.reduce.reducer import OptimizerUnit
+from elastic.worker.state.train_state import State
 
 
 def catch_up(
@@ -25,6 +26,8 @@ def catch_up(
     data: Data | None,
     units: Sequence[OptimizerUnit],
     reach: PeerAddress,
+    *,
+    put: Callable[[State], Cursor],
 ) -> tuple[SyncResult, Cursor]:
     """Find out who is how far, and give everyone the same state.
 
@@ -34,6 +37,7 @@ def catch_up(
         data: how the data is cut, None while that is not known.
         units: the parameters that we have prepared.
         reach: how the others reach us.
+        put: makes a state ours, and returns its place.
 
     Returns:
         What came of it, and where we stand now.
@@ -63,14 +67,14 @@ def catch_up(
     if met.nobody:
         saved = checkpoints.restore(group, cursor)
         if saved is not None:
-            cursor = checkpoints.put(saved)
+            cursor = put(saved)
         if saved is not None or checkpoints.is_sharded:
             # Of a sharded model nobody could send the beginning: each has made its own rows.
             standing = replace(standing, has_state=True, cursor=cursor)
         met = meet_again(True)
     checkpoints.learn_streams(met.shared)
     if met.state is not None:
-        cursor = checkpoints.put(met.state)
+        cursor = put(met.state)
     if min(met.cursors) < max(met.cursors):  # The same on all members.
         checkpoints.agree_on_number(group)
     return met, cursor

@@ -74,6 +74,7 @@ from elastic.worker.reduce.step_metadata import (
 from elastic.worker.reduce.step_share import MicroBatch, StepShare, WeighedShare
 from elastic.worker.reduce.tree_exchange import MicroBatchPartition
 from elastic.worker.state.pending_steps import PendingOptimizerSteps, has_gradients, parameters_of
+from elastic.worker.state.train_state import State
 
 log = logging.getLogger(__name__)
 
@@ -206,16 +207,17 @@ class StepEngine(ObjectRegistry):
         self._home.defer(self.recovery in ("auto", "in_place"))
         if self._context.join is not None:
             self._context.join()  # Everything is built: from here on the others may wait for us.
-        resume_state, self._resume_state = self._resume_state, None
+        resume_state = self._resume_state
         if resume_state is not None:
-            self.state.put(resume_state.state)
-            self.cursor, self.logbook, self._has_state = (
-                resume_state.cursor,
-                resume_state.logbook,
-                True,
-            )
-            self.streams = resume_state.streams
-            self._checkpoints.go_on(resume_state.logbook, resume_state.streams, resume_state.steps)
+            # An interrupt between two tensors would leave a state that is nobody's.
+            with self._context.shielded():
+                self.state.put(resume_state.state)
+                self.cursor, self.logbook = resume_state.cursor, resume_state.logbook
+                self.streams = resume_state.streams
+                self._checkpoints.go_on(
+                    resume_state.logbook, resume_state.streams, resume_state.steps
+                )
+                self._has_state, self._resume_state = True, None
             if resume_state.generation == self._context.generation:
                 self._places = resume_state.places
                 self._attach()
@@ -526,15 +528,11 @@ class StepEngine(ObjectRegistry):
             return True
 
     def _settle_buffers(self) -> bool:
-        """Do the last of a step that needs other ranks.
-
-        From here until it is committed the state is nobody's: half of it is the next step's.
-        """
+        """Do the last of a step that needs other ranks; leaving it puts the buffers back."""
         # An aborted NCCL collective ends without an error, so that order counts.
         if not self._the_reducer().settle_buffers(lambda: not self._is_broken()):
             self._make_void()
             return False
-        self._has_state = False
         return True
 
     def _commit(self) -> None:
@@ -550,6 +548,9 @@ class StepEngine(ObjectRegistry):
         with self._context.shielded(), record_function("elastic::commit"):
             if self._phase is not IterationPhase.SETTLED and not self._settle_buffers():
                 return
+            # From here until the end the state is nobody's: half of it is the next step's.
+            self._has_state = False
+            self._the_reducer().keep_buffers()
             self._stepped = self._due.bits(self.state.optimizers)
             self._rates = rates_print(self.state.optimizers)
             seed_step(self.data, self.cursor, self.state.shard_number)
@@ -724,10 +725,20 @@ class StepEngine(ObjectRegistry):
         )
         with self._context.activity.waiting():
             units, reach = list(self._units.values()), self._context.reach
-            met, self.cursor = catch_up(self._checkpoints, standing, self.data, units, reach)
+            met, self.cursor = catch_up(
+                self._checkpoints, standing, self.data, units, reach, put=self._put
+            )
         self._has_state, self._places = True, met.places
         share_latest(default_group(), met.cursors, self.logbook)
         return met.num_bytes
+
+    def _put(self, state: State) -> Cursor:
+        """Make this our state; what an error leaves of it is offered to nobody."""
+        with self._context.shielded():
+            self._has_state = False
+            self.cursor = self._checkpoints.put(state)
+            self._has_state = True
+        return self.cursor
 
     def _pass_gate(self) -> bool:
         """Wait until everyone has committed the epoch's last step; False if the group broke.
@@ -766,6 +777,10 @@ class StepEngine(ObjectRegistry):
         # What is sharded comes from the memory of all nodes, or from storage.
         if self._resume_state is not None or not self._has_state or self.state.is_sharded:
             return self._resume_state
+        if self._reducer is not None:
+            self._reducer.release_gradients()  # Buffers are those of the last commit again.
+        if self._phase is not IterationPhase.COMMITTED:
+            self.logbook.forget_step()
         state, agreed = self.state.take(), self._context.generation if in_this_group else 0
         return ResumeState(
             state,

@@ -96,6 +96,31 @@ def _normalizes(owner: nn.Module) -> bool:
     return any("batch_norm" in name and not hasattr(owner, name) for name in names)
 
 
+def _is_averaged(buffer: torch.Tensor) -> bool:
+    return buffer.is_floating_point() or buffer.is_complex()
+
+
+def _numbers(buffer: torch.Tensor) -> torch.Tensor:
+    """Return a buffer's values as float64, (n,), without loss: parts of complex ones, halves."""
+    flat = buffer.reshape(-1)
+    if flat.is_complex():
+        return torch.view_as_real(flat).reshape(-1).to(torch.float64)
+    if flat.dtype is torch.int64:  # Float64 has 53 bits.
+        return torch.cat([flat >> 32, flat & 0xFFFFFFFF]).to(torch.float64)
+    return flat.to(torch.float64)
+
+
+def _buffer_of(numbers: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Return what `_numbers` was made of, in the shape of a buffer."""
+    if like.is_complex():
+        parts = numbers.to(torch.view_as_real(like).dtype).reshape(-1, 2)
+        return torch.view_as_complex(parts).reshape(like.shape)
+    if like.dtype is torch.int64:
+        high, low = numbers.to(torch.int64).chunk(2)
+        return (high << 32 | low).reshape(like.shape)
+    return numbers.reshape(like.shape)
+
+
 class ModelBuffers:
     """The buffers of all prepared modules."""
 
@@ -184,8 +209,8 @@ class ModelBuffers:
         parts = []
         for name in sorted(self._changed):
             buffer = self._changed[name].now.detach()
-            value = buffer.reshape(-1).to(torch.float64)
-            factor = float(count if buffer.is_floating_point() else number == 0)
+            value = _numbers(buffer)
+            factor = float(count if _is_averaged(buffer) else number == 0)
             # Never multiplied by zero, which leaves what is infinite.
             parts.append(value * factor if factor else torch.zeros_like(value))
         if parts:
@@ -244,7 +269,9 @@ class ModelBuffers:
             for name in sorted(self._changed):
                 kept = self._changed[name]
                 buffer = kept.buffer
-                end = start + buffer.numel()
-                value = total[start:end].reshape(buffer.shape)
-                kept.set_back(value / samples if buffer.is_floating_point() else value)
+                end = start + _numbers(buffer).numel()
+                value = total[start:end]
+                kept.set_back(
+                    _buffer_of(value / samples if _is_averaged(buffer) else value, buffer)
+                )
                 start = end

@@ -286,10 +286,11 @@ class Reducer:
         own = self._gate.record()
         self._guarded(lambda: self._buffers.settle(share.deal, share.samples))
         self._guarded(lambda: self._gate.wait_all(own), waits=False)
-        if self.broken is not None or not is_good():
-            return False
+        return self.broken is None and is_good()
+
+    def keep_buffers(self) -> None:
+        """Commit the buffers as they are now; until then leaving the step puts them back."""
         self._buffers.keep()
-        return True
 
     # ------------------------------------------------------------------------- backward
 

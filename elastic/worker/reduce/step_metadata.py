@@ -19,7 +19,7 @@ from elastic.core.policy.microbatch import Span
 from elastic.errors import UsageError, check
 from elastic.worker.group.member_links import MemberLinks, links_of
 
-ROW = 44
+ROW = 72
 """Numbers in a row as it is sent."""
 TAG = 1
 """Those of buckets are above it."""
