@@ -109,6 +109,24 @@ class _InGroup(Accelerator):
         engine = require_engine("accelerator.prepare")
         return _Loader(engine, lambda: prepare_data_loader(data_loader, **self._elastic), whole)
 
+    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
+        """Skip batches of a loader that is not used for training.
+
+        Raises:
+            UsageError: it is; a worker's batches of a step depend on the number of workers.
+        """
+        if not isinstance(dataloader, _Loader) or not dataloader.is_trained():
+            return super().skip_first_batches(dataloader, num_batches)
+        if not num_batches:
+            return dataloader
+        raise UsageError(
+            f"accelerator.skip_first_batches(loader, {num_batches}): how many batches a worker "
+            f"reads in a step depends on the number of workers, so that a count of them is no "
+            f"place in an epoch: leave it out. A run that is started again resumes in the middle "
+            f"of an epoch from its automatic checkpoints (RunConfig.checkpoint_config); a "
+            f"checkpoint of your own, written after an epoch, by train.epochs(n, start=epoch + 1)"
+        )
+
 
 class _Loader:
     """A loader: of micro-batches in training, else of all data."""
@@ -117,6 +135,10 @@ class _Loader:
         self, engine: StepEngine, prepare: Callable[[], PreparedLoader], whole: Any
     ) -> None:
         self._engine, self._prepare, self._whole = engine, prepare, whole
+
+    def is_trained(self) -> bool:
+        """Return whether batches read now are for training."""
+        return _is_trained(self._engine)
 
     @cached_property
     def _prepared(self) -> PreparedLoader:

@@ -14,7 +14,7 @@ from accelerate import Accelerator
 from lightning.pytorch import Trainer
 from lightning.pytorch.demos.boring_classes import ManualOptimBoringModel
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from elastic import train
 from elastic.errors import UsageError
@@ -87,6 +87,35 @@ def test_the_trainer_of_transformers_computes_what_it_does_by_itself(tmp_path: P
         assert log == pytest.approx(other, rel=1e-5)
 
 
+class Stream(IterableDataset):
+    def __iter__(self) -> Any:
+        return iter(hf_job.Lines(hf_job.SAMPLES))
+
+
+def test_the_trainer_of_transformers_goes_on_from_its_own_checkpoint(tmp_path: Path) -> None:
+    """Within the first epoch, within the second, and where `max_steps` has ended it."""
+
+    def trained(name: str, data: Any = None, **named: Any) -> Any:
+        config = CONFIG | {"output": str(tmp_path / name), "dropout": 0.1}
+        options: dict[str, Any] = {"save_strategy": "steps", "save_steps": 3, "max_steps": 8}
+        with inside_again():
+            trainer = hf_job.build(config, use_cpu=True, disable_tqdm=True, **options)
+            trainer.train_dataset = data or trainer.train_dataset
+            of_transformers.prepare_trainer(trainer, global_batch_size=hf_job.GLOBAL_BATCH)
+            trainer.train(**named)
+        return trainer
+
+    whole = trained("whole")
+    for step in (3, 6, 8):
+        path = str(tmp_path / "whole" / f"checkpoint-{step}")
+        resumed = trained(f"from-{step}", resume_from_checkpoint=path)
+        assert resumed.state.global_step == whole.state.global_step == 8
+        assert resumed.state.epoch == whole.state.epoch
+        assert furthest(parameters(resumed.model), parameters(whole.model)) == 0
+    with pytest.raises(UsageError, match="checkpoint is of step 8 of an iterable dataset"):
+        trained("stream", Stream(), resume_from_checkpoint=path)
+
+
 def test_the_trainer_of_lightning_computes_what_it_does_by_itself() -> None:
     found = []
     for ours in (False, True):
@@ -125,6 +154,8 @@ def test_a_schedule_of_accelerate_goes_on_once_in_a_step() -> None:
     with pytest.raises(UsageError, match="outside the loop over"):
         next(iter(loader))
     for _ in train.epochs(1):
+        with pytest.raises(UsageError, match=r"train\.epochs\(n, start=epoch \+ 1\)"):
+            accelerator.skip_first_batches(loader, 2)
         for _, x, y in loader:
             with accelerator.accumulate(model):
                 accelerator.backward(nn.functional.mse_loss(model(x), y))

@@ -34,7 +34,7 @@ from transformers.trainer_callback import (
 )
 from transformers.trainer_utils import get_last_checkpoint
 
-from elastic.core.policy.cursor import DataPlan
+from elastic.core.policy.cursor import Cursor, DataPlan
 from elastic.errors import UsageError
 from elastic.train.checkpoint import Checkpoint
 from elastic.train.loaders import PreparedLoader, prepare_data_loader
@@ -71,7 +71,9 @@ def prepare_trainer(trainer: Trainer, *, global_batch_size: int | None = None) -
     then on the others wait for one that joins.
 
     A run resumes from automatic checkpoints (`CheckpointConfig`); `save_strategy` also writes the
-    Trainer's own, by one worker, for use elsewhere.
+    Trainer's own, by one worker. `trainer.train(resume_from_checkpoint=...)` begins a run at the
+    step of such a one, with the samples that follow there; a run that is further goes on from its
+    own state.
 
     Args:
         trainer: any, including subclasses; its `training_step` and `compute_loss` see a
@@ -171,9 +173,29 @@ class _Run(TrainerCallback):
         engine.add_optimizer(getattr(optimizer, "optimizer", optimizer))
         engine.add_scheduler(trainer.lr_scheduler)
         engine.register("transformers.Trainer", self, is_own=True)
-        self._epochs = engine.epochs(state.num_train_epochs)
+        begin = self._begin()
+        self._epochs = engine.epochs(state.num_train_epochs, begin.epoch, begin.step)
         self._next_epoch()
+        if state.global_step and engine.cursor == Cursor() and not args.ignore_data_skip:
+            raise UsageError(
+                f"trainer.train(resume_from_checkpoint=...): the checkpoint is of step "
+                f"{state.global_step} of an iterable dataset, and does not say which samples were "
+                f"read up to there: start the same run again without it, which resumes from its "
+                f"automatic checkpoints (RunConfig.checkpoint_config), or set "
+                f"ignore_data_skip=True to begin at the first sample"
+            )
         self.take_place(begins=True)
+
+    def _begin(self) -> Cursor:
+        """Return where the Trainer's own checkpoint was written, if it has loaded one."""
+        trainer = self._trainer
+        state = trainer.state
+        if self.loader is None or not (steps := self.loader.steps_per_epoch()):
+            return Cursor()
+        if state.global_step >= state.max_steps:
+            return Cursor(state.num_train_epochs)  # Also where `max_steps` ends within an epoch.
+        epoch, step = divmod(state.global_step, steps)
+        return Cursor(epoch, 0 if trainer.args.ignore_data_skip else step)
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -322,11 +344,20 @@ class _InSteps(Trainer):
         """Return the samples of a step."""
         return self._elastic.global_batch
 
+    def _init_training_state(self, *args: Any, **named: Any) -> tuple[int, int]:
+        """Load the state of the Trainer's own checkpoint; skip nothing of what it has trained.
+
+        The run does that: it may be further than this checkpoint, or not yet as far.
+        """
+        super()._init_training_state(*args, **named)
+        return 0, 0
+
     def _run_epoch(self, **named: Any) -> None:  # type: ignore[override]
         """Run the steps left in an epoch; none if it was over when this worker joined."""
         run = self._elastic
         if run.has_epoch(named["epoch"]) and not run.is_over():
-            super()._run_epoch(**named)
+            # Each micro-batch has a seed of its own, not that of the checkpoint.
+            super()._run_epoch(**named | {"resume_from_checkpoint": None})
             run.end_epoch()
 
     def get_batch_samples(

@@ -166,9 +166,15 @@ class StepEngine(ObjectRegistry):
 
     # ------------------------------------------------------------------- epochs
 
-    def epochs(self, total: int, start: int = 0) -> Iterator[int]:
-        """Yield the numbers of the epochs that are left to do; see `train.epochs`."""
-        self.cursor = max(self.cursor, Cursor(start, 0))
+    def epochs(self, total: int, start: int = 0, step: int = 0) -> Iterator[int]:
+        """Yield the numbers of the epochs that are left to do; see `train.epochs`.
+
+        Args:
+            total: epochs of the whole run.
+            start: first epoch if no worker has the run's state.
+            step: steps of that epoch that are done already.
+        """
+        self.cursor = max(self.cursor, Cursor(start, step))
         if not self.state.optimizers:
             raise usage_errors.no_optimizer()
         self._num_epochs = total
