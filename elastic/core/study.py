@@ -16,6 +16,8 @@ Event = Mapping[str, Any]
 """One line of the log; "e" names its kind."""
 ITERATION = "training_iteration"
 """What Ray calls the number of a report within its trial, from 1."""
+TOTAL_S = "time_total_s"
+"""What Ray calls the seconds of a report since its trial began."""
 
 
 class TrialState(Enum):

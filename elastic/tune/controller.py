@@ -22,7 +22,15 @@ from elastic.client.study_show import StudyView, config_line, headline
 from elastic.client.text_format import world_size
 from elastic.core.policy.decision import Decision
 from elastic.core.policy.tuning.decision import TrialAction, TrialDecision
-from elastic.core.study import ITERATION, Study, Trial, TrialAttempt, TrialState, number_of
+from elastic.core.study import (
+    ITERATION,
+    TOTAL_S,
+    Study,
+    Trial,
+    TrialAttempt,
+    TrialState,
+    number_of,
+)
 from elastic.core.view import JobView, NodeView
 from elastic.core.world import ENDED, JobPhase
 from elastic.errors import ElasticError, NotFound, Refused, UsageError
@@ -411,7 +419,7 @@ class Controller:
             **as_reported(metrics),
             ITERATION: number,
             "trial_id": trial.name,
-            "time_total_s": seconds,
+            TOTAL_S: seconds,
             "config": from_log(trial.config, trial.pickled),
         }
 

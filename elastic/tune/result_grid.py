@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from elastic.core.study import ITERATION, Trial, TrialState, number_of
+from elastic.core.study import ITERATION, TOTAL_S, Trial, TrialState, number_of
 from elastic.core.world import Failure
 from elastic.errors import ControllerError, ElasticError, UsageError, WorkerGroupError
 from elastic.storage.files import Files
@@ -141,7 +141,7 @@ class ResultGrid:
                 {
                     **metrics,
                     ITERATION: reports[-1].number if reports else 0,
-                    "time_total_s": reports[-1].seconds if reports else math.nan,
+                    TOTAL_S: reports[-1].seconds if reports else math.nan,
                     "trial_id": trial.name,
                     "state": trial.state.value,
                     "logdir": self._run_path(trial),
@@ -206,7 +206,7 @@ class ResultGrid:
             **as_reported(metrics),
             ITERATION: number,
             "trial_id": trial.name,
-            "time_total_s": seconds,
+            TOTAL_S: seconds,
             "config": _config(trial),
         }
 

@@ -17,7 +17,15 @@ from elastic.core.policy.tuning.decision import GO_ON, TrialDecision, TrialProgr
 from elastic.core.policy.tuning.hyperband import HyperBand
 from elastic.core.policy.tuning.median import Median
 from elastic.core.policy.tuning.pbt import Pbt
-from elastic.core.study import ITERATION, Study, Trial, TrialState, number_of
+from elastic.core.study import (
+    ITERATION,
+    TOTAL_S,
+    Study,
+    Trial,
+    TrialReport,
+    TrialState,
+    number_of,
+)
 from elastic.errors import ConfigError
 from elastic.tune import space as spaces
 
@@ -29,7 +37,9 @@ class TrialScheduler:
 
     Attributes:
         metric, mode: the metric that is compared; None for that of `TuneConfig`.
-        time_attr: the metric that measures a trial's progress: a number that increases.
+        time_attr: the metric that measures a trial's progress: a number that increases;
+            "training_iteration" and "time_total_s" (seconds since the trial's first job was
+            submitted) need not be reported.
     """
 
     needs_checkpoints = False
@@ -84,7 +94,7 @@ class TrialScheduler:
     def _seen(self, trial: Trial, *, with_curve: bool = True) -> TrialProgress:
         curve = []
         for report in trial.reports if with_curve else ():
-            at = number_of(self._at(report.metrics, report.number))
+            at = number_of(self._at(report))
             value = number_of(report.metrics.get(self.metric or ""))
             if at is not None and value is not None:
                 curve.append((int(at), value * self.sign))
@@ -97,8 +107,9 @@ class TrialScheduler:
             trial.state is TrialState.PAUSED and not trial.verdict,
         )
 
-    def _at(self, metrics: Mapping[str, Any], number: int) -> Any:
-        return number if self.time_attr == ITERATION else metrics.get(self.time_attr)
+    def _at(self, report: TrialReport) -> Any:
+        ours = {ITERATION: report.number, TOTAL_S: report.seconds}
+        return ours.get(self.time_attr, report.metrics.get(self.time_attr))
 
     def _judged(
         self,
@@ -112,7 +123,7 @@ class TrialScheduler:
             ConfigError: the report lacks the time_attr.
         """
         newest = trial.reports[-1]
-        if number_of(self._at(newest.metrics, newest.number)) is None:
+        if number_of(self._at(newest)) is None:
             raise ConfigError(
                 f"{type(self).__name__}: trial {trial.label} reported {sorted(newest.metrics)} and "
                 f"not {self.time_attr!r}, which is its time_attr"

@@ -23,7 +23,7 @@ from elastic.train import RunConfig, ScalingConfig
 from elastic.train.torch import TorchTrainer
 from elastic.tune import space as spaces
 from elastic.tune.result_grid import ResultGrid
-from elastic.tune.schedulers import PopulationBasedTraining
+from elastic.tune.schedulers import MedianStoppingRule, PopulationBasedTraining
 from elastic.tune.search import BasicVariantGenerator, ConcurrencyLimiter, Repeater, Searcher
 from elastic.tune.search.optuna import OptunaSearch
 from elastic.tune.stopper import TrialPlateauStopper
@@ -265,6 +265,24 @@ def test_pbt_changes_what_it_is_told_to_and_keeps_kinds() -> None:
         assert inner["n"] in (1, 2, 4)
         assert inner["size"] == 8
         assert inner["lr"] in (0.4, 0.6) or 0 <= inner["lr"] <= 1
+
+
+def test_schedulers_know_the_seconds_of_a_trial_as_its_progress(study: StudyLog) -> None:
+    rows = [(0, 4, 100.0, 1.0), (1, 3, 59.0, 3.0), (1, 4, 61.0, 3.0)]
+    for trial, n, seconds, loss in rows:
+        place = {"generation": 1, "index": n}
+        line = {"e": "reported", "trial": trial, "n": n, "s": seconds, "metrics": {"loss": loss}}
+        study.add({**line, **place})
+    rule = MedianStoppingRule("time_total_s", "loss", "max", 60, min_samples_required=1)
+    rule.bind("", "", 0)
+    # Trial 0 has ended, and reported 2.0 last before that second.
+    reason = rule.judge(study.study, study.study.trials[1]).reason
+    assert reason == "not behind the median at 61"
+    rule = MedianStoppingRule("time_total_s", "loss", "min", 60, min_samples_required=1)
+    rule.bind("", "", 0)
+    study.study.trials[1].reports[:] = study.study.trials[1].reports[-1:]
+    reason = rule.judge(study.study, study.study.trials[1]).reason
+    assert reason == "its best 3 is behind 2, the median of 1 at 61"
 
 
 def tune_trial(number: int) -> Any:

@@ -41,8 +41,13 @@ class Median:
         finite = [value for _, value in trial.curve if not math.isnan(value)]
         if not finite:
             return Decision(TrialDecision(TrialAction.STOP), "nothing but NaN so far")
-        there = [value for other in complete for t, value in other.curve if t == at]
-        known = sorted(value for value in there if not math.isnan(value))
+        # Reports of two trials rarely come in the same second: the newest one until then counts.
+        there = [
+            [value for t, value in other.curve if t <= at][-1:]
+            for other in complete
+            if other.curve and other.curve[-1][0] >= at
+        ]
+        known = sorted(value for last in there for value in last if not math.isnan(value))
         if not known:
             return Decision(GO_ON, f"nobody to compare with at {at}")
         middle = (known[(len(known) - 1) // 2] + known[len(known) // 2]) / 2
