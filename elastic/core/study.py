@@ -35,6 +35,12 @@ class TrialState(Enum):
     FAILED = "failed"
 
 
+RAYS_STATUS = {
+    TrialState.SUCCEEDED: "TERMINATED",
+    TrialState.STOPPED: "TERMINATED",
+    TrialState.FAILED: "ERROR",
+}
+"""Ray's words for states, where they are not the same in upper case."""
 OVER = frozenset({TrialState.SUCCEEDED, TrialState.STOPPED, TrialState.FAILED})
 
 
@@ -85,6 +91,7 @@ class Trial:
         label: for people; the name, unless a user made another one.
         config: what the trainable is called with.
         pickled: the same, base64, if JSON cannot represent it; "" otherwise.
+        trainable_name: of the function, or the class of the trainer, that it runs.
         proposal: config and pickled as they were proposed; a scheduler may have changed them since.
         attempts: one for each run directory, with its newest job.
         reports: those that count, oldest first.
@@ -106,11 +113,27 @@ class Trial:
     reason: str = ""
     error: Mapping[str, str] | None = None
     started_unix_ns: int = 0
+    trainable_name: str = ""
 
     @property
     def trial_id(self) -> str:
         """Return its name, which is its id."""
         return self.name
+
+    @property
+    def status(self) -> str:
+        """Return its state in Ray's words: PENDING, RUNNING, PAUSED, TERMINATED or ERROR."""
+        return RAYS_STATUS.get(self.state, self.state.name)
+
+    @property
+    def last_result(self) -> dict[str, Any]:
+        """Return its newest metrics as numbers, with what Ray adds to them; {} for none."""
+        if not self.reports:
+            return {}
+        newest = self.reports[-1]
+        metrics = {name: _as_number(value) for name, value in newest.metrics.items()}
+        ours = {ITERATION: newest.number, "trial_id": self.name, TOTAL_S: newest.seconds}
+        return {**metrics, **ours}
 
     @property
     def is_over(self) -> bool:
@@ -137,7 +160,7 @@ class Study:
     """All trials of a study.
 
     Attributes:
-        settings: from the first line: metric, mode, seed, num_samples.
+        settings: from the first line: trainable, metric, mode, seed, num_samples.
         order: (kind, trial) of proposals and ends, in order, to be replayed to a search.
         is_exhausted: the search has no more proposals.
         over: why the study ended, "" while it runs.
@@ -154,6 +177,11 @@ class Study:
     def metric(self) -> str:
         """Return the metric that trials are compared by, "" for none."""
         return str(self.settings.get("metric") or "")
+
+    @property
+    def trainable_name(self) -> str:
+        """Return the name of what its trials run."""
+        return str(self.settings.get("trainable") or "")
 
     @property
     def sign(self) -> float:
@@ -182,6 +210,7 @@ class Study:
         trial = Trial(number, str(event["name"]), str(event.get("label") or event["name"]))
         trial.config, trial.pickled = event.get("config"), str(event.get("pickled", ""))
         trial.proposal = (trial.config, trial.pickled)
+        trial.trainable_name = self.trainable_name
         self.trials.append(trial)
         self.order.append(("proposed", number))
 
@@ -244,6 +273,11 @@ class Study:
         scored = [(trial.value(self.metric), trial) for trial in self.trials]
         finite = [(v * self.sign, t) for v, t in scored if v is not None and math.isfinite(v)]
         return max(finite, key=lambda pair: (pair[0], -pair[1].number))[1] if finite else None
+
+
+def _as_number(value: Any) -> Any:
+    number = number_of(value) if isinstance(value, str) else None
+    return value if number is None else number
 
 
 def number_of(value: Any) -> float | None:

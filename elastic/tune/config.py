@@ -25,7 +25,8 @@ class TuneConfig:
         max_concurrent_trials: limit of running trials; None for as many as the cluster has room
             for.
         time_budget_s: seconds after which all trials are stopped.
-        trial_name_creator: returns the name that is displayed for a trial.
+        trial_name_creator: returns the name that is displayed for a trial; it may read the trial's
+            `trainable_name`, `trial_id` and `config`.
         seed: of all random draws; None draws a seed, which the study's log records.
         reuse_actors, chdir_to_trial_dir, trial_dirname_creator: accepted as in Ray, no effect.
     """

@@ -263,7 +263,8 @@ class Controller:
             return None
         event = {"e": "proposed", "trial": number, "name": name, **to_log(dict(config))}
         if self._plan.label is not None:
-            event["label"] = str(self._plan.label(Trial(number, name, name, config)))
+            trial = Trial(number, name, name, config, trainable_name=self.study.trainable_name)
+            event["label"] = str(self._plan.label(trial))
         self._log.add(event)
         return self.study.trials[number]
 

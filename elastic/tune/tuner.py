@@ -215,6 +215,7 @@ class Tuner:
         scheduler = config.scheduler or FIFOScheduler()
         settings = {
             "name": log.files.path.rpartition("/")[2],
+            "trainable": self._trainable_name(),
             "metric": config.metric or scheduler.metric,
             "mode": config.mode or scheduler.mode,
             "num_samples": config.num_samples,
@@ -259,9 +260,12 @@ class Tuner:
         files.write(TUNER_FILE, data)
 
     def _own_name(self) -> str:
+        stem = plain_name(self._trainable_name())
+        return f"{stem}_{datetime.datetime.now():%Y-%m-%d_%H-%M-%S}"
+
+    def _trainable_name(self) -> str:
         kind = type(self._trainable).__name__
-        stem = self._trainable.name if isinstance(self._trainable, Trainable) else kind
-        return f"{plain_name(stem)}_{datetime.datetime.now():%Y-%m-%d_%H-%M-%S}"
+        return self._trainable.name if isinstance(self._trainable, Trainable) else kind
 
     # ---------------------------------------------------------------------------- components
 

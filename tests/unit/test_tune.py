@@ -22,6 +22,7 @@ from elastic.storage.study_log import StudyLog
 from elastic.train import RunConfig, ScalingConfig
 from elastic.train.torch import TorchTrainer
 from elastic.tune import space as spaces
+from elastic.tune.controller import Controller, Plan
 from elastic.tune.result_grid import ResultGrid
 from elastic.tune.schedulers import MedianStoppingRule, PopulationBasedTraining
 from elastic.tune.search import BasicVariantGenerator, ConcurrencyLimiter, Repeater, Searcher
@@ -329,6 +330,7 @@ def test_places_in_a_loop_tell_reports_apart_and_exploits_count_on() -> None:
 def study(tmp_path: Path) -> StudyLog:
     log = StudyLog(str(tmp_path / "mine"))
     settings = {"name": "mine", "metric": "loss", "mode": "min", "seed": 1, "total": 3}
+    settings["trainable"] = "objective"
     log.add({"e": "study", "settings": settings})
     losses = [[3.0, 1.0, 2.0], [2.0, 1.5], ["nan"]]
     for trial, values in enumerate(losses):
@@ -382,6 +384,31 @@ def test_results_are_what_the_log_says(study: StudyLog) -> None:
         UsageError, match="no trial has reported a finite 'los'; they reported loss"
     ):
         grid.get_best_result("los", "min")
+
+
+def test_trials_have_what_callbacks_of_ray_read(study: StudyLog) -> None:
+    trials = study.study.trials
+    assert [trial.status for trial in trials] == ["TERMINATED", "RUNNING", "ERROR"]
+    assert trials[1].last_result == {
+        "loss": 1.5, "training_iteration": 2, "trial_id": "mine_00001", "time_total_s": 0.0,
+    }  # fmt: skip
+    assert math.isnan(trials[2].last_result["loss"])
+    assert tune_trial(0).last_result == {}
+
+
+def test_a_trials_name_may_be_made_of_its_trainables(study: StudyLog) -> None:
+    def creator(trial: Any) -> str:
+        return f"{trial.trainable_name}_{trial.trial_id}_{trial.config['lr']}"
+
+    search = BasicVariantGenerator()
+    search.set_space({"lr": 5}, "loss", "min", 0)
+    parts: Any = {"search": search, "label": creator, "is_quiet": True}
+    plan = Plan(recipe=None, scheduler=None, stopper=None, callbacks=None, **parts)  # type: ignore[arg-type]
+    controller = Controller(study, plan, client=None, cluster=None)  # type: ignore[arg-type]
+    trial = controller._propose()
+    assert trial is not None
+    assert trial.label == "objective_mine_00003_5"
+    assert trial.trainable_name == "objective"
 
 
 def test_optuna_plots_what_was_tried(study: StudyLog) -> None:
