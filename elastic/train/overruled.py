@@ -1,5 +1,7 @@
 """Reports settings of a script that the command line which started its job overrides.
 
+In the job of a function, which has no command line, sizes that it lacks are refused.
+
 Rule: only differences are reported, once per process. Values of environment variables may be
 secrets, and are not printed.
 """
@@ -12,6 +14,8 @@ from dataclasses import MISSING, fields
 from typing import TYPE_CHECKING, Any
 
 from elastic.client.submission import run_path_of
+from elastic.core.world import EntryKind
+from elastic.errors import UsageError
 from elastic.train.beginning import say
 from elastic.train.config import RunConfig, ScalingConfig, TorchConfig
 
@@ -42,6 +46,32 @@ OPTIONS: Mapping[str, str] = {
 """Fields whose value in the job is unknown to a worker -> the option of `elastic submit`."""
 
 _is_reported = False
+
+
+def check_size(context: WorkerContext, scaling: ScalingConfig) -> None:
+    """Refuse a trainer in a function's job that has not the workers or GPUs it needs.
+
+    A command line may choose another size than its script; nobody chose that of a function's job
+    for the trainer in it, which would train on one worker without a word.
+
+    Raises:
+        UsageError: the function is to be replaced by the trainer itself.
+    """
+    if context.entry_kind is not EntryKind.FUNCTION:
+        return
+    lacks = []
+    if scaling.min_workers > context.max_workers:
+        lacks.append(f"num_workers={scaling.num_workers!r}, and it has {context.max_workers}")
+    if scaling.use_gpu and not context.devices:
+        lacks.append("use_gpu=True, and it has no GPU")
+    if lacks:
+        raise UsageError(
+            f"TorchTrainer.fit in a function that is a job itself ({context.job_name}) trains on "
+            f"that job's workers; the trainer asks for {'; '.join(lacks)}. Of a trial, give the "
+            f"TorchTrainer itself to Tuner: tune.Tuner(trainer, param_space={{'train_loop_config': "
+            f"...}}); scaling_config may stand in param_space, too. Of an elastic.remote function, "
+            f"call trainer.fit() in the script"
+        )
 
 
 def say_overruled(

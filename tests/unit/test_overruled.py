@@ -8,8 +8,12 @@ from typing import Any, cast
 import pytest
 
 from elastic import train
+from elastic.core.world import EntryKind
+from elastic.errors import UsageError
 from elastic.train import overruled
 from elastic.train.config import TorchConfig
+from elastic.train.torch import TorchTrainer
+from elastic.worker.engine import context as worker_context
 from elastic.worker.engine.context import WorkerContext
 
 ENVIRON = {"ELASTIC_MIN": "1", "TORCHELASTIC_MAX_RESTARTS": "3"}
@@ -79,6 +83,26 @@ def test_what_differs_is_named_with_its_option() -> None:
     assert line(run=train.RunConfig(callbacks=[Callback()])) == (
         "elastic: of this script's configuration not used: callbacks"
     )
+
+
+@pytest.mark.parametrize(
+    ("scaling", "expected"),
+    [
+        (train.ScalingConfig(num_workers=(2, 8)), r"num_workers=\(2, 8\), and it has 1\."),
+        (train.ScalingConfig(use_gpu=True), "use_gpu=True, and it has no GPU"),
+    ],
+)
+def test_a_trainer_in_a_trial_or_a_remote_call_is_refused_what_that_lacks(
+    monkeypatch: pytest.MonkeyPatch, scaling: train.ScalingConfig, expected: str
+) -> None:
+    trainer = TorchTrainer(lambda: None, scaling_config=scaling)
+    inside = context(max_workers=1, entry_kind=EntryKind.FUNCTION, is_local=False)
+    monkeypatch.setattr(worker_context, "current", lambda: inside)
+    with pytest.raises(UsageError, match=rf"{expected}.*Tuner\(trainer, param_space="):
+        trainer.fit()
+    overruled.check_size(context(max_workers=2, entry_kind=EntryKind.SCRIPT), scaling)
+    fits = train.ScalingConfig(num_workers=(1, 8))
+    overruled.check_size(context(max_workers=1, entry_kind=EntryKind.FUNCTION), fits)
 
 
 def test_rank_0_says_it_once(

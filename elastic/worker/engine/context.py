@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
 from elastic.core.telemetry import CHECKPOINT_STALL
-from elastic.core.world import Generation, JobId, WorkerId
+from elastic.core.world import EntryKind, Generation, JobId, WorkerId
 from elastic.errors import check
 from elastic.worker.base.activity import Activity
 from elastic.worker.base.timing import Timing
@@ -42,6 +42,7 @@ class WorkerContext:
         node_rank, num_nodes: of this node among the group's nodes.
         devices: accelerators that are this worker's own, such as ("cuda:3",); () on CPU.
         max_workers: the largest group that the job may have.
+        entry_kind: what the job runs: a function, or a script or module of a command line.
         reach: how the other members reach this one.
         config: what the user gave to the train function; None for scripts.
         options: what the library passed along with the train function.
@@ -75,6 +76,7 @@ class WorkerContext:
     num_nodes: int
     devices: tuple[str, ...] = ()
     max_workers: int = 1
+    entry_kind: EntryKind = EntryKind.FUNCTION
     reach: PeerAddress = field(default_factory=PeerAddress)
     config: Any = None
     options: Mapping[str, Any] = field(default_factory=dict)

@@ -552,6 +552,7 @@ class Runner:
             num_nodes=place.num_nodes,
             devices=self._its_devices().names(),
             max_workers=spec.max_workers,
+            entry_kind=spec.entry.kind,
             reach=PeerAddress(
                 assign.host, spec.collective_timeout_s, assign.worker_id.rpartition("/")[0]
             ),
