@@ -25,7 +25,8 @@
     │   └── DamagedCheckpoint a file of it is missing, torn or changed
     ├── TrainingFailed        the job ended without success; carries the first failure
     │   ├── WorkerGroupError  a worker's code failed; says which rank's, with which error
-    │   └── ControllerError   it was ended for another reason: lost workers, a budget, a user
+    │   ├── ControllerError   it was ended for another reason: lost workers, a budget, a user
+    │   └── TuneError         trials of a study failed; the others have their results
     ├── ProgramFailed         a worker's program failed, and wrote down why
     ├── GroupError            a torch.distributed group could not form or was broken
     └── InvariantViolation    a bug of ours; carries the story that led to it
@@ -245,6 +246,10 @@ class ControllerError(TrainingFailed):
         """Keep the reason."""
         super().__init__(reason)
         self.controller_failure = RuntimeError(reason)
+
+
+class TuneError(TrainingFailed):
+    """Trials of a study failed; `result` is the study's `elastic.tune.ExperimentAnalysis`."""
 
 
 def _made_again(kind: Any, args: tuple[Any, ...], parts: dict[str, Any]) -> Any:

@@ -10,11 +10,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from elastic.errors import TuneError
     from elastic.train.checkpoint import Checkpoint
     from elastic.train.config import CheckpointConfig, FailureConfig, RunConfig, SyncConfig
     from elastic.train.result import Result
     from elastic.tune.callback import Callback
     from elastic.tune.config import TuneConfig
+    from elastic.tune.experiment import ExperimentAnalysis, run
     from elastic.tune.result_grid import ResultGrid
     from elastic.tune.session import (
         TuneContext,
@@ -40,7 +42,7 @@ if TYPE_CHECKING:
         uniform,
     )
     from elastic.tune.stopper import Stopper
-    from elastic.tune.tuner import Tuner, run
+    from elastic.tune.tuner import Tuner
 
 _TRAIN = {
     "Checkpoint": "checkpoint",
@@ -52,6 +54,7 @@ _TRAIN = {
 }
 _HOME = {
     "Callback": "callback",
+    "ExperimentAnalysis": "experiment",
     "ResultGrid": "result_grid",
     "Stopper": "stopper",
     "TuneConfig": "config",
@@ -71,7 +74,7 @@ _HOME = {
     "randint": "space",
     "randn": "space",
     "report": "session",
-    "run": "tuner",
+    "run": "experiment",
     "sample_from": "space",
     "uniform": "space",
     "with_parameters": "session",
@@ -83,13 +86,13 @@ _NOT_HERE = {
     "PlacementGroupFactory": "tune.with_resources(f, {'cpu': 2}), or a ScalingConfig",
     "CLIReporter": "the table is shown by itself; RunConfig(verbose=0) hides it",
     "JupyterNotebookReporter": "the table is shown by itself; RunConfig(verbose=0) hides it",
-    "ExperimentAnalysis": "tune.Tuner.restore(path, trainable).get_results()",
 }
 """Names of ray.tune that are missing here -> what to use instead."""
 __all__ = [
     "Callback",
     "Checkpoint",
     "CheckpointConfig",
+    "ExperimentAnalysis",
     "FailureConfig",
     "Result",
     "ResultGrid",
@@ -98,6 +101,7 @@ __all__ = [
     "SyncConfig",
     "TuneConfig",
     "TuneContext",
+    "TuneError",
     "Tuner",
     "choice",
     "get_checkpoint",
@@ -123,6 +127,8 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Load a name from its module on first use."""
+    if name == "TuneError":
+        return importlib.import_module("elastic.errors").TuneError
     if name in _TRAIN:
         return getattr(importlib.import_module(f"elastic.train.{_TRAIN[name]}"), name)
     if name in _HOME:

@@ -91,13 +91,20 @@ class ResultGrid:
         Raises:
             UsageError: no metric is set, or no trial has reported it.
         """
-        metric, mode = self._objective("get_best_result", metric, mode)
+        return self._result(
+            self._best_trial("get_best_result", metric, mode, scope, filter_nan_and_inf)
+        )
+
+    def _best_trial(
+        self, what: str, metric: str | None, mode: str | None, scope: str, is_finite: bool
+    ) -> Trial:
+        metric, mode = self._objective(what, metric, mode)
         sign = -1.0 if mode == "min" else 1.0
         best: tuple[float, int] | None = None
         for trial in self._study.trials:
             values = [number_of(report.metrics.get(metric)) for report in trial.reports]
             numbers = [value * sign for value in values if value is not None]
-            if filter_nan_and_inf:
+            if is_finite:
                 numbers = [value for value in numbers if math.isfinite(value)]
             if not numbers:
                 continue
@@ -106,10 +113,10 @@ class ResultGrid:
         if best is None:
             known = {key for t in self._study.trials for r in t.reports for key in r.metrics}
             raise UsageError(
-                f"get_best_result: no trial has reported a finite {metric!r}; they reported "
+                f"{what}: no trial has reported a finite {metric!r}; they reported "
                 f"{', '.join(sorted(known)) or 'nothing'}"
             )
-        return self[-best[1]]
+        return self._study.trials[-best[1]]
 
     def get_dataframe(
         self, filter_metric: str | None = None, filter_mode: str | None = None

@@ -386,6 +386,45 @@ def test_results_are_what_the_log_says(study: StudyLog) -> None:
         grid.get_best_result("los", "min")
 
 
+def test_an_analysis_has_rays_older_names(study: StudyLog) -> None:
+    analysis = tune.ExperimentAnalysis(study.files.path)
+    assert isinstance(analysis, ResultGrid)
+    assert analysis.best_config == analysis.get_best_config("loss", "min") == {"lr": 1}
+    assert analysis.get_best_config("loss", "min", "all") == {"lr": 0}
+    assert (analysis.best_trial.number, analysis.best_result["loss"]) == (1, 1.5)
+    assert analysis.best_checkpoint is analysis.get_last_checkpoint() is None
+    assert list(analysis.dataframe("loss", "min")["loss"])[:2] == [1.0, 1.5]
+    assert list(analysis.results_df.index) == [trial.trial_id for trial in analysis.trials]
+    other = tune.ExperimentAnalysis(study.files.path, default_mode="max")
+    assert other.best_config == {"lr": 0}
+    with pytest.raises(UsageError, match="no study is there"):
+        tune.ExperimentAnalysis(f"{study.files.path}x")
+
+
+def test_run_raises_for_failed_trials_and_names_what_it_does_not_take(
+    study: StudyLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tuners: list[tune.Tuner] = []
+
+    def fit(tuner: tune.Tuner) -> ResultGrid:
+        tuners.append(tuner)
+        return ResultGrid(study)
+
+    monkeypatch.setattr(tune.Tuner, "fit", fit)
+    keep = tune.CheckpointConfig(num_to_keep=2)
+    given: Any = {"checkpoint_config": keep, "fail_fast": True, "resume": False}
+    with pytest.raises(tune.TuneError, match=r"1 of 3 trials failed.*bad batch") as raised:
+        tune.run(print, **given)
+    assert isinstance(raised.value.result, tune.ExperimentAnalysis)
+    assert tuners[0]._run_config.checkpoint_config == keep
+    assert tuners[0]._run_config.failure_config.fail_fast is True
+    assert len(tune.run(print, raise_on_failed_trial=False)) == 3
+    with pytest.raises(UsageError, match=r"local_dir='/x'\).*: storage_path="):
+        tune.run(print, local_dir="/x")
+    with pytest.raises(UsageError, match="unknown argument: confg"):
+        tune.run(print, confg={})
+
+
 def test_trials_have_what_callbacks_of_ray_read(study: StudyLog) -> None:
     trials = study.study.trials
     assert [trial.status for trial in trials] == ["TERMINATED", "RUNNING", "ERROR"]
