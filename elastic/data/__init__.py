@@ -15,6 +15,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from elastic.data.compute import ActorPoolStrategy, TaskPoolStrategy
     from elastic.data.context import DataContext
     from elastic.data.dataset import Dataset
     from elastic.data.iterator import DataIterator
@@ -38,9 +39,11 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
+    "ActorPoolStrategy",
     "DataContext",
     "DataIterator",
     "Dataset",
+    "TaskPoolStrategy",
     "from_arrow",
     "from_dask",
     "from_huggingface",
@@ -58,11 +61,36 @@ __all__ = [
     "read_parquet",
     "read_text",
 ]
-_HOME = {"DataContext": "context", "DataIterator": "iterator", "Dataset": "dataset"}
+_HOME = {
+    "ActorPoolStrategy": "compute",
+    "DataContext": "context",
+    "DataIterator": "iterator",
+    "Dataset": "dataset",
+    "TaskPoolStrategy": "compute",
+}
+_NOT_HERE = {
+    "Datasink": "Dataset.write_parquet, write_csv or write_json",
+    "Datasource": "read_parquet, from_items or another of the functions that read",
+    "ExecutionOptions": "train.DataConfig(num_feeders=..., shuffle_memory=...)",
+    "ExecutionResources": "train.DataConfig(num_feeders=..., shuffle_memory=...)",
+    "Preprocessor": "Dataset.map_batches with a function, or a class",
+    "from_spark": "write a parquet table with Spark, and data.read_parquet(...)",
+}
+"""Names of ray.data that are missing here -> what to use instead; as an ImportError, because `from`
+turns others into one without a word."""
 
 
 def __getattr__(name: str) -> Any:
-    """Load a name from its module on first use."""
+    """Load a name from its module on first use.
+
+    Raises:
+        AttributeError: the package has no such name.
+        ImportError: Ray has it, and the message says what to use.
+    """
+    if name in _NOT_HERE:
+        raise ImportError(
+            f"elastic.data.{name}: Ray has it, and there is none here: {_NOT_HERE[name]}"
+        )
     if name not in __all__:
         raise AttributeError(f"module 'elastic.data' has no attribute {name!r}")
     home = _HOME.get(name, "reading")

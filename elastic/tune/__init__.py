@@ -87,7 +87,8 @@ _NOT_HERE = {
     "CLIReporter": "the table is shown by itself; RunConfig(verbose=0) hides it",
     "JupyterNotebookReporter": "the table is shown by itself; RunConfig(verbose=0) hides it",
 }
-"""Names of ray.tune that are missing here -> what to use instead."""
+"""Names of ray.tune that are missing here -> what to use instead; as an ImportError, because `from`
+turns others into one without a word."""
 __all__ = [
     "Callback",
     "Checkpoint",
@@ -126,7 +127,12 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Load a name from its module on first use."""
+    """Load a name from its module on first use.
+
+    Raises:
+        AttributeError: the package has no such name.
+        ImportError: Ray has it, and the message says what to use.
+    """
     if name == "TuneError":
         return importlib.import_module("elastic.errors").TuneError
     if name in _TRAIN:
@@ -136,7 +142,7 @@ def __getattr__(name: str) -> Any:
     if name in _SUBMODULES:
         return importlib.import_module(f"elastic.tune.{name}")
     if name in _NOT_HERE:
-        raise AttributeError(
+        raise ImportError(
             f"elastic.tune.{name}: Ray has it, and there is none here: {_NOT_HERE[name]}"
         )
     raise AttributeError(f"module 'elastic.tune' has no attribute {name!r}")

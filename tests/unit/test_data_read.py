@@ -206,6 +206,15 @@ def test_a_bad_row_is_named_or_left_out_with_a_count(tmp_path: Path) -> None:
     assert "2 rows left out" in ds.stats()
 
 
+def test_pools_of_ray_are_taken_and_change_no_rows() -> None:
+    for pool in (data.ActorPoolStrategy(min_size=1, max_size=4), data.TaskPoolStrategy(size=2)):
+        assert data.range(3).map_batches(lambda batch: batch, compute=pool).take() == [
+            {"id": 0}, {"id": 1}, {"id": 2},
+        ]  # fmt: skip
+    with pytest.raises(UsageError, match="expected size, or min_size and max_size"):
+        data.ActorPoolStrategy(size=2, max_size=3)
+
+
 def test_wrong_use_says_what_to_write() -> None:
     ds = data.range(4)
     for call, hint in (

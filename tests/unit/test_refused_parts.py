@@ -21,6 +21,8 @@ from elastic.train import remote
         ("import elastic.train.xgboost", ImportError, "DataParallelTrainer"),
         ("import elastic; elastic.train.lightgbm", ImportError, "DataParallelTrainer"),
         ("from elastic import serve", ImportError, "not served here"),
+        ("from elastic.tune import CLIReporter", ImportError, "verbose=0"),
+        ("from elastic.data import ExecutionOptions", ImportError, "DataConfig"),
         ("import elastic; elastic.put(1)", AttributeError, "paths in storage"),
         ("import elastic; elastic.no_such_name", AttributeError, "no_such_name"),
     ],
@@ -31,7 +33,13 @@ def test_it_says_what_to_use(statement: str, kind: type[Exception], says: str) -
 
 
 def test_every_public_name_is_there() -> None:
-    for module in ("elastic", "elastic.train", "elastic.train.torch"):
+    for module in (
+        "elastic",
+        "elastic.data",
+        "elastic.train",
+        "elastic.train.torch",
+        "elastic.tune",
+    ):
         there = importlib.import_module(module)
         for name in there.__all__:
             assert getattr(there, name) is not None
