@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from elastic.core.messages import StopWorker
-from elastic.core.world import (
-    JobPhase,
-)
+from elastic.core.world import JobPhase, WorkerPhase
 from tests.unit.coordinator_under_test import STOPPED, Coordinator, running
 
 
@@ -28,3 +26,16 @@ def test_an_ended_job_stays_ended_and_its_workers_are_told_to_end() -> None:
     assert stops == ["n1/2: job stopped"]
     assert coordinator.job("a").record.phase is JobPhase.STOPPED
     assert coordinator.stop("a").error == "failed_precondition"
+
+
+def test_a_stop_before_the_agents_are_back_does_not_throw_away_what_may_be_saved() -> None:
+    """Whether the job trains in a loop that can be saved, its workers have yet to report."""
+    coordinator = running(nodes=2, run_path="/runs/a")
+    for worker in ("n1/1", "n2/1"):
+        coordinator.update(worker, WorkerPhase.TRAINING, in_place=True)
+    coordinator.restart()
+    assert not coordinator.stop("a").error
+    for name in ("n1", "n2"):
+        coordinator.agent(name)
+    assert coordinator.job("a").record.phase is JobPhase.RUNNING
+    assert not coordinator.sent(StopWorker)

@@ -51,7 +51,7 @@ def on_stop(cluster: ClusterState, event: StopRequested) -> None:
     if job is None:
         return
     job.hurries = event.now
-    if not event.now and job.spec.run_path and job.is_in_place():
+    if not event.now and job.spec.run_path and _may_be_in_place(cluster, job):
         if not job.stopping:
             job.reset_release()
             job.paused, job.stopping = True, reason
@@ -61,6 +61,14 @@ def on_stop(cluster: ClusterState, event: StopRequested) -> None:
     else:
         reconcile.end_job(cluster, job, JobPhase.STOPPED, reason)
     cluster.do(Reply(event.request_id, "", job.job_id))
+
+
+def _may_be_in_place(cluster: ClusterState, job: JobState) -> bool:
+    """Return whether it trains in a loop, or that is not known yet after a restart of ours."""
+    members = (job.workers.get(worker_id) for worker_id in job.member_ids() if job.is_open)
+    return job.is_in_place() or any(
+        worker is not None and cluster.node_of(worker).unconfirmed for worker in members
+    )
 
 
 def on_pause(cluster: ClusterState, event: PauseRequested) -> None:
