@@ -260,7 +260,7 @@ class ChildProcesses:
         if self._check_timer is not None:
             self._check_timer.cancel()
         deadline = self._loop.time() + timeout_s
-        while not self._are_zygotes_gone():
+        while not self._reap_zygotes():
             if self._loop.time() >= deadline:
                 break
             await asyncio.sleep(END_PAUSE_S)
@@ -320,8 +320,8 @@ class ChildProcesses:
             if ends.killed:
                 self.kill(process_id, ends.killed)
 
-    def _are_zygotes_gone(self) -> bool:
-        """Reap the zygotes that were closed; return whether none is left."""
+    def _reap_zygotes(self) -> bool:
+        """Reap the zygotes that have ended; return whether none of the lost ones is left."""
         self._unreaped = [zygote for zygote in self._unreaped if not zygote.is_gone()]
         return not self._unreaped
 
@@ -446,7 +446,7 @@ class ChildProcesses:
             if stopped != child.stopped:
                 child.stopped = stopped
                 self._post(ProcessStopped(child.process_id, stopped))
-        self._are_zygotes_gone()
+        self._reap_zygotes()
         if self._launch.zygote and not self._forking:
             # Not during a fork: the new process's exit must be reported, and its pid stay taken.
             zygotes = {zygote.pid for zygote in (self._zygote, *self._unreaped) if zygote}

@@ -232,7 +232,9 @@ class DataIterator:
     def _batches(self, size: int, *, drop_last: bool) -> Iterator[Batch]:
         """Yield this rank's batches, from the position that was loaded, if one was."""
         if self._pass is not None:  # The pass before was left early: this is the next one.
-            self._epoch, self._left, self._pass = self._epoch + 1, None, None
+            self._epoch += 1
+            self._left = None
+            self._pass = None
         left = self._left_now()
         if not left:
             self._epoch, left = self._epoch + 1, [(0, self.table.rows)]

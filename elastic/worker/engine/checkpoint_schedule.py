@@ -91,7 +91,9 @@ class CheckpointScheduler:
 
     def enter(self, place: WorkerContext) -> None:
         """Be in this group from here on."""
-        self._place, self._snapshotter, self._steps_here = place, place.snapshotter, 0
+        self._place = place
+        self._snapshotter = place.snapshotter
+        self._steps_here = 0
         if self._snapshotter is not None:
             self._snapshotter.configure(self._options)
             self._snapshotter.enter(

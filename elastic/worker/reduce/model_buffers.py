@@ -100,6 +100,11 @@ def _is_averaged(buffer: torch.Tensor) -> bool:
     return buffer.is_floating_point() or buffer.is_complex()
 
 
+def _width(buffer: torch.Tensor) -> int:
+    """Return how many of `_numbers` each value becomes."""
+    return 2 if buffer.is_complex() or buffer.dtype is torch.int64 else 1
+
+
 def _numbers(buffer: torch.Tensor) -> torch.Tensor:
     """Return a buffer's values as float64, (n,), without loss: parts of complex ones, halves."""
     flat = buffer.reshape(-1)
@@ -269,7 +274,7 @@ class ModelBuffers:
             for name in sorted(self._changed):
                 kept = self._changed[name]
                 buffer = kept.buffer
-                end = start + _numbers(buffer).numel()
+                end = start + buffer.numel() * _width(buffer)
                 value = total[start:end]
                 kept.set_back(
                     _buffer_of(value / samples if _is_averaged(buffer) else value, buffer)
