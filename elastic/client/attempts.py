@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 TRAINER_FILE = "trainer.pkl"
 LOCK_S, LOCK_POLL_S = 5.0, 0.05
-LEFT_BY_A_KILL = re.compile(rf"{re.escape(TRAINER_FILE)}(\.partial)?|run\.json(\.\w+)?\.partial")
+LEFT_BY_A_KILL = re.compile(rf"{re.escape(TRAINER_FILE)}(\.\w+\.partial)?|run\.json\.\w+\.partial")
 """Files in a directory whose run was killed before it had begun."""
 
 JobOf = Callable[[str], JobRecord | None]

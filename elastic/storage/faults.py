@@ -78,6 +78,18 @@ def is_about_credentials(error: BaseException) -> bool:
     )
 
 
+def is_name_taken(error: BaseException) -> bool:
+    """Return whether a conditional write was refused because there is an object of the name.
+
+    s3fs raises `FileExistsError` only if the reply names the condition, as that of AWS does;
+    MinIO, Ceph and others answer 412 without it.
+    """
+    return isinstance(error, FileExistsError) or any(
+        _status(one) == http.HTTPStatus.PRECONDITION_FAILED or _code(one) == "PreconditionFailed"
+        for one in _chain(error)
+    )
+
+
 def _is_passing(error: BaseException) -> bool:
     status = _status(error)
     return (

@@ -29,16 +29,16 @@ class LocalFile:
     """A file that is written sequentially, once; for use in a `with` block."""
 
     def __init__(self, path: str, buffer_bytes: int = BUFFER_BYTES) -> None:
-        """Create or truncate the file.
+        """Create the file.
 
         Args:
             path: of the file.
             buffer_bytes: size of the write buffer, a multiple of `ALIGN`.
 
         Raises:
-            OSError: it cannot be opened.
+            OSError: it exists, or cannot be created.
         """
-        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         self._buffer: npt.NDArray[np.uint8] | None = None
         self._buffer_bytes = buffer_bytes
         self._used = 0

@@ -20,6 +20,7 @@ import json
 import logging
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from elastic.errors import StorageError
@@ -38,6 +39,23 @@ AGAIN_S = 2.0
 """Pause before the next write after a failed one."""
 
 
+@dataclass
+class _Part:
+    """A file or object, and the lines of it that this process has.
+
+    Attributes:
+        name: in the run directory.
+        lines: of an object all of them; of a file those that are not appended yet.
+        num_written: how many of the lines are written.
+        num_bytes: of the lines.
+    """
+
+    name: str
+    lines: list[bytes] = field(default_factory=list)
+    num_written: int = 0
+    num_bytes: int = 0
+
+
 class MetricsLog:
     """Writes the reports of one rank; used by one thread of one process."""
 
@@ -53,13 +71,11 @@ class MetricsLog:
         self._impatient = Files(files.path, patience_s=min(TIMEOUT_S, files.patience_s))
         self._rank = rank
         self._flush_s = flush_s
-        self._name = "" if files.is_object_store else log_name(rank)
         self._generation: Any = None
-        # For a file the lines to append; for an object its whole content, `_num_written` of which
-        # are written.
-        self._lines: list[bytes] = []
-        self._num_bytes = self._num_written = 0
-        self._is_failing = False
+        # The last one receives lines. A line stays in its part also if a write of it fails: the
+        # write may have succeeded without its answer, and in two parts it would be read twice.
+        self._parts = [] if files.is_object_store else [_Part(log_name(rank))]
+        self._num_unwritten = 0
         self._not_before = 0.0
 
     def append(self, record: dict[str, Any]) -> None:
@@ -75,13 +91,18 @@ class MetricsLog:
         line = (json.dumps(record) + "\n").encode()
         if self._files.is_object_store:
             generation = record.get("generation")
-            if generation != self._generation or self._num_bytes >= PART_BYTES_MAX:
-                self._begin_part(record)
-        self._lines.append(line)
-        self._num_bytes += len(line)
+            is_full = not self._parts or self._parts[-1].num_bytes >= PART_BYTES_MAX
+            if is_full or generation != self._generation:
+                unix_ns = int(record.get("unix_ns", 0)) or time.time_ns()
+                self._parts.append(_Part(f"{FOLDER}/{unix_ns:020d}-rank{self._rank}.jsonl"))
+                self._generation = generation
+        part = self._parts[-1]
+        part.lines.append(line)
+        part.num_bytes += len(line)
+        self._num_unwritten += len(line)
         self._forget_oldest()
         if time.monotonic() >= self._not_before:
-            self._write(TIMEOUT_S)
+            self._write(self._impatient)
 
     def flush(self) -> None:
         """Write all lines.
@@ -89,46 +110,33 @@ class MetricsLog:
         Raises:
             StorageError: they cannot be written; the next attempt includes them.
         """
-        self._write(self._files.patience_s)
+        self._write(self._files)
 
-    def _begin_part(self, record: dict[str, Any]) -> None:
-        """Start a new object for later lines, after completing the present one.
-
-        If that fails, its missing lines go into the new object.
-        """
-        try:
-            if not self._is_failing or time.monotonic() >= self._not_before:
-                self._write(TIMEOUT_S)
-        except StorageError as error:
-            log.warning("metrics_kept rank=%d error=%r", self._rank, str(error))
-        self._lines = self._lines[self._num_written :]
-        self._num_bytes, self._num_written = sum(map(len, self._lines)), 0
-        unix_ns = int(record.get("unix_ns", 0)) or time.time_ns()
-        self._name = f"{FOLDER}/{unix_ns:020d}-rank{self._rank}.jsonl"
-        self._generation = record.get("generation")
-
-    def _write(self, patience_s: float) -> None:
-        if self._num_written == len(self._lines):
+    def _write(self, files: Files) -> None:
+        if not self._num_unwritten:
             return
-        files = self._files if patience_s > TIMEOUT_S else self._impatient
-        data = b"".join(self._lines)
         # Set before the attempt, so that a failing store is not tried at every report.
-        self._not_before, self._is_failing = time.monotonic() + AGAIN_S, True
-        if files.is_object_store:
-            files.write(self._name, data)
-            self._num_written = len(self._lines)
-        else:
-            files.append(self._name, data)
-            self._lines, self._num_bytes = [], 0
-        self._is_failing = False
+        self._not_before = time.monotonic() + AGAIN_S
+        for part in self._parts:
+            if part.num_written == len(part.lines):
+                continue
+            if files.is_object_store:
+                files.write(part.name, b"".join(part.lines))
+                part.num_written = len(part.lines)
+            else:
+                files.append(part.name, b"".join(part.lines))
+                part.lines, part.num_bytes = [], 0
+        self._parts, self._num_unwritten = self._parts[-1:], 0
         flush_s = self._flush_s if files.is_object_store else 0.0
         self._not_before = time.monotonic() + flush_s
 
     def _forget_oldest(self) -> None:
         lost = 0
-        while self._num_bytes > KEPT_BYTES_MAX and len(self._lines) > 1:
-            self._num_bytes -= len(self._lines.pop(0))
-            self._num_written = max(0, self._num_written - 1)
+        while self._num_unwritten > KEPT_BYTES_MAX:
+            part = next(part for part in self._parts if part.num_written < len(part.lines))
+            num_bytes = len(part.lines.pop(part.num_written))
+            part.num_bytes -= num_bytes
+            self._num_unwritten -= num_bytes
             lost += 1
         if lost:
             log.warning("metrics_lost rank=%d lines=%d: storage takes none", self._rank, lost)
@@ -147,10 +155,7 @@ def read_metrics(files: Files, rank: int) -> list[dict[str, Any]]:
     Raises:
         StorageError: the metrics exist and cannot be read.
     """
-    names = [log_name(rank)]
-    if files.is_object_store:
-        names += files.list(f"{FOLDER}/*-rank{rank}.jsonl")
-    return [row for name in names for row in _rows(files, name)]
+    return [row for name in _names(files, rank) for row in _rows(files, name)]
 
 
 class MetricsReader:
@@ -163,9 +168,14 @@ class MetricsReader:
             files: the run directory.
             rank: of the reports.
         """
-        self._files, self._rank = files, rank
-        self._seen = 0
-        """Bytes read of a local file; rows read elsewhere."""
+        self._files = files
+        self._rank = rank
+        self._num_bytes = 0
+        """Read of a local file."""
+        self._num_rows: dict[str, int] = {}
+        """Read of each file or part elsewhere. A part with an older name may grow after a newer
+        one was read: another process writes it, whose clock is behind or whose reports were late.
+        """
 
     def read(self) -> list[dict[str, Any]]:
         """Return the reports since the last call; an unfinished line is returned later.
@@ -174,19 +184,22 @@ class MetricsReader:
             StorageError: the metrics exist and cannot be read.
         """
         if not self._files.is_local:
-            rows = read_metrics(self._files, self._rank)[self._seen :]
-            self._seen += len(rows)
+            rows = []
+            for name in _names(self._files, self._rank):
+                found = _rows(self._files, name)
+                rows += found[self._num_rows.get(name, 0) :]
+                self._num_rows[name] = len(found)
             return rows
         try:
             with open(f"{self._files.root}/{log_name(self._rank)}", "rb") as file:
-                file.seek(self._seen)
+                file.seek(self._num_bytes)
                 data = file.read()
         except FileNotFoundError:
             return []
         except OSError as error:
             raise StorageError(f"metrics of rank {self._rank} cannot be read: {error}") from error
         whole = data[: data.rfind(b"\n") + 1]
-        self._seen += len(whole)
+        self._num_bytes += len(whole)
         return _rows_in(whole)
 
 
@@ -236,6 +249,12 @@ def has_metrics(files: Files) -> bool:
         StorageError: storage cannot be read.
     """
     return files.exists(log_name(0)) or files.exists(FOLDER)
+
+
+def _names(files: Files, rank: int) -> list[str]:
+    """Return the names of a rank's file and parts, whether or not they exist, oldest first."""
+    parts = files.list(f"{FOLDER}/*-rank{rank}.jsonl") if files.is_object_store else []
+    return [log_name(rank), *parts]
 
 
 def _rows(files: Files, name: str) -> list[dict[str, Any]]:

@@ -14,6 +14,7 @@ import zlib
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
+from elastic.storage.faults import is_name_taken
 from elastic.storage.local_file import LocalFile
 
 PARTIAL = ".partial"
@@ -46,7 +47,7 @@ def local_output(final: str) -> Iterator[OutputFile]:
     """Yield a local file that has its final name, and is durable, after the `with` block."""
     folder = os.path.dirname(final)
     os.makedirs(folder, exist_ok=True)
-    partial = final + PARTIAL
+    partial = _partial(final)
     with _removed_on_error(partial):
         with LocalFile(partial) as file:
             yield OutputFile(file)
@@ -75,7 +76,7 @@ def object_output(fs: Any, final: str) -> Iterator[OutputFile]:
 def renamed_output(fs: Any, final: str) -> Iterator[OutputFile]:
     """Yield a file of another file system that has its final name after the `with` block."""
     fs.makedirs(final.rpartition("/")[0], exist_ok=True)
-    partial = final + PARTIAL
+    partial = _partial(final)
     try:
         with fs.open(partial, "wb") as file:
             yield OutputFile(file)
@@ -90,8 +91,7 @@ def create_local(final: str, data: bytes) -> bool:
     """Write a local file unless the name is taken; return whether it was written."""
     folder = os.path.dirname(final)
     os.makedirs(folder, exist_ok=True)
-    # Several processes may try at once: each has its own partial file; only one link succeeds.
-    partial = f"{final}.{secrets.token_hex(4)}{PARTIAL}"
+    partial = _partial(final)  # Of several processes that try at once, one link succeeds.
     try:
         with open(partial, "xb") as file:
             file.write(data)
@@ -118,9 +118,9 @@ def create_object(fs: Any, final: str, data: bytes) -> bool:
     """Write an object unless the name is taken; return whether it was written."""
     try:
         fs.pipe_file(final, data, mode="create")
-    except FileExistsError:
-        return False
     except (NotImplementedError, TypeError, OSError) as error:
+        if is_name_taken(error):
+            return False
         # A store or client without conditional writes.
         if isinstance(error, OSError) and error.errno != errno.ENOSYS:
             raise
@@ -167,6 +167,11 @@ def append_local(path: str, data: bytes) -> None:
             with contextlib.suppress(OSError):
                 file.truncate(before)
             raise
+
+
+def _partial(final: str) -> str:
+    """Return a name that no other writer has: one of an older generation may still be writing."""
+    return f"{final}.{secrets.token_hex(4)}{PARTIAL}"
 
 
 @contextlib.contextmanager

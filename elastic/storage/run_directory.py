@@ -154,7 +154,7 @@ class RunDirectory:
                 if relative in OURS:
                     continue  # The directory is a copy of an older checkpoint.
                 if claim(relative):
-                    files.append(_copied(path, target, relative))
+                    files.append(self._copied(path, target, name, relative))
                 else:
                     files.append(StoredFile(relative, path.stat().st_size))
             return tuple(files)
@@ -163,6 +163,17 @@ class RunDirectory:
             raise StorageError(
                 f"cannot store {current} in {self.checkpoint_path(name)}: {reason}"
             ) from error
+
+    def _copied(self, path: Path, target: Files, name: str, relative: str) -> StoredFile:
+        def copy(output: OutputFile) -> None:
+            with open(path, "rb") as file:
+                while chunk := file.read(CHUNK_BYTES):
+                    output.write(chunk)
+            # Before the file gets its name: a process of an older generation may have stood still
+            # while a newer one committed a checkpoint with the same name, chosen by the script.
+            self.check_free(name)
+
+        return target.put(relative, copy)
 
     def weigh(self, name: str, *, claim: Callable[[str], bool]) -> tuple[StoredFile, ...]:
         """Return the files of a checkpoint that the script has written itself, with checksums.
@@ -238,8 +249,13 @@ class RunDirectory:
             log.warning("checkpoint_damaged path=%s error=%r", files.path, str(error))
             return None
 
-    def finish(self, name: str) -> bool:
+    def finish(self, name: str, own: CheckpointMarker | None = None) -> bool:
         """Write the marker of a checkpoint that the coordinator has recorded; idempotent.
+
+        Args:
+            name: of the checkpoint.
+            own: what this member prepared; another one may have prepared a checkpoint of this name
+                since, which the coordinator has not recorded.
 
         Returns:
             Whether it has one now: not if it was set aside, or if nothing was prepared.
@@ -255,7 +271,7 @@ class RunDirectory:
         marker = self.prepared(name)
         if marker is None:
             return files.exists(MARKER)  # Another member may have finished it just now.
-        self.commit(name, marker)
+        self.commit(name, own or marker)
         return True
 
     def commit(self, name: str, marker: CheckpointMarker) -> str:
@@ -481,15 +497,6 @@ def _files_below(folder: Path, above: tuple[os.stat_result, ...] = ()) -> Iterat
         else:
             os.stat(path)  # Raises for a broken symlink.
             raise OSError(errno.EINVAL, "it is no regular file", str(path))
-
-
-def _copied(path: Path, target: Files, relative: str) -> StoredFile:
-    def copy(output: OutputFile) -> None:
-        with open(path, "rb") as file:
-            while chunk := file.read(CHUNK_BYTES):
-                output.write(chunk)
-
-    return target.put(relative, copy)
 
 
 def _owner(data: bytes) -> str:

@@ -187,6 +187,12 @@ def test_a_store_without_conditional_writes_is_looked_at_first(s3: Trouble) -> N
     assert files.read(MARKER) == b"first"
 
 
+def test_a_store_may_refuse_a_taken_name_without_saying_why(s3: Trouble) -> None:
+    files = Files(URL, patience_s=0)
+    s3.plan("PUT", 412, "PreconditionFailed")
+    assert not files.create(MARKER, b"second")
+
+
 # ---------------------------------------------------------------------------------------- metrics
 
 

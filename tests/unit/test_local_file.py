@@ -52,7 +52,7 @@ def test_sizes_drawn_at_random_make_no_difference(tmp_path: Path) -> None:
     for seed in range(30):
         draw = random.Random(seed)
         pieces = [draw.randbytes(draw.randrange(2 * BUFFER)) for _ in range(draw.randrange(6))]
-        assert written(tmp_path / "file", pieces) == b"".join(pieces), f"seed {seed}"
+        assert written(tmp_path / f"file{seed}", pieces) == b"".join(pieces), f"seed {seed}"
 
 
 def test_a_file_system_that_refuses_direct_writes_is_written_as_usual(

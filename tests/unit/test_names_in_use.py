@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import pytest
@@ -12,7 +13,7 @@ from elastic.errors import DamagedCheckpoint, StorageError
 from elastic.storage.files import Files
 from elastic.storage.integrity import read_marker
 from elastic.storage.marker import CheckpointMarker, StoredFile
-from elastic.storage.metrics import MetricsLog, read_metrics
+from elastic.storage.metrics import MetricsLog, MetricsReader, read_metrics
 from elastic.storage.run_directory import RunDirectory
 
 
@@ -88,28 +89,52 @@ def test_folders_behind_links_are_part_of_a_checkpoint_and_broken_links_are_refu
         run.upload(source, "d", claim=lambda _: True)
 
 
-def test_lines_that_a_part_has_do_not_go_along_into_the_next_one(
+def reported(number: int, generation: int = 1) -> dict[str, Any]:
+    return {"generation": generation, "unix_ns": number + 1, "metrics": {"n": number}}
+
+
+def numbers(rows: list[dict[str, Any]]) -> list[int]:
+    return [row["metrics"]["n"] for row in rows]
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_a_failed_write_neither_loses_nor_doubles_a_line(
+    monkeypatch: pytest.MonkeyPatch, is_lost: bool
+) -> None:
+    """`is_lost`: the store has written the lines, and only its answer was lost."""
+    monkeypatch.setattr(Files, "is_object_store", True)
+    files = Files(f"memory://metrics-parts-{is_lost}", patience_s=0)
+    log = MetricsLog(files, 0, flush_s=0.0)
+    for number in range(3):
+        log.append(reported(number))
+    real = Files.write
+
+    def fail(files: Files, name: str, data: bytes) -> None:
+        if is_lost:
+            real(files, name, data)
+        raise StorageError("no answer")
+
+    monkeypatch.setattr(Files, "write", fail)
+    with pytest.raises(StorageError):
+        log.append(reported(3))
+    log.append(reported(4, generation=2))
+    monkeypatch.setattr(Files, "write", real)
+    monkeypatch.setattr(log, "_not_before", 0.0)
+    log.append(reported(5, generation=2))
+    assert numbers(read_metrics(files, 0)) == [0, 1, 2, 3, 4, 5]
+
+
+def test_a_reader_returns_each_row_once_whatever_the_writers_clocks_say(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(Files, "is_object_store", True)
-    files = Files("memory://metrics-parts", patience_s=0)
-    log = MetricsLog(files, 0, flush_s=0.0)
-
-    def report(number: int, generation: int) -> None:
-        log.append({"generation": generation, "unix_ns": number + 1, "metrics": {"n": number}})
-
-    for number in range(3):
-        report(number, 1)
-    real = Files.write
-
-    def away(*_: object) -> None:
-        raise StorageError("away")
-
-    monkeypatch.setattr(Files, "write", away)
-    with pytest.raises(StorageError):
-        report(3, 1)
-    report(4, 2)
-    monkeypatch.setattr(Files, "write", real)
-    monkeypatch.setattr(log, "_not_before", 0.0)
-    report(5, 2)
-    assert [row["metrics"]["n"] for row in read_metrics(files, 0)] == [0, 1, 2, 3, 4, 5]
+    files = Files("memory://metrics-clocks")
+    reader = MetricsReader(files, 0)
+    MetricsLog(files, 0, flush_s=0.0).append(reported(10))
+    assert numbers(reader.read()) == [10]
+    behind = MetricsLog(files, 0, flush_s=0.0)
+    behind.append(reported(5))
+    assert numbers(reader.read()) == [5]
+    behind.append(reported(6))
+    assert numbers(reader.read()) == [6]
+    assert reader.read() == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 
 import pytest
@@ -59,13 +60,42 @@ def test_an_unknown_file_system_is_refused() -> None:
         RunDirectory("nosuch://bucket/run")
 
 
-@pytest.mark.root
-def test_a_full_disk_is_told_from_a_real_one(tmp_path: Path) -> None:
-    source = directory_with(tmp_path / "source", model="x")
-    (tmp_path / "run/checkpoints/c1").mkdir(parents=True)
-    (tmp_path / "run/checkpoints/c1/model.partial").symlink_to("/dev/full")
-    with pytest.raises(StorageError, match="disk full"):
-        RunDirectory(str(tmp_path / "run")).upload(source, "c1", claim=take_all)
+def test_a_full_disk_is_named(tmp_path: Path) -> None:
+    source = directory_with(tmp_path / "source", model="x" * 10_000)
+    run = RunDirectory(str(tmp_path / "run"))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+    try:
+        with pytest.raises(StorageError, match="disk full"):
+            run.upload(source, "c1", claim=take_all)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert run.checkpoint("c1").tree() == []
+
+
+def test_a_late_writer_does_not_replace_a_file_of_a_committed_checkpoint(tmp_path: Path) -> None:
+    late = directory_with(tmp_path / "late", model="late")
+    newer = directory_with(tmp_path / "newer", model="newer")
+    run = RunDirectory(str(tmp_path / "run"))
+
+    def claim(_: str) -> bool:
+        # The process stood still here, and the next generation stored a checkpoint of this name.
+        run.upload(newer, "best", claim=take_all)
+        run.commit("best", marker())
+        return True
+
+    with pytest.raises(StorageError, match="exists already"):
+        run.upload(late, "best", claim=claim)
+    assert run.checkpoint("best").read("model") == b"newer"
+
+
+def test_a_member_finishes_what_it_had_recorded(tmp_path: Path) -> None:
+    run = RunDirectory(str(tmp_path))
+    own = marker(unix_ns=2)
+    run.prepare("best", own)
+    run.prepare("best", marker(unix_ns=1))  # By a late process, which nobody has recorded.
+    assert run.finish("best", own)
+    assert run.marker("best") == own
 
 
 def test_metrics_that_storage_never_takes_are_bounded(

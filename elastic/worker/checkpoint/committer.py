@@ -264,7 +264,7 @@ class Committer:
         commit.is_recorded = True
         with self._changed:
             self._recorded.add(name)
-        is_there = run.finish(name)
+        is_there = run.finish(name, commit.marker)
         with self._changed:
             self._recorded.discard(name)
         if not is_there:
