@@ -27,7 +27,7 @@ from tests.patience import wait_for
 
 HANG_TIMEOUT_S = 3.0
 OPTIONS = ("--model", "cnn", "--scaler")
-PACE_S = 0.03
+PACE_S = 0.06
 """Of a micro-batch: the undisturbed run, which has all of them to do alone, is to stay ahead."""
 
 

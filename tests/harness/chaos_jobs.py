@@ -129,7 +129,7 @@ def chaos_job(
     finish = directory / "finish"
     if kind == "steps":
         options: tuple[str, ...] = ("--width", "64", "--samples", "1000")
-        args = (*options, "--epochs", str(ENDLESS), "--pace", "0.01")
+        args = (*options, "--epochs", str(ENDLESS), "--pace", "0.03")
         args = (*args, "--trace", str(directory / "trace"))
         if save_every:
             args = (*args, "--save-every", str(save_every))

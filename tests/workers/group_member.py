@@ -1,9 +1,10 @@
 """A process that forms and aborts groups on request, with one JSON line per order.
 
-Run as `python -m tests.workers.group_member`. The control thread reads the orders. It carries out
-those in AT_ONCE itself; the main thread carries out the others, one after the other. The reply to
-each is one line with the order's id, the value or the error, and the start and end times in
-seconds (CLOCK_MONOTONIC, which all processes of a machine share).
+`python -m tests.workers.group_member` forks one for each connection that it receives over its
+standard input, a socket; see `members.Template`. In a member the control thread reads the orders.
+It carries out those in AT_ONCE itself; the main thread carries out the others, one after the other.
+The reply to each is one line with the order's id, the value or the error, and the start and end
+times in seconds (CLOCK_MONOTONIC, which all processes of a machine share).
 """
 
 from __future__ import annotations
@@ -13,11 +14,14 @@ import gc
 import json
 import os
 import queue
+import select
+import signal
 import socket
 import sys
 import threading
 import time
 import warnings
+from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -301,7 +305,7 @@ def answer(member: Member, order: dict[str, Any]) -> None:
     sys.stdout.flush()
 
 
-def main() -> None:
+def serve() -> None:
     """Handle orders until standard input ends."""
     member = Member()
     orders: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
@@ -320,6 +324,50 @@ def main() -> None:
     print(json.dumps({"id": 0, "began": 0.0, "ended": 0.0}), flush=True)
     while True:
         answer(member, orders.get())
+
+
+def main() -> None:
+    """Fork a member for each connection that arrives, and report its pid and its exit code."""
+    control = socket.socket(fileno=os.dup(0))
+    wakes, woken = socket.socketpair()
+    woken.setblocking(False)
+    signal.set_wakeup_fd(woken.fileno())
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    while True:
+        ready, _, _ = select.select([control, wakes], [], [])
+        if wakes in ready:
+            wakes.recv(64)
+            for pid, code in ended():
+                report(control, pid=pid, code=code)
+        if control not in ready:
+            continue
+        data, connections, _, _ = socket.recv_fds(control, 1, 1)
+        if not data:
+            return
+        pid = os.fork()
+        if not pid:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            for one in (control, wakes, woken):
+                one.close()
+            for standard in (0, 1):
+                os.dup2(connections[0], standard)
+            os.close(connections[0])
+            serve()
+        os.close(connections[0])
+        report(control, pid=pid)
+
+
+def ended() -> Iterator[tuple[int, int]]:
+    """Yield pid and exit code of each member that has ended."""
+    with contextlib.suppress(ChildProcessError):
+        while (found := os.waitpid(-1, os.WNOHANG))[0]:
+            yield found[0], os.waitstatus_to_exitcode(found[1])
+
+
+def report(control: socket.socket, **what: int) -> None:
+    """Send a line to the owner of the crew."""
+    control.sendall(json.dumps(what).encode() + b"\n")
 
 
 if __name__ == "__main__":

@@ -5,18 +5,23 @@ Rule: every wait has a deadline, and the owner of a crew ends all its processes.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import queue
 import signal
+import socket
 import subprocess
 import sys
 import threading
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.patience import DEADLINE_S
+import psutil
+
+from tests.patience import DEADLINE_S, wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -35,19 +40,75 @@ class Answer:
         return (self.ended - self.began) * 1e3
 
 
+class Template:
+    """A process that has imported torch, and from which the members are forked.
+
+    An import of torch takes each process seconds of processor.
+    """
+
+    def __init__(self) -> None:
+        self._control, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tests.workers.group_member"],
+                cwd=ROOT,
+                stdin=theirs,
+                stderr=subprocess.DEVNULL,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )
+        self._forked: queue.SimpleQueue[Forked] = queue.SimpleQueue()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def fork(self, connection: socket.socket) -> Forked:
+        """Fork a member that receives its orders over this connection."""
+        socket.send_fds(self._control, [b"f"], [connection.fileno()])
+        return self._forked.get(timeout=DEADLINE_S)
+
+    def _read(self) -> None:
+        members: dict[int, Forked] = {}
+        with self._control.makefile() as lines:
+            for line in lines:
+                said = json.loads(line)
+                if "code" in said:
+                    members.pop(said["pid"]).code.set_result(said["code"])
+                else:
+                    one = members[said["pid"]] = Forked(said["pid"], Future())
+                    self._forked.put(one)
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.wait(DEADLINE_S)
+        self._reader.join(DEADLINE_S)
+        self._control.close()
+
+
+@dataclass(frozen=True)
+class Forked:
+    """A process that a template has forked; `code` is its exit code, -N for signal N."""
+
+    pid: int
+    code: Future[int]
+
+    def poll(self) -> int | None:
+        return self.code.result() if self.code.done() else None
+
+    def wait(self, timeout_s: float = DEADLINE_S) -> int:
+        return self.code.result(timeout_s)
+
+    def signal(self, number: int) -> None:
+        if not self.code.done():
+            os.kill(self.pid, number)
+
+
 class MemberProcess:
     """One process and the orders that were sent to it."""
 
-    def __init__(self) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.workers.group_member"],
-            cwd=ROOT,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
+    def __init__(self, template: Template) -> None:
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            self._orders, self._lines = ours.makefile("w"), ours.makefile("r")
+            self.process = template.fork(theirs)
         self._answers: dict[int, queue.SimpleQueue[Answer]] = {0: queue.SimpleQueue()}
         self._next = 1
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -58,8 +119,7 @@ class MemberProcess:
         return self.process.pid
 
     def _read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
+        for line in self._lines:
             said = json.loads(line)
             self._answers[said["id"]].put(
                 Answer(said.get("value"), said.get("error", ""), said["began"], said["ended"])
@@ -69,10 +129,9 @@ class MemberProcess:
         """Send an order; return its number."""
         number, self._next = self._next, self._next + 1
         self._answers[number] = queue.SimpleQueue()
-        assert self.process.stdin is not None
         line = json.dumps({"id": number, "do": order, "with": arguments})
-        self.process.stdin.write(line + "\n")
-        self.process.stdin.flush()
+        self._orders.write(line + "\n")
+        self._orders.flush()
         return number
 
     def answer(self, number: int, patience_s: float = DEADLINE_S) -> Answer:
@@ -92,22 +151,23 @@ class MemberProcess:
         return said.value
 
     def signal(self, number: int) -> None:
-        os.kill(self.process.pid, number)
+        self.process.signal(number)
 
     def kill(self) -> None:
-        """Kill the process, stopped or not, and release its pipes."""
-        self.process.kill()
-        self.process.wait(DEADLINE_S)
+        """Kill the process, stopped or not, and close its connection."""
+        self.process.signal(signal.SIGKILL)
+        self.process.wait()
         self._reader.join(DEADLINE_S)
-        for stream in (self.process.stdin, self.process.stdout):
-            if stream is not None and not stream.closed:
-                stream.close()
+        self._lines.close()
+        with contextlib.suppress(BrokenPipeError):  # What it was sent when it was dead already.
+            self._orders.close()
 
 
 class Crew:
     """Members that are reused between tests, since one process must survive many groups."""
 
     def __init__(self) -> None:
+        self._template: Template | None = None
         self._members: list[MemberProcess] = []
         self._generation = 0
 
@@ -115,8 +175,10 @@ class Crew:
         """Return members that reply and are in no group."""
         for one in [one for one in self._members if one.process.poll() is not None]:
             self.retire(one)  # It ended in a test that failed before it retired it.
+        if self._template is None:
+            self._template = Template()
         while len(self._members) < count:
-            self._members.append(MemberProcess())
+            self._members.append(MemberProcess(self._template))
         members = self._members[:count]
         for one in members:
             if not one.is_done(0):
@@ -154,6 +216,9 @@ class Crew:
         """Kill all members; `take` may start others later."""
         while self._members:
             self._members.pop().kill()
+        if self._template is not None:
+            self._template.end()
+            self._template = None
 
 
 def all_ask(members: list[MemberProcess], order: str, **arguments: Any) -> list[Any]:
@@ -178,4 +243,5 @@ def abort_all(members: list[MemberProcess], orders: list[int]) -> list[float]:
 def stop(member: MemberProcess) -> None:
     """Stop a member as a debugger or a stalled host does, and wait until it is stopped."""
     member.signal(signal.SIGSTOP)
-    os.waitid(os.P_PID, member.pid, os.WSTOPPED | os.WNOWAIT)
+    process = psutil.Process(member.pid)
+    wait_for(lambda: process.status() == psutil.STATUS_STOPPED)
