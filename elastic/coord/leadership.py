@@ -3,7 +3,8 @@
 Rule: the leader is the process that wrote the leader key last. Every write of the journal compares
 that key's revision, so a replaced leader can change nothing, even before it notices. Actions
 without a write (orders to agents) are allowed only while the lease that it renewed last is valid by
-its own clock, counted from before the renewal was sent; agents reject an earlier term.
+its own clock, which also runs while its machine is suspended, counted from before the renewal was
+sent; agents reject an earlier term.
 
 Keys, under the journal's prefix:
 
@@ -245,7 +246,7 @@ class Leadership:
         """Return whether no other process can lead now: the renewed lease has not expired."""
         if not self._shared:
             return self._revision > 0
-        return self._clock.monotonic_ns() < self._valid_until_ns
+        return self._clock.boottime_ns() < self._valid_until_ns
 
     async def acquire(self, saw: Callable[[LeaderKey | None], None]) -> None:
         """Wait until this process leads.
@@ -309,7 +310,7 @@ class Leadership:
             return
         while True:
             await anyio.sleep(lease.ttl_s / RENEWALS_PER_TTL)
-            began_ns = self._clock.monotonic_ns()
+            began_ns = self._clock.boottime_ns()
             left_s = (self._valid_until_ns - began_ns) / 1e9
             renewed = await in_time(self._renew(lease), left_s)
             if not self.is_valid() or renewed is None:
@@ -427,7 +428,7 @@ class Leadership:
         A slow store may need most of the lease's time for a write, but little for a renewal, which
         etcd does not write. Counted from before the claim, the lease would always expire first.
         """
-        began_ns = self._clock.monotonic_ns()
+        began_ns = self._clock.boottime_ns()
         renewed = await in_time(self._renew(lease), lease.ttl_s)
         self._valid_until_ns = began_ns + round(lease.ttl_s * 1e9) if renewed else 0
         return self.is_valid()

@@ -11,23 +11,22 @@ from collections.abc import Callable
 
 import anyio
 
+from elastic.runtime.clock import BOOTTIME
+
 POLL_S = 0.25
 SUSPEND_S = 1.0
 """Agents give up a coordinator that is silent for somewhat longer."""
 BUSY = 0.5
 """With this share of the time on a CPU, the process was busy and not suspended."""
 
-CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
-"""A clock that also runs while the machine is suspended, where there is one."""
-
 
 async def watch_suspends(on_woke: Callable[[int], None]) -> None:
     """Call `on_woke` with the length in ns after each suspend; never returns."""
     while True:
-        began_ns, worked_ns = time.clock_gettime_ns(CLOCK), time.process_time_ns()
+        began_ns, worked_ns = time.clock_gettime_ns(BOOTTIME), time.process_time_ns()
         await anyio.sleep(POLL_S)
         slept_ns = suspended_ns(
-            time.clock_gettime_ns(CLOCK) - began_ns, time.process_time_ns() - worked_ns
+            time.clock_gettime_ns(BOOTTIME) - began_ns, time.process_time_ns() - worked_ns
         )
         if slept_ns:
             on_woke(slept_ns)

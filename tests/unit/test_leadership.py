@@ -9,6 +9,7 @@ import pytest
 
 from elastic.coord import leadership
 from elastic.coord.leadership import Leadership
+from elastic.core.config import NS_PER_S
 from elastic.errors import Fenced, NotAuthorized
 from elastic.runtime.clock import SystemClock
 from elastic.store.interface import CommitResult, Compare, Lease, StoreSnapshot, Write
@@ -113,6 +114,27 @@ async def test_who_ends_without_the_password_lets_its_lease_lapse() -> None:
     await leader.acquire(lambda _: None)
     store.is_open = False
     await leader.resign()
+    assert not leader.is_valid()
+
+
+# ------------------------------------------------------------------------------ suspended
+
+
+class SuspendedClock(SystemClock):
+    """The clocks of a machine that was suspended."""
+
+    slept_ns = 0
+
+    def boottime_ns(self) -> int:
+        return super().boottime_ns() + self.slept_ns
+
+
+async def test_a_leader_whose_machine_was_suspended_is_not_valid_when_it_wakes() -> None:
+    clock = SuspendedClock()
+    leader = Leadership(memory_store(), PREFIX, holder("a"), clock, shared=True, ttl_s=60.0)
+    await leader.acquire(lambda _: None)
+    assert leader.is_valid()
+    clock.slept_ns = 61 * NS_PER_S
     assert not leader.is_valid()
 
 
