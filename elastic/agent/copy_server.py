@@ -29,6 +29,7 @@ from elastic.runtime.copy_wire import (
     securing,
     yield_to_training,
 )
+from elastic.runtime.listening import AcceptErrors
 from elastic.runtime.own_tls import ConnectionTls
 
 log = logging.getLogger(__name__)
@@ -76,6 +77,7 @@ class CopyServer:
         # Unauthenticated connections with their hosts, oldest first.
         self._strangers: dict[socket.socket, str] = {}
         self._reported: dict[str, float] = {}
+        self._accept_errors = AcceptErrors("copies of snapshots")
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._socket: socket.socket | None = None
@@ -118,7 +120,7 @@ class CopyServer:
             except OSError as error:
                 if self._socket is None:
                     return
-                log.warning("copies_not_accepted error=%r", str(error))
+                time.sleep(self._accept_errors.pause_s(error))
                 continue
             self._make_room()
             if not self._threads.acquire(timeout=1.0):

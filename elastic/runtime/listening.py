@@ -1,11 +1,43 @@
-"""Server sockets, bound before a daemon reports that it is ready."""
+"""Server sockets: bound before a daemon reports that it is ready, and left alone when full."""
 
 from __future__ import annotations
 
+import logging
 import socket
+import time
 
 from elastic.errors import Unavailable
 from elastic.runtime.rpc import format_endpoint
+
+log = logging.getLogger(__name__)
+
+NO_ROOM_S = 0.1
+"""How long to accept nothing once this process may open no more files: until then `accept` fails at
+once, and the connection that waits wakes its caller again and again."""
+REPORTED_S = 60.0
+
+
+class AcceptErrors:
+    """The failed `accept` calls of one listener; logged once a minute."""
+
+    def __init__(self, what: str) -> None:
+        """Start with none.
+
+        Args:
+            what: the service, for the log.
+        """
+        self._what = what
+        self._reported_at = -REPORTED_S
+
+    def pause_s(self, error: OSError) -> float:
+        """Return how long to accept nothing after this error, 0 if only its client is gone."""
+        if isinstance(error, (BlockingIOError, ConnectionError)):
+            return 0.0
+        now = time.monotonic()
+        if now - self._reported_at >= REPORTED_S:
+            self._reported_at = now
+            log.warning("accepts_nobody what=%r error=%r", self._what, str(error))
+        return NO_ROOM_S
 
 
 def bind(host: str, port: int, what: str, remedy: str) -> socket.socket:

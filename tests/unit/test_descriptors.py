@@ -1,13 +1,22 @@
-"""A process that may open no more files cuts its connections all the same; limits are raised."""
+"""A process that may open no more files: connections are cut all the same, and servers wait."""
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import socket
 import subprocess
 import sys
+from types import SimpleNamespace
+from typing import Any
 
+import pytest
+
+from elastic.agent import copy_server
+from elastic.agent.copy_server import CopyServer
+from elastic.agent.copy_store import CopyStore
+from elastic.runtime.listening import NO_ROOM_S, AcceptErrors
 from elastic.worker.group.sockets import WatchedDescriptor, end_reading
 from tests.patience import DEADLINE_S
 
@@ -66,3 +75,38 @@ def test_children_have_the_limit_that_was_raised() -> None:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     assert run(RAISED).strip() == "200"
     assert resource.getrlimit(resource.RLIMIT_NOFILE) == before
+
+
+# ------------------------------------------------------------------------------ servers
+
+
+class Full:
+    """The listener of a server that may open no more files, and is closed at the third attempt."""
+
+    def __init__(self, server: CopyServer) -> None:
+        self.server = server
+        self.attempts = 0
+
+    def accept(self) -> None:
+        self.attempts += 1
+        if self.attempts == 3:
+            self.server.close()
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+
+def test_a_server_without_room_for_a_connection_waits_and_says_so_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    server, pauses = CopyServer("127.0.0.1", CopyStore(lambda: None)), list[float]()
+    monkeypatch.setattr(copy_server, "time", SimpleNamespace(sleep=pauses.append))
+    listener: Any = Full(server)
+    server._accept(listener)
+    assert pauses == [NO_ROOM_S] * 2
+    assert [record.getMessage() for record in caplog.records] == [
+        "accepts_nobody what='copies of snapshots' error='[Errno 24] Too many open files'"
+    ]
+
+
+def test_a_client_that_is_gone_makes_no_other_wait() -> None:
+    assert not AcceptErrors("x").pause_s(ConnectionAbortedError())
+    assert not AcceptErrors("x").pause_s(BlockingIOError())

@@ -19,6 +19,7 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 
 from elastic.errors import GroupError
+from elastic.runtime.listening import AcceptErrors
 from elastic.runtime.rpc import format_endpoint
 from elastic.worker.group import store_wire
 from elastic.worker.group.store_wire import StoreVerb
@@ -35,8 +36,6 @@ REPORTED_S = 60.0
 READ_BYTES = 1 << 18
 TICK_S = 0.1
 """How exactly waits and strangers are timed."""
-NO_ROOM_S = 0.1
-"""How long nobody is let in once this process may open no more files."""
 
 
 @dataclass
@@ -127,6 +126,7 @@ class StoreServer:
         self._strangers: dict[_StoreClient, None] = {}
         self._reported_at = -REPORTED_S
         self._unreported = 0
+        self._accept_errors = AcceptErrors("the rendezvous store")
         self._shut_until = 0.0
         self._checked_at = 0.0
         self._orders: deque[tuple[int, str]] = deque()
@@ -213,12 +213,11 @@ class StoreServer:
     def _accept(self) -> None:
         try:
             sock, address = self._listener.accept()
-        except (BlockingIOError, ConnectionError):
-            return
         except OSError as error:
-            log.warning("store_lets_nobody_in seconds=%.1f error=%r", NO_ROOM_S, str(error))
-            self._selector.unregister(self._listener)
-            self._shut_until = time.monotonic() + NO_ROOM_S
+            pause_s = self._accept_errors.pause_s(error)
+            if pause_s:
+                self._selector.unregister(self._listener)
+                self._shut_until = time.monotonic() + pause_s
             return
         if len(self._strangers) >= STRANGERS_MAX:
             ((crowd, _),) = Counter(one.host for one in self._strangers).most_common(1)
