@@ -67,11 +67,15 @@ class ServerLimits:
 
 
 class AdmissionLimiter:
-    """Counts and limits the calls in progress."""
+    """Counts and limits the calls in progress.
+
+    Attributes:
+        limits: what is allowed.
+    """
 
     def __init__(self, limits: ServerLimits, clock: Clock) -> None:
         """Start with no calls."""
-        self._limits = limits
+        self.limits = limits
         self._clock = clock
         self._inside: Counter[str] = Counter()
         self._inside_of: Counter[tuple[str, str]] = Counter()
@@ -88,8 +92,8 @@ class AdmissionLimiter:
         Raises:
             Busy: there are too many.
         """
-        most = self._limits.agents_max
-        each = self._limits.streams_per_node_max if node else most
+        most = self.limits.agents_max
+        each = self.limits.streams_per_node_max if node else most
         with self._counted("agents", node, most, each):
             yield
 
@@ -104,7 +108,7 @@ class AdmissionLimiter:
         Raises:
             Busy: there are too many, or their rate is too high.
         """
-        limits = self._limits
+        limits = self.limits
         self._spend(who)
         if streams:
             most, each = limits.streams_max, limits.streams_per_caller_max
@@ -120,7 +124,7 @@ class AdmissionLimiter:
         Raises:
             Busy: none became free in time.
         """
-        has_turn, limits = False, self._limits
+        has_turn, limits = False, self.limits
         with anyio.move_on_after(limits.submission_wait_s_max):
             await self._turns.acquire()
             has_turn = True
@@ -142,7 +146,7 @@ class AdmissionLimiter:
         Raises:
             Busy: there are too many, or their rate is too high.
         """
-        who, limits = f"a stranger at {host}", self._limits
+        who, limits = f"a stranger at {host}", self.limits
         self._spend(who)
         with self._counted("probes", who, limits.probes_max, limits.probes_per_caller_max):
             yield
@@ -165,7 +169,7 @@ class AdmissionLimiter:
 
     def _spend(self, who: str) -> None:
         """Take one call from a caller's token bucket; raise Busy if it is empty."""
-        limits, now_ns = self._limits, self._clock.monotonic_ns()
+        limits, now_ns = self.limits, self._clock.monotonic_ns()
         left, since_ns = self._budgets.pop(who, (limits.burst, now_ns))
         left = min(limits.burst, left + (now_ns - since_ns) / NS_PER_S * limits.rate_per_s)
         self._budgets[who] = (max(0.0, left - 1.0), now_ns)

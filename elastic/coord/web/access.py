@@ -17,8 +17,9 @@ from dataclasses import dataclass, field
 from http.cookies import CookieError, SimpleCookie
 from urllib.parse import parse_qs, urlsplit
 
+import anyio
 from starlette.datastructures import MutableHeaders
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, PlainTextResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -116,8 +117,12 @@ class Gate:
             clock: for the expiry of sessions and certificates.
             is_local: the server listens on loopback only.
         """
-        self._app, self._locks, self._limiter, self._audit = app, locks, limiter, audit
-        self._clock, self._is_local = clock, is_local
+        self._app = app
+        self._locks = locks
+        self._limiter = limiter
+        self._audit = audit
+        self._clock = clock
+        self._is_local = is_local
         self._sessions = Sessions(clock)
 
     @property
@@ -158,12 +163,12 @@ class Gate:
                 is_stream = request.scope["path"].endswith("/stream")
                 with self._limiter.user(who, streams=is_stream):
                     await self._app(scope, receive, send_with_headers)
+        except ClientDisconnect:
+            return  # Nobody is left to answer.
         except ElasticError as error:
-            path: str = request.scope["path"]
-            self._audit.refused(
-                f"{request.method} {path[:100]}",
-                peer=_peer(request), kind=type(error).__name__, reason=str(error),
-            )  # fmt: skip
+            action = f"{request.method} {request.scope['path'][:100]}"
+            kind = type(error).__name__
+            self._audit.refused(action, peer=_peer(request), kind=kind, reason=str(error))
             await self._refusal(request, error)(scope, receive, send_with_headers)
 
     def identify(self, request: Request) -> Caller:
@@ -219,15 +224,13 @@ class Gate:
     async def _login(self, request: Request) -> Response:
         if request.method == "GET":
             return HTMLResponse(login_page("", _then(request.query_params.get("then", "/"))))
-        body = b""
-        async for chunk in request.stream():
-            body += chunk
-            if len(body) > FORM_BYTES_MAX:
-                raise Refused(f"a login of more than {FORM_BYTES_MAX} bytes")
+        limit_s = self._limiter.limits.request_s_max
         try:
-            fields = parse_qs(body.decode("utf-8", "replace"), max_num_fields=8)
-        except ValueError as error:
-            raise Refused(f"not a login: {error}") from None
+            with anyio.fail_after(limit_s):
+                fields = await _login_fields(request)
+        except TimeoutError:
+            text = f"the login did not arrive within {limit_s:g} s; send it again\n"
+            return PlainTextResponse(text, 408, {"connection": "close"})
         token = fields.get("token", [""])[0].strip()
         then = _then(fields.get("then", ["/"])[0])
         caller = self._locks.identify(token, b"", _host(request), self._clock.unix_ns())
@@ -235,9 +238,13 @@ class Gate:
             raise NotPermitted(f"{caller} may not look at jobs")
         response = RedirectResponse(then, status_code=303)
         response.set_cookie(
-            COOKIE, self._sessions.open(token), max_age=SESSION_S, httponly=True,
-            samesite="strict", secure=request.url.scheme == "https", path="/",
-        )  # fmt: skip
+            COOKIE,
+            self._sessions.open(token),
+            max_age=SESSION_S,
+            httponly=True,
+            samesite="strict",
+            secure=request.url.scheme == "https",
+        )
         return response
 
     def _logout(self, request: Request) -> Response:
@@ -247,7 +254,8 @@ class Gate:
         return response
 
     def _refusal(self, request: Request, error: ElasticError) -> Response:
-        status, text = status_of(error), str(error)
+        status = status_of(error)
+        text = str(error)
         headers = {"www-authenticate": "Bearer"} if status == 401 else None
         if "text/html" not in request.headers.get("accept", ""):
             return PlainTextResponse(f"{text}\n", status, headers)
@@ -256,6 +264,24 @@ class Gate:
             had_token = bool(_session_secret(request.headers)) or request.method == "POST"
             return HTMLResponse(login_page(text if had_token else "", then), status, headers)
         return HTMLResponse(plain_page("Refused", text), status, headers)
+
+
+async def _login_fields(request: Request) -> dict[str, list[str]]:
+    """Read the form of a login.
+
+    Raises:
+        Refused: it is too long, or no form.
+        ClientDisconnect: the rest of it will not come.
+    """
+    body = b""
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > FORM_BYTES_MAX:
+            raise Refused(f"a login of more than {FORM_BYTES_MAX} bytes")
+    try:
+        return parse_qs(body.decode("utf-8", "replace"), max_num_fields=8)
+    except ValueError as error:
+        raise Refused(f"not a login: {error}") from None
 
 
 def status_of(error: ElasticError) -> int:
