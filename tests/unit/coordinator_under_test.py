@@ -264,7 +264,7 @@ class Coordinator:
         """Let workers serve their store and wait for a generation."""
         for worker in workers:
             name, _, serial = worker.partition("/")
-            address = f"host-{name}:{5000 + int(serial)}"
+            address = f"host-{name}:{5000 + int(serial) % 1000}"
             self.update(worker, WorkerPhase.READY, store_address=address, pid=100)
 
     def training(self, *workers: str) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from elastic.core.messages import StopWorker
-from elastic.core.world import JobPhase, WorkerPhase
+from elastic.core.world import JobPhase, WorkerId, WorkerPhase
 from tests.unit.coordinator_under_test import STOPPED, Coordinator, running
 
 
@@ -39,3 +41,15 @@ def test_a_stop_before_the_agents_are_back_does_not_throw_away_what_may_be_saved
         coordinator.agent(name)
     assert coordinator.job("a").record.phase is JobPhase.RUNNING
     assert not coordinator.sent(StopWorker)
+
+
+def test_no_worker_id_is_used_again_after_a_term_with_thousands_of_starts() -> None:
+    coordinator = running(nodes=1)
+    old = coordinator.report_of("n1/1")
+    newest = replace(old, worker_id=WorkerId("n1/1500"))
+    coordinator.agents["n1"].workers[newest.worker_id] = newest
+    coordinator.agent("n1")
+    coordinator.restart()
+    coordinator.agent("n1", incarnation=2)
+    coordinator.advance(5)
+    assert [*coordinator.agents["n1"].workers] == ["n1/1000001"]

@@ -63,8 +63,9 @@ GONE_NODES_MAX = 1000
 PLANS_MAX = 100
 """Limit of replanning in one step. The queue is planned again after its last plan was carried
 out, usually once or twice."""
-SERIALS_PER_TERM = 1000
-"""Worker n1/2007 is the seventh that node n1 started under the third coordinator."""
+SERIALS_PER_TERM = 1_000_000
+"""Worker n1/2000007 is the seventh that node n1 started under the third coordinator. More than a
+node starts in a term: the next coordinator does not know the ids that this one has used."""
 
 
 class CoordinatorMachine:
