@@ -436,7 +436,9 @@ class TorchConfig(BackendConfig):
     Attributes:
         backend: "gloo", "nccl", or None: nccl with GPUs, else gloo.
         init_method: "env" or "tcp", of Ray, without effect: the runtime forms groups itself.
-        timeout_s: torch.distributed's own timeout in seconds; a backstop, not the detector.
+        timeout_s: torch.distributed's own timeout in seconds; a backstop, not the detector. Also
+            the time, at least ten minutes, in which a worker must have started: its imports, and
+            what its train function does before it joins a group that trains.
         consistency: of a loop over `train.epochs()`. "bitwise": gradients are added in an order
             that does not depend on the number of workers, so that the weights have the same
             bits whatever happened to the group. "samples": every step has the same samples.

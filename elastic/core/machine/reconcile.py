@@ -368,7 +368,7 @@ def _is_complete(job: JobState) -> bool:
 
 
 def _give_up_stuck(cluster: ClusterState, job: JobState) -> None:
-    """Kill members that did not join in time, and workers that did not leave in time.
+    """Kill workers that did not start, join or leave in time.
 
     Forming members wait for absent ones. If all are forming and none finishes, the hanging one is
     unknown: the group is formed again, and that one will be absent.
@@ -392,7 +392,10 @@ def _give_up_stuck(cluster: ClusterState, job: JobState) -> None:
             continue
         what = f"join generation {job.generation}"
         is_member = job.is_open and job.is_member(worker_id)
-        if is_member and report.phase is WorkerPhase.TRAINING:
+        if report.phase is WorkerPhase.STARTING:
+            since_ns = worker.since_ns
+            what = "get ready"
+        elif is_member and report.phase is WorkerPhase.TRAINING:
             worker.lingers_since_ns = since_ns = lingers_since_ns or since_ns
         elif is_member:
             pass
@@ -409,6 +412,11 @@ def _give_up_stuck(cluster: ClusterState, job: JobState) -> None:
             wake(job, wake_ns)
             continue
         detail = f"did not {what} within {limit_s:g} s"
+        if report.phase is WorkerPhase.STARTING:
+            detail = (
+                f"{worker_id} on node {worker.node_id} {detail}: its log shows where it stands; "
+                f"for a slower start set a larger TorchConfig(timeout_s=)"
+            )
         stop_worker(cluster, job, worker_id, ExitCause(ExitKind.HUNG, detail=detail))
 
 
@@ -453,6 +461,7 @@ def _start_workers(cluster: ClusterState, job: JobState) -> bool:
         report = WorkerReport(worker_id, job.job_id, WorkerPhase.STARTING, NO_GENERATION)
         worker = cluster.add_worker(job, state, report)
         send_worker(cluster, worker, StartWorker(worker_id, job.spec, ahead=in_place))
+        wake(job, cluster.now_ns + ns(timeouts.patience_s(cluster, job, worker)))
         cluster.note("worker_starting", job.job_id, worker=worker_id, node=node_id)
     if (
         not nodes

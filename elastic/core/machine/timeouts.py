@@ -1,4 +1,4 @@
-"""How long members may take to join a group, or to leave one.
+"""How long workers may take to start, to join a group, or to leave one.
 
 Rule: the time of a member that waits for others does not count; it counts for those it waits for.
 """
@@ -15,6 +15,9 @@ from elastic.core.world import WorkerPhase
 DUMP_NS = 3 * NS_PER_S // 10
 """Between the request for stacks and the kill: writing them takes some milliseconds, more on a
 loaded machine."""
+
+START_S_MIN = 600.0
+"""A slow disk may need minutes for the imports of a process, and again for those of its job."""
 
 
 def is_somebody_behind(job: JobState) -> bool:
@@ -65,8 +68,11 @@ def _members(job: JobState) -> list[WorkerState]:
 
 
 def patience_s(cluster: ClusterState, job: JobState, worker: WorkerState) -> float:
-    """Return how long a worker may take to leave its group, or to join one, in seconds."""
+    """Return how long a worker may take to start, or to join or leave a group, in seconds."""
     report = worker.report
+    if report.phase is WorkerPhase.STARTING:
+        # It may run its train function already (`StartWorker.ahead`), up to the first collective.
+        return max(START_S_MIN, job.spec.collective_timeout_s)
     limit_s = cluster.config.form_timeout_s
     if not report.in_place or report.phase is not WorkerPhase.TRAINING:
         return limit_s
