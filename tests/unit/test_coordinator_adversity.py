@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from elastic.core.messages import ReportAck
+from elastic.core.messages import ReportAck, StopWorker
+from elastic.core.world import WorkerPhase
 from tests.unit.coordinator_under_test import Coordinator, running
 
 
@@ -85,3 +86,50 @@ def test_steps_of_an_earlier_group_are_none_of_the_next_one() -> None:
         coordinator.steps(worker, 7, first_ns=70)
     assert coordinator.noted("first_step") == []
     assert [worker.steps for worker in coordinator.job("a").workers] == [0, 0, 0]
+
+
+def suspended() -> Coordinator:
+    """A job of which one worker is left, fewer than its min, and has the state in memory."""
+    coordinator = running(nodes=2, low=2)
+    for worker in ("n1/1", "n2/1"):
+        coordinator.update(worker, WorkerPhase.TRAINING, in_place=True)
+    coordinator.disconnect("n2")
+    coordinator.advance(1)
+    coordinator.ready("n1/1")
+    return coordinator
+
+
+def test_a_survivor_on_a_leaving_node_passes_its_state_on_if_others_come_in_time() -> None:
+    coordinator = suspended()
+    coordinator.notice("n1", 30)
+    coordinator.advance(20)
+    for name in ("n3", "n4"):
+        coordinator.agent(name)
+    coordinator.ready("n3/1", "n4/1")
+    assert coordinator.members("a") == "g2: n1/1 n3/1"
+    coordinator.training("n1/1", "n3/1")
+    coordinator.ready("n1/1", "n3/1")
+    assert coordinator.members("a") == "g3: n3/1 n4/1"
+
+
+def test_a_survivor_on_a_leaving_node_is_ended_at_its_deadline() -> None:
+    coordinator = suspended()
+    coordinator.notice("n1", 30)
+    coordinator.advance(29)
+    assert not coordinator.sent(StopWorker)
+    coordinator.advance(2)
+    assert [m.worker_id for m in coordinator.sent(StopWorker)] == ["n1/1"]
+
+
+def test_who_has_the_state_is_waited_for_while_it_leaves_the_group_that_is_over() -> None:
+    coordinator = running(nodes=2, low=2)
+    for worker in ("n1/1", "n2/1"):
+        coordinator.update(worker, WorkerPhase.TRAINING, in_place=True)
+    coordinator.disconnect("n2")
+    coordinator.advance(1)
+    coordinator.agent("n3")
+    coordinator.scale("a", low=1)
+    coordinator.ready("n3/1")
+    assert coordinator.members("a").startswith("g1")
+    coordinator.ready("n1/1")
+    assert coordinator.members("a") == "g2: n1/1 n3/1"

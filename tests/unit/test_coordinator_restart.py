@@ -53,3 +53,39 @@ def test_no_worker_id_is_used_again_after_a_term_with_thousands_of_starts() -> N
     coordinator.agent("n1", incarnation=2)
     coordinator.advance(5)
     assert [*coordinator.agents["n1"].workers] == ["n1/1000001"]
+
+
+def suspended_and_restarted() -> Coordinator:
+    """A job whose only survivor has the state, and whose coordinator is started anew.
+
+    Two other nodes are back first.
+    """
+    coordinator = running(nodes=2, low=2)
+    for worker in ("n1/1", "n2/1"):
+        coordinator.update(worker, WorkerPhase.TRAINING, in_place=True)
+    coordinator.disconnect("n2")
+    coordinator.advance(1)
+    coordinator.ready("n1/1")
+    restarted(coordinator, "n3", "n4")
+    coordinator.advance(5)
+    for name in ("n3", "n4"):
+        coordinator.ready(*coordinator.agents[name].workers)
+    coordinator.advance(0.1)
+    return coordinator
+
+
+def test_a_suspended_job_forms_with_its_survivors_after_a_long_outage() -> None:
+    coordinator = suspended_and_restarted()
+    coordinator.agent("n1")
+    coordinator.advance(0.1)
+    assert coordinator.members("a").startswith("g2: n1/1 n")
+
+
+def test_a_suspended_job_forms_without_survivors_that_do_not_come_back() -> None:
+    coordinator = suspended_and_restarted()
+    assert coordinator.members("a").startswith("g1")
+    coordinator.advance(10)
+    for name in ("n3", "n4"):
+        coordinator.ready(*coordinator.agents[name].workers)
+    coordinator.advance(0.1)
+    assert coordinator.members("a") == "g2: n3/1000001 n4/1000001"

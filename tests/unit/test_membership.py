@@ -1,8 +1,9 @@
 """Which workers form the next group: tables of facts, and the act and reason that follow.
 
 A worker is written as "a1:train/2", which is worker a/1 in phase TRAINING of generation 2,
-followed by marks: "x" gone, "?" its node does not answer, "L" leaving, "!" must be out by now, "s"
-its process is spent.
+followed by marks: "x" gone, "?" its node does not answer, "L" leaving, "O" leaving without a
+deadline, "!" must be out by now, "s" its process is spent, "i" its loop continues in place, "a" its
+agent is awaited.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ PHASES = {
     "start": WorkerPhase.STARTING, "ready": WorkerPhase.READY, "form": WorkerPhase.FORMING,
     "train": WorkerPhase.TRAINING, "broken": WorkerPhase.BROKEN, "done": WorkerPhase.FINISHED,
 }  # fmt: skip
-WORKER = re.compile(r"([a-z])(\d+):([a-z]+)/(\d+)([x?L!s]*)(?:@(\d+))?")
+WORKER = re.compile(r"([a-z])(\d+):([a-z]+)/(\d+)([x?LO!sia]*)(?:@(\d+))?")
 
 
 def worker(text: str) -> Candidate:
@@ -48,9 +49,11 @@ def worker(text: str) -> Candidate:
         since_ns=ns(int(since or 99)),
         present="x" not in marks,
         reachable="?" not in marks,
-        leaving="L" in marks or "!" in marks,
+        leaving=bool({"L", "O", "!"} & {*marks}),
         leave_by_ns=NOW if "!" in marks else ns(120) if "L" in marks else None,
         spent="s" in marks,
+        in_place="i" in marks,
+        awaited="a" in marks,
     )
 
 
@@ -406,3 +409,46 @@ def test_a_loss_counts_before_a_deadline_and_a_deadline_before_a_broken_group() 
 @pytest.mark.parametrize("act", list(GroupAction))
 def test_a_plan_other_than_form_names_no_members(act: GroupAction) -> None:
     assert GroupPlan(act).members == ()
+
+
+# ---------------------------------------------------------------- who has the state
+
+
+def test_a_suspended_group_is_not_replaced_before_its_members_have_come_or_are_given_up() -> None:
+    """Else committed steps that only they have would be lost."""
+    new = "c1:ready/0 d1:ready/0"
+    for survivor in ("a1:ready/1i?", "a1:train/1i", "a1:train/1?a"):
+        waits = ask(f"{survivor} {new}", "a1 b1", is_open=False)
+        assert answer(waits) == "wait"
+        assert waits.reason == "2 workers ready, waiting for a/1 with the newest state"
+    assert answer(ask(f"a1:ready/1ia {new}", "a1 b1", is_open=False)) == "form resume: a1 c1 d1"
+    # Given up, or without a state that it could pass on.
+    for survivor in ("a1:ready/1ix", "a1:train/1s?", "a1:ready/1?"):
+        assert answer(ask(f"{survivor} {new}", "a1 b1", is_open=False)) == "form resume: c1 d1"
+    # Ready, but cut off from the others: it would be waited for for ever.
+    assert answer(ask(f"a1:ready/1iO {new}", "a1 b1", is_open=False)) == "form resume: c1 d1"
+    one_has_it = "a1:ready/1i? b1:ready/1i c1:ready/0"
+    assert answer(ask(one_has_it, "a1 b1", is_open=False)) == "form resume: b1 c1"
+
+
+def test_a_group_that_lost_a_member_waits_for_the_other_one_with_its_state() -> None:
+    new = "c1:ready/0 d1:ready/0"
+    waits = ask(f"a1:train/1i? {new}", "a1 b1")
+    assert answer(waits) == "keep"
+    assert waits.reason == "lost b/1; waiting for a/1 with the newest state"
+    assert answer(ask(f"a1:train/1i {new}", "a1 b1")) == "form lost: a1 c1 d1"
+    assert answer(ask(f"a1:train/1s? {new}", "a1 b1")) == "form lost: c1 d1"
+
+
+def test_a_leaving_member_with_the_state_joins_once_more_to_pass_it_on() -> None:
+    new = "c1:ready/0 d1:ready/0"
+    assert answer(ask(f"a1:train/1iL {new}", "a1 b1")) == "form lost: a1 c1 d1"
+    assert answer(ask(f"a1:ready/1iL {new}", "a1 b1", is_open=False)) == "form resume: a1 c1 d1"
+    # Not beyond its deadline, nor if another member has it.
+    assert answer(ask(f"a1:train/1i! {new}", "a1 b1")) == "form lost: c1 d1"
+    assert answer(ask(f"a1:train/1iL e1:train/1i {new}", "a1 b1 e1")) == "form lost: e1 c1 d1"
+
+
+def test_a_member_with_the_state_is_chosen_before_those_without() -> None:
+    fewer = ask("a1:broken/1 b1:broken/1 c1:broken/1i", "a1 b1 c1", low=1, high=1, is_open=False)
+    assert answer(fewer) == "form resume: c1"

@@ -236,7 +236,7 @@ class CoordinatorMachine:
                 continue
             cluster.hold_until_ns = cluster.now_ns + ns(HOLD_AFTER_RESTART_S)
             job.copies.not_before_ns = cluster.now_ns + ns(cluster.config.adoption_grace_s)
-            for member in job.group.members if job.is_open and job.group else ():
+            for member in _awaited_members(job):
                 state = self._await_node(member.node_id)
                 cluster.add_worker(job, state, agent_messages.placeholder(job, member.worker_id))
             cluster.touch(job)
@@ -311,6 +311,22 @@ class CoordinatorMachine:
                 self._cluster, state, event.reason, event.timeout_ns
             )
             self._cluster.do(Reply(event.request_id, "", f"{left_ns}"))
+
+
+def _awaited_members(job: JobState) -> list[Member]:
+    """Return the members of a restored job's newest group that may be alive.
+
+    Those of a suspended group wait with its state, so that no other may form without them; but
+    those of a job that was paused or preempted were ordered to end.
+    """
+    if job.group is None:
+        return []
+    if job.is_open:
+        return [*job.group.members]
+    if job.paused or job.preempted_by:
+        return []
+    gone = {one.worker_id for one in job.former}
+    return [member for member in job.group.members if member.worker_id not in gone]
 
 
 def _without_payload(event: CoordinatorEvent) -> CoordinatorEvent:

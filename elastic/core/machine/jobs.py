@@ -306,6 +306,7 @@ class JobState:
                 leaving=leaves,
                 leave_by_ns=node.leave_by_ns if node.draining else by_ns,
                 spent=report.spent,
+                in_place=report.in_place,
             )
         return found
 

@@ -473,14 +473,24 @@ def _start_workers(cluster: ClusterState, job: JobState) -> bool:
 
 
 def _stop_leavers(cluster: ClusterState, job: JobState) -> None:
-    """End workers on draining nodes, and released ones, as soon as no group needs them."""
+    """End workers on draining nodes, and released ones, as soon as no group needs them.
+
+    The last holders of the state of a suspended run stay as long as their node does: a group that
+    they can pass it on to may still form.
+    """
     if not cluster.book.leaving and not job.yields:
         return
+    holders = [w for w in job.workers.values() if w.report.in_place and w.stop_cause is None]
+    gives_back = job.must_release_workers() or bool(job.yields)
+    waits = not (job.is_open or gives_back) and all(cluster.node_of(w).draining for w in holders)
     for worker_id in sorted(job.workers):
         node = cluster.node_of(job.workers[worker_id])
         if job.is_open and job.is_member(worker_id):
             continue
-        if node.draining or worker_id in job.yields:
+        leave_by_ns = node.leave_by_ns or 0
+        if waits and job.workers[worker_id].report.in_place and cluster.now_ns < leave_by_ns:
+            wake(job, leave_by_ns)
+        elif node.draining or worker_id in job.yields:
             detail = f"node drains: {node.reason}" if node.draining else "given back to another job"
             stop_worker(cluster, job, worker_id, ExitCause(ExitKind.STOPPED, detail=detail))
 

@@ -77,6 +77,7 @@ class Candidate(NamedTuple):
         leaving: its node drains.
         leave_by_ns: by when it must be out of the group, None if not leaving.
         spent: it cannot join another group; a new process replaces it once it has left this one.
+        in_place: its loop continues in the next group, with the state in its memory.
     """
 
     worker_id: WorkerId
@@ -90,6 +91,7 @@ class Candidate(NamedTuple):
     leaving: bool = False
     leave_by_ns: int | None = None
     spent: bool = False
+    in_place: bool = False
 
 
 @dataclass(frozen=True)
@@ -200,6 +202,10 @@ def _decide_open(
     members = [by_id[w] for w in current.members if w in by_id and by_id[w].present]
     strangers = [c for c in by_id.values() if c.present and c.worker_id not in current.members]
     lost = [w for w in current.members if w not in by_id or not by_id[w].present]
+    overdue = [
+        c.worker_id for c in members if c.leave_by_ns is not None and c.leave_by_ns <= now_ns
+    ]
+    staying = {worker_id: c for worker_id, c in by_id.items() if worker_id not in overdue}
     # If a group is replaced too early, reports of its members on the way are lost.
     awaited = [c.worker_id for c in members if c.awaited]
     if lost or current.is_over:
@@ -208,11 +214,11 @@ def _decide_open(
             return Decision(
                 GroupPlan(GroupAction.KEEP), f"{why}; waiting for word of {', '.join(awaited)}"
             )
-        return _replace(spec, current, by_id, "lost", why)
-    overdue = [c for c in members if c.leave_by_ns is not None and c.leave_by_ns <= now_ns]
+        return _replace_ended(spec, current, staying, "lost", why)
     if overdue:
-        names = ", ".join(c.worker_id for c in overdue)
-        return _replace(spec, current, by_id, "drain", f"{names} must leave now")
+        return _replace_ended(
+            spec, current, staying, "drain", f"{', '.join(overdue)} must leave now"
+        )
     # Whatever else is waited for, a member that must leave is cut off in time.
     wake = [c.leave_by_ns for c in members if c.leave_by_ns is not None]
 
@@ -225,7 +231,8 @@ def _decide_open(
             why = f"the group broke; waiting for word of {', '.join(awaited)}"
             return Decision(GroupPlan(GroupAction.KEEP), why, min(wake, default=None))
         if now_ns >= until:
-            return _replace(spec, current, by_id, "broken", "the group broke, no member is lost")
+            why = "the group broke, no member is lost"
+            return _replace_ended(spec, current, by_id, "broken", why)
         return Decision(
             GroupPlan(GroupAction.KEEP),
             "the group broke, waiting for the cause",
@@ -238,7 +245,7 @@ def _decide_open(
         wake.append(stuck_ns)
 
     if current.stuck:
-        return _replace(spec, current, by_id, "broken", current.stuck)
+        return _replace_ended(spec, current, by_id, "broken", current.stuck)
 
     wanted = choose(spec, current, by_id, interrupting=True)
     # A member that stays keeps the state; if none does, only saved state survives.
@@ -367,6 +374,32 @@ def _replace(
 ) -> Decision[GroupPlan]:
     """Replace a group that cannot continue: form the next one, or suspend if too few are left."""
     members = choose(spec, current, by_id, interrupting=True)
+    return _replace_by(spec, current, by_id, members, cause, why)
+
+
+def _replace_ended(
+    spec: JobSpec,
+    current: CurrentGroup,
+    by_id: dict[WorkerId, Candidate],
+    cause: str,
+    why: str,
+) -> Decision[GroupPlan]:
+    """Replace a group that ended between two boundaries, by one with its state if that is alive."""
+    members = _choose_with_state(spec, current, by_id, interrupting=True)
+    silent = [w for w in _left_out(by_id, members) if not by_id[w].reachable]
+    if silent:
+        return Decision(GroupPlan(GroupAction.KEEP), f"{why}; {_waiting_for_state(silent)}")
+    return _replace_by(spec, current, by_id, members, cause, why)
+
+
+def _replace_by(
+    spec: JobSpec,
+    current: CurrentGroup,
+    by_id: dict[WorkerId, Candidate],
+    members: tuple[WorkerId, ...],
+    cause: str,
+    why: str,
+) -> Decision[GroupPlan]:
     if not members:
         remaining = [c for c in by_id.values() if c.present and c.reachable and not c.leaving]
         count = sum(1 for c in remaining if c.phase is not WorkerPhase.STARTING)
@@ -384,7 +417,7 @@ def _replace_stuck(
     spec: JobSpec, current: CurrentGroup, by_id: dict[WorkerId, Candidate]
 ) -> Decision[GroupPlan]:
     """Replace a group in which all members form and none finishes: one of them hangs."""
-    found = _replace(spec, current, by_id, "broken", "nobody has come out of forming")
+    found = _replace_ended(spec, current, by_id, "broken", "nobody has come out of forming")
     return replace(found, value=replace(found.value, shows=True))
 
 
@@ -409,6 +442,52 @@ def _replace_out(
     return _replace(spec, current, by_id, "join", "members left at a boundary")
 
 
+def _choose_with_state(
+    spec: JobSpec, current: CurrentGroup, by_id: dict[WorkerId, Candidate], *, interrupting: bool
+) -> tuple[WorkerId, ...]:
+    """Return the largest legal group, with the state of the run if that is possible now.
+
+    If only members on draining nodes have it, they join once more: they pass it on, or save it,
+    before they leave at a boundary. Not other leavers, which cannot reach the rest, or have no
+    slot any more.
+    """
+    members = choose(spec, current, by_id, interrupting=interrupting)
+    if not _left_out(by_id, members):
+        return members
+    able = {w: c for w, c in by_id.items() if not c.leaving or c.leave_by_ns is not None}
+    first = sorted(current.members, key=lambda w: w not in able or not able[w].in_place)
+    preferred = replace(current, members=tuple(first))
+    return choose(spec, preferred, able, interrupting=interrupting, with_leavers=True)
+
+
+def _left_out(by_id: dict[WorkerId, Candidate], members: Sequence[WorkerId]) -> list[WorkerId]:
+    """Return the living workers with the state of the run, if none of them is in `members`.
+
+    A group of those would begin from an older state.
+    """
+    if not members or any(by_id[worker_id].in_place for worker_id in members):
+        return []
+    return [w for w, c in by_id.items() if c.in_place and c.present and not c.spent]
+
+
+def _may_come(
+    current: CurrentGroup, by_id: dict[WorkerId, Candidate], members: Sequence[WorkerId]
+) -> list[WorkerId]:
+    """Return the workers without which no group of `members` should form now.
+
+    Those may have the newest state. Each will come, or is given up within a time of its own.
+    """
+    away = [w for w in current.members if w in by_id and by_id[w].awaited]
+    found = [w for w in away if by_id[w].present and not by_id[w].reachable]
+    busy = (WorkerPhase.FORMING, WorkerPhase.TRAINING)
+    left_out = [(w, by_id[w]) for w in _left_out(by_id, members)]
+    return found or [w for w, c in left_out if not c.reachable or c.phase in busy]
+
+
+def _waiting_for_state(holders: Sequence[WorkerId]) -> str:
+    return f"waiting for {', '.join(holders)} with the newest state"
+
+
 def _decide_closed(
     spec: JobSpec,
     current: CurrentGroup,
@@ -417,7 +496,7 @@ def _decide_closed(
     config: CoordinatorConfig,
 ) -> Decision[GroupPlan]:
     """Decide without an open group: form one as soon as enough workers wait for it."""
-    members = choose(spec, current, by_id, interrupting=False)
+    members = _choose_with_state(spec, current, by_id, interrupting=False)
     here = [c for c in by_id.values() if c.present and not c.spent]
     ready = [c for c in here if c.reachable and c.phase in WAITING_PHASES]
     busy = [c for c in here if c.phase in (WorkerPhase.FORMING, WorkerPhase.TRAINING)]
@@ -429,6 +508,10 @@ def _decide_closed(
         away = sum(1 for c in by_id.values() if c.present and not c.reachable)
         if away:
             state += f", {away} on nodes that do not answer"
+        return Decision(GroupPlan(GroupAction.WAIT), state)
+    holders = _may_come(current, by_id, members)
+    if holders:
+        state = f"{len(members)} workers ready, {_waiting_for_state(holders)}"
         return Decision(GroupPlan(GroupAction.WAIT), state)
     # With a state to resume, others join at a boundary, which costs less than to wait for them.
     # If all start over, a group without them would have to end to let them in.
