@@ -12,6 +12,7 @@ from elastic.core.events.shared import Note
 from elastic.core.world import NodeId, WorkerId
 from tests.simulation.links import Links
 from tests.simulation.network import Conditions
+from tests.simulation.process import SimProcess
 from tests.simulation.world import S, Timeline
 
 HUNG = "killed because it hung"
@@ -48,6 +49,11 @@ class Blame:
     def trouble(self, worker_id: WorkerId) -> None:
         """Record a fault of this worker: it hangs, or is stopped."""
         self._troubled[worker_id] = None
+
+    def is_well(self, process: SimProcess) -> bool:
+        """Return whether a worker runs, never had a fault, and was not ordered to end."""
+        is_ending = process.machine._stop is not None
+        return process.moves() and process.worker_id not in self._troubled and not is_ending
 
     def noted(self, note: Note) -> None:
         """Check a verdict that the coordinator noted."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from elastic.core.events.worker import CheckpointWritten, TrainLeft, WorkerEvent
-from elastic.core.world import Generation, JobId
+from elastic.core.world import Generation, JobId, WorkerId
 from tests.simulation.world import MS, Timeline
 
 BOUNDARY_SAVES = 500_000
@@ -73,6 +73,7 @@ class Holder(Protocol):
         rests: the generation at whose last boundary it must save its state, 0 for none.
     """
 
+    worker_id: WorkerId
     held_step: int
     rests: Generation
 
@@ -123,6 +124,7 @@ class Loops:
         self._timeline, self._scripts = timeline, scripts
         self._saved: dict[JobId, int] = {}
         self._leaving: dict[JobId, Leaving] = {}
+        self._owed: dict[tuple[JobId, Generation], tuple[int, WorkerId]] = {}
 
     def stepped(self, members: Iterable[Holder], step: int) -> None:
         """Record that all members have committed a step."""
@@ -139,6 +141,15 @@ class Loops:
     def go_on(self, job_id: JobId, members: Iterable[Holder]) -> int:
         """Return the step from which a new group continues."""
         return max(self._saved.get(job_id, 0), *(member.held_step for member in members))
+
+    def owe(self, job_id: JobId, generation: Generation, holder: Holder) -> None:
+        """Record that a worker was well and had its steps when this generation was announced."""
+        known = self._owed.get((job_id, generation), (0, WorkerId("")))
+        self._owed[job_id, generation] = max(known, (holder.held_step, holder.worker_id))
+
+    def owed(self, job_id: JobId, generation: Generation) -> tuple[int, WorkerId]:
+        """Return the step from which a group must continue at least, and who has it."""
+        return self._owed.get((job_id, generation), (0, WorkerId("")))
 
     # ------------------------------------------------------------ where all members leave
 

@@ -80,6 +80,12 @@ LEFT_SEED = 12
 STARTING_SEED = 3
 """Of seventeen seeds, the one in which first steps take several times the hang timeout, and rank 0
 works alone after its reports. Not with several jobs: their waits are bounded."""
+IN_PLACE_SEED = 9
+"""Of twenty-four seeds, the one whose jobs train in loops that continue in place, and that storage
+accepts no checkpoint of: a state is in memory, or lost. Not with several jobs, nor with copies, nor
+with notices alone, where members save what they cannot pass on."""
+WELL_NS = 40 * S
+"""A worker whose node could always be reached for so long must not lose its state."""
 SLACK_NS = 3 * S
 """The coordinator may handle an event so much later, when its disk is slow."""
 
@@ -215,6 +221,7 @@ class Simulation:
             self.plane.copying.forget_shown()
         elif note.name == "group_formed":
             self._show_copies(note)
+            self._owe(note)
             self.faults.group_formed(self.seed)
         elif note.name == "worker_hung":
             processes = self.by_node[NodeId(said["node"])].workers()
@@ -235,6 +242,17 @@ class Simulation:
         copies = [job.copies for job in view.jobs if job.record.spec.job_id == job_id]
         shown = [copy.node_id for held in copies for copy in held if copy.node_id in there]
         self.plane.copying.formed(job_id, int(dict(note.fields)["generation"]), shown)
+
+    def _owe(self, note: Note) -> None:
+        """Record the newest step that a well worker holds when a group is announced."""
+        job_id, since_ns = JobId(note.job_id), self.timeline.now_ns - WELL_NS
+        if not self.plane.scripts[job_id].in_place:
+            return
+        for agent in self.agents:
+            is_well = not self.network.conditions.was_troubled(agent.node_id, since_ns)
+            for process in agent.workers() if is_well else ():
+                if process.job_id == job_id and self.faults.blame.is_well(process):
+                    self.plane.loops.owe(job_id, int(dict(note.fields)["generation"]), process)
 
     def _check_hung(self) -> None:
         """Check that all workers that hung before the liveness phase have been ended."""
@@ -331,6 +349,8 @@ class Simulation:
             longest_ns = round(spec.hang_timeout_s * S)
             script = replace(script, starts_ns=4 * longest_ns, works_ns=2 * longest_ns)
             script = replace(script, report_every=max(script.report_every, script.steps // 2))
+        if self.seed % 24 == IN_PLACE_SEED and not self.checkers.is_gentle:
+            script = replace(script, in_place=True, saved_from_ns=crowd.NEVER_NS)
         if self.seed % 13 == LEFT_SEED and not self.checkers.is_gentle:
             # Once only, or each time at the same step, where retries do not help.
             script = replace(script, leaves_at=10, leaves=1_000 if self.seed % 2 else 1)

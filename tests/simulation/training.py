@@ -112,6 +112,13 @@ class DataPlane:
         """Start from storage, or from copies in memory that have `copied` steps."""
         group.step = group.first_step = max(_step_of(group.assignment.checkpoint), copied)
         cause = group.assignment.cause
+        owed, holder = self.loops.owed(group.job_id, group.generation)
+        self.checkers.require(
+            group.step >= owed,
+            "no group begins from an older state than a living worker has",
+            f"job {group.job_id} generation {group.generation} begins at step {group.step}, "
+            f"{holder} has {owed}",
+        )
         self.checkers.begins(group.job_id, group.generation, group.step, cause)
 
     def is_held(self, group: SimGroup, members: Collection[SimProcess]) -> bool:
@@ -171,6 +178,7 @@ class DataPlane:
     def _end_step(self, group: SimGroup) -> None:
         group.step_running = False
         if group.is_over:
+            self._await_hung(group)
             return
         members = group.members.values()
         if self.is_held(group, members) or any(p.is_slow() for p in members):
@@ -219,6 +227,14 @@ class DataPlane:
                 self._report(group)
             else:
                 self._next_step(group)
+
+    def _await_hung(self, group: SimGroup) -> None:
+        """Let hung members of a group that is over report that they do not leave their loop."""
+        hung = [p for p in group.members.values() if p.is_hung and p.is_in(group.generation)]
+        if hung and self.scripts[group.job_id].in_place:
+            for process in hung:
+                process.take_time()
+            self.timeline.after(20 * MS, self._await_hung, group)
 
     def _save_if_requested(self, group: SimGroup) -> None:
         """Save a checkpoint that a user requested; the leader reports it, with the request's id."""
