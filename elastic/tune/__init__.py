@@ -80,7 +80,7 @@ _HOME = {
     "with_parameters": "session",
     "with_resources": "session",
 }
-_SUBMODULES = ("schedulers", "search", "stopper")
+_SUBMODULES = ("integration", "schedulers", "search", "stopper")
 _NOT_HERE = {
     "Trainable": "write a function of a config that calls tune.report(...) in its loop",
     "PlacementGroupFactory": "tune.with_resources(f, {'cpu': 2}), or a ScalingConfig",

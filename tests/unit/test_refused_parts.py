@@ -22,6 +22,16 @@ from elastic.train import remote
         ("import elastic; elastic.train.lightgbm", ImportError, "DataParallelTrainer"),
         ("from elastic import serve", ImportError, "not served here"),
         ("from elastic.tune import CLIReporter", ImportError, "verbose=0"),
+        (
+            "from elastic.tune.integration.pytorch_lightning import TuneReportCallback",
+            ImportError,
+            "RayTrainReportCallback",
+        ),
+        (
+            "from elastic.tune.integration.ray_train import TuneReportCallback as c; c()",
+            elastic.errors.UsageError,
+            "outside a train function",
+        ),
         ("from elastic.data import ExecutionOptions", ImportError, "DataConfig"),
         ("import elastic; elastic.put(1)", AttributeError, "paths in storage"),
         ("import elastic; elastic.no_such_name", AttributeError, "no_such_name"),

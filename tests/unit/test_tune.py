@@ -23,12 +23,14 @@ from elastic.train import RunConfig, ScalingConfig
 from elastic.train.torch import TorchTrainer
 from elastic.tune import space as spaces
 from elastic.tune.controller import Controller, Plan
+from elastic.tune.integration.ray_train import TuneReportCallback
 from elastic.tune.result_grid import ResultGrid
 from elastic.tune.schedulers import MedianStoppingRule, PopulationBasedTraining
 from elastic.tune.search import BasicVariantGenerator, ConcurrencyLimiter, Repeater, Searcher
 from elastic.tune.search.optuna import OptunaSearch
 from elastic.tune.stopper import TrialPlateauStopper
 from elastic.tune.trials import Recipe, from_log, to_log
+from elastic.worker.engine import context as worker_context
 
 optuna.logging.set_verbosity(optuna.logging.ERROR)
 
@@ -399,6 +401,12 @@ def test_an_analysis_has_rays_older_names(study: StudyLog) -> None:
     assert other.best_config == {"lr": 0}
     with pytest.raises(UsageError, match="no study is there"):
         tune.ExperimentAnalysis(f"{study.files.path}x")
+
+
+def test_rays_callback_of_a_trainer_in_a_trial_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_context, "current", object)
+    callback = TuneReportCallback()
+    assert RunConfig(callbacks=[callback]).callbacks == (callback,)
 
 
 def test_run_raises_for_failed_trials_and_names_what_it_does_not_take(
