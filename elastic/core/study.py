@@ -80,6 +80,10 @@ class TrialReport:
     seconds: float = 0.0
     checkpoint: str = ""
 
+    def value(self, name: str) -> Any:
+        """Return a metric, also one that Ray adds; None if there is none."""
+        return {ITERATION: self.number, TOTAL_S: self.seconds}.get(name, self.metrics.get(name))
+
 
 @dataclass
 class Trial:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from elastic.core.study import Trial
+from elastic.core.study import ITERATION, Trial
 from elastic.errors import TuneError, UsageError
 from elastic.storage.study_log import StudyLog
 from elastic.train.beginning import absolute
@@ -43,8 +43,8 @@ INSTEAD = {
 class ExperimentAnalysis(ResultGrid):
     """A `ResultGrid` with the names of Ray's older interface.
 
-    Metric and mode that are not passed are those of the study. Where Ray returns None because no
-    trial has reported the metric, this raises UsageError with the metrics that there are.
+    Metric and mode that are not passed are those of the study. As in Ray, the best trial and its
+    config are None if no trial has reported the metric, and an only trial is the best one.
     """
 
     def __init__(
@@ -80,24 +80,29 @@ class ExperimentAnalysis(ResultGrid):
         return list(self._study.trials)
 
     @property
-    def best_trial(self) -> Trial:
-        """Return the trial whose last value of the study's metric is best."""
+    def best_trial(self) -> Trial | None:
+        """Return the trial whose last value of the study's metric is best, None for none."""
         return self.get_best_trial()
 
     @property
     def best_config(self) -> Any:
-        """Return the best trial's config."""
+        """Return the best trial's config, None for none."""
         return self.get_best_config()
 
     @property
     def best_result(self) -> dict[str, Any]:
-        """Return the best trial's last metrics."""
-        return self._result(self.best_trial).metrics or {}
+        """Return the best trial's last metrics; raises as `get_best_result`."""
+        return self.get_best_result().metrics or {}
 
     @property
     def best_checkpoint(self) -> Checkpoint | None:
-        """Return the best kept checkpoint of the best trial, None if it reported none."""
-        return self.get_best_checkpoint(self.best_trial)
+        """Return the best kept checkpoint of the best trial, None if it reported none.
+
+        Raises:
+            UsageError: as `get_best_result`.
+        """
+        metric, mode = self._objective("best_checkpoint", None, None)
+        return self.get_best_result().get_best_checkpoint(metric, mode)
 
     @property
     def results_df(self) -> Any:
@@ -110,15 +115,16 @@ class ExperimentAnalysis(ResultGrid):
         mode: str | None = None,
         scope: str = "last",
         filter_nan_and_inf: bool = True,
-    ) -> Trial:
-        """Return the best trial; see `ResultGrid.get_best_result`."""
+    ) -> Trial | None:
+        """Return the best trial, None for none; see `ResultGrid.get_best_result`."""
         return self._best_trial("get_best_trial", metric, mode, scope, filter_nan_and_inf)
 
     def get_best_config(
         self, metric: str | None = None, mode: str | None = None, scope: str = "last"
     ) -> Any:
-        """Return the config of the best trial; see `ResultGrid.get_best_result`."""
-        return self._result(self.get_best_trial(metric, mode, scope)).config
+        """Return the config of the best trial, None for none; see `ResultGrid.get_best_result`."""
+        best = self.get_best_trial(metric, mode, scope)
+        return self._result(best).config if best is not None else None
 
     def get_best_checkpoint(
         self, trial: Trial, metric: str | None = None, mode: str | None = None
@@ -127,9 +133,18 @@ class ExperimentAnalysis(ResultGrid):
         metric, mode = self._objective("get_best_checkpoint", metric, mode)
         return self._result(trial).get_best_checkpoint(metric, mode)
 
-    def get_last_checkpoint(self, trial: Trial | None = None) -> Checkpoint | None:
-        """Return the newest checkpoint of a trial, by default the best one; None for none."""
-        return self._result(trial or self.best_trial).checkpoint
+    def get_last_checkpoint(
+        self, trial: Trial | None = None, metric: str = ITERATION, mode: str = "max"
+    ) -> Checkpoint | None:
+        """Return the newest checkpoint of a trial, None for none.
+
+        Args:
+            trial: None for the best one by the metric: by default, that which reported most often.
+            metric: see above.
+            mode: "min" or "max", for the metric.
+        """
+        trial = trial or self.get_best_trial(metric, mode)
+        return self._result(trial).checkpoint if trial is not None else None
 
     def dataframe(self, metric: str | None = None, mode: str | None = None) -> Any:
         """Return a pandas DataFrame with a row for each trial; see `get_dataframe`."""

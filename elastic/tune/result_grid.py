@@ -88,21 +88,33 @@ class ResultGrid:
                 last 5 or 10.
             filter_nan_and_inf: ignore values that are not finite.
 
+        Returns:
+            That of the only trial, if there is one, also if it has not reported the metric.
+
         Raises:
             UsageError: no metric is set, or no trial has reported it.
         """
-        return self._result(
-            self._best_trial("get_best_result", metric, mode, scope, filter_nan_and_inf)
-        )
+        metric, mode = self._objective("get_best_result", metric, mode)
+        best = self._best_trial("get_best_result", metric, mode, scope, filter_nan_and_inf)
+        if best is None:
+            known = {key for t in self._study.trials for r in t.reports for key in r.metrics}
+            raise UsageError(
+                f"get_best_result: no trial has reported a finite {metric!r}; they reported "
+                f"{', '.join(sorted(known)) or 'nothing'}"
+            )
+        return self._result(best)
 
     def _best_trial(
         self, what: str, metric: str | None, mode: str | None, scope: str, is_finite: bool
-    ) -> Trial:
+    ) -> Trial | None:
+        """Return the best trial, None if none has reported the metric; see `get_best_result`."""
+        if len(self._study.trials) == 1:
+            return self._study.trials[0]  # As in Ray, whatever it has reported.
         metric, mode = self._objective(what, metric, mode)
         sign = -1.0 if mode == "min" else 1.0
         best: tuple[float, int] | None = None
         for trial in self._study.trials:
-            values = [number_of(report.metrics.get(metric)) for report in trial.reports]
+            values = [number_of(report.value(metric)) for report in trial.reports]
             numbers = [value * sign for value in values if value is not None]
             if is_finite:
                 numbers = [value for value in numbers if math.isfinite(value)]
@@ -110,13 +122,7 @@ class ResultGrid:
                 continue
             score = (_in_scope(numbers, scope), -trial.number)
             best = score if best is None or score > best else best
-        if best is None:
-            known = {key for t in self._study.trials for r in t.reports for key in r.metrics}
-            raise UsageError(
-                f"{what}: no trial has reported a finite {metric!r}; they reported "
-                f"{', '.join(sorted(known)) or 'nothing'}"
-            )
-        return self._study.trials[-best[1]]
+        return self._study.trials[-best[1]] if best is not None else None
 
     def get_dataframe(
         self, filter_metric: str | None = None, filter_mode: str | None = None
@@ -139,7 +145,7 @@ class ResultGrid:
             reports = trial.reports
             if filter_metric is not None:
                 sign = -1.0 if (filter_mode or self._study.settings.get("mode")) == "min" else 1.0
-                found = [(number_of(r.metrics.get(filter_metric)), r) for r in reports]
+                found = [(number_of(r.value(filter_metric)), r) for r in reports]
                 finite = [(v * sign, -r.number, r) for v, r in found if v is not None and v == v]
                 reports = [max(finite, key=lambda one: one[:2])[2]] if finite else reports
             metrics = as_reported(reports[-1].metrics) if reports else {}

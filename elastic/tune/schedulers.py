@@ -19,10 +19,8 @@ from elastic.core.policy.tuning.median import Median
 from elastic.core.policy.tuning.pbt import Pbt
 from elastic.core.study import (
     ITERATION,
-    TOTAL_S,
     Study,
     Trial,
-    TrialReport,
     TrialState,
     number_of,
 )
@@ -94,7 +92,7 @@ class TrialScheduler:
     def _seen(self, trial: Trial, *, with_curve: bool = True) -> TrialProgress:
         curve = []
         for report in trial.reports if with_curve else ():
-            at = number_of(self._at(report))
+            at = number_of(report.value(self.time_attr))
             value = number_of(report.metrics.get(self.metric or ""))
             if at is not None and value is not None:
                 curve.append((int(at), value * self.sign))
@@ -106,10 +104,6 @@ class TrialScheduler:
             trial.state is TrialState.SUCCEEDED,
             trial.state is TrialState.PAUSED and not trial.verdict,
         )
-
-    def _at(self, report: TrialReport) -> Any:
-        ours = {ITERATION: report.number, TOTAL_S: report.seconds}
-        return ours.get(self.time_attr, report.metrics.get(self.time_attr))
 
     def _judged(
         self,
@@ -123,7 +117,7 @@ class TrialScheduler:
             ConfigError: the report lacks the time_attr.
         """
         newest = trial.reports[-1]
-        if number_of(self._at(newest)) is None:
+        if number_of(newest.value(self.time_attr)) is None:
             raise ConfigError(
                 f"{type(self).__name__}: trial {trial.label} reported {sorted(newest.metrics)} and "
                 f"not {self.time_attr!r}, which is its time_attr"

@@ -393,14 +393,29 @@ def test_an_analysis_has_rays_older_names(study: StudyLog) -> None:
     assert isinstance(analysis, ResultGrid)
     assert analysis.best_config == analysis.get_best_config("loss", "min") == {"lr": 1}
     assert analysis.get_best_config("loss", "min", "all") == {"lr": 0}
-    assert (analysis.best_trial.number, analysis.best_result["loss"]) == (1, 1.5)
+    assert analysis.best_trial is analysis.trials[1]
+    assert analysis.best_result["loss"] == 1.5
     assert analysis.best_checkpoint is analysis.get_last_checkpoint() is None
     assert list(analysis.dataframe("loss", "min")["loss"])[:2] == [1.0, 1.5]
     assert list(analysis.results_df.index) == [trial.trial_id for trial in analysis.trials]
+    assert analysis.get_best_trial("training_iteration", "max") is analysis.trials[0]
     other = tune.ExperimentAnalysis(study.files.path, default_mode="max")
     assert other.best_config == {"lr": 0}
     with pytest.raises(UsageError, match="no study is there"):
         tune.ExperimentAnalysis(f"{study.files.path}x")
+
+
+def test_without_the_metric_an_analysis_has_no_best_trial_unless_it_has_one_only(
+    study: StudyLog,
+) -> None:
+    analysis = tune.ExperimentAnalysis(study.files.path, default_metric="los")
+    assert analysis.best_trial is analysis.best_config is None
+    assert analysis.get_last_checkpoint(metric="los") is None
+    with pytest.raises(UsageError, match="no trial has reported a finite 'los'"):
+        _ = analysis.best_checkpoint
+    del analysis._study.trials[1:]
+    assert analysis.best_trial is analysis._study.trials[0]
+    assert analysis.get_best_result().config == {"lr": 0}
 
 
 def test_rays_callback_of_a_trainer_in_a_trial_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
