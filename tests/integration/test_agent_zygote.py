@@ -102,10 +102,12 @@ def other_version(command: tuple[str, ...]) -> tuple[str, ...]:
 
 
 COMPUTES = """
-import os, torch
+import os, sys, torch
 from elastic.worker.process.main import warm_up_here
 warm_up_here()
 assert torch.get_num_threads() == 2
+# A spare imports nothing before it is warm.
+assert {"elastic.worker.process.control", "elastic.worker.process.runner"} <= set(sys.modules)
 pid = os.fork()
 if pid == 0:
     # Large enough to be divided among threads; libgomp hangs in the child of one that did so.

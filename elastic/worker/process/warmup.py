@@ -25,8 +25,13 @@ MORE_TO_IMPORT = (
     "torch.distributed.checkpoint",
     "torch.nn.parallel",
     "torch.utils.data.distributed",
+    # Ours: a forked spare would import them for itself, on the way to its first order.
+    "elastic.worker.process.control",
+    "elastic.worker.process.runner",
+    "elastic.train.torch",
+    "elastic.tune.session",
 )
-"""Imported by nearly every train function, and not by `import torch`."""
+"""Imported by every worker or nearly every train function, and not by `import torch`."""
 
 
 def warm_up() -> None:
