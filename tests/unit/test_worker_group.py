@@ -6,6 +6,7 @@ import os
 import select
 import socket
 import sys
+from types import ModuleType
 
 import pytest
 
@@ -44,6 +45,14 @@ def connected() -> tuple[socket.socket, socket.socket]:
 
 def watched(sock: socket.socket) -> WatchedDescriptor:
     return WatchedDescriptor(sock.fileno(), os.fstat(sock.fileno()).st_ino)
+
+
+def test_groups_without_meshes_import_nothing_to_forget_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch.distributed.tensor", ModuleType("tensor"))
+    monkeypatch.setattr(c10d, "importlib", None)
+    c10d.forget_all_groups()
 
 
 @pytest.mark.parametrize(

@@ -164,11 +164,13 @@ def _outdate_meshes() -> None:
     of the same shape are equal for torch: after a change of groups a rank would communicate in a
     group that is gone, or as another rank.
     """
+    had_any = bool(_meshes)
     while _meshes:
         mesh = _meshes.popitem()[1]()
         if mesh is not None:
             mesh._thread_id = (mesh._thread_id, id(mesh))  # Part of __eq__, not of the cached hash.
-    if "torch.distributed.tensor" in sys.modules:
+    # Without meshes nothing is cached, and the module below takes 0.1 s to import.
+    if had_any and "torch.distributed.tensor" in sys.modules:
         debug = importlib.import_module("torch.distributed.tensor.debug")
         # Entries of the old meshes are never found again; clearing only saves memory.
         getattr(debug, "_clear_sharding_prop_cache", lambda: None)()

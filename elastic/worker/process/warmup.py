@@ -19,6 +19,7 @@ DRIVERS = tuple(map(Path, ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")))
 """One is there where a driver is loaded that torch could start: NVIDIA's, WSL's, AMD's."""
 
 MORE_TO_IMPORT = (
+    "encodings.idna",
     "fsspec.implementations.local",
     "numpy",
     "torch.distributed",
