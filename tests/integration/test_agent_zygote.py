@@ -102,10 +102,12 @@ def other_version(command: tuple[str, ...]) -> tuple[str, ...]:
 
 
 COMPUTES = """
-import os, sys, torch
+import os, sys, torch, weakref
 from elastic.worker.process.main import warm_up_here
 warm_up_here()
 assert torch.get_num_threads() == 2
+# At its end a worker need not undo what was imported.
+assert not any(finalizer.atexit for finalizer in weakref.finalize._registry)
 # A spare imports nothing before it is warm.
 assert {"elastic.worker.process.control", "elastic.worker.process.runner"} <= set(sys.modules)
 pid = os.fork()
