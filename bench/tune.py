@@ -59,7 +59,9 @@ def read(path: Path) -> dict[int, dict[str, float]]:
         if "trial" in event:
             mine = times.setdefault(event["trial"], {})
             mine.setdefault(event["e"], event["t"])
-            if event["e"] == "reported":
+            if event["e"] == "began":
+                mine["formed"] = event["unix_ns"] / 1e9
+            elif event["e"] == "reported":
                 mine.update({key: event["metrics"][key] for key in ("began", "slept")})
     return times
 
@@ -68,17 +70,15 @@ def show(times: dict[int, dict[str, float]], seconds: float, slots: int) -> None
     """Print one table."""
     after: dict[str, list[float]] = {}
     # Each trial but the first ones follows the one whose slot it took over: the ends in order.
-    ends = sorted(times.values(), key=lambda one: one["ended"])
-    begins = sorted(
-        (one for number, one in times.items() if number >= slots), key=lambda o: o["proposed"]
-    )
+    ends = sorted(times.values(), key=lambda one: one["slept"])
+    begins = sorted(times.values(), key=lambda one: one["began"])[slots:]
     for before, one in zip(ends, begins, strict=False):
         for what, from_s, to_s in (
-            ("function's end to the driver's line", before["slept"], before["ended"]),
-            ("line to the next proposal", before["ended"], one["proposed"]),
-            ("proposal to submission", one["proposed"], one["started"]),
-            ("submission to the function", one["started"], one["began"]),
+            ("function's end to the next one's group", before["slept"], one["formed"]),
+            ("group to the function", one["formed"], one["began"]),
             ("whole: function to function", before["slept"], one["began"]),
+            ("meanwhile: function's end to the driver's line", before["slept"], before["ended"]),
+            ("meanwhile: proposal to submission", one["proposed"], one["started"]),
         ):
             after.setdefault(what, []).append(to_s - from_s)
     table = Table("ms for each trial", "median", "p90", box=None)

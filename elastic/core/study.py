@@ -70,7 +70,7 @@ class TrialReport:
         number: within the trial, from 1; a report repeated after a loss counts once.
         metrics: as in JSON, so that NaN is "nan".
         place: generation and index in the run directory.
-        seconds: since the trial's first job was submitted.
+        seconds: since the trial's first job began to run.
         checkpoint: name of the one that came with it, "" for none.
     """
 
@@ -101,6 +101,8 @@ class Trial:
         reports: those that count, oldest first.
         rungs: resource -> value, where a scheduler has judged it.
         verdict: why it must end, "" for not.
+        started_unix_ns: when its first job began to run; until then, when that was submitted.
+        has_begun: its first job has begun to run.
     """
 
     number: int
@@ -117,6 +119,7 @@ class Trial:
     reason: str = ""
     error: Mapping[str, str] | None = None
     started_unix_ns: int = 0
+    has_begun: bool = False
     trainable_name: str = ""
 
     @property
@@ -205,7 +208,7 @@ class Study:
             self.over = str(event["reason"])
         elif kind == "proposed":
             self._propose(event)
-        elif kind in ("started", "reported", "decided", "resumed", "left", "ended"):
+        elif kind in ("started", "began", "reported", "decided", "resumed", "left", "ended"):
             trial = self.trials[int(event["trial"])]
             getattr(self, f"_{kind}")(trial, event)
 
@@ -228,6 +231,10 @@ class Study:
         trial.attempts.append(begun)
         trial.started_unix_ns = trial.started_unix_ns or int(event.get("unix_ns", 0))
         trial.state = TrialState.RUNNING
+
+    def _began(self, trial: Trial, event: Event) -> None:
+        if not trial.has_begun:
+            trial.has_begun, trial.started_unix_ns = True, int(event["unix_ns"])
 
     def _reported(self, trial: Trial, event: Event) -> None:
         place = (int(event["generation"]), int(event["index"]))

@@ -47,6 +47,7 @@ from elastic.tune.search import Exhausted, Searcher
 from elastic.tune.stopper import Stopper
 from elastic.tune.taking import TAKEN, next_run, take_newest
 from elastic.tune.trials import Recipe, from_log, room_for, to_log
+from elastic.wire.codec_jobs import JobEvent
 
 if TYPE_CHECKING:
     from elastic.core.config import JobSpec
@@ -68,6 +69,8 @@ class Plan:
         recipe: makes the trainer of a trial.
         search, scheduler, stopper, callbacks: already bound to the study's metric.
         max_concurrent: limit of running trials; 0 for as many as the cluster has room for.
+        ahead: trials that are submitted beyond that room, so that one waits in the queue when a
+            slot comes free.
         num_samples: limit for searchers that never end by themselves; -1 for no limit.
         time_budget_s: None for no limit.
         label: returns the name that is displayed for a trial.
@@ -81,6 +84,7 @@ class Plan:
     stopper: Stopper
     callbacks: Callbacks
     max_concurrent: int = 0
+    ahead: int = 0
     num_samples: int = 1
     time_budget_s: float | None = None
     label: Callable[[Trial], str] | None = None
@@ -238,7 +242,8 @@ class Controller:
             self._start(trial_or_none)
 
     def _has_room(self) -> bool:
-        limit = self._plan.max_concurrent or self._room or 1
+        room = self._room + self._plan.ahead if self._room else 1
+        limit = self._plan.max_concurrent or room
         return sum(t.state is TrialState.RUNNING for t in self.study.trials) < limit
 
     def _propose(self) -> Trial | None:
@@ -316,7 +321,7 @@ class Controller:
 
     def _receive(self) -> None:
         """Wait up to TICK_S for events of jobs, and handle all that are queued."""
-        came: list[tuple[int, str, Any]] = []
+        came: list[tuple[int, str, JobEvent | Exception]] = []
         with contextlib.suppress(queue.Empty):
             came.append(self._events.get(timeout=TICK_S))
             while True:
@@ -333,14 +338,23 @@ class Controller:
             if isinstance(event, JobView):
                 self._following[number].view = event
                 self._view.workers[number] = f"{world_size(event)} of {event.record.bounds[1]}"
-                if event.record.phase in ENDED:
+                if event.record.phase is JobPhase.RUNNING:
+                    self._note_begin(trial, event.record.since_unix_ns)
+                elif event.record.phase in ENDED:
                     ended[number] = event
+            elif event.note.name == "group_formed":
+                self._note_begin(trial, event.unix_ns)
         # An event may arrive before its report is in storage. Local storage is cheap to poll.
         self._read(set(self._following) if self._log.files.is_local else touched)
         for number, view in ended.items():
             trial = self.study.trials[number]
             if view.record.spec.job_id == trial.attempt.job_id:
                 self._take_end(trial, view)
+
+    def _note_begin(self, trial: Trial, unix_ns: int) -> None:
+        """Log when a trial began to run, from when its seconds count."""
+        if unix_ns and not trial.has_begun:
+            self._log.add({"e": "began", "trial": trial.number, "unix_ns": unix_ns})
 
     def _read(self, numbers: set[int], *, is_over: bool = False) -> None:
         """Handle the new reports of some trials, in the order in which they were made."""

@@ -15,13 +15,14 @@ from elastic.core.study import Trial
 from elastic.core.view import JobView
 from elastic.storage.metrics import MetricsReader, Numbering
 from elastic.storage.run_directory import RunDirectory
+from elastic.wire.codec_jobs import JobEvent
 
 if TYPE_CHECKING:
     from elastic.client.jobs import Client
 
 
-Events = queue.SimpleQueue[tuple[int, str, Any]]
-"""(trial number, job id, event); the event is a JobView, None for other events, or an error."""
+Events = queue.SimpleQueue[tuple[int, str, JobEvent | Exception]]
+"""(trial number, job id, event)."""
 
 
 class Watch:
@@ -48,7 +49,7 @@ class Watch:
     def _run(self) -> None:
         try:
             for event in self._stream:
-                self._events.put((*self._key, event if isinstance(event, JobView) else None))
+                self._events.put((*self._key, event))
         except Exception as error:  # Raised where the queue is read.
             self._events.put((*self._key, error))
 

@@ -36,8 +36,8 @@ class TrialScheduler:
     Attributes:
         metric, mode: the metric that is compared; None for that of `TuneConfig`.
         time_attr: the metric that measures a trial's progress: a number that increases;
-            "training_iteration" and "time_total_s" (seconds since the trial's first job was
-            submitted) need not be reported.
+            "training_iteration" and "time_total_s" (seconds since the trial's first job began
+            to run) need not be reported.
     """
 
     needs_checkpoints = False

@@ -36,6 +36,8 @@ from elastic.tune.trials import LOOP, Recipe, split_config
 from elastic.worker.engine import context as worker_context
 
 TUNER_FILE = "tuner.pkl"
+AHEAD = 1
+"""Trials that wait in the queue of the cluster for a slot, where proposals do not need results."""
 NAME_CHARS_MAX = 80
 """A trial's name is the study's name and a number; job names have at most 100 characters."""
 
@@ -275,13 +277,17 @@ class Tuner:
         scheduler: TrialScheduler = copy.copy(config.scheduler) or FIFOScheduler()
         scheduler.bind(config.metric or "", config.mode or "", seed)
         failures = self._run_config.failure_config
+        search = self._search(seed)
+        # A trial that waits in the queue would come before one that goes on from a checkpoint.
+        may_wait = not (search.learns or scheduler.needs_checkpoints)
         return Plan(
             recipe=recipe,
-            search=self._search(seed),
+            search=search,
             scheduler=scheduler,
             stopper=as_stopper(self._run_config.stop),
             callbacks=Callbacks(self._run_config.callbacks),
             max_concurrent=config.max_concurrent_trials or 0,
+            ahead=AHEAD if may_wait else 0,
             num_samples=config.num_samples,
             time_budget_s=config.time_budget_s,  # type: ignore[arg-type]
             label=config.trial_name_creator,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import optuna
@@ -16,6 +17,8 @@ from hypothesis import strategies as st
 from elastic import tune
 from elastic.client.cli import main
 from elastic.core.study import TrialAttempt
+from elastic.core.view import NodeView
+from elastic.core.world import Node, NodePhase
 from elastic.errors import ConfigError, UsageError
 from elastic.storage.metrics import Numbering
 from elastic.storage.study_log import StudyLog
@@ -28,6 +31,7 @@ from elastic.tune.result_grid import ResultGrid
 from elastic.tune.schedulers import MedianStoppingRule, PopulationBasedTraining
 from elastic.tune.search import BasicVariantGenerator, ConcurrencyLimiter, Repeater, Searcher
 from elastic.tune.search.optuna import OptunaSearch
+from elastic.tune.session import as_trainable
 from elastic.tune.stopper import TrialPlateauStopper
 from elastic.tune.trials import Recipe, from_log, to_log
 from elastic.worker.engine import context as worker_context
@@ -446,6 +450,51 @@ def test_run_raises_for_failed_trials_and_names_what_it_does_not_take(
         tune.run(print, local_dir="/x")
     with pytest.raises(UsageError, match="unknown argument: confg"):
         tune.run(print, confg={})
+
+
+class OneSlotCluster:
+    """A client and a recipe in one: it takes all jobs, and tells nothing of them."""
+
+    def __init__(self) -> None:
+        self.submitted: list[str] = []
+
+    def trainer(self, run: str, config: Any, resume_from: str = "") -> Any:
+        trainable = as_trainable(print)
+        made = Recipe(trainable, RunConfig(), "/nowhere").trainer(run, config, resume_from)
+        made.submit = lambda spec, *rest: self.submitted.append(spec.name)  # type: ignore
+        return made
+
+    def watch(self, job_id: str) -> Any:
+        return iter(())
+
+    def status(self) -> Any:
+        slots = Node("n1", incarnation=1, host="h", num_slots=1)
+        return SimpleNamespace(view=SimpleNamespace(nodes=[NodeView(slots, NodePhase.READY, 0, 1)]))
+
+
+@pytest.mark.parametrize(("limit", "count"), [(0, 2), (1, 1)])
+def test_one_trial_more_than_run_waits_in_the_queue(tmp_path: Path, limit: int, count: int) -> None:
+    log = StudyLog(str(tmp_path / "mine"))
+    log.add({"e": "study", "settings": {"name": "mine", "trainable": "t"}})
+    tuner = tune.Tuner(
+        print,
+        tune_config=tune.TuneConfig(num_samples=5, max_concurrent_trials=limit, seed=1),
+    )
+    cluster = OneSlotCluster()
+    log.study.settings["seed"] = 1
+    plan = tuner._plan(log, cluster)  # type: ignore[arg-type]
+    controller = Controller(log, plan, cluster, SimpleNamespace(is_embedded=False, env={}))  # type: ignore[arg-type]
+    controller._fill()
+    assert cluster.submitted == [f"mine_{number:05d}" for number in range(count)]
+
+
+def test_the_seconds_of_a_trial_count_from_when_its_first_job_began(study: StudyLog) -> None:
+    trial = study.study.trials[1]
+    study.add({"e": "started", "trial": 1, "job": "j-7", "run": trial.name, "unix_ns": 5})
+    assert (trial.started_unix_ns, trial.has_begun) == (5, False)
+    for moment in (9, 20):
+        study.add({"e": "began", "trial": 1, "unix_ns": moment})
+    assert (trial.started_unix_ns, trial.has_begun) == (9, True)
 
 
 def test_trials_have_what_callbacks_of_ray_read(study: StudyLog) -> None:

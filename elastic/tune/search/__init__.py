@@ -27,6 +27,9 @@ class Searcher:
         metric, mode: the objective; set by the tuner if not given.
     """
 
+    learns = True
+    """Whether proposals depend on results: then none is made before a trial can run."""
+
     def __init__(self, metric: str | None = None, mode: str | None = None) -> None:
         """Optimize a metric; None for that of `TuneConfig`."""
         if mode not in (None, "min", "max"):
@@ -73,6 +76,8 @@ class BasicVariantGenerator(Searcher):
 
     Each proposal has its own seed, derived from the study's seed and the proposal's number.
     """
+
+    learns = False
 
     def __init__(
         self,
