@@ -61,6 +61,7 @@ from elastic.runtime.logging_thread import set_up_logging
 from elastic.runtime.ready import wait_address
 from elastic.runtime.rpc import parse_endpoint, parse_endpoints
 from elastic.runtime.tether import check_tether
+from elastic.runtime.worker_ports import FLAG, PORTS_OF_A_WORKER, VARIABLE, PortRange
 
 log = logging.getLogger("elastic.agent")
 
@@ -88,6 +89,7 @@ class Flags:
     spares: int
     node_id: str
     host: str
+    worker_ports: str
     token_file: str
     tls_dir: str
     tls_cert: str
@@ -163,6 +165,14 @@ class Flags:
     show_default=False,
     metavar="ADDRESS",
     help="Where other nodes reach this one.  [default: by route]",
+)
+@click.option(
+    FLAG,
+    default="",
+    show_default=False,
+    metavar="LOW-HIGH",
+    help=f"Ports that workers, and the agent for copies, listen on: {PORTS_OF_A_WORKER} for each "
+    "worker, and 1. Not NCCL's.  [default: the system's]",
 )
 @click.option(
     "--token-file",
@@ -370,6 +380,11 @@ def read_settings(flags: Flags, env: Mapping[str, str]) -> AgentSettings:
     offered = devices.entries[: math.ceil(resources.amount("GPU"))]
     devices = dataclasses.replace(devices, entries=offered)
     num_slots = parse_workers(flags.workers, devices)
+    ports = PortRange.of(flags.worker_ports)
+    ports.check_room(num_slots)
+    for_workers = worker_env(env, devices, num_slots)
+    if ports:
+        for_workers[VARIABLE] = str(ports)
     node = Node(
         node_id=NodeId(node_id),
         incarnation=0,
@@ -392,10 +407,11 @@ def read_settings(flags: Flags, env: Mapping[str, str]) -> AgentSettings:
         node=node,
         devices=devices.entries,
         config=AgentConfig(num_spares=flags.spares, drain_timeout_s=flags.drain_timeout),
-        launch=SpareCommand(env=worker_env(env, devices, num_slots), zygote=ZYGOTE_COMMAND),
+        launch=SpareCommand(env=for_workers, zygote=ZYGOTE_COMMAND),
         log_dir=log_dir,
         run_dir=choose_run_dir(flags),
         event_log=event_log,
+        worker_ports=ports,
     )
 
 

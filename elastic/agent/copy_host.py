@@ -19,6 +19,7 @@ from elastic.core.events.agent import CopiesChanged
 from elastic.runtime.own_tls import OwnCertificate
 from elastic.runtime.peer_tls import PeerTls
 from elastic.runtime.rpc import is_loopback
+from elastic.runtime.worker_ports import ANY_PORT, PortRange
 
 
 class CopyHost:
@@ -35,6 +36,7 @@ class CopyHost:
         tls: PeerTls | None = None,
         *,
         own: LocalSnapshots | None = None,
+        ports: PortRange = ANY_PORT,
     ) -> None:
         """Listen on this address; connections are served after the first order to keep copies.
 
@@ -43,12 +45,13 @@ class CopyHost:
             post: receives the list of held copies, on the event loop.
             tls: of this node, None if it has no certificate of the cluster.
             own: snapshots in this node's own memory, None for none.
+            ports: the range of the port.
         """
         self._post = post
         self._loop: asyncio.AbstractEventLoop | None = None
         self._store = CopyStore(self._changed)
         made = OwnCertificate() if tls is None and not is_loopback(host) else None
-        self._server = CopyServer(host, self._store, made or tls, own)
+        self._server = CopyServer(host, self._store, made or tls, own, ports)
         self.endpoint = CopyEndpoint(self._server.address, made.fingerprint if made else "")
 
     def order(self, order: KeepCopy | DropCopy) -> None:

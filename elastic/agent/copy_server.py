@@ -31,6 +31,7 @@ from elastic.runtime.copy_wire import (
 )
 from elastic.runtime.listening import AcceptErrors
 from elastic.runtime.own_tls import ConnectionTls
+from elastic.runtime.worker_ports import ANY_PORT, PortRange, listen_within, remedy
 
 log = logging.getLogger(__name__)
 
@@ -60,14 +61,16 @@ class CopyServer:
         store: CopyStore,
         tls: ConnectionTls | None = None,
         own: LocalSnapshots | None = None,
+        ports: PortRange = ANY_PORT,
     ) -> None:
-        """Listen on any free port of this address; connections are served after `start`.
+        """Listen on a free port of this address; connections are served after `start`.
 
         Args:
             host: this node's address for other nodes.
             store: of the copies.
             tls: used for all connections, None for plain text.
             own: snapshots in this node's own memory, None for none.
+            ports: the range of the port.
         """
         self._store, self._tls, self._own = store, tls, own
         self._room = threading.BoundedSemaphore(CONNECTIONS_MAX)
@@ -85,10 +88,9 @@ class CopyServer:
         try:
             found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
             family, _, _, _, where = min(found, key=lambda one: one[0] != socket.AF_INET)
-            self._socket = _bound(family, where[:2])
-            self._socket.listen(BACKLOG)
+            self._socket = listen_within(ports, (str(where[0]), 0), family=family, backlog=BACKLOG)
         except OSError as error:
-            log.warning("no_copies_here host=%s error=%r", host, str(error))
+            log.warning("no_copies_here host=%s error=%r", host, f"{error}; {remedy(error)}")
             return
         port = self._socket.getsockname()[1]
         self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
@@ -256,19 +258,6 @@ class CopyServer:
                 "%s job=%s%s generation=%d steps=%d bytes=%d",
                 event, request.job_id, of, mark.generation, mark.steps, mark.num_bytes,
             )  # fmt: skip
-
-
-def _bound(family: int, where: tuple[object, ...]) -> socket.socket:
-    """Return a socket that is bound to a port, and does not listen yet."""
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        if family == socket.AF_INET6:
-            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-        sock.bind(where)
-    except OSError:
-        sock.close()
-        raise
-    return sock
 
 
 def end(sock: socket.socket) -> None:

@@ -56,6 +56,7 @@ from elastic.runtime.access import Access
 from elastic.runtime.clock import Clock
 from elastic.runtime.eventlog import EventLog, note_text
 from elastic.runtime.peer_tls import PeerTls
+from elastic.runtime.worker_ports import ANY_PORT, PortRange
 
 log = logging.getLogger(__name__)
 
@@ -82,6 +83,7 @@ class AgentSettings:
         run_dir: private directory, whose disk is watched; None for none.
         book: endpoints learned by an earlier run; None to remember none.
         event_log: file of the event log, None for none.
+        worker_ports: on which workers and copies listen.
     """
 
     endpoints: tuple[str, ...]
@@ -94,6 +96,7 @@ class AgentSettings:
     event_log: Path | None
     run_dir: Path | None = None
     book: AddressBook | None = None
+    worker_ports: PortRange = ANY_PORT
 
     @property
     def folders(self) -> tuple[Path, ...]:
@@ -125,7 +128,9 @@ class AgentDriver:
         self._tls = PeerTls.of(settings.access.tls)
         self._arenas = Arenas()
         own = LocalSnapshots(node.node_id, self._arenas)
-        self._copies = CopyHost(node.host, self.post, self._tls, own=own)
+        self._copies = CopyHost(
+            node.host, self.post, self._tls, own=own, ports=settings.worker_ports
+        )
         self._machine = AgentMachine(
             node, settings.config, settings.devices, copy_endpoint=self._copies.endpoint
         )

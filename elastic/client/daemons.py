@@ -21,6 +21,7 @@ from elastic.client.local_daemons import (
 )
 from elastic.client.terminal import ClusterTarget, reporting_errors
 from elastic.client.values import parse_amounts
+from elastic.runtime.worker_ports import FLAG
 
 DEFAULT_PORT = 7070
 
@@ -48,6 +49,9 @@ DEFAULT_PORT = 7070
 )
 @click.option("--labels", default="", metavar="NAME=VALUE,...", help="For label selectors.")
 @click.option(
+    FLAG, default="", metavar="LOW-HIGH", help="Ports that workers listen on, see elastic-agent."
+)
+@click.option(
     "--store", default="memory:", show_default=True, metavar="URL",
     help="Of the coordinator: sqlite:PATH outlives a restart.",
 )  # fmt: skip
@@ -68,6 +72,7 @@ def start(
     num_gpus: int | None,
     resources: dict[str, float],
     labels: str,
+    worker_ports: str,
     store: str,
     token_file: str,
 ) -> None:
@@ -77,6 +82,8 @@ def start(
     node = node_flags(num_cpus=num_cpus, num_gpus=num_gpus, resources=resources)
     if labels:
         node += ["--labels", labels]
+    if worker_ports:
+        node += [FLAG, worker_ports]
     token_file = os.path.abspath(token_file or target.token_file) if (
         token_file or target.token_file
     ) else ""  # fmt: skip

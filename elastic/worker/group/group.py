@@ -24,9 +24,11 @@ from typing import Any, TypeVar
 
 from torch._C._distributed_c10d import PrefixStore
 
-from elastic.errors import ConfigError, GroupError
+from elastic.errors import ConfigError, GroupError, InvariantViolation
+from elastic.runtime.worker_ports import ANY_PORT, PortRange
 from elastic.worker.group import c10d
 from elastic.worker.group.abortable_wait import AbortableWait
+from elastic.worker.group.gloo_port import binding_within
 from elastic.worker.group.gloo_threads import numbers_of_gloo
 from elastic.worker.group.group_resources import AT_WORK_S, BackgroundReaper, GroupResources
 from elastic.worker.group.group_store import GroupStore, StoreAddress
@@ -47,6 +49,7 @@ BACKENDS = ("gloo", "nccl", "cpu:gloo,cuda:nccl")
 NO_GENERATION = 0
 NCCL_ABORT_S = 30.0
 """An abort of NCCL that takes longer will not end; the process has to."""
+LISTEN_ATTEMPTS = 3
 HURRY_S = 1e-4
 """How long a thread in a hurry waits for the interpreter; Python's own value is 5 ms."""
 
@@ -70,6 +73,7 @@ class GroupSpec:
         timeout_s: of each collective; the backstop, not the detector.
         job_id: part of every store key.
         key: secret of the generation, by which members know each other.
+        ports: the range of ports that gloo listens on.
         form_timeout_s: how long forming may take, at most `timeout_s`. Less than the coordinator's
             (60 s): who cannot form says so, and is not taken for one that hangs.
     """
@@ -83,6 +87,7 @@ class GroupSpec:
     timeout_s: float
     job_id: str
     key: str = field(repr=False)
+    ports: PortRange = ANY_PORT
     form_timeout_s: float = 45.0
 
     def __post_init__(self) -> None:
@@ -311,7 +316,7 @@ class ProcessGroups:
             return real(store, rank, size, timeout=timedelta(seconds=timeout_s))
         if life.device is None:
             known = socket_inodes()
-            life.device = real.create_device(hostname=life.spec.host)
+            life.device = _device_within(real, life.spec)
             life.loop = find_event_loop(known)
             if life.loop is None:
                 raise GroupError(
@@ -390,6 +395,27 @@ def _hurry() -> Iterator[None]:
         yield
     finally:
         sys.setswitchinterval(before)
+
+
+def _device_within(real: Any, spec: GroupSpec) -> Any:
+    """Return a gloo device that listens on a port of this worker's range.
+
+    Raises:
+        GroupError: no port of the range is free, or gloo cannot be told.
+    """
+    if not spec.ports:
+        return real.create_device(hostname=spec.host)
+    for attempt in range(LISTEN_ATTEMPTS):
+        try:
+            with binding_within(spec.ports):
+                return real.create_device(hostname=spec.host)
+        except OSError as error:
+            raise GroupError(f"gloo cannot listen on {spec.host}: {error}") from error
+        except RuntimeError:
+            # Another process may have begun to listen on the same port at the same moment.
+            if attempt == LISTEN_ATTEMPTS - 1:
+                raise
+    raise InvariantViolation("no attempt to listen")
 
 
 def _check_ends(

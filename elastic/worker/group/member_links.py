@@ -31,6 +31,7 @@ from elastic.core.policy.exchange_plan import (
     tree_plan,
 )
 from elastic.errors import InvariantViolation
+from elastic.runtime.worker_ports import remedy
 from elastic.worker.group.peer_sockets import PeerAddress, PeerEndpoint, PeerSockets
 from elastic.worker.group.shared_memory import PeerMemory
 
@@ -241,7 +242,7 @@ def open_links(group: Any, reach: PeerAddress) -> MemberLinks:
     """Return our links in this group; their `entry` must be sent to all members before `join`.
 
     Raises:
-        RuntimeError: this machine does not have the address.
+        RuntimeError: this machine does not have the address, or no port to listen on.
     """
     known = _links.get(group) or _open.get(group)
     if known is None:
@@ -250,7 +251,7 @@ def open_links(group: Any, reach: PeerAddress) -> MemberLinks:
         except OSError as error:
             raise RuntimeError(
                 f"mesh: Connection closed: rank {group.rank()} cannot listen on {reach.host} "
-                f"({error}); give the agent --host with an address of this machine"
+                f"({error}); {remedy(error)}"
             ) from error
     return known
 

@@ -28,6 +28,8 @@ from dataclasses import dataclass, field
 from ipaddress import IPv6Address, ip_address
 from weakref import WeakSet
 
+from elastic.runtime.worker_ports import ANY_PORT, PortRange, listen_within
+
 HEADER = struct.Struct("<qq")
 """Before each message: its tag, its bytes."""
 HELLO = struct.Struct("<16sq")
@@ -79,11 +81,13 @@ class PeerAddress:
         host: address of this machine that they reach.
         timeout_s: how long to wait for a message.
         node: name of our node; members of a node share memory. "" if the machine is the node.
+        ports: the range of ports to listen on.
     """
 
     host: str = "127.0.0.1"
     timeout_s: float = 1800.0
     node: str = ""
+    ports: PortRange = ANY_PORT
 
 
 def _in_sixteen_bytes(address: str) -> bytes:
@@ -140,10 +144,11 @@ class PeerSockets:
         """Listen on a free port.
 
         Raises:
-            OSError: this machine does not have the address.
+            OSError: this machine does not have the address, or no port of the range is free.
         """
         family, _, _, _, where = socket.getaddrinfo(reach.host, 0, type=socket.SOCK_STREAM)[0]
-        self._listener = socket.create_server(where[:2], family=family, backlog=128)
+        host = str(where[0])
+        self._listener = listen_within(reach.ports, (host, 0), family=family, backlog=128)
         address, port = self._listener.getsockname()[:2]
         self.endpoint = PeerEndpoint(str(address).partition("%")[0], port, secrets.token_bytes(16))
         self.received_bytes = 0

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from elastic.errors import GroupError
 from elastic.runtime.listening import AcceptErrors
 from elastic.runtime.rpc import format_endpoint
+from elastic.runtime.worker_ports import ANY_PORT, PortRange, listen_within, remedy
 from elastic.worker.group import store_wire
 from elastic.worker.group.store_wire import StoreVerb
 
@@ -106,19 +107,22 @@ class StoreServer:
         address: "host:port".
     """
 
-    def __init__(self, host: str) -> None:
+    def __init__(self, host: str, ports: PortRange = ANY_PORT) -> None:
         """Listen on a free port of this address.
+
+        Args:
+            host: the address.
+            ports: the range of the port.
 
         Raises:
             GroupError: this machine does not have the address.
         """
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
-            self._listener = socket.create_server((host, 0), family=family, backlog=BACKLOG)
+            self._listener = listen_within(ports, (host, 0), family=family, backlog=BACKLOG)
         except OSError as error:
             raise GroupError(
-                f"the rendezvous store cannot listen on {host}: {error}; give the agent --host "
-                f"with an address of this machine that the other nodes can reach"
+                f"the rendezvous store cannot listen on {host}: {error}; {remedy(error)}"
             ) from error
         self.address = format_endpoint(host, self._listener.getsockname()[1])
         self._listener.setblocking(False)

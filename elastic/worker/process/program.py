@@ -32,6 +32,8 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from elastic.core.broken import broken_words_in
 from elastic.errors import GroupError, ProgramFailed, UsageError
+from elastic.runtime import worker_ports
+from elastic.runtime.worker_ports import PortRange, listen_within, remedy
 from elastic.worker.engine.context import current
 from elastic.worker.group.resolver import forget_name_servers
 from elastic.worker.process.error_file import VARIABLE as ERROR_FILE
@@ -117,24 +119,26 @@ def _store_for_children(environ: Mapping[str, str]) -> Iterator[dict[str, str]]:
     ours, host = _get_default_store(), environ["MASTER_ADDR"]
     server: dist.TCPStore | None = None
     if dist.get_rank() == 0:
-        server = _open_store(host)
+        server = _open_store(host, PortRange.of(environ.get(worker_ports.VARIABLE, "")))
         ours.set(PORT_KEY, str(server.port))
     yield {"MASTER_ADDR": host, "MASTER_PORT": bytes(ours.get(PORT_KEY)).decode()}
     dist.barrier()  # The others may still be using it.
     del server
 
 
-def _open_store(host: str) -> dist.TCPStore:
+def _open_store(host: str, ports: PortRange) -> dist.TCPStore:
     """Return torch's own store, on this address alone: what a program for torchrun connects to.
 
     Raises:
-        GroupError: this machine does not have the address.
+        GroupError: this machine does not have the address, or no port of the range is free.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        listener = socket.create_server((host, 0), family=family, backlog=BACKLOG)
+        listener = listen_within(ports, (host, 0), family=family, backlog=BACKLOG)
     except OSError as error:
-        raise GroupError(f"a store for programs cannot listen on {host}: {error}") from error
+        raise GroupError(
+            f"a store for programs cannot listen on {host}: {error}; {remedy(error)}"
+        ) from error
     port = listener.getsockname()[1]
     made: Future[dist.TCPStore] = Future()
 

@@ -42,7 +42,9 @@ from elastic.core.events.worker import (
 from elastic.core.messages import Assign
 from elastic.core.world import NO_GENERATION, Assignment, EntryKind
 from elastic.errors import ConfigError, GroupError, InvariantViolation, ProgramFailed, UsageError
+from elastic.runtime import worker_ports
 from elastic.runtime.clock import Clock
+from elastic.runtime.worker_ports import ANY_PORT, PortRange
 from elastic.storage.run_directory import RunDirectory
 from elastic.worker.base.devices import Devices
 from elastic.worker.base.interrupt import GroupChanged, Interrupter
@@ -106,6 +108,7 @@ class Runner:
         self._clock = clock
         self._assign: Assign | None = None
         self._devices: Devices | None = None
+        self._ports = ANY_PORT
         self._server: StoreServer | None = None
         self._prepare: Callable[[], entry.EntryCall] | None = None
         self._run_directory: RunDirectory | None = None
@@ -154,7 +157,8 @@ class Runner:
             devices = self._devices = Devices(assign)
             os.environ.update(environment.for_job(assign, self._started_with) | devices.env())
             self._assign = assign
-            self._server = StoreServer(assign.host)
+            self._ports = PortRange.of(self._started_with.get(worker_ports.VARIABLE, ""))
+            self._server = StoreServer(assign.host, self._ports)
             self._run_directory = RunDirectory(spec.run_path) if spec.run_path else None
             self._shared = SharedStorage(self._run_directory)
             if self._run_directory is not None:
@@ -221,6 +225,7 @@ class Runner:
                 timeout_s=assign.spec.collective_timeout_s,
                 job_id=assign.spec.job_id,
                 key=assignment.group_key,
+                ports=self._ports,
             )
             if assignment.rank == 0 and self._server is not None:
                 self._server.admit(assignment.generation, assignment.group_key)
@@ -554,7 +559,10 @@ class Runner:
             max_workers=spec.max_workers,
             entry_kind=spec.entry.kind,
             reach=PeerAddress(
-                assign.host, spec.collective_timeout_s, assign.worker_id.rpartition("/")[0]
+                assign.host,
+                spec.collective_timeout_s,
+                assign.worker_id.rpartition("/")[0],
+                self._ports,
             ),
             config=call.config,
             options=call.options,
