@@ -312,7 +312,7 @@ class StoreServer:
                 self._take_frames(peer, peer.space)
         except BlockingIOError:
             return
-        except (OSError, ValueError, UnicodeError) as error:
+        except (OSError, ValueError, OverflowError) as error:
             if not isinstance(error, OSError):
                 log.warning("store_member_cut host=%s error=%r", peer.host, str(error)[:200])
             self._let_go(peer)
