@@ -267,7 +267,7 @@ class Guard(grpc.aio.ServerInterceptor):
             error.__traceback__ = error.__context__ = None
             raise
         except DecodeError as error:
-            # Reflection parses part of its request itself.
+            # Reflection reads its requests, and parses part of them, itself.
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"no such request: {error}")
         except NotImplementedError:
             name = method.rpartition("/")[2]
@@ -369,7 +369,7 @@ class Guard(grpc.aio.ServerInterceptor):
             try:
                 request = await context.read()
             except Exception as error:  # Whatever protobuf or gRPC raise for invalid bytes.
-                why = str(error) if isinstance(error, ValueError) else type(error).__name__
+                why = str(error) if isinstance(error, DecodeError) else type(error).__name__
                 problem = f"sent what is no request of it ({why[:100]})"
                 error.__traceback__ = None  # Its frames keep the bytes.
         if request is grpc.aio.EOF:
@@ -404,7 +404,7 @@ def _limited(method: str, read: Callable[[bytes], Any] | None) -> Callable[[byte
 
     def read_short(data: bytes) -> Any:
         if len(data) > limit:
-            raise ValueError(f"{len(data)} bytes, at most {limit} are taken")
+            raise DecodeError(f"{len(data)} bytes, at most {limit} are taken")
         return read(data)
 
     return read_short
