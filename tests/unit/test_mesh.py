@@ -228,6 +228,33 @@ def test_strangers_are_turned_away() -> None:
     other.close()
 
 
+def test_strangers_who_say_nothing_hold_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mesh_module, "STRANGERS_MAX", 20)
+    one, other = PeerSockets(REACH), PeerSockets(REACH)
+    endpoints = [one.endpoint, other.endpoint]
+    with contextlib.ExitStack() as stack:
+        for _ in range(40):
+            where = (one.endpoint.address, one.endpoint.port)
+            stack.enter_context(socket.create_connection(where))
+        joining = threading.Thread(target=one.join, args=(0, endpoints, DEADLINE_S))
+        joining.start()
+        # All of them are heard before the member comes.
+        wait_for(lambda: 2 <= len(one._socks) <= 21 and not backlog(one))
+        other.join(1, endpoints, DEADLINE_S)
+        joining.join()
+    give(other, 0, 1, b"hello")
+    assert take(one, 1, 1, 5) == b"hello"
+    assert len(one._socks) == 1
+    one.close()
+    other.close()
+
+
+def backlog(mesh: PeerSockets) -> int:
+    """Return how many connections wait to be accepted."""
+    info = mesh._listener.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 32)
+    return int.from_bytes(info[24:28], "little")  # tcpi_unacked
+
+
 def test_a_member_that_does_not_come_is_not_waited_for_long() -> None:
     mesh, other = PeerSockets(REACH), PeerSockets(REACH)
     with pytest.raises(OSError, match="timed out"):

@@ -37,7 +37,8 @@ HELLO = struct.Struct("<16sq")
 DOOR = struct.Struct("<16sq16s")
 JOIN_S = 30.0
 """How long members may take to connect to each other, once all know the endpoints."""
-HELLO_S = 0.5
+STRANGERS_MAX = 256
+"""Connections that have not said who they are; the oldest makes room for the next."""
 POLL_S_MAX = 3600.0
 """The kernel counts milliseconds in 32 bits."""
 BYTES_MAX = 4 << 30
@@ -189,14 +190,7 @@ class PeerSockets:
             sock = self._connected(endpoints[other], deadline)
             sock.sendall(HELLO.pack(endpoints[other].token, rank))
             self._add(other, sock)
-        while len(self._peers) < len(others):
-            self._listener.settimeout(_left_s(deadline))
-            sock = self._tracked(self._listener.accept()[0])
-            other = self._rank_of(sock, deadline)
-            if other > rank and other in others and other not in self._peers:
-                self._add(other, sock)
-            else:
-                self._drop(sock)
+        self._accept({one for one in others if one > rank}, deadline)
         self._drop(self._listener)
         for peer in self._peers.values():
             peer.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -247,17 +241,50 @@ class PeerSockets:
             self._socks.remove(sock)
             sock.close()
 
-    def _rank_of(self, sock: socket.socket, deadline: float) -> int:
-        """Return the rank of the member that connects, -1 for anybody else."""
-        hello = b""
-        try:
-            sock.settimeout(min(HELLO_S, _left_s(deadline)))
-            while len(hello) < HELLO.size:
-                part = sock.recv(HELLO.size - len(hello))
-                if not part:
-                    return -1
-                hello += part
-        except OSError:
+    def _accept(self, missing: set[int], deadline: float) -> None:
+        """Wait until these ranks have connected.
+
+        All who connect are heard at the same time: who says nothing holds up nobody.
+
+        Raises:
+            OSError: one has not come in time, or the group was cut.
+        """
+        hellos: dict[int, tuple[socket.socket, bytearray]] = {}
+        poll, door = select.poll(), self._listener.fileno()
+        self._listener.setblocking(False)
+        poll.register(door, select.POLLIN)
+        while missing:
+            ready = poll.poll(_left_s(deadline) * 1e3)
+            if not ready and time.monotonic() >= deadline:
+                raise TimeoutError(f"timed out waiting for rank {', '.join(map(str, missing))}")
+            for number, _ in ready:
+                if number == door:
+                    with contextlib.suppress(BlockingIOError, ConnectionError):
+                        sock = self._tracked(self._listener.accept()[0])
+                        sock.setblocking(False)
+                        hellos[sock.fileno()] = sock, bytearray()
+                        poll.register(sock, select.POLLIN)
+                elif number in hellos:
+                    sock, hello = hellos[number]
+                    if _is_reading(sock, hello):
+                        continue
+                    poll.unregister(number)
+                    del hellos[number]
+                    other = self._rank_in(hello)
+                    if other in missing:
+                        missing.discard(other)
+                        self._add(other, sock)
+                    else:
+                        self._drop(sock)
+            while len(hellos) > STRANGERS_MAX:
+                poll.unregister(oldest := next(iter(hellos)))
+                self._drop(hellos.pop(oldest)[0])
+        for sock, _ in hellos.values():
+            self._drop(sock)
+
+    def _rank_in(self, hello: bytearray) -> int:
+        """Return the rank of the member that says this, -1 for anybody else."""
+        if len(hello) < HELLO.size:
             return -1
         token, rank = HELLO.unpack(hello)
         return int(rank) if secrets.compare_digest(token, self.endpoint.token) else -1
@@ -469,6 +496,18 @@ class PeerSockets:
         """Close the connections of an object that was not closed."""
         if hasattr(self, "_lock"):
             self.close()
+
+
+def _is_reading(sock: socket.socket, hello: bytearray) -> bool:
+    """Read what is there of a hello; return whether more is to come."""
+    try:
+        more = sock.recv(HELLO.size - len(hello))
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    hello += more
+    return bool(more) and len(hello) < HELLO.size
 
 
 def _flush(peer: _PeerConnection) -> None:
