@@ -9,23 +9,29 @@ import re
 import socket
 import struct
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
+from elastic.coord.roles import Role
 from elastic.core.view import JobView
+from elastic.runtime import copy_wire
 from elastic.testing.local_cluster import LocalCluster
 from elastic.worker.group import store_wire
 from elastic.worker.group.group_store import GroupStore, StoreAddress
 from tests.chaos.shared import end, job_of, train_with
+from tests.integration.locked import authority, certificate
 
 Address = tuple[str, int]
 CONNECT_S = 0.3
 """What is shut does not even refuse."""
 CROWD = 400
+TLS_ALERT = b"\x15\x03"
 
 
 def listening(pids: list[int]) -> list[Address]:
@@ -66,6 +72,21 @@ def say(where: Address, *words: bytes) -> bytes:
     return received
 
 
+def gain(received: bytes) -> bytes:
+    """Return what a stranger learns from this that is not for everybody.
+
+    A greeting is a number that was drawn for him; a refusal and TLS's alert say nothing.
+    """
+    if received.startswith(TLS_ALERT):
+        return b""
+    if received.startswith(store_wire.MAGIC):
+        return received[store_wire.GREETING_BYTES :]
+    if received.startswith(copy_wire.GREETING):
+        rest = received[len(copy_wire.GREETING) + copy_wire.NONCE_BYTES :]
+        return b"" if b"nothing is held here under this key" in rest else rest
+    return received
+
+
 class Stranger:
     """The attacks; each returns what it has got hold of, b"" for nothing."""
 
@@ -80,13 +101,8 @@ class Stranger:
                 yield getattr(self, name)
 
     def everywhere(self, *words: bytes) -> bytes:
-        return b"".join(
-            received
-            for port in self.ports
-            # The greeting of a store is for everybody: a number that was drawn for him.
-            if not (received := say(port, *words)).startswith(store_wire.MAGIC)
-            or len(received) > store_wire.GREETING_BYTES
-        )
+        with ThreadPoolExecutor(len(self.ports)) as threads:
+            return b"".join(threads.map(lambda port: gain(say(port, *words)), self.ports))
 
     def to_read_keys(self) -> bytes:
         """Use torch's own client, as anybody can."""
@@ -144,10 +160,12 @@ class Stranger:
         return self.everywhere(store_wire.LENGTH.pack(1 << 30), bytes(8 << 20))
 
     def to_exhaust_descriptors(self) -> bytes:
-        crowd = []
+        crowd, ports = [], list(self.ports)
         for number in range(CROWD):
-            sock = probing(self.ports[number % len(self.ports)])
+            port = ports[number % len(ports)]
+            sock = probing(port)
             if sock is None:
+                ports.remove(port)  # It lets nobody in any more.
                 continue
             with contextlib.suppress(OSError):
                 sock.sendall(self.dice.randbytes(8))
@@ -157,7 +175,8 @@ class Stranger:
         return b""
 
     def to_hold_connections_open(self) -> bytes:
-        crowd = [probing(port) for port in self.ports * 20]
+        with ThreadPoolExecutor(20) as threads:
+            crowd = list(threads.map(probing, self.ports * 20))
         for sock in crowd:
             if sock is not None:
                 sock.close()
@@ -182,28 +201,56 @@ def rss_bytes(pid: int) -> int:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
+@pytest.fixture
+def guarded(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[LocalCluster]:
+    """A cluster with a token, or mutual TLS, which must make no difference at workers' ports.
+
+    On one machine the stranger is another user of it: he sees every port.
+    """
+    locks: dict[str, Path]
+    if request.param == "token":
+        locks = {"token_file": tmp_path / "token"}
+        locks["token_file"].touch(0o600)
+        locks["token_file"].write_text("a-long-random-word")
+    else:
+        locks = {"tls_dir": authority(tmp_path / "pki")}
+        for name in ("n1", "n2"):
+            certificate(locks["tls_dir"], name, Role.NODE)
+    with LocalCluster(nodes=2, directory=tmp_path / "cluster", **locks) as running:
+        yield running
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("guarded", ["token", "mutual TLS"], indirect=True)
 def test_a_stranger_on_the_workers_ports_has_no_effect(
-    cluster: LocalCluster, tmp_path: Path
+    guarded: LocalCluster, tmp_path: Path
 ) -> None:
+    cluster = guarded
     job = job_of("guarded", tmp_path / "guarded", min_workers=2, max_workers=2)
     job_id = cluster.submit(job.spec)
     view = cluster.wait(job_id, lambda v: train_with(2, v), "two workers that train")
     generation, pids = view.record.generation, pids_of(view)
     leader = view.record.group.members[0].store_address  # type: ignore[union-attr]
     host, _, port = leader.rpartition(":")
-    before = {pid: (len(os.listdir(f"/proc/{pid}/fd")), rss_bytes(pid)) for pid in pids}
-    stranger = Stranger(listening(pids), (host, int(port)), job_id, generation)
+    # The agents have the copies.
+    attacked = [*pids, *(agent.pid for agent in cluster.agents.values())]
+    before = {pid: (len(os.listdir(f"/proc/{pid}/fd")), rss_bytes(pid)) for pid in attacked}
+    stranger = Stranger(listening(attacked), (host, int(port)), job_id, generation)
     assert (host, int(port)) in stranger.ports
+    assert {where for where, _ in stranger.ports} == {host}, "an address that no agent was given"
+    assert len([*stranger.attacks()]) == 13
     for attack in stranger.attacks():
         assert attack() == b"", f"{attack.__name__} has got something"
     view = cluster.job(job_id)
     assert (view.record.generation, view.record.failures, view.record.losses) == (generation, 0, 0)
     assert pids_of(view) == pids
-    for pid in pids:
+    for pid in attacked:
         assert len(os.listdir(f"/proc/{pid}/fd")) <= before[pid][0] + 300
         assert rss_bytes(pid) - before[pid][1] < 64 << 20
     assert not Path("/tmp/elastic-was-here").exists()
+    logs = [path.read_text(errors="replace") for path in cluster.directory.rglob("*.log")]
+    assert any("stranger_turned_away" in log for log in logs)
+    assert not any("Traceback" in log for log in logs)
     end(cluster, job, job_id)
 
 
@@ -216,16 +263,20 @@ def test_a_stranger_who_attacks_while_groups_form_only_delays(
     job_id = cluster.submit(job.spec)
     view = cluster.wait(job_id, lambda v: train_with(2, v), "two workers that train")
     over = threading.Event()
-    number = [0]
+    number, held = [0], deque[socket.socket](maxlen=200)
 
     def attack() -> None:
         while not over.is_set():
             for where in listening([pid for pid in pids_of(view) if Path(f"/proc/{pid}").exists()]):
                 sock = probing(where)
                 if sock is not None:
-                    with sock, contextlib.suppress(OSError):
-                        sock.sendall(struct.pack("<q", number[0] % 4))
                     number[0] += 1
+                    held.append(sock)  # Until it is one of too many.
+                    with contextlib.suppress(OSError):
+                        if number[0] % 2:
+                            sock.sendall(struct.pack("<q", number[0] % 4))
+                    if len(held) == held.maxlen:
+                        held[0].close()
 
     attacker = threading.Thread(target=attack, daemon=True)
     attacker.start()
@@ -241,5 +292,7 @@ def test_a_stranger_who_attacks_while_groups_form_only_delays(
     finally:
         over.set()
         attacker.join()
+        for sock in held:
+            sock.close()
     assert number[0]
     end(cluster, job, job_id)
