@@ -245,7 +245,7 @@ async def test_what_agents_send_is_refused_in_order_or_harmless(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", range(10))
+@pytest.mark.parametrize("number", range(3))
 async def test_fresh_messages_are_refused_in_order_or_harmless(
     caplog: pytest.LogCaptureFixture, fresh_seed: int, number: int
 ) -> None:
