@@ -66,7 +66,7 @@ def binding_within(ports: PortRange) -> Iterator[None]:
         return int(failed)
 
     ours = BIND(bind)
-    slot = ctypes.c_void_p.from_address(_entry_of("bind"))
+    slot = ctypes.c_void_p.from_address(find_bind())
     before, slot.value = slot.value, ctypes.cast(ours, ctypes.c_void_p).value
     try:
         yield
@@ -82,14 +82,18 @@ def binding_within(ports: PortRange) -> Iterator[None]:
 
 
 @cache
-def _entry_of(name: str) -> int:
-    """Return the address of the table's entry for an external function; it can be written to.
+def find_bind() -> int:
+    """Return the address of the table's entry for `bind`; it can be written to.
+
+    Takes 20 ms the first time, which a process that was forked later need not spend.
 
     Raises:
         GroupError: there is none.
     """
     base, (at, size) = _library()
     fields = dict(DYNAMIC.iter_unpack(ctypes.string_at(base + at, size)))
+    if DT_JMPREL not in fields:
+        raise GroupError(f"{LIBRARY} has no table of functions, {CANNOT}")
 
     def table(tag: int, size: int) -> bytes:
         # On some machines the loader has added the base to these addresses.
@@ -97,7 +101,7 @@ def _entry_of(name: str) -> int:
         return ctypes.string_at(address, size)
 
     names = table(DT_STRTAB, fields[DT_STRSZ])
-    wanted = {one.start() for one in re.finditer(re.escape(name.encode()) + rb"\0", names)}
+    wanted = {one.start() for one in re.finditer(rb"bind\0", names)}
     entries = {
         info >> 32: offset
         for offset, info, _ in RELOCATION.iter_unpack(table(DT_JMPREL, fields[DT_PLTRELSZ]))
@@ -107,7 +111,7 @@ def _entry_of(name: str) -> int:
         if SYMBOL.unpack_from(symbols, number * SYMBOL.size)[0] in wanted:
             _make_writable(base + offset)
             return base + offset
-    raise GroupError(f"{LIBRARY} does not call {name} through a table, {CANNOT}")
+    raise GroupError(f"{LIBRARY} does not call bind through a table, {CANNOT}")
 
 
 def _library() -> tuple[int, tuple[int, int]]:

@@ -23,6 +23,7 @@ from collections.abc import Mapping
 import click
 
 from elastic.core.config import STACKS_SIGNAL
+from elastic.runtime import worker_ports
 from elastic.worker.base.signals import leave_to_agent
 
 PR_SET_PDEATHSIG = 1
@@ -189,7 +190,7 @@ def warm_up_here() -> Mapping[str, str]:
     from elastic.worker.process.warmup import warm_up
 
     started_with = dict(os.environ)
-    warm_up()
+    warm_up(chooses_ports=bool(started_with.get(worker_ports.VARIABLE)))
     return started_with
 
 

@@ -10,11 +10,13 @@ import gc
 import importlib
 import os
 import weakref
+from contextlib import suppress
 from pathlib import Path
 
 import torch
 
-from elastic.errors import InvariantViolation
+from elastic.errors import GroupError, InvariantViolation
+from elastic.worker.group.gloo_port import find_bind
 
 DRIVERS = tuple(map(Path, ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")))
 """One is there where a driver is loaded that torch could start: NVIDIA's, WSL's, AMD's."""
@@ -36,12 +38,19 @@ MORE_TO_IMPORT = (
 """Imported by every worker or nearly every train function, and not by `import torch`."""
 
 
-def warm_up() -> None:
-    """Import what training needs, and do a first step, which imports more (2.2 s in all)."""
+def warm_up(*, chooses_ports: bool = False) -> None:
+    """Import what training needs, and do a first step, which imports more (2.2 s in all).
+
+    Args:
+        chooses_ports: gloo will have to listen within a range.
+    """
     # Lets torch.cuda.is_available() look without starting the driver.
     os.environ.update(PYTORCH_NVML_BASED_CUDA_CHECK="1")
     for name in MORE_TO_IMPORT:
         importlib.import_module(name)
+    if chooses_ports:
+        with suppress(GroupError):  # It is told when a group forms.
+            find_bind()
     weight = torch.nn.Parameter(torch.zeros(2, 2))
     optimizer = torch.optim.Adam([weight])
     # The first backward counts the devices of every kind, which would start the driver.
