@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,8 @@ from elastic.train.torch import (
     prepare_optimizer,
 )
 from elastic.worker.engine.context import current, set_current
+from elastic.worker.engine.recovery_modes import GroupProvider, ResumeState
+from elastic.worker.engine.step_engine import StepEngine
 from elastic.worker.process.local import LocalRun, local_context
 
 SAMPLES, SIZE, GLOBAL = 22, 2, 8
@@ -82,6 +84,24 @@ def inside_again() -> Iterator[None]:
             yield
     finally:
         set_current(outer)
+
+
+@contextmanager
+def called(
+    home: GroupProvider, resume: ResumeState | None, generation: int
+) -> Iterator[StepEngine]:
+    """Be called by a worker, with what an earlier call in its process has left."""
+    with inside_again():
+        here = current()
+        assert here is not None
+        engine = StepEngine(home, resume_state=resume)
+        place = replace(here, is_local=False, generation=generation, engine=engine)
+        engine.enter(place)
+        set_current(place)
+        try:
+            yield engine
+        finally:
+            engine.close()
 
 
 def bits(module: nn.Module) -> list[bytes]:

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from elastic import train
 from elastic.errors import UsageError
 from elastic.train.torch import prepare_data_loader
+from elastic.worker.process.local import NoNextGroup
 from tests.unit.engine_under_test import (
     GLOBAL,
     SAMPLES,
@@ -19,6 +20,7 @@ from tests.unit.engine_under_test import (
     STEPS,
     Loop,
     V,
+    called,
     data,
     each,
     inside_a_run,
@@ -59,6 +61,21 @@ def test_drop_last_that_leaves_nothing_is_refused() -> None:
 
     with pytest.raises(UsageError, match="drop_last leaves no such step: step 0 of epoch 0 has 5"):
         each(loop.batches(1), body)
+
+
+def test_a_loader_that_is_asked_for_its_steps_before_the_loop_knows_of_earlier_calls() -> None:
+    resume, seen = None, []
+    for generation in (1, 2):
+        with called(NoNextGroup(), resume, generation) as engine:
+            loop = loop_of(Once())
+            assert loop.loader.steps_per_epoch() == (STEPS if resume is not None else 0)
+            for _ in train.epochs(1):
+                for number, x, y in loop.loader:
+                    seen += number.tolist()
+                    square(loop.model(x), y).backward()
+                    loop.optimizer.step()
+                resume = engine.resume_state()
+    assert sorted(seen) == [*range(SAMPLES)]
 
 
 def test_there_is_no_length_before_the_end() -> None:

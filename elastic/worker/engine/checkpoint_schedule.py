@@ -79,9 +79,9 @@ class CheckpointScheduler:
         """Return whether every member has rows of the model, and none all of it."""
         return self._objects.is_sharded
 
-    def go_on(self, logbook: Logbook, streams: StreamBook, steps: int) -> None:
+    def go_on(self, logbook: Logbook, steps: int) -> None:
         """Go on from where an earlier call of the train function stood."""
-        self._logbook, self._streams, self.steps = logbook, streams, steps
+        self._logbook, self.steps = logbook, steps
 
     def configure(self, options: Mapping[str, Any]) -> None:
         """Take what the user chose."""

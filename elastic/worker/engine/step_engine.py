@@ -108,7 +108,9 @@ class StepEngine(ObjectRegistry):
         """
         super().__init__()
         self.cursor = Cursor()
-        self.logbook, self.streams = Logbook(), StreamBook()
+        self.logbook = Logbook()
+        # Loaders that are asked for the steps of an epoch before the loop know of it from then on.
+        self.streams = resume_state.streams if resume_state is not None else StreamBook()
         self.seed, self.recovery = 0, "auto"
         self._home, self._resume_state = home, resume_state
         self.keeps = resume_state is not None
@@ -219,10 +221,7 @@ class StepEngine(ObjectRegistry):
             with self._context.shielded():
                 self.state.put(resume_state.state)
                 self.cursor, self.logbook = resume_state.cursor, resume_state.logbook
-                self.streams = resume_state.streams
-                self._checkpoints.go_on(
-                    resume_state.logbook, resume_state.streams, resume_state.steps
-                )
+                self._checkpoints.go_on(resume_state.logbook, resume_state.steps)
                 self._has_state, self._resume_state = True, None
             if resume_state.generation == self._context.generation:
                 self._places = resume_state.places
