@@ -48,6 +48,8 @@ HEALED_MAX, HEALED_STEPS = 3, 1000
 """How often in how many steps ranks get the others' state before that is an error: something goes
 on changing it."""
 ORDER = "the order of the loader's sampler"
+REGISTERED = "registered "
+"""What names of the user's own objects begin with."""
 Prints = dict[str, int]
 """Checksums by the names of what they are of."""
 
@@ -170,9 +172,11 @@ class Divergence:
 
     def prints(self) -> Prints:
         """Return the checksum of everything that is watched, by name."""
-        found = checksums([one.now() for one in self._watched])
-        names = (one.name for one in self._watched)
-        return {**dict(zip(names, found, strict=True)), **_registered_values(self._state)}
+        return {**_prints(self._watched), **_registered_values(self._state)}
+
+    def weights(self) -> Prints:
+        """Return those of models and of parameters without one, which only steps change."""
+        return _prints([one for one in self._watched if not one.name.startswith(REGISTERED)])
 
     # ------------------------------------------------------------------- once ranks differ
 
@@ -245,6 +249,11 @@ def compare(prints: Sequence[Mapping[str, int]]) -> DivergenceResult:
 # --------------------------------------------------------------------------- what is watched
 
 
+def _prints(watched: Sequence[_WatchedTensor]) -> Prints:
+    found = checksums([one.now() for one in watched])
+    return {one.name: value for one, value in zip(watched, found, strict=True)}
+
+
 def _watched_in(state: TrainState) -> Iterator[_WatchedTensor]:
     """Yield every tensor that must be alike on all ranks, once."""
     seen: set[int] = set()
@@ -268,7 +277,7 @@ def _watched_in(state: TrainState) -> Iterator[_WatchedTensor]:
     )
     for name, thing in state.registered.items():
         if isinstance(thing, nn.Module) and name not in state.own:
-            yield from new(_tensors_of(thing, f"registered {name}: "))
+            yield from new(_tensors_of(thing, f"{REGISTERED}{name}: "))
 
 
 def _tensors_of(module: nn.Module, prefix: str) -> Iterator[_WatchedTensor]:
@@ -291,7 +300,7 @@ def _registered_values(state: TrainState) -> Prints:
         if not isinstance(thing, nn.Module) and name not in state.own:
             # It is the user's own, and may raise anything. Whoever saves it tells of that.
             with suppress(Exception):
-                found[f"registered {name}"] = values_print(thing.state_dict())
+                found[f"{REGISTERED}{name}"] = values_print(thing.state_dict())
     return found
 
 

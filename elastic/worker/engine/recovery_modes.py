@@ -45,6 +45,10 @@ class GroupProvider(Protocol):
         """While on, do not interrupt the train function for a new group: it will ask."""
         ...
 
+    def declare(self, *, in_place: bool) -> None:
+        """Tell whether the train function stays in its loop when the group changes."""
+        ...
+
 
 @dataclass(frozen=True)
 class ResumeState:
@@ -58,6 +62,7 @@ class ResumeState:
         places: in this group, where each member runs code of its own again, by rank.
         steps: committed in the run.
         streams: what is known of a dataset that is read as streams.
+        calls_late: the loop calls collectives of its own after its optimizers have stepped.
     """
 
     state: State
@@ -67,3 +72,4 @@ class ResumeState:
     places: tuple[Cursor, ...] = ()
     steps: int = 0
     streams: StreamBook = field(default_factory=StreamBook)
+    calls_late: bool = False

@@ -11,6 +11,16 @@ asks once, when nothing of it needs another rank any more (`steps`).
 Rule: state changes in one place, `_commit`, and groups change in one place, `_change_group`, which
 is reached only while the loop asks for its next micro-batch. There the user's code for the last
 one is through, and all state belongs to whole steps.
+
+A train function that is left and called again runs code again that it had begun: of an iteration,
+or between two passes over the data. So the next call goes on from the state of before that code
+(`resume_state`). Until a step is committed that is the state at hand. Behind its commit a scheduler
+may have stepped and an average not, which nobody can know: the state is no step's until the
+iteration is over. Orders to leave wait for that. An error of a collective of the script's own does
+not: where a loop calls any there, a copy is taken before each commit. Who has none offers nothing,
+and goes on from another member's state, or from what was saved last. Between passes weights stay
+as they are, so that a copy of all else will do; if they have changed all the same, as where
+averages stand in for them, nothing is offered either.
 """
 
 from __future__ import annotations
@@ -19,6 +29,8 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
+from copy import deepcopy
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -44,7 +56,7 @@ from elastic.worker.data.streams import MicroBatches
 from elastic.worker.engine import usage_errors
 from elastic.worker.engine.checkpoint_schedule import CheckpointScheduler
 from elastic.worker.engine.context import WorkerContext
-from elastic.worker.engine.divergence import Divergence, differ
+from elastic.worker.engine.divergence import Divergence, Prints, differ
 from elastic.worker.engine.group_sync import share_book, share_bytes, share_latest
 from elastic.worker.engine.logbook import Logbook, ReportNumbering
 from elastic.worker.engine.outcome import is_group_broken
@@ -60,7 +72,7 @@ from elastic.worker.engine.recovery_modes import GroupProvider, ReenterRequested
 from elastic.worker.engine.state_recovery import catch_up
 from elastic.worker.engine.step_values import StepValues
 from elastic.worker.engine.whole_step import WholeStep
-from elastic.worker.group.c10d import default_group
+from elastic.worker.group.c10d import default_group, issued
 from elastic.worker.reduce.reducer import OptimizerUnit, Reducer
 from elastic.worker.reduce.sharded_reduce import Padding, ShardedReducer, make_reducer, recovery_of
 from elastic.worker.reduce.step_metadata import (
@@ -79,6 +91,19 @@ from elastic.worker.state.train_state import State
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A state from before code of the user's that may not come to its end.
+
+    Attributes:
+        state: None if there is none.
+        weights: checksums of weights that are not a copy, None if they are.
+    """
+
+    state: ResumeState | None = None
+    weights: Prints | None = None
 
 
 class StepEngine(ObjectRegistry):
@@ -140,6 +165,11 @@ class StepEngine(ObjectRegistry):
         self._values, self._by_steps = StepValues(None), False
         self._watch, self._meets = Divergence(self.state), False
         self._to_step: list[torch.optim.Optimizer] = []  # To step, in this iteration.
+        # Whether the state is one between two steps; if not, a copy of the last such one.
+        self._is_whole, self._kept = True, Kept()
+        # Collectives begun up to the last commit; and whether the script's own follow commits.
+        self._begun: tuple[int, ...] | None = None
+        self._calls_late = resume_state is not None and resume_state.calls_late
         self._stack, self.at_close = ExitStack(), ExitStack()
 
     def configure(self, options: Mapping[str, Any]) -> None:
@@ -150,7 +180,7 @@ class StepEngine(ObjectRegistry):
         self._checkpoints.configure(options)
         if self.recovery == "reenter" and not self.keeps:
             self.keeps = True
-            self._home.defer(False)
+            self._home.declare(in_place=False)
 
     def enter(self, context: WorkerContext) -> None:
         """Be in this group from here on."""
@@ -187,6 +217,7 @@ class StepEngine(ObjectRegistry):
                 yield epoch
                 if self.cursor.epoch == epoch:
                     self.cursor = Cursor(epoch + 1, 0)
+                self._set_whole()
             with self._context.timing.spending(CHECKPOINT_STALL):
                 self._checkpoints.at_end(self.cursor, self.data, self._is_broken)
         finally:
@@ -212,7 +243,8 @@ class StepEngine(ObjectRegistry):
         names = self._watch.begin()
         self._stack.enter_context(strangers_refused(names, lambda: self._due.is_stepping))
         self.has_begun = self.keeps = True
-        self._home.defer(self.recovery in ("auto", "in_place"))
+        self._home.declare(in_place=self._is_in_place)
+        self._home.defer(self._is_in_place)
         if self._context.join is not None:
             self._context.join()  # Everything is built: from here on the others may wait for us.
         resume_state = self._resume_state
@@ -238,6 +270,7 @@ class StepEngine(ObjectRegistry):
         self._the_reducer().close()
         self._reducer, self.has_begun = None, False
         self._stack.close()
+        self._home.declare(in_place=False)
         self._home.defer(False)
 
     # ------------------------------------------------------------------- micro-batches
@@ -266,7 +299,7 @@ class StepEngine(ObjectRegistry):
 
     def _iterations(self, loader: MicroBatches, give: Callable[[], T]) -> Iterator[T]:
         """Yield what an iteration of the loop is given, until the epoch is over for all."""
-        epoch, is_first = self._open_pass(loader), True
+        epoch, is_first, is_over = self._open_pass(loader), True, False
         try:
             while True:
                 self._close_iteration(is_first)
@@ -283,8 +316,11 @@ class StepEngine(ObjectRegistry):
                 if loader.has_step(self.cursor):
                     yield give()
                 elif self._pass_gate():
-                    self._passed = epoch
+                    self._passed, is_over = epoch, True
                     break
+        except GeneratorExit:
+            is_over = self.has_begun  # By a `break`, or by what the loop's body raises.
+            raise
         finally:
             if self._phase is IterationPhase.COMMITTED:
                 self._due.end()
@@ -295,6 +331,8 @@ class StepEngine(ObjectRegistry):
             self._forget_step()
             if self._reducer is not None:
                 self._reducer.release_gradients()
+            if is_over and self._is_whole:
+                self._kept, self._is_whole = self._copy(weights=False), False
             # User code between epochs may take as long as it likes.
             self._context.activity.reset()
             self._context.timing.switch(USER)
@@ -367,6 +405,7 @@ class StepEngine(ObjectRegistry):
         if self._passed == self._epoch:
             raise usage_errors.read_again(self._epoch)
         self.state.check_known(self._units)
+        self._set_whole()
         self._loader, self.data = loader, loader.epochs
         self._checkpoints.check_data(loader.epochs, self.cursor)
         self._deal()
@@ -435,6 +474,7 @@ class StepEngine(ObjectRegistry):
             self._due.end()
             self.logbook.commit_step()  # Only now: plain loops log after `optimizer.step()`.
             self._phase = IterationPhase.OUTSIDE
+            self._set_whole()
             if self.streams.is_due(self.cursor, self._checkpoints.is_due):
                 self._together(lambda: share_book(default_group(), self.streams, self.cursor))
             before = self._context.timing.switch(CHECKPOINT_STALL)
@@ -554,7 +594,8 @@ class StepEngine(ObjectRegistry):
             if self._phase is not IterationPhase.SETTLED and not self._settle_buffers():
                 return
             # From here until the end the state is nobody's: half of it is the next step's.
-            self._has_state = False
+            self._kept = self._copy(weights=True) if self._calls_late else Kept()
+            self._is_whole = self._has_state = False
             self._the_reducer().keep_buffers()
             self._stepped = self._due.bits(self.state.optimizers)
             self._rates = rates_print(self.state.optimizers)
@@ -565,6 +606,8 @@ class StepEngine(ObjectRegistry):
             self._leaves = any(row.requests for row in rows)
             self._checkpoints.committed(rows)
             self.logbook.take_rows([row.values for row in rows])
+            self._begun = issued()
+            self._home.defer(True)
 
     def _ranks_differ(self) -> bool:
         """Return whether the rows of a step show that ranks differ; then it is void."""
@@ -743,6 +786,7 @@ class StepEngine(ObjectRegistry):
             self._has_state = False
             self.cursor = self._checkpoints.put(state)
             self._has_state = True
+            self._set_whole()
         return self.cursor
 
     def _pass_gate(self) -> bool:
@@ -773,29 +817,71 @@ class StepEngine(ObjectRegistry):
             self._error, self._phase = error, IterationPhase.VOID
             return None
 
-    def resume_state(self, *, in_this_group: bool = False) -> ResumeState | None:
+    def resume_state(
+        self, *, in_this_group: bool = False, has_raised: bool = False
+    ) -> ResumeState | None:
         """Return what the next call of the train function goes on from, None if nothing.
 
         Args:
             in_this_group: it is called in the group that has agreed on this state.
+            has_raised: this call was left by an error. If not, it is behind the loop that it has
+                left after a commit.
         """
         # What is sharded comes from the memory of all nodes, or from storage.
-        if self._resume_state is not None or not self._has_state or self.state.is_sharded:
+        if self._resume_state is not None or self.state.is_sharded:
             return self._resume_state
+        if not self._is_whole and (has_raised or self._kept.state is not None):
+            kept, weights = self._kept.state, self._kept.weights
+            return kept if weights is None or weights == self._watch.weights() else None
+        if not self._has_state:
+            return None
         if self._reducer is not None:
             self._reducer.release_gradients()  # Buffers are those of the last commit again.
-        if self._phase is not IterationPhase.COMMITTED:
-            self.logbook.forget_step()
-        state, agreed = self.state.take(), self._context.generation if in_this_group else 0
+        self.logbook.forget_step()
+        agreed = self._context.generation if in_this_group else 0
+        return self._resume_from(self.state.take(), self.logbook, agreed)
+
+    def _resume_from(self, state: State, logbook: Logbook, agreed: int = 0) -> ResumeState:
         return ResumeState(
             state,
             self.cursor,
-            self.logbook,
+            logbook,
             agreed,
             self._places,
             self._checkpoints.steps,
             self.streams,
+            self._calls_late,
         )
+
+    def _set_whole(self) -> None:
+        """User code for the last step, or for the last pass, is through."""
+        if self._begun is not None:
+            self._calls_late = self._calls_late or issued() != self._begun
+        self._is_whole, self._kept, self._begun = True, Kept(), None
+        if self.has_begun:
+            self._home.defer(self._is_in_place)
+
+    def _copy(self, *, weights: bool) -> Kept:
+        """Return the state as it is now; nothing if it cannot be had twice.
+
+        Args:
+            weights: copy these, too, and what optimizers know of them.
+        """
+        if self._context.is_local or self.state.is_sharded:
+            return Kept()  # Nobody is called again, or not with this.
+        try:
+            logbook = deepcopy(self.logbook)
+            logbook.forget_step()
+            with self._the_reducer().before_step():
+                kept = self._resume_from(self.state.copied(weights=weights), logbook)
+            return Kept(kept, None if weights else self._watch.weights())
+        except Exception as error:  # Of memory, or of what the user has registered.
+            log.warning("state_not_kept steps=%d reason=%r", self._checkpoints.steps, str(error))
+            return Kept()
+
+    @property
+    def _is_in_place(self) -> bool:
+        return self.recovery in ("auto", "in_place")
 
     @property
     def _context(self) -> WorkerContext:

@@ -217,6 +217,10 @@ class NoNextGroup:
         """Nothing interrupts the train function here."""
         del on
 
+    def declare(self, *, in_place: bool) -> None:
+        """Nobody is here to be told."""
+        del in_place
+
 
 @contextmanager
 def local_context(run: LocalRun) -> Iterator[WorkerContext]:

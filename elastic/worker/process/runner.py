@@ -260,7 +260,7 @@ class Runner:
         except BaseException as error:
             event = self._ended_early(self._place.generation, error)
             event = self._recovered_by(event)
-            self._leave_engine()
+            self._leave_engine(has_raised=not isinstance(error, GroupChanged))
             outcome.forget_frames(error)
             return event
         finally:
@@ -376,11 +376,13 @@ class Runner:
             is_over=lambda: self._mailboxes.was_aborted(assignment.generation),
         )
 
-    def _leave_engine(self, *, in_this_group: bool = False) -> None:
+    def _leave_engine(self, *, in_this_group: bool = False, has_raised: bool = False) -> None:
         """The call is over; what its loop has reached is kept for the next one."""
         engine, self._engine = self._engine, None
         if engine is not None:
-            self._resume_state = engine.resume_state(in_this_group=in_this_group)
+            self._resume_state = engine.resume_state(
+                in_this_group=in_this_group, has_raised=has_raised
+            )
             engine.close()
 
     def _ended_early(self, generation: int, error: BaseException) -> TrainEvent:
@@ -487,7 +489,10 @@ class Runner:
     def defer(self, on: bool) -> None:
         """While on, do not interrupt the train function for a new group: it will ask."""
         self._interrupter.defer(on)
-        self._mailboxes.post(LoopStateChanged(on))
+
+    def declare(self, *, in_place: bool) -> None:
+        """Tell whether the train function stays in its loop when the group changes."""
+        self._mailboxes.post(LoopStateChanged(in_place))
 
     def _drop(self) -> None:
         """Cut our connections, so that members who still wait for us in the group go on too."""

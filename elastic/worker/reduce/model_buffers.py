@@ -12,7 +12,8 @@ graph that was made before has no use for their old values, and torch would refu
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -188,6 +189,20 @@ class ModelBuffers:
             for kept in self._that_changed():
                 kept.set_back(kept.base, is_void=is_void)
                 kept.version = kept.buffer._version
+
+    @contextmanager
+    def before_step(self) -> Iterator[None]:
+        """Have the buffers as at the beginning of the step that is under way, for a block."""
+        changed = self._that_changed() if self._is_open else []
+        now = [kept.now.detach().clone() for kept in changed]
+        with torch.no_grad():
+            for kept in changed:
+                kept.set_back(kept.base)
+            try:
+                yield
+            finally:
+                for kept, value in zip(changed, now, strict=True):
+                    kept.set_back(value)
 
     def end_step(self) -> None:
         """No step is under way: what one that does not count has changed is put back, once."""

@@ -12,7 +12,7 @@ that breaks leaves an error in `broken` and no exception: the step is void, and 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from torch import nn
@@ -287,6 +287,10 @@ class Reducer:
         self._guarded(lambda: self._buffers.settle(share.deal, share.samples))
         self._guarded(lambda: self._gate.wait_all(own), waits=False)
         return self.broken is None and is_good()
+
+    def before_step(self) -> AbstractContextManager[None]:
+        """Have the buffers as at the beginning of the step, for a block."""
+        return self._buffers.before_step()
 
     def keep_buffers(self) -> None:
         """Commit the buffers as they are now; until then leaving the step puts them back."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -197,6 +197,10 @@ class ShardedReducer:
         self._guarded(lambda: self._buffers.settle(share.deal, share.samples))
         self._guarded(lambda: self._gate.wait_all(own), waits=False)
         return self.broken is None and is_good()
+
+    def before_step(self) -> AbstractContextManager[None]:
+        """Have the buffers as at the beginning of the step, for a block."""
+        return self._buffers.before_step()
 
     def keep_buffers(self) -> None:
         """Commit the buffers as they are now; until then leaving the step puts them back."""

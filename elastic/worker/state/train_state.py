@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -201,6 +202,17 @@ class TrainState:
                 for name, thing in self.registered.items()
             },
         }
+
+    def copied(self, *, weights: bool) -> State:
+        """Return the state in containers and tensors of its own.
+
+        Args:
+            weights: copy models, too, and what optimizers know of them; if not, they are the live
+                ones.
+        """
+        state = self.take()
+        live = [state["models"], state["loose"], *(o.get("state") for o in state["optimizers"])]
+        return deepcopy(state, {} if weights else {id(one): one for one in live})
 
     def put(self, state: State) -> None:
         """Make this state ours.
