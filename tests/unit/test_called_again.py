@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import pickle
@@ -33,6 +34,9 @@ from tests.unit.engine_under_test import (
     square,
 )
 
+# Torch does not know that the optimizer has stepped, in an earlier call.
+pytestmark = pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+
 EPOCHS = 2
 
 
@@ -58,9 +62,13 @@ class Home(NoNextGroup):
 
     def __init__(self) -> None:
         self.interrupter = Interrupter()
+        self.broken = 0
 
     def is_called_back(self, generation: int) -> bool:
         return self.interrupter.is_over(generation)
+
+    def is_group_over(self, generation: int) -> bool:
+        return generation == self.broken or self.is_called_back(generation)
 
     def defer(self, on: bool) -> None:
         self.interrupter.defer(on)
@@ -102,11 +110,12 @@ class Life:
         if not self._leaves(number) or (engine.cursor, number) in self._left:
             return
         self._left.add((engine.cursor, number))
+        home: Any = engine._home
         if not self._by_order:
+            home.broken = self._generation
             raise Left("Connection closed by peer")
-        interrupter = engine._home.interrupter  # type: ignore[attr-defined]
-        interrupter.interrupt(self._generation, "one is lost")
-        interrupter.check()
+        home.interrupter.interrupt(self._generation, "one is lost")
+        home.interrupter.check()
 
     def note(self, engine: StepEngine) -> None:
         whole = pickle.dumps(_plain(engine.state.take()))
@@ -195,8 +204,35 @@ def whole_and_left_early(engine: StepEngine, life: Life) -> None:
     life.note(engine)
 
 
-# Torch does not know that the optimizer has stepped, in an earlier call.
-@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+def test_a_script_that_goes_on_after_such_an_error_is_called_again_all_the_same() -> None:
+    def forgiving(engine: StepEngine, life: Life) -> None:
+        model = prepare_model(nn.Linear(5, 1))
+        optimizer = prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        by_step = prepare_scheduler(torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.9))
+        by_epoch = prepare_scheduler(torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5))
+        loader = prepare_data_loader(DataLoader(data(), batch_size=SIZE), global_batch_size=GLOBAL)
+        for _ in train.epochs(EPOCHS):
+            for _, x, y in loader:
+                life.note(engine)
+                square(model(x), y).backward()
+                optimizer.step()
+                with contextlib.suppress(Left):
+                    if train.stepped():
+                        life.line(engine, 0)
+                    by_step.step()
+            with contextlib.suppress(Left):
+                life.line(engine, 1)
+                by_epoch.step()
+        life.note(engine)
+
+    undisturbed, broken = Life(lambda number: False), Life(lambda number: True)
+    undisturbed.live(forgiving)
+    broken.live(forgiving)
+    assert broken.states == undisturbed.states
+    assert broken.resumed[0] is None  # No copy was taken before it was known to be needed.
+    assert None not in broken.resumed[1:]
+
+
 @pytest.mark.parametrize("function", [plain, whole_and_left_early])
 def test_a_loop_that_is_left_at_every_line_has_the_bits_of_one_that_is_not(
     function: Callable[[StepEngine, Life], None],

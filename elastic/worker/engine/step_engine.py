@@ -18,9 +18,10 @@ or between two passes over the data. So the next call goes on from the state of 
 may have stepped and an average not, which nobody can know: the state is no step's until the
 iteration is over. Orders to leave wait for that. An error of a collective of the script's own does
 not: where a loop calls any there, a copy is taken before each commit. Who has none offers nothing,
-and goes on from another member's state, or from what was saved last. Between passes weights stay
-as they are, so that a copy of all else will do; if they have changed all the same, as where
-averages stand in for them, nothing is offered either.
+and goes on from another member's state, or from what was saved last. So does a script that goes on
+after such an error: what it has made of it counts no more. Between passes weights stay as they
+are, so that a copy of all else will do; if they have changed all the same, as where averages stand
+in for them, nothing is offered either.
 """
 
 from __future__ import annotations
@@ -167,8 +168,8 @@ class StepEngine(ObjectRegistry):
         self._to_step: list[torch.optim.Optimizer] = []  # To step, in this iteration.
         # Whether the state is one between two steps; if not, a copy of the last such one.
         self._is_whole, self._kept = True, Kept()
-        # Collectives begun up to the last commit; and whether the script's own follow commits.
-        self._begun: tuple[int, ...] | None = None
+        # Collectives begun before that code; and whether the script's own follow commits.
+        self._begun: tuple[int, ...] = ()
         self._calls_late = resume_state is not None and resume_state.calls_late
         self._stack, self.at_close = ExitStack(), ExitStack()
 
@@ -333,6 +334,7 @@ class StepEngine(ObjectRegistry):
                 self._reducer.release_gradients()
             if is_over and self._is_whole:
                 self._kept, self._is_whole = self._copy(weights=False), False
+                self._begun = issued()
             # User code between epochs may take as long as it likes.
             self._context.activity.reset()
             self._context.timing.switch(USER)
@@ -854,10 +856,19 @@ class StepEngine(ObjectRegistry):
         )
 
     def _set_whole(self) -> None:
-        """User code for the last step, or for the last pass, is through."""
-        if self._begun is not None:
-            self._calls_late = self._calls_late or issued() != self._begun
-        self._is_whole, self._kept, self._begun = True, Kept(), None
+        """User code for the last step, or for the last pass, is through.
+
+        Raises:
+            GroupChanged: it has called collectives, and the group is over: it may have met an
+                error, and gone on with half of an answer. It runs again.
+        """
+        if not self._is_whole and issued() != self._begun:
+            generation = self._context.generation
+            if self._home.is_group_over(generation):
+                self._has_state = False
+                raise GroupChanged("the group broke in code of the script's", generation)
+            self._calls_late = self._calls_late or self._kept.weights is None
+        self._is_whole, self._kept = True, Kept()
         if self.has_begun:
             self._home.defer(self._is_in_place)
 
