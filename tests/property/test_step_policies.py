@@ -344,7 +344,7 @@ STEPS = 3
 def standings(draw: st.DrawFn) -> list[RunPosition]:
     """Draw a group: newcomers, and members that are anywhere near each other."""
     cursors = st.builds(Cursor, st.integers(0, 2), st.integers(0, STEPS))
-    one = st.builds(RunPosition, st.booleans(), cursors, st.sampled_from([0, STEPS]))
+    one = st.builds(RunPosition, st.booleans(), cursors, st.sampled_from([0, STEPS]), st.booleans())
     return draw(st.lists(one, min_size=1, max_size=7))
 
 
@@ -359,14 +359,14 @@ def weights_at(cursor: Cursor, *, has: bool) -> Cursor:
 def test_the_furthest_state_wins_and_reaches_all_who_lack_it(group: list[RunPosition]) -> None:
     plan = plan_transfers(group).value
     has = any(one.steps for one in group)
-    at = [weights_at(one.cursor, has=has) for one in group]
+    at = [weights_at(one.cursor, has=has and one.is_inside) for one in group]
     with_state = [rank for rank, one in enumerate(group) if one.has_state]
     best = max((at[rank] for rank in with_state), default=at[0])
     holders = {rank for rank in with_state if at[rank] == best} or {0}
     receivers = [receiver for receiver, _ in plan.sender_of]
     assert receivers == [rank for rank in range(len(group)) if rank not in holders]
     assert {sender for _, sender in plan.sender_of} <= holders
-    assert {weights_at(one, has=has) for one in plan.cursors} == {best}
+    assert {weights_at(one, has=has) for one in plan.cursors} == {weights_at(best, has=has)}
     for rank in holders:
         assert plan.cursors[rank] == group[rank].cursor
     for receiver, sender in plan.sender_of:
@@ -386,13 +386,16 @@ def test_senders_share_the_work(group: list[RunPosition]) -> None:
 
 @given(st.lists(st.sampled_from([Cursor(1, STEPS), Cursor(2, 0)]), min_size=1, max_size=6))
 def test_the_end_of_an_epoch_and_the_start_of_the_next_are_one_state(cursors: list[Cursor]) -> None:
-    group = [RunPosition(True, cursor, STEPS) for cursor in cursors]
+    group = [RunPosition(True, cursor, STEPS, is_inside=True) for cursor in cursors]
     assert plan_transfers(group).value.sender_of == ()
     assert plan_transfers(group).value.cursors == tuple(cursors)
     joined = plan_transfers([*group, RunPosition()]).value
     # Who joins does so after the code between the epochs, if anyone is there.
     assert joined.cursors == (*cursors, max(cursors))
     assert cursors[joined.sender_of[0][1]] == max(cursors)
+    again = RunPosition(True, Cursor(1, STEPS), STEPS)  # It is called again, and passed the end.
+    assert plan_transfers([*group, again]).value.cursors == (*cursors, max(cursors))
+    assert plan_transfers([again, again]).value.sender_of == ()
 
 
 @given(st.integers(1, 8), st.integers(0, 5))

@@ -60,7 +60,9 @@ def plan_transfers(standings: Sequence[RunPosition]) -> Decision[TransferPlan]:
 
     A member after the last step of an epoch and one before the first step of the next have the
     same weights, and nothing is sent between them: the former runs the code between the epochs by
-    itself. Receivers receive from the latter, so that this code is not run twice.
+    itself. Receivers receive from the latter, so that this code is not run twice. So does a member
+    whose train function was called again after the last step: it would run that code alone, and its
+    collectives would wait for members that are through with it.
 
     Args:
         standings: by rank; at least one.
@@ -69,7 +71,7 @@ def plan_transfers(standings: Sequence[RunPosition]) -> Decision[TransferPlan]:
 
     def weights(standing: RunPosition) -> tuple[bool, Cursor]:
         cursor = standing.cursor
-        if steps and cursor.step >= steps:
+        if steps and cursor.step >= steps and standing.is_inside:
             cursor = Cursor(cursor.epoch + 1, 0)
         return standing.has_state, cursor
 
