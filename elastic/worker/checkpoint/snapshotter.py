@@ -1,8 +1,32 @@
 """Automatic checkpoints: the state is copied between two steps, and written as training goes on.
 
-The training loop pays for one copy of this worker's share into the agent's memory (`arena.py`). A
-thread of its own then writes this rank's part to storage; the thread of rank 0 waits for all
-parts, and has the checkpoint committed (`committer`).
+This worker's share is copied into the agent's memory (`arena.py`). A thread of its own then writes
+this rank's part to storage; the thread of rank 0 waits for all parts, and has the checkpoint
+committed (`committer`).
+
+Weights and optimizer state do not change before the next `optimizer.step()`. So a copying thread
+reads them during the forward and backward before it. Why it copies the state of the boundary:
+
+    boundary      All else is copied at once: buffers, values, what the script has registered. Of
+                  the tensors that are left, the version counters are noted.
+    until settled The copying thread reads tensors and writes to the slot, and touches nothing else
+                  of ours.
+    settle        The training thread waits for the copy and compares the counters: it is in no
+                  operation that has written and not counted yet. If one differs, the snapshot is
+                  given up, another one is due at once, and this process copies at the boundary
+                  from then on. Otherwise it marks the snapshot. The engine settles before it
+                  commits, before it puts a received state or enters a group, and before the
+                  script leaves the loop. Access to a parameter's `data`, through which torch counts
+                  no changes, settles first (`data_waits`); steps of optimizers that were not
+                  prepared, which need not count any, are refused (`strangers_refused`).
+
+Who dies before it has settled leaves its slot unmarked, and the snapshot in the other slot whole.
+A wait that an interrupt ends gives the snapshot up. Until it has settled, a member reports that it
+is busy, so that none overwrites the other slot before all have marked this one; all mark it at the
+same commit.
+
+Copied at the boundary are sharded models, devices, small states, and those that are saved at each
+step, of which each would wait.
 
 Rule: no storage error or delay reaches the training loop. A snapshot that cannot be written is
 reported and given up, and the last good checkpoint stays.
@@ -14,9 +38,11 @@ import logging
 import threading
 import time
 import zlib
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,6 +71,7 @@ from elastic.worker.state.transfer import (
     places_print,
     split_and_trace,
     tensors_of,
+    unpack,
     write_skeleton,
 )
 
@@ -57,6 +84,11 @@ FINISH_REPORTED_S = 10.0
 
 LEAVING_S = 30.0
 """How long members of a sharded model that leave by plan wait for its checkpoint."""
+
+BESIDE_BYTES_MIN = 16 << 20
+"""Less than this is copied at the boundary: that takes no time, and it counts a step sooner."""
+AT_ONCE_BYTES_MAX = 16 << 20
+"""If more than this may change early, all is copied at the boundary: else that part is twice."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +128,85 @@ class SnapshotLayout:
     written: tuple[TensorRows, ...]
 
 
+@dataclass(frozen=True)
+class _BegunSnapshot:
+    """A state at its boundary, of which the tensors are still to be copied to their slot.
+
+    Attributes:
+        number, steps: of the mark.
+        state: as it was given; for checksums.
+        own: what is left out of them.
+        values: what is no tensor.
+        tensors: by number.
+        versions: of what is read beside the loop, with the tensors; None: all is read at once.
+        arrangement: where they lie.
+        slot: whose turn it is.
+        warming: prepares its memory.
+        room: bytes for what is no tensor.
+    """
+
+    number: int
+    steps: int
+    state: Any
+    own: PerRankState
+    values: Any
+    tensors: Sequence[torch.Tensor]
+    versions: Sequence[tuple[torch.Tensor, int]] | None
+    arrangement: SnapshotLayout
+    slot: SnapshotSlot
+    warming: threading.Thread | None
+    room: int
+
+    def has_changed(self) -> bool:
+        """Return whether somebody has changed what was read beside the loop."""
+        return any(tensor._version != version for tensor, version in self.versions or ())
+
+
+@dataclass(frozen=True)
+class _CopiedSnapshot:
+    """What is known of a snapshot once its tensors are in their slot.
+
+    Attributes:
+        mark: of it.
+        skeleton: what is no tensor.
+        prints: see `replica_checksums.state_prints`.
+    """
+
+    mark: SnapshotMark
+    skeleton: bytes
+    prints: Mapping[str, int]
+
+
+@dataclass
+class _Copying:
+    """A snapshot that is copied beside the training loop.
+
+    Attributes:
+        begun: what is copied.
+        taker: the training thread.
+        copied: by the copying thread.
+        end: has it marked and written, or reports why not.
+        is_left: nobody waited until the end: the state may have changed.
+    """
+
+    begun: _BegunSnapshot
+    taker: int
+    copied: Future[_CopiedSnapshot]
+    end: Callable[[_Copying], None]
+    is_left: bool = False
+
+    def result(self) -> _CopiedSnapshot:
+        """Return what was copied; raises if that failed, or is not the state of the boundary."""
+        if self.begun.has_changed():
+            raise RuntimeError(
+                "weights or optimizer state were changed before the next optimizer.step(): from "
+                "here on snapshots are copied before the loop goes on"
+            )
+        if self.is_left:
+            raise RuntimeError("an interrupt ended the wait for its copy")
+        return self.copied.result()
+
+
 class Snapshotter:
     """The automatic checkpoints of one process, over all its groups.
 
@@ -122,7 +233,6 @@ class Snapshotter:
         self._paths, self._writer = tuple(paths), writer
         self._slots: list[SnapshotSlot] = []
         self._arrangement: SnapshotLayout | None = None
-        self._prints: dict[str, int] = {}
         self._rank_info = RankInfo()
         self._last_s = time.monotonic()
         self._served = 0
@@ -133,7 +243,13 @@ class Snapshotter:
         self._is_stored = False
         # Memory is reserved for it: if it grows a little, nothing else has to move.
         self._skeleton_room = 0
-        self._beside = ThreadPoolExecutor(1, thread_name_prefix="elastic-skeleton")
+        # Tensors, and meanwhile what is no tensor.
+        self._threads = ThreadPoolExecutor(2, thread_name_prefix="elastic-snapshot")
+        self._copying: _Copying | None = None
+        # An interrupt may come between the beginning of a copy and the note of it.
+        self._one_copy = threading.Lock()
+        # Until a script changes weights between steps; and then another snapshot is due.
+        self._can_overlap, self._is_again = True, False
 
     def configure(self, options: Mapping[str, Any]) -> None:
         """Take what the user chose."""
@@ -144,6 +260,7 @@ class Snapshotter:
 
     def enter(self, rank_info: RankInfo) -> None:
         """Be in this group from here on."""
+        self.settle()
         # Our private memory holds all of the state: no other rank can write to it.
         self._rank_info = (
             rank_info if self._paths else replace(rank_info, local_rank=0, local_world_size=1)
@@ -198,7 +315,7 @@ class Snapshotter:
             steps: committed in the run, with that step.
             request: number of the newest user request in this generation, 0 for none.
         """
-        if request > self._served:
+        if request > self._served or self._is_again:
             return True
         waited_s = time.monotonic() - self._last_s if self._rank_info.rank == 0 else 0.0
         return is_due(self.plan, steps=steps, last_steps=self.last_steps, waited_s=waited_s).value
@@ -218,6 +335,8 @@ class Snapshotter:
         """Return whether there is no room for another one."""
         if not self._slots:
             return False
+        if self._copying is not None:
+            return True
         slot = self._slot_of(self.number + 1)
         if self._is_being_written(slot) or slot.is_sent():
             return True
@@ -229,6 +348,7 @@ class Snapshotter:
 
     def wait_for_room(self, is_over: Callable[[], bool], timeout_s: float = FINISH_S) -> None:
         """Wait until there is room for another one; not in a group that is over, nor for ever."""
+        self.settle()
         deadline, writer = time.monotonic() + timeout_s, self._writer
         try:
             while self._is_full() and not is_over() and time.monotonic() < deadline:
@@ -243,6 +363,7 @@ class Snapshotter:
         self, is_over: Callable[[], bool], beat: Callable[[], None], timeout_s: float = LEAVING_S
     ) -> None:
         """Wait until what was taken is durable or given up; for a while, and in a living group."""
+        self.settle()
         deadline = time.monotonic() + timeout_s
         while self._writer is not None and not self._writer.finish(WAIT_SLICE_S):
             if is_over() or time.monotonic() > deadline:
@@ -305,10 +426,9 @@ class Snapshotter:
             self._can_pin = False
             log.warning("snapshot_memory_not_pinned error=%r: copies are slower", str(error))
 
-    def _end_warming(self) -> None:
-        if self._warming is not None:
-            self._warming.join()
-            self._warming = None
+    def _end_warming(self) -> threading.Thread | None:
+        warming, self._warming = self._warming, None
+        return warming
 
     def take(
         self,
@@ -321,6 +441,7 @@ class Snapshotter:
         aliases: Sequence[Mapping[str, str]] = (),
         own: PerRankState = NOTHING_OWN,
         durable: bool = True,
+        still: Iterable[torch.Tensor] | None = None,
     ) -> threading.Event:
         """Copy our share of the state, and have it written.
 
@@ -335,6 +456,8 @@ class Snapshotter:
             aliases: see `checkpoint_files.write_rest`.
             own: see `replica_checksums.state_prints`.
             durable: False to leave it in memory only.
+            still: what does not change before the caller has called `settle`, and may be copied
+                until then; None to copy all of it now.
 
         Returns:
             Set once it is durable, or given up.
@@ -343,88 +466,186 @@ class Snapshotter:
             UsageError: the state holds what cannot be saved.
             OSError: there is not enough memory, or the one before the last is still being written.
         """
+        self.settle()
         # First of all: members agree on the number even if one of them cannot take it.
         self.go_on([self.number + 1, steps, self._rank_info.generation])
         began, self._is_stored = time.monotonic(), durable
         if durable:
             self._last_s, self._served = began, max(request, self._served)
-        self._end_warming()
-        try:
-            slot, mark, arrangement, skeleton = self._copy(state(), steps, own)
-        except Exception as error:
-            if durable:
-                self._report_failed(steps, error)
-            raise
-        log.info(
-            "snapshot number=%d epoch=%d step=%d bytes=%d ms=%.1f", self.number, cursor.epoch,
-            cursor.step, mark.data_bytes, (time.monotonic() - began) * 1e3,
-        )  # fmt: skip
+            self._is_again = False
         done, rank_info = threading.Event(), self._rank_info
-        if self._writer is None or not durable:
-            done.set()
-            return done
-        self._writer.put(
-            StateSnapshot(
-                generation=rank_info.generation,
-                rank=rank_info.rank,
-                world_size=rank_info.world_size,
-                mark=mark,
-                slot=slot,
-                layout=arrangement.layout,
-                pieces=arrangement.written,
-                skeleton=skeleton,
-                cursor=cursor,
-                about=dict(about or {}),
-                aliases=tuple(aliases),
-                done=done,
-                request=request,
-                prints=self._prints,
+        name = name_of(steps, rank_info.generation, self.number)
+        noted, others = dict(about or {}), tuple(aliases)
+
+        def end(copied: _CopiedSnapshot) -> None:
+            mark, arrangement = copied.mark, begun.arrangement
+            self._mark(begun, mark)
+            log.info(
+                "snapshot number=%d epoch=%d step=%d bytes=%d ms=%.1f", mark.number, cursor.epoch,
+                cursor.step, mark.data_bytes, (time.monotonic() - began) * 1e3,
+            )  # fmt: skip
+            if self._writer is None or not durable:
+                done.set()
+                return
+            self._writer.put(
+                StateSnapshot(
+                    generation=rank_info.generation,
+                    rank=rank_info.rank,
+                    world_size=rank_info.world_size,
+                    mark=mark,
+                    slot=begun.slot,
+                    layout=arrangement.layout,
+                    pieces=arrangement.written,
+                    skeleton=copied.skeleton,
+                    cursor=cursor,
+                    about=noted,
+                    aliases=others,
+                    done=done,
+                    request=request,
+                    prints=copied.prints,
+                )
             )
-        )
+
+        def end_later(copying: _Copying) -> None:
+            try:
+                end(copying.result())
+            except Exception as error:
+                log.warning("snapshot_failed steps=%d reason=%r", steps, str(error))
+                if begun.has_changed():
+                    self._can_overlap, self._is_again = False, durable
+                with suppress(RuntimeError):  # There is no thread to be had.
+                    self._report_failed(name, rank_info.rank, error, durable=durable)
+                done.set()
+
+        copied = None
+        try:
+            begun = self._begin(state(), steps, own, still)
+            if begun.versions is None:
+                copied = self._copy(begun)
+        except Exception as error:
+            self._report_failed(name, rank_info.rank, error, durable=durable)
+            raise
+        if copied is not None:
+            end(copied)
+        else:
+            copy = self._threads.submit(self._copy, begun)
+            self._copying = _Copying(begun, threading.get_ident(), copy, end_later)
         return done
 
-    def _report_failed(self, steps: int, error: Exception) -> None:
+    def _report_failed(self, name: str, rank: int, error: Exception, *, durable: bool) -> None:
         """Let the others not wait for our part of a snapshot that we could not take."""
-        if self._writer is not None:
-            name = name_of(steps, self._rank_info.generation, self.number)
-            self._writer.fail_part(PartFailure(self._rank_info.rank, name, str(error)))
+        if self._writer is not None and durable:
+            self._writer.fail_part(PartFailure(rank, name, str(error)))
 
-    def _copy(
-        self, state: Any, steps: int, own: PerRankState
-    ) -> tuple[SnapshotSlot, SnapshotMark, SnapshotLayout, bytes]:
-        """Copy our share into the slot whose turn it is."""
+    def settle(self) -> None:
+        """Have what is copied beside the loop marked and written; then the state may change.
+
+        Raises nothing but an interrupt. On other threads than the one that took it this waits for
+        the copy alone.
+        """
+        copying = self._copying
+        if copying is None:
+            return
+        try:
+            wait([copying.copied])
+        except BaseException:
+            copying.is_left = True
+            raise
+        if copying.taker == threading.get_ident():
+            self._copying = None
+            copying.end(copying)
+
+    def _begin(
+        self, state: Any, steps: int, own: PerRankState, still: Iterable[torch.Tensor] | None
+    ) -> _BegunSnapshot:
+        """Do what cannot wait."""
         values, tensors, trace = split_and_trace(state)
         arrangement = self._arranged(values, tensors, trace)
-        layout, pieces = arrangement.layout, arrangement.pieces
-        self._prints = state_prints(state, own)
-        rank_info, slot = self._rank_info, self._slot_of(self.number)
+        layout, slot = arrangement.layout, self._slot_of(self.number)
         if self._is_being_written(slot):
             raise OSError(f"snapshot {self.number}: one in the same place is still being written")
-        slot.unmark(rank_info.local_rank)
-        slot.reserve(layout.data_bytes + self._skeleton_room)
-        # Runs while the copy has released the interpreter lock; these values no longer change.
-        writing = self._beside.submit(write_skeleton, values)
+        versions = None
+        if still is not None and not layout.held and self._may_overlap():
+            versions = self._hold(tensors, still)
+        if versions is not None:
+            state = None  # Its containers are the script's, and may change.
         if layout.held:
-            tensors = [answered_by(rank_info.rank, tensor) for tensor in tensors]
-        slot.put(layout, tensors, pieces)
-        devices = _devices_of(tensors, pieces)
-        wait_done(record(devices))
+            tensors = [answered_by(self._rank_info.rank, tensor) for tensor in tensors]
+        return _BegunSnapshot(
+            self.number, steps, state, own, values, tensors, versions, arrangement, slot,
+            self._end_warming(), self._skeleton_room,
+        )  # fmt: skip
+
+    def _may_overlap(self) -> bool:
+        plans = (self.plan, self.copies)
+        return self._can_overlap and all(plan.every_n_steps != 1 for plan in plans)
+
+    def _hold(
+        self, tensors: list[torch.Tensor], still: Iterable[torch.Tensor]
+    ) -> list[tuple[torch.Tensor, int]] | None:
+        """Put copies in the place of tensors that may change soon.
+
+        Returns:
+            All that is still, with its versions; None to copy everything at once.
+        """
+        watched = [tensor for tensor in still if _address_of(tensor)]
+        addresses = {_address_of(tensor) for tensor in watched}
+        if any(accelerator_of(tensor.device) is not None for tensor in tensors):
+            return None
+        changing = [
+            number for number, tensor in enumerate(tensors) if _address_of(tensor) not in addresses
+        ]
+        total, at_once = (
+            sum(tensor.nbytes for tensor in some)
+            for some in (tensors, [tensors[number] for number in changing])
+        )
+        if total - at_once <= BESIDE_BYTES_MIN or at_once > AT_ONCE_BYTES_MAX:
+            return None
+        for number in changing:
+            tensors[number] = tensors[number].clone()
+        return [(tensor, tensor._version) for tensor in watched]
+
+    def _copy(self, begun: _BegunSnapshot) -> _CopiedSnapshot:
+        """Copy our share into its slot; any thread, one at a time."""
+        with self._one_copy:
+            return self._copy_alone(begun)
+
+    def _copy_alone(self, begun: _BegunSnapshot) -> _CopiedSnapshot:
+        layout, pieces = begun.arrangement.layout, begun.arrangement.pieces
+        rank_info, slot = begun.arrangement.rank_info, begun.slot
+        if begun.warming is not None:
+            begun.warming.join()
+        slot.unmark(rank_info.local_rank)
+        slot.reserve(layout.data_bytes + begun.room)
+        # Runs while the copy has released the interpreter lock; these values no longer change.
+        writing = self._threads.submit(write_skeleton, begun.values)
+        slot.put(layout, begun.tensors, pieces)
+        wait_done(record(_devices_of(begun.tensors, pieces)))
+        state = unpack(begun.values, begun.tensors) if begun.state is None else begun.state
+        prints = state_prints(state, begun.own)
         skeleton = writing.result()
         text = with_held(skeleton, layout.held)
         mark = SnapshotMark(
-            self.number, rank_info.generation, steps, rank_info.local_world_size, layout.data_bytes,
-            arrangement.places ^ combined(self._prints), len(text), zlib.crc32(text),
+            begun.number, rank_info.generation, begun.steps, rank_info.local_world_size,
+            layout.data_bytes, begun.arrangement.places ^ combined(prints), len(text),
+            zlib.crc32(text),
         )  # fmt: skip
-        self._skeleton_room = max(self._skeleton_room, 2 * len(text))
         slot.reserve(mark.num_bytes)
         if rank_info.local_rank == 0:
             slot.put_skeleton(layout, text)
-        self.arrival.begin(self.number, rank_info.generation)
-        slot.mark(rank_info.local_rank, mark)
-        if devices and self._can_pin and not slot.is_pinned(layout, pieces):
+        return _CopiedSnapshot(mark, skeleton, prints)
+
+    def _mark(self, begun: _BegunSnapshot, mark: SnapshotMark) -> None:
+        """Let a snapshot count that is in its slot."""
+        arrangement, slot = begun.arrangement, begun.slot
+        self._skeleton_room = max(self._skeleton_room, 2 * mark.skeleton_bytes)
+        self.arrival.begin(mark.number, mark.generation)
+        slot.mark(arrangement.rank_info.local_rank, mark)
+        devices = _devices_of(begun.tensors, arrangement.pieces)
+        is_pinned = not devices or slot.is_pinned(arrangement.layout, arrangement.pieces)
+        if self._can_pin and not is_pinned:
             # There is more of it, or our share is another one, since that was done.
-            self._begin_warming(lambda: self._pin([slot], arrangement, devices))
-        return slot, mark, arrangement, skeleton
+            self._begin_warming(partial(self._pin, [slot], arrangement, devices))
 
     def _arranged(
         self, values: Any, tensors: Sequence[torch.Tensor], trace: Trace
@@ -454,6 +675,7 @@ class Snapshotter:
 
     def held(self) -> int:
         """Return the steps of the newest snapshot in this node's memory, -1 if there is none."""
+        self.settle()
         try:
             return max((mark.steps for _, mark in self._whole()), default=-1)
         except OSError as error:
@@ -475,6 +697,7 @@ class Snapshotter:
 
     def held_snapshots(self) -> list[tuple[SnapshotSlot, SnapshotMark]]:
         """Return the snapshots in this node's memory, newest first; none if it cannot be read."""
+        self.settle()
         try:
             return sorted(self._whole(), key=lambda pair: pair[1].steps, reverse=True)
         except OSError as error:
@@ -505,6 +728,7 @@ class Snapshotter:
 
     def finish(self) -> None:
         """Wait until what was taken is durable, or given up."""
+        self.settle()
         if self._writer is None or self._writer.finish(FINISH_REPORTED_S):
             return
         log.warning(
@@ -518,9 +742,15 @@ class Snapshotter:
     def close(self) -> None:
         """Take nothing any more; memory and thread end with what is still being written."""
         self._slots = []
-        self._beside.shutdown(wait=False)
+        self._threads.shutdown(wait=False)
         if self._writer is not None:
             self._writer.close()
+
+
+def _address_of(tensor: torch.Tensor) -> int:
+    """Return where a tensor lies; 0 if it has no memory of its own, or torch counts no changes."""
+    is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and not tensor.is_inference()
+    return tensor.data_ptr() if is_plain and tensor.layout is torch.strided else 0
 
 
 def _devices_of(

@@ -145,13 +145,22 @@ class CheckpointScheduler:
             return True  # Until then a loss would be the second of what the group has gone on from.
         return snapshotter.wants_copy(self.steps)
 
-    def at_boundary(self, cursor: Cursor, data: Data | None, is_over: Callable[[], bool]) -> None:
+    def at_boundary(
+        self,
+        cursor: Cursor,
+        data: Data | None,
+        is_over: Callable[[], bool],
+        *,
+        goes_on: bool = False,
+    ) -> None:
         """Take a snapshot if one is due: the user's code for the step is through.
 
         Args:
             cursor: the next step.
             data: how the data is cut.
             is_over: whether the group is; then nobody waits for storage.
+            goes_on: the caller calls `settle` before the state changes, or the script goes on
+                elsewhere than with the next step.
         """
         snapshotter = self._snapshotter
         if snapshotter is None:
@@ -162,6 +171,7 @@ class CheckpointScheduler:
                 self._try(lambda: snapshotter.warm_up(lambda: self.take(cursor, data)))
             return
         self.is_due, request = False, self._request()
+        goes_on = goes_on and snapshotter.is_async and not (self.releases or self.is_sharded)
         if self.releases:
             snapshotter.wait_for_room(lambda: self._goes_on(is_over), LEAVING_S)
 
@@ -175,6 +185,7 @@ class CheckpointScheduler:
                 about=self._logbook.latest,
                 aliases=self._objects.aliases(),
                 own=PerRankState(self._objects.caches(), self._objects.own),
+                still=self._objects.still_between_steps() if goes_on else None,
             )
             while not snapshotter.is_async and not done.wait(WAIT_SLICE_S) and not is_over():
                 self._show_life()
@@ -201,6 +212,11 @@ class CheckpointScheduler:
             snapshotter.wait_for_room(is_over)
             self.is_due = self._is_stored = True
             self.at_boundary(cursor, data, is_over)
+
+    def settle(self) -> None:
+        """Let the state change: see `Snapshotter.settle`."""
+        if self._snapshotter is not None:
+            self._snapshotter.settle()
 
     def before_leaving(
         self, cursor: Cursor, data: Data | None, is_over: Callable[[], bool]
@@ -263,6 +279,7 @@ class CheckpointScheduler:
         Raises:
             UsageError: it is the state of other objects; nothing was changed then.
         """
+        self.settle()
         with self._working("moves the state that it received to its device"):
             self._objects.put(state["objects"])
         self._logbook.load_state(state["logged"])

@@ -314,6 +314,31 @@ def strangers_refused(names: Mapping[int, str], is_stepping: Callable[[], bool])
         hook.remove()
 
 
+@contextmanager
+def data_waits(wait: Callable[[], None]) -> Iterator[None]:
+    """Call this before a parameter's `data` is read or set: torch counts no change made there."""
+    cls: Any = torch.nn.Parameter
+    real: Any = torch.Tensor.data
+    before = vars(cls).get("data")
+
+    def read(self: torch.nn.Parameter) -> Any:
+        wait()
+        return real.__get__(self)
+
+    def write(self: torch.nn.Parameter, value: torch.Tensor) -> None:
+        wait()
+        real.__set__(self, value)
+
+    cls.data = property(read, write)
+    try:
+        yield
+    finally:
+        if before is None:
+            del cls.data
+        else:
+            cls.data = before
+
+
 def _leave(module: torch.nn.Module) -> torch.nn.Module:
     return module
 

@@ -65,6 +65,7 @@ from elastic.worker.engine.preparation import ObjectRegistry
 from elastic.worker.engine.prepared_optimizers import (
     OPEN,
     IterationPhase,
+    data_waits,
     modules_know,
     scalers_know,
     strangers_refused,
@@ -243,6 +244,7 @@ class StepEngine(ObjectRegistry):
         self._stack.enter_context(modules_know(self._reducer.parameters_zeroed))
         names = self._watch.begin()
         self._stack.enter_context(strangers_refused(names, lambda: self._due.is_stepping))
+        self._stack.enter_context(data_waits(self._checkpoints.settle))
         self.has_begun = self.keeps = True
         self._home.declare(in_place=self._is_in_place)
         self._home.defer(self._is_in_place)
@@ -268,6 +270,7 @@ class StepEngine(ObjectRegistry):
             return  # Also when a generator of a call that is long over is finalized.
         self._phase = IterationPhase.OUTSIDE
         self._epoch = self._passed = None
+        self._settle_snapshot()
         self._the_reducer().close()
         self._reducer, self.has_begun = None, False
         self._stack.close()
@@ -316,13 +319,16 @@ class StepEngine(ObjectRegistry):
                     )
                 if loader.has_step(self.cursor):
                     yield give()
-                elif self._pass_gate():
+                    continue
+                self._settle_snapshot()
+                if self._pass_gate():
                     self._passed, is_over = epoch, True
                     break
         except GeneratorExit:
             is_over = self.has_begun  # By a `break`, or by what the loop's body raises.
             raise
         finally:
+            self._settle_snapshot()
             if self._phase is IterationPhase.COMMITTED:
                 self._due.end()
                 self.logbook.commit_step()  # The loop was left after a step.
@@ -480,8 +486,13 @@ class StepEngine(ObjectRegistry):
             if self.streams.is_due(self.cursor, self._checkpoints.is_due):
                 self._together(lambda: share_book(default_group(), self.streams, self.cursor))
             before = self._context.timing.switch(CHECKPOINT_STALL)
-            self._checkpoints.at_boundary(self.cursor, self.data, self._is_broken)
+            self._checkpoints.at_boundary(self.cursor, self.data, self._is_broken, goes_on=True)
             self._context.timing.switch(before)
+
+    def _settle_snapshot(self) -> None:
+        """Wait for what is copied of the state, before it or the script's place changes."""
+        with self._context.timing.spending(CHECKPOINT_STALL):
+            self._checkpoints.settle()
 
     def _note_step(self) -> None:
         self._context.timing.note_step(self._check)
@@ -595,6 +606,7 @@ class StepEngine(ObjectRegistry):
         with self._context.shielded(), record_function("elastic::commit"):
             if self._phase is not IterationPhase.SETTLED and not self._settle_buffers():
                 return
+            self._settle_snapshot()
             # From here until the end the state is nobody's: half of it is the next step's.
             self._kept = self._copy(weights=True) if self._calls_late else Kept()
             self._is_whole = self._has_state = False

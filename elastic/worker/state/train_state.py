@@ -262,6 +262,22 @@ class TrainState:
         for name, state in late.items():
             self.registered[name].load_state_dict(state)
 
+    def still_between_steps(self) -> Iterator[torch.Tensor]:
+        """Yield tensors that only steps of optimizers change, or code of which torch can tell.
+
+        Buffers are not among them: torch's normalization layers change theirs without a word. Nor
+        are modules of each rank's own, which optimizers may step that are not prepared.
+        """
+        yield from (parameter for model in self.models for parameter in model.parameters())
+        for name, thing in self.registered.items():
+            if isinstance(thing, nn.Module) and name not in self.own:
+                yield from thing.parameters()
+        for optimizer in self.optimizers:
+            yield from parameters_of(optimizer)
+            for kept in optimizer.state.values():
+                if isinstance(kept, Mapping):
+                    yield from (one for one in kept.values() if isinstance(one, torch.Tensor))
+
     def loose(self) -> list[torch.Tensor]:
         """Return the parameters that an optimizer has and no prepared model."""
         known = {id(tensor) for model in self.models for _, tensor in _tensors(model)}
