@@ -4,11 +4,14 @@
     python bench/checkpoint.py --gigabytes 0.5 --pace 30
 
 A model with Adam's state of so many bytes is saved several times by each system, in a process of
-its own, on one CPU thread as workers have it, while a loop of small steps goes on. Medians of:
-the stall (for how long the loop stands still), the time until the checkpoint is durable, the time
-to read it again, and the most memory that the process had. `warm copy` is one copy of the state
-into memory that is there already, made in the same loop: what a consistent snapshot costs at least.
-Every process has that copy, and `elastic` two slots of its own, in its peak.
+its own, on one CPU thread as workers have it, while a loop of steps of `--step` seconds goes on.
+Medians of: the stall (for how long the loop stands still at the boundary), what the next step loses
+against steps of the same loop before it, what later steps lose until the checkpoint is durable, the
+time until then, the time to read it again, and the most memory that the process had. `warm copy` is
+one copy of the state into memory that is there already, made in the same loop: what a consistent
+snapshot costs where the loop waits for it; ratios are to it, of the stall, and of stall and next
+step together: `elastic` copies in that step and begins to write after it. Every process has that
+copy, and `elastic` two slots of its own, in its peak.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,22 +40,25 @@ from rich.table import Table
 from torch import nn
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
+from elastic.core.config import Entry, JobSpec
 from elastic.core.policy.cursor import Cursor
 from elastic.core.policy.saving import SavingPlan
-from elastic.core.world import JobId
+from elastic.core.world import EntryKind, JobId
 from elastic.runtime.clock import SystemClock
 from elastic.storage.run_directory import RunDirectory
 from elastic.worker.checkpoint.checkpoint_reader import read_checkpoint
 from elastic.worker.checkpoint.checkpoint_writer import CheckpointWriter
+from elastic.worker.checkpoint.committer import Committer
 from elastic.worker.checkpoint.snapshotter import Snapshotter
 from elastic.worker.process.local import NoCoordinator
 from elastic.worker.state.train_state import TrainState
 
-SYSTEMS = ("elastic", "torch.save", "async_save", "async_save shm")
+SYSTEMS = ("elastic", "elastic, at once", "torch.save", "async_save", "async_save shm")
 WIDTH = 1024
 COPIES = 3
 """Of each parameter: itself, and Adam's two moments."""
-PAUSE_STEPS = 20
+PLAIN_STEPS = 3
+"""Between two checkpoints, so that nothing is being written: what others are compared with."""
 
 
 class Trained:
@@ -77,10 +84,12 @@ class Trained:
         moments = [v for one in self.optimizer.state.values() for v in one.values()]
         return [*self.model.parameters(), *moments]
 
-    def train(self) -> None:
-        """Do a few small steps, as a loop goes on beside the writing."""
-        for _ in range(PAUSE_STEPS):
+    def train(self, batches: int = 20) -> float:
+        """Go forward and backward, as a loop does beside the writing; return the seconds."""
+        began = time.perf_counter()
+        for _ in range(batches):
             self.probe(torch.randn(64, 256)).square().mean().backward()
+        return time.perf_counter() - began
 
 
 def copying(trained: Trained) -> Callable[[], float]:
@@ -97,55 +106,77 @@ def copying(trained: Trained) -> Callable[[], float]:
     return copy
 
 
-Saving = Callable[[], tuple[float, float]]
-"""Saves once; returns the seconds of the stall, and until the checkpoint is durable."""
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint that was begun.
+
+    Attributes:
+        is_durable: returns whether it is.
+        settle: what an optimizer's next step waits for.
+        end: called once it is durable.
+    """
+
+    is_durable: Callable[[], bool] = lambda: True
+    settle: Callable[[], object] = lambda: None
+    end: Callable[[], object] = lambda: None
 
 
-def ours(trained: Trained, folder: Path) -> tuple[Saving, Callable[[], None]]:
-    """Save with this project."""
-    objects = TrainState()
-    objects.models.append(trained.model)
-    objects.optimizers.append(trained.optimizer)
-    run = RunDirectory(str(folder))
-    writer = CheckpointWriter(run, JobId("bench"), line=NoCoordinator(), clock=SystemClock())
-    snapshotter = Snapshotter((), writer)
-    snapshotter.plan = SavingPlan(every_n_steps=1)
-    steps = 0
-
-    def state() -> dict[str, Any]:
-        return {"objects": objects.take(), "cursor": [0, steps], "steps": steps}
-
-    snapshotter.warm_up(state)
-
-    def save() -> tuple[float, float]:
-        nonlocal steps
-        steps += 1
-        began = time.perf_counter()
-        done = snapshotter.take(state, Cursor(0, steps), steps)
-        stall = time.perf_counter() - began
-        while not done.is_set():
-            trained.train()
-        return stall, time.perf_counter() - began
-
-    def load() -> None:
-        name, marker = max(run.markers(), key=lambda pair: pair[1].index)
-        objects.put(read_checkpoint(run, name, marker)["objects"])
-
-    return save, load
+Saving = Callable[[], Saved]
+Loading = Callable[[], None]
 
 
-def with_torch_save(trained: Trained, folder: Path) -> tuple[Saving, Callable[[], None]]:
+class OwnRun:
+    """A run of this project."""
+
+    def __init__(self, trained: Trained, folder: Path, *, at_once: bool = False) -> None:
+        self._at_once = at_once
+        self.objects = TrainState()
+        self.objects.models.append(trained.model)
+        self.objects.optimizers.append(trained.optimizer)
+        self.run, self.steps = RunDirectory(str(folder)), 0
+        entry = Entry(EntryKind.FUNCTION, "bench")
+        spec = JobSpec(
+            job_id=JobId("bench"), name="bench", entry=entry, min_workers=1, max_workers=1
+        )
+        committer = Committer(self.run, spec, NoCoordinator())
+        writer = CheckpointWriter(self.run, spec.job_id, committer=committer, clock=SystemClock())
+        self.snapshotter = Snapshotter((), writer)
+        self.snapshotter.plan = SavingPlan(every_n_steps=2)
+        self.snapshotter.warm_up(self.state)
+
+    def state(self) -> dict[str, Any]:
+        """Return what is saved."""
+        return {"objects": self.objects.take(), "cursor": [0, self.steps], "steps": self.steps}
+
+    def save(self) -> Saved:
+        """Begin a checkpoint."""
+        self.steps += 1
+        still = None if self._at_once else self.objects.still_between_steps()
+        done = self.snapshotter.take(self.state, Cursor(0, self.steps), self.steps, still=still)
+        return Saved(done.is_set, self.snapshotter.settle)
+
+    def load(self) -> None:
+        """Read the newest one."""
+        name, marker = max(self.run.markers(), key=lambda pair: pair[1].index)
+        self.objects.put(read_checkpoint(self.run, name, marker)["objects"])
+
+
+def ours(trained: Trained, folder: Path, *, at_once: bool = False) -> tuple[Saving, Loading]:
+    """Save with this project; at once: as it does where the copy cannot wait."""
+    run = OwnRun(trained, folder, at_once=at_once)
+    return run.save, run.load
+
+
+def with_torch_save(trained: Trained, folder: Path) -> tuple[Saving, Loading]:
     """Save as most scripts do, but so that it survives a power cut."""
     path = folder / "state.pt"
 
-    def save() -> tuple[float, float]:
-        began = time.perf_counter()
+    def save() -> Saved:
         with open(path, "wb") as file:
             torch.save(trained.state(), file)
             file.flush()
             os.fsync(file.fileno())
-        took = time.perf_counter() - began
-        return took, took
+        return Saved()
 
     def load() -> None:
         state = torch.load(path, weights_only=True)
@@ -157,26 +188,24 @@ def with_torch_save(trained: Trained, folder: Path) -> tuple[Saving, Callable[[]
 
 def with_async_save(
     trained: Trained, folder: Path, *, shares_memory: bool
-) -> tuple[Saving, Callable[[], None]]:
+) -> tuple[Saving, Loading]:
     """Save with torch's own asynchronous checkpoints."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     options = StagingOptions(False, shares_memory, False, False)
     stager = DefaultStager(options) if shares_memory else None
     paths: list[Path] = []
 
-    def save() -> tuple[float, float]:
+    def save() -> Saved:
         paths.append(folder / str(len(paths)))
-        began = time.perf_counter()
         answer = dcp.async_save(trained.state(), checkpoint_id=str(paths[-1]), async_stager=stager)
-        stall = time.perf_counter() - began
         future = getattr(answer, "upload_completion", answer)
-        while not future.done():
-            trained.train()
-        future.result()
-        took = time.perf_counter() - began
-        if len(paths) > 1:
-            shutil.rmtree(paths[-2])
-        return stall, took
+
+        def end() -> None:
+            future.result()
+            if len(paths) > 1:
+                shutil.rmtree(paths[-2])
+
+        return Saved(future.done, end=end)
 
     def load() -> None:
         state = trained.state()
@@ -186,26 +215,43 @@ def with_async_save(
     return save, load
 
 
-def measure(system: str, num_bytes: float, rounds: int, parent: str) -> dict[str, float]:
+def measure(
+    system: str, num_bytes: float, rounds: int, parent: str, step_s: float
+) -> dict[str, float]:
     """Save and load several times; returns medians."""
     folder = Path(tempfile.mkdtemp(dir=parent))
     trained = Trained(num_bytes)
     copy = copying(trained)
-    makers: dict[str, Callable[[], tuple[Saving, Callable[[], None]]]] = {
+    makers: dict[str, Callable[[], tuple[Saving, Loading]]] = {
         "elastic": lambda: ours(trained, folder),
+        "elastic, at once": lambda: ours(trained, folder, at_once=True),
         "torch.save": lambda: with_torch_save(trained, folder),
         "async_save": lambda: with_async_save(trained, folder, shares_memory=False),
         "async_save shm": lambda: with_async_save(trained, folder, shares_memory=True),
     }
     save, load = makers[system]()
-    trained.train()
-    save()  # The first one finds its memory.
-    saves, copies = [], []
-    for _ in range(rounds):
-        trained.train()
-        copies.append(copy())  # In the same loop: memory that was not used for a while is slower.
-        trained.train()
-        saves.append(save())
+    batches = max(1, round(20 * step_s / min(trained.train() for _ in range(20))))
+    names = ("copy", "stall", "next", "later", "durable")
+    found: dict[str, list[float]] = {name: [] for name in names}
+    for number in range(rounds + 1):
+        plain = statistics.median(trained.train(batches) for _ in range(PLAIN_STEPS))
+        copied = copy()  # In the same loop: memory that was not used for a while is slower.
+        trained.train(batches)
+        began = time.perf_counter()
+        saved = save()
+        stall, lost, is_durable = time.perf_counter() - began, list[float](), False
+        while not is_durable:
+            began_step = time.perf_counter()
+            trained.train(batches)
+            saved.settle()
+            lost.append(time.perf_counter() - began_step - plain)
+            is_durable = saved.is_durable()
+        durable = time.perf_counter() - began
+        saved.end()
+        if number:  # The first one finds its memory.
+            values = (copied, stall, lost[0], sum(lost[1:]), durable)
+            for name, value in zip(names, values, strict=True):
+                found[name].append(value)
     loads = []
     for _ in range(rounds):
         began = time.perf_counter()
@@ -214,21 +260,20 @@ def measure(system: str, num_bytes: float, rounds: int, parent: str) -> dict[str
     shutil.rmtree(folder)
     return {
         "bytes": float(sum(tensor.nbytes for tensor in trained.tensors())),
-        "copy": statistics.median(copies),
-        "stall": statistics.median(stall for stall, _ in saves),
-        "durable": statistics.median(took for _, took in saves),
+        **{name: statistics.median(values) for name, values in found.items()},
+        "snapshot": statistics.median(map(sum, zip(found["stall"], found["next"], strict=True))),
         "load": statistics.median(loads),
         "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0,
     }
 
 
-def pace(trained: Trained, seconds: float, save: Callable[[], object] | None) -> float:
+def pace(trained: Trained, seconds: float, save: Saving | None) -> float:
     """Return the small steps per second of a loop that saves once, at its beginning, or never."""
     count, began = 0, time.perf_counter()
-    if save is not None:
-        save()
+    saved = save() if save is not None else Saved()
     while time.perf_counter() - began < seconds:
         trained.train()
+        saved.settle()
         count += 1
     return count / (time.perf_counter() - began)
 
@@ -237,39 +282,21 @@ def throughput(num_bytes: float, rounds: int, seconds: float, parent: str) -> fl
     """Return the pace of a loop that saves every so many seconds, in parts of one that does not."""
     folder = Path(tempfile.mkdtemp(dir=parent))
     trained = Trained(num_bytes)
-    objects = TrainState()
-    objects.models.append(trained.model)
-    objects.optimizers.append(trained.optimizer)
-    run = RunDirectory(str(folder))
-    snapshotter = Snapshotter(
-        (), CheckpointWriter(run, JobId("pace"), line=NoCoordinator(), clock=SystemClock())
-    )
-    snapshotter.plan = SavingPlan(every_n_steps=1)
-    taken = 0
-
-    def state() -> dict[str, Any]:
-        return {"objects": objects.take(), "cursor": [0, taken], "steps": taken}
-
-    def save() -> None:
-        nonlocal taken
-        taken += 1
-        snapshotter.take(state, Cursor(0, taken), taken)
-
-    snapshotter.warm_up(state)
-    pace(trained, 3.0, save)
+    own = OwnRun(trained, folder)
+    pace(trained, 3.0, own.save)
     ratios = []
     for _ in range(rounds):
         plain = pace(trained, seconds, None)
-        ratios.append(pace(trained, seconds, save) / plain)
-    snapshotter.finish()
+        ratios.append(pace(trained, seconds, own.save) / plain)
+    own.snapshotter.finish()
     shutil.rmtree(folder)
     return statistics.median(ratios)
 
 
-def in_own_process(system: str, gigabytes: float, rounds: int, parent: str) -> dict[str, float]:
+def in_own_process(system: str, gigabytes: float, args: argparse.Namespace) -> dict[str, float]:
     """Measure one system where nothing of the others is left."""
     call = [sys.executable, __file__, "--system", system, "--gigabytes", str(gigabytes)]
-    call += ["--rounds", str(rounds), "--folder", parent]
+    call += ["--rounds", str(args.rounds), "--folder", args.folder, "--step", str(args.step)]
     done = subprocess.run(call, capture_output=True, text=True, timeout=1800, check=False)
     if done.returncode:
         raise SystemExit(f"{system}: {done.stderr[-3000:]}")
@@ -282,6 +309,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--gigabytes", type=float, action="append", help="default 0.1, 0.5, 2")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--step", type=float, default=0.2, help="seconds of a step")
     parser.add_argument("--folder", default=tempfile.gettempdir(), help="where checkpoints go")
     parser.add_argument(
         "--pace", type=float, help="seconds between two checkpoints: what they cost a loop instead"
@@ -290,9 +318,10 @@ def main() -> None:
     args = parser.parse_args()
     sizes = args.gigabytes or [0.1, 0.5, 2.0]
     if args.system:
-        print(json.dumps(measure(args.system, sizes[0] * 1e9, args.rounds, args.folder)))
+        found = measure(args.system, sizes[0] * 1e9, args.rounds, args.folder, args.step)
+        print(json.dumps(found))
         return
-    console = Console()
+    console = Console(width=120)
     if args.pace:
         for gigabytes in sizes:
             kept = throughput(gigabytes * 1e9, args.rounds, args.pace, args.folder)
@@ -303,18 +332,23 @@ def main() -> None:
         return
     console.print(
         f"torch {torch.__version__}, Python {platform.python_version()}, {os.cpu_count()} cores, "
-        f"medians of {args.rounds}, milliseconds"
+        f"medians of {args.rounds}, steps of {args.step:g} s, milliseconds"
     )
-    table = Table("state", "system", "stall", "warm copy", "ratio", "durable", "load", "peak MB")
+    table = Table(
+        *("state", "system", "copy", "stall", "ratio", "next step", "both", "later steps"),
+        *("durable", "load", "peak MB"),
+    )
     for gigabytes in sizes:
         for system in SYSTEMS:
-            found = in_own_process(system, gigabytes, args.rounds, args.folder)
+            found = in_own_process(system, gigabytes, args)
             table.add_row(
                 f"{found['bytes'] / 1e6:.0f} MB",
                 system,
-                *(f"{found[name] * 1e3:.1f}" for name in ("stall", "copy")),
+                *(f"{found[name] * 1e3:.1f}" for name in ("copy", "stall")),
                 f"{found['stall'] / found['copy']:.2f}",
-                *(f"{found[name] * 1e3:.0f}" for name in ("durable", "load")),
+                f"{found['next'] * 1e3:.1f}",
+                f"{found['snapshot'] / found['copy']:.2f}",
+                *(f"{found[name] * 1e3:.0f}" for name in ("later", "durable", "load")),
                 f"{found['peak'] / 1e6:.0f}",
             )
         table.add_section()
