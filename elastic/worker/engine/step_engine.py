@@ -17,11 +17,12 @@ or between two passes over the data. So the next call goes on from the state of 
 (`resume_state`). Until a step is committed that is the state at hand. Behind its commit a scheduler
 may have stepped and an average not, which nobody can know: the state is no step's until the
 iteration is over. Orders to leave wait for that. An error of a collective of the script's own does
-not: where a loop calls any there, a copy is taken before each commit. Who has none offers nothing,
-and goes on from another member's state, or from what was saved last. So does a script that goes on
-after such an error: what it has made of it counts no more. Between passes weights stay as they
-are, so that a copy of all else will do; if they have changed all the same, as where averages stand
-in for them, nothing is offered either.
+not: where a loop calls any there, a copy is taken before each commit, if it is small: training must
+neither wait for it nor run out of memory. Who has none offers nothing, and goes on from another
+member's state, or from what was saved last. So does a script that goes on after such an error: what
+it has made of it counts no more. Between passes weights stay as they are, so that a copy of all
+else will do; if they have changed all the same, as where averages stand in for them, nothing is
+offered either.
 """
 
 from __future__ import annotations
@@ -93,6 +94,8 @@ from elastic.worker.state.train_state import State
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+KEPT_BYTES_MAX = 16 << 20
+"""A state of more is not copied in each step."""
 
 
 @dataclass(frozen=True)
@@ -892,6 +895,8 @@ class StepEngine(ObjectRegistry):
         """
         if self._context.is_local or self.state.is_sharded:
             return Kept()  # Nobody is called again, or not with this.
+        if weights and self.state.num_bytes() > KEPT_BYTES_MAX:
+            return Kept()
         try:
             logbook = deepcopy(self.logbook)
             logbook.forget_step()

@@ -17,6 +17,7 @@ from torch import nn
 
 from elastic.errors import UsageError
 from elastic.worker.state.pending_steps import parameters_of
+from elastic.worker.state.replica_checksums import tensors_in
 from elastic.worker.state.sharded_state import has_shards, put_shards_back, shard_number
 
 State = dict[str, Any]
@@ -202,6 +203,10 @@ class TrainState:
                 for name, thing in self.registered.items()
             },
         }
+
+    def num_bytes(self) -> int:
+        """Return the size of all tensors of the state."""
+        return sum(tensor.nbytes for tensor in tensors_in(self.take()))
 
     def copied(self, *, weights: bool) -> State:
         """Return the state in containers and tensors of its own.
