@@ -70,6 +70,9 @@ class Home(NoNextGroup):
     def is_group_over(self, generation: int) -> bool:
         return generation == self.broken or self.is_called_back(generation)
 
+    def has_failed(self, generation: int) -> bool:
+        return generation == self.broken
+
     def defer(self, on: bool) -> None:
         self.interrupter.defer(on)
 
@@ -231,6 +234,33 @@ def test_a_script_that_goes_on_after_such_an_error_is_called_again_all_the_same(
     assert broken.states == undisturbed.states
     assert broken.resumed[0] is None  # No copy was taken before it was known to be needed.
     assert None not in broken.resumed[1:]
+
+
+def test_a_loss_after_a_collective_that_succeeded_takes_nothing_away(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("elastic.worker.engine.step_engine.KEPT_WEIGHTS_BYTES_MAX", 0)
+    home = Home()
+    with called(home, None, 1) as engine:
+        engine.configure({"recovery": "reenter"})
+        model = prepare_model(nn.Linear(5, 1))
+        optimizer = prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        loader = prepare_data_loader(DataLoader(data(), batch_size=SIZE), global_batch_size=GLOBAL)
+
+        def trained() -> None:
+            for _ in train.epochs(EPOCHS):
+                for _, x, y in loader:
+                    square(model(x), y).backward()
+                    optimizer.step()
+                    dist.all_reduce(torch.ones(1))
+                    if engine.cursor == Cursor(0, 3):
+                        home.interrupter.interrupt(1, "one is lost")
+
+        with pytest.raises(GroupChanged):
+            home.interrupter.run(1, trained)
+        left = engine.resume_state()
+    assert left is not None
+    assert left.cursor == Cursor(0, 3)
 
 
 @pytest.mark.parametrize("function", [plain, whole_and_left_early])

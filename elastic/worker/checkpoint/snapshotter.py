@@ -35,6 +35,7 @@ reported and given up, and the last good checkpoint stays.
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 import zlib
@@ -183,13 +184,14 @@ class _Copying:
 
     Attributes:
         begun: what is copied.
-        taker: the training thread.
+        pid, taker: the process and its training thread.
         copied: by the copying thread.
         end: has it marked and written, or reports why not.
         is_left: nobody waited until the end: the state may have changed.
     """
 
     begun: _BegunSnapshot
+    pid: int
     taker: int
     copied: Future[_CopiedSnapshot]
     end: Callable[[_Copying], None]
@@ -244,7 +246,8 @@ class Snapshotter:
         # Memory is reserved for it: if it grows a little, nothing else has to move.
         self._skeleton_room = 0
         # Tensors, and meanwhile what is no tensor.
-        self._threads = ThreadPoolExecutor(2, thread_name_prefix="elastic-snapshot")
+        self._copier = ThreadPoolExecutor(1, thread_name_prefix="elastic-snapshot")
+        self._skeletons = ThreadPoolExecutor(1, thread_name_prefix="elastic-skeleton")
         self._copying: _Copying | None = None
         # An interrupt may come between the beginning of a copy and the note of it.
         self._one_copy = threading.Lock()
@@ -528,8 +531,8 @@ class Snapshotter:
         if copied is not None:
             end(copied)
         else:
-            copy = self._threads.submit(self._copy, begun)
-            self._copying = _Copying(begun, threading.get_ident(), copy, end_later)
+            copy = self._copier.submit(self._copy, begun)
+            self._copying = _Copying(begun, os.getpid(), threading.get_ident(), copy, end_later)
         return done
 
     def _report_failed(self, name: str, rank: int, error: Exception, *, durable: bool) -> None:
@@ -544,8 +547,8 @@ class Snapshotter:
         the copy alone.
         """
         copying = self._copying
-        if copying is None:
-            return
+        if copying is None or copying.pid != os.getpid():
+            return  # A forked process has neither the thread nor the slot.
         try:
             wait([copying.copied])
         except BaseException:
@@ -618,7 +621,7 @@ class Snapshotter:
         slot.unmark(rank_info.local_rank)
         slot.reserve(layout.data_bytes + begun.room)
         # Runs while the copy has released the interpreter lock; these values no longer change.
-        writing = self._threads.submit(write_skeleton, begun.values)
+        writing = self._skeletons.submit(write_skeleton, begun.values)
         slot.put(layout, begun.tensors, pieces)
         wait_done(record(_devices_of(begun.tensors, pieces)))
         state = unpack(begun.values, begun.tensors) if begun.state is None else begun.state
@@ -742,7 +745,8 @@ class Snapshotter:
     def close(self) -> None:
         """Take nothing any more; memory and thread end with what is still being written."""
         self._slots = []
-        self._threads.shutdown(wait=False)
+        self._copier.shutdown(wait=False)
+        self._skeletons.shutdown(wait=False)
         if self._writer is not None:
             self._writer.close()
 

@@ -48,8 +48,8 @@ HEALED_MAX, HEALED_STEPS = 3, 1000
 """How often in how many steps ranks get the others' state before that is an error: something goes
 on changing it."""
 ORDER = "the order of the loader's sampler"
-REGISTERED = "registered "
-"""What names of the user's own objects begin with."""
+BUFFER = " (buffer)"
+"""What names of buffers end with."""
 Prints = dict[str, int]
 """Checksums by the names of what they are of."""
 
@@ -175,8 +175,8 @@ class Divergence:
         return {**_prints(self._watched), **_registered_values(self._state)}
 
     def weights(self) -> Prints:
-        """Return those of models and of parameters without one, which only steps change."""
-        return _prints([one for one in self._watched if not one.name.startswith(REGISTERED)])
+        """Return those of parameters and of registered modules."""
+        return _prints([one for one in self._watched if not one.name.endswith(BUFFER)])
 
     # ------------------------------------------------------------------- once ranks differ
 
@@ -277,7 +277,7 @@ def _watched_in(state: TrainState) -> Iterator[_WatchedTensor]:
     )
     for name, thing in state.registered.items():
         if isinstance(thing, nn.Module) and name not in state.own:
-            yield from new(_tensors_of(thing, f"{REGISTERED}{name}: "))
+            yield from new(_tensors_of(thing, f"registered {name}: "))
 
 
 def _tensors_of(module: nn.Module, prefix: str) -> Iterator[_WatchedTensor]:
@@ -290,7 +290,7 @@ def _tensors_of(module: nn.Module, prefix: str) -> Iterator[_WatchedTensor]:
         for own, buffer in part._buffers.items():
             if buffer is not None and own not in part._non_persistent_buffers_set:
                 name = f"{path}.{own}" if path else own
-                yield _WatchedTensor(f"{prefix}{name} (buffer)", buffer, part._buffers, own)
+                yield _WatchedTensor(prefix + name + BUFFER, buffer, part._buffers, own)
 
 
 def _registered_values(state: TrainState) -> Prints:
@@ -300,7 +300,7 @@ def _registered_values(state: TrainState) -> Prints:
         if not isinstance(thing, nn.Module) and name not in state.own:
             # It is the user's own, and may raise anything. Whoever saves it tells of that.
             with suppress(Exception):
-                found[f"{REGISTERED}{name}"] = values_print(thing.state_dict())
+                found[f"registered {name}"] = values_print(thing.state_dict())
     return found
 
 

@@ -41,6 +41,10 @@ class GroupProvider(Protocol):
         """Return whether this group is over by order, or has lost a member or a communicator."""
         ...
 
+    def has_failed(self, generation: int) -> bool:
+        """Return whether a collective of this group may have failed in the script's code."""
+        ...
+
     def defer(self, on: bool) -> None:
         """While on, do not interrupt the train function for a new group: it will ask."""
         ...

@@ -94,8 +94,8 @@ from elastic.worker.state.train_state import State
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-KEPT_BYTES_MAX = 16 << 20
-"""A state of more is not copied in each step."""
+KEPT_WEIGHTS_BYTES_MAX = 4 << 20
+"""A state with more weights is not copied in each step."""
 
 
 @dataclass(frozen=True)
@@ -174,6 +174,7 @@ class StepEngine(ObjectRegistry):
         self._is_whole, self._kept = True, Kept()
         # Collectives begun before that code; and whether the script's own follow commits.
         self._begun: tuple[int, ...] = ()
+        self._is_late = False  # That code follows a commit, and no pass.
         self._calls_late = resume_state is not None and resume_state.calls_late
         self._stack, self.at_close = ExitStack(), ExitStack()
 
@@ -342,8 +343,8 @@ class StepEngine(ObjectRegistry):
             if self._reducer is not None:
                 self._reducer.release_gradients()
             if is_over and self._is_whole:
-                self._kept, self._is_whole = self._copy(weights=False), False
-                self._begun = issued()
+                self._kept, self._is_whole = self._copy(weights=self._is_small), False
+                self._begun, self._is_late = issued(), False
             # User code between epochs may take as long as it likes.
             self._context.activity.reset()
             self._context.timing.switch(USER)
@@ -611,7 +612,8 @@ class StepEngine(ObjectRegistry):
                 return
             self._settle_snapshot()
             # From here until the end the state is nobody's: half of it is the next step's.
-            self._kept = self._copy(weights=True) if self._calls_late else Kept()
+            is_kept = self._calls_late and self._is_small
+            self._kept = self._copy(weights=True) if is_kept else Kept()
             self._is_whole = self._has_state = False
             self._the_reducer().keep_buffers()
             self._stepped = self._due.bits(self.state.optimizers)
@@ -623,7 +625,7 @@ class StepEngine(ObjectRegistry):
             self._leaves = any(row.requests for row in rows)
             self._checkpoints.committed(rows)
             self.logbook.take_rows([row.values for row in rows])
-            self._begun = issued()
+            self._begun, self._is_late = issued(), True
             self._home.defer(True)
 
     def _ranks_differ(self) -> bool:
@@ -874,29 +876,42 @@ class StepEngine(ObjectRegistry):
         """User code for the last step, or for the last pass, is through.
 
         Raises:
-            GroupChanged: it has called collectives, and the group is over: it may have met an
-                error, and gone on with half of an answer. It runs again.
+            GroupChanged: one of its collectives has failed, and it has gone on all the same. It
+                runs again.
         """
         if not self._is_whole and issued() != self._begun:
             generation = self._context.generation
-            if self._home.is_group_over(generation):
+            if self._home.has_failed(generation):
                 self._has_state = False
                 raise GroupChanged("the group broke in code of the script's", generation)
-            self._calls_late = self._calls_late or self._kept.weights is None
+            self._note_late()
         self._is_whole, self._kept = True, Kept()
         if self.has_begun:
             self._home.defer(self._is_in_place)
+
+    def _note_late(self) -> None:
+        """The loop calls collectives after a commit, or between passes."""
+        if not self._is_late or self._calls_late:
+            return
+        self._calls_late = True
+        if not self._is_small:
+            log.info(
+                "collectives follow optimizer.step(): if a worker is lost in one of them, training "
+                "goes on from the newest snapshot; call them before the step, or use train.log"
+            )
+
+    @property
+    def _is_small(self) -> bool:
+        return self.state.weights_bytes() <= KEPT_WEIGHTS_BYTES_MAX
 
     def _copy(self, *, weights: bool) -> Kept:
         """Return the state as it is now; nothing if it cannot be had twice.
 
         Args:
-            weights: copy these, too, and what optimizers know of them.
+            weights: see `TrainState.copied`.
         """
         if self._context.is_local or self.state.is_sharded:
             return Kept()  # Nobody is called again, or not with this.
-        if weights and self.state.num_bytes() > KEPT_BYTES_MAX:
-            return Kept()
         try:
             logbook = deepcopy(self.logbook)
             logbook.forget_step()

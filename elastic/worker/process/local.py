@@ -213,6 +213,11 @@ class NoNextGroup:
         del generation
         return False
 
+    def has_failed(self, generation: int) -> bool:
+        """Return False, for the same reason."""
+        del generation
+        return False
+
     def defer(self, on: bool) -> None:
         """Nothing interrupts the train function here."""
         del on

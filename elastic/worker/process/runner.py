@@ -123,6 +123,7 @@ class Runner:
         self._reporter: Reporter | None = None
         self._engine: StepEngine | None = None
         self._resume_state: ResumeState | None = None
+        self._failed_generation = 0  # In which a collective of the script's has failed.
         self._is_ahead = False
         self._exited = ""
         self._put_back: Callable[[], None] = lambda: None
@@ -436,6 +437,8 @@ class Runner:
     def _met(self, error: BaseException) -> None:
         """Keep user code from an error of a group that is over; it is called nowhere else again."""
         engine, context = self._engine, current()
+        if context is not None and outcome.is_group_broken(error):
+            self._failed_generation = context.generation
         if engine is None or context is None or engine.keeps or engine.recovery == "in_place":
             return  # A loop goes on by itself, and whoever asked for nothing else is to be told so.
         generation = context.generation
@@ -485,6 +488,14 @@ class Runner:
     def is_group_over(self, generation: int) -> bool:
         """Return whether this group is over by order, or has lost a member or a communicator."""
         return self.is_called_back(generation) or self._groups.peer_hung_up()
+
+    def has_failed(self, generation: int) -> bool:
+        """Return whether a collective of this group may have failed in the script's code.
+
+        NCCL's end without an error when they are aborted.
+        """
+        is_seen = self._failed_generation == generation
+        return is_seen or (not c10d.all_by_gloo() and self.is_group_over(generation))
 
     def defer(self, on: bool) -> None:
         """While on, do not interrupt the train function for a new group: it will ask."""

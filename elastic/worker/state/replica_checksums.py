@@ -63,7 +63,7 @@ def state_prints(state: Any, own: PerRankState) -> dict[str, int]:
 
 def _print_of(value: Any) -> int:
     """Return a checksum of all tensors in nested containers."""
-    return checksums.combined(checksums.checksums(list(tensors_in(value))))
+    return checksums.combined(checksums.checksums(list(_tensors_in(value))))
 
 
 def combined(prints: Mapping[str, int]) -> int:
@@ -76,7 +76,7 @@ def differing(ours: Mapping[str, int], theirs: Mapping[str, int]) -> list[str]:
     return sorted(name for name in {*ours, *theirs} if ours.get(name) != theirs.get(name))
 
 
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
     """Yield tensors and arrays in nested containers, in order; but for sharded ones."""
     if is_dtensor(value):
         return
@@ -86,7 +86,7 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
         yield torch.from_numpy(np.ascontiguousarray(value))
     elif isinstance(value, Mapping):
         for one in value.values():
-            yield from tensors_in(one)
+            yield from _tensors_in(one)
     elif isinstance(value, (list, tuple)):
         for one in value:
-            yield from tensors_in(one)
+            yield from _tensors_in(one)

@@ -17,7 +17,6 @@ from torch import nn
 
 from elastic.errors import UsageError
 from elastic.worker.state.pending_steps import parameters_of
-from elastic.worker.state.replica_checksums import tensors_in
 from elastic.worker.state.sharded_state import has_shards, put_shards_back, shard_number
 
 State = dict[str, Any]
@@ -204,20 +203,25 @@ class TrainState:
             },
         }
 
-    def num_bytes(self) -> int:
-        """Return the size of all tensors of the state."""
-        return sum(tensor.nbytes for tensor in tensors_in(self.take()))
+    def weights_bytes(self) -> int:
+        """Return the size of the models' parameters."""
+        parameters = (one for model in self.models for one in model.parameters())
+        return sum(one.nbytes for one in (*parameters, *self.loose()))
 
     def copied(self, *, weights: bool) -> State:
         """Return the state in containers and tensors of its own.
 
         Args:
-            weights: copy models, too, and what optimizers know of them; if not, they are the live
-                ones.
+            weights: copy parameters, too, what optimizers know of them, and registered modules; if
+                not, they are the live ones.
         """
-        state = self.take()
-        live = [state["models"], state["loose"], *(o.get("state") for o in state["optimizers"])]
-        return deepcopy(state, {} if weights else {id(one): one for one in live})
+        state, live = self.take(), []
+        if not weights:
+            live = [one for model in self.models for one in model.parameters()]
+            live += [state["loose"], *(one.get("state") for one in state["optimizers"])]
+            modules = (n for n, thing in self.registered.items() if isinstance(thing, nn.Module))
+            live += [state["registered"][name] for name in modules]
+        return deepcopy(state, {id(one): one for one in live})
 
     def put(self, state: State) -> None:
         """Make this state ours.
