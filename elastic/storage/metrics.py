@@ -117,16 +117,21 @@ class MetricsLog:
             return
         # Set before the attempt, so that a failing store is not tried at every report.
         self._not_before = time.monotonic() + AGAIN_S
-        for part in self._parts:
-            if part.num_written == len(part.lines):
-                continue
-            if files.is_object_store:
+        while True:
+            part = self._parts[0]
+            pending = sum(map(len, part.lines[part.num_written :]))
+            if not pending:
+                pass
+            elif files.is_object_store:
                 files.write(part.name, b"".join(part.lines))
                 part.num_written = len(part.lines)
             else:
                 files.append(part.name, b"".join(part.lines))
                 part.lines, part.num_bytes = [], 0
-        self._parts, self._num_unwritten = self._parts[-1:], 0
+            self._num_unwritten -= pending
+            if len(self._parts) == 1:
+                break
+            self._parts.pop(0)
         flush_s = self._flush_s if files.is_object_store else 0.0
         self._not_before = time.monotonic() + flush_s
 

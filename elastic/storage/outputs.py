@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import secrets
 import stat
 import zlib
@@ -18,6 +19,8 @@ from elastic.storage.faults import is_name_taken
 from elastic.storage.local_file import LocalFile
 
 PARTIAL = ".partial"
+PARTIAL_NAME = re.compile(r".*\.[0-9a-f]{8}\.partial")
+"""Of a file that is being written, or was when its writer was killed."""
 CHUNK_BYTES = 4 << 20
 NO_LINKS = frozenset({errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
 

@@ -41,7 +41,7 @@ from elastic.storage.marker import (
 )
 from elastic.storage.metrics import MetricsLog, read_metrics
 from elastic.storage.names import check_one
-from elastic.storage.outputs import CHUNK_BYTES, OutputFile
+from elastic.storage.outputs import CHUNK_BYTES, PARTIAL_NAME, OutputFile
 from elastic.storage.retry import TIMEOUT_S
 from elastic.storage.run_record import read_run
 from elastic.storage.validation import completed
@@ -191,7 +191,7 @@ class RunDirectory:
             stored = [
                 target.checksum(file.path) if claim(file.path) else file
                 for file in target.tree()
-                if file.path not in OURS
+                if file.path not in OURS and not PARTIAL_NAME.fullmatch(file.path)
             ]
         if not stored:
             raise StorageError(f"there are no files in {target.path}: write them before the report")

@@ -353,7 +353,7 @@ class Controller:
 
     def _note_begin(self, trial: Trial, unix_ns: int) -> None:
         """Log when a trial began to run, from when its seconds count."""
-        if unix_ns and not trial.has_begun:
+        if unix_ns and not trial.has_begun and not trial.reports:
             self._log.add({"e": "began", "trial": trial.number, "unix_ns": unix_ns})
 
     def _read(self, numbers: set[int], *, is_over: bool = False) -> None:

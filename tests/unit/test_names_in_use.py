@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -138,3 +140,28 @@ def test_a_reader_returns_each_row_once_whatever_the_writers_clocks_say(
     behind.append(reported(6))
     assert numbers(reader.read()) == [6]
     assert reader.read() == []
+
+
+def test_a_store_that_takes_a_part_at_a_time_gets_all_of_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Files, "is_object_store", True)
+    monkeypatch.setattr("elastic.storage.metrics.PART_BYTES_MAX", 1)
+    monkeypatch.setattr("elastic.storage.metrics.KEPT_BYTES_MAX", 5 * len(json.dumps(reported(0))))
+    monkeypatch.setattr("elastic.storage.metrics.AGAIN_S", 0.0)
+    files = Files("memory://metrics-throttled", patience_s=0)
+    log = MetricsLog(files, 0, flush_s=0.0)
+    real, calls = Files.write, iter(range(1000))
+
+    def write(files: Files, name: str, data: bytes) -> None:
+        if next(calls) % 2:
+            raise StorageError("slow down")
+        real(files, name, data)
+
+    monkeypatch.setattr(Files, "write", write)
+    for number in range(9):
+        with contextlib.suppress(StorageError):
+            log.append(reported(number))
+    monkeypatch.setattr(Files, "write", real)
+    log.flush()
+    assert numbers(read_metrics(files, 0)) == [*range(9)]

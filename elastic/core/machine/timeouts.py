@@ -18,6 +18,8 @@ loaded machine."""
 
 START_S_MIN = 600.0
 """A slow disk may need minutes for the imports of a process, and again for those of its job."""
+AHEAD_S_MIN = 4 * 3600.0
+"""The same where a worker may be in its train function, which may prepare data for hours."""
 
 
 def is_somebody_behind(job: JobState) -> bool:
@@ -71,8 +73,10 @@ def patience_s(cluster: ClusterState, job: JobState, worker: WorkerState) -> flo
     """Return how long a worker may take to start, or to join or leave a group, in seconds."""
     report = worker.report
     if report.phase is WorkerPhase.STARTING:
-        # It may run its train function already (`StartWorker.ahead`), up to the first collective.
-        return max(START_S_MIN, job.spec.collective_timeout_s)
+        # It may run its train function already (`StartWorker.ahead`), up to the first collective:
+        # members of the first group may prepare as long as they like.
+        least_s = AHEAD_S_MIN if job.is_in_place() else START_S_MIN
+        return max(least_s, job.spec.collective_timeout_s)
     limit_s = cluster.config.form_timeout_s
     if not report.in_place or report.phase is not WorkerPhase.TRAINING:
         return limit_s
