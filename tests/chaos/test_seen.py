@@ -125,7 +125,8 @@ def test_a_run_with_two_kills_tells_all_of_it(cluster: LocalCluster, tmp_path: P
     lines = [line for chunk in chunks for line in chunk["text"].splitlines()]
     printed = Counter(line for line in lines if line.startswith("printed "))
     assert set(printed.values()) == {1}
-    assert not written - printed
+    missing = sorted(written - printed)
+    assert not missing, f"{missing[:9]} of {len(missing)}"
     assert len(printed - written) <= len(killed)  # Printed, and killed before it was written down.
     moments = [chunk["unix_ns"] for chunk in chunks if chunk["unix_ns"]]
     assert moments == sorted(moments)
