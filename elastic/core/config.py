@@ -85,7 +85,8 @@ class JobSpec:
         label_selector: only nodes that carry all of these labels.
         backend: "gloo", "nccl" or "auto" (nccl with GPUs).
         collective_timeout_s: torch.distributed's own timeout; a backstop, not the detector. Also
-            the time in which a worker must have started, at least ten minutes.
+            the time in which a worker must have started, at least ten minutes; four hours where it
+            may be in its train function.
         hang_timeout_s: a member that has made no progress for this long, while all others wait for
             it in a reduction or a collective of a sharded model, is killed; 0 for never. Must be
             longer than anything that one rank does alone while the others train (an evaluation, a

@@ -437,8 +437,8 @@ class TorchConfig(BackendConfig):
         backend: "gloo", "nccl", or None: nccl with GPUs, else gloo.
         init_method: "env" or "tcp", of Ray, without effect: the runtime forms groups itself.
         timeout_s: torch.distributed's own timeout in seconds; a backstop, not the detector. Also
-            the time, at least ten minutes, in which a worker must have started: its imports, and
-            what its train function does before it joins a group that trains.
+            the time in which a worker must have started, at least ten minutes; four hours once the
+            job trains, because a worker that joins then prepares in its train function first.
         consistency: of a loop over `train.epochs()`. "bitwise": gradients are added in an order
             that does not depend on the number of workers, so that the weights have the same
             bits whatever happened to the group. "samples": every step has the same samples.
