@@ -135,19 +135,29 @@ def wait_for(holds: Callable[[], T], what: str | Callable[[], str] = "") -> T:
         asked = time.monotonic()
         if found := holds():
             return found
-        took_s = time.monotonic() - asked
+        pause_s = _pause_s(asked)
         assert not deadline.passed(), _never(holds, what)
-        # At most a tenth of the time: what is waited for needs the cores more than its observer.
-        time.sleep(max(POLL_S, min(POLL_S_MAX, 9 * took_s)))
+        time.sleep(pause_s)
 
 
 async def wait_for_async(holds: Callable[[], T], what: str | Callable[[], str] = "") -> T:
     """Do the same on an event loop, without blocking it."""
     deadline = Deadline()
-    while not (found := holds()):
+    while True:
+        asked = time.monotonic()
+        if found := holds():
+            return found
+        pause_s = _pause_s(asked)
         assert not deadline.passed(), _never(holds, what)
-        await anyio.sleep(POLL_S)
-    return found
+        await anyio.sleep(pause_s)
+
+
+def _pause_s(asked: float) -> float:
+    """Return the pause after a check that began then: checks get at most a tenth of the time.
+
+    What is waited for needs the cores more than its observer.
+    """
+    return max(POLL_S, min(POLL_S_MAX, 9 * (time.monotonic() - asked)))
 
 
 @asynccontextmanager

@@ -117,23 +117,24 @@ class MetricsLog:
             return
         # Set before the attempt, so that a failing store is not tried at every report.
         self._not_before = time.monotonic() + AGAIN_S
-        while True:
-            part = self._parts[0]
-            pending = sum(map(len, part.lines[part.num_written :]))
-            if not pending:
-                pass
-            elif files.is_object_store:
-                files.write(part.name, b"".join(part.lines))
-                part.num_written = len(part.lines)
-            else:
-                files.append(part.name, b"".join(part.lines))
-                part.lines, part.num_bytes = [], 0
-            self._num_unwritten -= pending
-            if len(self._parts) == 1:
-                break
-            self._parts.pop(0)
+        for part in [*self._parts]:
+            if pending := sum(map(len, part.lines[part.num_written :])):
+                self._write_part(part, files)
+                self._num_unwritten -= pending
+            if len(self._parts) > 1:
+                self._parts.pop(0)  # This one: it is complete, and takes no more lines.
         flush_s = self._flush_s if files.is_object_store else 0.0
         self._not_before = time.monotonic() + flush_s
+
+    def _write_part(self, part: _Part, files: Files) -> None:
+        data = b"".join(part.lines)
+        if files.is_object_store:
+            files.write(part.name, data)
+            part.num_written = len(part.lines)
+        else:
+            files.append(part.name, data)
+            part.lines = []
+            part.num_bytes = 0
 
     def _forget_oldest(self) -> None:
         lost = 0

@@ -429,7 +429,7 @@ class Snapshotter:
             self._can_pin = False
             log.warning("snapshot_memory_not_pinned error=%r: copies are slower", str(error))
 
-    def _end_warming(self) -> threading.Thread | None:
+    def _take_warming(self) -> threading.Thread | None:
         warming, self._warming = self._warming, None
         return warming
 
@@ -576,7 +576,7 @@ class Snapshotter:
             tensors = [answered_by(self._rank_info.rank, tensor) for tensor in tensors]
         return _BegunSnapshot(
             self.number, steps, state, own, values, tensors, versions, arrangement, slot,
-            self._end_warming(), self._skeleton_room,
+            self._take_warming(), self._skeleton_room,
         )  # fmt: skip
 
     def _may_overlap(self) -> bool:
