@@ -2,6 +2,7 @@
 
     python bench/checkpoint.py --gigabytes 0.1 --gigabytes 0.5 --gigabytes 2
     python bench/checkpoint.py --gigabytes 0.5 --pace 30
+    python bench/checkpoint.py --device cuda
 
 A model with Adam's state of so many bytes is saved several times by each system, in a process of
 its own, on one CPU thread as workers have it, while a loop of steps of `--step` seconds goes on.
@@ -53,7 +54,7 @@ from elastic.worker.checkpoint.snapshotter import Snapshotter
 from elastic.worker.process.local import NoCoordinator
 from elastic.worker.state.train_state import TrainState
 
-SYSTEMS = ("elastic", "elastic, at once", "torch.save", "async_save", "async_save shm")
+SYSTEMS = ("elastic", "elastic, at once", "torch.save", "async_save shm", "async_save")
 WIDTH = 1024
 COPIES = 3
 """Of each parameter: itself, and Adam's two moments."""
@@ -64,16 +65,20 @@ PLAIN_STEPS = 3
 class Trained:
     """A model and its optimizer, of so many bytes, that has done a step."""
 
-    def __init__(self, num_bytes: float) -> None:
+    def __init__(self, num_bytes: float, device: str = "cpu") -> None:
         torch.set_num_threads(1)
+        self.device = torch.device(device)
         layers = max(1, round(num_bytes / COPIES / (4 * WIDTH * (WIDTH + 1))))
         self.model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(layers)))
+        self.model.to(self.device)
         self.optimizer = torch.optim.AdamW(self.model.parameters())
         for parameter in self.model.parameters():
             parameter.grad = torch.full_like(parameter, 1e-3)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        self.probe = nn.Linear(256, 256)
+        self._width = 2048 if self.device.type == "cuda" else 256
+        self._probe = nn.Linear(self._width, self._width, device=self.device)
+        self.wait()
 
     def state(self) -> dict[str, Any]:
         """Return what is saved."""
@@ -88,19 +93,31 @@ class Trained:
         """Go forward and backward, as a loop does beside the writing; return the seconds."""
         began = time.perf_counter()
         for _ in range(batches):
-            self.probe(torch.randn(64, 256)).square().mean().backward()
+            x = torch.randn(64, self._width, device=self.device)
+            self._probe(x).square().mean().backward()
+        self.wait()
         return time.perf_counter() - began
+
+    def wait(self) -> None:
+        """Wait for the device."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
 
 
 def copying(trained: Trained) -> Callable[[], float]:
     """Return a function that copies all tensors into memory that is there; returns its seconds."""
     with torch.no_grad():
-        copies = [torch.empty_like(tensor).copy_(tensor) for tensor in trained.tensors()]
+        pin = trained.device.type == "cuda"
+        copies = [
+            torch.empty_like(tensor, device="cpu", pin_memory=pin).copy_(tensor)
+            for tensor in trained.tensors()
+        ]
 
     def copy() -> float:
         began = time.perf_counter()
         with torch.no_grad():
-            torch._foreach_copy_(copies, trained.tensors())
+            torch._foreach_copy_(copies, trained.tensors(), non_blocking=True)
+            trained.wait()
         return time.perf_counter() - began
 
     return copy
@@ -191,7 +208,8 @@ def with_async_save(
 ) -> tuple[Saving, Loading]:
     """Save with torch's own asynchronous checkpoints."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    options = StagingOptions(False, shares_memory, False, False)
+    pins = shares_memory and trained.device.type == "cuda"
+    options = StagingOptions(pins, shares_memory, pins, pins)
     stager = DefaultStager(options) if shares_memory else None
     paths: list[Path] = []
 
@@ -199,13 +217,14 @@ def with_async_save(
         paths.append(folder / str(len(paths)))
         answer = dcp.async_save(trained.state(), checkpoint_id=str(paths[-1]), async_stager=stager)
         future = getattr(answer, "upload_completion", answer)
+        staged = getattr(answer, "staging_completion", None)
 
         def end() -> None:
             future.result()
             if len(paths) > 1:
                 shutil.rmtree(paths[-2])
 
-        return Saved(future.done, end=end)
+        return Saved(future.done, (lambda: None) if staged is None else staged.result, end)
 
     def load() -> None:
         state = trained.state()
@@ -216,11 +235,11 @@ def with_async_save(
 
 
 def measure(
-    system: str, num_bytes: float, rounds: int, parent: str, step_s: float
+    system: str, num_bytes: float, rounds: int, parent: str, step_s: float, device: str
 ) -> dict[str, float]:
     """Save and load several times; returns medians."""
     folder = Path(tempfile.mkdtemp(dir=parent))
-    trained = Trained(num_bytes)
+    trained = Trained(num_bytes, device)
     copy = copying(trained)
     makers: dict[str, Callable[[], tuple[Saving, Loading]]] = {
         "elastic": lambda: ours(trained, folder),
@@ -256,6 +275,7 @@ def measure(
     for _ in range(rounds):
         began = time.perf_counter()
         load()
+        trained.wait()
         loads.append(time.perf_counter() - began)
     shutil.rmtree(folder)
     return {
@@ -297,6 +317,7 @@ def in_own_process(system: str, gigabytes: float, args: argparse.Namespace) -> d
     """Measure one system where nothing of the others is left."""
     call = [sys.executable, __file__, "--system", system, "--gigabytes", str(gigabytes)]
     call += ["--rounds", str(args.rounds), "--folder", args.folder, "--step", str(args.step)]
+    call += ["--device", args.device]
     done = subprocess.run(call, capture_output=True, text=True, timeout=1800, check=False)
     if done.returncode:
         raise SystemExit(f"{system}: {done.stderr[-3000:]}")
@@ -314,11 +335,14 @@ def main() -> None:
     parser.add_argument(
         "--pace", type=float, help="seconds between two checkpoints: what they cost a loop instead"
     )
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--system", choices=SYSTEMS, help="this one only, as JSON")
     args = parser.parse_args()
     sizes = args.gigabytes or [0.1, 0.5, 2.0]
     if args.system:
-        found = measure(args.system, sizes[0] * 1e9, args.rounds, args.folder, args.step)
+        found = measure(
+            args.system, sizes[0] * 1e9, args.rounds, args.folder, args.step, args.device
+        )
         print(json.dumps(found))
         return
     console = Console(width=120)
@@ -332,13 +356,13 @@ def main() -> None:
         return
     console.print(
         f"torch {torch.__version__}, Python {platform.python_version()}, {os.cpu_count()} cores, "
-        f"medians of {args.rounds}, steps of {args.step:g} s, milliseconds"
-    )
-    table = Table(
-        *("state", "system", "copy", "stall", "ratio", "next step", "both", "later steps"),
-        *("durable", "load", "peak MB"),
+        f"state on {args.device}, medians of {args.rounds}, steps of {args.step:g} s, milliseconds"
     )
     for gigabytes in sizes:
+        table = Table(
+            *("state", "system", "copy", "stall", "ratio", "next step", "both", "later steps"),
+            *("durable", "load", "peak MB"),
+        )
         for system in SYSTEMS:
             found = in_own_process(system, gigabytes, args)
             table.add_row(
@@ -351,8 +375,7 @@ def main() -> None:
                 *(f"{found[name] * 1e3:.0f}" for name in ("later", "durable", "load")),
                 f"{found['peak'] / 1e6:.0f}",
             )
-        table.add_section()
-    console.print(table)
+        console.print(table)
 
 
 if __name__ == "__main__":

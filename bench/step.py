@@ -5,8 +5,8 @@
 Every rank is a process of one thread on this machine, joined by gloo as workers are. The same
 model, data and optimizer go through torch's DDP and through `train.epochs()` with both
 consistencies, in turns, several rounds of each, so that whatever else the machine does hits all of
-them. Prints medians of the rounds' step times, their ratio to DDP's, and the bytes of gradients
-that a rank sends per step; then, of the exchange alone, its time beside gloo's all_reduce.
+them. Prints, of the exchange alone, its time beside gloo's all_reduce; then medians of the rounds'
+step times, their ratio to DDP's, and the bytes of gradients that a rank sends per step.
 
     python bench/step.py --exchange-only --world 2 --world 3 --world 4
 """
@@ -70,17 +70,19 @@ def data_of(width: int, size: int) -> TensorDataset:
     return TensorDataset(torch.randn(size, width, generator=generator))
 
 
-def loop_of(variant: str, width: int, batch: int, steps: int) -> Iterator[tuple[float, int]]:
+def loop_of(
+    variant: str, width: int, batch: int, steps: int, device: str
+) -> Iterator[tuple[float, int]]:
     """Train; yield (time, bytes sent so far) at the end of each step."""
     world = dist.get_world_size()
     data = data_of(width, steps * batch * world)
     torch.manual_seed(0)
-    model: nn.Module = model_of(width)
+    model: nn.Module = model_of(width).to(device)
     if variant == "ddp":
         model = DistributedDataParallel(model)
         optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
         for (x,) in DataLoader(data, batch_size=batch, sampler=DistributedSampler(data)):
-            step(model, optimizer, x)
+            step(model, optimizer, x.to(device))
             yield time.perf_counter(), 0
         return
     model = prepare_model(model)
@@ -89,7 +91,7 @@ def loop_of(variant: str, width: int, batch: int, steps: int) -> Iterator[tuple[
     engine = worker_context.current().engine
     for _ in train.epochs(1):
         for (x,) in loader:
-            step(model, optimizer, x)
+            step(model, optimizer, x.to(device))
             yield time.perf_counter(), engine.bytes_sent()
 
 
@@ -99,13 +101,15 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) ->
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
+    if x.is_cuda:
+        torch.cuda.synchronize()
 
 
-def one_round(variant: str, width: int, batch: int, steps: int) -> tuple[float, int]:
+def one_round(variant: str, width: int, batch: int, steps: int, device: str) -> tuple[float, int]:
     """Return the median step time in seconds, and the bytes that this rank sent per step."""
     run = LocalRun(job_name="bench", options={"consistency": variant})
     with local_context(run):
-        marks = list(loop_of(variant, width, batch, steps + WARM_UP))
+        marks = list(loop_of(variant, width, batch, steps + WARM_UP, device))
     times = [mark for mark, _ in marks[WARM_UP - 1 :]]
     spans = [after - before for before, after in itertools.pairwise(times)]
     return statistics.median(spans), (marks[-1][1] - marks[WARM_UP - 1][1]) // steps
@@ -116,6 +120,7 @@ def rank_main(
     world: int,
     leader: str,
     rounds: int,
+    device: str,
     results: mp.SimpleQueue,  # type: ignore[type-arg]
 ) -> None:
     """Be one rank."""
@@ -129,7 +134,7 @@ def rank_main(
         steps = {"tiny": 200, "10 M": 12}.get(size, 4)
         for _ in range(rounds):
             for variant in VARIANTS:
-                measured = one_round(variant, width, batch, steps)
+                measured = one_round(variant, width, batch, steps, device)
                 found.setdefault((size, variant), []).append(measured)
     if rank == 0:
         results.put(found)
@@ -228,13 +233,13 @@ def print_exchange_only(console: Console, worlds: Sequence[int], sizes: Sequence
             )
 
 
-def measure(world: int, rounds: int) -> dict[tuple[str, str], list[tuple[float, int]]]:
+def measure(world: int, rounds: int, device: str) -> dict[tuple[str, str], list[tuple[float, int]]]:
     """Return what rank 0 measured, by size and variant."""
     results = mp.get_context("spawn").SimpleQueue()
     server = StoreServer(HOST)
     server.admit(1, KEY)
     context = mp.spawn(
-        rank_main, (world, server.address, rounds, results), nprocs=world, join=False
+        rank_main, (world, server.address, rounds, device, results), nprocs=world, join=False
     )
     found = results.get()
     context.join()
@@ -248,6 +253,7 @@ def main() -> None:
     parser.add_argument("--world", type=int, action="append", help="again for several")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--elements", type=int, action="append", help="of gradients exchanged")
+    parser.add_argument("--device", default="cpu", help="cuda: all ranks share the first GPU")
     parser.add_argument("--exchange-only", action="store_true", help="no steps")
     args = parser.parse_args()
     console = Console(highlight=False, width=170)
@@ -255,14 +261,15 @@ def main() -> None:
         f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, gloo on "
         f"loopback, one thread for each rank; medians of {args.rounds} rounds"
     )
-    print_exchange_only(console, args.world or [2, 3, 4], args.elements or EXCHANGED)
+    if args.device == "cpu":
+        print_exchange_only(console, args.world or [2, 3, 4], args.elements or EXCHANGED)
     if args.exchange_only:
         return
-    table = Table(title=f"steps; load of the machine {os.getloadavg()[0]:.1f}")
+    table = Table(title=f"steps on {args.device}; load of the machine {os.getloadavg()[0]:.1f}")
     for name in ("workers", "model", "variant", "step", "to DDP", "sent per step"):
         table.add_column(name, justify="left" if name in ("model", "variant") else "right")
     for world in args.world or [2, 3]:
-        found = measure(world, args.rounds)
+        found = measure(world, args.rounds, args.device)
         for size in SIZES:
             base = statistics.median(seconds for seconds, _ in found[size, "ddp"])
             for variant in VARIANTS:

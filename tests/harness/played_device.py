@@ -15,7 +15,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -91,6 +91,14 @@ class PlayedDevice(TorchDispatchMode):
         """Return an event after all work that is enqueued so far."""
         del device
         return PlayedEvent(self)
+
+    def beside(self, device: torch.device) -> AbstractContextManager[object]:
+        """Do all work that is enqueued; other threads then find the tensors as they are."""
+        del device
+        while self.done < self.given:
+            self.advance()
+            time.sleep(POLL_S)
+        return nullcontext()
 
     def messages(self, group: Any) -> accelerators.BeginMessages:
         """Return the function that enqueues messages in a group."""

@@ -10,7 +10,8 @@ reads them during the forward and backward before it. Why it copies the state of
     boundary      All else is copied at once: buffers, values, what the script has registered. Of
                   the tensors that are left, the version counters are noted.
     until settled The copying thread reads tensors and writes to the slot, and touches nothing else
-                  of ours.
+                  of ours. On a device it does so in a stream of its own, which follows all that
+                  was queued at the boundary, and waits on the host until the device has done it.
     settle        The training thread waits for the copy and compares the counters: it is in no
                   operation that has written and not counted yet. If one differs, the snapshot is
                   given up, another one is due at once, and this process copies at the boundary
@@ -25,8 +26,8 @@ A wait that an interrupt ends gives the snapshot up. Until it has settled, a mem
 is busy, so that none overwrites the other slot before all have marked this one; all mark it at the
 same commit.
 
-Copied at the boundary are sharded models, devices, small states, and those that are saved at each
-step, of which each would wait.
+Copied at the boundary are sharded models, small states, and those that are saved at each step, of
+which each would wait.
 
 Rule: no storage error or delay reaches the training loop. A snapshot that cannot be written is
 reported and given up, and the last good checkpoint stays.
@@ -41,7 +42,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -56,7 +57,7 @@ from elastic.runtime.snapshot_memory import SnapshotMark
 from elastic.worker.base.mailboxes import WAIT_SLICE_S
 from elastic.worker.checkpoint.checkpoint_writer import CheckpointWriter, PartFailure
 from elastic.worker.checkpoint.snapshot import StateSnapshot, name_of
-from elastic.worker.group.accelerators import accelerator_of, record, wait_done
+from elastic.worker.group.accelerators import accelerator_of, beside, record, wait_done
 from elastic.worker.state.arena import SnapshotSlot, StateLayout
 from elastic.worker.state.replica_checksums import NOTHING_OWN, PerRankState, combined, state_prints
 from elastic.worker.state.replication_progress import ReplicationProgress
@@ -140,6 +141,7 @@ class _BegunSnapshot:
         values: what is no tensor.
         tensors: by number.
         versions: of what is read beside the loop, with the tensors; None: all is read at once.
+        streams: of devices, to be entered where the tensors are read.
         arrangement: where they lie.
         slot: whose turn it is.
         warming: prepares its memory.
@@ -153,6 +155,7 @@ class _BegunSnapshot:
     values: Any
     tensors: Sequence[torch.Tensor]
     versions: Sequence[tuple[torch.Tensor, int]] | None
+    streams: Sequence[AbstractContextManager[object]]
     arrangement: SnapshotLayout
     slot: SnapshotSlot
     warming: threading.Thread | None
@@ -567,16 +570,17 @@ class Snapshotter:
         layout, slot = arrangement.layout, self._slot_of(self.number)
         if self._is_being_written(slot):
             raise OSError(f"snapshot {self.number}: one in the same place is still being written")
-        versions = None
+        versions, streams = None, list[AbstractContextManager[object]]()
         if still is not None and not layout.held and self._may_overlap():
             versions = self._hold(tensors, still)
         if versions is not None:
             state = None  # Its containers are the script's, and may change.
+            streams = beside(dict.fromkeys(tensor.device for tensor in tensors))
         if layout.held:
             tensors = [answered_by(self._rank_info.rank, tensor) for tensor in tensors]
         return _BegunSnapshot(
-            self.number, steps, state, own, values, tensors, versions, arrangement, slot,
-            self._take_warming(), self._skeleton_room,
+            self.number, steps, state, own, values, tensors, versions, streams, arrangement,
+            slot, self._take_warming(), self._skeleton_room,
         )  # fmt: skip
 
     def _may_overlap(self) -> bool:
@@ -593,8 +597,6 @@ class Snapshotter:
         """
         watched = [tensor for tensor in still if _address_of(tensor)]
         addresses = {_address_of(tensor) for tensor in watched}
-        if any(accelerator_of(tensor.device) is not None for tensor in tensors):
-            return None
         changing = [
             number for number, tensor in enumerate(tensors) if _address_of(tensor) not in addresses
         ]
@@ -610,7 +612,9 @@ class Snapshotter:
 
     def _copy(self, begun: _BegunSnapshot) -> _CopiedSnapshot:
         """Copy our share into its slot; any thread, one at a time."""
-        with self._one_copy:
+        with self._one_copy, ExitStack() as streams:
+            for stream in begun.streams:
+                streams.enter_context(stream)
             return self._copy_alone(begun)
 
     def _copy_alone(self, begun: _BegunSnapshot) -> _CopiedSnapshot:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -43,6 +44,13 @@ class Accelerator(Protocol):
         """Return an event after all work on this device's current stream."""
         ...
 
+    def beside(self, device: torch.device) -> AbstractContextManager[object]:
+        """Return a context whose work follows all that is queued now, and delays nothing later.
+
+        Another thread may enter it. One at a time for each device.
+        """
+        ...
+
     def messages(self, group: Any) -> BeginMessages | None:
         """Return the sender of this device's tensors in a group, None to send host copies."""
         ...
@@ -59,12 +67,27 @@ class Accelerator(Protocol):
 class TorchAccelerator:
     """A device of torch; host memory can be registered with CUDA only."""
 
+    def __init__(self) -> None:
+        """Use no device yet."""
+        # One for each device: torch keeps freed memory for the stream that it was allocated on.
+        self._side_streams: dict[torch.device, torch.Stream] = {}
+
     def record(self, device: torch.device) -> DeviceEvent:
         """Return an event; see `Accelerator`."""
         module = torch.get_device_module(device)
         event: DeviceEvent = module.Event()
         event.record(module.current_stream(device))  # type: ignore[attr-defined]
         return event
+
+    def beside(self, device: torch.device) -> AbstractContextManager[object]:
+        """Return a side stream's context; see `Accelerator`."""
+        module: Any = torch.get_device_module(device)
+        stream = self._side_streams.get(device)
+        if stream is None:
+            stream = self._side_streams[device] = module.Stream(device)
+        stream.wait_stream(module.current_stream(device))
+        context: AbstractContextManager[object] = module.stream(stream)
+        return context
 
     def messages(self, group: Any) -> BeginMessages | None:
         """Return NCCL's sender, where the group has NCCL."""
@@ -106,6 +129,12 @@ def record(devices: Iterable[torch.device]) -> list[DeviceEvent]:
     """Return events after all work queued on these devices; none for the CPU."""
     found = ((accelerator_of(device), device) for device in devices)
     return [one.record(device) for one, device in found if one is not None]
+
+
+def beside(devices: Iterable[torch.device]) -> list[AbstractContextManager[object]]:
+    """Return contexts of side streams, see `Accelerator.beside`; none for the CPU."""
+    found = ((accelerator_of(device), device) for device in devices)
+    return [one.beside(device) for one, device in found if one is not None]
 
 
 def wait_done(events: Iterable[DeviceEvent], check: Callable[[], None] = lambda: None) -> None:
