@@ -133,3 +133,47 @@ def test_who_has_the_state_is_waited_for_while_it_leaves_the_group_that_is_over(
     assert coordinator.members("a").startswith("g1")
     coordinator.ready("n1/1")
     assert coordinator.members("a") == "g2: n1/1 n3/1"
+
+
+def joined_and_not_stepped() -> Coordinator:
+    """A group whose second member has joined a run that only the first has the state of so far."""
+    coordinator = running(nodes=1, high=2)
+    coordinator.update("n1/1", WorkerPhase.TRAINING, in_place=True)
+    coordinator.steps("n1/1", 7, first_ns=70)
+    coordinator.agent("n2")
+    coordinator.ready("n2/1")
+    coordinator.ready("n1/1")
+    assert coordinator.members("a") == "g2: n1/1 n2/1"
+    for worker in ("n1/1", "n2/1"):
+        coordinator.update(worker, WorkerPhase.TRAINING, in_place=True)
+    return coordinator
+
+
+def test_a_newcomer_counts_as_holder_of_the_state_once_its_group_has_made_a_step() -> None:
+    coordinator = joined_and_not_stepped()
+    coordinator.notice("n1", 30)
+    for worker in ("n1/1", "n2/1"):
+        coordinator.broken(worker)
+    coordinator.advance(1)
+    assert coordinator.members("a") == "g3: n1/1 n2/1"
+    for worker in ("n1/1", "n2/1"):
+        coordinator.update(worker, WorkerPhase.TRAINING, in_place=True)
+    coordinator.steps("n2/1", 8, first_ns=80)
+    for worker in ("n1/1", "n2/1"):
+        coordinator.broken(worker)
+    coordinator.advance(1)
+    assert coordinator.members("a") == "g4: n2/1"
+
+
+def test_the_only_holder_of_the_state_is_not_surplus_before_the_group_has_it() -> None:
+    """A node comes back that was given up, and the group without it has not made a step yet."""
+    coordinator = joined_and_not_stepped()
+    coordinator.disconnect("n1")
+    coordinator.broken("n2/1")
+    assert coordinator.members("a") == "g3: n2/1"
+    coordinator.agent("n1")
+    coordinator.update("n1/1", WorkerPhase.BROKEN, in_place=True)
+    coordinator.scale("a", high=1)
+    coordinator.advance(1)
+    coordinator.exits("n2/1")
+    assert coordinator.members("a") == "g4: n1/1"

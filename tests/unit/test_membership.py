@@ -52,7 +52,7 @@ def worker(text: str) -> Candidate:
         leaving=bool({"L", "O", "!"} & {*marks}),
         leave_by_ns=NOW if "!" in marks else ns(120) if "L" in marks else None,
         spent="s" in marks,
-        in_place="i" in marks,
+        has_state="i" in marks,
         awaited="a" in marks,
     )
 
@@ -452,3 +452,6 @@ def test_a_leaving_member_with_the_state_joins_once_more_to_pass_it_on() -> None
 def test_a_member_with_the_state_is_chosen_before_those_without() -> None:
     fewer = ask("a1:broken/1 b1:broken/1 c1:broken/1i", "a1 b1 c1", low=1, high=1, is_open=False)
     assert answer(fewer) == "form resume: c1"
+    # Also one of an older group, which was silent when the newest formed.
+    older = ask("a1:ready/0i c1:broken/1 d1:ready/0", "c1", low=1, high=1, is_open=False)
+    assert answer(older) == "form resume: a1"

@@ -98,7 +98,7 @@ def announcer(cluster: ClusterState, job: JobState) -> Callable[[RankPlace], Ann
             cause=group.reason,
             group_key=group.key,
             saved=job.latest_saved(),
-            holders=len(job.holders),
+            holders=len(job.holders.intersection(job.member_ids())),
             copies=tuple(one.at for one in endpoints),
             copies_key=key,
             copies_fingerprints=(

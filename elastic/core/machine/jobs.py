@@ -104,7 +104,7 @@ class JobState:
         restart_at_ns: no worker is started before (back-off).
         wake_ns: when this job must be evaluated again.
         first_steps: wall clock at the end of each member's first step in this generation.
-        holders: members of `group` that were in a group that committed a step; empty after a
+        holders: members of the newest group before `group` that committed a step; empty after a
             restart of the coordinator.
         finished: results of the train function, by finished member; kept after it is gone.
         rank_failures, failed_in: what members have raised, and in which generation.
@@ -288,7 +288,7 @@ class JobState:
 
     def candidates(self, book: NodeBook) -> dict[WorkerId, Candidate]:
         """Return all workers as the membership policy sees them."""
-        found, nodes = {}, book.nodes
+        found, nodes, holders = {}, book.nodes, self.state_holders()
         gives_some, by_ns = self.must_release_workers() or bool(self.yields), self._leave_by_ns()
         for worker_id, worker in self.workers.items():
             node, report = nodes[worker.node_id], worker.report
@@ -306,9 +306,23 @@ class JobState:
                 leaving=leaves,
                 leave_by_ns=node.leave_by_ns if node.draining else by_ns,
                 spent=report.spent,
-                in_place=report.in_place,
+                has_state=worker_id in holders,
             )
         return found
+
+    def state_holders(self) -> frozenset[WorkerId]:
+        """Return the workers that have the run's newest state in memory, as far as is known.
+
+        Who joined a group receives it before the group's first step. If none of those who must
+        have it is left, or it is unknown who they are, any may have it whose loop goes on.
+        """
+        able = frozenset(
+            worker_id
+            for worker_id, worker in self.workers.items()
+            if worker.report.in_place and worker.stop_cause is None
+        )
+        known = self.member_ids() if self.first_steps else self.holders
+        return able.intersection(known) or able
 
     def is_to_leave(self, worker: WorkerState, node: NodeState) -> bool:
         """Return whether a worker cannot be in a group, at least for now."""

@@ -263,7 +263,7 @@ def _form(cluster: ClusterState, job: JobState, plan: GroupPlan, reason: str) ->
     soonest_s = min(cluster.config.form_timeout_s, job.spec.hang_timeout_s or inf)
     wake(job, cluster.now_ns + ns(soonest_s))
     cluster.polls[job.job_id] = cluster.now_ns + forming_is_long_after_ns(len(places))
-    job.holders = (former if job.first_steps else job.holders) & set(plan.members)
+    job.holders = former if job.first_steps else job.holders
     job.first_steps, job.finished = {}, {}
     job.preempted_by = ""
     job.reason = reason
@@ -480,15 +480,17 @@ def _stop_leavers(cluster: ClusterState, job: JobState) -> None:
     """
     if not cluster.book.leaving and not job.yields:
         return
-    holders = [w for w in job.workers.values() if w.report.in_place and w.stop_cause is None]
+    holders = job.state_holders()
     gives_back = job.must_release_workers() or bool(job.yields)
-    waits = not (job.is_open or gives_back) and all(cluster.node_of(w).draining for w in holders)
+    waits = not (job.is_open or gives_back) and all(
+        cluster.node_of(job.workers[w]).draining for w in holders
+    )
     for worker_id in sorted(job.workers):
         node = cluster.node_of(job.workers[worker_id])
         if job.is_open and job.is_member(worker_id):
             continue
         leave_by_ns = node.leave_by_ns or 0
-        if waits and job.workers[worker_id].report.in_place and cluster.now_ns < leave_by_ns:
+        if waits and worker_id in holders and cluster.now_ns < leave_by_ns:
             wake(job, leave_by_ns)
         elif node.draining or worker_id in job.yields:
             detail = f"node drains: {node.reason}" if node.draining else "given back to another job"
@@ -496,7 +498,10 @@ def _stop_leavers(cluster: ClusterState, job: JobState) -> None:
 
 
 def _stop_surplus(cluster: ClusterState, job: JobState) -> None:
-    """End workers above max that no group needs: first those excluded by links, then the newest."""
+    """End workers above max that no group needs: first those excluded by links, then the newest.
+
+    Last those with the run's state, and not before the group has it.
+    """
     out = job.links.out
     if len(job.workers) <= job.limits.max_workers:
         return
@@ -507,8 +512,14 @@ def _stop_surplus(cluster: ClusterState, job: JobState) -> None:
         and not cluster.node_of(worker).draining
         and not job.gives_back(worker_id)
     ]
-    idle = [w for w in alive if not (job.is_open and job.is_member(w))]
-    idle.sort(key=lambda w: (job.workers[w].node_id not in out, -job.workers[w].since_ns, w))
+    holders = job.state_holders()
+    needed = holders if job.is_open and not job.first_steps else frozenset()
+    idle = [w for w in alive if w not in needed and not (job.is_open and job.is_member(w))]
+    idle.sort(
+        key=lambda w: (
+            w in holders, job.workers[w].node_id not in out, -job.workers[w].since_ns, w,
+        )
+    )  # fmt: skip
     high = job.limits.max_workers
     for worker_id in idle[: max(0, len(alive) - high)]:
         cause = ExitCause(ExitKind.STOPPED, detail=f"max_workers={high} is reached")

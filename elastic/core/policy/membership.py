@@ -77,7 +77,7 @@ class Candidate(NamedTuple):
         leaving: its node drains.
         leave_by_ns: by when it must be out of the group, None if not leaving.
         spent: it cannot join another group; a new process replaces it once it has left this one.
-        in_place: its loop continues in the next group, with the state in its memory.
+        has_state: its loop continues in the next group, with the run's state in its memory.
     """
 
     worker_id: WorkerId
@@ -91,7 +91,7 @@ class Candidate(NamedTuple):
     leaving: bool = False
     leave_by_ns: int | None = None
     spent: bool = False
-    in_place: bool = False
+    has_state: bool = False
 
 
 @dataclass(frozen=True)
@@ -447,16 +447,18 @@ def _choose_with_state(
 ) -> tuple[WorkerId, ...]:
     """Return the largest legal group, with the state of the run if that is possible now.
 
-    If only members on draining nodes have it, they join once more: they pass it on, or save it,
-    before they leave at a boundary. Not other leavers, which cannot reach the rest, or have no
-    slot any more.
+    Who has it is preferred like a member, also one of an older group. If only workers on draining
+    nodes have it, they join once more: they pass it on, or save it, before they leave at a
+    boundary. Not other leavers, which cannot reach the rest, or have no slot any more.
     """
     members = choose(spec, current, by_id, interrupting=interrupting)
-    if not _left_out(by_id, members):
+    left_out = _left_out(by_id, members)
+    if not left_out:
         return members
     able = {w: c for w, c in by_id.items() if not c.leaving or c.leave_by_ns is not None}
-    first = sorted(current.members, key=lambda w: w not in able or not able[w].in_place)
-    preferred = replace(current, members=tuple(first))
+    others = [w for w in current.members if w not in left_out]
+    waiting = [w for w in left_out if w in current.members or by_id[w].phase in WAITING_PHASES]
+    preferred = replace(current, members=(*waiting, *others))
     return choose(spec, preferred, able, interrupting=interrupting, with_leavers=True)
 
 
@@ -465,9 +467,9 @@ def _left_out(by_id: dict[WorkerId, Candidate], members: Sequence[WorkerId]) -> 
 
     A group of those would begin from an older state.
     """
-    if not members or any(by_id[worker_id].in_place for worker_id in members):
+    if not members or any(by_id[worker_id].has_state for worker_id in members):
         return []
-    return [w for w, c in by_id.items() if c.in_place and c.present and not c.spent]
+    return [w for w, c in by_id.items() if c.has_state and c.present and not c.spent]
 
 
 def _may_come(
