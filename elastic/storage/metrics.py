@@ -101,6 +101,14 @@ class MetricsLog:
         part.num_bytes += len(line)
         self._num_unwritten += len(line)
         self._forget_oldest()
+        self.write_due()
+
+    def write_due(self) -> None:
+        """Write all lines, unless the last attempt was a moment ago.
+
+        Raises:
+            StorageError: the write failed; the lines are kept.
+        """
         if time.monotonic() >= self._not_before:
             self._write(self._impatient)
 

@@ -97,6 +97,8 @@ class RunDirectory:
         log = self._logs.setdefault(rank, MetricsLog(self.files, rank))
         try:
             log.append(record)
+            for other in self._logs.values():  # Of ranks that this process had before.
+                other.write_due()
         except StorageError as error:
             raise StorageError(f"rank {rank} {error}") from error
 

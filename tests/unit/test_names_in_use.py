@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from elastic.errors import DamagedCheckpoint, StorageError
 from elastic.storage.files import Files
 from elastic.storage.integrity import read_marker
 from elastic.storage.marker import CheckpointMarker, StoredFile
-from elastic.storage.metrics import MetricsLog, MetricsReader, read_metrics
+from elastic.storage.metrics import FLUSH_S, MetricsLog, MetricsReader, read_metrics
 from elastic.storage.run_directory import RunDirectory
 
 
@@ -124,6 +125,20 @@ def test_a_failed_write_neither_loses_nor_doubles_a_line(
     monkeypatch.setattr(log, "_not_before", 0.0)
     log.append(reported(5, generation=2))
     assert numbers(read_metrics(files, 0)) == [0, 1, 2, 3, 4, 5]
+
+
+def test_lines_of_a_rank_that_a_process_no_longer_has_are_written_with_those_it_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Files, "is_object_store", True)
+    run = RunDirectory("memory://metrics-of-two-ranks")
+    for number in range(3):
+        run.append_metrics(1, reported(number))
+    assert numbers(run.read_metrics(1)) == [0]  # The others wait: a part is rewritten each time.
+    later = time.monotonic() + FLUSH_S
+    monkeypatch.setattr(time, "monotonic", lambda: later)
+    run.append_metrics(0, reported(3, generation=2))
+    assert numbers(run.read_metrics(1)) == [0, 1, 2]
 
 
 def test_a_reader_returns_each_row_once_whatever_the_writers_clocks_say(
