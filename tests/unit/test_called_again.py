@@ -176,6 +176,10 @@ def plain(engine: StepEngine, life: Life) -> None:
         tally.counts.append(-epoch)
         average.update_parameters(net)
         life.line(engine, 5)
+    with torch.no_grad():
+        for own, mean in zip(net.parameters(), average.module.parameters(), strict=True):
+            own.data, mean.data = mean.data, own.data
+    life.line(engine, 6)
     life.note(engine)
 
 

@@ -13,16 +13,16 @@ is reached only while the loop asks for its next micro-batch. There the user's c
 one is through, and all state belongs to whole steps.
 
 A train function that is left and called again runs code again that it had begun: of an iteration,
-or between two passes over the data. So the next call goes on from the state of before that code
-(`resume_state`). Until a step is committed that is the state at hand. Behind its commit a scheduler
-may have stepped and an average not, which nobody can know: the state is no step's until the
-iteration is over. Orders to leave wait for that. An error of a collective of the script's own does
-not: where a loop calls any there, a copy is taken before each commit, if it is small: training must
-neither wait for it nor run out of memory. Who has none offers nothing, and goes on from another
-member's state, or from what was saved last. So does a script that goes on after such an error: what
-it has made of it counts no more. Between passes weights stay as they are, so that a copy of all
-else will do; if they have changed all the same, as where averages stand in for them, nothing is
-offered either.
+between two passes over the data, or behind the loop. So the next call goes on from the state of
+before that code (`resume_state`). Until a step is committed that is the state at hand. Behind its
+commit a scheduler may have stepped and an average not, which nobody can know: the state is no
+step's until the iteration is over. Orders to leave wait for that. An error of a collective of the
+script's own does not: where a loop calls any there, a copy is taken before each commit, if it is
+small: training must neither wait for it nor run out of memory. Who has none offers nothing, and
+goes on from another member's state, or from what was saved last. So does a script that goes on
+after such an error: what it has made of it counts no more. Between passes and behind the loop
+weights stay as they are, so that a copy of all else will do; if they have changed all the same, as
+where averages stand in for them, nothing is offered either.
 """
 
 from __future__ import annotations
@@ -226,6 +226,7 @@ class StepEngine(ObjectRegistry):
                 self._set_whole()
             with self._context.timing.spending(CHECKPOINT_STALL):
                 self._checkpoints.at_end(self.cursor, self.data, self._is_broken)
+            self._keep_for_code_behind()
         finally:
             self._end()
 
@@ -343,8 +344,7 @@ class StepEngine(ObjectRegistry):
             if self._reducer is not None:
                 self._reducer.release_gradients()
             if is_over and self._is_whole:
-                self._kept, self._is_whole = self._copy(weights=self._is_small), False
-                self._begun, self._is_late = issued(), False
+                self._keep_for_code_behind()
             # User code between epochs may take as long as it likes.
             self._context.activity.reset()
             self._context.timing.switch(USER)
@@ -888,6 +888,11 @@ class StepEngine(ObjectRegistry):
         self._is_whole, self._kept = True, Kept()
         if self.has_begun:
             self._home.defer(self._is_in_place)
+
+    def _keep_for_code_behind(self) -> None:
+        """Code of the script's follows, between two passes or behind the last one."""
+        self._kept, self._is_whole = self._copy(weights=self._is_small), False
+        self._begun, self._is_late = issued(), False
 
     def _note_late(self) -> None:
         """The loop calls collectives after a commit, or between passes."""
