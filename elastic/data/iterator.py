@@ -229,8 +229,14 @@ class DataIterator:
             self._rows = Rows(table, lanes, num_feeders=self._num_feeders)
         return self._rows
 
-    def _batches(self, size: int, *, drop_last: bool) -> Iterator[Batch]:
-        """Yield this rank's batches, from the position that was loaded, if one was."""
+    def _batches(self, size: int, *, drop_last: bool, whole: bool = False) -> Iterator[Batch]:
+        """Yield this rank's batches, from the position that was loaded, if one was.
+
+        Args:
+            size: rows of a batch.
+            drop_last: leave out the last one, if it is not full.
+            whole: yield those of all ranks, on each rank.
+        """
         if self._pass is not None:  # The pass before was left early: this is the next one.
             self._epoch += 1
             self._left = None
@@ -238,7 +244,7 @@ class DataIterator:
         left = self._left_now()
         if not left:
             self._epoch, left = self._epoch + 1, [(0, self.table.rows)]
-        rank, world = self._place()
+        rank, world = (0, 1) if whole else self._place()
         reader, epoch = self._reader(), self._epoch
         mine = share_of(left, rank, world)
         rows = sum(stop - start for start, stop in mine)

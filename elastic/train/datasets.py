@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from elastic.data.iterator import Collate, DataIterator, check_others
+from elastic.data.iterator import Again, Collate, DataIterator, check_others
 from elastic.data.kept import table_of_run
 from elastic.data.rows import LaneOrder, Rows
 from elastic.data.table import Table, in_memory, table_of
@@ -203,8 +203,10 @@ class DatasetShard(DataIterator):
         return ShardBatches(
             self,
             make,
-            lambda: self._loader(size, make, drop_last, global_batch_size, weigh),
-            lambda: self._batches(size, drop_last=drop_last),
+            size,
+            global_batch_size,
+            lambda total, weight: self._loader(size, make, drop_last, total, weigh or weight),
+            lambda whole: self._batches(size, drop_last=drop_last, whole=whole),
         )
 
     def _loader(
@@ -264,21 +266,32 @@ class ShardBatches:
     """The batches of a shard: of steps or by rank, which is decided when a pass begins.
 
     Attributes:
-        loader: returns the loader of the micro-batches of steps.
+        batch_size: rows of a batch.
+        global_batch_size: rows of a step; None for `batch_size` for each worker.
     """
 
     def __init__(
         self,
         shard: DatasetShard,
         make: Collate,
-        loader: Callable[[], PreparedLoader],
-        plain: Callable[[], Iterator[Any]],
+        batch_size: int,
+        global_batch_size: int | None,
+        loader: Callable[[int | None, Any], PreparedLoader],
+        plain: Callable[[bool], Iterator[Any]],
     ) -> None:
-        """Take the two sources: `loader` for steps, `plain` for a pass by rank."""
-        self._shard = shard
-        self._make = make
-        self.loader = loader
-        self._plain = plain
+        """Take the two sources.
+
+        Args:
+            shard: whose they are.
+            make: makes a batch of rows.
+            batch_size: see above.
+            global_batch_size: see above.
+            loader: for steps of so many rows, whose micro-batches have such a weight.
+            plain: for a pass, by rank or of all rows.
+        """
+        self._shard, self._make = shard, make
+        self.batch_size, self.global_batch_size = batch_size, global_batch_size
+        self._loader, self._plain = loader, plain
 
     def __iter__(self) -> Iterator[Any]:
         """Begin a pass."""
@@ -296,10 +309,23 @@ class ShardBatches:
         return self._shard._is_split or is_trained_with(engine)
 
     def _by_rank(self, context: WorkerContext) -> Iterator[Any]:
-        for batch in self._plain():
+        for batch in self._plain(False):
             yield self._make(batch)
             if context.engine is None or not context.engine.has_begun:
                 context.note_step()
+
+    def loader(self, global_batch_size: int | None = None, weigh: Any = None) -> PreparedLoader:
+        """Return the loader of the micro-batches of steps.
+
+        Args:
+            global_batch_size: rows of a step, to override our own.
+            weigh: returns the weight of a micro-batch, unless the shard was given one.
+        """
+        return self._loader(global_batch_size or self.global_batch_size, weigh)
+
+    def whole(self) -> Again:
+        """Return the batches of all rows, on each rank: where every worker evaluates alike."""
+        return Again(lambda: map(self._make, self._plain(True)))
 
     def steps(self) -> Iterator[WholeStep]:
         """Begin a pass in steps; see `train.steps`."""

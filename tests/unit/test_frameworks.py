@@ -12,13 +12,15 @@ import pytest
 import torch
 from accelerate import Accelerator
 from lightning.pytorch import Trainer
-from lightning.pytorch.demos.boring_classes import ManualOptimBoringModel
+from lightning.pytorch.demos.boring_classes import BoringModel, ManualOptimBoringModel
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from elastic import train
+from elastic.data import from_items
 from elastic.errors import UsageError
 from elastic.train.accelerate import prepare_accelerator
+from elastic.train.datasets import offering
 from elastic.train.huggingface import transformers as of_transformers
 from elastic.train.lightning import (
     RayDDPStrategy,
@@ -87,6 +89,55 @@ def test_the_trainer_of_transformers_computes_what_it_does_by_itself(tmp_path: P
         assert log == pytest.approx(other, rel=1e-5)
 
 
+class Codes(Dataset):
+    """Lines of the same length, whose letters are to be predicted."""
+
+    def __init__(self, count: int) -> None:
+        lines = hf_job.Lines(4 * count)
+        long = [ids for ids in lines.ids if len(ids) >= 12][:count]
+        self.rows = [{"input_ids": ids[:12], "labels": ids[:12]} for ids in long]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return self.rows[index]
+
+
+def test_the_trainer_of_transformers_trains_with_the_datasets_of_the_run(tmp_path: Path) -> None:
+    """Steps of all rows: their order within a step is not the stock sampler's."""
+    options: dict[str, Any] = {
+        "use_cpu": True, "disable_tqdm": True, "eval_strategy": "steps", "eval_steps": 2,
+        "max_steps": 4, "train_sampling_strategy": "sequential",
+    }  # fmt: skip
+    learnt, judged = Codes(12), Codes(8)
+    sets = {"train": from_items(learnt.rows), "evaluation": from_items(judged.rows)}
+    found = []
+    for ours in (False, True):
+        with inside_again(), offering(sets, train.DataConfig()):
+            accumulation = {} if ours else {"gradient_accumulation_steps": 6}
+            config = CONFIG | {"output": str(tmp_path / str(ours))}
+            trainer = hf_job.build(config, **options, **accumulation)
+            trainer.train_dataset, trainer.eval_dataset = learnt, judged
+            if ours:
+                for name, wanted in (("train", "train_dataset"), ("evaluation", "eval_dataset")):
+                    shard = train.get_dataset_shard(name)
+                    setattr(trainer, wanted, shard.iter_torch_batches(batch_size=2))
+                of_transformers.prepare_trainer(trainer, global_batch_size=12)
+            else:
+                trainer.remove_callback(hf_job.Watch)
+                trainer.model.watch = None  # type: ignore[union-attr]
+            trainer.train()
+            predicted = trainer.predict(trainer.eval_dataset).predictions  # type: ignore[arg-type]
+            found.append((trainer, hf_job.history(trainer), parameters(trainer.model), predicted))  # type: ignore[arg-type]
+    (stock, right, weights, predicted), (trainer, logs, mine, seen) = found
+    assert trainer.state.global_step == stock.state.global_step == 4
+    assert furthest(weights, mine) < 1e-6
+    assert seen == pytest.approx(predicted, abs=1e-5)
+    for log, other in zip(logs, right, strict=True):
+        assert log == pytest.approx(other, rel=1e-5)
+
+
 class Stream(IterableDataset):
     def __iter__(self) -> Any:
         return iter(hf_job.Lines(hf_job.SAMPLES))
@@ -114,6 +165,40 @@ def test_the_trainer_of_transformers_goes_on_from_its_own_checkpoint(tmp_path: P
         assert furthest(parameters(resumed.model), parameters(whole.model)) == 0
     with pytest.raises(UsageError, match="checkpoint is of step 8 of an iterable dataset"):
         trained("stream", Stream(), resume_from_checkpoint=path)
+
+
+def test_the_trainer_of_lightning_trains_with_the_datasets_of_the_run() -> None:
+    def tensor(batch: dict[str, Any]) -> torch.Tensor:
+        return torch.from_numpy(batch["x"]).float().reshape(-1, 1).repeat(1, 32)
+
+    judged: list[float] = []
+
+    class Model(BoringModel):
+        def validation_step(self, batch: Any, batch_idx: int) -> Any:
+            judged.extend(batch[:, 0].tolist())
+            return super().validation_step(batch, batch_idx)
+
+        def val_dataloader(self) -> Any:
+            return train.get_dataset_shard("judged").iter_torch_batches(
+                batch_size=2, collate_fn=tensor
+            )
+
+        def train_dataloader(self) -> Any:
+            shard = train.get_dataset_shard("train")
+            return shard.iter_torch_batches(batch_size=4, collate_fn=tensor)
+
+    sets = {name: from_items([{"x": n} for n in range(8)]) for name in ("train", "judged")}
+    with inside_again(), offering(sets, train.DataConfig()):
+        trainer = prepare_trainer(
+            Trainer(
+                strategy=RayDDPStrategy(), plugins=[RayLightningEnvironment()], max_epochs=2,
+                logger=False, enable_checkpointing=False, enable_progress_bar=False,
+                enable_model_summary=False, num_sanity_val_steps=0,
+            )
+        )  # fmt: skip
+        trainer.fit(Model())
+    assert trainer.global_step == 4
+    assert judged == 2 * [float(n) for n in range(8)]
 
 
 def test_the_trainer_of_lightning_computes_what_it_does_by_itself() -> None:

@@ -37,6 +37,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from elastic.core.policy.cursor import Cursor, DataPlan
 from elastic.errors import UsageError
 from elastic.train.checkpoint import Checkpoint
+from elastic.train.datasets import ShardBatches
 from elastic.train.loaders import PreparedLoader, prepare_data_loader
 from elastic.train.one_process import see_one_process, take_place
 from elastic.train.session import report, require_context, require_engine
@@ -66,9 +67,11 @@ def prepare_trainer(trainer: Trainer, *, global_batch_size: int | None = None) -
     those of one process that trains with the whole global batch: padded and packed text is
     weighted by its tokens. A step has `per_device_train_batch_size * gradient_accumulation_steps`
     samples for each worker of the largest group, at any number of workers; the Trainer itself
-    accumulates nothing then. Evaluation and prediction: every worker processes all samples, each
-    once. Build model and data before `TrainingArguments`: those read this worker's rank, and from
-    then on the others wait for one that joins.
+    accumulates nothing then. Datasets may be torch's, or batches of the run's own, as with Ray:
+    `train_dataset=train.get_dataset_shard("train").iter_torch_batches(batch_size=8)`, whose batch
+    size then counts. Evaluation and prediction: every worker processes all samples, each once.
+    Build model and data before `TrainingArguments`: those read this worker's rank, and from then on
+    the others wait for one that joins.
 
     A run resumes from automatic checkpoints (`CheckpointConfig`); `save_strategy` also writes the
     Trainer's own, by one worker. `trainer.train(resume_from_checkpoint=...)` begins a run at the
@@ -101,14 +104,17 @@ def prepare_trainer(trainer: Trainer, *, global_batch_size: int | None = None) -
             "prepare_trainer: auto_find_batch_size=True: the batch size decides which samples are "
             "trained with together, on all workers; set per_device_train_batch_size"
         )
-    workers = require_context("prepare_trainer").max_workers
-    size = args.train_batch_size * args.gradient_accumulation_steps * workers
+    workers, batches = require_context("prepare_trainer").max_workers, trainer.train_dataset
+    size, of_shard = args.train_batch_size, None
+    if isinstance(batches, ShardBatches):
+        size, of_shard = batches.batch_size, batches.global_batch_size
+    size = global_batch_size or of_shard or size * args.gradient_accumulation_steps * workers
     args.gradient_accumulation_steps = 1
     args.average_tokens_across_devices = False  # Micro-batches are weighted by their tokens.
     engine.seed = args.seed if args.data_seed is None else args.data_seed
     cls = type(trainer)
     trainer.__class__ = type(cls.__name__, (_InSteps, cls), {"__module__": cls.__module__})
-    trainer._elastic = _Run(trainer, global_batch_size or size)  # type: ignore[attr-defined]
+    trainer._elastic = _Run(trainer, size)  # type: ignore[attr-defined]
     trainer.callback_handler.callbacks.insert(0, trainer._elastic)  # type: ignore[attr-defined]
     return trainer
 
@@ -317,6 +323,8 @@ class _InSteps(Trainer):
     def get_train_dataloader(self) -> Any:
         """Return the loader of steps, whose micro-batches come from the user's own loader."""
         run = self._elastic
+        if run.loader is None and isinstance(self.train_dataset, ShardBatches):
+            run.loader = _Steps(run, self.train_dataset.loader(run.global_batch, self._weight))
         if run.loader is None:
             prepare = self.accelerator.prepare
             self.accelerator.prepare = lambda loader, **_: loader
@@ -334,6 +342,21 @@ class _InSteps(Trainer):
             )
             run.loader = _Steps(run, prepared)
         return run.loader
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        """Return the batches of a shard's rows, or the Trainer's own loader."""
+        chosen: Any = self.eval_dataset if eval_dataset is None else eval_dataset
+        if isinstance(chosen, str):
+            chosen = self.eval_dataset[chosen]  # type: ignore[index]
+        if isinstance(chosen, ShardBatches):
+            return chosen.whole()
+        return super().get_eval_dataloader(eval_dataset)
+
+    def get_test_dataloader(self, test_dataset: Any) -> Any:
+        """Return the batches of a shard's rows, or the Trainer's own loader."""
+        if isinstance(test_dataset, ShardBatches):
+            return test_dataset.whole()
+        return super().get_test_dataloader(test_dataset)
 
     def _weight(self, batch: Any) -> Any:
         """Return the weight of a micro-batch: the number of items that its loss is a mean over."""

@@ -101,10 +101,13 @@ class RayDDPStrategy(strategies.SingleDeviceStrategy):
         self._accumulated, trainer.accumulate_grad_batches = trainer.accumulate_grad_batches, 1
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """Return a training loader as one of steps; starts the `Fit`, as all is built by now."""
+        """Return a training loader as one of steps; starts the `Fit`, as all is built by now.
+
+        Of others each worker processes all samples.
+        """
         trainer = self._the_trainer()
         if not trainer.training:
-            return dataloader
+            return dataloader.whole() if isinstance(dataloader, ShardBatches) else dataloader
         prepared = self._prepared(dataloader)
         if self._fit is None:
             self._fit = Fit(trainer, self)
