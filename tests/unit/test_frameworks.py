@@ -12,6 +12,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel, ManualOptimBoringModel
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
@@ -165,6 +166,36 @@ def test_the_trainer_of_transformers_goes_on_from_its_own_checkpoint(tmp_path: P
         assert furthest(parameters(resumed.model), parameters(whole.model)) == 0
     with pytest.raises(UsageError, match="checkpoint is of step 8 of an iterable dataset"):
         trained("stream", Stream(), resume_from_checkpoint=path)
+
+
+def test_the_trainer_of_lightning_goes_on_from_its_own_checkpoint(tmp_path: Path) -> None:
+    """Within the first epoch, at its end, and within the second; steps of an epoch: four."""
+
+    def trained(name: str, path: str | None = None) -> Any:
+        with inside_again():
+            saves = ModelCheckpoint(
+                tmp_path / name, "{step}", save_top_k=-1, every_n_train_steps=1, save_last=False
+            )
+            options = {"callbacks": [saves], "enable_checkpointing": True}
+            plugins = [RayLightningEnvironment()]
+            options |= {
+                "strategy": RayDDPStrategy(global_batch_size=lightning_job.GLOBAL_BATCH),
+                "plugins": plugins,
+            }
+            config = CONFIG | {"dropout": 0.1}
+            trainer, module, loaders = lightning_job.build(config, **options)
+            trainer.fit(module, *loaders, ckpt_path=path)
+            return trainer, parameters(module)
+
+    whole, weights = trained("whole")
+    assert whole.global_step == 8
+    for step in (1, 3, 4, 6, 8):
+        (path,) = (tmp_path / "whole").glob(f"step={step}.ckpt")
+        resumed, mine = trained(f"from-{step}", str(path))
+        assert (resumed.global_step, resumed.current_epoch) == (8, 2)
+        assert furthest(weights, mine) == 0
+        if step < 8:
+            assert resumed.callback_metrics["val_loss"] == whole.callback_metrics["val_loss"]
 
 
 def test_the_trainer_of_lightning_trains_with_the_datasets_of_the_run() -> None:

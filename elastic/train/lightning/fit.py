@@ -119,9 +119,15 @@ class Fit:
             engine.add_scheduler(config.scheduler)
         engine.register("lightning.Trainer", self, is_own=True)
         total = fit.max_epochs if fit.max_epochs not in (None, -1) else sys.maxsize
-        self._epochs = engine.epochs(total, trainer.current_epoch)
-        self._epoch = next(self._epochs, sys.maxsize)
         progress: Any = fit.epoch_progress.current
+        done = 0
+        if progress.ready > progress.processed:  # `ckpt_path`, of a step within an epoch.
+            # Its batches may not include the one at whose end it was written; its steps do.
+            state = self.state_dict()
+            state["batches"] = _whole(state["batches"], state["steps"])
+            self._received, done = state, state["steps"]["current"]["completed"]
+        self._epochs = engine.epochs(total, trainer.current_epoch, done)
+        self._epoch = next(self._epochs, sys.maxsize)
         progress.ready = progress.started = progress.processed  # The loop starts the epoch.
         self._take_place(begins=True)
 
