@@ -165,15 +165,29 @@ def test_a_newcomer_counts_as_holder_of_the_state_once_its_group_has_made_a_step
     assert coordinator.members("a") == "g4: n2/1"
 
 
-def test_the_only_holder_of_the_state_is_not_surplus_before_the_group_has_it() -> None:
-    """A node comes back that was given up, and the group without it has not made a step yet."""
+def test_who_comes_back_with_the_state_joins_at_once_a_group_that_began_without_it() -> None:
+    """Its node was given up. Max is lower by then, and the others have waited for longer."""
     coordinator = joined_and_not_stepped()
     coordinator.disconnect("n1")
     coordinator.broken("n2/1")
     assert coordinator.members("a") == "g3: n2/1"
+    coordinator.update("n2/1", WorkerPhase.TRAINING, in_place=True)
+    coordinator.scale("a", high=1)
+    coordinator.agent("n1")
+    coordinator.advance(1)  # It has yet to notice that its group is over.
+    assert coordinator.members("a") == "g3: n2/1"
+    coordinator.update("n1/1", WorkerPhase.BROKEN, in_place=True)
+    assert coordinator.members("a") == "g4: n1/1"
+
+
+def test_who_comes_back_after_the_group_has_made_a_step_is_one_of_many() -> None:
+    coordinator = joined_and_not_stepped()
+    coordinator.disconnect("n1")
+    coordinator.broken("n2/1")
+    coordinator.update("n2/1", WorkerPhase.TRAINING, in_place=True)
+    coordinator.steps("n2/1", 1, first_ns=80)
     coordinator.agent("n1")
     coordinator.update("n1/1", WorkerPhase.BROKEN, in_place=True)
-    coordinator.scale("a", high=1)
-    coordinator.advance(1)
-    coordinator.exits("n2/1")
-    assert coordinator.members("a") == "g4: n1/1"
+    assert coordinator.members("a") == "g3: n2/1"
+    coordinator.ready("n2/1")
+    assert coordinator.members("a") == "g4: n2/1 n1/1"

@@ -183,7 +183,7 @@ def test_the_last_step_is_stored_also_if_it_was_copied(tmp_path: Path) -> None:
     for _ in range(3):
         loop.step()
     assert loop.stored() == []
-    loop.checkpoints.at_end(Cursor(1, 0), None, lambda: False)
+    loop.checkpoints.at_end(Cursor(1, 0), None, lambda: False, holds=False)
     assert loop.stored() == [3]
 
 

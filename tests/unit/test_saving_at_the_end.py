@@ -62,7 +62,7 @@ def rows_of(keepers: list[CheckpointScheduler]) -> list[StepMetadata]:
 
 def at_end(keepers: list[CheckpointScheduler]) -> None:
     for checkpoints in keepers:
-        checkpoints.at_end(Cursor(1, 0), None, lambda: False)
+        checkpoints.at_end(Cursor(1, 0), None, lambda: False, holds=False)
 
 
 def test_the_next_group_takes_it_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

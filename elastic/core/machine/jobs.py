@@ -316,13 +316,10 @@ class JobState:
         Who joined a group receives it before the group's first step. If none of those who must
         have it is left, or it is unknown who they are, any may have it whose loop goes on.
         """
-        able = frozenset(
-            worker_id
-            for worker_id, worker in self.workers.items()
-            if worker.report.in_place and worker.stop_cause is None
-        )
-        known = self.member_ids() if self.first_steps else self.holders
-        return able.intersection(known) or able
+        alive = {w: worker for w, worker in self.workers.items() if worker.stop_cause is None}
+        able = frozenset(w for w, worker in alive.items() if worker.report.in_place)
+        known = alive.keys() & (self.member_ids() if self.first_steps else self.holders)
+        return able & known if known else able
 
     def is_to_leave(self, worker: WorkerState, node: NodeState) -> bool:
         """Return whether a worker cannot be in a group, at least for now."""

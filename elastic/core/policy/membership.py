@@ -32,6 +32,9 @@ ANEW_S = 30.0
 WAITING_PHASES = (WorkerPhase.READY, WorkerPhase.BROKEN, WorkerPhase.FINISHED)
 """Phases in which a worker can be announced into a group without being interrupted."""
 
+BUSY_PHASES = (WorkerPhase.FORMING, WorkerPhase.TRAINING)
+"""Phases that end when the worker's group does."""
+
 
 class GroupAction(Enum):
     """What the coordinator should do with a job's group."""
@@ -247,6 +250,14 @@ def _decide_open(
     if current.stuck:
         return _replace_ended(spec, current, by_id, "broken", current.stuck)
 
+    left_out = _left_out(by_id, current.members)
+    if left_out and not awaited:
+        again = _choose_with_state(spec, current, by_id, interrupting=True)
+        if not set(left_out).isdisjoint(again):
+            back = ", ".join(w for w in left_out if w in again)
+            why = f"{back} has a newer state than its members"
+            return Decision(GroupPlan(GroupAction.FORM, again, "join"), why)
+
     wanted = choose(spec, current, by_id, interrupting=True)
     # A member that stays keeps the state; if none does, only saved state survives.
     saves = set(current.members).isdisjoint(wanted) if wanted else current.saves
@@ -386,9 +397,13 @@ def _replace_ended(
 ) -> Decision[GroupPlan]:
     """Replace a group that ended between two boundaries, by one with its state if that is alive."""
     members = _choose_with_state(spec, current, by_id, interrupting=True)
-    silent = [w for w in _left_out(by_id, members) if not by_id[w].reachable]
-    if silent:
-        return Decision(GroupPlan(GroupAction.KEEP), f"{why}; {_waiting_for_state(silent)}")
+    holders = [
+        w
+        for w in _left_out(by_id, members)
+        if not by_id[w].reachable or (by_id[w].phase in BUSY_PHASES and w not in current.members)
+    ]
+    if holders:
+        return Decision(GroupPlan(GroupAction.KEEP), f"{why}; {_waiting_for_state(holders)}")
     return _replace_by(spec, current, by_id, members, cause, why)
 
 
@@ -481,9 +496,8 @@ def _may_come(
     """
     away = [w for w in current.members if w in by_id and by_id[w].awaited]
     found = [w for w in away if by_id[w].present and not by_id[w].reachable]
-    busy = (WorkerPhase.FORMING, WorkerPhase.TRAINING)
     left_out = [(w, by_id[w]) for w in _left_out(by_id, members)]
-    return found or [w for w, c in left_out if not c.reachable or c.phase in busy]
+    return found or [w for w, c in left_out if not c.reachable or c.phase in BUSY_PHASES]
 
 
 def _waiting_for_state(holders: Sequence[WorkerId]) -> str:
@@ -501,7 +515,7 @@ def _decide_closed(
     members = _choose_with_state(spec, current, by_id, interrupting=False)
     here = [c for c in by_id.values() if c.present and not c.spent]
     ready = [c for c in here if c.reachable and c.phase in WAITING_PHASES]
-    busy = [c for c in here if c.phase in (WorkerPhase.FORMING, WorkerPhase.TRAINING)]
+    busy = [c for c in here if c.phase in BUSY_PHASES]
     starting = sum(1 for c in by_id.values() if c.present and _is_starting(c))
     if not members:
         state = f"{len(ready)} of {spec.min_workers} workers ready, {starting} starting"

@@ -198,19 +198,27 @@ class CheckpointScheduler:
         if activity is not None and activity.beats:  # At 0 nobody judges it.
             activity.beats += 1
 
-    def at_end(self, cursor: Cursor, data: Data | None, is_over: Callable[[], bool]) -> None:
+    def at_end(
+        self, cursor: Cursor, data: Data | None, is_over: Callable[[], bool], *, holds: bool
+    ) -> None:
         """The last epoch is over: save it, unless this group has done that.
 
         What an earlier one began may have come to nothing, and nothing comes after this.
+
+        Args:
+            cursor: the end of the run.
+            data: how the data is cut.
+            is_over: whether the group is; then nobody waits for storage.
+            holds: have it in memory also if nothing is saved: code that follows may change it.
         """
         snapshotter = self._snapshotter
         if (
             snapshotter is not None
-            and snapshotter.plan.is_on
+            and (snapshotter.plan.is_on or holds)
             and not snapshotter.has_taken(self.steps)
         ):
             snapshotter.wait_for_room(is_over)
-            self.is_due = self._is_stored = True
+            self.is_due, self._is_stored = True, snapshotter.plan.is_on
             self.at_boundary(cursor, data, is_over)
 
     def settle(self) -> None:

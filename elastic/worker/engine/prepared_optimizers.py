@@ -339,6 +339,23 @@ def data_waits(wait: Callable[[], None]) -> Iterator[None]:
             cls.data = before
 
 
+@contextmanager
+def captures_wait(wait: Callable[[], None]) -> Iterator[None]:
+    """Call this before a CUDA graph is captured: meanwhile no thread may ask for an event."""
+    cls: Any = torch.cuda.CUDAGraph
+    real = cls.capture_begin
+
+    def capture_begin(self: Any, *args: Any, **named: Any) -> None:
+        wait()
+        real(self, *args, **named)
+
+    cls.capture_begin = capture_begin
+    try:
+        yield
+    finally:
+        cls.capture_begin = real
+
+
 def _leave(module: torch.nn.Module) -> torch.nn.Module:
     return module
 

@@ -66,6 +66,7 @@ from elastic.worker.engine.preparation import ObjectRegistry
 from elastic.worker.engine.prepared_optimizers import (
     OPEN,
     IterationPhase,
+    captures_wait,
     data_waits,
     modules_know,
     scalers_know,
@@ -75,7 +76,8 @@ from elastic.worker.engine.recovery_modes import GroupProvider, ReenterRequested
 from elastic.worker.engine.state_recovery import catch_up
 from elastic.worker.engine.step_values import StepValues
 from elastic.worker.engine.whole_step import WholeStep
-from elastic.worker.group.c10d import default_group, issued
+from elastic.worker.group.accelerators import record, wait_done
+from elastic.worker.group.c10d import all_by_gloo, default_group, issued
 from elastic.worker.reduce.reducer import OptimizerUnit, Reducer
 from elastic.worker.reduce.sharded_reduce import Padding, ShardedReducer, make_reducer, recovery_of
 from elastic.worker.reduce.step_metadata import (
@@ -157,6 +159,7 @@ class StepEngine(ObjectRegistry):
         self._epoch: int | None = None
         self._error: BaseException | None = None
         self._leaves, self._ends, self._stepped, self._rates = False, False, 0, 0
+        self._noted: Cursor | None = None  # What was reported before its iteration was over.
         self._passed: int | None = None
         self._share: StepShare | WeighedShare | None = None
         self._num_epochs = 0
@@ -225,7 +228,8 @@ class StepEngine(ObjectRegistry):
                     self.cursor = Cursor(epoch + 1, 0)
                 self._set_whole()
             with self._context.timing.spending(CHECKPOINT_STALL):
-                self._checkpoints.at_end(self.cursor, self.data, self._is_broken)
+                holds = not (self._is_small or self._context.is_local)
+                self._checkpoints.at_end(self.cursor, self.data, self._is_broken, holds=holds)
             self._keep_for_code_behind()
         finally:
             self._end()
@@ -250,6 +254,7 @@ class StepEngine(ObjectRegistry):
         names = self._watch.begin()
         self._stack.enter_context(strangers_refused(names, lambda: self._due.is_stepping))
         self._stack.enter_context(data_waits(self._checkpoints.settle))
+        self._stack.enter_context(captures_wait(self._checkpoints.settle))
         self.has_begun = self.keeps = True
         self._home.declare(in_place=self._is_in_place)
         self._home.defer(self._is_in_place)
@@ -499,7 +504,8 @@ class StepEngine(ObjectRegistry):
             self._checkpoints.settle()
 
     def _note_step(self) -> None:
-        self._context.timing.note_step(self._check)
+        if self._noted != self.cursor:
+            self._context.timing.note_step(self._check)
         self._context.activity.has_stepped = True
 
     def _check(self) -> TimingSample:
@@ -627,6 +633,10 @@ class StepEngine(ObjectRegistry):
             self.logbook.take_rows([row.values for row in rows])
             self._begun, self._is_late = issued(), True
             self._home.defer(True)
+        if not self._context.timing.steps:
+            # Reported at once: from now on this group's members have the newest state.
+            self._noted = self.cursor
+            self._context.timing.note_step(self._check)
 
     def _ranks_differ(self) -> bool:
         """Return whether the rows of a step show that ranks differ; then it is void."""
@@ -850,8 +860,7 @@ class StepEngine(ObjectRegistry):
         if self._resume_state is not None or self.state.is_sharded:
             return self._resume_state
         if not self._is_whole and (has_raised or self._kept.state is not None):
-            kept, weights = self._kept.state, self._kept.weights
-            return kept if weights is None or weights == self._watch.weights() else None
+            return self._kept.state if self._has_kept_weights() else None
         if not self._has_state:
             return None
         if self._reducer is not None:
@@ -859,6 +868,16 @@ class StepEngine(ObjectRegistry):
         self.logbook.forget_step()
         agreed = self._context.generation if in_this_group else 0
         return self._resume_from(self.state.take(), self.logbook, agreed)
+
+    def _has_kept_weights(self) -> bool:
+        """Return whether the kept state has weights of its own, or those at hand as they were."""
+        if self._kept.weights is None:
+            return True
+        try:
+            return self._kept.weights == self._watch.weights()
+        except Exception as error:  # The script has moved them, say to "meta".
+            log.warning("weights_unreadable reason=%r", str(error))
+            return False
 
     def _resume_from(self, state: State, logbook: Logbook, agreed: int = 0) -> ResumeState:
         return ResumeState(
@@ -880,14 +899,32 @@ class StepEngine(ObjectRegistry):
                 runs again.
         """
         if not self._is_whole and issued() != self._begun:
-            generation = self._context.generation
-            if self._home.has_failed(generation):
-                self._has_state = False
-                raise GroupChanged("the group broke in code of the script's", generation)
+            self._check_collectives()
             self._note_late()
         self._is_whole, self._kept = True, Kept()
         if self.has_begun:
             self._home.defer(self._is_in_place)
+
+    def _check_collectives(self) -> None:
+        """Wait until a device has run the script's collectives, which may have failed.
+
+        Raises:
+            GroupChanged: they may, and this state is not to be gone on from.
+        """
+        generation, has_state = self._context.generation, self._has_state
+
+        def check() -> None:
+            if self._home.has_failed(generation):
+                raise GroupChanged("the group broke in code of the script's", generation)
+
+        self._has_state = False
+        if not all_by_gloo():  # NCCL's calls return before, and aborts end them without an error.
+            units = self._units.values()
+            devices = dict.fromkeys(one.device for unit in units for _, one in unit.parameters)
+            with self._context.activity.waiting():
+                wait_done(record(devices), check)
+        check()
+        self._has_state = has_state
 
     def _keep_for_code_behind(self) -> None:
         """Code of the script's follows, between two passes or behind the last one."""

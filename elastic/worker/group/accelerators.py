@@ -11,8 +11,8 @@ proves nothing. Tests replace CUDA by a played device, whose tensors are CPU ten
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -86,8 +86,7 @@ class TorchAccelerator:
         if stream is None:
             stream = self._side_streams[device] = module.Stream(device)
         stream.wait_stream(module.current_stream(device))
-        context: AbstractContextManager[object] = module.stream(stream)
-        return context
+        return _stream_of(module, device, stream)
 
     def messages(self, group: Any) -> BeginMessages | None:
         """Return NCCL's sender, where the group has NCCL."""
@@ -104,6 +103,13 @@ class TorchAccelerator:
     def unregister(self, address: int) -> None:
         """Undo `register`."""
         _check(_runtime().cudaHostUnregister(address), "cudaHostUnregister")
+
+
+@contextmanager
+def _stream_of(module: Any, device: torch.device, stream: torch.Stream) -> Iterator[None]:
+    # A thread's first device is 0: on leaving the stream it would use memory there.
+    with module.device(device), module.stream(stream):
+        yield
 
 
 def _runtime() -> Any:
