@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 from elastic.data.batches import Batch, arrow
 from elastic.data.files import TAIL_BYTES, DataError, File, RangedFile, Reader
-from elastic.data.sources import Block, FileSource, Listing
+from elastic.data.sources import Block, FileSource, Listing, with_columns
 
 FOOTERS_KEPT = 64
 READERS = 16
@@ -48,8 +48,10 @@ class Parquet(FileSource):
             try:
                 if isinstance(footer, DataError):
                     raise footer
-                first = first or (file, footer.schema.to_arrow_schema())
-                check_schema(first, file, footer.schema.to_arrow_schema(), self.columns)
+                schema = footer.schema.to_arrow_schema()
+                first = first or (file, schema)
+                names = self._names_in(schema.names, self.partitions(file))
+                check_schema(first, file, schema, names)
             except DataError as error:
                 if not self.skips:
                     raise
@@ -92,7 +94,10 @@ class Parquet(FileSource):
 
         pa, file = arrow(), files[block.file]
         footer = self._footer(reader, file)
-        names = list(self.columns) if self.columns is not None else None
+        partitions = self.partitions(file)
+        names = self._names_in(footer.schema.names, partitions)
+        if names == []:  # Rows of some column have to be read, to be counted.
+            names = footer.schema.to_arrow_schema().names[:1]
         start, stop = _span_of(footer.row_group(block.group), names)
         try:
             fetched = RangedFile(reader, file, start, stop)
@@ -107,7 +112,14 @@ class Parquet(FileSource):
             ) from error
         if (block.start, block.stop) != (0, found.num_rows):
             found = found.slice(block.start, block.stop - block.start)
-        return found
+        found = with_columns(found, partitions)
+        return found if self.columns is None else found.select(list(self.columns))
+
+    def _names_in(self, has: Sequence[str], partitions: Mapping[str, Any]) -> list[str] | None:
+        """Return the columns to read from a file; the others are its folders. None for all."""
+        if self.columns is None:
+            return None
+        return [name for name in self.columns if name in has or name not in partitions]
 
 
 def _span_of(group: Any, names: list[str] | None) -> tuple[int, int]:

@@ -27,8 +27,20 @@ def _of(source: Source) -> Dataset:
     return Dataset(Read((), source))
 
 
-def _files(what: str, paths: Any, ends: Sequence[str] | None, others: dict[str, Any]) -> Any:
-    """Return the common arguments of all sources of files."""
+def _files(
+    what: str,
+    paths: Any,
+    ends: Sequence[str] | None,
+    others: dict[str, Any],
+    partitioning: str | None = None,
+) -> Any:
+    """Return the common arguments of all sources of files; `partitioning` is the default."""
+    partitioning = others.pop("partitioning", partitioning)
+    if partitioning not in (None, "hive"):
+        raise UsageError(
+            f"elastic.data.{what}: partitioning={partitioning!r}: expected 'hive' (folders like "
+            f"year=2024 are columns) or None"
+        )
     options, filesystem = others.pop("storage_options", None), others.pop("filesystem", None)
     if filesystem is not None:
         paths, options = _in_filesystem(what, paths, filesystem)
@@ -38,6 +50,7 @@ def _files(what: str, paths: Any, ends: Sequence[str] | None, others: dict[str, 
         "extensions": None if ends is None else tuple(ends),
         "options": options,
         "on_error": others.pop("on_error", "raise"),
+        "has_partitions": partitioning is not None,
     }
     unknown = sorted(set(others) - NO_EFFECT)
     if unknown:
@@ -74,9 +87,11 @@ def read_parquet(
         columns: those to read, None for all.
         file_extensions: of the files in a folder.
         others: storage_options, a dict for the file system; on_error, "skip" to leave out files
-            that are broken or have another schema; Ray's placement arguments, without effect.
+            that are broken or have another schema; partitioning, by default "hive": folders like
+            "year=2024" are columns of texts, None: they are not; Ray's placement arguments, without
+            effect.
     """
-    files = _files("read_parquet", paths, file_extensions, others)
+    files = _files("read_parquet", paths, file_extensions, others, "hive")
     return _of(Parquet(**files, columns=None if columns is None else tuple(columns)))
 
 
@@ -105,7 +120,9 @@ def read_csv(
         "parse_options": parse_options,
         "convert_options": convert_options,
     }
-    return _of(Csv(**_files("read_csv", paths, file_extensions, others), arrow_options=options))
+    return _of(
+        Csv(**_files("read_csv", paths, file_extensions, others, "hive"), arrow_options=options)
+    )
 
 
 def read_json(
@@ -120,7 +137,7 @@ def read_json(
         others: as in `read_parquet`; on_error="skip" leaves out invalid lines.
     """
     del lines
-    return _of(Lines(**_files("read_json", paths, file_extensions, others), is_json=True))
+    return _of(Lines(**_files("read_json", paths, file_extensions, others, "hive"), is_json=True))
 
 
 def read_text(

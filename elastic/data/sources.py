@@ -7,18 +7,22 @@ rows are needed by number, they are written to parquet files first (`table.py`).
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import unquote
 
 import numpy as np
 
 from elastic.data.batches import (
     Batch,
+    arrow,
     batched,
+    columns_of,
     num_rows,
     of_rows,
     sliced,
+    to_table,
 )
 from elastic.data.files import (
     DataError,
@@ -122,12 +126,14 @@ class FileSource(Source):
         extensions: of the files in a folder.
         options: for the file system.
         on_error: "raise" or "skip".
+        has_partitions: folders like "year=2024" in a file's path are columns of its rows.
     """
 
     paths: Any = ()
     extensions: tuple[str, ...] | None = None
     options: dict[str, Any] | None = None
     on_error: str = "raise"
+    has_partitions: bool = False
 
     def __post_init__(self) -> None:
         """Check `on_error`."""
@@ -139,8 +145,26 @@ class FileSource(Source):
         return self.on_error == "skip"
 
     def files(self) -> list[File]:
-        """List the files."""
-        return find_files(self.paths, self.extensions, self.options)
+        """List the files.
+
+        Raises:
+            DataError: folders give some of them other columns than the first.
+        """
+        found = find_files(self.paths, self.extensions, self.options)
+        names = [*self.partitions(found[0])] if found else []
+        for file in found:
+            if [*self.partitions(file)] != names:
+                raise DataError(
+                    f"elastic.data: {file.path} lies in folders of "
+                    f"{[*self.partitions(file)] or 'no columns'}, and {found[0].path} in those of "
+                    f"{names or 'no columns'}: read folders of the same kind, or none as columns "
+                    f"({self.name}(..., partitioning=None))"
+                )
+        return found
+
+    def partitions(self, file: File) -> dict[str, str | None]:
+        """Return the columns that the folders of a file are, with their value in its rows."""
+        return partitions_of(file.path) if self.has_partitions else {}
 
     def _check(self) -> Listing:
         return Listing(tuple(self.files()))
@@ -152,8 +176,10 @@ class FileSource(Source):
             yield from super().stream()
             return
         for file in listing.files:
+            partitions = self.partitions(file)
             try:
-                yield from self._rows(reader, file)
+                for batch in self._rows(reader, file):
+                    yield with_columns(batch, partitions)
             except DataError as error:
                 if not self.skips:
                     raise
@@ -161,6 +187,28 @@ class FileSource(Source):
 
     def _rows(self, reader: Reader, file: File) -> Iterator[Batch]:
         raise NotImplementedError(self.name)
+
+
+def partitions_of(path: str) -> dict[str, str | None]:
+    """Return the columns that folders are: {"year": "2024"} of "a/year=2024/b.parquet" (Hive)."""
+    pairs = [folder.partition("=") for folder in path.split("/")[:-1]]
+    return {
+        name: None if value == "__HIVE_DEFAULT_PARTITION__" else unquote(value)
+        for name, equals, value in pairs
+        if name and equals
+    }
+
+
+def with_columns(batch: Batch, values: Mapping[str, str | None]) -> Batch:
+    """Return a batch with columns of texts, each of one value; those that it has stay."""
+    missing = [name for name in values if name not in columns_of(batch)]
+    if not missing:
+        return batch
+    batch, pa = to_table(batch), arrow()
+    for name in missing:
+        column = pa.array([values[name]] * batch.num_rows, pa.string())
+        batch = batch.append_column(name, column)
+    return batch
 
 
 def check_on_error(value: str, what: str) -> None:

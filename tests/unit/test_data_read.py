@@ -48,6 +48,33 @@ def test_files_come_in_a_stable_order_by_folder_pattern_and_list(table: Path) ->
         data.read_parquet(table, sorted=True)
 
 
+def test_folders_of_a_partitioned_table_are_columns(tmp_path: Path) -> None:
+    root = tmp_path / "table"
+    rows = pa.table(
+        {"id": range(6), "year": [2023, 2023, 2024] * 2, "place": ["a b", "c", None] * 2}
+    )
+    pq.write_to_dataset(rows, root, partition_cols=["year", "place"])
+    ds = data.read_parquet(root)
+    assert ds.columns() == ["id", "year", "place"]
+    assert sorted((row["id"], row["year"], row["place"]) for row in ds.take_all()) == [
+        (0, "2023", "a b"), (1, "2023", "c"), (2, "2024", None),
+        (3, "2023", "a b"), (4, "2023", "c"), (5, "2024", None),
+    ]  # fmt: skip
+    assert data.read_parquet(root, partitioning=None).columns() == ["id"]
+    years = data.read_parquet(root, columns=["year"])
+    assert sorted(row["year"] for row in years.take_all()) == ["2023"] * 4 + ["2024"] * 2
+    assert years.columns() == ["year"]
+    with pytest.raises(DataError, match="column 'month' is no such column"):
+        data.read_parquet(root, columns=["month"]).count()
+    (root / "year=2023" / "rows.csv").write_text("id\n7\n")
+    assert data.read_csv(f"{root}/year=2023/*.csv").take_all() == [{"id": 7, "year": "2023"}]
+    pq.write_table(rows.select(["id"]), root / "loose.parquet")
+    with pytest.raises(DataError, match=r"loose.parquet lies in folders of|partitioning=None"):
+        data.read_parquet(root).count()
+    with pytest.raises(UsageError, match="partitioning='dir': expected 'hive'"):
+        data.read_parquet(root, partitioning="dir")
+
+
 def test_verbs_make_rows_of_rows(table: Path) -> None:
     ds = data.read_parquet(table)
     assert "read_parquet" in repr(ds)
