@@ -34,6 +34,7 @@ from elastic.data.batches import (
     to_table,
     to_torch,
 )
+from elastic.data.moments import Moments, floats_of
 from elastic.data.nodes import Apply, Node, Read, Shuffle, Slice, Union, Zip
 from elastic.data.operations import (
     ROWS_AT_ONCE,
@@ -453,8 +454,18 @@ class Dataset:
         return self._reduced(on, "max")
 
     def mean(self, on: str) -> float:
-        """Return the mean of a column."""
-        return float(self.sum(on) / self.count())
+        """Return the mean of the numbers of a column; NaN if there are none."""
+        return self._moments(on).average()
+
+    def std(self, on: str, ddof: int = 1) -> float:
+        """Return the standard deviation of the numbers of a column; NaN of too few."""
+        return self._moments(on).std(ddof)
+
+    def _moments(self, on: str) -> Moments:
+        moments = Moments()
+        for batch in self.select_columns([on])._node.stream():
+            moments.add(floats_of(to_numpy(batch)[on]))
+        return moments
 
     def _reduced(self, on: str, how: str) -> Any:
         columns = [to_numpy(batch)[on] for batch in self.select_columns([on])._node.stream()]

@@ -1,0 +1,87 @@
+"""elastic.data.preprocessors: what they learn, what they make of rows, and what they refuse."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from elastic import data
+from elastic.data import preprocessors as of
+from elastic.errors import UsageError
+
+ROWS = 20_000
+"""More than `fit` reads at once."""
+
+
+def numbers() -> pd.DataFrame:
+    rng = np.random.default_rng(0)
+    x = rng.normal(1e4, 3.0, ROWS)
+    x[::7] = np.nan
+    return pd.DataFrame({"x": x, "y": rng.integers(-9, 4, ROWS), "same": 5})
+
+
+def column(ds: Any, name: str) -> Any:
+    return np.asarray([row[name] for row in ds.take_all()], np.float64)
+
+
+def test_scalers_do_what_one_pass_over_all_rows_says() -> None:
+    frame = numbers()
+    ds = data.from_pandas(frame)
+    x, y = frame["x"].to_numpy(), frame["y"].to_numpy()
+    assert ds.mean("x") == pytest.approx(np.nanmean(x))
+    assert ds.std("x") == pytest.approx(np.nanstd(x, ddof=1), rel=1e-9)
+    assert np.isnan(ds.limit(1).std("y"))
+    standard = of.StandardScaler(columns=["x", "same"]).fit_transform(ds)
+    right = (x - np.nanmean(x)) / np.nanstd(x)
+    assert column(standard, "x") == pytest.approx(right, rel=1e-6, nan_ok=True)
+    assert not column(standard, "same").any()
+    ranged = of.MinMaxScaler(["y"], output_columns=["z"]).fit_transform(ds)
+    assert column(ranged, "z") == pytest.approx((y + 9) / 12)
+    assert column(ranged, "y").tolist() == y.tolist()
+    assert column(of.MaxAbsScaler(["y"]).fit_transform(ds), "y") == pytest.approx(y / 9)
+    unit = of.Normalizer(["y", "same"]).transform(ds)
+    assert column(unit, "y") ** 2 + column(unit, "same") ** 2 == pytest.approx(np.ones(ROWS))
+
+
+def test_missing_values_and_categories() -> None:
+    frame = pd.DataFrame(
+        {"c": ["b", "a", None, "b"], "n": [1.0, None, 3.0, None], "k": [1, 2, 3, 2]}
+    )
+    ds = data.from_pandas(frame)
+    filled = of.Chain(
+        of.SimpleImputer(["n"]),
+        of.SimpleImputer(["c"], strategy="most_frequent"),
+        of.OrdinalEncoder(["c"]),
+        of.Concatenator(["n", "c"], output_column_name="features", dtype=np.float32),
+    ).fit(ds)
+    rows = filled.transform(ds).take_all()
+    assert [row["features"].tolist() for row in rows] == [[1, 1], [2, 0], [3, 1], [2, 1]]
+    assert rows[0]["features"].dtype == np.float32
+    again = of.Preprocessor.deserialize(filled.serialize())
+    batch = {"c": ["a"], "n": [None], "k": [1]}
+    assert again.transform_batch(batch)["features"].tolist() == [[2.0, 0.0]]
+    hot = of.OneHotEncoder(["k"], max_categories={"k": 2}).fit(ds).transform(ds)
+    assert [row["k"].tolist() for row in hot.take_all()] == [[1, 0], [0, 1], [0, 0], [0, 1]]
+    labels = of.LabelEncoder("c")
+    numbered = labels.fit_transform(data.from_pandas(frame.dropna(subset="c")))
+    assert [row["c"] for row in numbered.take_all()] == [1, 0, 1]
+    assert [row["c"] for row in labels.inverse_transform(numbered).take_all()] == ["b", "a", "b"]
+
+
+def test_wrong_use_names_the_column_and_what_was_expected() -> None:
+    ds = data.from_items([{"a": 1, "t": "x"}])
+    with pytest.raises(UsageError, match=r"StandardScaler: call fit\(ds\) before"):
+        of.StandardScaler(["a"]).transform(ds)
+    with pytest.raises(UsageError, match="no column 'b': expected one of a, t"):
+        of.MinMaxScaler(["b"]).fit(ds)
+    with pytest.raises(UsageError, match="column 't' is not of numbers"):
+        of.MinMaxScaler(["t"]).fit(ds)
+    with pytest.raises(UsageError, match="strategy='median': expected one of mean"):
+        of.SimpleImputer(["a"], strategy="median")
+    with pytest.raises(UsageError, match="columns='a': expected a list"):
+        of.StandardScaler("a")
+    with pytest.raises(UsageError, match="no column 'b'"):
+        of.Concatenator(["a", "b"], raise_if_missing=True).transform(ds).take_all()
