@@ -75,7 +75,7 @@ class Figures(SphinxDirective):
                 if texts and texts[0].startswith("elastic_"):
                     kind = texts[1] if len(texts) > 2 else "histogram"
                     rows.append((f"`{texts[0]}`", who, kind, texts[-1]))
-        return parsed(self, table(("metric", "told by", "kind", "what it is"), sorted(rows)))
+        return parsed(self, table(("metric", "exported by", "kind", "what it is"), sorted(rows)))
 
 
 def is_text(node: ast.expr) -> bool:
@@ -88,7 +88,7 @@ class Environment(SphinxDirective):
 
     def run(self) -> list[nodes.Node]:
         """Return the table: the name, and the expression that gives its value."""
-        path = ROOT / "elastic" / "worker" / "environment.py"
+        path = ROOT / "elastic/worker/process/environment.py"
         rows = []
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Dict):

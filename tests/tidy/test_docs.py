@@ -120,6 +120,16 @@ def test_links_lead_somewhere(page: Path) -> None:
     assert not wrong, f"{page.name} links to what is not there: {wrong}"
 
 
+def test_modules_that_the_site_reads_exist() -> None:
+    """Nothing else builds the site here: `make docs`."""
+    texts = [page.read_text() for page in [*PAGES, *ROOT.glob("docs/*.py")]]
+    named = {name for text in texts for name in re.findall(r"\belastic/[\w/]+\.py\b", text)}
+    read = {name for text in texts for name in re.findall(r"^```\{docstring\} (\S+)", text, re.M)}
+    named |= {name.replace(".", "/") + ".py" for name in read}
+    assert len(named) > len(read) > 0
+    assert not [name for name in sorted(named) if not (ROOT / name).exists()]
+
+
 def headings(page: Path) -> set[str]:
     """The names to which links into a page may lead."""
     return {anchor(line) for line in page.read_text().splitlines() if line.startswith("#")}
