@@ -168,7 +168,6 @@ def train_func(config: dict) -> dict:
     optimizer = prepare_optimizer(torch.optim.AdamW(module.net.parameters(), lr=1e-3))
     counter = prepare_optimizer(torch.optim.SGD([module.ledger], lr=1.0))
     loader = loader_of(config)
-    steps = 0
     for epoch in train.epochs(config["epochs"]):
         for batch in loader:
             x, y, ids = batch.values() if isinstance(batch, dict) else batch
@@ -184,14 +183,14 @@ def train_func(config: dict) -> dict:
             train.log(loss=loss, over=float(is_over(config)))
             if config["trace"] and train.stepped():
                 trace(config["trace"], module, [optimizer, counter])
-        steps += train.get_context().get_step()
         train.report({"epoch": epoch})
         if train.get_logged()["over"] > 0:
             break
     check_ledger(module.ledger.detach(), config, epoch + 1)
     result = {
         "epochs": epoch + 1,
-        "steps": steps,
+        # Counted in the run's state: a worker that came late has not seen all of them.
+        "steps": int(optimizer.state[next(module.net.parameters())]["step"]),
         "weights": digest(model.state_dict()),
         "optimizer": digest(optimizer.state_dict()["state"]),
     }
