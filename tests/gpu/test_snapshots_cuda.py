@@ -12,6 +12,7 @@ from torch import nn  # noqa: E402
 
 from elastic.core.policy.cursor import Cursor  # noqa: E402
 from elastic.worker.checkpoint import snapshotter as snapshotting  # noqa: E402
+from tests.patience import DEADLINE_S  # noqa: E402
 from tests.unit.saving_under_test import Run, assert_same  # noqa: E402
 
 pytestmark = [
@@ -64,5 +65,5 @@ def test_a_copy_beside_the_loop_follows_what_was_queued_and_delays_nothing(tmp_p
         assert_same(found, [one.cpu() for one in moments])
         with torch.no_grad():
             wide.weight.copy_(expected)
-        assert done.wait(60.0)
+        assert done.wait(DEADLINE_S)
     snapshotter.finish()
