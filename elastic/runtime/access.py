@@ -103,7 +103,7 @@ class Access:
         """Refuse TLS without an authority to verify the server."""
         if self.tls is not None and self.tls.ca is None:
             raise ConfigError(
-                "TLS without --tls-ca: whoever connects must know who signed the coordinator's "
+                "TLS without --tls-ca: a client must know who signed the coordinator's "
                 "certificate; pass the ca.crt that 'elastic-coord certs init' wrote"
             )
 

@@ -123,11 +123,11 @@ class EventLog:
             self._file.close()
 
     def _append(self, lines: list[str]) -> None:
-        """Write a batch; on an error the batch is dropped, and the thread goes on."""
+        """Write a batch; on an error the batch is dropped, and the thread continues."""
         with self._lock:
-            unsaid = self._dropped_unreported
-        if unsaid:
-            lines = [*lines, self._line(Note("events_dropped", fields=(("lines", str(unsaid)),)))]
+            dropped = self._dropped_unreported
+        if dropped:
+            lines = [*lines, self._line(Note("events_dropped", fields=(("lines", str(dropped)),)))]
         if not lines:
             return
         payload = "".join(line + "\n" for line in lines).encode("utf-8", "backslashreplace")
@@ -135,12 +135,12 @@ class EventLog:
             write_all(self._opened(len(payload)), payload)
             self._size += len(payload)
         except OSError as error:
-            self._count_dropped(len(lines) - bool(unsaid))
-            if not unsaid:
+            self._count_dropped(len(lines) - bool(dropped))
+            if not dropped:
                 log.warning("event_log_unwritable path=%s error=%r", self._path, str(error))
             return
         with self._lock:
-            self._dropped_unreported -= unsaid
+            self._dropped_unreported -= dropped
 
     def _opened(self, more: int) -> IO[bytes]:
         """Return the file to append to, after rotation if `more` bytes no longer fit."""

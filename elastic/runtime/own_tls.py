@@ -116,8 +116,8 @@ class PinnedCertificate:
         if shown != self._fingerprint:
             raise NotAuthorized(
                 f"the certificate that is shown has the fingerprint {shown[:16]}..., the "
-                f"coordinator has told {self._fingerprint[:16]}...: the agent there was started "
-                f"anew, and the coordinator is about to tell its new one, or it is another one"
+                f"coordinator has sent {self._fingerprint[:16]}...: the agent there was started "
+                f"anew, and the coordinator is about to send its new one, or it is another one"
             )
 
 

@@ -24,7 +24,7 @@ def address_in(text: str) -> str:
         name, _, value = word.partition("=")
         if name == "address":
             return value
-    raise CoordinatorUnreachable("(unknown)", f"the ready file says {text!r}")
+    raise CoordinatorUnreachable("(unknown)", f"the ready file contains {text!r}")
 
 
 def wait_address(path: Path, tether_fd: int, timeout_s: float) -> str:
@@ -46,5 +46,5 @@ def wait_address(path: Path, tether_fd: int, timeout_s: float) -> str:
         if path.exists() and (text := path.read_text().strip()):
             return address_in(text)
         if tether.poll(POLL_S * 1e3):
-            raise CoordinatorUnreachable("(unknown)", "whoever started this agent is gone")
+            raise CoordinatorUnreachable("(unknown)", "the process that started this agent is gone")
     raise CoordinatorUnreachable("(unknown)", f"nothing stands in {path} after {timeout_s:g} s")

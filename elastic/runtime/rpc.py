@@ -354,7 +354,7 @@ def _untrusted(address: str, details: str) -> CoordinatorUntrusted | None:
         )
     elif details.endswith("Socket closed") or "Connection reset" in details:
         why = (
-            "it closed the connection before a word was said: if it uses TLS, pass --tls-dir (or "
+            "it closed the connection before it sent anything: if it uses TLS, pass --tls-dir (or "
             "ELASTIC_TLS_DIR) with a certificate that its authority signed and that is not over; "
             "if it is only starting or ending, try again"
         )

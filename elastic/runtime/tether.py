@@ -26,6 +26,6 @@ def check_tether(fd: int) -> None:
         mode = 0
     if not (stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)):
         raise ConfigError(
-            f"--tether-fd {fd}: expected the reading end of a pipe that whoever starts the daemon "
-            f"has left open; leave it out if nobody does"
+            f"--tether-fd {fd}: expected the read end of a pipe that the daemon's parent "
+            f"keeps open; leave the option out if there is none"
         )

@@ -68,7 +68,7 @@ class PortRange:
             )
 
     def __iter__(self) -> Iterator[int]:
-        """Yield all ports, in an order of this process's own, so that few are tried in vain."""
+        """Yield all ports, in an order of this process's own, so that few attempts fail."""
         size = self.high - self.low + 1
         first = os.getpid() * PORTS_OF_A_WORKER
         return (self.low + (first + step) % size for step in range(size))

@@ -1,7 +1,7 @@
 """What the control thread can see of the main thread: it works, or waits for its peers.
 
 Rule: the main thread writes, the control thread reads, and neither takes a lock: each field is one
-assignment, and a look that comes between two of them is put right by the next one.
+assignment, and a read that comes between two of them is corrected by the next one.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ FLOW_AFTER_NS = 5 * 10**9
 
 
 class Activity:
-    """The signs of life of a training loop.
+    """What a training loop shows of its progress.
 
     Only an exchange with peers is waiting. Everything else is work: reading a checkpoint, moving
-    state to a device, compiling, evaluating on one rank. Nobody is killed for work, however long.
+    state to a device, compiling, evaluating on one rank. No process is killed for it, however long.
 
-    Code that trains says `activity.beats += 1` wherever it gets further (a batch was loaded, a
+    Code that trains does `activity.beats += 1` wherever it gets further (a batch was loaded, a
     gradient arrived, an optimizer stepped): some 50 ns each. It may be called by several threads:
     a beat that is lost between two of them is no loss.
 
     Attributes:
         beats: grows whenever the main thread gets further; 0 until the training loop is first
-            seen, and until then nobody judges its silence.
+            seen, and until then its silence is not judged.
         waiting_since_ns: `time.monotonic_ns()` at which it began to wait for its peers, 0 if it
             does not.
         work: what it does that may take long and shows no movement, "" for nothing of the kind.
         has_stepped: a step was committed in this process. Before, compilers and devices start.
         epoch, step: where it is, for people.
-        is_sharded: the model is, so that it also waits where it cannot say so.
+        is_sharded: the model is, so that it also waits where it cannot report it.
         timing: where the time goes.
     """
 
@@ -62,20 +62,20 @@ class Activity:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Say that what happens in this block is waiting for peers, and nothing else."""
+        """Report what happens in this block as waiting for peers, and nothing else."""
         self.waiting_since_ns = time.monotonic_ns()
         before = self.timing.begin_wait()
         try:
             yield
         finally:
             self.timing.switch(before)
-            # First that it moves: between the two it must not look as if it stood still.
+            # First that it moves: between the two it must not seem to stand still.
             self.beats += 1
             self.waiting_since_ns = 0
 
     @contextmanager
     def working(self, what: str) -> Iterator[None]:
-        """Say that this block works, however long it takes and however still it looks.
+        """Report this block as work, however long it takes and however still it seems.
 
         Args:
             what: for people, such as "reads a checkpoint".
@@ -85,7 +85,7 @@ class Activity:
         try:
             yield
         finally:
-            self.beats += bool(self.beats)  # At 0 nobody judges it.
+            self.beats += bool(self.beats)  # At 0 it is not judged.
             self.work = outer
             self.waiting_since_ns = time.monotonic_ns() if since_ns else 0
 
@@ -98,7 +98,7 @@ class Activity:
 class PeerTraffic:
     """Whether something still comes from the peers for which a member waits.
 
-    A large tensor over a slow network may take minutes, in which all wait and nobody is stuck.
+    A large tensor over a slow network may take minutes, in which all wait and none is stuck.
     """
 
     def __init__(self, received: Callable[[], int]) -> None:

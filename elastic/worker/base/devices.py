@@ -62,7 +62,7 @@ class Devices:
     def place(self, assignment: Assignment) -> dict[str, str]:
         """Return LOCAL_RANK: the number of the own device, which is the place among the workers.
 
-        In a process that lives on while others leave this node for good, the place may change and
+        In a process that continues while others leave this node for good, the place may change and
         the device cannot: then it stays the number of the device.
         """
         if self.is_masked:
@@ -78,7 +78,7 @@ class Devices:
         return tuple(f"cuda:{self._seen.index(device)}" for device in self._own)
 
     def choose(self) -> None:
-        """Make the first device torch's current one, for a train function that says "cuda".
+        """Make the first device torch's current one, for a train function that uses "cuda".
 
         A script chooses itself, as under torchrun: before, it may fork processes that use CUDA.
         """

@@ -48,11 +48,11 @@ class GroupChanged(BaseException):
 
     Attributes:
         reason: why, for people.
-        generation: the group that is over, 0 if the one who raised it did not say.
+        generation: the group that is over, 0 if it was raised without one.
     """
 
     def __init__(self, reason: str = "", generation: int = NEVER) -> None:
-        """Say why, and which group."""
+        """Set the reason, and which group."""
         self.reason = reason
         self.generation = generation
         super().__init__(reason)
@@ -62,7 +62,7 @@ class Interrupter:
     """Raises `GroupChanged` in the main thread, from any other thread, until it has left.
 
     If user code swallows the exception (a bare `except`, a `__del__`, a callback), it is raised
-    again: at once when nobody holds it any more, and after `UNWIND_S` while it is still on its
+    again: at once when nothing refers to it any more, and after `UNWIND_S` while it is still on its
     way through `finally` blocks.
     """
 
@@ -108,7 +108,7 @@ class Interrupter:
         """
         if threading.current_thread() is not self._main:
             raise UsageError("Interrupter.run must be called on the main thread of the process")
-        # The last call's exception may still be alive in its caller; it says nothing of this call.
+        # The last call's exception may still be alive in its caller; it does not concern this call.
         self._raised = None
         self._deferred = False
         with self._hooked():
@@ -125,14 +125,14 @@ class Interrupter:
                 self._running = NEVER
 
     def defer(self, on: bool) -> None:
-        """While on, raise only a final `GroupChanged`: the call looks at `is_over` itself."""
+        """While on, raise only a final `GroupChanged`: the call checks `is_over` itself."""
         self._deferred = on
         if not on:
             with self._wake:
                 self._wake.notify()
 
     def move(self, generation: int) -> None:
-        """The call that runs goes on in another group."""
+        """The call that runs continues in another group."""
         self._running = generation
 
     def is_over(self, generation: int) -> bool:
@@ -231,7 +231,7 @@ class Interrupter:
             if self._overdue is not None and self._pause_s == LONGEST_PAUSE_S:
                 try:
                     self._overdue()
-                except Exception:  # Whoever is to leave must still be told.
+                except Exception:  # The main thread must still be interrupted.
                     log.exception("overdue_failed")
             if self._is_due() and not self._is_on_its_way():
                 try:

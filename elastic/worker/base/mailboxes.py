@@ -28,17 +28,17 @@ from elastic.core.world import NO_GENERATION, Generation, RefusalCode, ReportKin
 from elastic.worker.base.activity import Activity
 
 Order = Setup | FormGroup | EnterTrain | CloseGroup
-"""What the main thread can be told to do; it does one at a time."""
+"""What the main thread can be ordered to do; it does one at a time."""
 
 WAIT_SLICE_S = 0.02
 """An exception that another thread raises in this one arrives between two slices."""
 REPORTED_S = 1.0
-"""How long the main thread waits at most until the agent was told of its work."""
+"""How long the main thread waits at most until its work was reported to the agent."""
 
 
 @dataclass(frozen=True)
 class SilenceNotice:
-    """The agent is to hear now for how long the main thread may keep the control thread silent.
+    """To be sent now to the agent: for how long the control thread may be kept silent.
 
     Attributes:
         sent: set once it was sent.
@@ -49,7 +49,7 @@ class SilenceNotice:
 
 @dataclass
 class ReportAnswer:
-    """What the coordinator says to one report.
+    """The coordinator's answer to one report.
 
     Attributes:
         accepted, reason, code: valid once `ready` is set.
@@ -93,15 +93,15 @@ class Mailboxes:
     # ------------------------------------------------------------ main thread -> control thread
 
     def post(self, item: WorkerEvent | Progress) -> None:
-        """Tell the machine what happened, or the agent how far we are; returns at once."""
+        """Report what happened to the machine, or our progress to the agent; returns at once."""
         self._posted.put(item)
         os.eventfd_write(self._wake_fd, 1)
 
     def deliver(self) -> None:
-        """Do nothing: the control thread hears of what is posted by itself."""
+        """Do nothing: each post wakes the control thread by itself."""
 
     def report_work(self) -> None:
-        """Have the agent hear, before this returns, whether the main thread says that it works."""
+        """Report to the agent, before this returns, whether the main thread works."""
         item = SilenceNotice()
         self._posted.put(item)
         os.eventfd_write(self._wake_fd, 1)
@@ -125,7 +125,7 @@ class Mailboxes:
                 return items
 
     def expect_answer(self, generation: Generation, kind: ReportKind, index: int) -> ReportAnswer:
-        """Ask to be told what becomes of a report; call this before the report is posted."""
+        """Register for the answer to a report; call this before the report is posted."""
         with self._lock:
             return self._answers.setdefault((generation, kind, index), ReportAnswer())
 
@@ -140,14 +140,14 @@ class Mailboxes:
         return self._orders.get()
 
     def set_request(self, request: RequestLeave) -> None:
-        """Let the next boundary of the wish's generation be the last."""
+        """Let the next boundary of the request's generation be the last."""
         self._saves_in = request.generation if request.saves else self._saves_in
         self._request = request
 
     def leave_request(self, generation: Generation) -> RequestLeave | None:
         """Return how and why this generation is to be left at its next boundary, None if not.
 
-        Whoever needs more than one of these facts asks once: it may change between two questions.
+        A caller that needs several of these facts calls once: they may change between two calls.
         """
         request = self._request
         return request if request is not None and request.generation == generation else None
@@ -158,11 +158,11 @@ class Mailboxes:
         return request is not None and not request.saves and self._saves_in == generation
 
     def set_save_request(self, request: RequestCheckpoint) -> None:
-        """Let the wish's generation take a checkpoint soon."""
+        """Let the request's generation take a checkpoint soon."""
         self._save_request = request
 
     def save_request(self, generation: Generation) -> int:
-        """Return the number of the newest wish for a checkpoint in this generation, 0 for none."""
+        """Return the number of this generation's newest checkpoint request, 0 for none."""
         request = self._save_request
         return request.request if request is not None and request.generation == generation else 0
 
@@ -175,7 +175,7 @@ class Mailboxes:
         """Return what is known of nodes that leave this generation's group, None if none do.
 
         A group that can do without them has often left them behind before user code asks: what
-        nobody has seen yet is told once in the next group too, unless its time is over.
+        was not read yet is returned once in the next group too, unless its time is over.
         """
         with self._lock:
             notice = self._preemption
@@ -197,7 +197,7 @@ class Mailboxes:
         return generation <= self._aborted
 
     def resolve(self, effect: ResolveReport) -> None:
-        """Answer a report; one that nobody waits for is dropped."""
+        """Answer a report; one that is not waited for is dropped."""
         with self._lock:
             answer = self._answers.pop((effect.generation, effect.kind, effect.index), None)
         if answer is not None:

@@ -1,7 +1,7 @@
 """Where this process spends its time: its stacks, sampled by a thread, for https://speedscope.app.
 
 Rule: only Python's frames are seen, and only while Python may run: native code that holds the
-interpreter's lock counts for whoever called it. A hundred samples a second cost about one percent.
+interpreter's lock counts for its caller. A hundred samples a second cost about one percent.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Where the time of this worker goes, and how its steps go; told to the agent about once a second.
+"""Where the time of this worker goes, and how its steps go; sent to the agent about once a second.
 
 A stretch of time ends where the next begins, so that all of them add up to the whole. Within a step
 they are kept apart until it is known what it came to: what was computed for a step that broke is
@@ -6,7 +6,7 @@ done again.
 
 Who is waited for: all ranks leave an exchange together, so what each did between two of them can be
 compared without comparing clocks. The rank that worked longest is the one that the others have
-waited for. Each tells with its next gradients how long that was.
+waited for. Each sends with its next gradients how long that was.
 
 Rule: a switch reads the clock, adds two numbers, and allocates nothing that lasts.
 """
@@ -43,7 +43,7 @@ COMPUTE, EXCHANGE, COMMIT = range(len(CATEGORIES), len(CATEGORIES) + 3)
 
 @dataclass(frozen=True)
 class TimingSample:
-    """What the training loop knows of itself, asked for when something is told.
+    """What the training loop knows of itself, asked for when something is reported.
 
     Attributes:
         bytes_sent: gradients sent in this group so far.
@@ -77,7 +77,7 @@ class Timing:
         self.steps, self._first_unix_ns, self._reported_ns = 0, 0, 0
         self.busy_ns, self._pending_ns, self._cycle_ns = 0, 0, 0
         self._has_trained = False
-        # Of the window that is told next.
+        # Of the window that is reported next.
         self._window_ns, self._window_steps, self._data_ns = 0, 0, 0
         self._compute_ns = self._exchange_ns = 0
         self._straggler_ns = self._commit_ns = self._samples = self._tokens = self._bytes = 0
@@ -106,7 +106,7 @@ class Timing:
         self._since_ns = self._since_ns or self._now()
 
     def stop(self) -> None:
-        """Stop the clock, and tell all: from here on others know better what this worker does."""
+        """Stop the clock, and report all: from here on others know better what this worker does."""
         if self._since_ns:
             self.switch(self._at)
             self._since_ns = 0
@@ -127,7 +127,7 @@ class Timing:
 
     @contextmanager
     def spending(self, on: int) -> Iterator[None]:
-        """Spend the time of this block on something, and then go on with what it was before."""
+        """Spend the time of this block on something, and then return to what it was before."""
         before = self.switch(on)
         try:
             yield
@@ -153,7 +153,7 @@ class Timing:
         """All of a step has come that needs other ranks: it is committed from here on.
 
         Args:
-            busy: `busy_ns` of all ranks, by rank, as they told it with this step.
+            busy: `busy_ns` of all ranks, by rank, as they sent it with this step.
             samples: of the step.
             tokens: that it counts, 0 if those are its samples.
         """
@@ -167,7 +167,7 @@ class Timing:
         self._tokens += tokens
 
     def _settle_exchange(self, busy: Sequence[float]) -> None:
-        """Find out for whom we have waited in the exchange before this one."""
+        """Find out which rank we have waited for in the exchange before this one."""
         pending_ns, self._pending_ns = self._pending_ns, 0
         most = max(busy, default=0.0) if self.busy_ns else 0.0
         late_ns = min(pending_ns, max(0, int(most) - self.busy_ns))
@@ -182,7 +182,7 @@ class Timing:
             self._waited_for[rank] = self._waited_for.get(rank, 0) + by_ns
 
     def note_step(self, sample: Callable[[], TimingSample] = TimingSample) -> None:
-        """Count a step that is over and counts; the first is told at once, with the time of day."""
+        """Count a step that is over and counts; the first is sent at once, with the time of day."""
         self.steps += 1
         self._has_trained = True
         self.switch(COMPUTE if self._at in (COMMIT, START, REFORM) else self._at)
@@ -204,17 +204,17 @@ class Timing:
         spent[COMPUTE] = spent[COMMIT] = 0
 
     def void(self) -> None:
-        """What was computed since the last step was in vain, and whoever was waited for is gone."""
+        """What was computed since the last step is lost, and the rank waited for is gone."""
         self.switch(REFORM)
         spent = self._spent
         spent[REDONE] += spent[COMPUTE] + spent[COMMIT]
         spent[REFORM] += spent[EXCHANGE]
         spent[COMPUTE] = spent[EXCHANGE] = spent[COMMIT] = 0
 
-    # ------------------------------------------------------------------- telling
+    # ------------------------------------------------------------------- reporting
 
     def overdue(self) -> Progress | None:
-        """Return what is to be told if no step tells it, None if it is not due; any thread."""
+        """Return what is to be sent if no step sends it, None if it is not due; any thread."""
         since_ns, now_ns = self._since_ns, self._now()
         if not since_ns or now_ns < self._reported_ns + SILENCE_NS:
             return None

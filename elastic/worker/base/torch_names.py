@@ -1,8 +1,8 @@
 """Every private name of torch and Python that this package touches, and what happens without it.
 
-Rule: whoever touches another one adds it here; `tests/tidy/test_private_names.py` finds it. A
+Rule: a change that touches another one adds it here; `tests/tidy/test_private_names.py` finds it. A
 worker's process looks all of them up before it takes work: a name that is needed and not there is
-refused, with what to install; without another something is left out, as its row says, and the log
+refused, with what to install; without another something is left out (see its row), and the log
 names it.
 """
 
@@ -24,9 +24,9 @@ log = logging.getLogger(__name__)
 LOWEST, BELOW = (2, 9), (2, 15)
 TORCH_RANGE = f"torch>={LOWEST[0]}.{LOWEST[1]},<{BELOW[0]}.{BELOW[1]}"
 ANY_TORCH = "ELASTIC_ANY_TORCH"
-"""Set to 1 by who wants to try a torch outside of the range."""
+"""Set it to 1 to try a torch outside of the range."""
 GROUPS = "no group can be formed in a running process"
-HELD = "errors of collectives are looked at before a script sees them"
+HELD = "errors of collectives are checked before a script sees them"
 C10D = "torch.distributed.distributed_c10d"
 MESH = "torch.distributed.device_mesh"
 SCALER = "torch.amp.grad_scaler"
@@ -60,7 +60,7 @@ NAMES = (
     PrivateName(C10D, "_set_pg_timeout", "timeouts of a group that stands"),
     PrivateName(C10D, "Work.wait", "waits of scripts end with their group"),
     PrivateName(C10D, "Work.is_completed", "waits of scripts end with their group"),
-    PrivateName(C10D, "Work._get_op_type", "a wait says for which collective"),
+    PrivateName(C10D, "Work._get_op_type", "a wait reports its collective"),
     PrivateName(C10D, "ProcessGroup._get_backend", "connections of a group are cut"),
     PrivateName(C10D, "ProcessGroup._get_sequence_number_for_group", "who is behind is named"),
     PrivateName(C10D, "ProcessGroupGloo._set_default_timeout", "timeouts of a group that forms"),
@@ -100,7 +100,7 @@ NAMES = (
         "layouts of groups that are gone are forgotten",
         without="they stay in memory, unused",
     ),
-    PrivateName("sys", "_current_frames", "who hangs is told from who works"),
+    PrivateName("sys", "_current_frames", "a hang is distinguished from work"),
     PrivateName("sys", "_getframe", "libraries that ask for their rank early are found"),
     PrivateName("threading", "_shutdown", "threads of a script end before its process"),
     PrivateName("atexit", "_run_exitfuncs", "what a script registered with atexit is called"),
@@ -135,8 +135,8 @@ def check_torch(environ: Mapping[str, str], version: str | None = None) -> None:
     """Refuse a torch that we have not been run with, or that lacks what we need.
 
     Args:
-        environ: may say that any release will do.
-        version: of torch, as it says itself; None for the one that is installed.
+        environ: may allow any release.
+        version: of torch, as it reports it; None for the one that is installed.
 
     Raises:
         UsageError: with what to install.

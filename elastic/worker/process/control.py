@@ -170,7 +170,7 @@ class ControlThread:
             self._lose_pipe()
 
     def _silent_times(self) -> int:
-        """Return for how long native code may keep this thread from running, as `Pong` says it."""
+        """Return for how long native code may keep this thread from running, as in `Pong`."""
         seen = self._mailboxes.activity
         if seen.work:
             return 0
@@ -191,7 +191,7 @@ class ControlThread:
         except Unavailable:
             self._lose_pipe()
         except ElasticError as error:
-            # Too large, or with characters that cannot travel: the run goes on without it.
+            # Too large, or with characters that cannot travel: the run continues without it.
             log.error("message_unsendable kind=%s error=%r", type(message).__name__, str(error))
 
     def _step(self, event: WorkerEvent) -> None:

@@ -24,7 +24,7 @@ PLACE = frozenset(
         "TORCHELASTIC_RESTART_COUNT", "ELASTIC_GENERATION",
     )
 )  # fmt: skip
-"""Environment variables that tell a process its place in its group."""
+"""Environment variables that give a process its place in its group."""
 
 _join: Callable[[], Any] | None = None
 
@@ -50,7 +50,7 @@ def _join_first() -> None:
 
 @contextmanager
 def joining_on_demand(join: Callable[[], Any]) -> Iterator[Callable[[], None]]:
-    """Have torch.distributed and the environment join a group before they say anything of it.
+    """Have torch.distributed and the environment join a group before they answer for it.
 
     Args:
         join: called at the first question; calls what is yielded before it does anything.

@@ -198,7 +198,7 @@ def _run_script(path: str, args: tuple[str, ...]) -> None:
 
 
 def _check_module(entry: Entry) -> None:
-    # Only its first part: to find others, packages are run, which may look at their rank.
+    # Only its first part: to find others, packages are run, which may read their rank.
     try:
         found = importlib.util.find_spec(entry.target.partition(".")[0]) is not None
     except (ModuleNotFoundError, ValueError):

@@ -41,7 +41,7 @@ def for_job(assign: Assign, started_with: Mapping[str, str]) -> dict[str, str]:
         # What torch.use_deterministic_algorithms asks for; read before CUDA is first used.
         {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
         if assign.devices
-        # accelerate picks NCCL wherever torch was built with it, unless it is told; with devices
+        # accelerate picks NCCL wherever torch was built with it, unless set otherwise; with devices
         # it goes by LOCAL_RANK, which is the number of the worker's own.
         else {"ACCELERATE_USE_CPU": "true", "ACCELERATE_TORCH_DEVICE": "cpu"}
     )

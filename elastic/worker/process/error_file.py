@@ -1,7 +1,7 @@
 """Where torch's `@record` writes down what a script raised.
 
-Rule: there is a name as long as a script runs, and a file only if somebody wrote one: a worker is
-killed at any moment, and what it has made then stays. What is raised is told without it.
+Rule: there is a name as long as a script runs, and a file only if one was written: a worker is
+killed at any moment, and what it has made then stays. What is raised is reported without it.
 """
 
 from __future__ import annotations

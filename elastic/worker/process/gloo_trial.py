@@ -1,8 +1,8 @@
 """Tries out what we rely on in gloo: two members in one process, and their connections cut.
 
-How a broken collective is told, and what gloo's threads are called, is no interface of torch's: a
+How a broken collective is reported, and how gloo's threads are named, is no API of torch's: a
 release that changes it would have a lost peer count as a failure of user code, or buffers reused
-while gloo still writes into them, and nothing would say so.
+while gloo still writes into them, without an error.
 
 Rule: run in a process of its own, because it starts threads. Once for each torch: who passed is
 remembered.
@@ -78,7 +78,7 @@ def _differences(members: list[Any], sockets: set[int]) -> list[str]:
         found.append("a collective whose connections were cut returned as if nothing had happened")
     except RuntimeError as error:
         if not broken_words_in(str(error)):
-            found.append(f"gloo tells of a cut connection in other words: {error}")
+            found.append(f"gloo reports a cut connection in other words: {error}")
     return found
 
 
@@ -104,7 +104,7 @@ def passed_file(environ: Mapping[str, str]) -> Path:
 
 
 def try_once_beside(environ: Mapping[str, str], agent: socket.socket) -> None:
-    """Try gloo in a fork of this process, which goes on meanwhile, unless this torch has passed.
+    """Try gloo in a fork of this process, which continues meanwhile, unless this torch has passed.
 
     What differs is printed: to the agent's log, from the zygote.
 

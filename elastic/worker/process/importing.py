@@ -1,7 +1,7 @@
 """What a script imports first, imported before it runs.
 
 Only installed packages, and only up to the first statement that does something: modules of the
-script's own may look at their rank, at `sys.argv`, or at what is done before they are imported. The
+script's own may read their rank, `sys.argv`, or what is done before they are imported. The
 script runs its import statements all the same, and meets the errors that are passed over here.
 """
 
@@ -21,7 +21,7 @@ SHARED = frozenset({*sys.stdlib_module_names, "torch", "elastic"})
 
 
 def put_first(directory: str) -> None:
-    """Have modules looked for in a directory before all others."""
+    """Have a directory searched for modules before all others."""
     if directory in sys.path:
         sys.path.remove(directory)
     sys.path.insert(0, directory)

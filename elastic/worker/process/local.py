@@ -139,7 +139,7 @@ class NoCoordinator:
     """Replaces the agent of a worker: nothing is planned here, every report is accepted."""
 
     def __init__(self, on_report: Callable[[dict[str, Any]], None] | None = None) -> None:
-        """Tell this function of rank 0's reports, in the thread that we are in now."""
+        """Pass rank 0's reports to this function, in the thread that we are in now."""
         self._on_report = on_report
         self._thread = threading.get_ident()
         self._unreported: queue.SimpleQueue[str] = queue.SimpleQueue()
@@ -148,7 +148,7 @@ class NoCoordinator:
         """Pass reports on; all else has no receiver here.
 
         One whose checkpoint was uploaded in the background comes from another thread, where the
-        user's callback does not expect to be: it is told with the next one.
+        user's callback does not expect to be: it is passed on with the next one.
         """
         if isinstance(item, UserReported) and item.rank == 0:
             self._unreported.put(item.metrics)
@@ -223,7 +223,7 @@ class NoNextGroup:
         del on
 
     def declare(self, *, in_place: bool) -> None:
-        """Nobody is here to be told."""
+        """Do nothing: there is no agent."""
         del in_place
 
 
@@ -317,7 +317,7 @@ def _form(run: LocalRun) -> bool:
     if run.use_gpu and not torch.cuda.is_available():
         raise UsageError(
             f"run {run.job_name}: use_gpu=True, but torch finds no accelerator here; use "
-            f"use_gpu=False, or look at nvidia-smi and CUDA_VISIBLE_DEVICES"
+            f"use_gpu=False, or check nvidia-smi and CUDA_VISIBLE_DEVICES"
         )
     if dist.is_initialized():
         return False
@@ -440,7 +440,7 @@ def new_job_id() -> JobId:
 def _shared_facts(store: Store, rank: int, run: LocalRun, clock: Clock) -> tuple[str, int, str]:
     """Return job id, generation and the newest checkpoint, all as rank 0 sees them."""
     if rank == 0:
-        # The same after a restart by torchrun, where whoever makes the run directory knows it.
+        # The same after a restart by torchrun, where the run directory's creator knows it.
         launch = os.environ.get("TORCHELASTIC_RUN_ID", "none")
         unique = launch if launch.isalnum() and launch != "none" else clock.unix_ns() // 1_000_000
         job_id = run.job_id or f"local-{unique}"

@@ -42,7 +42,7 @@ def die_with_parent() -> None:
 def has_agent(sock: socket.socket) -> bool:
     """Return whether the other end of the pipe is still held.
 
-    It may have been let go before `die_with_parent` was called; the parent's pid does not tell,
+    It may have been closed before `die_with_parent` was called; the parent's pid does not show it,
     because an agent can be process 1 of its container.
     """
     poll = select.poll()
@@ -53,7 +53,7 @@ def has_agent(sock: socket.socket) -> bool:
 def check_protocol(theirs: str) -> None:
     """Exit if the package was replaced since the agent imported it, by one that speaks otherwise.
 
-    It would misread what the agent says, and the agent has told which workers ours understand.
+    It would misread what the agent sends, which has reported which workers ours understand.
 
     Args:
         theirs: the agent's protocol, "" if it is ours.
@@ -123,7 +123,7 @@ def set_up_logs() -> None:
     """Print our own log lines to stderr, and leave the root logger to user code.
 
     What a script prints goes to the same place, and people read it: so warnings only, unless
-    ELASTIC_LOG_LEVEL says otherwise.
+    ELASTIC_LOG_LEVEL sets another level.
     """
     from elastic.runtime.logging_thread import line_formatter
 
@@ -162,13 +162,13 @@ def run_worker(sock: socket.socket, started_with: Mapping[str, str]) -> None:
 @click.option("--pipe-fd", type=int, required=True, help="Inherited socket to the agent.")
 @click.option("--protocol", default="", help="Of the agent; empty: ours.")
 def main(pipe_fd: int, protocol: str) -> None:
-    """Be a worker until told to end."""
+    """Be a worker until asked to end."""
     check_protocol(protocol)
     be_worker(pipe_fd)
 
 
 def be_worker(pipe_fd: int, started_with: Mapping[str, str] | None = None) -> None:
-    """Be a worker until told to end.
+    """Be a worker until asked to end.
 
     Args:
         pipe_fd: socket to the agent, which is our parent.

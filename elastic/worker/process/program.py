@@ -63,7 +63,7 @@ def main(words: list[str], environ: Mapping[str, str]) -> None:
 
     Raises:
         UsageError: it cannot be started.
-        ProgramFailed: it failed; says what torch's `@record` wrote down, if it is used.
+        ProgramFailed: it failed; with what torch's `@record` wrote down, if it is used.
     """
     with _store_for_children(environ) as address:
         killed_by = _run(words, {**environ, **address})
@@ -113,7 +113,7 @@ def _passing_on(child: subprocess.Popen[bytes]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _store_for_children(environ: Mapping[str, str]) -> Iterator[dict[str, str]]:
-    """Open a store at rank 0; yields what tells the children of all members where it is."""
+    """Open a store at rank 0; yields its address, for the children of all members."""
     # The worker's own, which stands; who ends first waits for the others, however long they take.
     dist.init_process_group(timeout=timedelta(days=365))
     ours, host = _get_default_store(), environ["MASTER_ADDR"]

@@ -184,7 +184,7 @@ class Runner:
     def _run_ahead(self, assign: Assign) -> SetupFailed | TrainEvent:
         """Call the train function while its group-to-be trains; it joins when it needs the group.
 
-        Until then it is set-up as far as anyone can tell, and what it raises is its failure.
+        Until then it counts as set-up, and what it raises is a failure of set-up.
         """
         self._is_ahead = True
         event = self._call(assign, None)
@@ -204,7 +204,7 @@ class Runner:
             self._is_ahead = False
             self._put_back()
             if self._server is None:
-                raise InvariantViolation("told to join before set-up")
+                raise InvariantViolation("asked to join before set-up")
             self._mailboxes.post(StoreOpened(self._server.address))
             context = self._await_group()
         if context is None:
@@ -273,10 +273,10 @@ class Runner:
             set_current(None)
 
     def _call_again(self, assign: Assign, assignment: Assignment | None) -> Any:
-        """Call user code until it needs no other place in its own code to go on from."""
+        """Call user code until it needs no other place in its own code to continue from."""
         prepare = self._prepare
         if prepare is None:
-            raise InvariantViolation("told to train before set-up")
+            raise InvariantViolation("asked to train before set-up")
         while True:
             call = prepare()
             self._called = call
@@ -440,7 +440,7 @@ class Runner:
         if context is not None and outcome.is_group_broken(error):
             self._failed_generation = context.generation
         if engine is None or context is None or engine.keeps or engine.recovery == "in_place":
-            return  # A loop goes on by itself, and whoever asked for nothing else is to be told so.
+            return  # A loop continues by itself; who asked for nothing else is to get the error.
         generation = context.generation
         is_over = self._mailboxes.was_aborted(generation) or self._groups.peer_hung_up()
         if not (is_over and outcome.is_group_broken(error)):
@@ -457,7 +457,7 @@ class Runner:
     def rejoin(
         self, generation: int, error: BaseException | None, at_boundary: bool
     ) -> WorkerContext:
-        """Leave a group for a loop that goes on, and return where it is in the next one.
+        """Leave a group for a loop that continues, and return where it is in the next one.
 
         Called on the main thread, deep inside user code, which stays where it is meanwhile.
         """
@@ -479,7 +479,7 @@ class Runner:
                 self._interrupter.move(order.assignment.generation)
                 return self._enter(self._assigned(), order.assignment)
             else:
-                raise InvariantViolation("told to set up in the middle of a loop")
+                raise InvariantViolation("asked to set up in the middle of a loop")
 
     def is_called_back(self, generation: int) -> bool:
         """Return whether this group is over by order."""
@@ -502,11 +502,11 @@ class Runner:
         self._interrupter.defer(on)
 
     def declare(self, *, in_place: bool) -> None:
-        """Tell whether the train function stays in its loop when the group changes."""
+        """Report whether the train function stays in its loop when the group changes."""
         self._mailboxes.post(LoopStateChanged(in_place))
 
     def _drop(self) -> None:
-        """Cut our connections, so that members who still wait for us in the group go on too."""
+        """Cut our connections, so that members that still wait for us in the group continue too."""
         try:
             self._groups.drop()
         except GroupError as error:
@@ -600,12 +600,12 @@ class Runner:
 
     def _its_devices(self) -> Devices:
         if self._devices is None:
-            raise InvariantViolation("told to form a group before set-up")
+            raise InvariantViolation("asked to form a group before set-up")
         return self._devices
 
     def _assigned(self) -> Assign:
         if self._assign is None:
-            raise InvariantViolation("told to form a group before set-up")
+            raise InvariantViolation("asked to form a group before set-up")
         return self._assign
 
 

@@ -97,7 +97,7 @@ def run(script: ImportedScript, zygote: socket.socket) -> None:
 
     Args:
         script: whose.
-        zygote: is told then what is left to import, as JSON, [] for nothing.
+        zygote: is sent then what is left to import, as JSON, [] for nothing.
     """
     os.environ.update(script.env)
     working_dir, *folders = script.folders

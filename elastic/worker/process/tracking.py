@@ -1,10 +1,10 @@
-"""Trackers beside training: rank 0 keeps a process that tells them what the run reports.
+"""Trackers beside training: rank 0 keeps a process that sends them what the run reports.
 
 A tracker may be slow, or away, and its code may leak or fork: so it has a process of its own, which
-reads the run directory. Whoever is rank 0 next starts another, which goes on where that one was.
+reads the run directory. The next rank 0 starts another, which continues where that one was.
 
 Rule: nothing here is used by the training loop. The end of a train function waits for what is left
-to be told, at most `FINISH_S`; `elastic track` tells the rest, or all of it, later.
+to be sent, at most `FINISH_S`; `elastic track` sends the remainder, or all of it, later.
 """
 
 from __future__ import annotations
@@ -60,14 +60,15 @@ class Trackers:
             process.wait(FINISH_S)
         if process.poll() != 0:
             log.warning(
-                "tracking_left trackers=%s: not all was told in %.0f s; 'elastic track %s' does",
+                "tracking_left trackers=%s: not everything was sent in %.0f s; "
+                "'elastic track %s' does",
                 self._wanted, FINISH_S, self._run_path,
             )  # fmt: skip
             process.kill()
             process.wait()
 
     def close(self) -> None:
-        """Tell nothing any more: another worker is rank 0, and goes on."""
+        """Send nothing any more: another worker is rank 0, and continues."""
         process, self._process = self._process, None
         if process is not None:
             process.kill()

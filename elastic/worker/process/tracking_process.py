@@ -1,7 +1,7 @@
-"""The process that tells trackers of a run: `python -m elastic.worker.process.tracking_process`.
+"""The process that reports a run to trackers: `python -m elastic.worker.process.tracking_process`.
 
 Rule: it dies with the worker that started it. A tracker that fails is tried again, later and later,
-and said once; the others go on.
+and reported once; the others continue.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class TrackerFeed:
         self._pause_s, self._not_before, self._reported = POLL_S, 0.0, ""
 
     def turn(self, *, is_last: bool = False) -> None:
-        """Tell what is new, unless it failed a moment ago."""
+        """Report what is new, unless that failed a moment ago."""
         if time.monotonic() < self._not_before and not is_last:
             return
         try:
@@ -59,12 +59,12 @@ class TrackerFeed:
                 self._not_before = float("inf")
 
 
-@click.command(help="Tells trackers what a run reports; started by a worker.")
+@click.command(help="Sends trackers what a run reports; started by a worker.")
 @click.argument("parent", type=int)
 @click.argument("run")
 @click.argument("wanted")
 def main(parent: int, run: str, wanted: str) -> None:
-    """Tell until the input ends, and then what is left."""
+    """Report until the input ends, and then what is left."""
     die_with_parent()
     if os.getppid() != parent:
         sys.exit(EXIT_AGENT_GONE)

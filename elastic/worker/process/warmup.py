@@ -44,12 +44,12 @@ def warm_up(*, chooses_ports: bool = False) -> None:
     Args:
         chooses_ports: gloo will have to listen within a range.
     """
-    # Lets torch.cuda.is_available() look without starting the driver.
+    # Lets torch.cuda.is_available() check without starting the driver.
     os.environ.update(PYTORCH_NVML_BASED_CUDA_CHECK="1")
     for name in MORE_TO_IMPORT:
         importlib.import_module(name)
     if chooses_ports:
-        with suppress(GroupError):  # It is told when a group forms.
+        with suppress(GroupError):  # It is raised again when a group forms.
             find_bind()
     weight = torch.nn.Parameter(torch.zeros(2, 2))
     optimizer = torch.optim.Adam([weight])

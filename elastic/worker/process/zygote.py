@@ -45,7 +45,7 @@ FORKED = struct.Struct("<qq")
 """An answer: the number that was asked for, and the pid, or minus the error's number."""
 ADOPTION_PAUSE_S = 0.0005
 REQUEST_BYTES_MAX = 192_000
-"""More than the agent tells of a script, and than the names of all modules that one imports."""
+"""More than the agent sends of a script, and than the names of all modules that one imports."""
 IMPORTS_S = 120.0
 """A script's imports that take longer are left to its workers."""
 SCRIPT_ZYGOTES_MAX = 2
@@ -132,7 +132,7 @@ class WorkerZygote:
         if script_zygote is None:
             script_zygote = self._script_zygotes[job] = ScriptZygote(_read(script))
         # Before a script zygote is forked, which would keep them open: then a worker's output, and
-        # the pipe of one that died, had no end as long as the script zygote lives.
+        # the pipe of one that died, had no end as long as the script zygote runs.
         script_zygote.waiting[int(number)] = pipe_fd, output_fd
         if is_new:
             if (end := self._begin(script_zygote)) is not None:
@@ -218,7 +218,7 @@ class WorkerZygote:
                     os.close(fd)
 
     def _fork_here(self, number: int, pipe_fd: int, output_fd: int) -> int | None:
-        """Fork a worker and tell of it; returns the end of its pipe in the worker."""
+        """Fork a worker and report it; returns the end of its pipe in the worker."""
         reading, writing = os.pipe()
         pid = _fork(writing)
         if pid == 0:
