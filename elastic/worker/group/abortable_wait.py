@@ -41,13 +41,13 @@ Wait = Callable[..., Any]
 class AbortableWait:
     """Stands where `Work.wait` is called; for any thread."""
 
-    def __init__(self, life: Callable[[], GroupResources | None]) -> None:
-        """Wait in whichever life is the present one.
+    def __init__(self, resources: Callable[[], GroupResources | None]) -> None:
+        """Wait with the resources of the present group.
 
         Args:
-            life: returns it, None while there is no group.
+            resources: returns them, None while there is no group.
         """
-        self._life = life
+        self._resources = resources
         self._standbys = threading.local()
 
     def wait(self, real: Wait, work: Any, *args: Any, **named: Any) -> Any:
@@ -62,13 +62,15 @@ class AbortableWait:
         Raises:
             RuntimeError: it failed, or its group is over.
         """
-        life = self._life()
-        if life is None or args or named or not c10d.all_by_gloo():
-            # NCCL works look the same, but complete on the device.
+        resources = self._resources()
+        if resources is None or args or named or not c10d.all_by_gloo():
+            # NCCL works have the same methods, but complete on the device.
             return real(work, *args, **named)
         if work._get_op_type() in MESSAGES:
-            return self._in_another_thread(life, lambda: _each(real, [work], life.timeout))
-        return _in_slices(life, real, work)
+            return self._in_another_thread(
+                resources, lambda: _each(real, [work], resources.timeout)
+            )
+        return _in_slices(resources, real, work)
 
     def wait_messages(self, real: Wait, works: Sequence[Any]) -> None:
         """Wait for messages that gloo carries, one after the other, whatever the backend.
@@ -76,18 +78,18 @@ class AbortableWait:
         Raises:
             RuntimeError: one failed, or the group is over.
         """
-        life = self._life()
-        if life is None:
+        resources = self._resources()
+        if resources is None:
             _each(real, works)
         elif works:
-            self._in_another_thread(life, lambda: _each(real, works, life.timeout))
+            self._in_another_thread(resources, lambda: _each(real, works, resources.timeout))
 
-    def _in_another_thread(self, life: GroupResources, call: Callable[[], Any]) -> Any:
+    def _in_another_thread(self, resources: GroupResources, call: Callable[[], Any]) -> Any:
         standby = getattr(self._standbys, "mine", None) or WaitThread()
-        # Whoever is left behind, by an exception of a signal handler's too, is asked nothing again.
+        # A thread left behind, by an exception of a signal handler's too, gets no further call.
         self._standbys.mine = None
         answer = standby.submit(call)
-        over = _Over(life)
+        over = _Over(resources)
         while not answer.is_there.wait(SLICE_S):
             if over.is_certain():
                 standby.leave()
@@ -96,8 +98,8 @@ class AbortableWait:
         return answer.take()
 
 
-def _in_slices(life: GroupResources, real: Wait, work: Any) -> Any:
-    over = _Over(life)
+def _in_slices(resources: GroupResources, real: Wait, work: Any) -> Any:
+    over = _Over(resources)
     while True:
         began = time.monotonic()
         try:
@@ -119,17 +121,18 @@ def _each(real: Wait, works: Sequence[Any], *timeout: timedelta) -> bool:
 class _Over:
     """Whether nothing can complete a wait of this group any more."""
 
-    def __init__(self, life: GroupResources) -> None:
-        self._life = life
-        self._quiet = life.quiet()
+    def __init__(self, resources: GroupResources) -> None:
+        self._resources = resources
+        self._quiet = resources.quiet()
 
     def is_certain(self) -> bool:
-        return self._life.has_closed_all() and self._quiet.lasts(QUIET_S)
+        return self._resources.has_closed_all() and self._quiet.lasts(QUIET_S)
 
     def error(self) -> RuntimeError:
-        log.info("forgotten_by_gloo generation=%d: a wait was given up", self._life.generation)
+        log.info("forgotten_by_gloo generation=%d: a wait was given up", self._resources.generation)
         return RuntimeError(
-            f"{self._life.spec}: Connection closed: the group is over, and gloo did not say so"
+            f"{self._resources.spec}: Connection closed: the group is over, "
+            f"and gloo did not report it"
         )
 
 

@@ -80,7 +80,7 @@ class PrivateNames:
 
 @functools.cache
 def parts() -> PrivateNames:
-    """Look the private names up.
+    """Look up the private names.
 
     Raises:
         GroupError: this torch lacks one of them.
@@ -302,7 +302,7 @@ class TorchPatches:
         Args:
             make_gloo: builds a gloo backend, called as make_gloo(class, store, rank, size, s).
             standing: the group that stands now, None if there is none.
-            let_go: told of a subgroup that the script destroys; returns whether torch may.
+            let_go: called with a subgroup that the script destroys; returns whether torch may.
             waits: waits for works.
         """
         self._make_gloo = make_gloo
@@ -440,7 +440,7 @@ def check_nccl(version: tuple[int, ...]) -> None:
 
 
 def check_own_nccl() -> None:
-    """Refuse the NCCL that this torch was built with; a torch without one says so by itself."""
+    """Refuse the NCCL that this torch was built with; a torch without one reports it by itself."""
     if dist.is_nccl_available():
         check_nccl(torch.cuda.nccl.version())
 

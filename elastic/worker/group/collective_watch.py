@@ -1,4 +1,4 @@
-"""Tells whether the main thread works, waits for peers, or makes no progress.
+"""Finds out whether the main thread works, waits for peers, or makes no progress.
 
 Code that does not know of us may take long for good reasons: an evaluation, a compiler, a
 checkpoint written by hand. A thread that works is never reported as hung. Work is recognised by the
@@ -35,7 +35,7 @@ from elastic.worker.group.gloo_threads import sleeps_for_ever, wait_for_peers
 from elastic.worker.group.group import ProcessGroups
 
 LATE_NS = 300_000_000
-"""What is between looks further apart does not count: nobody knows what was then."""
+"""Time between samples further apart does not count: it is not known what was then."""
 
 TORCH = os.path.join(os.path.dirname(torch.__file__), "")
 PACKAGE = os.path.dirname(os.path.abspath(elastic.__file__))
@@ -47,7 +47,7 @@ INSTALLED = (
 )
 """Where code is that is not the script's."""
 PLUMBING = ("_ops.py", "_library/", "_dynamo/", "utils/")
-"""Files of torch through which a call goes on its way down."""
+"""Files of torch through which a call passes on its way down."""
 COMPILING = ("_dynamo/convert_frame.py", "_inductor/compile_fx.py")
 OPERATORS = "_ops.py"
 COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
@@ -79,7 +79,7 @@ class BlockedIn(Enum):
     `CALLED` is a collective that the script calls by itself. With a sharded model it may be in one
     of many groups, of which we know nothing: it counts as work. While torch is `COMPILING`, which
     may take minutes, and while it is `ASLEEP` for a given time, it works. In `NATIVE` code of
-    torch's it may do either: what gloo's threads do tells.
+    torch's it may do either: gloo's threads show which.
     """
 
     ELSEWHERE = "elsewhere"
@@ -122,7 +122,7 @@ class BytecodeProbe:
 
 
 class CollectiveWatch:
-    """Looks at the main thread of a worker."""
+    """Samples the main thread of a worker."""
 
     def __init__(self, threads: Callable[[], Set[int]] = frozenset) -> None:
         """Begin with nothing seen.
@@ -142,13 +142,13 @@ class CollectiveWatch:
     def sample(
         self, beats: int, now_ns: int, is_sharded: bool = False, work: str = ""
     ) -> tuple[int, int]:
-        """Take one look, for as long as the loop itself does not say that it waits.
+        """Take one sample, while the loop itself does not report that it waits.
 
         Args:
-            beats: how far the training loop says it is; 0 for a script that has none of ours.
+            beats: how far the training loop reports to be; 0 for a script that has none of ours.
             now_ns: monotonic.
             is_sharded: the model is.
-            work: what it says that it does, however still it may look.
+            work: what it reports to do, however still it may seem.
 
         Returns:
             A number that differs from the last one's if the main thread has moved, and since when
@@ -157,14 +157,14 @@ class CollectiveWatch:
         try:
             return self._check(beats, now_ns, is_sharded, bool(work))
         except Exception:
-            # Who cannot be seen is not accused, and goes on training.
+            # A thread that cannot be sampled counts as moving.
             self._move()
             return beats + self._moves, 0
 
     def begun(self) -> tuple[CollectiveCount, ...]:
         """Return what this process has begun in groups within its group.
 
-        Nothing if it has moved at the last look: what is said of who moves is that it moves.
+        Nothing if it has moved at the last sample: then only that is reported of it.
         """
         try:
             return (
@@ -173,7 +173,7 @@ class CollectiveWatch:
                 else tuple(CollectiveCount(*one) for one in c10d.begun_in_parts())
             )
         except Exception:
-            return ()  # Whom it waits for cannot be told.
+            return ()  # It cannot be determined which ranks it waits for.
 
     def place(self) -> str:
         """Return the innermost function of the script that the main thread is in, for people."""

@@ -72,7 +72,7 @@ def binding_within(ports: PortRange) -> Iterator[None]:
         yield
     except RuntimeError as error:
         if errno.EADDRINUSE in errors:
-            # What gloo says is that it does not know the address.
+            # gloo's own error is that it does not know the address.
             raise all_taken(ports) from error
         raise
     finally:

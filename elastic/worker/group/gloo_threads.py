@@ -2,7 +2,7 @@
 
 torch gives them a name, but neither it nor gloo reports what they do. A thread that waits for a
 peer sleeps in futex with the group's timeout, an idle one without; one that copies or adds up uses
-CPU time. A thread that waits briefly for a lock looks idle, too.
+CPU time. A thread that waits briefly for a lock seems idle, too.
 """
 
 from __future__ import annotations
@@ -91,8 +91,8 @@ class IdleDetector:
         """Begin without a sample.
 
         Args:
-            numbers: thread ids. If empty, there may still be threads that cannot be told from
-                others, because torch 2.9 names none.
+            numbers: thread ids. If empty, there may still be threads that cannot be distinguished
+                from others, because torch 2.9 names none.
             are_all: there are no others, even if `numbers` is empty.
         """
         self._numbers = numbers

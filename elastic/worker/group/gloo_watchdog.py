@@ -36,9 +36,9 @@ log = logging.getLogger(__name__)
 
 STOOD_S = 2.0
 LATE_S = 0.5
-"""Looks further apart are not one sight: nobody knows what was between them."""
+"""Samples further apart are not compared: it is not known what was between them."""
 BUSY = 0.1
-"""Of a processor: more than our own threads use, and less than anybody who trains."""
+"""Of a processor: more than our own threads use, and less than any training does."""
 PLACES = (BlockedIn.SHARDING, BlockedIn.CALLED, BlockedIn.NATIVE)
 
 Place = tuple[int, int, int]
@@ -46,7 +46,7 @@ Place = tuple[int, int, int]
 
 
 class StuckWaitWatchdog:
-    """Looks at a main thread that has been told to leave its group, and has not."""
+    """Watches a main thread that has been asked to leave its group, and has not."""
 
     def __init__(self, groups: ProcessGroups, end: Callable[[], None] | None = None) -> None:
         """See nothing yet.
@@ -61,18 +61,18 @@ class StuckWaitWatchdog:
         self._since = self._spent = self._checked = 0.0
 
     def check(self) -> None:
-        """Take one look, some times a second; end the process if nothing else can help."""
-        life = self._groups.over()
-        place = _place_of_main(life.generation) if life is not None else None
+        """Take one sample, some times a second; end the process if nothing else can help."""
+        resources = self._groups.over()
+        place = _place_of_main(resources.generation) if resources is not None else None
         now, spent = time.monotonic(), time.process_time()
         is_late, self._checked = now - self._checked > LATE_S, now
         is_still = spent - self._spent <= BUSY * (now - self._since)
-        if life is None or place is None or place != self._seen or is_late:
+        if resources is None or place is None or place != self._seen or is_late:
             self._seen, self._since, self._spent = place, now, spent
             return
         if now - self._since < STOOD_S:
             return
-        if not is_still or not main_waits_for_peers(life.threads):
+        if not is_still or not main_waits_for_peers(resources.threads):
             self._since, self._spent = now, spent
             return
         log.error(

@@ -75,7 +75,7 @@ class GroupSpec:
         key: secret of the generation, by which members know each other.
         ports: the range of ports that gloo listens on.
         form_timeout_s: how long forming may take, at most `timeout_s`. Less than the coordinator's
-            (60 s): who cannot form says so, and is not taken for one that hangs.
+            (60 s): a member that cannot form reports it, and is not taken for hung.
     """
 
     generation: int
@@ -181,11 +181,11 @@ class ProcessGroups:
         """Forget the group, so that torch.distributed is as in a fresh process.
 
         Its connections are shut down, so all members must have left the group, or it must be
-        broken. What torch holds is taken apart in the background, as far as user code lets go.
+        broken. What torch holds is taken apart in the background, as far as user code releases it.
         Takes milliseconds, mostly; a second where gloo does not close a connection by itself.
 
         Raises:
-            GroupError: gloo does not come to rest, or NCCL does not let go of its communicators;
+            GroupError: gloo does not become idle, or NCCL does not release its communicators;
                 the process must be replaced.
         """
         with self._lock:
@@ -234,11 +234,11 @@ class ProcessGroups:
     # -------------------------------------------------------------------------------- any thread
 
     def abort(self, generation: int | None = None) -> None:
-        """Free whoever is blocked in the group, or in forming it; again is no harm.
+        """Free all threads blocked in the group, or in forming it; again is no harm.
 
         What was blocked raises: `GroupError` out of `form` and `new_group`, RuntimeError out of
         gloo collectives. NCCL collectives end without an error and with meaningless results, so
-        with NCCL the main thread must be told first (`Interrupter.interrupt`).
+        with NCCL the main thread must be interrupted first (`Interrupter.interrupt`).
 
         Args:
             generation: abort this one and all before it, also one that `form` has not begun;
@@ -254,13 +254,13 @@ class ProcessGroups:
     def peer_hung_up(self) -> bool:
         """Return whether the group is broken: aborted, or a connection to a member is gone.
 
-        Tells an error that a lost member caused from one of the user's own.
+        Distinguishes an error that a lost member caused from one of the user's own.
         """
         life = self._life
         return life is not None and life.is_broken()
 
     def over(self) -> GroupResources | None:
-        """Return a group that is over, and nobody has dropped; None if there is no such."""
+        """Return a group that is over and not dropped yet; None if there is no such."""
         life = self._life
         return life if life is not None and life.has_closed_all() else None
 
@@ -320,7 +320,7 @@ class ProcessGroups:
             life.loop = find_event_loop(known)
             if life.loop is None:
                 raise GroupError(
-                    "cannot tell which sockets are gloo's (/proc/self/fdinfo does not list what "
+                    "cannot identify gloo's sockets (/proc/self/fdinfo does not list what "
                     "an epoll set watches), so a broken group could not be aborted; run on Linux, "
                     "with GLOO_DEVICE_TRANSPORT unset or TCP"
                 )
@@ -338,13 +338,13 @@ class ProcessGroups:
                 _check_ends(life, store, rank, size, before)
             return backend
 
-        # Nobody but the members of a group that forms has a reason to connect.
+        # Only members of a group that forms have a reason to connect.
         open_listener(life.loop)
         try:
             backend = self.wait_aside(life, build, limit_s)
         except GroupError as error:
             if not life.is_formed:
-                raise  # `form` says whose it is
+                raise  # `form` adds whose it is
             raise GroupError(f"{life.spec}: a subgroup was not formed: {error}") from error
         finally:
             shut_listener(life.loop)
@@ -401,7 +401,7 @@ def _device_within(real: Any, spec: GroupSpec) -> Any:
     """Return a gloo device that listens on a port of this worker's range.
 
     Raises:
-        GroupError: no port of the range is free, or gloo cannot be told.
+        GroupError: no port of the range is free, or gloo cannot be made to use one.
     """
     if not spec.ports:
         return real.create_device(hostname=spec.host)
@@ -423,11 +423,11 @@ def _check_ends(
 ) -> None:
     """See that both ends of each of gloo's new connections are a member's.
 
-    gloo takes whoever connects first for the member that it waits for. Each connection of two
+    gloo takes the first to connect for the member that it waits for. Each connection of two
     members goes into the prints of both, so that all of them come to nothing together.
 
     Raises:
-        GroupError: somebody else is connected to one of us.
+        GroupError: another process is connected to one of us.
     """
     now = life.loop.watched() if life.loop else ()
     mine = ends_print((one for one in now if one not in before), life.spec.key.encode())
@@ -437,7 +437,7 @@ def _check_ends(
         total ^= int(bytes(one), 16)
     if total:
         raise GroupError(
-            "somebody who is no member has connected to a member while the group formed, or "
+            "a process that is no member has connected to a member while the group formed, or "
             "addresses are translated between the nodes, which must not be"
         )
 
@@ -450,7 +450,7 @@ def _fulfil(
     try:
         made = call()
     except BaseException as error:
-        with contextlib.suppress(InvalidStateError):  # nobody waits any more
+        with contextlib.suppress(InvalidStateError):  # the wait was given up
             future.set_exception(error)
         return
     try:

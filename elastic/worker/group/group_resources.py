@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 BURIAL_S = 2.0
 KEEP_UP_S = 0.2
-"""How long after an abort our peers' connections are kept up: they are told to leave, too, and
+"""How long after an abort our peers' connections are kept up: they are asked to leave, too, and
 until they have, a connection that is reset can make gloo forget what they wait for."""
 CLOSE_S = 1.0
 """How long gloo may take to close connections that have ended; it takes some microseconds."""
@@ -46,7 +46,7 @@ AT_WORK_S = 30.0
 """How long gloo may take to copy or add up what had come, once nothing more comes."""
 QUIET_POLLS_S = 0.005
 POLL_S = 0.0005
-"""Between two looks."""
+"""Between two polls."""
 FORGOTTEN_POLL_S = 1.0
 
 
@@ -241,7 +241,7 @@ class GroupResources:
             self.device = None
         for handle in handles:
             handle.close()
-        # Whoever lets go last of a group waits for what it has forgotten: it must not be a script.
+        # The thread that releases a group last waits for what it has forgotten: never a script's.
         while wait_for_peers(self.threads):
             time.sleep(FORGOTTEN_POLL_S)
         self._backends.clear()

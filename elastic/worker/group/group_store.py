@@ -1,6 +1,6 @@
 """A member's client of its group's key-value store, through which torch forms its groups.
 
-torch's own TCPStore answers whoever connects to it, although its keys decide where gloo connects
+torch's own TCPStore answers any client, although its keys decide where gloo connects
 to. This one answers only clients that prove that they know the generation's secret.
 
 Rule: one request at a time on a connection, which any thread may cut. A connection on which a
@@ -35,8 +35,8 @@ GRACE_S = 5.0
 
 
 _known_to_torch: deque[GroupStore] = deque(maxlen=256)
-"""torch's own objects, such as a PrefixStore, do not keep what Python adds to a store: who still
-asks one of a group that is over must hear so, and not that it has no methods."""
+"""torch's own objects, such as a PrefixStore, do not keep what Python adds to a store: a call
+to one of a group that is over must report that, and not that it has no methods."""
 
 
 class StoreAddress(NamedTuple):
@@ -92,7 +92,7 @@ class GroupStore(Store):
                 return cls(where, _known(where, max(0.01, min(ATTEMPT_S, left_s()))))
             except OSError as error:
                 if is_over() or left_s() <= pause_s:
-                    raise GroupError(f"nobody answers at {where.address} ({error})") from error
+                    raise GroupError(f"no answer at {where.address} ({error})") from error
             time.sleep(pause_s)
             pause_s = min(pause_s * 2, PAUSE_S_MAX)
 

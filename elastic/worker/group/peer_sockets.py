@@ -33,12 +33,12 @@ from elastic.runtime.worker_ports import ANY_PORT, PortRange, listen_within
 HEADER = struct.Struct("<qq")
 """Before each message: its tag, its bytes."""
 HELLO = struct.Struct("<16sq")
-"""First words on a connection: the token of whom it goes to, the rank of whom it comes from."""
+"""First bytes on a connection: the receiver's token, the sender's rank."""
 DOOR = struct.Struct("<16sq16s")
 JOIN_S = 30.0
 """How long members may take to connect to each other, once all know the endpoints."""
 STRANGERS_MAX = 256
-"""Connections that have not said who they are; the oldest makes room for the next."""
+"""Connections that have not sent their hello; the oldest makes room for the next."""
 POLL_S_MAX = 3600.0
 """The kernel counts milliseconds in 32 bits."""
 BYTES_MAX = 4 << 30
@@ -244,7 +244,7 @@ class PeerSockets:
     def _accept(self, missing: set[int], deadline: float) -> None:
         """Wait until these ranks have connected.
 
-        All who connect are heard at the same time: who says nothing holds up nobody.
+        All connections are read concurrently: a silent one delays no other.
 
         Raises:
             OSError: one has not come in time, or the group was cut.
@@ -283,7 +283,7 @@ class PeerSockets:
             self._drop(sock)
 
     def _rank_in(self, hello: bytearray) -> int:
-        """Return the rank of the member that says this, -1 for anybody else."""
+        """Return the rank of the member that sent this, -1 if it was no member."""
         if len(hello) < HELLO.size:
             return -1
         token, rank = HELLO.unpack(hello)
@@ -295,7 +295,7 @@ class PeerSockets:
         """Send bytes, which must stay as they are until `flush` has returned.
 
         Args:
-            rank: to whom.
+            rank: the receiver's.
             tag: distinguishes messages in progress between the same two members.
             data: views of bytes, sent one after the other.
 
@@ -320,7 +320,7 @@ class PeerSockets:
         """Have the next message with this tag received into these buffers.
 
         Args:
-            rank: from whom.
+            rank: the sender's.
             tag: its tag.
             data: views of bytes, filled one after the other; together as long as the message.
             then: called once it is received; if None, use `wait`.
@@ -355,7 +355,7 @@ class PeerSockets:
 
         Args:
             is_there: the condition, checked whenever something was received.
-            ranks: from whom it is expected, for the error; None for all.
+            ranks: that it is expected from, for the error; None for all.
             meanwhile: called whenever something was received.
 
         Raises:

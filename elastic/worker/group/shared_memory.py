@@ -4,7 +4,7 @@ Each tensor is a part of an anonymous file of its process, which the others open
 `/proc/PID/fd/N` and map, once. The kernel frees it when no process has it open any more, however
 its owner ended. What a dead owner left half-written is never read, because it was not announced.
 
-Rule: the owner writes only what its peers have finished reading, which they tell by a message. For
+Rule: the owner writes only what its peers have finished reading, which they report by message. For
 a new group the owner takes new memory, because a member of the old one may still be reading.
 """
 

@@ -96,7 +96,7 @@ def find_event_loop(known: frozenset[int]) -> GlooEpoll | None:
     """Find the epoll set of a gloo device that was made since `known` was taken.
 
     Such a set holds one listening socket that is not in `known`, and a pipe to wake the loop.
-    A server that another thread opens at the same moment looks different: asyncio wakes itself
+    A server that another thread opens at the same moment differs: asyncio wakes itself
     through a socket pair.
 
     Returns:

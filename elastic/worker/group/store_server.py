@@ -247,7 +247,7 @@ class StoreServer:
             data = b""
         peer.read += data
         if not data or len(peer.read) > store_wire.HELLO_BYTES or peer.claim:
-            # Who only looks whether somebody listens has said nothing; that is no news.
+            # A client that only checks whether we listen sends nothing; that is not logged.
             self._turn_away(peer, "talks like no member" if peer.read else "")
             return
         if len(peer.read) == store_wire.HELLO_BYTES:
@@ -258,7 +258,7 @@ class StoreServer:
             self._check_at_claim(peer)
 
     def _check_at_claim(self, peer: _StoreClient) -> None:
-        """Let a member in; one of a generation that we have not heard of waits a little."""
+        """Let a member in; one of a generation that is not known yet waits a little."""
         space = self._spaces.get(peer.generation)
         if space is None:
             if peer.generation < max(self._spaces, default=0):

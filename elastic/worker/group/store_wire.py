@@ -59,7 +59,7 @@ def proof(key: str, who: str, *messages: bytes) -> bytes:
     Args:
         key: the generation's secret.
         who: whose proof it is.
-        messages: what both have said so far, of fixed lengths.
+        messages: what both have sent so far, of fixed lengths.
     """
     secret = hashlib.blake2b(key.encode()).digest()
     words = who.encode() + b"\0" + b"".join(messages)
