@@ -1,11 +1,11 @@
-"""The files of an automatic checkpoint: tensors in parts, the manifest, and what torch wants.
+"""The files of an automatic checkpoint: tensors in parts, the manifest, and what torch needs.
 
     part-00000.distcp     rank 0's share of the tensors, each piece as torch.save writes it
     part-00000.json       which pieces lie where in it
     values.distcp         everything that is no tensor, one value after the other, for stock PyTorch
     state.pt              the same as one nested value, for us
     manifest.json         all pieces of all parts, and where in the run this is
-    .metadata             the manifest as torch.distributed.checkpoint wants it: a pickle
+    .metadata             the manifest as torch.distributed.checkpoint expects it: a pickle
 
 `torch.distributed.checkpoint.load(..., checkpoint_id=PATH)` and its `dcp_to_torch_save` read such
 a directory as one of their own: {"model": ..., "optimizer": ..., "scheduler": ...}.
@@ -264,7 +264,7 @@ def write_shared_files(
         files: of the checkpoint.
         manifest: of all parts.
         skeleton: what is no tensor.
-        state: the objects; its tensors are told apart by where they are.
+        state: the objects; its tensors are distinguished by where they are.
         aliases: for each model, other names of tensors: those of shared parameters.
 
     Returns:
@@ -451,7 +451,7 @@ class _Source:
     """
 
     def __init__(self, file: Any, expected: StoredFile) -> None:
-        """Read this file, which is said to be so."""
+        """Read this file, which is to be as `expected`."""
         self.size = 0
         self._file, self._expected = file, expected
         self._crc32 = 0

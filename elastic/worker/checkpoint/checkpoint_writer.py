@@ -1,7 +1,7 @@
 """The thread that writes snapshots to storage, and makes checkpoints of them.
 
     each rank     waits for its node's copies, writes its part and the note of it
-    rank 0        waits for all notes, writes the rest, and hands it to its `committer.Committer`
+    rank 0        waits for all notes, writes all else, and hands it to its `committer.Committer`
 
 Members of a group that is over by then still finish: their parts are states of committed steps.
 What a lost member has not written makes the checkpoint come to nothing.
@@ -59,7 +59,7 @@ the next snapshot waits, since a member may have failed to write, unless a user 
 UNREPORTED_S = 5.0
 """How often a member retries to report a failed write, if storage refused the report too."""
 UNLIKE = (
-    "each rank writes some rows, which together would be nobody's state; let train.register() have "
+    "each rank writes some rows, so together they would mix states; let train.register() have "
     "what is the same on all ranks, and leave out, or reduce first, what belongs to one"
 )
 STALLED_S = 30.0
@@ -149,7 +149,7 @@ class CheckpointWriter:
         return any(snapshot.slot is slot for snapshot in self._to_read())
 
     def is_requested_for(self) -> bool:
-        """Return whether one that this group was told to take is still to be read; likewise."""
+        """Return whether one that this group was asked to take is still to be read; likewise."""
         group = self.generation
         return any(one.request and one.generation == group for one in self._to_read())
 
@@ -307,7 +307,7 @@ class CheckpointWriter:
             is_over = self.generation != snapshot.generation
             has_next = bool(self._unread) or self.is_awaited
             if is_over and has_next:
-                break  # The next one is of a group that lives.
+                break  # The next one is of the present group.
             if is_over or (has_next and not snapshot.request):
                 doubtful_since = doubtful_since or time.monotonic()
                 if time.monotonic() - doubtful_since > ORPHANED_S:

@@ -69,7 +69,7 @@ class CoordinatorLink(Protocol):
     """The way to the coordinator."""
 
     def post(self, item: UserReported | CheckpointWritten) -> None:
-        """Tell what happened."""
+        """Report what happened."""
         ...
 
     def expect_answer(self, generation: Generation, kind: ReportKind, index: int) -> ReportAnswer:
@@ -84,7 +84,7 @@ class Commit:
     Attributes:
         name: of its directory.
         marker: what it is made of.
-        event: returns what the coordinator is told in a generation. Automatic ones are told to
+        event: returns what the coordinator is sent in a generation. Automatic ones are sent to
             whichever generation is current, reported ones to their own.
         ended: called by the committer's thread once it counts or was given up.
         is_posted: the coordinator was asked to record it.
@@ -193,7 +193,7 @@ class Committer:
         """Wait until every reported checkpoint counts or was given up.
 
         Args:
-            is_over: whether the group is; also a sign of life of this thread.
+            is_over: whether the group is; also shows that this thread runs.
         """
         deadline = time.monotonic() + FINISH_S
         while commit := self._last_reported():
@@ -269,7 +269,7 @@ class Committer:
             self._recorded.discard(name)
         if not is_there:
             commit.is_recorded = False
-            raise CheckpointAbandoned("somebody has deleted it meanwhile")
+            raise CheckpointAbandoned("it was deleted meanwhile")
         commit.path = run.checkpoint_path(name)
         log.info("checkpoint_durable path=%s s=%.2f", commit.path, time.monotonic() - began)
         try:

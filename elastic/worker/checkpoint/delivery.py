@@ -222,7 +222,7 @@ class BackgroundDelivery:
         """Wait for the end, in slices, so that a change of the group finds this thread awake.
 
         Args:
-            is_group_over: asked between two slices; also a sign of life of this thread.
+            is_group_over: called between two slices; also shows that this thread runs.
 
         Raises:
             GroupError: the group is over.

@@ -84,7 +84,7 @@ def _left_reports(run: RunDirectory, spec: JobSpec, found: Found) -> Iterator[st
 
 
 def _left_snapshots(run: RunDirectory, newest: CheckpointMarker) -> Iterator[str]:
-    """Yield automatic ones without a marker, of this run and earlier ones, that nobody writes to.
+    """Yield automatic ones without a marker, of this run and earlier ones, that none writes to.
 
     One that another member still writes to is of more steps than we have committed now; the
     newest of all may be of more than that, if it is damaged and the run went back.

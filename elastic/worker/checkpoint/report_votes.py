@@ -1,9 +1,9 @@
 """How the members of a group agree on one report: votes counted in the group's store.
 
 Every member votes once per report. A vote is one round trip and never blocks, so a member
-that has nothing to wait for goes on at once. The last vote closes the report, and what it
+that has nothing to wait for continues at once. The last vote closes the report, and what it
 counted is the same for all who read it. Members that have a checkpoint wait for the close; the
-first of them by rank, the lead, then commits the checkpoint and tells the outcome.
+first of them by rank, the lead, then commits the checkpoint and sends the outcome.
 
 Rule: whatever two members could see differently is decided by one of them and written down.
 Votes travel through the store and not through a collective, because a member without a
@@ -163,12 +163,12 @@ class ReportVotes:
         return bytes(held).decode() == mine
 
     def add_part(self, index: Index, part: ReportPart) -> None:
-        """Tell the others what we stored; comes before our vote."""
+        """Send the others what we stored; comes before our vote."""
         line = json.dumps([part.rank, part.name, part.files, part.error])
         self._store.append(_key(index, "parts"), line + "\n")  # type: ignore[attr-defined]
 
     def report_way(self, index: Index, way: str) -> None:
-        """Tell the others that our part comes later, and how; comes before our vote."""
+        """Announce to the others that our part comes later, and how; comes before our vote."""
         self._store.append(_key(index, "ways"), way + "\n")  # type: ignore[attr-defined]
 
     def ways(self, index: Index) -> tuple[str, ...]:
@@ -271,7 +271,7 @@ class ReportVotes:
     def report_outcome(
         self, index: Index, outcome: ReportOutcome, claimed: tuple[str, ...]
     ) -> None:
-        """Let the others go on; only the lead does this, once.
+        """Let the others continue; only the lead does this, once.
 
         Args:
             index: a closed report.
@@ -284,7 +284,7 @@ class ReportVotes:
             self._store.delete_key(_key(index, f"claim/{relative}"))
 
     def wait_outcome(self, index: Index) -> ReportOutcome:
-        """Wait for what the lead tells."""
+        """Wait for the outcome that the lead sends."""
         text = self._await(index, "outcome", None)
         try:
             path, why, leaves, pends = json.loads(text or b'["", "", false, false]')

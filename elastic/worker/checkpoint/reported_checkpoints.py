@@ -1,7 +1,7 @@
 """Reported checkpoints: a checkpoint is made of the parts that members have stored.
 
 The lead, the lowest rank with a part, makes the checkpoint, has it committed (`committer`), and
-tells the others the outcome. Each report is sent to the coordinator once.
+sends the others the outcome. Each report is sent to the coordinator once.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class ReportLink(Protocol):
     """The way from the training thread to the coordinator; nothing here waits."""
 
     def post(self, item: WorkerEvent | Progress) -> None:
-        """Tell what happened."""
+        """Report what happened."""
         ...
 
     def deliver(self) -> None:
@@ -127,13 +127,13 @@ class ReportedCheckpoints:
         self._lock = threading.Lock()
 
     def post(self, index: int, metrics: str) -> None:
-        """Tell the coordinator of a report without a checkpoint; done once for each."""
+        """Inform the coordinator of a report without a checkpoint; done once for each."""
         self._note_posted(index)
         place = self.place
         self._link.post(UserReported(place.generation, place.rank, metrics, "", index))
 
     def _note_posted(self, index: int) -> None:
-        with self._lock:  # An upload in the background tells of an older report.
+        with self._lock:  # An upload in the background posts an older report.
             self._newest_posted = max(self._newest_posted, index)
 
     def has_posted(self, index: int) -> bool:
@@ -172,7 +172,7 @@ class ReportedCheckpoints:
         self._link.deliver()
 
     def _commit(self, turn: PendingReport, parts: tuple[ReportPart, ...]) -> ReportOutcome:
-        """Have the checkpoint committed; without the coordinator all go on, and it comes later."""
+        """Have the checkpoint committed; without the coordinator all continue; it comes later."""
         name, committer = parts[0].name, self._committer
         try:
             marker = self._marker(turn, parts)

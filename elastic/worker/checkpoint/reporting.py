@@ -2,8 +2,8 @@
 
 Without a checkpoint a report never blocks. With one (even if only other members have files), all
 wait until it counts: members store their files, all vote (`report_votes`), and the lead, the lowest
-rank with files, has it committed and tells the others (`reported_checkpoints`). While the
-coordinator is unreachable they go on, and it counts later. If the files are uploaded later, or are
+rank with files, has it committed and informs the others (`reported_checkpoints`). While the
+coordinator is away they continue, and it counts later. If the files are uploaded later, or are
 there already, the vote comes first (`delivery`). If a planned change is due and every member waits
 here, all leave at this report, once the coordinator has recorded the checkpoint: nothing is lost.
 
@@ -200,7 +200,7 @@ class Reporter:
         where: str,
         voters: int,
     ) -> None:
-        """Do as `report`, in a loop that goes on when the group changes.
+        """Do as `report`, in a loop that continues when the group changes.
 
         No member leaves here, because such a loop leaves between steps. When the group breaks while
         its members wait for each other, the checkpoint is given up, and training goes on.
@@ -268,7 +268,7 @@ class Reporter:
         return f"report {self.reports_since}" + (f" after {name}" if name else "")
 
     def is_at_start(self) -> bool:
-        """Return whether the run has no report and no checkpoint to tell its place by."""
+        """Return whether the run has no report and no checkpoint to determine its place by."""
         return not self.reports_since and not self._newest_checkpoint
 
     def finish(self) -> None:
@@ -276,7 +276,7 @@ class Reporter:
 
         Raises:
             StorageError: the last checkpoint could not be stored.
-            GroupError: the group broke before it was; not for a loop that goes on in place.
+            GroupError: the group broke before it was; not for a loop that continues in place.
         """
         problem = self._settle_upload(must_end=True)
         self._reported.finish(self._is_over)
@@ -359,7 +359,7 @@ class Reporter:
         if index == 0 and self._newest_checkpoint:
             record["resumed_from"] = self._newest_checkpoint.rpartition("/")[2]
         if where:
-            record["at"] = where  # A run that goes back tells this place again.
+            record["at"] = where  # A run that goes back reports this place again.
         try:
             self._run.append_metrics(self._place.rank, record)
             self._is_reported = False
@@ -373,7 +373,7 @@ class Reporter:
             self._is_reported = True
 
     def _begin_part(self, key: Index, name: str, delivered: DeliveredParts | None) -> None:
-        """Tell the others of our part, before our vote: that it is stored, or that it comes."""
+        """Inform the others of our part, before our vote: that it is stored, or that it comes."""
         if delivered is not None and delivered.way:
             self._agreement.report_way(key, delivered.way)
         elif delivered is not None:
@@ -452,7 +452,7 @@ class Reporter:
         """Take what became of the upload in the background; wait for it if it must end now.
 
         Returns:
-            Why it failed, for the end of this report: members may hear of it one report apart,
+            Why it failed, for the end of this report: members may learn of it one report apart,
             and each must make all of them.
         """
         background = self._background
@@ -475,7 +475,7 @@ class Reporter:
         return None
 
     def _take(self, outcome: ReportOutcome) -> None:
-        """Go on from what became of a checkpoint."""
+        """Continue from what became of a checkpoint."""
         if outcome.error:
             raise StorageError(outcome.error)
         self._go_on_from(outcome, 0)
@@ -517,7 +517,7 @@ def _later(key: Index) -> Index:
 
 
 def place_of_failure(reporter: Reporter | None, kind: EntryKind, generation: int) -> str:
-    """Return where in the run a failure happened, for telling repeats.
+    """Return where in the run a failure happened, to recognize repeats.
 
     A script that has reported nothing keeps its place by itself, if at all: where it stands is
     not known, so that none of its failures repeats another, and max_failures alone counts.

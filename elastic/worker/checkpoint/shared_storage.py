@@ -132,7 +132,7 @@ def _set_answer(store: Store, answer: str) -> None:
 
 
 def _wait_answer(store: Store, is_over: Callable[[], bool]) -> str:
-    """Return what rank 0 said, "" if it said nothing in time or the group is over."""
+    """Return what rank 0 answered, "" if nothing in time or the group is over."""
     deadline = time.monotonic() + WORD_S
     try:
         while not store.check([KEY]):

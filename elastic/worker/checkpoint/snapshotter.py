@@ -162,7 +162,7 @@ class _BegunSnapshot:
     room: int
 
     def has_changed(self) -> bool:
-        """Return whether somebody has changed what was read beside the loop."""
+        """Return whether what was read beside the loop has changed."""
         return any(tensor._version != version for tensor, version in self.versions or ())
 
 
@@ -190,7 +190,7 @@ class _Copying:
         pid, taker: the process and its training thread.
         copied: by the copying thread.
         end: has it marked and written, or reports why not.
-        is_left: nobody waited until the end: the state may have changed.
+        is_left: it was not waited for until the end: the state may have changed.
     """
 
     begun: _BegunSnapshot
@@ -205,7 +205,7 @@ class _Copying:
         if self.begun.has_changed():
             raise RuntimeError(
                 "weights or optimizer state were changed before the next optimizer.step(): from "
-                "here on snapshots are copied before the loop goes on"
+                "here on snapshots are copied before the loop continues"
             )
         if self.is_left:
             raise RuntimeError("an interrupt ended the wait for its copy")
@@ -272,12 +272,12 @@ class Snapshotter:
             rank_info if self._paths else replace(rank_info, local_rank=0, local_world_size=1)
         )
         self._served = 0  # An unserved request is sent again to the next group.
-        self.arrival.forget()  # What this group goes on from stays until it has taken two.
+        self.arrival.forget()  # What this group continues from stays until it has taken two.
         if self._writer is not None:
             self._writer.generation = rank_info.generation
 
     def memory(self) -> int:
-        """Return what tells this node's shared memory from any other, 0 if we have none."""
+        """Return what identifies this node's shared memory, 0 if we have none."""
         if not self._paths:
             return 0
         try:
@@ -414,7 +414,7 @@ class Snapshotter:
         self._begin_warming(find)
 
     def _begin_warming(self, find: Callable[[], None]) -> None:
-        """Prepare memory on a thread of its own: the next snapshot waits for it, nobody else."""
+        """Prepare memory on a thread of its own: only the next snapshot waits for it."""
         self._warming = threading.Thread(target=find, name="elastic-warm-up", daemon=True)
         self._warming.start()
 
@@ -454,7 +454,7 @@ class Snapshotter:
         All members of the group take the same snapshot.
 
         Args:
-            state: returns the state; it must know what `last` says then.
+            state: returns the state; it must know what `last` is then.
             cursor: where in the run this is.
             steps: committed in the run.
             request: the number of the request that this serves.
@@ -690,7 +690,7 @@ class Snapshotter:
             return -1
 
     def read_held(self, steps: int) -> tuple[str, Any]:
-        """Return the state in this node's memory, and what tells it from others of as many steps.
+        """Return the state in this node's memory, and its key among those of as many steps.
 
         Its tensors are copies.
 

@@ -68,7 +68,7 @@ class ValidationLink(Protocol):
     """The way to the coordinator."""
 
     def post(self, item: Validated) -> None:
-        """Tell what happened."""
+        """Report what happened."""
         ...
 
     def expect_answer(self, generation: Generation, kind: ReportKind, index: int) -> ReportAnswer:
@@ -164,7 +164,7 @@ class Validator:
         """Wait until every validation is over and reported, in slices that an interrupt can end.
 
         Args:
-            is_over: whether the group is; also a sign of life of this thread.
+            is_over: whether the group is; also shows that this thread runs.
         """
         if self._plan is None or not self._leads:
             return
@@ -174,7 +174,7 @@ class Validator:
             if since and time.monotonic() - since > FINISH_S:
                 log.warning(
                     "validation_left: storage or the coordinator has not taken in %.0f s what was "
-                    "found out; whoever goes on with this run takes it up",
+                    "found out; a continuation of this run takes it up",
                     FINISH_S,
                 )
                 return
@@ -346,7 +346,7 @@ class Validator:
             self._unreported.append(ValidationReport(path, marker.metrics, marker.status))
 
     def _report(self, report: ValidationReport) -> None:
-        """Tell the coordinator, again in each group until it has taken it."""
+        """Report to the coordinator, again in each group until it has taken it."""
         answer = report.answer
         if answer is not None and answer.ready.is_set():
             over = answer.code in (RefusalCode.JOB_ENDED, RefusalCode.JOB_UNKNOWN)

@@ -92,7 +92,7 @@ class ValidationChild:
         self.deadline = None if timeout_s is None else time.monotonic() + timeout_s
 
     def ended(self) -> ValidationExit | None:
-        """Return how it ended, None while it goes on; one that takes too long is killed."""
+        """Return how it ended, None while it runs; one that takes too long is killed."""
         code = self._process.poll()
         if code is None:
             if self.deadline is None or time.monotonic() < self.deadline:

@@ -1,6 +1,6 @@
 """Where a script meets a group that broke: the thread that does is held there.
 
-A script would go on with an error that it takes for one of its own: `except Exception: continue`
+A script would continue with an error that it takes for its own: `except Exception: continue`
 around a step leaves out what is left of an epoch, and saves that. It gets none: the process is
 about to be replaced, and until then nothing of it runs that could act on half an answer.
 
@@ -22,7 +22,7 @@ from elastic.worker.group.c10d import look_up, parts
 
 @contextmanager
 def held_back(met: Callable[[BaseException], None]) -> Iterator[None]:
-    """Have errors of collectives looked at before a script sees them, for the length of a block.
+    """Have errors of collectives checked before a script sees them, for the length of a block.
 
     Args:
         met: called with each, in the thread that met it; does not return if it is held there.

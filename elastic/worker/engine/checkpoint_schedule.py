@@ -1,7 +1,7 @@
 """The step engine's side of automatic checkpoints: when one is taken, and how one is read again.
 
 Rule: whether a snapshot is taken, and which one is read, is the same for all members: both follow
-from rows that everyone has told everyone.
+from rows that everyone has sent to everyone.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class CheckpointScheduler:
     Attributes:
         steps: committed in the run.
         is_due: a snapshot is to be taken at this boundary.
-        releases: all members leave at this boundary, and none goes on soon.
+        releases: all members leave at this boundary, and none continues soon.
     """
 
     def __init__(self, objects: TrainState, logbook: Logbook, streams: StreamBook) -> None:
@@ -80,7 +80,7 @@ class CheckpointScheduler:
         return self._objects.is_sharded
 
     def go_on(self, logbook: Logbook, steps: int) -> None:
-        """Go on from where an earlier call of the train function stood."""
+        """Continue from where an earlier call of the train function stood."""
         self._logbook, self.steps = logbook, steps
 
     def configure(self, options: Mapping[str, Any]) -> None:
@@ -109,7 +109,7 @@ class CheckpointScheduler:
     # ------------------------------------------------------------------- saving
 
     def flags(self, leave_request: RequestLeave | None) -> tuple[bool, bool, bool]:
-        """Return what we tell with a step, after which we know of this wish to leave.
+        """Return what we send with a step, after which we know of this request to leave.
 
         These are `saves`, `busy` and `releases` of its row.
         """
@@ -127,11 +127,11 @@ class CheckpointScheduler:
         self._read_shards.clear()
         self.releases = any(row.releases for row in rows)
         self._is_stored = self.releases or any(row.saves for row in rows)
-        has_room = self.releases or not any(row.busy for row in rows)  # Who rests waits for room.
+        has_room = self.releases or not any(row.busy for row in rows)  # A pause waits for room.
         self.is_due = (self._is_stored or self._is_copied()) and has_room
 
     def _is_copied(self) -> bool:
-        """Decide whether the state is for another node; the coordinator is told that we want it."""
+        """Decide whether the state is for another node; notify the coordinator that we want it."""
         snapshotter, place = self._snapshotter, self._place
         if snapshotter is None or place is None or not snapshotter.copies.is_on:
             return False
@@ -158,8 +158,8 @@ class CheckpointScheduler:
         Args:
             cursor: the next step.
             data: how the data is cut.
-            is_over: whether the group is; then nobody waits for storage.
-            goes_on: the caller calls `settle` before the state changes, or the script goes on
+            is_over: whether the group is; then storage is not waited for.
+            goes_on: the caller calls `settle` before the state changes, or the script continues
                 elsewhere than with the next step.
         """
         snapshotter = self._snapshotter
@@ -181,21 +181,21 @@ class CheckpointScheduler:
                 cursor,
                 self.steps,
                 request=request,
-                durable=self._is_stored,  # Not by our own plan or wish: some hear of one later.
+                durable=self._is_stored,  # Not by our own plan or request: it may reach some later.
                 about=self._logbook.latest,
                 aliases=self._objects.aliases(),
                 own=PerRankState(self._objects.caches(), self._objects.own),
                 still=self._objects.still_between_steps() if goes_on else None,
             )
             while not snapshotter.is_async and not done.wait(WAIT_SLICE_S) and not is_over():
-                self._show_life()
+                self._show_progress()
 
         self._try(take)
 
-    def _show_life(self) -> None:
-        """Who waits for storage is not hung, while the others wait for it in the next step."""
+    def _show_progress(self) -> None:
+        """Count a wait for storage as progress, while the others wait for it in the next step."""
         activity = self._place.activity if self._place is not None else None
-        if activity is not None and activity.beats:  # At 0 nobody judges it.
+        if activity is not None and activity.beats:  # At 0 it is not judged.
             activity.beats += 1
 
     def at_end(
@@ -208,7 +208,7 @@ class CheckpointScheduler:
         Args:
             cursor: the end of the run.
             data: how the data is cut.
-            is_over: whether the group is; then nobody waits for storage.
+            is_over: whether the group is; then storage is not waited for.
             holds: have it in memory also if nothing is saved: code that follows may change it.
         """
         snapshotter = self._snapshotter
@@ -231,13 +231,13 @@ class CheckpointScheduler:
     ) -> None:
         """Save the state that only the members have, because all of them leave here by plan.
 
-        Those of a job that rests end. Of a sharded model none could go on with its rows alone, and
+        Those of a paused job end. Of a sharded model none could continue with its rows alone, and
         some may not come back. So they wait until it is durable.
 
         Args:
             cursor: the next step.
             data: how the data is cut.
-            is_over: whether the group is, so that there is nobody to wait for.
+            is_over: whether the group is, so that there is no member to wait for.
         """
         snapshotter = self._snapshotter
         if snapshotter is None or not (self.releases or self.is_sharded):
@@ -246,17 +246,17 @@ class CheckpointScheduler:
             snapshotter.wait_for_room(is_over, LEAVING_S)
             self.is_due = self._is_stored = True
             self.at_boundary(cursor, data, is_over)
-        if self.releases:  # It has time, until the coordinator says otherwise.
-            snapshotter.wait_durable(lambda: self._goes_on(is_over), self._show_life, FINISH_S)
-        if self.is_sharded:  # Those that go on wait for it, too.
-            snapshotter.wait_durable(is_over, self._show_life, LEAVING_S)
+        if self.releases:  # It has time, until the coordinator calls it off.
+            snapshotter.wait_durable(lambda: self._goes_on(is_over), self._show_progress, FINISH_S)
+        if self.is_sharded:  # Those that continue wait for it, too.
+            snapshotter.wait_durable(is_over, self._show_progress, LEAVING_S)
 
     def _goes_on(self, is_over: Callable[[], bool]) -> bool:
-        """Return whether a job that was to rest need not: its group is over, or it was called off.
+        """Return whether a job that was to pause need not: its group is over, or it was called off.
 
-        That it rests others may have told us, before we hear of it. Who asks waits: it is not hung.
+        Others may have reported the pause to us before the coordinator does. Waiting is no hang.
         """
-        self._show_life()
+        self._show_progress()
         place = self._place
         return is_over() or (place is not None and place.link.is_called_off(place.generation))
 
@@ -331,9 +331,9 @@ class CheckpointScheduler:
         self._streams.receive(shared)
 
     def check_data(self, epochs: Data, cursor: Cursor) -> None:
-        """Refuse to go on in the middle of an epoch with data that is cut in another way.
+        """Refuse to continue in the middle of an epoch with data that is cut in another way.
 
-        The coordinator is told how many members can share a step.
+        The coordinator is informed how many members can share a step.
 
         Raises:
             UsageError: naming what differs.
@@ -350,7 +350,7 @@ class CheckpointScheduler:
             )
             raise UsageError(
                 f"this run stands at step {cursor.step} of epoch {cursor.epoch}, with {was}; the "
-                f"loader has {now}: go on with the same data, batch_size, seed and "
+                f"loader has {now}: continue with the same data, batch_size, seed and "
                 f"prepare_data_loader(global_batch_size=...), or begin a new run"
             )
 
@@ -363,7 +363,7 @@ class CheckpointScheduler:
         return place.link.save_request(place.generation) if place is not None else 0
 
     def _try(self, take: Callable[[], None]) -> None:
-        """Training goes on without a checkpoint that cannot be taken."""
+        """Continue training without a checkpoint that cannot be taken."""
         try:
             take()
         except (UsageError, OSError, MemoryError, RuntimeError) as error:
@@ -377,7 +377,7 @@ class CheckpointScheduler:
     def restore(self, group: Any, begin: Cursor) -> State | None:
         """Return the newest state that this node's memory or storage has.
 
-        Every member of a group in which nobody has the state of the run calls this. A member that
+        Every member of a group in which none has the state of the run calls this. A member that
         finds nothing, or less than others, receives the state from them afterwards.
 
         Args:
@@ -389,7 +389,7 @@ class CheckpointScheduler:
 
         Raises:
             RuntimeError: the group broke.
-            StorageError: there are checkpoints, and nobody can read any of them.
+            StorageError: there are checkpoints, and no member can read any of them.
         """
         snapshotter, place = self._snapshotter, self._place
         if snapshotter is None or place is None:
@@ -506,7 +506,7 @@ def _plain(data: Data) -> dict[str, Any]:
 
 
 def _agreed(group: Any, found: Found | None) -> tuple[bool, State | None]:
-    """Keep what we have found if it is what everybody goes on from.
+    """Keep what we have found if it is what all members continue from.
 
     Members may find different things, if one of them cannot read the newest. Those of as many
     steps need not be the same: after a loss, steps are done again.
@@ -533,7 +533,7 @@ UNKNOWN = -2
 Candidate = tuple[int, str, CheckpointMarker]
 """Steps of the run, name, marker."""
 Found = tuple[str, State]
-"""What tells a saved state from others of as many steps, and the state."""
+"""What distinguishes a saved state from others of as many steps, and the state."""
 
 
 def _candidates(run: RunDirectory, recorded: str = "") -> list[Candidate]:
@@ -541,8 +541,8 @@ def _candidates(run: RunDirectory, recorded: str = "") -> list[Candidate]:
 
     Args:
         run: the run directory.
-        recorded: path of the newest one, as the coordinator knows it: whoever had it recorded may
-            have been killed before its marker was written.
+        recorded: path of the newest one, as the coordinator knows it: the one that had it recorded
+            may have been killed before its marker was written.
     """
     unmarked = []
     if name := run.name_of(recorded):

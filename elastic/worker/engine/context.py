@@ -1,4 +1,4 @@
-"""What a train function can know of its place in the run, and say about it.
+"""What a train function can know of its place in the run, and report about it.
 
 Rule: there is one context per call of the train function, also in a process without an agent;
 `current()` is the only door to it.
@@ -58,7 +58,7 @@ class WorkerContext:
             without a run directory.
         engine: of this call's training loop.
         join: puts a worker that runs ahead of its group into it, and returns the context there;
-            None for one that has its place. Until then rank and world size say nothing.
+            None for one that has its place. Until then rank and world size mean nothing.
         shielded: returns a context manager in which the train function is not interrupted.
     """
 

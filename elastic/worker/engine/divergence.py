@@ -5,10 +5,10 @@ flipped would otherwise be trained with in silence until the end. Before each st
 a 64-bit checksum of a slice of what must be alike: parameters, buffers that are saved, registered
 objects. The slice follows from the number of steps of the run, so that it is the same on all ranks,
 and `SLICES` steps see everything; of a small model every step does. At the end of an epoch all of
-it is looked at. Sharded tensors, which differ, are left out.
+it is checked. Sharded tensors, which differ, are left out.
 
 Rule: a step whose rows show that ranks differ is not committed. If most ranks have the same, the
-others receive it and the step is done again; if not, nobody can know who is right, and all raise.
+others receive it and the step is done again; if not, it is unknown which are right, and all raise.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ Prints = dict[str, int]
 
 @dataclass
 class _WatchedTensor:
-    """A tensor that a module has under a name; or one that nobody replaces, with no owner."""
+    """A tensor that a module has under a name; or one that is never replaced, with no owner."""
 
     name: str
     tensor: torch.Tensor
@@ -131,11 +131,11 @@ class Divergence:
     def step_checksum(self, steps: int, world_size: int, order: int = 0) -> int:
         """Return the checksum that rides with a step, 0 for none.
 
-        On a device nobody waits for it: it is that of the step before.
+        On a device it is not waited for: it is that of the step before.
 
         Args:
             steps: committed in the run; chooses the slice.
-            world_size: of the group; one rank alone differs from nobody.
+            world_size: of the group; one rank alone cannot differ.
             order: a checksum of the order of the data, 0 if that follows from the seed.
         """
         self._order, self._steps = order, steps
@@ -225,7 +225,7 @@ class DivergenceResult:
 
 
 def differ(checksums: Sequence[int]) -> bool:
-    """Return whether checksums that ranks told differ; 0 says nothing."""
+    """Return whether checksums that ranks sent differ; 0 stands for none."""
     return len({one for one in checksums if one}) > 1
 
 
@@ -298,7 +298,7 @@ def _registered_values(state: TrainState) -> Prints:
     found = {}
     for name, thing in state.registered.items():
         if not isinstance(thing, nn.Module) and name not in state.own:
-            # It is the user's own, and may raise anything. Whoever saves it tells of that.
+            # It is the user's own, and may raise anything: reported where it is saved.
             with suppress(Exception):
                 found[f"registered {name}"] = values_print(thing.state_dict())
     return found

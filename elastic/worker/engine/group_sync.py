@@ -39,7 +39,7 @@ class SyncResult:
         num_bytes: of state that we sent or received.
         nobody: no member has the state of the run, and nothing was sent.
         shared: what each member knows of streams of data, as `StreamBook.sent` has it; empty if
-            nobody knows anything.
+            no member knows anything.
         memories: which memory of its node each member has for snapshots, by rank; 0 for none.
     """
 
@@ -73,7 +73,7 @@ def synchronize(
         epochs: how our data is cut, None if we do not know it yet.
         take: returns our state, called only if it is sent.
         reach: how the others reach us.
-        begins: where nobody has the state of the run, rank 0's is that of its beginning.
+        begins: where no member has the state of the run, rank 0's is that of its beginning.
         shared: what we know of streams of data.
         memory: which memory of its node we have for snapshots, 0 for none.
 
@@ -107,7 +107,7 @@ def synchronize(
 def share_book(group: Any, book: StreamBook, cursor: Cursor) -> bool:
     """Let every member know where every stream can be continued; returns True.
 
-    So that, when one of them dies, whoever reads its streams next need not count from their first
+    So that, when one of them dies, the next reader of its streams need not count from their first
     sample.
 
     Args:
@@ -142,7 +142,7 @@ def share_bytes(group: Any, mine: bytes) -> tuple[bytes, ...]:
 
 
 def _share_all(group: Any, mine: bytes, sizes: Sequence[int]) -> tuple[bytes, ...]:
-    """Exchange bytes of any length; nothing is sent if nobody has any.
+    """Exchange bytes of any length; nothing is sent if none has any.
 
     Args:
         group: the process group that stands.
@@ -150,7 +150,7 @@ def _share_all(group: Any, mine: bytes, sizes: Sequence[int]) -> tuple[bytes, ..
         sizes: bytes that each member has, by rank.
 
     Returns:
-        Everyone's, by rank; empty if nobody has any.
+        Everyone's, by rank; empty if none has any.
 
     Raises:
         RuntimeError: the group broke.
@@ -165,7 +165,7 @@ def _share_all(group: Any, mine: bytes, sizes: Sequence[int]) -> tuple[bytes, ..
 
 
 def share_latest(group: Any, cursors: Sequence[Cursor], logbook: Logbook) -> None:
-    """Let those hear of an epoch's last values who have not passed its gate, as others have.
+    """Send an epoch's last values to those who have not passed its gate, as others have.
 
     Args:
         group: the process group that stands.
@@ -184,7 +184,7 @@ def share_latest(group: Any, cursors: Sequence[Cursor], logbook: Logbook) -> Non
 
 @dataclass(frozen=True)
 class MemberInfo:
-    """What a member tells of itself when a group meets.
+    """What a member reports of itself when a group meets.
 
     Attributes:
         standing: how far it is.
@@ -206,7 +206,7 @@ class MemberInfo:
 
 
 def report_all(group: Any, mine: MemberInfo) -> list[MemberInfo]:
-    """Exchange what everyone tells of itself; returns it by rank.
+    """Exchange what everyone reports of itself; returns it by rank.
 
     Raises:
         RuntimeError: the group broke.

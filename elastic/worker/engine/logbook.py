@@ -2,7 +2,7 @@
 
 Rule: a rank's values of a step travel with the next step's gradients, and with the last ones at
 the end of an epoch; nothing waits for them, and no value is counted twice. Those of `train.steps`
-are averaged before the optimizer steps (`step_values.py`), for whoever drives the loop asks then.
+are averaged before the optimizer steps (`step_values.py`), because the loop asks for them then.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Logbook:
     """Values of the step at hand, of the one before, and their averages over all ranks.
 
     Attributes:
-        latest: averages of the newest step that all ranks have told of; the same on all of them.
+        latest: averages of the newest step that all ranks have reported; the same on all of them.
         sums: what `add_up` was given in the last step of `train.steps`, over all micro-batches.
     """
 
@@ -41,7 +41,7 @@ class Logbook:
         self._averages: dict[str, tuple[float, float]] = {}
         # Of one step of `train.steps`, by micro-batch.
         self._of_micro_batches: dict[int, dict[str, tuple[Any, float]]] = {}
-        # What the others tell with the next step, in the order in which they do.
+        # What the others send with the next step, in the order in which they do.
         self._names: list[str] = []
         # Of the step of `train.steps` at hand, over all ranks.
         self._settled: dict[str, tuple[float, float]] = {}
@@ -54,7 +54,7 @@ class Logbook:
 
         Args:
             values: names to numbers, or tensors of one element.
-            counts: the micro-batch has samples; names are told without, too.
+            counts: the micro-batch has samples; names are sent without, too.
         """
         self.add({SUM + name: value for name, value in values.items()}, float(counts))
 
@@ -122,7 +122,7 @@ class Logbook:
         return [fingerprint(names), weight, *(n for name in names for n in self._done[name])]
 
     def take_rows(self, rows: Sequence[Sequence[float]]) -> None:
-        """Average what all ranks said of the last step; ranks that were not there say nothing."""
+        """Average what all ranks sent of the last step; ranks that were not there send nothing."""
         names = self._reported_names()
         mine = fingerprint(names)
         reported = [row for row in rows if len(row) > 1 and row[1] > 0]
@@ -160,17 +160,17 @@ class Logbook:
         return json.dumps({n: value if math.isfinite(value) else str(value) for n, value in known})
 
     def take_latest(self, row: Sequence[float]) -> None:
-        """Take what a member tells that has heard of everyone's last step, as we have not."""
+        """Take what a member sends that has received everyone's last step, as we have not."""
         names = self._reported_names()
         if row[0] == fingerprint(names):
             self.latest.update(zip(names, row[2:], strict=False))
 
     def receive(self, latest: Mapping[str, float], names: Sequence[str]) -> None:
-        """Go on from another member's state: what we did not tell yet counts no more.
+        """Continue from another member's state: what we did not send yet counts no more.
 
         Args:
             latest: averages of the newest step.
-            names: those that are told with the next step.
+            names: those that are sent with the next step.
         """
         self.forget_step()
         self._done, self._names = {}, list(names)
@@ -182,7 +182,7 @@ class Logbook:
         return {"latest": dict(self.latest), "names": list(self._names), "averages": averages}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from a checkpoint."""
+        """Continue from a checkpoint."""
         self.receive(state["latest"], state["names"])
         self._averages = {name: (pair[0], pair[1]) for name, pair in state["averages"].items()}
 

@@ -1,4 +1,4 @@
-"""How a call of user code ended: an exception turned into the event that says so.
+"""How a call of user code ended: an exception turned into the event that reports it.
 
 Rule: pure apart from reading the exception. A broken collective is known by its type and by the
 words that gloo and NCCL use, also when user code wrapped it in an exception of its own.
@@ -45,7 +45,7 @@ def failure_of(error: BaseException, position: str = "") -> Failure:
 
     Args:
         error: what user code raised.
-        position: where in the run, for telling repeats.
+        position: where in the run, to recognize repeats.
     """
     if isinstance(error, ProgramFailed):
         return Failure(
@@ -59,7 +59,7 @@ def failure_of(error: BaseException, position: str = "") -> Failure:
     if kind.__module__ not in ("builtins", "__main__"):
         name = f"{kind.__module__}.{name}"
     lines = traceback.format_exception(kind, error, _users_part(error.__traceback__))
-    # The end of a traceback says what happened.
+    # The end of a traceback shows what happened.
     return Failure(
         error_type=name,
         message=_sendable(_text(error))[:MESSAGE_CHARS_MAX],
@@ -135,7 +135,7 @@ def exit_code_of(error: SystemExit) -> int:
     if error.code is None:
         return 0
     if isinstance(error.code, int):
-        # The operating system keeps eight bits; 256 must not look like success.
+        # The operating system keeps eight bits; 256 must not pass for success.
         return error.code & 0xFF or (1 if error.code else 0)
     print(error.code, file=sys.stderr)
     return 1
@@ -144,8 +144,8 @@ def exit_code_of(error: SystemExit) -> int:
 def result_json(value: Any) -> str:
     """Return what a train function returned as JSON.
 
-    Numbers of NumPy's, and tensors and arrays of one element, become plain numbers. What JSON has
-    no words for becomes null, and the log says so.
+    Numbers of NumPy's, and tensors and arrays of one element, become plain numbers. What JSON
+    cannot represent becomes null, and is logged.
     """
     try:
         return json.dumps(value, default=_number)
@@ -169,7 +169,7 @@ def _number(value: Any) -> Any:
 
 
 def forget_frames(error: BaseException) -> None:
-    """Let go of the local variables that an exception keeps alive: models, GPU memory."""
+    """Release the local variables that an exception keeps alive: models, GPU memory."""
     for link in list(_chain(error)):
         traceback.clear_frames(link.__traceback__)
         link.__traceback__ = None

@@ -59,7 +59,7 @@ class PeerCopies:
     """The copies that the coordinator knew of when it formed this group.
 
     Attributes:
-        is_dealt: members share out whom they ask, and seek elsewhere what one could not give.
+        is_dealt: members share out the agents to ask, and fetch elsewhere what one could not give.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class PeerCopies:
         node_id: str = "",
         is_dealt: bool = False,
     ) -> None:
-        """Ask nobody yet.
+        """Ask no agent yet.
 
         Args:
             addresses: "host:port" of the agents that hold one.
@@ -94,7 +94,7 @@ class PeerCopies:
 
     @staticmethod
     def of(place: WorkerContext) -> PeerCopies:
-        """Return those that a member of a group was told of."""
+        """Return those that a member of a group was sent."""
         return PeerCopies(
             place.copies,
             place.job_id,
@@ -122,7 +122,7 @@ class PeerCopies:
         Args:
             rank: ours; every member asks some of the agents.
             size: of the group.
-            here: of the snapshots in this node's own memory, which nobody else need give.
+            here: of the snapshots in this node's own memory, which no agent need give.
         """
         found = []
         for address in self.share(rank, size):
@@ -139,7 +139,7 @@ class PeerCopies:
         return found
 
     def _shard(self, address: str, source: str, mark: SnapshotMark) -> ShardCopy | None:
-        """Return what a copy is said to be; None if it is not there any more, or no such copy."""
+        """Return what describes a copy; None if it is not there any more, or no such copy."""
         try:
             return ShardCopy(address, source, mark, self._text(address, source, mark))
         except (ElasticError, OSError, ValueError) as error:
@@ -175,7 +175,7 @@ class PeerCopies:
         return self._best[1].steps if self._best is not None else -1
 
     def read(self) -> tuple[str, Any]:
-        """Return the state in the newest copy, and what tells it from others of as many steps.
+        """Return the state in the newest copy, and what identifies it among those of as many steps.
 
         Raises:
             ElasticError: the agent that has it refuses.

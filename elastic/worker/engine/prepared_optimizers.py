@@ -173,7 +173,7 @@ def adopt_scheduler(scheduler: Any, steps: EngineSteps) -> None:
         del protocol
         return _bare, (cls,), vars(self)
 
-    # A class of its own, because a scheduler's attributes are its state. Nobody else could find it:
+    # A class of its own, because a scheduler's attributes are its state. Pickle could not find it:
     # copies, and what is saved as a whole, are of the user's.
     mine = {"step": step, "__reduce_ex__": reduce, MARK: True}
     scheduler.__class__ = type(cls.__name__, (cls,), mine)
@@ -194,7 +194,7 @@ def scalers_know(steps: EngineSteps) -> Iterator[None]:
 
     @functools.wraps(scale)
     def scale_(self: Any, outputs: Any) -> Any:
-        # Before its first use, so that it goes on with the scale of the run.
+        # Before its first use, so that it continues with the scale of the run.
         steps.add_scaler(self)
         return scale(self, outputs)
 

@@ -50,7 +50,7 @@ class GroupProvider(Protocol):
         ...
 
     def declare(self, *, in_place: bool) -> None:
-        """Tell whether the train function stays in its loop when the group changes."""
+        """Report whether the train function stays in its loop when the group changes."""
         ...
 
 

@@ -1,6 +1,6 @@
-"""Which snapshot or checkpoint the members of a new group go on from, of a model nobody has all of.
+"""Which snapshot or checkpoint the members of a new group continue from, of a sharded model.
 
-Rule: a function of what all members have told all others, so that all choose alike.
+Rule: a function of what all members have sent to all others, so that all choose alike.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class SnapshotSource(NamedTuple):
 
 @dataclass(frozen=True)
 class SnapshotInfo:
-    """What a member tells of what could be gone on from.
+    """What a member reports of what could be continued from.
 
     Attributes:
         snapshots: in its node's memory, with the rows of each.
@@ -108,7 +108,7 @@ def _stretches(plain: Iterable[tuple[int, int, list[tuple[int, int]]]]) -> Stret
 def sources_of(
     key: SnapshotKey, members: Sequence[SnapshotInfo], failed: Collection[tuple[int, int]] = ()
 ) -> list[SnapshotSource]:
-    """Return who together has all rows of a snapshot, members first; nobody if rows are missing.
+    """Return who together has all rows of a snapshot, members first; none if rows are missing.
 
     A copy of rows that members have is left where it is.
 
@@ -138,16 +138,16 @@ def sources_of(
 
 
 class RowCoverage:
-    """The rows of a snapshot that some have together: each is looked at once, when it is added."""
+    """The rows of a snapshot that some have together: each is checked once, when it is added."""
 
     def __init__(self) -> None:
-        """Begin with nobody; whoever is first tells which tensors there are, and how large."""
+        """Begin empty; the first to be added defines which tensors there are, and how large."""
         self._totals: dict[int, int] | None = None
         self._held: dict[int, list[RowRange]] = {}
         self._missing: set[int] = set()
 
     def add(self, stretches: Stretches) -> bool:
-        """Add what somebody has; returns whether any of it is new."""
+        """Add what a member has; returns whether any of it is new."""
         if self._totals is None:
             self._totals = {number: total for number, (total, _) in stretches.items()}
             self._held = {number: [] for number in self._totals}
@@ -164,12 +164,12 @@ class RowCoverage:
         return is_new
 
     def is_complete(self) -> bool:
-        """Return whether somebody was added, and no row is missing."""
+        """Return whether any member was added, and no row is missing."""
         return self._totals is not None and not self._missing
 
 
 def complete(key: SnapshotKey, members: Sequence[SnapshotInfo]) -> bool:
-    """Return whether all rows of a snapshot are in somebody's memory."""
+    """Return whether all rows of a snapshot are in some node's memory."""
     return bool(sources_of(key, members))
 
 

@@ -57,9 +57,9 @@ OTHERS_S = 60.0
 """After so long no further node is asked for a copy that could not be fetched: what is older, or in
 storage, is there at once."""
 IN_TIME, LATE = 1.0, 2.0
-"""What a member says when it has fetched all that it was to fetch; the same below zero if not."""
+"""What a member sends when it has fetched all that it was to fetch; the same below zero if not."""
 GONE = (ConnectionRefusedError, TimeoutError)
-"""Says of an agent that it will not give its other copies either."""
+"""Errors after which an agent will not give its other copies either."""
 Candidate = tuple[int, str, CheckpointMarker]
 """Steps of the run, name, marker."""
 
@@ -80,7 +80,7 @@ class MemorySnapshot:
 
     @staticmethod
     def of(slot: SnapshotSlot, mark: SnapshotMark) -> MemorySnapshot:
-        """Look at the snapshot in a slot.
+        """Read about the snapshot in a slot.
 
         Raises:
             Exception: it is damaged.
@@ -119,7 +119,7 @@ class ShardedRestorer:
         read: Callable[[str, CheckpointMarker | None], State],
         copies: PeerCopies | None = None,
     ) -> None:
-        """Look for nothing yet.
+        """Search for nothing yet.
 
         Args:
             group: the process group that stands; of a CPU backend for CPU tensors.
@@ -162,7 +162,7 @@ class ShardedRestorer:
     def _exchange_info(
         self, here: Mapping[SnapshotKey, MemorySnapshot], offers: Sequence[SnapshotOffer]
     ) -> tuple[Sequence[Candidate] | None, list[SnapshotInfo]]:
-        """Return what we have listed of storage, and what everyone tells.
+        """Return what we have listed of storage, and what everyone reports.
 
         One lists for all. If it cannot, the others try.
         """
@@ -225,7 +225,7 @@ class ShardedRestorer:
     ) -> tuple[list[SnapshotSource], dict[int, MemorySnapshot]]:
         """Have all copies of rows fetched that a snapshot needs, from other nodes where some fail.
 
-        Each is tried once. All hear what has failed, and choose others alike, if all know how.
+        Each is tried once. All receive what has failed, and choose others alike, if all know how.
 
         Args:
             key: of the snapshot.
@@ -234,7 +234,7 @@ class ShardedRestorer:
             shards: our own offers, in their order.
 
         Returns:
-            Who has, together, all rows, nobody if they are not to be had; and what is ours of
+            Who has, together, all rows, none if they are not to be had; and what is ours of
             those, by number.
 
         Raises:
@@ -254,7 +254,7 @@ class ShardedRestorer:
             answers = send_metadata(self._group, [-patience if missing else patience])
             if all(row[0] > 0 for row in answers):
                 break
-            # A member of an earlier version goes on to the next snapshot at once, and all with it.
+            # A member of an earlier version turns to the next snapshot at once, and all with it.
             if not is_sought or any(abs(row[0]) == LATE for row in answers):
                 return [], {}
             texts = share_bytes(self._group, json.dumps(missing).encode())
@@ -271,7 +271,7 @@ class ShardedRestorer:
         self, wanted: Sequence[int], shards: Sequence[ShardCopy], fetched: dict[int, MemorySnapshot]
     ) -> None:
         """Fetch those of our offers that are wanted and not there yet."""
-        check(self._copies is not None or not wanted, "a copy is fetched that nobody has listed")
+        check(self._copies is not None or not wanted, "a copy is fetched that was not listed")
         copies, gone = cast("PeerCopies", self._copies), set()
         for offer in wanted:
             shard = shards[offer]

@@ -1,6 +1,6 @@
 """How a member of a new group comes to the state of the run: from others, from memory, or storage.
 
-Rule: state is what a member holds that has trained. Only where nobody has is a snapshot or a
+Rule: state is what a member holds that has trained. Only where none has is a snapshot or a
 checkpoint read, and only where there is none does the run begin.
 """
 
@@ -69,7 +69,7 @@ def catch_up(
         if saved is not None:
             cursor = put(saved)
         if saved is not None or checkpoints.is_sharded:
-            # Of a sharded model nobody could send the beginning: each has made its own rows.
+            # Of a sharded model none could send the beginning: each has made its own rows.
             standing = replace(standing, has_state=True, cursor=cursor)
         met = meet_again(True)
     checkpoints.learn_streams(met.shared)

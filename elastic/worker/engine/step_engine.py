@@ -1,6 +1,6 @@
 """The step engine: a plain training loop goes through kills, joins and drains without leaving it.
 
-One object per call of the train function. The loop asks it for micro-batches and tells it of
+One object per call of the train function. The loop asks it for micro-batches and reports its
 optimizer steps; in between it reduces gradients, commits, and, whenever the group is over, joins
 the next one, receives state if it is behind, and does the broken step again.
 
@@ -13,13 +13,13 @@ is reached only while the loop asks for its next micro-batch. There the user's c
 one is through, and all state belongs to whole steps.
 
 A train function that is left and called again runs code again that it had begun: of an iteration,
-between two passes over the data, or behind the loop. So the next call goes on from the state of
+between two passes over the data, or behind the loop. So the next call continues from the state
 before that code (`resume_state`). Until a step is committed that is the state at hand. Behind its
-commit a scheduler may have stepped and an average not, which nobody can know: the state is no
+commit a scheduler may have stepped and an average not, which is not known: the state is no
 step's until the iteration is over. Orders to leave wait for that. An error of a collective of the
 script's own does not: where a loop calls any there, a copy is taken before each commit, if it is
-small: training must neither wait for it nor run out of memory. Who has none offers nothing, and
-goes on from another member's state, or from what was saved last. So does a script that goes on
+small: training must neither wait for it nor run out of memory. Without one a member offers nothing,
+and continues from another's state, or from what was saved last. So does a script that continues
 after such an error: what it has made of it counts no more. Between passes and behind the loop
 weights stay as they are, so that a copy of all else will do; if they have changed all the same, as
 where averages stand in for them, nothing is offered either.
@@ -119,7 +119,7 @@ class StepEngine(ObjectRegistry):
     Attributes:
         cursor: the next step to be committed.
         state: the prepared and registered objects.
-        logbook: what `train.log` said.
+        logbook: what `train.log` was given.
         has_begun: the loop over epochs runs, so that groups change in place.
         keeps: what is reached stays in this process: the loop has run, or the user has it called
             again here.
@@ -132,7 +132,7 @@ class StepEngine(ObjectRegistry):
     """
 
     def __init__(self, home: GroupProvider, *, resume_state: ResumeState | None = None) -> None:
-        """Begin; `enter` says in which group.
+        """Begin; `enter` sets the group.
 
         Args:
             home: where groups come from.
@@ -262,7 +262,7 @@ class StepEngine(ObjectRegistry):
             self._context.join()  # Everything is built: from here on the others may wait for us.
         resume_state = self._resume_state
         if resume_state is not None:
-            # An interrupt between two tensors would leave a state that is nobody's.
+            # An interrupt between two tensors would leave a state of no step.
             with self._context.shielded():
                 self.state.put(resume_state.state)
                 self.cursor, self.logbook = resume_state.cursor, resume_state.logbook
@@ -408,7 +408,7 @@ class StepEngine(ObjectRegistry):
         return self.has_computed() or self._phase is IterationPhase.ADOPTED
 
     def _go_to_end(self, loader: MicroBatches) -> None:
-        """Leave the rest of the epoch out; whoever joins here finds nothing left in it either."""
+        """Leave the rest of the epoch out; who joins here finds nothing left in it."""
         self._ends, epoch = False, self.cursor.epoch
         if not loader.steps_of(epoch):
             self.streams.end(epoch, self.cursor.step)
@@ -509,7 +509,7 @@ class StepEngine(ObjectRegistry):
         self._context.activity.has_stepped = True
 
     def _check(self) -> TimingSample:
-        """Return what is told of this loop about once a second."""
+        """Return what is reported of this loop about once a second."""
         epoch, step = self.cursor.epoch, self.cursor.step
         loader, rank = self._loader, self._context.world_rank
         return TimingSample(
@@ -617,7 +617,7 @@ class StepEngine(ObjectRegistry):
             if self._phase is not IterationPhase.SETTLED and not self._settle_buffers():
                 return
             self._settle_snapshot()
-            # From here until the end the state is nobody's: half of it is the next step's.
+            # From here until the end the state is of no step: half of it is the next one's.
             is_kept = self._calls_late and self._is_small
             self._kept = self._copy(weights=True) if is_kept else Kept()
             self._is_whole = self._has_state = False
@@ -810,7 +810,7 @@ class StepEngine(ObjectRegistry):
         return met.num_bytes
 
     def _put(self, state: State) -> Cursor:
-        """Make this our state; what an error leaves of it is offered to nobody."""
+        """Make this our state; what an error leaves of it is not offered."""
         with self._context.shielded():
             self._has_state = False
             self.cursor = self._checkpoints.put(state)
@@ -821,7 +821,7 @@ class StepEngine(ObjectRegistry):
     def _pass_gate(self) -> bool:
         """Wait until everyone has committed the epoch's last step; False if the group broke.
 
-        A member that goes on to the code after the loop can then be followed by all others, who
+        A member that reaches the code after the loop can then be followed by all others, which
         have the same state.
         """
         if max(self._places, default=self.cursor) > self.cursor:
@@ -849,7 +849,7 @@ class StepEngine(ObjectRegistry):
     def resume_state(
         self, *, in_this_group: bool = False, has_raised: bool = False
     ) -> ResumeState | None:
-        """Return what the next call of the train function goes on from, None if nothing.
+        """Return what the next call of the train function continues from, None if nothing.
 
         Args:
             in_this_group: it is called in the group that has agreed on this state.
@@ -939,7 +939,7 @@ class StepEngine(ObjectRegistry):
         if not self._is_small:
             log.info(
                 "collectives follow optimizer.step(): if a worker is lost in one of them, training "
-                "goes on from the newest snapshot; call them before the step, or use train.log"
+                "continues from the newest snapshot; call them before the step, or use train.log"
             )
 
     @property
@@ -953,7 +953,7 @@ class StepEngine(ObjectRegistry):
             weights: see `TrainState.copied`.
         """
         if self._context.is_local or self.state.is_sharded:
-            return Kept()  # Nobody is called again, or not with this.
+            return Kept()  # No function is called again, or not with this.
         try:
             logbook = deepcopy(self.logbook)
             logbook.forget_step()
@@ -980,7 +980,7 @@ class StepEngine(ObjectRegistry):
         return self._loader
 
     def _units_show_zeros(self) -> None:
-        """Let loops look at gradients of a step that others have done."""
+        """Let loops read gradients of a step that others have done."""
         for unit in self._units.values():
             for _, parameter in unit.parameters:
                 parameter.grad = torch.zeros_like(parameter)

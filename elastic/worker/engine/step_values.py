@@ -1,4 +1,4 @@
-"""What the micro-batches of one step said, such as losses, averaged before the optimizer steps.
+"""What the micro-batches of one step logged, such as losses, averaged before the optimizer steps.
 
 Rule: values are added in the order of the tree, as gradients are: averages have the same bits at
 every world size.
@@ -39,7 +39,7 @@ class StepValues:
 
         Args:
             deal: who held which micro-batches.
-            of_micro_batches: what ours have said, by number.
+            of_micro_batches: what ours have logged, by number.
 
         Raises:
             RuntimeError: the group broke.

@@ -1,4 +1,4 @@
-"""What the step engine says to code that uses it in a way that cannot work.
+"""What the step engine raises for code that uses it in a way that cannot work.
 
 Rule: each text says what was found and what to write instead.
 """
@@ -77,12 +77,12 @@ def check_forward(models: Sequence[nn.Module]) -> None:
                     f"model {number}, {name}: {type(part).__name__}(max_norm={part.max_norm}) "
                     f"changes its weights in forward, on each rank those of its own samples, so "
                     f"that they differ between ranks: leave max_norm out, and limit all rows where "
-                    f"train.stepped() says so, as by weight.data.renorm_(2, 0, max_norm)"
+                    f"train.stepped() is true, as by weight.data.renorm_(2, 0, max_norm)"
                 )
 
 
 def differs(verdict: DivergenceResult, cursor: Cursor, stepped: Container[str]) -> UsageError:
-    """Ranks have different weights, and nobody knows whose are right."""
+    """Ranks have different weights, and it is unknown whose are right."""
     names, differing = verdict.names, ", ".join(map(str, verdict.differing))
     first = names[0] if names else "the state"
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""
@@ -100,7 +100,7 @@ def differs(verdict: DivergenceResult, cursor: Cursor, stepped: Container[str]) 
     elif first.startswith("registered "):
         what = (
             "register what is the same on all ranks, and change it once for each step, where "
-            "train.stepped() says so"
+            "train.stepped() is true"
         )
     elif "(buffer)" in first:
         what = (
@@ -118,7 +118,7 @@ def differs(verdict: DivergenceResult, cursor: Cursor, stepped: Container[str]) 
         what = (
             "something has changed it on each rank by itself: prepare every optimizer that steps "
             "it by prepare_optimizer(optimizer), and change weights otherwise only by values that "
-            "are the same on all ranks, where train.stepped() says so"
+            "are the same on all ranks, where train.stepped() is true"
         )
     again = (
         f"; that was so {verdict.healed} times before, and the others' state has not helped"
@@ -152,7 +152,7 @@ def stepped_twice(optimizer: object) -> UsageError:
 
 
 def stepped_outside(optimizer: object, models: Sequence[nn.Module]) -> UsageError:
-    """An optimizer was asked to step with gradients that nobody has reduced."""
+    """An optimizer was asked to step with gradients that were not reduced."""
     evaluates = models and not any(is_training(model) for model in models)
     why = (
         "all models are in evaluation mode, so that prepared loaders are read to evaluate: call "

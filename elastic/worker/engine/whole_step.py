@@ -35,8 +35,8 @@ class WholeStep:
     at every world size and whatever happens; only a worker that comes later begins at the step
     where the others are, with their state of all registered objects.
 
-    Between the micro-batches and `optimizer.step()` do what is the same on all ranks: clip, look
-    at gradients, set rates. A step that is to change nothing, as after an overflow, is told by
+    Between the micro-batches and `optimizer.step()` do what is the same on all ranks: clip, read
+    gradients, set rates. A step that is to change nothing, as after an overflow, is reported by
     `skip()`; a `torch.amp.GradScaler` that leaves a step out is understood.
     """
 
