@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from elastic.worker.base.timing import Timing
 
 FLOW_AFTER_NS = 5 * 10**9
-"""Who waits so long is asked whether anything still comes: before, it makes no difference."""
+"""A thread that waits so long is checked for data that still comes: before, it does not matter."""
 
 
 class Activity:
@@ -112,7 +112,7 @@ class PeerTraffic:
         self._flowed_ns = 0
 
     def waiting_ns(self, waiting_ns: int, now_ns: int) -> int:
-        """Return how long nothing has come by now, at most `waiting_ns`; 0 for who waits not."""
+        """Return how long nothing has come by now, at most `waiting_ns`; 0 if it does not wait."""
         if waiting_ns < FLOW_AFTER_NS:
             self._bytes = None
             return waiting_ns

@@ -219,7 +219,7 @@ class Interrupter:
         self._raise()
 
     def _send(self) -> None:
-        """Poke the main thread whenever there is a reason to, ever more slowly."""
+        """Signal the main thread whenever there is a reason to, at growing intervals."""
         while True:
             with self._wake:
                 # While nothing runs, the next `interrupt` is what wakes us. `run` checks by
@@ -243,7 +243,7 @@ class Interrupter:
 
     @contextmanager
     def _hooked(self) -> Iterator[None]:
-        """Have the handler in place, and no noise about an exception lost in a `__del__`."""
+        """Have the handler in place, and no report of an exception lost in a `__del__`."""
         handler = signal.signal(SIGNAL, self._on_signal)
         hook = sys.unraisablehook
         sys.unraisablehook = _QuietHook(hook, self._on_lost)

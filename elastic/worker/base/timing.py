@@ -36,7 +36,7 @@ from elastic.runtime.clock import Clock, SystemClock
 INTERVAL_NS = NS_PER_S
 """Least time between two messages after the first step's."""
 SILENCE_NS = 2 * NS_PER_S
-"""Who has made no step for so long is asked by the control thread."""
+"""A loop without a step for so long is polled by the control thread."""
 COMPUTE, EXCHANGE, COMMIT = range(len(CATEGORIES), len(CATEGORIES) + 3)
 """Parts of a step that are no categories: they become one or the other when it is over."""
 

@@ -219,7 +219,7 @@ class BackgroundDelivery:
         return self._over.is_set()
 
     def wait(self, is_group_over: Callable[[], bool]) -> ReportOutcome:
-        """Wait for the end, in slices, so that a change of the group finds this thread awake.
+        """Wait for the end, in slices, so that a change of the group can end it.
 
         Args:
             is_group_over: called between two slices; also shows that this thread runs.

@@ -88,7 +88,7 @@ class SharedStorage:
         store: Store,
         is_over: Callable[[], bool],
     ) -> None:
-        """Wait for rank 0's word, then read the file."""
+        """Wait for rank 0's answer, then read the file."""
         answer = _wait_answer(store, is_over)
         if answer != WRITTEN:
             if not is_over():

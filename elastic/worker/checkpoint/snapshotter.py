@@ -82,7 +82,7 @@ log = logging.getLogger(__name__)
 FINISH_S = 600.0
 """How long the end of a train function waits for what is still being written."""
 FINISH_REPORTED_S = 10.0
-"""How long it does so without a word."""
+"""How long it does so without a log line."""
 
 LEAVING_S = 30.0
 """How long members of a sharded model that leave by plan wait for its checkpoint."""

@@ -44,7 +44,7 @@ RETRY_S = 5.0
 ANSWER_POLL_S = 0.1
 REPORT_AGAIN_S = 0.5
 TRIES = 3
-"""A process that dies without a word may have been killed together with us, or for its memory."""
+"""A process that dies without a result may have been killed together with us, or for its memory."""
 
 
 @dataclass(frozen=True)

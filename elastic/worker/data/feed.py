@@ -1,7 +1,7 @@
 """What an inner DataLoader answers, by key: from anywhere, in the order asked for.
 
-One inner DataLoader reads, as long as this one lives. Its batch sampler never ends: whenever
-torch wants something to prefetch, it gets what will be wanted next and was not asked for yet.
+One inner DataLoader reads, as long as this one exists. Its batch sampler never ends: whenever
+torch asks for something to prefetch, it gets what will be wanted next and was not asked for yet.
 
 Rule: what an answer is, is never concluded from when it comes alone. It carries the tag of its
 request, and an inner DataLoader whose answers do not match the requests is begun anew.
@@ -97,7 +97,7 @@ class SampleFeed:
     def __init__(self, loader: DataLoader[Any], reading: InnerLoader, *, seed: int) -> None:
         """Take over what the user's loader does; nothing is started before the first `take`.
 
-        Its arguments are kept. Two have nothing left to say: batches come in order whatever
+        Its arguments are kept. Two have no effect: batches come in order whatever
         `in_order` is, and worker processes persist whatever `persistent_workers` is.
 
         Args:
@@ -109,7 +109,7 @@ class SampleFeed:
         self._num_processes = reading.processes(loader.num_workers)
         self._plan: ReadPlan | None = None
         self._ahead: Iterator[Any] = iter(())
-        # Looked at, and not in turn yet.
+        # Read, and not in turn yet.
         self._next_piece: Any = None
         # In the order in which the inner loader answers.
         self._requested: dict[Key, int] = {}
@@ -121,7 +121,7 @@ class SampleFeed:
         self._is_closed = False
 
     def follow(self, plan: ReadPlan) -> None:
-        """Let `take` go on with this plan; what is ready and still wanted is kept."""
+        """Let `take` continue with this plan; what is ready and still wanted is kept."""
         self._plan = plan
         self._ready = {key: value for key, value in self._ready.items() if plan.wants(key)}
         self._check_ahead()
@@ -160,7 +160,7 @@ class SampleFeed:
         try:
             tag, value = next(self._inner)
         except Exception as error:
-            # Torch asks for more as soon as an answer is there, and only then. It tells of a lost
+            # Torch asks for more as soon as an answer is there, and only then. It reports a lost
             # process from a signal handler, which may be right behind that.
             if self._num_requested == before or str(error).startswith(LOST_PROCESS):
                 raise
@@ -245,7 +245,7 @@ class SampleFeed:
             try:
                 end()
             except RuntimeError as error:
-                # Torch's handler of SIGCHLD tells of a process that was killed while we end them.
+                # Torch's handler of SIGCHLD reports a process that was killed while we end them.
                 log.debug("process_lost_at_the_end error=%r", str(error))
 
     def _the_plan(self) -> ReadPlan:

@@ -110,7 +110,7 @@ class MicroBatchLoader:
         self._feed = SampleFeed(loader, _ByNumber(loader, seed, sampler), seed=seed)
 
     def deal(self, cursor: Cursor, held: Span) -> None:
-        """Let `next` go on here: these micro-batches of this step, then those of the next step.
+        """Let `next` continue here: these micro-batches of this step, then those of the next step.
 
         Args:
             cursor: any step of any epoch, also one before the present.

@@ -1,6 +1,6 @@
 """Random states that depend on the run and on nothing else: of a process, and of reading samples.
 
-Rule: what a sample looks like after augmentation is a function of (seed, epoch, sample), whoever
+Rule: a sample after augmentation is a function of (seed, epoch, sample), whatever process
 reads it: any worker process of a DataLoader, any rank, for the first time or once more.
 """
 
@@ -83,7 +83,7 @@ class ReadSamples:
 class SeededDataset:
     """A dataset that reads requests, with the random state set for each sample.
 
-    Afterwards the process's random state is anything: whoever reads in the training process has
+    Afterwards the process's random state is anything: a reader in the training process has
     to seed it again, as the step engine does before each micro-batch.
 
     Attributes:
@@ -117,7 +117,7 @@ class SeededDataset:
 
 @dataclass(frozen=True)
 class SeededCollate:
-    """The user's collate_fn; one that draws (to mask words, say) does so from a state set for it.
+    """The user's collate_fn; one that draws (as to mask words) does so from a state set for it.
 
     Attributes:
         collate: the user's, or torch's own.
@@ -147,7 +147,7 @@ class LoaderWorkerInit:
     user: Callable[[int], Any] | None
 
     def __call__(self, worker_id: int) -> None:
-        """Let get_worker_info() tell of the user's dataset, then run the user's function."""
+        """Let get_worker_info() return the user's dataset, then run the user's function."""
         info = get_worker_info()
         if info is not None:
             # It forbids assignments, in each version of torch in another way.

@@ -1,7 +1,7 @@
 """What is known of the streams of a run: where epochs end, and snapshots to continue from.
 
 Rule: nothing here is needed to be right. Positions follow from the cursor; a snapshot only spares
-whoever reads a stream next the samples before it. Where an epoch ends is a fact about the data.
+the next reader of a stream the samples before it. Where an epoch ends is a fact about the data.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 KEPT = 3
 """Snapshots of one sequence that are kept: prefetched ones lie ahead of the committed step."""
 SHARE_STEPS = 64
-"""Steps after which members tell each other their snapshots. Those of a dead one are no older."""
+"""Steps after which members send each other their snapshots. Those of a dead one are no older."""
 
 
 @dataclass(frozen=True)
@@ -72,12 +72,12 @@ class StreamBook:
 
         Args:
             cursor: the next step.
-            is_saved: a checkpoint is taken here, by which whoever reads it continues.
+            is_saved: a checkpoint is taken here, from which its readers continue.
         """
         return self.has_states and (is_saved or cursor.step % SHARE_STEPS == 0)
 
     def read(self, snapshots: Iterable[StreamSnapshot]) -> None:
-        """Know what a reader of ours has taken; what others know is not ours to tell."""
+        """Know what a reader of ours has taken; what others know is not ours to send."""
         for one in snapshots:
             self._own.add(one.position.source)
             self.add([one])
@@ -104,7 +104,7 @@ class StreamBook:
     # ------------------------------------------------------------------- as part of a state
 
     def take(self, cursor: Cursor) -> dict[str, Any]:
-        """Return what whoever continues at a cursor can use: plain values, tensors and arrays.
+        """Return what helps to continue at a cursor: plain values, tensors and arrays.
 
         Args:
             cursor: the next step to be committed.

@@ -1,6 +1,6 @@
 """A sequence of samples that an iterable dataset yields, by place: a window that moves.
 
-Rule: the sample at a place is the same whoever reads it, and from wherever it began: the random
+Rule: the sample at a place is the same for every reader, from wherever it began: the random
 state is set for each, and a snapshot that does not lead to the same next sample is not used.
 """
 
@@ -184,7 +184,7 @@ class SampleWindow:
 
     @contextmanager
     def _seen(self) -> Iterator[None]:
-        """Make get_worker_info() return what the partition wants the dataset to see."""
+        """Make get_worker_info() return what the dataset is to see in this partition."""
         before = torchs_worker._worker_info
         torchs_worker._worker_info = self._place_of_stream() if self._is_by_worker else None
         try:
@@ -211,7 +211,7 @@ class SampleWindow:
 def keeps_state(dataset: Any) -> bool:
     """Return whether a dataset can report its position, and resume from it exactly.
 
-    Hugging Face's lose what is in a shuffle buffer, and say so.
+    Hugging Face's lose what is in a shuffle buffer, and report it.
     """
     if not all(
         callable(getattr(dataset, name, None)) for name in ("state_dict", "load_state_dict")
@@ -236,7 +236,7 @@ def is_of_hugging_face(dataset: Any) -> bool:
 
 
 def fresh(dataset: Any, streams: StreamPlan, number: int) -> Any:
-    """Return what a sequence is iterated from, as if nobody had done so before.
+    """Return what a sequence is iterated from, as if for the first time.
 
     Raises:
         UsageError: it keeps its state, and cannot be copied.

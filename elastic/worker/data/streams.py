@@ -4,8 +4,8 @@ Each rank reads the streams of the micro-batches that it holds, in the training 
 loader's worker processes; stream v is read by process v modulo their number, whatever the group,
 so that what is open there stays open when the streams are dealt out anew.
 
-Rule: where an epoch ends is not known before; each rank says with the gradients of a step whether
-its streams go on, and all conclude the same.
+Rule: where an epoch ends is not known before; each rank sends with the gradients of a step whether
+its streams continue, and all conclude the same.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class StreamLoader:
             seed: of everything random while samples are read; 0 <= seed < 2**63.
             cut: how the dataset becomes V streams, None to choose what is surely right.
             book: what is known of the streams; one of its own by default.
-            weigh: says what a micro-batch counts, None to count samples.
+            weigh: returns what a micro-batch counts, None to count samples.
 
         Raises:
             UsageError: the loader has no batch_size, or its dataset cannot be cut so.
@@ -83,7 +83,7 @@ class StreamLoader:
         self._book.has_states = keeps_state(loader.dataset)
         every = int(getattr(loader, "snapshot_every_n_steps", None) or SNAPSHOT_STEPS)
         self._order: _Order | None = None
-        # Streams whose readers may have to begin, and have not been told from where.
+        # Streams whose readers may have to begin, and do not know yet from where.
         self._begins: set[int] = set()
         self._share: StreamShare | None = None
         self._weigh = weigh
@@ -94,7 +94,7 @@ class StreamLoader:
     # ------------------------------------------------------------------- as the engine sees it
 
     def deal(self, cursor: Cursor, held: Span) -> None:
-        """Let `next` go on here: these streams from this step on.
+        """Let `next` continue here: these streams from this step on.
 
         Args:
             cursor: any step of any epoch, also one before the present.
@@ -251,7 +251,7 @@ def _can_shard(dataset: Any) -> bool:
 
 
 def choose_cut(dataset: Any, count: int, chosen: StreamCut | None) -> StreamCut:
-    """Return how a dataset becomes so many streams, and say what that costs.
+    """Return how a dataset becomes so many streams, and log what that costs.
 
     By default nothing is guessed: a dataset with `shard` is cut by it, any other one is read
     whole by every rank, which is right whatever it does with `get_worker_info()`.
@@ -287,7 +287,7 @@ def choose_cut(dataset: Any, count: int, chosen: StreamCut | None) -> StreamCut:
         )  # fmt: skip
     if not keeps_state(dataset):
         log.warning(
-            "streams_without_state: the %s cannot say where it is (state_dict, load_state_dict, "
-            "and no shuffle buffer): whoever reads a stream next reads all before its place", name,
+            "streams_without_state: the %s cannot report its place (state_dict, load_state_dict, "
+            "and no shuffle buffer): a stream's next reader reads all before its place", name,
         )  # fmt: skip
     return cut

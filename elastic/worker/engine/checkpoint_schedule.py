@@ -512,7 +512,7 @@ def _agreed(group: Any, found: Found | None) -> tuple[bool, State | None]:
     steps need not be the same: after a loss, steps are done again.
 
     Returns:
-        Whether anybody has found anything, and ours, if it is that; who has none receives it.
+        Whether any member has found anything, and ours, if it is that; all others receive it.
     """
     steps, name = (found[1]["steps"], zlib.crc32(found[0].encode())) if found else (-1, 0)
     rows = [(row[0], row[1]) for row in send_metadata(group, [float(steps), float(name)])]

@@ -1,7 +1,7 @@
 """What a train function can know of its place in the run, and report about it.
 
 Rule: there is one context per call of the train function, also in a process without an agent;
-`current()` is the only door to it.
+`current()` is the only access to it.
 """
 
 from __future__ import annotations

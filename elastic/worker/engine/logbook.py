@@ -155,7 +155,7 @@ class Logbook:
         return [fingerprint(names), 1.0, *(self.latest[name] for name in names)]
 
     def latest_json(self) -> str:
-        """Return the latest averages as a JSON object; what is no number there is a word."""
+        """Return the latest averages as a JSON object; non-finite values become strings."""
         known = self.latest.items()
         return json.dumps({n: value if math.isfinite(value) else str(value) for n, value in known})
 

@@ -34,7 +34,7 @@ NO_ROWS: tuple[int, tuple[RowRange, ...]] = (0, ())
 
 
 class SnapshotOffer(NamedTuple):
-    """A copy of a node's snapshot in the memory of an agent that its teller can ask.
+    """A copy of a node's snapshot in the memory of an agent that the reporting member can ask.
 
     Attributes:
         key: of the snapshot.

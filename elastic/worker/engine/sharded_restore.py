@@ -281,7 +281,7 @@ class ShardedRestorer:
                 fetched[offer] = MemorySnapshot.of(copies.fetch_shard(shard), shard.mark)
             except Exception as error:  # As above.
                 self._note(f"the copy of {shard.source} at {shard.address}", error)
-                # Who has the rows of many nodes would have us wait as many times.
+                # An agent with the rows of many nodes would have us wait as many times.
                 gone |= {shard.address} if isinstance(error, GONE) else set()
 
     def _from_members(

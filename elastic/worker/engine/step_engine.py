@@ -4,7 +4,7 @@ One object per call of the train function. The loop asks it for micro-batches an
 optimizer steps; in between it reduces gradients, commits, and, whenever the group is over, joins
 the next one, receives state if it is behind, and does the broken step again.
 
-It has two doors. A plain loop reads micro-batches, and asks in each iteration for everything that
+It has two APIs. A plain loop reads micro-batches, and asks in each iteration for everything that
 happens once in a step (`micro_batches`). A loop over steps computes all micro-batches of one, and
 asks once, when nothing of it needs another rank any more (`steps`).
 

@@ -357,7 +357,7 @@ class ProcessGroups:
 
         A constructor of gloo waits for peers that may have stopped, TCPStore's for a server that
         may have (without any timeout, in torch 2.13). On abort or timeout the thread is left
-        behind; its sockets are cut, it ends by itself, and what it still makes is buried.
+        behind; its sockets are cut, it ends by itself, and what it still makes is released.
         """
         future: Future[Made] = Future()
         life.begin_wait(future)

@@ -89,7 +89,7 @@ class MemberLinks:
     """
 
     def __init__(self, rank: int, world_size: int, reach: PeerAddress) -> None:
-        """Open the door; `join` makes the connections.
+        """Open the listener; `join` makes the connections.
 
         Raises:
             OSError: this machine does not have the address.

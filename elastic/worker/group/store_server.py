@@ -32,7 +32,7 @@ BACKLOG = 1024
 STRANGERS_MAX = 256
 """Connections that have shown nothing yet, or are of a generation that we do not know yet."""
 STRANGER_S = 5.0
-"""Who has something to show does so within a round trip; members try again."""
+"""A member sends its proof within a round trip, and tries again."""
 REPORTED_S = 60.0
 READ_BYTES = 1 << 18
 TICK_S = 0.1
@@ -248,7 +248,7 @@ class StoreServer:
         peer.read += data
         if not data or len(peer.read) > store_wire.HELLO_BYTES or peer.claim:
             # A client that only checks whether we listen sends nothing; that is not logged.
-            self._turn_away(peer, "talks like no member" if peer.read else "")
+            self._turn_away(peer, "does not send a member's hello" if peer.read else "")
             return
         if len(peer.read) == store_wire.HELLO_BYTES:
             peer.claim = bytes(peer.read)

@@ -51,7 +51,7 @@ def has_agent(sock: socket.socket) -> bool:
 
 
 def check_protocol(theirs: str) -> None:
-    """Exit if the package was replaced since the agent imported it, by one that speaks otherwise.
+    """Exit if the package was replaced since the agent imported it, by one of another protocol.
 
     It would misread what the agent sends, which has reported which workers ours understand.
 

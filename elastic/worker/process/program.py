@@ -114,7 +114,7 @@ def _passing_on(child: subprocess.Popen[bytes]) -> Iterator[None]:
 @contextlib.contextmanager
 def _store_for_children(environ: Mapping[str, str]) -> Iterator[dict[str, str]]:
     """Open a store at rank 0; yields its address, for the children of all members."""
-    # The worker's own, which stands; who ends first waits for the others, however long they take.
+    # The worker's own, which stands; the first to end waits for the others, however long they take.
     dist.init_process_group(timeout=timedelta(days=365))
     ours, host = _get_default_store(), environ["MASTER_ADDR"]
     server: dist.TCPStore | None = None

@@ -208,7 +208,7 @@ class WorkerZygote:
         return self._pass_on(script_zygote, list(script_zygote.waiting))
 
     def _let_go(self) -> None:
-        """A fork that is no zygote keeps nothing of what we speak with, or hold for others."""
+        """Close in a fork that is no zygote all sockets of ours, and what we hold for others."""
         self._sock.close()
         for script_zygote in self._script_zygotes.values():
             if script_zygote.sock is not None:

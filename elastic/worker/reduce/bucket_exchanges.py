@@ -150,7 +150,7 @@ class BucketExchanges:
             divisor: what totals are divided by, or how that follows from all rows.
 
         Returns:
-            What each rank told in this step, by rank; empty before the first bucket of a step.
+            What each rank sent in this step, by rank; empty before the first bucket of a step.
 
         Raises:
             RuntimeError: the group broke.

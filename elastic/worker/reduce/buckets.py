@@ -26,7 +26,7 @@ class FlatTensor:
     """One flat tensor, and the parameters' places in it as views."""
 
     def __init__(self, bucket: Bucket, tensor: torch.Tensor) -> None:
-        """Look at this tensor as the bucket's."""
+        """View this tensor as the bucket's."""
         self.tensor = tensor
         self.views: list[torch.Tensor] = []
         start = 0
@@ -34,7 +34,7 @@ class FlatTensor:
             end = start + parameter.numel()
             self.views.append(self.tensor[start:end].as_strided(parameter.shape, strides))
             start = end
-        # One number for each parameter says whether it got a gradient; they add up like one.
+        # One number for each parameter shows whether it got a gradient; they add up like one.
         self.flags = self.tensor[start:]
 
 
@@ -49,7 +49,7 @@ class Bucket:
         strides: of their gradients, without gaps: fused optimizers go through both side by side.
         touched: places of parameters whose gradients are to be moved, in that order.
         used: which got a gradient in this micro-batch.
-        pool: buffers that nobody uses.
+        pool: buffers that are not in use.
         seen: the last tensor that `view` was asked for.
         memory: where buffers lie that others read in place, None for memory of our own.
     """
@@ -91,7 +91,7 @@ class Bucket:
         self.used[place] = False
 
     def flat(self) -> FlatTensor:
-        """Return a buffer that nobody uses."""
+        """Return a buffer that is not in use."""
         if self.pool:
             return self.pool.pop()
         if self.memory is not None:

@@ -23,7 +23,7 @@ def expose_partial_grad(bucket: Bucket, leaf: FlatTensor, idle: FlatTensor) -> N
     Args:
         bucket: of the parameters.
         leaf: with the gradients that were moved.
-        idle: memory that nobody needs now.
+        idle: memory that is not needed now.
     """
     if not any(bucket.used):
         return
@@ -36,7 +36,7 @@ def expose_partial_grad(bucket: Bucket, leaf: FlatTensor, idle: FlatTensor) -> N
 def show_zeros(buckets: Sequence[Bucket]) -> None:
     """Show zeros where backward has been; what it has given may still be on its way to others.
 
-    All look at the same memory: a survivor is to be in the next group soon.
+    All are views of the same memory: a survivor is to be in the next group soon.
     """
     bare = [
         (parameter, bucket.strides[place])

@@ -3,7 +3,7 @@
 Rule: each micro-batch begins with the buffers of the step's beginning. After the step a buffer is
 the mean of what its micro-batches made of it, added in the order of the tree; one of integers is
 what micro-batch 0 made of it. So it depends neither on the number of ranks nor on who computed
-what. Buffers that nothing changes cost one look at their version; torch's normalization layers
+what. Buffers that nothing changes cost one read of their version; torch's normalization layers
 change theirs without a new version, and are always taken to have done so while they train; so are
 layers of users' own whose code names torch's function for it. They are put back without one too: a
 graph that was made before has no use for their old values, and torch would refuse to go through it.
@@ -155,7 +155,7 @@ class ModelBuffers:
         self._unreaped: Any = None
 
     def attach(self, group: Any) -> None:
-        """Go on in another group; None for none, or for a group of one.
+        """Continue in another group; None for none, or for a group of one.
 
         A step of the group before is over: state that is received from now on is newer than its
         beginning, which must not be put back over it.

@@ -1,9 +1,9 @@
 """The gradient engine: takes gradients as backward makes them, and adds them over all ranks.
 
 Hooks on the parameters take gradients out of `p.grad`. On a rank's last micro-batch full buckets
-are sent off while backward goes on; when it is over, `p.grad` is the gradient of the whole step, a
+are sent while backward continues; when it is over, `p.grad` is the gradient of the whole step, a
 mean over its samples. Before, and in a step that is void, there is something in it as well, because
-loops look at it without asking (`p.grad.norm()`); what they make of that counts for nothing.
+loops read it without asking (`p.grad.norm()`); what they make of that counts for nothing.
 
 Rule: every rank does the same exchanges in the same order, whatever its gradients are. A group
 that breaks leaves an error in `broken` and no exception: the step is void, and is done again.
@@ -67,7 +67,7 @@ class Reducer:
             modules: whose buffers (BatchNorm) are averaged over a step.
             consistency: "bitwise", or "samples" for an order of addition that is torch's.
             bucket_bytes: size of the pieces that are sent.
-            activity: told when we wait for others.
+            activity: notified when we wait for others.
             is_over: returns whether the group is not whole any more; see `CommitGate`.
         """
         self.broken: BaseException | None = None
@@ -122,10 +122,10 @@ class Reducer:
             for place, parameter in enumerate(bucket.parameters)
         ]
 
-    # ------------------------------------------------------------------------- life
+    # ------------------------------------------------------------------------- groups
 
     def attach(self, group: Any) -> None:
-        """Go on in another group; None for none. What was under way in the old one is forgotten."""
+        """Continue in another group; None for none. What was under way in the old is forgotten."""
         if self._is_on:
             self._make_void()
             self._drop_gradients()
@@ -209,8 +209,8 @@ class Reducer:
         for bucket in self._buckets:
             bucket.begin_micro_batch()
             for parameter in bucket.parameters:
-                # Of an iteration before: whoever zeroes them in place, or never, gets no other
-                # sums than those who set them to None.
+                # Of an iteration before: a loop that zeroes them in place, or never, gets the
+                # sums of one that sets them to None.
                 parameter.grad = None
             if self._leaves[bucket.number] is None:
                 self._leaves[bucket.number] = bucket.flat()
@@ -319,7 +319,7 @@ class Reducer:
         return reached
 
     def _send_early(self, bucket: Bucket) -> None:
-        """Send a complete bucket off; the rest of backward goes on."""
+        """Send a complete bucket off; the rest of backward continues."""
         if self._is_void or self._reduced[bucket.unit] or self._sent[bucket.number]:
             return
         if not self._is_in_turn(bucket):
@@ -340,7 +340,7 @@ class Reducer:
     def _is_in_turn(self, bucket: Bucket) -> bool:
         """Return whether this bucket may be sent before those that backward still works on.
 
-        Where messages have no tags their order tells them apart, and ranks whose forward took
+        Where messages have no tags their order matches them, and ranks whose forward took
         other branches complete their buckets in other orders.
         """
         if self._the_exchanges().of[bucket.number].has_tags:
@@ -383,7 +383,7 @@ class Reducer:
                 bucket.move_gradients(self._leaf(bucket))
         if not self._is_last:
             for bucket in self._not_stepped():
-                # Nobody needs the last step's total any more.
+                # The last step's total is not needed any more.
                 idle = self._the_exchanges().of[bucket.number].total
                 expose_partial_grad(bucket, self._leaf(bucket), bucket.view(idle))
             return
@@ -437,7 +437,7 @@ class Reducer:
 
     def _finish(self, buckets: Sequence[Bucket]) -> None:
         share = self._the_share()
-        # Known before, or told in the rows.
+        # Known before, or sent in the rows.
         divisor = share.divisor if isinstance(share, StepShare) else _divisor_of(share)
         rows = self._the_exchanges().finish([b.number for b in buckets], divisor=divisor)
         if any(row[0] != rows[0][0] for row in rows):

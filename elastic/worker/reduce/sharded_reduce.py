@@ -60,7 +60,7 @@ class ShardedReducer:
         Args:
             units: what each optimizer steps.
             modules: whose buffers (BatchNorm) are averaged over a step.
-            activity: told when we wait for others.
+            activity: notified when we wait for others.
             is_over: returns whether the group is not whole any more; see `CommitGate`.
 
         Raises:
@@ -94,7 +94,7 @@ class ShardedReducer:
     def _none(parameters: Sequence[nn.Parameter]) -> Gradients:
         return [None] * len(parameters)
 
-    # ------------------------------------------------------------------------- life
+    # ------------------------------------------------------------------------- groups
 
     def attach(self, group: Any) -> None:
         """Be in a group; None for none."""
@@ -152,7 +152,7 @@ class ShardedReducer:
         if self._is_on:
             self._is_void, self._number = True, None
             self._buffers.restore(is_void=True)
-            # A loop may look at `p.grad` without asking whether it is there.
+            # A loop may read `p.grad` without asking whether it is there.
             self._show_fresh(torch.Tensor.detach)
 
     def unit_stepped(self, unit: OptimizerUnit) -> None:
@@ -258,8 +258,8 @@ class ShardedReducer:
             return
         row = [self._buffers.note_changes(), *self._the_share().own_row(), *self._control]
         self._guarded(lambda: self.rows.extend(send_metadata(self._group, row)))
-        # Among all that the device was given are the model's own collectives: who waits for whom in
-        # them is not known, and all of it counts as waiting.
+        # Among all that the device was given are the model's own collectives: which rank waits for
+        # which is not known, and all of it counts as waiting.
         self._guarded(self._gate.wait_exchanged, waits=False)
         if self.broken is not None:
             return
@@ -330,14 +330,14 @@ class Padding:
         """Owe none.
 
         Args:
-            reducer: told of each; None if ranks need not make equally many backward calls.
+            reducer: notified of each; None if ranks need not make equally many backward calls.
         """
         self._reducer = reducer
         self._left = 0
         self._kept: MicroBatch | None = None
 
     def forget(self) -> None:
-        """The loop goes on elsewhere in the data."""
+        """The loop continues elsewhere in the data."""
         self._left, self._kept = 0, None
 
     @property
@@ -408,7 +408,7 @@ def recovery_of(state: TrainState, chosen: str) -> str:
         return chosen
     if chosen == "in_place":
         raise UsageError(
-            "FailureConfig(recovery='in_place') with a sharded model: nobody else has the rows of "
+            "FailureConfig(recovery='in_place') with a sharded model: no other rank has rows of "
             "a member that is lost, so the train function must be called again; use 'auto'"
         )
     return "reenter"

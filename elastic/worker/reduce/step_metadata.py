@@ -1,4 +1,4 @@
-"""A few numbers from everyone to everyone, with each step: wishes, logged values, flags.
+"""A few numbers from everyone to everyone, with each step: requests, logged values, flags.
 
 Rule: what all members must do alike is checked here before a step is committed, because gradients
 of different steps would be added without a sign of it.
@@ -31,12 +31,12 @@ REQUESTS, SAVES, BUSY, RELEASES = 1, 2, 4, 8
 Row = tuple[float, ...]
 """A row as it was received: `ROW` numbers."""
 Divisor = float | Callable[[Sequence[Row]], float]
-"""What a step's sum is divided by: a number, or one that follows from what all ranks told."""
+"""What a step's sum is divided by: a number, or one that follows from what all ranks sent."""
 
 
 @dataclass(frozen=True)
 class StepMetadata:
-    """What one rank tells of itself with the gradients of a step.
+    """What one rank reports of itself with the gradients of a step.
 
     Attributes:
         requests: it knows of a planned change.
@@ -104,7 +104,7 @@ def whole(high: float, low: float) -> int:
 
 
 def read_rows(rows: Sequence[Sequence[float]]) -> list[StepMetadata]:
-    """Read what all ranks told, and refuse ranks that do not do the same.
+    """Read what all ranks sent, and refuse ranks that do not do the same.
 
     Raises:
         UsageError: they are in different steps, other optimizers of theirs have stepped, or by
@@ -212,7 +212,7 @@ def send_metadata(group: Any, values: Sequence[float]) -> list[Row]:
 
     Args:
         group: the process group that stands, whose members have met.
-        values: at most `ROW`; the rest is zeros.
+        values: at most `ROW`; all others are zeros.
 
     Raises:
         RuntimeError: the group broke.

@@ -1,7 +1,7 @@
 """What one rank has to do in one step, and what each micro-batch counts.
 
-Rule: a micro-batch counts by its samples, or by what the loader's `weigh` says of it, and the sum
-is divided once by what all of the step count. Where that is not known before, ranks tell it with
+Rule: a micro-batch counts by its samples, or by what the loader's `weigh` returns, and the sum
+is divided once by what all of the step count. Where that is not known before, ranks send it with
 the gradients.
 """
 
@@ -20,7 +20,7 @@ from elastic.worker.reduce.step_metadata import Row
 from elastic.worker.reduce.tree_exchange import MicroBatchPartition
 
 SHARE_NUMBERS = 3
-"""Numbers that a share tells with the gradients: what it counts, its samples, whether more follow.
+"""Numbers that a share sends with the gradients: what it counts, its samples, whether more follow.
 """
 
 
@@ -34,9 +34,9 @@ class MicroBatch:
         count: its samples. 0 in a ragged last step that has none left for it: `value` is then
             that of the step's first samples, so that there is something to compute with.
         value: as the user's collate_fn gave it.
-        weight: what it counts in the mean over the step: its samples, or what `weigh` says.
+        weight: what it counts in the mean over the step: its samples, or what `weigh` returns.
         more: another step may follow as far as this micro-batch's stream is concerned; of a
-            dataset whose samples have numbers it says nothing.
+            dataset whose samples have numbers it means nothing.
     """
 
     cursor: Cursor
@@ -126,13 +126,13 @@ def _share_of(epochs: DataPlan, step: int, rank: int, world_size: int) -> StepSh
 
 
 class WeighedShare:
-    """The same in a step whose micro-batches say themselves what they count, once they are read.
+    """The same in a step whose micro-batches define what they count, once they are read.
 
     Attributes:
         deal: how the micro-batches are dealt out.
         held: the micro-batches that this rank computes.
         counts: samples of each micro-batch; 0 for those that are not ours, or not read yet.
-        samples: of the step; 0 until all ranks were heard.
+        samples: of the step; 0 until all ranks have sent theirs.
         tokens: that it counts by `weigh`; 0 until then, or if those are its samples.
     """
 
@@ -185,7 +185,7 @@ class WeighedShare:
         return sum(self._weights.values()), float(sum(self.counts)), more
 
     def take_rows(self, rows: Sequence[Row]) -> float:
-        """Take what all ranks have told, by rank; return the divisor.
+        """Take what all ranks have sent, by rank; return the divisor.
 
         Raises:
             UsageError: nothing in the step counts.
@@ -219,7 +219,7 @@ class StreamShare(WeighedShare):
         Args:
             streams: how the data is cut.
             cursor: the step.
-            end: told (epoch, steps) once it is known that the epoch ends with this step.
+            end: called with (epoch, steps) once it is known that the epoch ends with this step.
             rank: ours.
             world_size: W, at most V.
         """
@@ -233,12 +233,12 @@ class StreamShare(WeighedShare):
         self._streams, self._end = streams, end
 
     def own_row(self) -> tuple[float, float, float]:
-        """Return what the others must know, such as whether our streams go on."""
+        """Return what the others must know, such as whether our streams continue."""
         weight, samples, _ = super().own_row()
         return weight, samples, float(self._streams.has_next(self._goes_on.values()))
 
     def take_rows(self, rows: Sequence[Row]) -> float:
-        """Take what all ranks have told, by rank; return the divisor.
+        """Take what all ranks have sent, by rank; return the divisor.
 
         Raises:
             UsageError: the step has no samples, or is not full and only full ones count.

@@ -22,17 +22,17 @@ Message = tuple[int, int, Sequence[torch.Tensor]]
 
 
 class Transport(Protocol):
-    """Point-to-point messages, and whoever waits for them.
+    """Point-to-point messages, and the waits for them.
 
     Attributes:
-        has_tags: tags tell messages apart; otherwise their order does, so that all ranks must begin
+        has_tags: tags match messages; otherwise their order does, so that all ranks must begin
             exchanges in the same order.
     """
 
     has_tags: bool
 
     def expect(self, receives: Sequence[Message], then: Callable[[], None]) -> None:
-        """Say where messages go, from when on there is room for them.
+        """Set where messages go; from then on there is room for them.
 
         Args:
             receives: of one round.
@@ -141,7 +141,7 @@ class GroupTransport:
         self._due.append(call)
 
     def progress(self) -> None:
-        """Leave all to the device until somebody waits, lest its stream does."""
+        """Leave all to the device until a caller waits, lest its stream does."""
 
     def wait_until(self, is_there: Callable[[], bool]) -> None:
         """Do round after round; see `Transport`."""
@@ -149,7 +149,7 @@ class GroupTransport:
             self._due.popleft()()
 
     def flush(self) -> None:
-        """Do nothing more: whoever was waited for has been sent to as well."""
+        """Do nothing more: the ranks waited for have been sent to as well."""
 
 
 _due_of: WeakKeyDictionary[Any, deque[Callable[[], None]]] = WeakKeyDictionary()

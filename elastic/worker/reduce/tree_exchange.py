@@ -1,14 +1,14 @@
 """One bucket's sums of subtrees, exchanged and added in the order of the tree.
 
 One small loop carries out a plan (see `core.policy.exchange_plan`): for each round it sends, and
-when all that the round receives is there, it adds. Nobody waits within a round: exchanges of many
+when all that the round receives is there, it adds. No rank waits within a round: exchanges of many
 buckets are under way at once, and each gets further when its messages come, during backward too.
 
-Ranks of one node whose buckets are in shared memory send only where they are, which says that they
+Ranks of one node whose buckets are in shared memory send only where they are, which means that they
 are complete, and read each other's in place. What a bucket's memory held may be overwritten once
-all of the node have said that they are through with it, which their next message says.
+all of the node have reported that they are through with it, which their next message does.
 
-Rule: whoever adds, adds the same operands in the order of the tree, so that the bits are the same
+Rule: any rank adds the same operands in the order of the tree, so that the bits are the same
 for every number of ranks, and for every plan.
 """
 
@@ -129,7 +129,7 @@ class TreeExchange:
             deal: who holds what.
             like: a flat tensor of the bucket's size, type and device.
             group: the process group; None for a group of one.
-            is_bitwise: False to add what is ours first, whatever the tree says: fewer bytes.
+            is_bitwise: False to add what is ours first, whatever the tree is: fewer bytes.
             memory: all that is given to `start` is in it; None if others cannot read it in place.
         """
         self.total = torch.empty_like(like)
@@ -199,7 +199,7 @@ class TreeExchange:
             self._land = self._memory.empty(max(1, last - first), like.dtype)[: last - first]
 
     def _reads_in_place(self, one: ExchangeRound) -> bool:
-        # A rank without a slice would not be told of the others' places.
+        # A rank without a slice would not receive the others' places.
         has_slices = self._size >= self._deal.world_size
         return one.is_local and self._memory is not None and bool(self._peers) and has_slices
 
@@ -348,7 +348,7 @@ class TreeExchange:
             self._transport.post(sends, stage.receives, stage.arrived)
 
     def _places(self, stage: _Stage) -> list[Message]:
-        """Return the messages that tell our node where it may read; in the end, that it may."""
+        """Return the messages that show our node where it may read; in the end, that it may."""
         memory, numbers = self._memory, [0]
         if memory is None or not stage.round.sends:
             return []
@@ -502,7 +502,7 @@ class SumExchange:
         total: the scaled sum, once `finish` has returned.
         rows, carries_rows: rows go beside these messages.
         bytes_sent: to other ranks, so far, if the all-reduce goes in a ring.
-        has_tags: False, torch tells collectives apart by their order.
+        has_tags: False, torch matches collectives by their order.
     """
 
     def __init__(self, deal: MicroBatchPartition, like: torch.Tensor, group: Any) -> None:

@@ -187,8 +187,8 @@ class SnapshotSlot:
             self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         else:
             self._fd = os.memfd_create("elastic-snapshot", os.MFD_CLOEXEC)
-        # Also without `close`: a writer may have it longer than whoever made it, and also longer
-        # than functions that are registered with atexit run: threads go on meanwhile.
+        # Also without `close`: a writer may have it longer than its maker, and also longer
+        # than functions that are registered with atexit run: threads continue meanwhile.
         self._close = weakref.finalize(self, os.close, self._fd)
         self._close.atexit = False
         self._map: mmap.mmap | None = None
@@ -203,7 +203,7 @@ class SnapshotSlot:
         return os.fstat(self._fd).st_ino % (1 << 62) + 1
 
     def close(self) -> None:
-        """Let go of the memory; it is freed once nobody has it any more."""
+        """Release the memory; it is freed once no process has it any more."""
         self._unpin()
         self._map = self._targets = None
         self._close()
@@ -220,7 +220,7 @@ class SnapshotSlot:
         size = os.fstat(self._fd).st_size
         if size < need:
             check_room(need - size, "a snapshot")
-            # Not `ftruncate`: a worker beside us may have made it longer since we looked, and what
+            # Not `ftruncate`: a worker beside us may have made it longer since we checked, and what
             # it maps must not end under it (SIGBUS).
             os.posix_fallocate(self._fd, need - 1, 1)
         if self._map is None or len(self._map) < need:
@@ -247,7 +247,7 @@ class SnapshotSlot:
         """Let a device copy to the places of these pieces directly, and to no others.
 
         Takes seconds for much memory, without holding the interpreter. The pages stay until the
-        memory is mapped anew, or let go of.
+        memory is mapped anew, or released.
 
         Args:
             layout: of all tensors; there is room for it.
@@ -289,13 +289,13 @@ class SnapshotSlot:
     # ------------------------------------------------------------------------------------ marks
 
     def unmark(self, part: int) -> None:
-        """Say that a part is about to change."""
+        """Mark a part as about to change."""
         check(part < MARKS_MAX, f"worker {part} of a node: at most {MARKS_MAX}")
         self.reserve(0)
         MARK.pack_into(self._mapped(), part * MARK.size, *[0] * len(SnapshotMark._fields))
 
     def mark(self, part: int, mark: SnapshotMark) -> None:
-        """Say that a part is there; the number, which makes it count, is written last."""
+        """Mark a part as there; the number, which makes it count, is written last."""
         at = part * MARK.size
         MARK.pack_into(self._mapped(), at, *mark._replace(number=0))
         struct.pack_into("<Q", self._mapped(), at, mark.number)
@@ -315,9 +315,9 @@ class SnapshotSlot:
         return SENT.unpack_from(self._mapped(), SENT_AT)[0] != 0
 
     def copy_progress(self) -> tuple[CopyMode, tuple[int, int]]:
-        """Return what the agent says: whether it brings snapshots to another node, which has come.
+        """Return whether the agent copies snapshots to another node, and which one has arrived.
 
-        That one is told by its number and generation.
+        That one is given by its number and generation.
         """
         if os.fstat(self._fd).st_size < HEADER:
             return CopyMode.UNKNOWN, (0, 0)

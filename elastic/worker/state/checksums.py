@@ -2,7 +2,7 @@
 
 Rule: equal values give equal numbers on every rank and device; a flipped bit never does. A sum of
 words does not see that they changed places, a CRC is ten times as slow: of what a script has
-registered the beginning is looked at by one as well.
+registered the beginning is checked by one as well.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def checksum(tensor: torch.Tensor) -> int:
 
 
 def checksum_there(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the same of a tensor on a device, computed there: nobody waits for it."""
+    """Return the same of a tensor on a device, computed there, without a wait for it."""
     flat = flat_bytes(tensor)
     size = flat.numel() // 8 * 8
     whole = flat[:size].clone() if flat.storage_offset() % 8 else flat[:size]

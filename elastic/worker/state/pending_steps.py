@@ -94,7 +94,7 @@ class PendingOptimizerSteps:
     ) -> None:
         """Put its gradients away, where `zero_grad` and later backward calls do not reach them.
 
-        Copies are left to look at.
+        Copies are left to read.
 
         Args:
             optimizer: that has stepped before others of the same step.

@@ -1,9 +1,9 @@
 """Whether members have the same state: checksums of what must be alike on all of them.
 
 Each member writes a part of the state, some rows of a tensor each. Where ranks differ, it would
-become a mix of everybody's rows, and nobody's state.
+become a mix of all members' rows, and the state of none.
 
-Rule: all of it is looked at, once for each snapshot, which costs less than copying it does. What is
+Rule: all of it is checked, once for each snapshot, which costs less than copying it does. What is
 sharded differs, and buffers that are not part of a `state_dict` may.
 """
 
@@ -56,7 +56,7 @@ def state_prints(state: Any, own: PerRankState) -> dict[str, int]:
     for name, value in (objects.get("registered") or {}).items():
         if name in own.registered:
             continue
-        with suppress(Exception):  # What cannot be saved is told of where it is packed.
+        with suppress(Exception):  # What cannot be saved is reported where it is packed.
             prints[f"registered {name}"] = checksums.values_print(value)
     return prints
 

@@ -2,7 +2,7 @@
 
 The rows of one node are of use only together with those of all other nodes, of the same snapshot.
 So the next snapshot is not begun before the present one has been replicated
-(`replication.is_awaited` says why).
+(see `replication.is_awaited`).
 
 Rule: a node to which the agent replicates nothing is not waited for.
 """
@@ -34,7 +34,7 @@ class ReplicationProgress:
         self._newest, self._since_s = (number, generation), time.monotonic()
 
     def forget(self) -> None:
-        """There is none yet, but of other groups: this one goes on from one of those."""
+        """There is none yet, but of other groups: this one continues from one of those."""
         self._newest = (0, 0)
 
     def is_missing(self, slot_of: Callable[[int], SnapshotSlot]) -> bool:

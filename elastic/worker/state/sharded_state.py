@@ -1,7 +1,7 @@
 """The share of a tensor that a rank holds: how DTensors of a sharded model lie on their group.
 
 A tensor that `fully_shard` has cut is saved by rows of the whole tensor: each rank writes those it
-has, under the tensor's own shape. So what is stored tells nothing of who wrote it, and is read at
+has, under the tensor's own shape. So what is stored does not depend on who wrote it, and is read at
 any world size, by a model that is sharded in another way or not at all.
 
 Rule: which rows a rank answers for follows from the tensor's mesh and placements alone, so that all
@@ -34,7 +34,7 @@ WITH_HELD = "held"
 
 
 def is_sharded(tensor: object) -> bool:
-    """Return whether a tensor is cut over ranks, so that nobody has all of it."""
+    """Return whether a tensor is cut over ranks, so that none has all of it."""
     return is_dtensor(tensor) and any(
         not placement.is_replicate() for placement in tensor.placements
     )
@@ -254,7 +254,7 @@ def held_by(spreads: Sequence[Spread | None], ranks: Iterable[int]) -> Held:
 
 
 def with_held(skeleton: bytes, held: Held) -> bytes:
-    """Return a skeleton that also tells which rows lie beside it; as it is if those are all."""
+    """Return a skeleton that also lists which rows lie beside it; as it is if those are all."""
     if all(one is None for one in held):
         return skeleton
     buffer = io.BytesIO()

@@ -1,7 +1,7 @@
 """What the state of a run consists of, and how it is taken and put back.
 
 Rule: parameters and buffers are copied in place, so that user code, optimizers and the reducer
-go on with the very tensors that they know. Everything else goes through `state_dict`.
+keep the very tensors that they know. Everything else goes through `state_dict`.
 """
 
 from __future__ import annotations
@@ -256,7 +256,7 @@ class TrainState:
     def registered_later(self) -> Iterator[None]:
         """Let `put` leave registered objects alone until `put_late`.
 
-        A loop counts in them what the step at hand has done; whoever sent their state has counted
+        A loop counts in them what the step at hand has done; the sender of their state has counted
         that step.
         """
         self._is_late = True
@@ -272,9 +272,9 @@ class TrainState:
             self.registered[name].load_state_dict(state)
 
     def still_between_steps(self) -> Iterator[torch.Tensor]:
-        """Yield tensors that only steps of optimizers change, or code of which torch can tell.
+        """Yield tensors that only steps of optimizers change, or code that torch can detect.
 
-        Buffers are not among them: torch's normalization layers change theirs without a word. Nor
+        Buffers are not among them: torch's normalization layers change theirs unnoticed. Nor
         are modules of each rank's own, which optimizers may step that are not prepared.
         """
         yield from (parameter for model in self.models for parameter in model.parameters())
@@ -307,10 +307,10 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _without_caches(model: nn.Module, ours: State, theirs: State) -> State:
-    """Take out what only one of two states has, or of another size, and say what is left of theirs.
+    """Take out what only one of two states has, or of another size; return what is left of theirs.
 
     Only buffers that `state_dict` leaves out: tables that grow with what forward meets, such as
-    those of rotary embeddings. Who needs a larger one makes it.
+    those of rotary embeddings. A model that needs a larger one makes it.
     """
     left = dict(theirs)
     for path, part in model.named_modules():

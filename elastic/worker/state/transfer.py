@@ -181,7 +181,7 @@ def _plain(value: Any) -> Any:
     if value is None:
         return None
     if isinstance(value, str):
-        return str.__str__(value)  # An enum's own says something else.
+        return str.__str__(value)  # An enum's own returns something else.
     return next(kind(value) for kind in PLAIN if isinstance(value, kind))
 
 
@@ -228,7 +228,7 @@ def tensors_of(skeleton: Any) -> list[TensorSpec]:
 def places_print(skeleton: Any) -> int:
     """Return a number that is equal for skeletons with the same tensors in the same places.
 
-    What stands beside them may differ: it is one member's word.
+    What stands beside them may differ: only one member reports it.
     """
     found: list[str] = []
 
