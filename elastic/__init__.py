@@ -50,7 +50,7 @@ _HOME = {
     "remote": "elastic.train.remote",
     "shutdown": "elastic.train.cluster",
 }
-"""Where each public function lives."""
+"""The module of each public function."""
 _NOT_HERE = {
     "put": "pass values as arguments, and large ones as paths in storage",
     "wait": "elastic.get(refs, timeout=...) waits for all of them",
@@ -58,7 +58,7 @@ _NOT_HERE = {
     "cancel": "elastic stop JOB ends what a call runs as",
     "get_actor": "there are no actors; train.DataParallelTrainer runs a group of workers",
     "method": "there are no actors; train.DataParallelTrainer runs a group of workers",
-    "timeline": "elastic status JOB and the event logs say what happened when",
+    "timeline": "elastic status JOB and the event logs show what happened when",
 }
 """Functions that Ray has and this has not, on purpose -> what to do instead."""
 _NO_SUCH_PART = {
@@ -75,7 +75,7 @@ def __getattr__(name: str) -> Any:
 
     Raises:
         AttributeError: the package has no such name.
-        ImportError: it has no such part, and says what to use.
+        ImportError: it has no such part; the message names what to use instead.
     """
     if name in ("data", "train", "tune"):
         return import_module(f"elastic.{name}")

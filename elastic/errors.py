@@ -8,15 +8,15 @@
     │   ├── Busy              too much was asked of it at once
     │   ├── CoordinatorUnreachable
     │   │   └── CoordinatorUntrusted   somebody is there; TLS cannot be agreed with them
-    │   ├── NotLeading        this coordinator is a standby; says which one leads
+    │   ├── NotLeading        this coordinator is a standby; names the leader
     │   └── StoreUnavailable
-    ├── Refused               a peer answered, and said no
+    ├── Refused               a peer answered, and declined
     │   ├── NotAuthorized     wrong or missing token or certificate
     │   │   └── NotPermitted  the caller is known, and may not do this
     │   ├── VersionMismatch   the peer speaks another major protocol version
     │   ├── NameTaken         a job or node of this name exists already
     │   ├── NotFound          no job, node or worker of this name
-    │   └── Fenced            you belong to a generation, life or leadership that is over
+    │   └── Fenced            the sender's generation, incarnation or term is over
     ├── PeerError             another process sent what the protocol does not allow
     ├── StoreError            the membership store answered what it must not
     │   ├── Compacted         the asked-for revision is gone from the store's history
@@ -24,14 +24,14 @@
     ├── StorageError          a run directory or checkpoint cannot be written or read
     │   └── DamagedCheckpoint a file of it is missing, torn or changed
     ├── TrainingFailed        the job ended without success; carries the first failure
-    │   ├── WorkerGroupError  a worker's code failed; says which rank's, with which error
+    │   ├── WorkerGroupError  a worker's code failed; names the rank and its error
     │   ├── ControllerError   it was ended for another reason: lost workers, a budget, a user
     │   └── TuneError         trials of a study failed; the others have their results
     ├── ProgramFailed         a worker's program failed, and wrote down why
     ├── GroupError            a torch.distributed group could not form or was broken
     └── InvariantViolation    a bug of ours; carries the story that led to it
 
-Messages say who did what with which values, what was expected, and what to do.
+Messages state who did what with which values, what was expected, and what to do.
 """
 
 from __future__ import annotations
@@ -68,14 +68,14 @@ class Unavailable(ElasticError):
 
 
 class Busy(Unavailable):
-    """A limit of the other side is reached; it says which, and it passes."""
+    """A limit of the peer is reached for now; the message names it."""
 
 
 class CoordinatorUnreachable(Unavailable):
     """No coordinator answers at the address given."""
 
     def __init__(self, address: str, detail: str = "") -> None:
-        """Name the address that was tried, and what the attempt said."""
+        """Name the address that was tried, and the error of the attempt."""
         self.address = address
         self.detail = detail
         because = f" ({detail})" if detail else ""
@@ -118,7 +118,7 @@ class StoreUnavailable(Unavailable):
 
 
 class Refused(ElasticError):
-    """A peer understood the request and said no."""
+    """A peer understood the request and declined it."""
 
 
 class NotAuthorized(Refused):
@@ -184,7 +184,7 @@ class StorageError(ElasticError):
 
 
 class DamagedCheckpoint(StorageError):
-    """A committed checkpoint is not what its marker says; the file that differs is named."""
+    """A committed checkpoint differs from its marker; the message names the file."""
 
 
 class TrainingFailed(ElasticError):
@@ -257,16 +257,16 @@ def _made_again(kind: Any, args: tuple[Any, ...], parts: dict[str, Any]) -> Any:
 
 
 class ProgramFailed(ElasticError):
-    """A program that a worker ran failed, and left an error file that says why.
+    """A program that a worker ran failed, and left an error file with the reason.
 
     Attributes:
-        error_type: class of what it raised, "ProgramFailed" if it did not say.
+        error_type: class of what it raised, "ProgramFailed" if it is unknown.
         said: its message.
         traceback: formatted; the message if there is none.
     """
 
     def __init__(self, text: str, traceback: str, code: int) -> None:
-        """Take what the file says, such as "ValueError: bad batch", and the exit code."""
+        """Take the text of the file, such as "ValueError: bad batch", and the exit code."""
         name, colon, said = text.partition(": ")
         is_named = bool(colon) and name.replace(".", "").isidentifier()
         self.error_type = name if is_named else type(self).__name__
@@ -294,7 +294,7 @@ class InvariantViolation(ElasticError):
 
 
 def is_for_now(error: BaseException) -> bool:
-    """Return whether the machine refused what it may grant later: its disk is full, say."""
+    """Return whether the machine refused what it may grant later, such as space on a full disk."""
     cause = error.__cause__
     return isinstance(cause, OSError) and cause.errno in FOR_NOW
 

@@ -198,8 +198,8 @@ async def _checked(draft: Path, prefix: str, *, begin_history: bool = False) -> 
     try:
         everything = await store.read("")
         terms = [term_of(e) for e in everything.entries if e.key == f"{prefix}/term"]
-        nobody = LeaderKey("nobody", "", 0, "")
-        leadership = Leadership(store, prefix, nobody, SystemClock(), shared=False)
+        placeholder = LeaderKey("nobody", "", 0, "")
+        leadership = Leadership(store, prefix, placeholder, SystemClock(), shared=False)
         records = await Journal(store, prefix, leadership).load()
         for entry in everything.entries if begin_history else ():
             if entry.key == f"{prefix}/history":

@@ -160,7 +160,7 @@ def _check_role(target: Path, wanted: CertificateRequest) -> None:
         caller = caller_of_uri(uri)
         if caller is not None and caller.role is not wanted.role:
             raise UsageError(
-                f"{target} holds a certificate of role {caller.role.value}, and whoever uses it "
+                f"{target} holds a certificate of role {caller.role.value}, and its users "
                 f"would lose that: choose another --name, ask for --role {caller.role.value}, or "
                 f"move the folder away"
             )

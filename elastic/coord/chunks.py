@@ -75,13 +75,13 @@ def join(key: str, label: str, pieces: Iterable[Entry], *, may_lack: bool = Fals
     if places != [(index, total) for index in range(total)]:
         raise CorruptRecord(
             f"record {key}: {len(there)} of {total} pieces of its {label!r} part exist; remove "
-            f"this key from the store to go on without the job"
+            f"this key from the store to continue without the job"
         )
     data = b"".join(piece.value for piece in there)
     if label not in (ENTRY, label_of(data)):
         raise CorruptRecord(
             f"record {key}: the pieces of its {label!r} part were changed; remove this key from "
-            f"the store to go on without the job"
+            f"the store to continue without the job"
         )
     return data
 

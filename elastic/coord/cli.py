@@ -162,7 +162,7 @@ timeout_option = click.option(
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="elastic-coord")
 def main() -> None:
-    """Coordinator of elastic training: decides who trains with whom."""
+    """Coordinator of elastic training: decides which workers train together."""
 
 
 @main.command(name="serve")
@@ -173,7 +173,7 @@ def main() -> None:
 @click.option(
     "--advertise", envvar="ELASTIC_ADVERTISE", default=None, metavar="HOST:PORT",
     help="Address at which agents and users reach this coordinator, if not that of --listen: "
-    "standbys tell it to them.",
+    "standbys report it to them.",
 )  # fmt: skip
 @click.option(
     "--store", envvar="ELASTIC_STORE", default=None, metavar="URL",
@@ -189,8 +189,8 @@ def main() -> None:
 @tls_options
 @click.option(
     "--insecure", is_flag=True,
-    help="Listen beyond this machine without certificates or tokens: whoever connects runs code "
-    "on all nodes.",
+    help="Listen beyond this machine without certificates or tokens: anyone who connects can run "
+    "code on all nodes.",
 )  # fmt: skip
 @click.option(
     "--audit-log", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
@@ -227,7 +227,7 @@ def main() -> None:
 @click.option(
     "--silence", type=click.FloatRange(SILENCE_S_MIN, SILENCE_S_MAX), metavar="SECONDS",
     default=SILENCE_S, show_default=True,
-    help="A host that says nothing for so long is lost: an agent's, and for agents the leader's. "
+    help="A host that sends nothing for so long is lost: an agent's, and for agents the leader's. "
     "With thousands of agents 6 saves most of the pings; a group that trains notices by itself.",
 )  # fmt: skip
 @click.option(
@@ -248,8 +248,8 @@ def serve_command(log_level: str, **settings: Any) -> None:
     """Run a coordinator until SIGTERM.
 
     Prints "elastic-coord ready address=HOST:PORT store=... pid=..." when it leads and answers
-    requests. Others on the same etcd are standbys: they show what the store holds, tell who
-    leads, and take over.
+    requests. Others on the same etcd are standbys: they show what the store holds, name
+    the leader, and take over.
     """
     lines = set_up_logging("elastic-coord", level=log_level)
     advertise = settings["advertise"]
@@ -310,7 +310,7 @@ def status(coord: str, token_file: str, timeout_s: float, output: str, **tls: st
 @tls_options
 @timeout_option
 def health(coord: str, timeout_s: float, **tls: str) -> None:
-    """Say whether a coordinator leads (SERVING) or could take over (STANDBY).
+    """Show whether a coordinator leads (SERVING) or could take over (STANDBY).
 
     Of several all are asked; exit 0 only if each is one or the other.
     """
@@ -360,7 +360,7 @@ def restore_command(file: Path, store: str | None) -> None:
     """Make an embedded store from FILE, which `backup` wrote; then start a coordinator on it.
 
     A store that exists is left as it is. Jobs whose groups changed after the copy was taken begin
-    anew from their newest checkpoint; the others go on as they run.
+    anew from their newest checkpoint; the others continue as they run.
     """
     target = store or default_store()
     try:
@@ -372,7 +372,7 @@ def restore_command(file: Path, store: str | None) -> None:
 
 @main.group(name="store")
 def store_group() -> None:
-    """Look into an embedded store, and go on with one that was damaged."""
+    """Check an embedded store, and salvage one that was damaged."""
 
 
 @store_group.command(name="check")

@@ -77,7 +77,7 @@ def certs_init(folder: Path, hosts: tuple[str, ...], days: float) -> None:
         made = init_authority(folder, _with_local(hosts), _now(), days)
     except ElasticError as error:
         fail(error)
-    click.echo(f"authority    {folder}/ca.key: whoever has it can be anybody; keep it safe")
+    click.echo(f"authority    {folder}/ca.key: its holder can impersonate anyone; keep it secret")
     click.echo(f"coordinator  elastic-coord serve --tls-dir {made}")
     click.echo(f"next         elastic-coord certs issue {folder} --name NODE --role node")
 
@@ -145,7 +145,7 @@ def tokens() -> None:
 )  # fmt: skip
 @click.option(
     "--name", default="", metavar="NAME",
-    help="Whom it is for. With role node: the only node id that it lets in.",
+    help="Its holder. With role node: the only node id that it admits.",
 )  # fmt: skip
 def tokens_create(path: Path, role: str, expires: str, name: str) -> None:
     """Print a new token, once; FILE keeps its hash only."""
@@ -227,7 +227,7 @@ def _duration_ns(text: str) -> int:
     seconds = int(match[1]) * UNITS_S[match[2]]
     if seconds > EXPIRES_S_MAX:
         raise click.BadParameter(
-            f"{text!r} is more than a hundred years; say 'never'", param_hint="--expires"
+            f"{text!r} is more than a hundred years; use 'never'", param_hint="--expires"
         )
     return seconds * NS_PER_S
 

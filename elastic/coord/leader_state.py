@@ -153,13 +153,14 @@ class LeaderState:
         age_s, leader = self._age_s(), self._leader
         me = f"coordinator {self.name} does not lead"
         if leader is None:
-            who, hint = "nobody leads", ""
+            who, hint = "no coordinator leads", ""
         else:
             who, hint = f"{describe(leader)} leads", "; ask that one"
         if age_s < FRESH_S:
             text = f"{me}: {who} (as of {age_s:.1f} s ago){hint}"
         else:
-            text = f"{me}, and has not heard from its store for {age_s:.0f} s; then {who}{hint}"
+            silent = f"has received no answer from its store for {age_s:.0f} s"
+            text = f"{me}, and {silent}; then {who}{hint}"
         if leader is None:
             return NotLeading(text)
         return NotLeading(text, leader=leader.address, term=leader.term)

@@ -62,7 +62,7 @@ class LeaderKey:
     """The coordinator that a leader key names.
 
     Attributes:
-        life: random, so that a process recognises a claim of its own.
+        life: random id of the process, which recognises its own claim by it.
         term: under which it leads, 0 before it does.
     """
 

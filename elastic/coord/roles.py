@@ -135,8 +135,8 @@ class Caller:
         if self.role is Role.ADMIN or self.name == submitter:
             return
         raise NotPermitted(
-            f"job {job} was submitted by {submitter or 'a token without a name'}, {self} may look "
-            f"at it and change nothing: ask its owner, or somebody of the role {Role.ADMIN.value}"
+            f"job {job} was submitted by {submitter or 'a token without a name'}, {self} may read "
+            f"it and change nothing: ask its owner, or somebody of the role {Role.ADMIN.value}"
         )
 
     def check_may_attach(self, node_id: str) -> None:

@@ -119,16 +119,16 @@ class ServeOptions:
         asks_certificate = self.tls is not None and self.tls.ca is not None
         if asks_certificate and has_token:
             raise ConfigError(
-                "--tls-ca together with a token: with --tls-ca the certificate alone says who a "
-                "caller is; leave out --token-file and --tokens, or pass --tls-cert and --tls-key "
+                "--tls-ca together with a token: with --tls-ca the certificate alone identifies a "
+                "caller; leave out --token-file and --tokens, or pass --tls-cert and --tls-key "
                 "without --tls-ca so that callers show tokens over TLS"
             )
         for flag, named in (("--listen", host), ("--http", self.http[0] if self.http else host)):
             if is_loopback(named) or has_token or asks_certificate or self.insecure:
                 continue
             raise ConfigError(
-                f"{flag} {named} reaches beyond this machine, and whoever reaches a coordinator "
-                f"runs code on all its nodes; pass --tls-dir (see 'elastic-coord certs init'), "
+                f"{flag} {named} reaches beyond this machine, and anyone who reaches a coordinator "
+                f"can run code on all its nodes; pass --tls-dir (see 'elastic-coord certs init'), "
                 f"--tokens or --token-file FILE (a long random word, mode 600, the same file for "
                 f"agents and users), or --insecure if everybody on that network may do so"
             )
@@ -248,7 +248,7 @@ def open_endpoint(options: ServeOptions, clock: Clock) -> tuple[Audit, Server, P
     if tls is None and not is_loopback(host):
         log.warning(
             "listens_in_the_clear host=%s advice=%r", host,
-            "whoever reads the network reads tokens and jobs: --tls-dir (elastic-coord certs init)",
+            "tokens and jobs can be read on the network: --tls-dir (elastic-coord certs init)",
         )  # fmt: skip
     connections = raise_file_limit()
     process = f"coordinator:{format_endpoint(*options.listen)}"

@@ -116,7 +116,7 @@ class AgentsService:
         with anyio.move_on_after(HELLO_TIMEOUT_S) as waiting:
             message = await _next(context)
         if waiting.cancelled_caught:
-            raise PeerError(f"{session.peer} opened a stream and said nothing; expected Hello")
+            raise PeerError(f"{session.peer} opened a stream and sent nothing; expected Hello")
         if message is None:
             return
         if not isinstance(message, Hello):
@@ -127,7 +127,7 @@ class AgentsService:
             if isinstance(message, LogLines):
                 tenure.follows.take(session.session_id, message)
             elif isinstance(message, Hello):
-                raise PeerError(f"{session.peer} said Hello twice; expected it once per stream")
+                raise PeerError(f"{session.peer} sent Hello twice; expected it once per stream")
             else:
                 await tenure.driver.receive(session, message)
 

@@ -159,7 +159,7 @@ class ServiceContext:
             raise self.leader_state.refusal()
 
     def view(self) -> ClusterView:
-        """Return the view; if the store does not answer, each active job's reason says so."""
+        """Return the view; if the store does not answer, each active job's reason states it."""
         driver = self.driver
         view = driver.view()
         away = driver.waits_for_store()
@@ -204,5 +204,5 @@ class ServiceContext:
         why = driver.waits_for_store() or "busy"
         raise Unavailable(
             f"coordinator {self.name} did not finish the request within {REQUEST_TIMEOUT_S:g} s "
-            f"({why}); it may still take effect: look with 'elastic ps' before trying again"
+            f"({why}); it may still take effect: check with 'elastic ps' before trying again"
         )

@@ -278,7 +278,7 @@ class LogFilter(Protocol):
 
     @property
     def follow(self) -> bool:
-        """Return whether to go on until the job has ended."""
+        """Return whether to stream until the job has ended."""
         ...
 
     @property

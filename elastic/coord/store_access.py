@@ -43,7 +43,7 @@ class StoreFiles:
             raise ConfigError("--store-cert and --store-key: pass both, or neither")
         if self.cert is not None and self.ca is None:
             raise ConfigError(
-                "--store-cert without --store-ca: whoever connects must know who signed the "
+                "--store-cert without --store-ca: a client must know who signed the "
                 "certificates of etcd's members"
             )
 

@@ -70,7 +70,7 @@ class Watchdog:
                 return
 
 
-ADVICE = "this process ends: another coordinator leads by now, and agents here would not hear of it"
+ADVICE = "this process ends: another coordinator leads by now; agents here would not be notified"
 
 
 def end_process() -> None:

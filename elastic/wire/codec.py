@@ -263,7 +263,7 @@ def _message_port(
         if optional:
             return None
         if factory is dataclasses.MISSING:
-            raise PeerError(f"{full_name} is missing; the message says nothing without it")
+            raise PeerError(f"{full_name} is missing; the message has no meaning without it")
         return factory()
 
     return FieldCodec(known.name, write, read, cleared=name)

@@ -189,7 +189,7 @@ def test_two_sums_of_one_rank_are_never_added_to_each_other(drawn: tuple[int, in
 def test_a_micro_batch_that_nobody_holds_is_noticed(size: int, data: st.DataObject) -> None:
     lost = data.draw(st.integers(0, size - 1))
     leaves = tuple((v, v + 1) for v in range(size) if v != lost)
-    with pytest.raises(InvariantViolation, match=f"micro-batch {lost} is held by nobody"):
+    with pytest.raises(InvariantViolation, match=f"micro-batch {lost} is held by no rank"):
         additions_over(leaves, size)
 
 

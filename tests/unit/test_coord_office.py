@@ -146,4 +146,4 @@ def test_a_coordinator_that_has_claimed_says_that_it_leads_and_reads_its_journal
     leader_state.enter(mine, lambda: True)
     assert leader_state.require() is mine
     leader_state.leave()
-    assert "nobody leads" in str(leader_state.refusal())
+    assert "no coordinator leads" in str(leader_state.refusal())

@@ -39,7 +39,7 @@ def test_a_group_is_not_replaced_before_reports_that_were_kept_meanwhile_are_tak
     coordinator.agent("n3")
     coordinator.agent("n2")
     coordinator.agent("n1", reports_due=2)
-    assert coordinator.job("a").reason == "lost n3/1; waiting for word of n1/1"
+    assert coordinator.job("a").reason == "lost n3/1; waiting for a report of n1/1"
     coordinator.reports("n1/1", 3)
     coordinator.reports("n1/1", 4, checkpoint="/c/4")
     assert paths(coordinator) == ["/c/4"]

@@ -164,7 +164,7 @@ class Gate:
                 with self._limiter.user(who, streams=is_stream):
                     await self._app(scope, receive, send_with_headers)
         except ClientDisconnect:
-            return  # Nobody is left to answer.
+            return  # The client is gone.
         except ElasticError as error:
             action = f"{request.method} {request.scope['path'][:100]}"
             kind = type(error).__name__
@@ -187,7 +187,7 @@ class Gate:
         )
         if caller.role not in LOOKS:
             wanted = " or ".join(role.value for role in Role if role in LOOKS)
-            raise NotPermitted(f"{caller} may not look at jobs: that needs the role {wanted}")
+            raise NotPermitted(f"{caller} may not read jobs: that needs the role {wanted}")
         return caller
 
     def why_over(self, caller: Caller) -> str:
@@ -235,7 +235,7 @@ class Gate:
         then = _then(fields.get("then", ["/"])[0])
         caller = self._locks.identify(token, b"", _host(request), self._clock.unix_ns())
         if caller.role not in LOOKS:
-            raise NotPermitted(f"{caller} may not look at jobs")
+            raise NotPermitted(f"{caller} may not read jobs")
         response = RedirectResponse(then, status_code=303)
         response.set_cookie(
             COOKIE,

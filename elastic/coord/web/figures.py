@@ -75,7 +75,7 @@ def _cluster(view: ClusterView, history: History) -> Iterator[Family]:
 
 def _jobs(view: ClusterView, history: History, unix_ns: int) -> Iterator[Family]:
     """Yield the metrics of jobs; ended ones have only their info and state."""
-    info = Family("elastic_job_info", "gauge", "1; the labels say what job it is.")
+    info = Family("elastic_job_info", "gauge", "1; the labels identify the job.")
     state = Family(
         "elastic_job_state", "gauge", "1 for the state that the job is in, 0 for the others."
     )

@@ -123,7 +123,7 @@ class PageServer:
         if tls is None and not is_loopback(host):
             log.warning(
                 "page_in_the_clear url=%s advice=%r", self.url,
-                "whoever reads the network reads tokens: --tls-cert and --tls-key",
+                "tokens can be read on the network: --tls-cert and --tls-key",
             )  # fmt: skip
 
     async def run(self, context: ServiceContext) -> None:

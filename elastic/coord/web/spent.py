@@ -26,7 +26,7 @@ def goodput_bar(job: JobView) -> Part:
     goodput = job.record.goodput
     total = goodput.allocated_ns
     if not total:
-        return Part("goodput", element("p", "Nothing was told yet.", id="goodput"))
+        return Part("goodput", element("p", "Nothing was reported yet.", id="goodput"))
     bars, legend, x = [], [], 0.0
     for name, seconds in sorted(goodput.seconds().items(), key=lambda pair: -pair[1]):
         part = seconds * NS_PER_S / total

@@ -50,7 +50,7 @@ from elastic.core.messages import (
 from elastic.core.world import ExitCause, ExitKind, Node
 from elastic.errors import InvariantViolation, check
 
-OVER = ExitCause(ExitKind.STOPPED, detail="its group is over, its script goes on in a new process")
+OVER = ExitCause(ExitKind.STOPPED, detail="its group is over; its script runs in a new process")
 
 
 class AgentMachine:
@@ -313,7 +313,7 @@ class AgentMachine:
             is_spared = is_last or not is_connected
             if process.stopped_since_ns is not None and is_spared is not process.is_spared:
                 if is_spared:
-                    why = "nobody else has its state" if is_last else "no coordinator hears of it"
+                    why = "no other has its state" if is_last else "no coordinator is connected"
                     books.note(worker, "stopped_worker_kept", why=why)
                 else:  # Another one runs again; this one may, too, in a moment.
                     process.stopped_since_ns = books.now_ns

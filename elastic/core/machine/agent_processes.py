@@ -46,7 +46,7 @@ class ProcessState:
         job_id: the job whose script's imports it has made, and for which alone it is; "" for any.
         worker_id: its worker, None for a spare.
         end: why we end it, None as long as we do not; decides the cause of its exit.
-        kill_at_ns: when it is killed if it still lives: too slow to warm up, or to stop.
+        kill_at_ns: when it is killed if it still runs: too slow to warm up, or to stop.
         stopped_since_ns: since when the kernel shows it as stopped, None if it runs.
         is_spared: it may stay stopped: the state in its memory is nowhere else.
         silent_since_ns: since when a ping is unanswered, None if none is.

@@ -199,7 +199,7 @@ class CoordinatorMachine:
                 releasing.settle_nodes(cluster)
                 queueing.plan(cluster)
                 plans += 1
-                check(plans <= PLANS_MAX, "the queue and the jobs do not come to rest")
+                check(plans <= PLANS_MAX, "the queue and the jobs do not settle")
         self._drop_ended()
         cluster.book.drop_gone(GONE_NODES_MAX)
 

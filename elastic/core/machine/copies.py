@@ -234,9 +234,9 @@ def _order(cluster: ClusterState, job: JobState, senders: dict[NodeId, NodeState
         order = _wanted(cluster, job, source, sender)
         if order is not None and sender.session is not None:
             holder = cluster.book.nodes.get(order.node_id)
-            life = holder.node.incarnation if holder is not None else 0
+            incarnation = holder.node.incarnation if holder is not None else 0
             lost = job.copies.num_lost.get(source, 0)
-            placed = PlacedCopyOrder(sender.session, job.generation, order, life, lost)
+            placed = PlacedCopyOrder(sender.session, job.generation, order, incarnation, lost)
             job.copies.ordered[source] = placed
     sending = {placed.session for placed in job.copies.ordered.values()}
     for session in [placed.session for placed in before.values()]:

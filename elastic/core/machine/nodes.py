@@ -37,14 +37,14 @@ class NodeState:
             come back yet.
         reports_due: reports that its agent announced in its Hello and that have not come yet.
         received_ns: when its agent last sent a message.
-        announced: reason of its announced drain, "" for none in this life of its agent; kept when
-            the node is gone, because losses with it are not charged.
+        announced: reason of its announced drain, "" for none in this incarnation of its agent; kept
+            when the node is gone, because losses with it are not charged.
         problems: faults reported by its agent.
         faults: when workers hung, crashed or did not start here, oldest first.
         faulty_until_ns: no new workers start here before, because of those, for `faulty_why`.
         released: its agent was notified that it may end.
         kept_for: why it was not, though it runs nothing any more.
-        last_serial: of the workers started here, in any life of the agent.
+        last_serial: of the workers started here, in any incarnation of the agent.
         copies: jobs of which it holds copies, as last reported.
         copy_endpoint: where its agent receives and serves copies.
     """

@@ -8,7 +8,7 @@ finish, and one that loses members meanwhile pauses with the newest existing che
 no time limit. A preempted job has a deadline for the checkpoint and another for the boundary. If it
 has no checkpoint by then it continues to train, and the queue chooses others; nor does the queue
 count on the slots of a pause that takes longer. Jobs preempted for the same job leave when all of
-them can, so that none does so in vain.
+them can, so that none leaves for nothing.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ def reconcile_job(cluster: ClusterState, job: JobState) -> None:
         if not _settle_group(cluster, job):
             break
     else:
-        check(False, f"job {job.job_id} does not come to rest: {job.reason}")
+        check(False, f"job {job.job_id} does not settle: {job.reason}")
     if job.has_ended():
         return
     if job.generation > before and announcing.is_large(cluster, job):

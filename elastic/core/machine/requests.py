@@ -78,8 +78,8 @@ def on_pause(cluster: ClusterState, event: PauseRequested) -> None:
         return
     if job.generation and not job.spec.run_path:
         text = (
-            f"job {job.job_id} has no run directory to go on from, and would begin anew: stop it "
-            f"instead, or submit it with one (RunConfig(storage_path=...), or --storage-path)"
+            f"job {job.job_id} has no run directory to continue from, and would start over: stop "
+            f"it instead, or submit it with one (RunConfig(storage_path=...), or --storage-path)"
         )
         cluster.do(Reply(event.request_id, "failed_precondition", text))
         return

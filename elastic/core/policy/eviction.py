@@ -31,9 +31,9 @@ def why_it_stays(spec: JobSpec, *, in_place: bool, num_checkpoints: int) -> str:
     if spec.non_preemptible:
         return "was submitted as not preemptible"
     if not spec.run_path:
-        return "has no run directory to go on from"
+        return "has no run directory to continue from"
     if not in_place and not num_checkpoints:
-        return "has no checkpoint to go on from yet"
+        return "has no checkpoint to continue from yet"
     return ""
 
 
@@ -60,7 +60,7 @@ def passed_over_until(
     deadline_s = config.preemption_deadline_s
     return Decision(
         until_ns,
-        f"wrote no checkpoint within {deadline_s:g} s and has none to go on from: it is asked "
+        f"wrote no checkpoint within {deadline_s:g} s and has none to continue from: it is asked "
         f"again after {DEADLINES_PASSED_OVER * deadline_s:g} s, or once it has one",
     )
 

@@ -50,7 +50,7 @@ class FailureHistory:
     Attributes:
         failures: failures of user code in the whole run.
         losses: losses in a row since the last progress.
-        last: the failure before this one; its position tells whether the job came further.
+        last: the failure before this one; its position shows whether the job made progress.
     """
 
     failures: int = 0
@@ -103,7 +103,7 @@ def judge_exit(
         return Decision(
             FailureDecision(True, after),
             f"{losses} workers lost in a row without progress, the last one {what}: "
-            f"look at its log; the limit is crash_loop_limit={config.crash_loop_limit}",
+            f"check its log; the limit is crash_loop_limit={config.crash_loop_limit}",
         )
     return Decision(FailureDecision(False, after, _delay_ns(losses - FREE_LOSSES, config)), what)
 

@@ -136,7 +136,7 @@ def judge(
     for member in members:
         sight = member.sight
         if not member.trains or sight is None:
-            return Decision(Hang(), f"{member.worker_id} says nothing of itself")
+            return Decision(Hang(), f"{member.worker_id} does not report its progress")
         limits[member.worker_id] = sight.limit_ns(timeout_ns)
         if sight.waits(generation, now_ns):
             waiting[member.worker_id] = sight.waiting_since_ns or 0
@@ -152,7 +152,7 @@ def judge(
     queue = WaitChain({m.worker_id: m.sight.begun for m in members if m.sight is not None})
     hidden = [] if waiting else [w for w in standing if queue.is_ahead(w)]
     if not waiting and not hidden:
-        return Decision(Hang(), "nobody waits")
+        return Decision(Hang(), "no member waits")
     since_ns = max(*waiting.values(), *standing.values())
     limit_ns = max(limits[worker_id] for worker_id in standing)
     if not timeout_ns or now_ns - since_ns < limit_ns * (STUCK_TIMES if hidden else 1):

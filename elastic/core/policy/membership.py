@@ -212,10 +212,10 @@ def _decide_open(
     # If a group is replaced too early, reports of its members on the way are lost.
     awaited = [c.worker_id for c in members if c.awaited]
     if lost or current.is_over:
-        why = f"lost {', '.join(lost)}" if lost else "its members were told that it is over"
+        why = f"lost {', '.join(lost)}" if lost else "its members were notified that it is over"
         if awaited:
             return Decision(
-                GroupPlan(GroupAction.KEEP), f"{why}; waiting for word of {', '.join(awaited)}"
+                GroupPlan(GroupAction.KEEP), f"{why}; waiting for a report of {', '.join(awaited)}"
             )
         return _replace_ended(spec, current, staying, "lost", why)
     if overdue:
@@ -231,7 +231,7 @@ def _decide_open(
     if broken:
         until = min(c.since_ns for c in broken) + ns(config.broken_grace_s)
         if awaited:
-            why = f"the group broke; waiting for word of {', '.join(awaited)}"
+            why = f"the group broke; waiting for a report of {', '.join(awaited)}"
             return Decision(GroupPlan(GroupAction.KEEP), why, min(wake, default=None))
         if now_ns >= until:
             why = "the group broke, no member is lost"
@@ -350,7 +350,7 @@ def _request_leave(saves: bool, wake_ns: int | None) -> Decision[GroupPlan]:
     """Return a new request for the same boundary, with or without saving the state."""
     plan, reason = (
         GroupPlan(GroupAction.ASK, cause="drain", saves=True),
-        "nobody stays: it is saved first",
+        "no member stays: it is saved first",
     )
     if not saves:
         plan, reason = (
@@ -432,7 +432,7 @@ def _replace_stuck(
     spec: JobSpec, current: CurrentGroup, by_id: dict[WorkerId, Candidate]
 ) -> Decision[GroupPlan]:
     """Replace a group in which all members form and none finishes: one of them hangs."""
-    found = _replace_ended(spec, current, by_id, "broken", "nobody has come out of forming")
+    found = _replace_ended(spec, current, by_id, "broken", "no member has finished forming")
     return replace(found, value=replace(found.value, shows=True))
 
 
@@ -464,7 +464,7 @@ def _choose_with_state(
 
     Who has it is preferred like a member, also one of an older group. If only workers on draining
     nodes have it, they join once more: they pass it on, or save it, before they leave at a
-    boundary. Not other leavers, which cannot reach the rest, or have no slot any more.
+    boundary. Not other leavers, which cannot reach the others, or have no slot any more.
     """
     members = choose(spec, current, by_id, interrupting=interrupting)
     left_out = _left_out(by_id, members)

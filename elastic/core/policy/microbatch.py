@@ -116,7 +116,7 @@ def additions_to(trees: Iterable[Span], parts: Iterable[Span]) -> tuple[Addition
     def add(tree: Span) -> Iterator[Addition]:
         if tree in known:
             return
-        check(tree[1] - tree[0] > 1, f"micro-batch {tree[0]} is held by nobody")
+        check(tree[1] - tree[0] > 1, f"micro-batch {tree[0]} is held by no rank")
         middle = split(tree)
         yield from add((tree[0], middle))
         yield from add((middle, tree[1]))

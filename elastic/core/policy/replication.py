@@ -183,7 +183,7 @@ def is_awaited(way: CopyProgress) -> Decision[bool]:
     if way.bringing is CopyMode.ON and way.is_whole:
         return Decision(True, "it is on its way to another node")
     is_early = way.waited_s < UNREPORTED_S
-    return Decision(is_early, f"for {way.waited_s:.0f} s nobody has sent it, of {UNREPORTED_S:g}")
+    return Decision(is_early, f"not sent for {way.waited_s:.0f} s, of {UNREPORTED_S:g}")
 
 
 @dataclass(frozen=True)
@@ -211,7 +211,7 @@ def is_left_behind(what: UncopiedState) -> Decision[bool]:
     there is no other holder, waiting is useless.
     """
     if what.is_releasing or what.is_elsewhere:
-        return Decision(False, "it rests" if what.is_releasing else "all of it lies elsewhere")
+        return Decision(False, "it was saved" if what.is_releasing else "all of it lies elsewhere")
     if not what.trains:
-        return Decision(True, "the next group may go on from it")
+        return Decision(True, "the next group may continue from it")
     return Decision(what.has_place, "it does not lie elsewhere yet")

@@ -114,7 +114,7 @@ class HyperBand:
             # A trial past this rung has passed it before.
             waiting = [one for one in arrived if one.is_paused and following not in one.rungs]
             last = kept[-1].rungs[rung] * self.sign if kept else 0.0
-            why = f"at rung {rung} the best {len(kept)} of {len(order)} go on, to {last:.4g}"
+            why = f"at rung {rung} the best {len(kept)} of {len(order)} continue, to {last:.4g}"
             if waiting:
                 return [
                     (

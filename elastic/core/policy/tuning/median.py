@@ -49,7 +49,7 @@ class Median:
         ]
         known = sorted(value for last in there for value in last if not math.isnan(value))
         if not known:
-            return Decision(GO_ON, f"nobody to compare with at {at}")
+            return Decision(GO_ON, f"no trial to compare with at {at}")
         middle = (known[(len(known) - 1) // 2] + known[len(known) // 2]) / 2
         if max(finite) < middle:
             reason = (

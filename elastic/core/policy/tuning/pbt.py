@@ -64,7 +64,7 @@ class Pbt:
             return Decision(TrialDecision(TrialAction.GO_ON, passed), reason)
         score, donor = best[int(draw * len(best))]
         reason = (
-            f"{shown} at {at} is of the worst {count} of {len(scores)}: goes on from trial "
+            f"{shown} at {at} is of the worst {count} of {len(scores)}: continues from trial "
             f"{-donor}, with {score * self.sign:.4g}"
         )
         return Decision(TrialDecision(TrialAction.EXPLOIT, passed, donor=-donor), reason)
