@@ -127,7 +127,7 @@ class Flags:
     "--coord-file",
     default="",
     hidden=True,
-    help="In place of --coord: the file in which a coordinator says that it is ready.",
+    help="In place of --coord: the file that a coordinator writes once it is ready.",
 )
 @click.option(
     "--workers",
@@ -208,7 +208,7 @@ class Flags:
     "--notices",
     default="auto",
     metavar="NAME,...",
-    help="Who may say that this machine is to be taken: aws, aws-rebalance, gcp, azure, slurm, "
+    help="Sources of notices to leave this machine: aws, aws-rebalance, gcp, azure, slurm, "
     "file:PATH, kubernetes:PATH; auto: what is found; or none.",
 )
 @click.option(
@@ -243,8 +243,8 @@ class Flags:
     default="",
     show_default=False,
     metavar="[HOST:]PORT",
-    help="Serve /metrics for Prometheus; a port alone is one of this machine. Whoever reaches it "
-    "reads numbers, ranks and ids of jobs.",
+    help="Serve /metrics for Prometheus; a port alone is one of this machine. Anyone who reaches "
+    "it reads numbers, ranks and ids of jobs.",
 )
 @click.option(
     "--log-level", default="info", type=click.Choice(["debug", "info", "warning", "error"])
@@ -259,7 +259,7 @@ class Flags:
 @click.version_option(__version__, prog_name="elastic-agent", allow_from_autoenv=False)
 @click.pass_context
 def main(context: click.Context, /, **flags: object) -> None:
-    """Run workers of this machine for a coordinator, until it is told to leave.
+    """Run workers of this machine for a coordinator, until it is asked to leave.
 
     Every option can be set as ELASTIC_NAME in the environment as well, such as ELASTIC_COORD.
     SIGTERM or SIGINT drains the node: its workers leave at a step boundary; a second one ends
@@ -468,7 +468,7 @@ async def drive(
     learned = settings.book.learned if settings.book else ()
     host = settings.node.host or await find_host((*settings.endpoints, *learned), stopping)
     if not host:
-        return ExitAgent(EXIT_DRAINED, "told to leave before the first connection")
+        return ExitAgent(EXIT_DRAINED, "asked to leave before the first connection")
     node = dataclasses.replace(settings.node, host=host)
     settings = dataclasses.replace(settings, node=node)
     driver = AgentDriver(settings, clock=clock, draws=random.Random())

@@ -2,7 +2,7 @@
 
 Rule: one thread per connection, in limited number; the agent's event loop never waits for one. A
 request that is unauthenticated, malformed, or slow costs no more than its thread. A flood of
-unauthenticated connections locks nobody out: each new one replaces the oldest.
+unauthenticated connections locks no peer out: each new one replaces the oldest.
 """
 
 from __future__ import annotations

@@ -95,7 +95,7 @@ def read_nvml() -> tuple[Gpu, ...] | str:
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:
-        return f"no GPUs: NVML says {error}"
+        return f"no GPUs: NVML reports {error}"
     found: list[Gpu] = []
     lost: list[str] = []
     try:

@@ -54,15 +54,15 @@ TORCH_S = 120.0
 GLOO_S = 20
 SCRIPT = f"""
 import json, os, sys, tempfile
-said = {{}}
+found = {{}}
 import torch
-said["torch"] = torch.__version__
-said["cuda"] = torch.version.cuda
-said["devices"] = torch.cuda.device_count() if torch.cuda.is_available() else 0
+found["torch"] = torch.__version__
+found["cuda"] = torch.version.cuda
+found["devices"] = torch.cuda.device_count() if torch.cuda.is_available() else 0
 try:
-    said["nccl"] = ".".join(map(str, torch.cuda.nccl.version())) if torch.version.cuda else None
+    found["nccl"] = ".".join(map(str, torch.cuda.nccl.version())) if torch.version.cuda else None
 except Exception as error:
-    said["nccl"] = None
+    found["nccl"] = None
 os.environ["GLOO_SOCKET_IFNAME"] = "lo"
 import datetime
 import torch.distributed as dist
@@ -83,12 +83,12 @@ with tempfile.TemporaryDirectory() as folder:
         finally:
             os._exit(0)
     try:
-        said["gloo"] = "" if reduce(0, folder) == 3.0 else "a sum came out wrong"
+        found["gloo"] = "" if reduce(0, folder) == 3.0 else "a sum came out wrong"
     except Exception as error:
-        said["gloo"] = str(error)
+        found["gloo"] = str(error)
         os.kill(child, 9)
     os.waitpid(child, 0)
-print(json.dumps(said))
+print(json.dumps(found))
 sys.stdout.flush()
 os._exit(0)
 """
@@ -153,7 +153,7 @@ def check_torch(num_gpus: int) -> list[Check]:
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return [fail("torch", f"not imported in {TORCH_S:.0f} s", "look at the disk it is on")]
+        return [fail("torch", f"not imported in {TORCH_S:.0f} s", "check the disk it is on")]
     lines = done.stdout.strip().splitlines()
     if done.returncode or not lines:
         text = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
@@ -178,7 +178,7 @@ def judge_torch(versions: dict[str, Any], num_gpus: int) -> list[Check]:
         checks = [fail("torch", text, "install a build for this driver's CUDA (nvidia-smi)")]
     elif versions["devices"] < num_gpus:
         text = f"{found}; it sees {versions['devices']} of {num_gpus} GPUs"
-        checks = [warn("torch", text, "look at CUDA_VISIBLE_DEVICES and nvidia-smi")]
+        checks = [warn("torch", text, "check CUDA_VISIBLE_DEVICES and nvidia-smi")]
     else:
         checks = [ok("torch", f"{found}, {versions['devices']} GPUs")]
     if versions["gloo"]:
@@ -318,7 +318,7 @@ def judge_clock(ahead_s: float, took_s: float) -> Check:
 @click.option("-o", "--output", type=click.Choice(["text", "json"]), default="text")
 @click.pass_context
 def doctor(context: click.Context, /, output: str) -> None:
-    """Look whether this machine is fit to be a node; say what to do where it is not.
+    """Check whether this machine is fit to be a node; show what to do where it is not.
 
     With the agent's own flags, before its name (elastic-agent --coord HOST:PORT doctor), and its
     variables. Exit 0 if nothing fails, 1 otherwise; warnings do not count.
@@ -356,7 +356,7 @@ def doctor(context: click.Context, /, output: str) -> None:
         try:
             checks += step()
         except Exception as error:
-            checks.append(fail(name, f"{type(error).__name__}: {error}", "tell us: this is a bug"))
+            checks.append(fail(name, f"{type(error).__name__}: {error}", "report this bug"))
     if output == "json":
         click.echo(json.dumps([as_dict(check) for check in checks], indent=2))
     else:

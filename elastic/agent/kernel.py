@@ -26,7 +26,7 @@ def status_of_zombie(pid: int) -> os.waitid_result:
     """Return how a dead child ended, and leave its pid taken."""
     status = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
     if status is None:
-        raise InvariantViolation(f"process {pid} was told to be dead and is not")
+        raise InvariantViolation(f"process {pid} was reported dead and is not")
     return status
 
 

@@ -114,7 +114,7 @@ class _DiscoveryRound:
     def blocker(self) -> str:
         """Return why there is no leader yet: the standbys' replies, and the others' errors."""
         refusals = [
-            f"the standby at {endpoint} names {news.leader or 'nobody'} as the leader"
+            f"the standby at {endpoint} names {news.leader or 'no coordinator'} as the leader"
             for endpoint, news in sorted(self.waiting.items())
         ]
         failures = (str(error) for _, error in sorted(self._failures.items()))

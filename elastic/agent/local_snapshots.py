@@ -63,7 +63,7 @@ class LocalSnapshots:
                 raise Refused("this node has another snapshot of its own by now: ask again")
             size = HEADER + mark.num_bytes
             if os.fstat(one).st_size < size:
-                raise Refused("the snapshot's memory is smaller than its marks say")
+                raise Refused("the snapshot's memory is smaller than its marks state")
             with (
                 mmap.mmap(one, size, prot=mmap.PROT_READ) as memory,
                 memoryview(memory) as everything,

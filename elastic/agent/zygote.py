@@ -32,7 +32,7 @@ be given up: each worker would import torch beside all the others."""
 BIRTH_S_MAX = 5.0
 """Timeout of later replies."""
 LATE_S = 1.0
-"""A timer that fires so late says nothing of the zygote: the agent, or its host, was stopped."""
+"""A timer that fires so late is no fault of the zygote: the agent, or its host, was stopped."""
 IMPORTS_S_MAX = 300.0
 """Added to the timeout when a script's imports are made first; the zygote gives up sooner."""
 SCRIPT_BYTES_MAX = 32_000
@@ -102,7 +102,7 @@ def _children() -> list[int]:
 
 
 class Zygote:
-    """One zygote, from its start to its end; lives on the agent's event loop.
+    """One zygote, from its start to its end; runs on the agent's event loop.
 
     Attributes:
         has_forked: it has forked a process, so its imports work.

@@ -171,7 +171,7 @@ def _why_not(view: JobView) -> str:
         )
     return (
         f"a step may take longer than that, or storage may be slow or away; its workers' output "
-        f"says so: elastic logs {view.record.spec.job_id}"
+        f"shows it: elastic logs {view.record.spec.job_id}"
     )
 
 

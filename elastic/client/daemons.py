@@ -57,7 +57,7 @@ DEFAULT_PORT = 7070
 )  # fmt: skip
 @click.option(
     "--token-file", default="", metavar="PATH",
-    help="File with the join token; --head draws one and says where it is.",
+    help="File with the join token; --head creates one and prints its path.",
 )  # fmt: skip
 @click.pass_obj
 @reporting_errors

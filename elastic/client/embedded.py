@@ -87,7 +87,7 @@ class ClusterConnection:
                 raise Unavailable(
                     f"the embedded {name} (pid {process.pid}) {_how(process)} while a job ran, "
                     f"which ends with it: nothing here starts another one; run the script again "
-                    f"to go on from its newest checkpoint; {_last_words(self, name)}"
+                    f"to resume from its newest checkpoint; {_last_words(self, name)}"
                 )
 
 
@@ -216,7 +216,7 @@ def _how(process: subprocess.Popen[bytes]) -> str:
 def _last_words(cluster: ClusterConnection, name: str) -> str:
     log = (cluster.directory or Path()) / f"{name}.log"
     log_text = log.read_text(errors="replace")[-LAST_WORDS_MAX:] if log.exists() else ""
-    return f"it said:\n{log_text}"
+    return f"its log ends:\n{log_text}"
 
 
 def stop_cluster(cluster: ClusterConnection) -> None:

@@ -41,12 +41,12 @@ WORDS = {
 
 @click.command()
 @click.argument("job")
-@click.option("-f", "--follow", is_flag=True, help="Go on until the job has ended.")
+@click.option("-f", "--follow", is_flag=True, help="Follow the job until it has ended.")
 @output_option
 @click.pass_obj
 @reporting_errors
 def events(target: ClusterTarget, job: str, follow: bool, output: str) -> None:
-    """Tell what happened to JOB (id or name): kills, new groups, drains, checkpoints, decisions.
+    """Show what happened to JOB (id or name): kills, new groups, drains, checkpoints, decisions.
 
     Each with its cause, its reason, and for how long training stood still. JSON is one object a
     line.

@@ -107,7 +107,7 @@ def start_head(
         store: of the coordinator.
 
     Raises:
-        UsageError: something was started here before, and lives.
+        UsageError: something was started here before, and still runs.
         Unavailable: a part did not come up; its log is shown.
     """
     _check_none()
@@ -134,7 +134,7 @@ def join(address: str, node: Sequence[str], *, token_file: str) -> StartedCluste
     """Start an agent of this machine for a coordinator elsewhere.
 
     Raises:
-        UsageError: something was started here before, and lives.
+        UsageError: something was started here before, and still runs.
         Unavailable: it did not come up; its log is shown.
     """
     _check_none()
@@ -245,7 +245,7 @@ def _wait_until(started: StartedCluster, is_there: Callable[[], bool]) -> None:
         time.sleep(POLL_S)
     text = Path(daemon.log).read_text(errors="replace")[-LAST_WORDS_MAX:]
     stop_started(started, force=True)
-    raise Unavailable(f"the {daemon.part} did not come up; it said:\n{text}")
+    raise Unavailable(f"the {daemon.part} did not come up; its log ends:\n{text}")
 
 
 def node_flags(

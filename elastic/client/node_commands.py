@@ -24,7 +24,7 @@ from elastic.errors import Refused, UsageError
 @click.pass_obj
 @reporting_errors
 def pause(target: ClusterTarget, job: str, wait: bool, timeout_s: float | None) -> None:
-    """Have JOB (id or name) give all its workers back; it goes on with: elastic resume JOB.
+    """Have JOB (id or name) give all its workers back; resume it with: elastic resume JOB.
 
     A checkpoint is taken first, then the workers leave at a boundary. The job keeps its name, and
     is paused after a restart of the coordinator too.
@@ -36,7 +36,7 @@ def pause(target: ClusterTarget, job: str, wait: bool, timeout_s: float | None) 
         if wait:
             _wait_until_paused(client, job_id, target, timeout_s)
     click.echo(
-        f"job {job} {'is paused' if wait else 'pauses'}; go on: {target.command('resume', job)}",
+        f"job {job} {'is paused' if wait else 'pauses'}; resume: {target.command('resume', job)}",
         err=True,
     )
 
@@ -78,10 +78,10 @@ def _pausing(view: JobView) -> str:
 @click.pass_obj
 @reporting_errors
 def resume(target: ClusterTarget, job: str) -> None:
-    """Let a paused JOB (id or name) go on where it was, as soon as its workers fit."""
+    """Resume a paused JOB (id or name) where it was, as soon as its workers fit."""
     with target.connect() as client:
         client.resume(job)
-    click.echo(f"job {job} goes on; state: {target.command('status', job)}", err=True)
+    click.echo(f"job {job} resumes; state: {target.command('status', job)}", err=True)
 
 
 @click.command()

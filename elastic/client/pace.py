@@ -100,7 +100,7 @@ def goodput_line(goodput: Goodput, unreported_ns: int = 0) -> str:
     parts = sorted(goodput.seconds().items(), key=lambda pair: -pair[1])
     least = SHOWN_PART * goodput.allocated_ns / NS_PER_S
     shown = [f"{name} {duration(round(s * NS_PER_S))}" for name, s in parts if s > least]
-    more = f"; {duration(unreported_ns)} not told yet" if unreported_ns > NS_PER_S else ""
+    more = f"; {duration(unreported_ns)} not reported yet" if unreported_ns > NS_PER_S else ""
     held = duration(goodput.allocated_ns + unreported_ns)
     return f"{goodput.ratio:.1%} of {held} of workers: {', '.join(shown)}{more}"
 

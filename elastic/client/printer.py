@@ -54,7 +54,7 @@ RULED = {
     "gives_back": "{workers} will be given back to another job",
     "group_stuck": "{reason}; where each of them stands is in its output",
     "left_early": "{reason}",
-    "notes_dropped": "{number} events were too many to be told",
+    "notes_dropped": "{number} events were dropped: too many at once",
 }
 
 

@@ -107,7 +107,7 @@ def nodes(target: ClusterTarget, output: str) -> None:
 
 @click.command()
 @click.argument("job")
-@click.option("-f", "--follow", is_flag=True, help="Go on until the job has ended.")
+@click.option("-f", "--follow", is_flag=True, help="Follow the job until it has ended.")
 @click.option(
     "--rank", "ranks", default="", callback=parse_ranks, metavar="R,...",
     help="Only these ranks of the newest group.",

@@ -96,7 +96,7 @@ def run(target: ClusterTarget, /, detach: bool, standalone: bool, **given: Any) 
             "it; give --coord HOST:PORT (or ELASTIC_COORD)"
         )
     if detach and (options.redirects or options.tee):
-        raise UsageError("--detach, and --tee or --redirects: nobody is left to write output")
+        raise UsageError("--detach, and --tee or --redirects: no process is left to write output")
     job_spec(launch, JobSize(1, 1), job_id="j-", stamp="")  # Raises for errors in the options.
     if cluster is None:
         check_alone(launch)

@@ -55,7 +55,7 @@ OURS = (
     _our("--coord", default="", metavar="HOST:PORT,...", help="Run on this cluster."),
     _our("--min", "min_workers", type=click.IntRange(min=1), help="Fewest workers, in all."),
     _our("--max", "max_workers", type=click.IntRange(min=1), help="Most workers, in all."),
-    _our("--name", default="", help="Name of the run; one that did not succeed goes on."),
+    _our("--name", default="", help="Name of the run; one that did not succeed is resumed."),
     _our(
         "--storage", "--storage-path", "storage", default="~/elastic_results", show_default=True,
         metavar="PATH|URL", help="Parent of the run directory; all nodes must reach it.",

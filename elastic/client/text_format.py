@@ -95,9 +95,9 @@ def where_it_goes_on(view: JobView, how: str) -> str:
     record = view.record
     newest = record.checkpoints[-1].path if record.checkpoints else ""
     if newest:
-        return f"go on from {newest}: {how}"
+        return f"resume from {newest}: {how}"
     if record.spec.own_steps and record.spec.run_path:
-        return f"it goes on from what its script has saved: {how}"
+        return f"it resumes from what its script has saved: {how}"
     return "no checkpoint was recorded: it would begin anew"
 
 

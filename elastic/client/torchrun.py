@@ -33,8 +33,8 @@ IGNORED: Mapping[str, str] = {
     "node-rank": "the coordinator gives the ranks; start this once, not on each node",
     "master-addr": "rank 0's worker listens at an address of its node",
     "master-port": "rank 0's worker listens at a port that the system picks",
-    "local-addr": "where others reach a node is told to its agent: elastic-agent --host",
-    "logs-specs": "--tee, --redirects and --local-ranks-filter say where output goes",
+    "local-addr": "where others reach a node is an option of its agent: elastic-agent --host",
+    "logs-specs": "--tee, --redirects and --local-ranks-filter select where output goes",
     "numa-binding": "workers are bound to no CPU; start the agent under numactl for that",
     "signals-to-handle": "SIGINT, SIGTERM and SIGHUP end the job, and call no handler of a script",
 }

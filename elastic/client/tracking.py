@@ -17,7 +17,7 @@ from elastic.storage.trackers import Tracking, parse_trackers
 @click.argument("trackers", nargs=-1, required=True, metavar="KIND[:WHERE]...")
 @reporting_errors
 def track(run: str, trackers: tuple[str, ...]) -> None:
-    """Tell trackers what RUN, a run directory, has reported and they do not know yet.
+    """Send trackers what RUN, a run directory, has reported and they lack.
 
     KIND is tensorboard[:DIR], json[:FILE], wandb:PROJECT or mlflow:URI. `--tracker` of `submit`
     and `run` does the same while a job runs; this is for runs before it, and for what a tracker

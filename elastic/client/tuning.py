@@ -31,7 +31,7 @@ DEFAULT_STORAGE = "~/elastic_results"
 
 @click.group()
 def tune() -> None:
-    """Look at studies of elastic.tune, and stop them.
+    """Show and stop studies of elastic.tune.
 
     STUDY is its directory, storage_path/name, or its name below ~/elastic_results.
     """

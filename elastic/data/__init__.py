@@ -85,7 +85,7 @@ def __getattr__(name: str) -> Any:
 
     Raises:
         AttributeError: the package has no such name.
-        ImportError: Ray has it, and the message says what to use.
+        ImportError: Ray has it, and the message names what to use instead.
     """
     if name in _NOT_HERE:
         raise ImportError(

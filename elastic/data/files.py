@@ -112,7 +112,7 @@ def find_files(
                 f"pattern such as {path.rstrip('/')}/*.parquet"
             )
         files = [_file(fs, info) for info in sorted(infos, key=lambda info: info["name"])]
-        if ANONYMOUS in path:  # Whoever opens them needs to know it, too.
+        if ANONYMOUS in path:  # Their readers need to know it, too.
             files = [replace(file, path=file.path.replace("://", ANONYMOUS, 1)) for file in files]
         found.extend(files)
     return found

@@ -158,7 +158,7 @@ def read_numpy(
 ) -> Dataset:
     """Read .npy files, as column "data": a row for each entry of the first axis."""
     if allow_pickle:
-        raise UsageError("read_numpy: allow_pickle=True runs what a file says; expected False")
+        raise UsageError("read_numpy: allow_pickle=True runs code of the file; expected False")
     return _of(Numpy(**_files("read_numpy", paths, file_extensions, others)))
 
 

@@ -123,7 +123,7 @@ class EtcdCommitter:
             if self._marker is None and lost == tried:
                 raise StoreUnavailable(
                     f"the answer to a commit was lost, and then {marker.key!r}, the key that "
-                    f"would tell what became of it; somebody removed it; read the keys anew"
+                    f"would show its outcome; somebody removed it; read the keys anew"
                 )
         old = marker is not None and time.monotonic() - marker.created_s > MARKER_AGE_MAX_S
         if self._marker is None or old:

@@ -51,7 +51,7 @@ class StoreMark:
             os.pwrite(self._file, body, 0)
         except OSError as error:
             raise StoreUnavailable(
-                f"store mark {self.path}: {error.strerror}; it goes on by itself once there is "
+                f"store mark {self.path}: {error.strerror}; it recovers by itself once there is "
                 f"free space, and the disk works"
             ) from error
 
@@ -82,7 +82,7 @@ def read_mark(path: Path) -> int:
         if magic == MAGIC and crc32 == zlib.crc32(body[:-4]):
             return int(revision)
     raise CorruptRecord(
-        f"store {path}: {mark_path(path)} is damaged, so it cannot be told whether all that was "
+        f"store {path}: {mark_path(path)} is damaged, so it is unknown whether all that was "
         f"acknowledged is there; {advice(path)}"
     )
 
@@ -108,7 +108,7 @@ def advice(path: Path) -> str:
     """Return the advice for a store that lacks acknowledged commits."""
     return (
         f"move the file away, with {path.name}-wal and {mark_path(path).name}, and put a backup in "
-        f"its place ('elastic-coord restore'), or go on with what is left ('elastic-coord store "
+        f"its place ('elastic-coord restore'), or continue with what is left ('elastic-coord store "
         f"salvage --store sqlite:{path}')"
     )
 

@@ -319,11 +319,11 @@ class LocalCluster:
         with self._changed:
             while True:
                 for timed in self.notes[after:]:
-                    said = dict(timed.note.fields)
+                    noted = dict(timed.note.fields)
                     if (
                         timed.note.name == name
                         and (not job_id or timed.note.job_id == job_id)
-                        and all(said.get(key) == value for key, value in wanted.items())
+                        and all(noted.get(key) == value for key, value in wanted.items())
                     ):
                         return timed
                 left = deadline - time.monotonic()

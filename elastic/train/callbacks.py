@@ -98,7 +98,7 @@ class CallbackRunner:
         self._callbacks, self._context = callbacks, run_context
         self._run = RunDirectory(run_context.path)
         self._readers: dict[int, MetricsReader] = {}
-        self._told = _Progress()
+        self._progress = _Progress()
 
     @property
     def receives(self) -> bool:
@@ -115,7 +115,7 @@ class CallbackRunner:
         """Deliver the reports that all ranks have made by now."""
         if self._callbacks:
             self._read()
-            self._tell(is_over=False)
+            self._deliver(is_over=False)
 
     def failed(self, failures: int, errors: Callable[[], Mapping[int, Exception]]) -> None:
         """Deliver a failure, once.
@@ -124,9 +124,9 @@ class CallbackRunner:
             failures: how many there were so far.
             errors: returns what the last one raised.
         """
-        if not self._callbacks or failures <= self._told.failures:
+        if not self._callbacks or failures <= self._progress.failures:
             return
-        self._told.failures = failures
+        self._progress.failures = failures
         found = dict(errors())
         self.look()
         for callback in self._callbacks:
@@ -136,7 +136,7 @@ class CallbackRunner:
         """Deliver all that is left: no more reports will come."""
         if self._callbacks:
             self._read()
-            self._tell(is_over=True)
+            self._deliver(is_over=True)
 
     def _reader(self, rank: int) -> MetricsReader:
         if rank not in self._readers:
@@ -146,20 +146,20 @@ class CallbackRunner:
     def _read(self) -> None:
         try:
             for row in self._reader(0).read():
-                self._told.rows[0][_place(row)] = row
-                self._told.waiting.append(row)
-            size = max((int(row.get("world_size", 1)) for row in self._told.waiting), default=0)
+                self._progress.rows[0][_place(row)] = row
+                self._progress.waiting.append(row)
+            size = max((int(row.get("world_size", 1)) for row in self._progress.waiting), default=0)
             for rank in range(1, size):
-                self._told.rows[rank].update((_place(r), r) for r in self._reader(rank).read())
+                self._progress.rows[rank].update((_place(r), r) for r in self._reader(rank).read())
         except StorageError:
             pass  # Retried with the next poll.
 
-    def _tell(self, *, is_over: bool) -> None:
-        waiting = self._told.waiting
+    def _deliver(self, *, is_over: bool) -> None:
+        waiting = self._progress.waiting
         while waiting:
             row, place = waiting[0], _place(waiting[0])
             size = int(row.get("world_size", 1))
-            rows = [self._told.rows[rank].get(place) for rank in range(size)]
+            rows = [self._progress.rows[rank].get(place) for rank in range(size)]
             later = waiting[1:]
             is_past = is_over or any(r["generation"] != row["generation"] for r in later)
             if None in rows and not is_past:
@@ -172,7 +172,7 @@ class CallbackRunner:
                 return
             waiting.pop(0)
             for rank in range(size):
-                self._told.rows[rank].pop(place, None)
+                self._progress.rows[rank].pop(place, None)
             metrics = [as_reported(r["metrics"]) if r else {} for r in rows]
             for callback in self._callbacks:
                 callback.after_report(self._context, metrics, checkpoint)

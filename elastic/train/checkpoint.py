@@ -220,7 +220,7 @@ class Checkpoint:
             text = json.dumps(dict(metadata))
         except (TypeError, ValueError) as error:
             raise UsageError(
-                f"Checkpoint.set_metadata: JSON cannot say this ({error}); expected a dict of "
+                f"Checkpoint.set_metadata: not JSON-serializable ({error}); expected a dict of "
                 f"text, numbers, lists and dicts"
             ) from error
         Files(self.path, self.filesystem).write(METADATA, text.encode())
@@ -281,7 +281,7 @@ def _marker_of(files: Files) -> CheckpointMarker | None:
     if marker is None and name and folder.endswith("/checkpoints"):
         log.warning(
             "checkpoint_unverified path=%s reason='it lies in a run directory and was never "
-            "committed, or its marker is gone: nothing tells whether its files are whole'",
+            "committed, or its marker is gone: it is unknown whether its files are whole'",
             files.path,
         )
     return marker

@@ -92,7 +92,7 @@ class ScalingConfig:
             refuse(self, "workers_per_replica", what)
         asked = amounts.get("GPU")
         if asked is not None and bool(asked) != self.use_gpu:
-            change = "leave GPU out or say how many" if self.use_gpu else "pass use_gpu=True"
+            change = "leave GPU out or set its number" if self.use_gpu else "pass use_gpu=True"
             raise ConfigError(
                 f"ScalingConfig: use_gpu={self.use_gpu}, but resources_per_worker="
                 f"{dict(amounts)}: {change}"
@@ -250,7 +250,7 @@ class CheckpointConfig:
         every_n_steps: after each n steps of the run; None for never.
         every_s: seconds between two of them; None for never.
         peer_replication: also keep the state in the memory of another node; None to disable.
-        async_save: write while training goes on; False waits until each one is durable.
+        async_save: write while training continues; False waits until each one is durable.
         num_to_keep: None for all reported ones, and the newest two automatic ones.
         checkpoint_score_attribute: metric that ranks them; None ranks by age.
         checkpoint_score_order: "max" or "min" is best.

@@ -88,9 +88,9 @@ def gather_for_metrics(values: Any, *, loader: PreparedLoader | None = None) -> 
     with context.activity.waiting():
         group = default_group()
         connect(group, context.reach)
-        said = share_bytes(group, pickle.dumps(mine))
+        received = share_bytes(group, pickle.dumps(mine))
     found: dict[int, Any] = {}
-    for one in said:
+    for one in received:
         found.update(pickle.loads(one))
     if not found:
         return values

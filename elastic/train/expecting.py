@@ -161,12 +161,12 @@ def expect_environment(config: object, field: str) -> None:
     what = "a dict of environment variables, such as {'NAME': 'value'}"
     expect(config, field, Mapping, what, none=True)
     for key, value in (getattr(config, field) or {}).items():
-        said = f"{type(config).__name__}: {field}[{key!r}]={value!r}"
+        given = f"{type(config).__name__}: {field}[{key!r}]={value!r}"
         if not isinstance(key, str) or not isinstance(value, str):
-            raise ConfigError(f"{said}: expected a str for a str")
+            raise ConfigError(f"{given}: expected a str for a str")
         if not key or "=" in key or "\0" in key + value:
             raise ConfigError(
-                f"{said}: expected the name of an environment variable (at least one character, "
+                f"{given}: expected the name of an environment variable (at least one character, "
                 f"no '='), and neither in it nor in its value the character NUL"
             )
 

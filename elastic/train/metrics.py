@@ -31,8 +31,8 @@ def to_json(metrics: Mapping[str, Any]) -> str:
             json.dumps(value)
         except (TypeError, ValueError) as error:
             raise UsageError(
-                f"train.report: metric {name!r} is a {type(value).__name__}, which JSON cannot say "
-                f"({error}); report a number, e.g. tensor.mean().item()"
+                f"train.report: metric {name!r} is a {type(value).__name__}, which is not "
+                f"JSON-serializable ({error}); report a number, e.g. tensor.mean().item()"
             ) from error
         plain[str(name)] = _in_words(value)
     return json.dumps(plain)

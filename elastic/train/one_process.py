@@ -41,7 +41,7 @@ def see_one_process(accelerator: Any, what: str) -> None:
         steps = accelerator.gradient_accumulation_steps
         raise UsageError(
             f"{what}: the Accelerator has gradient_accumulation_steps={steps}: leave it out and "
-            f"say how many samples a step has, global_batch_size=...: then they are the same at "
+            f"set how many samples a step has, global_batch_size=...: then they are the same at "
             f"every number of workers"
         )
     for state in (PartialState._shared_state, AcceleratorState._shared_state):

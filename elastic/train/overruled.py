@@ -51,8 +51,8 @@ _is_reported = False
 def check_size(context: WorkerContext, scaling: ScalingConfig) -> None:
     """Refuse a trainer in a function's job that has not the workers or GPUs it needs.
 
-    A command line may choose another size than its script; nobody chose that of a function's job
-    for the trainer in it, which would train on one worker without a word.
+    A command line may choose another size than its script; a function's job has a size that was not
+    chosen for the trainer in it, which would silently train on one worker.
 
     Raises:
         UsageError: the function is to be replaced by the trainer itself.
@@ -116,12 +116,12 @@ def overruled(
         parts.append("worker_env (--env)")
     if not parts and not unused:
         return ""
-    told = "elastic: of this script's configuration "
+    line = "elastic: of this script's configuration "
     if parts:
-        told += f"the command line's counts instead: {', '.join(parts)}"
+        line += f"the command line's counts instead: {', '.join(parts)}"
     if unused:
-        told += f"{'; ' if parts else ''}not used: {', '.join(unused)}"
-    return told
+        line += f"{'; ' if parts else ''}not used: {', '.join(unused)}"
+    return line
 
 
 def _known(
@@ -131,23 +131,23 @@ def _known(
     low, high = int(environ.get("ELASTIC_MIN", context.max_workers)), context.max_workers
     bounds = f"{low}" if low == high else f"{low}:{high}"
     failures, allowed = run.failure_config.max_failures, environ.get("TORCHELASTIC_MAX_RESTARTS")
-    said = []
+    differing = []
     wanted = (scaling.min_workers, scaling.max_workers)
     # 0 requests training in its own process, as a worker does.
     if scaling.num_workers not in (0, ScalingConfig().num_workers) and wanted != (low, high):
-        said.append(f"num_workers={scaling.num_workers!r} (--num-workers {bounds})")
+        differing.append(f"num_workers={scaling.num_workers!r} (--num-workers {bounds})")
     if scaling.use_gpu and not context.devices:
-        said.append("use_gpu=True (--use-gpu)")
+        differing.append("use_gpu=True (--use-gpu)")
     if run.name not in (None, context.job_name):
-        said.append(f"name={run.name!r} (--name {context.job_name})")
+        differing.append(f"name={run.name!r} (--name {context.job_name})")
     if run.storage_path is not None:
         path = run_path_of(str(run.storage_path), context.job_name)
         if path != context.run_path:
             parent = context.run_path.rpartition("/")[0]
-            said.append(f"storage_path={str(run.storage_path)!r} (--storage-path {parent})")
+            differing.append(f"storage_path={str(run.storage_path)!r} (--storage-path {parent})")
     if failures and str(failures) != allowed:
-        said.append(f"max_failures={failures} (--max-failures {allowed or 0})")
-    return said
+        differing.append(f"max_failures={failures} (--max-failures {allowed or 0})")
+    return differing
 
 
 def _changed(config: Any) -> dict[str, Any]:

@@ -52,8 +52,8 @@ def get_preemption_info() -> PreemptionInfo | None:
     """
     context = require_context("train.get_preemption_info")
     now_ns = time.monotonic_ns()
-    told = context.link.preemption(context.generation, now_ns)
-    if told is None:
+    notice = context.link.preemption(context.generation, now_ns)
+    if notice is None:
         return None
-    nodes = {str(node.node_id): list(node.ranks) for node in told.nodes}
-    return PreemptionInfo(max(0, told.deadline_ns - now_ns) / 1e9, told.reason, nodes)
+    nodes = {str(node.node_id): list(node.ranks) for node in notice.nodes}
+    return PreemptionInfo(max(0, notice.deadline_ns - now_ns) / 1e9, notice.reason, nodes)

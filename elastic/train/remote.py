@@ -127,16 +127,16 @@ class RemoteFunction:
         from elastic.train.trainer import python_path
         from elastic.worker.process.entry import pack
 
-        wish, target = self._options, getattr(self._function, "__qualname__", "function")
-        named_ones = {"CPU": wish.num_cpus, "GPU": wish.num_gpus}
-        amounts = {**(wish.resources or {}), **{k: v for k, v in named_ones.items() if v}}
+        options, target = self._options, getattr(self._function, "__qualname__", "function")
+        named_ones = {"CPU": options.num_cpus, "GPU": options.num_gpus}
+        amounts = {**(options.resources or {}), **{k: v for k, v in named_ones.items() if v}}
         entry = Entry(
             kind=EntryKind.FUNCTION,
             target=target,
             payload=pack(functools.partial(call, self._function, args, named, key), None, {}),
             working_dir=os.getcwd(),
             python_path=python_path(),
-            env=sorted_pairs(worker_env(wish.runtime_env)),
+            env=sorted_pairs(worker_env(options.runtime_env)),
         )
         return JobSpec(
             job_id=job_id,
@@ -145,9 +145,9 @@ class RemoteFunction:
             min_workers=1,
             max_workers=1,
             resources_per_worker=Resources.of({k: float(v) for k, v in amounts.items()}),
-            accelerator_type=wish.accelerator_type or "",
-            label_selector=sorted_pairs(wish.label_selector or {}),
-            max_failures=wish.max_retries,
+            accelerator_type=options.accelerator_type or "",
+            label_selector=sorted_pairs(options.label_selector or {}),
+            max_failures=options.max_retries,
         )
 
 
@@ -172,18 +172,18 @@ def call(
         return value
     name = getattr(function, "__name__", str(function))
     try:
-        told = cloudpickle.dumps(value)
+        pickled = cloudpickle.dumps(value)
     except Exception as error:
         raise UsageError(
             f"{name} returned a {type(value).__name__}, which cannot be pickled ({error}): return "
             f"numbers, text, arrays, or objects of these"
         ) from error
-    if len(told) > PICKLE_BYTES_MAX:
+    if len(pickled) > PICKLE_BYTES_MAX:
         raise UsageError(
-            f"{name} returned a {type(value).__name__} of {len(told)} bytes, at most "
+            f"{name} returned a {type(value).__name__} of {len(pickled)} bytes, at most "
             f"{PICKLE_BYTES_MAX} are kept: write it to storage, and return its path"
         )
-    return {PICKLE: base64.b64encode(told).decode(), CODE: _code(key, told)}
+    return {PICKLE: base64.b64encode(pickled).decode(), CODE: _code(key, pickled)}
 
 
 def _is_json(value: Any) -> bool:
@@ -196,8 +196,8 @@ def _is_json(value: Any) -> bool:
         return False
 
 
-def _code(key: bytes, told: bytes) -> str:
-    return hmac.new(key, told, "sha256").hexdigest()
+def _code(key: bytes, pickled: bytes) -> str:
+    return hmac.new(key, pickled, "sha256").hexdigest()
 
 
 def value_of(ref: ObjectRef, text: str) -> Any:
@@ -206,16 +206,16 @@ def value_of(ref: ObjectRef, text: str) -> Any:
     Raises:
         UsageError: the value is not from this call.
     """
-    said = json.loads(text) if text else None
-    if not (isinstance(said, dict) and PICKLE in said):
-        return said
-    told = base64.b64decode(said[PICKLE])
-    if not ref.key or not hmac.compare_digest(_code(ref.key, told), str(said.get(CODE))):
+    parsed = json.loads(text) if text else None
+    if not (isinstance(parsed, dict) and PICKLE in parsed):
+        return parsed
+    pickled = base64.b64decode(parsed[PICKLE])
+    if not ref.key or not hmac.compare_digest(_code(ref.key, pickled), str(parsed.get(CODE))):
         raise UsageError(
             f"elastic.get: the value of {ref.function} (job {ref.job_id}) does not carry this "
             f"call's code, and is not unpickled; pass what {ref.function}.remote(...) returned"
         )
-    return pickle.loads(told)
+    return pickle.loads(pickled)
 
 
 @overload

@@ -195,7 +195,7 @@ def report(
         logged = engine.logbook.take_averages().items()
         metrics = {name: x for name, x in logged if name[:1] != "_"} | dict(checked(metrics))
     text = to_json(metrics)
-    wish = _requested(context, checkpoint, validation)
+    requested = _requested(context, checkpoint, validation)
     if checkpoint is None or checkpoint is UNSAID:
         context.report(text, NO_PART if checkpoint is None else None, name=checkpoint_dir_name)
         return
@@ -204,7 +204,7 @@ def report(
         checkpoint_upload_mode,
         delete_local=delete_local_checkpoint_after_upload,
         upload=checkpoint_upload_fn,
-        validation=wish,
+        validation=requested,
     )
     context.report(text, brought, name=checkpoint_dir_name)
 

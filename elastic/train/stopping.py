@@ -76,7 +76,7 @@ class StopRule:
 
         if dist.is_initialized() and dist.get_world_size() > 1:
             raise UsageError(
-                "RunConfig(stop=...) under torchrun: nobody could stop all processes at once; "
+                "RunConfig(stop=...) under torchrun: not all processes can be stopped at once; "
                 "return from the train function instead"
             )
 

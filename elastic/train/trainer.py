@@ -320,17 +320,17 @@ class DataParallelTrainer:
         with environment(self.run_config.worker_env), local_group(run):
             begun = json.loads(from_rank_zero(lambda: json.dumps(self._begin_here())))
             run = replace(run, **begun)
-            telling = self._reports(run.job_name, run.job_id, run.run_path)
+            runner = self._reports(run.job_name, run.job_id, run.run_path)
             try:
                 with end_noted(run), self._offering():
                     outcome = self._stopping.run_here(self.train_loop_per_worker, run, run_local)
             except (Exception, SystemExit) as error:
                 raised = {torchrun_rank() or 0: as_raised(error)}
-                telling.failed(1, lambda: raised)
+                runner.failed(1, lambda: raised)
                 # The traceback is in the text, as for a run on a cluster.
                 raise failed_here(run, error) from None
             finally:
-                telling.finish()
+                runner.finish()
         return result_of(run.run_path, outcome.checkpoints, outcome.result, goodput=outcome.goodput)
 
     def _fit_on_cluster(self) -> Result:
@@ -347,7 +347,7 @@ class DataParallelTrainer:
                 check_fits(spec, [known.node for known in client.status().view.nodes])
             spec = self._submit(client, cluster)
             job_id, has_come = spec.job_id, False
-            telling = self._reports(spec.name, job_id, spec.run_path)
+            runner = self._reports(spec.name, job_id, spec.run_path)
 
             def interrupted() -> float | None:
                 nonlocal has_come
@@ -356,13 +356,13 @@ class DataParallelTrainer:
 
             def on_note(note: Note) -> None:
                 self._on_note(note)
-                if note.name == "worker_gone" and telling.receives:
+                if note.name == "worker_gone" and runner.receives:
                     record = client.get(job_id).record
-                    telling.failed(record.failures, lambda: failures_of(record))
+                    runner.failed(record.failures, lambda: failures_of(record))
 
             def check() -> None:
                 cluster.check()
-                telling.look()
+                runner.look()
                 if reason := self._stopping.take():
                     client.stop(job_id, reason)
 
@@ -376,13 +376,13 @@ class DataParallelTrainer:
                     on_interrupt=interrupted,
                     check=check,
                 )
-                telling.failed(view.record.failures, lambda: failures_of(view.record))
-                telling.finish()
+                runner.failed(view.record.failures, lambda: failures_of(view.record))
+                runner.finish()
             except Unavailable:
                 raise  # The job may still be running without this driver.
             except KeyboardInterrupt:
                 _stop(client, spec, "interrupted in its script")
-                raise KeyboardInterrupt(f"run {spec.name} was told to stop") from None
+                raise KeyboardInterrupt(f"run {spec.name} was asked to stop") from None
             except BaseException:
                 _stop(client, spec, "its script failed")
                 raise

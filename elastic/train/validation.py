@@ -124,15 +124,15 @@ def request_of(validation: bool | ValidationTaskConfig) -> str:
             f"train.report: validation is a {type(validation).__name__}, expected True, False or a "
             f"ValidationTaskConfig"
         )
-    wish = ValidationRequest(dict(task.fn_kwargs), task.timeout_s)
+    request = ValidationRequest(dict(task.fn_kwargs), task.timeout_s)
     try:
-        text = wish.to_json()
-        if ValidationRequest.from_json(text) != wish:
+        text = request.to_json()
+        if ValidationRequest.from_json(text) != request:
             raise TypeError("something would come back as something else, such as a tuple")
     except (TypeError, ValueError) as error:
         raise UsageError(
             f"train.report: fn_kwargs of validation are kept beside the checkpoint as JSON, which "
-            f"cannot say them ({error}); give what is more than text, numbers, lists and dicts in "
-            f"ValidationConfig(task_config=...)"
+            f"cannot represent them ({error}); give what is more than text, numbers, lists and "
+            f"dicts in ValidationConfig(task_config=...)"
         ) from error
     return text

@@ -155,7 +155,7 @@ class Controller:
             self._view.moved(headline(self.study))
         if self._is_leaving:
             raise KeyboardInterrupt(
-                f"study {self.study.settings['name']} was interrupted; go on with it: "
+                f"study {self.study.settings['name']} was interrupted; resume it: "
                 f"tune.Tuner.restore({self._log.files.path!r}, trainable).fit()"
             )
 
@@ -470,9 +470,9 @@ class Controller:
         target = self._log.files.folder(f"{TAKEN}/{run}").path
         taken = take_newest(self._log.files.folder(donor.attempt.run).path, target)
         if taken is None:
-            reason = f"trial {donor.label} has no checkpoint to go on from yet"
+            reason = f"trial {donor.label} has no checkpoint to continue from yet"
             self._log.add({**event, "what": TrialAction.GO_ON.value, "reason": reason})
-            self._view.print_line(f"trial {trial.label} goes on as it is: {reason}")
+            self._view.print_line(f"trial {trial.label} continues as it is: {reason}")
             return
         event.update({"donor": donor.number, "run": run}, **to_log(config))
         self._log.add({**event, "checkpoint": taken.name, "from": taken.path})
@@ -482,7 +482,7 @@ class Controller:
 
     def _leave(self, attempt: TrialAttempt) -> None:
         """Stop the job of a run that its trial has replaced by another run."""
-        reason = "its trial goes on from another one's checkpoint"
+        reason = "its trial continues from another one's checkpoint"
         with contextlib.suppress(Refused, NotFound):
             self._client.stop(attempt.job_id, reason, now=True)
         run_path = self._log.files.folder(attempt.run).path

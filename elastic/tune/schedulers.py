@@ -62,7 +62,7 @@ class TrialScheduler:
         for name, ours, theirs in (("metric", self.metric, metric), ("mode", self.mode, mode)):
             if ours and theirs and ours != theirs:
                 raise ConfigError(
-                    f"{type(self).__name__}: {name}={ours!r}, and TuneConfig says {theirs!r}: give "
+                    f"{type(self).__name__}: {name}={ours!r}, and TuneConfig has {theirs!r}: give "
                     f"it once"
                 )
         self.metric, self.mode, self._seed = self.metric or metric, self.mode or mode or "max", seed

@@ -197,8 +197,8 @@ class CombinedStopper(Stopper):
 
     def __call__(self, trial_id: str, result: Mapping[str, Any]) -> bool:
         """Return whether any stops the trial; all receive the report."""
-        said = [stopper(trial_id, result) for stopper in self._stoppers]
-        return any(said)
+        stops = [stopper(trial_id, result) for stopper in self._stoppers]
+        return any(stops)
 
     def stop_all(self) -> bool:
         """Return whether any stops the study."""

@@ -177,7 +177,7 @@ class Tuner:
         log = StudyLog(self._path or self._own_path())
         if log.is_there and not self._path:
             raise NameTaken(
-                f"a study is there already in {log.files.path}: go on with it by tune.Tuner.restore"
+                f"a study is there already in {log.files.path}: resume it by tune.Tuner.restore"
                 f"({log.files.path!r}, trainable).fit(), choose another name, or remove it"
             )
         recipe = Recipe(self._trainable, self._run_config, log.files.path)
@@ -278,7 +278,7 @@ class Tuner:
         scheduler.bind(config.metric or "", config.mode or "", seed)
         failures = self._run_config.failure_config
         search = self._search(seed)
-        # A trial that waits in the queue would come before one that goes on from a checkpoint.
+        # A trial that waits in the queue would come before one that continues from a checkpoint.
         may_wait = not (search.learns or scheduler.needs_checkpoints)
         return Plan(
             recipe=recipe,
@@ -363,12 +363,12 @@ def _merged(run_config: RunConfig | None, trainable: Any) -> RunConfig:
     if run_config is None:
         return theirs
     plain = RunConfig()
-    said = {
+    changed = {
         field.name: getattr(run_config, field.name)
         for field in fields(RunConfig)
         if getattr(run_config, field.name) != getattr(plain, field.name)
     }
-    return replace(replace(theirs, name=None, storage_path=None), **said)
+    return replace(replace(theirs, name=None, storage_path=None), **changed)
 
 
 def _pickled(parts: Mapping[str, Any]) -> bytes:

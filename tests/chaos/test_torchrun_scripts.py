@@ -132,7 +132,7 @@ def test_a_part_of_its_own_cluster_that_dies_ends_the_command_with_its_log(
     assert run.wait() == EXIT_UNREACHABLE, run.said()
     err = run.err.read_text()
     assert f"the embedded {part} (pid {found.pid}) was killed by SIGKILL" in err
-    assert "it said:\n" in err
+    assert "its log ends:\n" in err
     run.assert_nothing_is_left()
 
 

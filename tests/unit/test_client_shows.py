@@ -192,7 +192,7 @@ def test_where_time_went_is_said_largest_part_first() -> None:
     goodput = Goodput(productive_ns=90 * S, reform_ns=6 * S, start_ns=4 * S, user_ns=1000)
     assert goodput_line(goodput, 3 * S) == (
         "90.0% of 1m 43s of workers: productive 1m 30s, reform 6.0 s, start 4.0 s; "
-        "3.0 s not told yet"
+        "3.0 s not reported yet"
     )
     assert goodput_line(Goodput()) == ""
 

@@ -75,7 +75,7 @@ def prepare_trainer(trainer: Trainer, *, global_batch_size: int | None = None) -
 
     A run resumes from automatic checkpoints (`CheckpointConfig`); `save_strategy` also writes the
     Trainer's own, by one worker. `trainer.train(resume_from_checkpoint=...)` begins a run at the
-    step of such a one, with the samples that follow there; a run that is further goes on from its
+    step of such a one, with the samples that follow there; a run that is further continues from its
     own state.
 
     Args:
@@ -185,8 +185,8 @@ class _Run(TrainerCallback):
         if state.global_step and engine.cursor == Cursor() and not args.ignore_data_skip:
             raise UsageError(
                 f"trainer.train(resume_from_checkpoint=...): the checkpoint is of step "
-                f"{state.global_step} of an iterable dataset, and does not say which samples were "
-                f"read up to there: start the same run again without it, which resumes from its "
+                f"{state.global_step} of an iterable dataset, and does not record which samples "
+                f"were read up to it: start the same run again without it, which resumes from its "
                 f"automatic checkpoints (RunConfig.checkpoint_config), or set "
                 f"ignore_data_skip=True to begin at the first sample"
             )

@@ -59,7 +59,7 @@ class RayTrainReportCallback(Callback):
 
 LOOP = (
     "if no device holds the module, write the loop yourself ('for step in train.steps(loader)') "
-    "with prepare_model(parallel_strategy='fsdp'), which goes on at the newest snapshot, or let "
+    "with prepare_model(parallel_strategy='fsdp'), which resumes at the newest snapshot, or let "
     "'elastic run' run the script with Lightning's own strategy, from checkpoint to checkpoint; if "
     "one does, use RayDDPStrategy()"
 )

@@ -38,7 +38,7 @@ def taken_log(module: LightningModule) -> Iterator[dict[str, tuple[Any, dict[str
             raise UsageError(
                 f"self.log({name!r}, ...) in training_step: a {type(value).__name__} adds up what "
                 f"this worker alone has seen; log numbers, which are averaged over the step, and "
-                f"let metrics objects look at validation data"
+                f"use metrics objects for validation data only"
             )
         told[name] = value, {**named, "batch_size": None}
 

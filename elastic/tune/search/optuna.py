@@ -152,7 +152,7 @@ class OptunaSearch(Searcher):
     def on_trial_complete(
         self, trial_id: str, result: Mapping[str, Any] | None = None, error: bool = False
     ) -> None:
-        """Tell Optuna a trial's last values."""
+        """Report a trial's last values to Optuna."""
         trial = self._asked.pop(trial_id, None)
         if trial is None:
             return
