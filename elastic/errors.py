@@ -214,7 +214,7 @@ class WorkerGroupError(TrainingFailed):
 
     Attributes:
         worker_failures: what they raised, by rank, the first one first; of the attempt that ended
-            the run. Who was stopped before it raised anything is not among them.
+            the run. Workers stopped before they raised anything are not among them.
     """
 
     def __init__(

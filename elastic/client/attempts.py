@@ -143,7 +143,7 @@ def _claim(files: Files, plan: RunPlan, before: RunRecord | None) -> None:
         is_ours = read_run(files) == record
     if not is_ours:
         raise NameTaken(
-            f"run {plan.name} in {plan.run_path} was begun by somebody else in this moment: choose "
+            f"run {plan.name} in {plan.run_path} was begun by another process just now: choose "
             f"another name, or wait until that has ended"
         )
 

@@ -48,7 +48,7 @@ WORDS = {
 def events(target: ClusterTarget, job: str, follow: bool, output: str) -> None:
     """Show what happened to JOB (id or name): kills, new groups, drains, checkpoints, decisions.
 
-    Each with its cause, its reason, and for how long training stood still. JSON is one object a
+    Each with its cause, its reason, and for how long training paused. JSON is one object a
     line.
     """
     with target.connect() as client:

@@ -49,7 +49,7 @@ timeout_option = click.option(
     "timeout_s",
     type=click.FloatRange(min=0, min_open=True),
     metavar="SECONDS",
-    help="Longest wait; then exit 124 (the job goes on).",
+    help="Longest wait; then exit 124 (the job continues).",
 )
 
 # ------------------------------------------------------------------------------------------ submit
@@ -155,7 +155,7 @@ def _wait_for_end(
         view = follower.run()
     except KeyboardInterrupt:
         stop, again = target.command("stop", job_id), target.command("logs", "-f", job_id)
-        click.echo(f"\ndetached: job {job_id} goes on; stop it: {stop}; follow: {again}", err=True)
+        click.echo(f"\ndetached: job {job_id} continues; stop: {stop}; follow: {again}", err=True)
         raise click.exceptions.Exit(EXIT_INTERRUPTED) from None
     except TimeoutError as error:
         fail(f"{error}; stop it: {target.command('stop', job_id)}", EXIT_TIMEOUT)
@@ -293,4 +293,4 @@ def _wait_until_gone(client: Client, nodes: list[str], timeout_s: float | None) 
         names = ", ".join(n.node.node_id for n in left)
         return f"{names} still there, with {workers(busy)}" if left else ""
 
-    wait_until(client, check, timeout_s, "the drain goes on")
+    wait_until(client, check, timeout_s, "the drain continues")

@@ -254,7 +254,7 @@ class JobFollower:
         wait = waiting_line(view, self._clock.monotonic_ns()) if view else "was not seen yet"
         state = wait or (f"is {view.record.phase.value}" if view else "")
         name = view.record.spec.name if view else self._job
-        return f"job {name} has not ended within {self.timeout_s:g} s and goes on; it {state}"
+        return f"job {name} has not ended within {self.timeout_s:g} s and continues; it {state}"
 
     # ------------------------------------------------------------ items
 

@@ -56,7 +56,7 @@ OPTIONS = (
     ),
     _option(
         "--hang-timeout", default=30.0, metavar="SECONDS", show_default=True,
-        help="A worker that stands still this long while all others wait for it is killed; where "
+        help="A worker without progress for so long while all others wait for it is killed; if "
         "all wait for each other twice as long, they form a new group. 0 for never.",
     ),
     _option(

@@ -44,7 +44,7 @@ class LossSummary:
         if not self._gone or generation < following or not following:
             return ""
         pause = duration(at_unix_ns - self._at_unix_ns, digits=2)
-        what = f"training stood still for {pause} and goes on with {workers(size)}"
+        what = f"training paused for {pause} and continues with {workers(size)}"
         who = "" if self._is_reported else f"lost {self._names()}: "
         self._gone.clear()
         return f"{who}{what} (generation {generation})"

@@ -64,7 +64,7 @@ def _wait_until_paused(
         return _pausing(view)
 
     again = target.command("resume", job_id)
-    wait_until(client, check, timeout_s, f"the pause goes on; end it: {again}")
+    wait_until(client, check, timeout_s, f"the pause continues; end it: {again}")
 
 
 def _pausing(view: JobView) -> str:

@@ -34,7 +34,7 @@ def wait_until(
         client: of the cluster.
         check: asks the coordinator; returns what is still waited for, "" for nothing.
         timeout_s: the longest wait, None for no limit.
-        goes_on: printed when the wait ends early, such as "the drain goes on".
+        goes_on: printed when the wait ends early, such as "the drain continues".
 
     Raises:
         TimeoutError: the time was over first.

@@ -198,7 +198,7 @@ class JobPrinter:
             self._outage_since_ns = now_ns - round(seconds * 1e9)
             if seconds >= max(1.0, 2 * self._outage_reported_s):
                 self._outage_reported_s = seconds
-                self.print_line(f"coordinator unreachable since {seconds:.0f} s, training goes on")
+                self.print_line(f"coordinator unreachable for {seconds:.0f} s, training continues")
         elif self._outage_since_ns is not None:
             if self._outage_reported_s:
                 away = duration(now_ns - self._outage_since_ns)
@@ -294,7 +294,7 @@ class JobPrinter:
             text.append(f"  {logged or metrics_line(self._metrics)}", style="cyan")
         if self._outage_since_ns is not None:
             away = duration(now_ns - self._outage_since_ns)
-            text.append(f"  coordinator unreachable since {away}, training goes on", "yellow")
+            text.append(f"  coordinator unreachable for {away}, training continues", "yellow")
         else:
             text.append(f"  {plain(waiting_line(view, now_ns))}", style="yellow")
         text.truncate(max(20, self._console.width - 3), overflow="ellipsis")

@@ -95,7 +95,7 @@ token_option = click.option(
 def tls_options(command: Command) -> Command:
     """Add the flags that name certificates."""
     for name, what in (
-        ("ca", "Who signs the other side's certificates; instead of DIR/ca.crt."),
+        ("ca", "CA of the peer's certificates; instead of DIR/ca.crt."),
         ("key", "Instead of DIR/tls.key."),
         ("cert", "Instead of DIR/tls.crt."),
         ("dir", "Folder with ca.crt, tls.crt and tls.key, from 'elastic-coord certs'."),
@@ -114,7 +114,7 @@ def store_options(command: Command) -> Command:
         ("user", "File with USER:PASSWORD, if etcd asks for a user."),
         ("key", "Of --store-cert."),
         ("cert", "Certificate to show to etcd, if it asks for one."),
-        ("ca", "Who signs the certificates of etcd's members; turns TLS on."),
+        ("ca", "CA of the certificates of etcd's members; turns TLS on."),
     ):
         command = click.option(
             f"--store-{name}", envvar=f"ELASTIC_STORE_{name.upper()}", default="", metavar="FILE",

@@ -198,7 +198,7 @@ def tokens_list(path: Path) -> None:
 @tokens.command(name="revoke")
 @tokens_option
 @click.argument("token", metavar="ID|NAME", default="")
-@click.option("--forget", is_flag=True, help="Strike what is over from the file.")
+@click.option("--forget", is_flag=True, help="Remove revoked and expired tokens from the file.")
 def tokens_revoke(path: Path, token: str, forget: bool) -> None:
     """Take back the token of this id, or all of this name.
 
@@ -212,7 +212,7 @@ def tokens_revoke(path: Path, token: str, forget: bool) -> None:
             name = f" ({revoked.name})" if revoked.name else ""
             click.echo(f"revoked {revoked.token_id}{name}, role {revoked.role.value}")
         if forget:
-            click.echo(f"struck {forget_tokens(path, now_ns)} from {path}")
+            click.echo(f"removed {forget_tokens(path, now_ns)} from {path}")
     except ElasticError as error:
         fail(error)
 

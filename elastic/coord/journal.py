@@ -281,8 +281,8 @@ class Journal:
             entry = there.get(put.key)
             if entry is None or entry.value != put.value:
                 raise Fenced(
-                    f"record {put.key} was changed by somebody who does not lead; this coordinator "
-                    f"ends rather than overwrite it; see who else writes to this store"
+                    f"record {put.key} was changed by a process that does not lead; this "
+                    f"coordinator ends rather than overwrite it; see who else writes to this store"
                 )
         return {put.key: there[put.key].mod_revision for put in puts}
 

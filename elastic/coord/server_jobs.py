@@ -359,7 +359,7 @@ class LogRequest:
             self._merged.lost.add(worker_id)
             self._merged.put(
                 worker_id,
-                f"[elastic] output of {worker_id} is not at hand: its node {origin.node_id} is "
+                f"[elastic] output of {worker_id} is not available: its node {origin.node_id} is "
                 f"not connected\n",
             )
 

@@ -214,7 +214,7 @@ class TokenList:
     def why_over(self, token_id: str) -> str:
         """Return why the token of this id is no longer valid, "" if it is."""
         token = self._tokens.get(token_id)
-        why = token.why_over(self._clock.unix_ns()) if token is not None else "was struck"
+        why = token.why_over(self._clock.unix_ns()) if token is not None else "was removed"
         return f"token {token_id} {why}" if why else ""
 
     def _take(self, tokens: tuple[Token, ...]) -> None:

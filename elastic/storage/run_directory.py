@@ -171,7 +171,7 @@ class RunDirectory:
             with open(path, "rb") as file:
                 while chunk := file.read(CHUNK_BYTES):
                     output.write(chunk)
-            # Before the file gets its name: a process of an older generation may have stood still
+            # Before the file gets its name: a process of an older generation may have been stopped
             # while a newer one committed a checkpoint with the same name, chosen by the script.
             self.check_free(name)
 

@@ -426,7 +426,7 @@ class DataParallelTrainer:
             UsageError: the configuration cannot work.
             StorageError: the run directory cannot be created.
         """
-        return self._begin(client, cluster, spec, b"", says=False)
+        return self._begin(client, cluster, spec, b"", announces=False)
 
     def job_spec(self, env: Mapping[str, str] = MappingProxyType({})) -> JobSpec:
         """Return the job that this trainer would submit; see `_spec`."""
@@ -439,12 +439,12 @@ class DataParallelTrainer:
         spec: JobSpec,
         trainer: bytes,
         *,
-        says: bool = True,
+        announces: bool = True,
     ) -> JobSpec:
         """Claim the run's directory and submit its job; return the job as submitted."""
         owner = RunOwner.this_process() if cluster.is_embedded else None
         plan = self._plan(spec.name, spec.job_id, owner=owner, trainer=trainer)
-        take = announced if says else attempt
+        take = announced if announces else attempt
         with take(plan, job_of=client.record_of) as begun:
             spec = replace(spec, resume_from=begun.resume_from, resumes=begun.resumes)
             if self.datasets:

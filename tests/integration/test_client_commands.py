@@ -142,7 +142,7 @@ def test_a_time_limit_exits_124_says_what_is_missing_and_leaves_the_job(
     args = ("submit", script, "--name", "late", "--storage-path", tmp_path, "--timeout", "0.5")
     done = elastic(coordinator, *args)
     assert done.exit_code == 124, done.output
-    assert "job late has not ended within 0.5 s and goes on; it waits since 0." in done.stderr
+    assert "job late has not ended within 0.5 s and continues; it waits since 0." in done.stderr
     assert "no node is connected" in done.stderr.splitlines()[-1]
     assert elastic(coordinator, "stop", "late").exit_code == 0
     assert elastic(coordinator, "stop", "late").exit_code == 2

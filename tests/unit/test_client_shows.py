@@ -232,10 +232,10 @@ def test_a_loss_is_one_line_that_says_who_and_why_and_for_how_long(
     lose(printer, clock, 5, 3)  # Which is long enough to be told meanwhile.
     lost = "lost worker n0/1 (rank 0), killed by SIGKILL; worker n0/2 (rank 1), killed by SIGKILL"
     assert said(about) == [
-        f"{lost}: training stood still for 0.11 s and goes on with 2 workers (generation 4)",
+        f"{lost}: training paused for 0.11 s and continues with 2 workers (generation 4)",
         lost,
         "job demo waits since 2.0 s: 1 of 2 workers",
-        "training stood still for 3.11 s and goes on with 2 workers (generation 5)",
+        "training paused for 3.11 s and continues with 2 workers (generation 5)",
     ]
 
 
@@ -251,7 +251,7 @@ def test_an_outage_is_said_ever_more_rarely_and_its_end_once(
     printer.outage(0.0)
     printer.outage(0.0)
     assert said(about) == [
-        *(f"coordinator unreachable since {n} s, training goes on" for n in (1, 2, 4, 8)),
+        *(f"coordinator unreachable for {n} s, training continues" for n in (1, 2, 4, 8)),
         "coordinator answers again after 8.0 s",
     ]
 
@@ -351,7 +351,7 @@ def test_after_a_tail_a_gap_is_said() -> None:
 
 
 def test_a_resumed_stream_waits_for_agents_to_come_back_but_not_for_ever() -> None:
-    away = chunk("[elastic] output of n1/1 is not at hand: its node n1 is not connected\n")
+    away = chunk("[elastic] output of n1/1 is not available: its node n1 is not connected\n")
     source = LogSource("j", ranks=(), tail=-1, follow=True)
     assert resumed(source, away) == away.text
     assert resumed(source, chunk("a\n")) == "a\n"

@@ -50,7 +50,7 @@ async def test_a_record_that_somebody_else_changed_is_not_overwritten() -> None:
     key = f"{PREFIX}/jobs/j-1"
     entry = (await store.read(key)).entries[0]
     await store.commit([Compare(key, entry.mod_revision)], [Put(key, b"other")])
-    with pytest.raises(Fenced, match="changed by somebody who does not lead"):
+    with pytest.raises(Fenced, match="changed by a process that does not lead"):
         await journal.write([record(generation=1)])
 
 

@@ -92,7 +92,7 @@ def _jobs(view: ClusterView, history: History, unix_ns: int) -> Iterator[Family]
         "elastic_job_reforms_total", "counter", "Groups after the first, by what made them needed."
     )
     pauses = Family(
-        "elastic_reform_seconds", "histogram", "Training stood still for another group."
+        "elastic_reform_seconds", "histogram", "How long training paused for another group."
     )
     age = Family("elastic_checkpoint_age_seconds", "gauge", "Since the newest one was recorded.")
     refused = Family(

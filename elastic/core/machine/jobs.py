@@ -313,8 +313,8 @@ class JobState:
     def state_holders(self) -> frozenset[WorkerId]:
         """Return the workers that have the run's newest state in memory, as far as is known.
 
-        Who joined a group receives it before the group's first step. If none of those who must
-        have it is left, or it is unknown who they are, any whose loop continues may have it.
+        A worker that joined a group receives it before the group's first step. If none of those
+        that must have it is left, or they are unknown, any whose loop continues may have it.
         """
         alive = {w: worker for w, worker in self.workers.items() if worker.stop_cause is None}
         able = frozenset(w for w, worker in alive.items() if worker.report.in_place)

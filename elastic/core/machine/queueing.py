@@ -26,7 +26,7 @@ def plan(cluster: ClusterState) -> None:
     if not cluster.replan:
         return
     if cluster.now_ns < cluster.hold_until_ns:
-        # After a restart most nodes are still away: a plan without them would move everybody.
+        # After a restart most nodes are still away: a plan without them would move every job.
         cluster.replan_at_ns = cluster.hold_until_ns
         return
     cluster.replan, cluster.replan_at_ns = False, None

@@ -452,7 +452,7 @@ def _replace_out(
         again = choose(spec, current, by_id, interrupting=True, with_leavers=True)
         if not members.isdisjoint(again):
             return Decision(
-                GroupPlan(GroupAction.FORM, again, "drain"), "all who have the state are to leave"
+                GroupPlan(GroupAction.FORM, again, "drain"), "all that have the state are to leave"
             )
     return _replace(spec, current, by_id, "join", "members left at a boundary")
 
@@ -462,9 +462,9 @@ def _choose_with_state(
 ) -> tuple[WorkerId, ...]:
     """Return the largest legal group, with the state of the run if that is possible now.
 
-    Who has it is preferred like a member, also one of an older group. If only workers on draining
-    nodes have it, they join once more: they pass it on, or save it, before they leave at a
-    boundary. Not other leavers, which cannot reach the others, or have no slot any more.
+    Workers that have it are preferred like members, also those of an older group. If only workers
+    on draining nodes have it, they join once more: they pass it on, or save it, before they
+    leave at a boundary. Not other leavers, which cannot reach the others, or have no slot any more.
     """
     members = choose(spec, current, by_id, interrupting=interrupting)
     left_out = _left_out(by_id, members)

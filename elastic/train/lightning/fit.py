@@ -29,7 +29,7 @@ LOSS = "_loss"
 @contextmanager
 def taken_log(module: LightningModule) -> Iterator[dict[str, tuple[Any, dict[str, Any]]]]:
     """Capture what is logged inside, by name: the value, and its logging arguments."""
-    told: dict[str, tuple[Any, dict[str, Any]]] = {}
+    logged: dict[str, tuple[Any, dict[str, Any]]] = {}
 
     def log(name: str, value: Any, *args: Any, **named: Any) -> None:
         if args:
@@ -40,11 +40,11 @@ def taken_log(module: LightningModule) -> Iterator[dict[str, tuple[Any, dict[str
                 f"this worker alone has seen; log numbers, which are averaged over the step, and "
                 f"use metrics objects for validation data only"
             )
-        told[name] = value, {**named, "batch_size": None}
+        logged[name] = value, {**named, "batch_size": None}
 
     vars(module)["log"] = log
     try:
-        yield told
+        yield logged
     finally:
         del vars(module)["log"]
 

@@ -168,7 +168,7 @@ class RayDDPStrategy(strategies.SingleDeviceStrategy):
             nonlocal output
             batch = module._on_before_batch_transfer(batch, dataloader_idx=0)
             batch = self.batch_to_device(batch)
-            with taken_log(module) as told:
+            with taken_log(module) as logged:
                 output = super(RayDDPStrategy, self).training_step(batch, *others, **named)
             loss = output["loss"] if isinstance(output, Mapping) else output
             if loss is None:
@@ -178,8 +178,8 @@ class RayDDPStrategy(strategies.SingleDeviceStrategy):
                 )
             super(RayDDPStrategy, self).backward(loss, self.optimizers[0])
             step.add(samples=extract_batch_size(batch))
-            self._fit.told.update(told)  # type: ignore[union-attr]
-            return {LOSS: loss, **{name: value for name, (value, _) in told.items()}}
+            self._fit.told.update(logged)  # type: ignore[union-attr]
+            return {LOSS: loss, **{name: value for name, (value, _) in logged.items()}}
 
         averages = step.run(compute)
         self._fit.computed(averages, int(step.sums.get("samples", 1)))
