@@ -104,7 +104,7 @@ def test_a_token_is_shown_once_listed_and_revoked(tmp_path: Path) -> None:
     again = run("tokens", "revoke", "--tokens", path, "gpu-1")
     assert again.exit_code == 78
     assert "no valid token" in again.stderr
-    assert run("tokens", "revoke", "--tokens", path, "--forget").stdout.startswith("struck 1")
+    assert run("tokens", "revoke", "--tokens", path, "--forget").stdout.startswith("removed 1")
     assert json.loads(path.read_text())["tokens"] == []
 
 
