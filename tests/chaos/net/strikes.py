@@ -35,6 +35,7 @@ from tests.chaos.net.cluster import COORDINATORS, MEMBERS, NetCluster
 from tests.chaos.net.play import Play, finish, tell
 from tests.chaos.net.switch import CUT, Link
 from tests.harness.chaos_jobs import chaos_job, with_arguments
+from tests.harness.traces import end_references
 
 AGENTS = ("n1", "n2", "n3")
 ROUND = 10
@@ -345,7 +346,11 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--strikes", type=int, default=30)
     args = parser.parse_args()
-    with NetCluster(args.directory, agents=AGENTS, spares=1) as cluster:
+    with (
+        NetCluster(args.directory, agents=AGENTS, spares=1) as cluster,
+        contextlib.ExitStack() as at_end,
+    ):
+        at_end.callback(end_references)
         job = chaos_job(
             "steps", "struck", workers=len(AGENTS), directory=args.directory,
             save_every=STEPS_SAVED,
