@@ -87,6 +87,17 @@ def _stacked(arrays: Sequence[Any]) -> Any:
     return _objects([value for one in arrays for value in one])
 
 
+def check_size(size: Any, what: str) -> int | None:
+    """Return a number of rows of a batch, or None.
+
+    Raises:
+        UsageError: it is neither.
+    """
+    if size is None or (isinstance(size, int) and not isinstance(size, bool) and size > 0):
+        return size
+    raise UsageError(f"{what}: batch_size={size!r}: expected an int from 1 on, or None")
+
+
 def batched(batches: Iterable[Batch], size: int | None) -> Iterator[Batch]:
     """Yield the same rows in batches of a size, the last one smaller; None for no change."""
     held: list[Batch] = []

@@ -22,6 +22,7 @@ from elastic.data.batches import (
     arrow,
     batched,
     check_format,
+    check_size,
     joined,
     num_rows,
     of_rows,
@@ -178,9 +179,8 @@ class Dataset:
             others: Ray's placement arguments, without effect here.
         """
         _check_others("map_batches", others)
-        size = ROWS_AT_ONCE if batch_size in ("default", "auto") else batch_size
-        if size is not None and (not isinstance(size, int) or size < 1):
-            raise UsageError(f"map_batches: batch_size={batch_size!r}: expected an int from 1 on")
+        given = ROWS_AT_ONCE if batch_size in ("default", "auto") else batch_size
+        size = check_size(given, "map_batches")
         function = Function(
             fn, fn_args, fn_kwargs or {}, fn_constructor_args, fn_constructor_kwargs or {}
         )
@@ -188,7 +188,7 @@ class Dataset:
 
     def filter(
         self,
-        fn: Callable[..., bool] | None = None,
+        fn: Callable[..., bool] | str | None = None,
         expr: Any = None,
         *,
         on_error: str = "raise",
@@ -197,13 +197,15 @@ class Dataset:
         """Keep the rows for which a function or an expression is true.
 
         Args:
-            fn: takes a row as a dict.
+            fn: takes a row as a dict; or the text of an expression.
             expr: of pyarrow.compute, such as `pc.field("age") > 30`, or its text, "age > 30".
             on_error: "skip" to leave out rows for which `fn` raises.
             others: Ray's placement arguments, without effect here.
         """
         _check_others("filter", others)
         check_on_error(on_error, "filter")
+        if isinstance(fn, str):
+            fn, expr = None, fn if expr is None else expr
         if (fn is None) == (expr is None):
             raise UsageError("filter: expected either a function or expr=...")
         if fn is not None:
@@ -516,12 +518,15 @@ class Dataset:
             others: Ray's, without effect here.
         """
         _check_others("iter_batches", others, "prefetch_batches")
-        name = check_format(batch_format, "iter_batches")
+        name, size = (
+            check_format(batch_format, "iter_batches"),
+            check_size(batch_size, "iter_batches"),
+        )
         batches = self._node.stream()
         if local_shuffle_buffer_size:
             batches = _mixed(batches, local_shuffle_buffer_size, local_shuffle_seed or 0)
-        for batch in batched(batches, batch_size):
-            if not (drop_last and batch_size and num_rows(batch) < batch_size):
+        for batch in batched(batches, size):
+            if not (drop_last and size and num_rows(batch) < size):
                 yield to_format(batch, name)
 
     def iter_torch_batches(

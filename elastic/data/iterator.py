@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from elastic.data.batches import Batch, check_format, rows_of, to_format, to_torch
+from elastic.data.batches import Batch, check_format, check_size, rows_of, to_format, to_torch
 from elastic.data.lanes import (
     Ranges,
     batch_sizes,
@@ -149,7 +149,8 @@ class DataIterator:
         check_others("iter_batches", others)
         name = check_format(batch_format, "iter_batches")
         self._shuffle(local_shuffle_buffer_size, local_shuffle_seed)
-        for batch in self._batches(batch_size or 256, drop_last=drop_last):
+        size = check_size(batch_size, "iter_batches") or 256
+        for batch in self._batches(size, drop_last=drop_last):
             yield to_format(batch, name)
 
     def iter_torch_batches(
@@ -179,9 +180,8 @@ class DataIterator:
         check_others("iter_torch_batches", others)
         self._shuffle(local_shuffle_buffer_size, local_shuffle_seed)
         make = Collate(collate_fn, dtypes, None if device == "auto" else device)
-        return Again(
-            lambda: (make(one) for one in self._batches(batch_size or 256, drop_last=drop_last))
-        )
+        size = check_size(batch_size, "iter_torch_batches") or 256
+        return Again(lambda: (make(one) for one in self._batches(size, drop_last=drop_last)))
 
     def iter_rows(self, **others: Any) -> Iterator[dict[str, Any]]:
         """Yield this rank's rows of a pass."""

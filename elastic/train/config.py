@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -492,6 +492,18 @@ class DataConfig:
             refuse(self, "datasets_to_split", "'all', or a list of names of datasets")
         take_int(self, "num_feeders", "an int, 0 or more", low=0)
         take_int(self, "shuffle_memory", "bytes, 1 or more", low=1)
+
+    def check_names(self, datasets: Collection[str]) -> None:
+        """Raise ConfigError if a name in `datasets_to_split` is none of these."""
+        if self.datasets_to_split == "all":
+            return
+        for name in self.datasets_to_split:
+            if name not in datasets:
+                known = ", ".join(sorted(datasets)) or "none: datasets={} is empty"
+                raise ConfigError(
+                    f"DataConfig.datasets_to_split: {name!r} is no dataset of the trainer: "
+                    f"expected some of {known}"
+                )
 
     def splits(self, name: str) -> bool:
         """Return whether a dataset is split over the workers."""

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from elastic.data.batches import check_size
 from elastic.data.iterator import Again, Collate, DataIterator, check_others
 from elastic.data.kept import table_of_run
 from elastic.data.rows import LaneOrder, Rows
@@ -198,7 +199,7 @@ class DatasetShard(DataIterator):
         """
         check_others("iter_torch_batches", others)
         self._shuffle(local_shuffle_buffer_size, local_shuffle_seed)
-        size = batch_size or 256
+        size = check_size(batch_size, "iter_torch_batches") or 256
         make = Collate(collate_fn, dtypes, _device_of(device))
         return ShardBatches(
             self,

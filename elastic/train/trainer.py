@@ -24,7 +24,7 @@ from elastic.client.output import LineCutter
 from elastic.client.submission import NAME_CHARS_MAX, run_path_of
 from elastic.core.config import VIRTUAL_LOCAL_RANK, JobSpec
 from elastic.core.world import Entry, EntryKind, JobId, JobPhase, Strategy, sorted_pairs
-from elastic.errors import ElasticError, NameTaken, Unavailable, UsageError
+from elastic.errors import ElasticError, NameTaken, Refused, Unavailable, UsageError
 from elastic.storage.files import Files
 from elastic.storage.run_record import RunOwner, RunPhase, read_run
 from elastic.train.beginning import (
@@ -115,7 +115,8 @@ class DataParallelTrainer:
                 with the run, which is resumed only while they are the same.
             dataset_config: how they reach the workers.
             validation_config: what validates checkpoints that are reported with `validation=`.
-            metadata: JSON-serializable, for `train.get_context().get_metadata()`.
+            metadata: JSON-serializable, for `train.get_context().get_metadata()`, and part of the
+                metadata of each reported checkpoint.
             resume_from_checkpoint: what `train.get_checkpoint` returns in a new run until it has
                 one of its own; from any run, readable by all nodes.
 
@@ -142,6 +143,7 @@ class DataParallelTrainer:
         self.validation_config = validation_config
         self.datasets = checked(datasets)
         self.dataset_config = _checked("dataset_config", dataset_config, DataConfig)
+        self.dataset_config.check_names(self.datasets)
         if resume_from_checkpoint is not None and not isinstance(
             resume_from_checkpoint, Checkpoint
         ):
@@ -150,7 +152,7 @@ class DataParallelTrainer:
                 f", expected a Checkpoint; use train.Checkpoint(path)"
             )
         self.resume_from_checkpoint = resume_from_checkpoint
-        self.metadata = dict(metadata or {})
+        self.metadata = _checked_metadata(metadata)
         self._reporting: CallbackRunner | None = None
         self._stopping = StopRule(self.run_config.stop)
 
@@ -364,7 +366,8 @@ class DataParallelTrainer:
                 cluster.check()
                 runner.look()
                 if reason := self._stopping.take():
-                    client.stop(job_id, reason)
+                    with contextlib.suppress(Refused):  # It has ended meanwhile.
+                        client.stop(job_id, reason)
 
             try:
                 view = follow(
@@ -706,7 +709,8 @@ class TorchTrainer(DataParallelTrainer):
                 with the run, which is resumed only while they are the same.
             dataset_config: how they reach the workers.
             validation_config: what validates checkpoints that are reported with `validation=`.
-            metadata: JSON-serializable, for `train.get_context().get_metadata()`.
+            metadata: JSON-serializable, for `train.get_context().get_metadata()`, and part of the
+                metadata of each reported checkpoint.
             resume_from_checkpoint: what a new run starts from.
 
         Raises:
@@ -752,6 +756,18 @@ def checked(datasets: Mapping[str, Any] | None) -> dict[str, Any]:
                 f"others return"
             )
     return found
+
+
+def _checked_metadata(given: Mapping[str, Any] | None) -> dict[str, Any]:
+    metadata = dict(given or {})
+    try:
+        json.dumps(metadata)
+    except (TypeError, ValueError) as error:
+        raise UsageError(
+            f"TorchTrainer: metadata is not JSON-serializable ({error}): expected a dict of text, "
+            f"numbers, lists and dicts"
+        ) from error
+    return metadata
 
 
 def _checked(what: str, value: Config | None, kind: type[Config]) -> Config:

@@ -242,6 +242,16 @@ def test_pools_of_ray_are_taken_and_change_no_rows() -> None:
         data.ActorPoolStrategy(size=2, max_size=3)
 
 
+def test_rows_of_a_batch_are_at_least_one() -> None:
+    ds = data.range(4)
+    assert ids_of(ds.filter("id > 2").take_all()) == [3]
+    for size in (0, -3, 2.5, True):
+        with pytest.raises(UsageError, match=r"batch_size=.* expected an int from 1 on, or None"):
+            list(ds.iter_torch_batches(batch_size=size))
+        with pytest.raises(UsageError, match="expected an int from 1 on"):
+            ds.map_batches(lambda batch: batch, batch_size=size)
+
+
 def test_wrong_use_says_what_to_write() -> None:
     ds = data.range(4)
     for call, hint in (

@@ -24,7 +24,7 @@ from elastic.data.files import DataError
 from elastic.data.iterator import DataIterator
 from elastic.data.rows import LaneOrder, Rows
 from elastic.data.table import in_memory, table_of
-from elastic.errors import TrainingFailed, UsageError
+from elastic.errors import ElasticError, TrainingFailed, UsageError
 from elastic.train.torch import TorchTrainer, prepare_model, prepare_optimizer
 from tests.patience import wait_for
 
@@ -295,3 +295,31 @@ def test_feeders_that_die_or_raise_lose_nothing(table: Path) -> None:
     with pytest.raises(ValueError, match="777 is odd"):
         rows.__getitems__(order[775:800])
     rows.close()
+
+
+def test_names_of_datasets_and_metadata_are_checked_before_anything_starts(tmp_path: Path) -> None:
+    for options, message in (
+        (
+            {"dataset_config": train.DataConfig(datasets_to_split=["trian"])},
+            "'trian' is no dataset",
+        ),
+        ({"metadata": {"classes": {1, 2}}}, "metadata is not JSON-serializable"),
+    ):
+        with pytest.raises(ElasticError, match=message):
+            fit(lambda: None, tmp_path, datasets={"train": data.range(4)}, **options)
+
+
+def test_reported_checkpoints_have_the_trainers_metadata(tmp_path: Path) -> None:
+    def reports() -> None:
+        for number in range(2):
+            folder = tmp_path / f"model-{number}"
+            folder.mkdir()
+            checkpoint = train.Checkpoint.from_directory(folder)
+            if number:
+                checkpoint.set_metadata({"kind": "its own"})
+            train.report({"n": number}, checkpoint=checkpoint)
+
+    given = {"kind": "digits", "preprocessor_pkl": "text"}
+    result = fit(reports, tmp_path, metadata=given)
+    found = [checkpoint.get_metadata() for checkpoint, _ in result.best_checkpoints]
+    assert found == [given, given | {"kind": "its own"}]

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from elastic.core.messages import LeaveGroup, SaveState
 from elastic.core.world import JobPhase, ReportKind, WorkerPhase
-from tests.unit.coordinator_under_test import CONFIG, Coordinator, running
+from tests.unit.coordinator_under_test import CONFIG, STOPPED, Coordinator, running
 
 AT_ONCE = replace(CONFIG, preemption_deadline_s=60)
 
@@ -62,6 +62,36 @@ def test_a_pause_that_is_wished_for_again_is_saved_again() -> None:
     assert [m.request for m in coordinator.sent(SaveState)] == [2, 2, 2]
     saved(coordinator, 2)
     assert [m.saves for m in coordinator.sent(LeaveGroup)] == [True, True, True]
+
+
+# ---------------------------------------------------------------- stopped at the end
+
+
+def test_a_stop_behind_the_loop_waits_for_the_end_of_the_train_function() -> None:
+    """Its last checkpoint is being written, as where a tuner stops a trial at its last report."""
+    coordinator = two_train(low=2)
+    for worker in ("n1/1", "n2/1"):
+        coordinator.update(worker, WorkerPhase.TRAINING, in_place=False)
+    coordinator.stop("a")
+    coordinator.advance(AT_ONCE.preemption_deadline_s - 1)
+    assert phase(coordinator) is JobPhase.RUNNING
+    coordinator.finished("n1/1")
+    coordinator.finished("n2/1")
+    coordinator.exits("n1/1", STOPPED)
+    coordinator.exits("n2/1", STOPPED)
+    assert phase(coordinator) is JobPhase.SUCCEEDED
+
+
+def test_but_not_for_ever_and_not_if_it_is_to_end_at_once() -> None:
+    for now, seconds in ((False, AT_ONCE.preemption_deadline_s), (True, 0.0)):
+        coordinator = two_train(low=2)
+        for worker in ("n1/1", "n2/1"):
+            coordinator.update(worker, WorkerPhase.TRAINING, in_place=False)
+        coordinator.stop("a", now=now)
+        coordinator.advance(seconds)
+        coordinator.exits("n1/1", STOPPED)
+        coordinator.exits("n2/1", STOPPED)
+        assert phase(coordinator) is JobPhase.STOPPED
 
 
 # ---------------------------------------------------------------- nodes that leave

@@ -367,6 +367,7 @@ def take_report(cluster: ClusterState, state: NodeState, report: WorkerReport) -
     before = worker.report
     was_in_place = job.is_in_place() if report.in_place is not before.in_place else None
     worker.update(report, cluster.now_ns)
+    job.has_looped |= report.in_place
     cluster.charge(job, worker)
     if before.phase is WorkerPhase.TRAINING and report.phase is WorkerPhase.READY:
         _stands_still(cluster, job, report.worker_id)

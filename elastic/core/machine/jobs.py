@@ -106,6 +106,7 @@ class JobState:
         first_steps: wall clock at the end of each member's first step in this generation.
         holders: members of the newest group before `group` that committed a step; empty after a
             restart of the coordinator.
+        has_looped: in this term a member was in a loop that can be saved at any step.
         finished: results of the train function, by finished member; kept after it is gone.
         rank_failures, failed_in: what members have raised, and in which generation.
         failure_generation, loss_generation: the newest that was charged for a failure, a loss.
@@ -176,6 +177,7 @@ class JobState:
     restart_at_ns: int = 0
     wake_ns: int | None = None
     first_steps: dict[WorkerId, int] = field(default_factory=dict)
+    has_looped: bool = False
     holders: frozenset[WorkerId] = frozenset()
     finished: dict[WorkerId, str] = field(default_factory=dict)
     stuck: str = ""

@@ -33,7 +33,14 @@ def advance(cluster: ClusterState, job: JobState) -> None:
         _touch_co_preempted(cluster, job)
         return
     if job.stopping and job.training_since_ns is not None and not job.is_in_place():
-        # Its loop has ended meanwhile: there is nothing to save, and no next boundary.
+        # Its loop has ended: there is no next boundary. It ends by itself, once its last
+        # checkpoint is written and its code is through, or is ended at the deadline.
+        if job.release_deadline_ns is None:
+            job.release_deadline_ns = cluster.now_ns + ns(cluster.config.preemption_deadline_s)
+        if cluster.now_ns < job.release_deadline_ns:
+            job.reason = f"{job.stopping}: ends with its train function"
+            reconcile.wake(job, job.release_deadline_ns)
+            return
         reconcile.end_job(cluster, job, JobPhase.STOPPED, job.stopping)
         return
     _mind_time(cluster, job)

@@ -39,7 +39,8 @@ def too_many_jobs(cluster: ClusterState) -> str:
 def on_stop(cluster: ClusterState, event: StopRequested) -> None:
     """End a job: at once, or after a checkpoint and after its workers left at a boundary.
 
-    Only a loop that can be saved at any step is waited for.
+    Only a loop that can be saved at any step is waited for, or what follows it: its last checkpoint
+    may still be being written.
     """
     job, reason = cluster.jobs.get(event.job_id), event.reason or "stopped"
     if job is not None and job.has_ended() and job.workers and event.now:
@@ -51,7 +52,8 @@ def on_stop(cluster: ClusterState, event: StopRequested) -> None:
     if job is None:
         return
     job.hurries = event.now
-    if not event.now and job.spec.run_path and _may_be_in_place(cluster, job):
+    is_waited_for = job.is_open and (job.has_looped or _may_be_in_place(cluster, job))
+    if not event.now and job.spec.run_path and is_waited_for:
         if not job.stopping:
             job.reset_release()
             job.paused, job.stopping = True, reason

@@ -10,18 +10,20 @@ from __future__ import annotations
 import atexit
 import importlib.util
 import inspect
+import io
 import logging
 import os
 import runpy
 import sys
 import threading
+from collections import ChainMap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from types import ModuleType
-from typing import Any
+from types import CodeType, ModuleType
+from typing import Any, ClassVar
 
 import cloudpickle
 
@@ -49,6 +51,18 @@ class EntryCall:
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
+def _with_file(code: CodeType) -> tuple[Any, ...]:
+    """Reduce code as cloudpickle does, but keep the name of its file: tracebacks show it."""
+    make, values = cloudpickle.Pickler.dispatch_table[CodeType](code)
+    return make, tuple(code.co_filename if one == "<dynamic-code>" else one for one in values)
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    dispatch_table: ClassVar[Any] = ChainMap(
+        {CodeType: _with_file}, cloudpickle.Pickler.dispatch_table
+    )
+
+
 def pack(function: Callable[..., Any], config: Any, options: Mapping[str, Any]) -> bytes:
     """Return the payload of a FUNCTION entry.
 
@@ -56,7 +70,9 @@ def pack(function: Callable[..., Any], config: Any, options: Mapping[str, Any]) 
         UsageError: something in it cannot be pickled.
     """
     try:
-        return bytes(cloudpickle.dumps((function, config, dict(options))))
+        packed = io.BytesIO()
+        _Pickler(packed).dump((function, config, dict(options)))
+        return packed.getvalue()
     except Exception as error:
         raise UsageError(
             f"the train function {getattr(function, '__name__', function)!r} or its config cannot "
