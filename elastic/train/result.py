@@ -39,7 +39,7 @@ class Result:
             including those of earlier attempts of the run.
         history: every report of rank 0, oldest first: metrics, and generation, index, unix_ns; in
             a loop over `train.epochs()` also `at`, the place in the run; of reports repeated at
-            the same place only the last.
+            the same place only the last, and rank 1's where rank 0 was lost before its own.
         return_value: what rank 0's train function returned, as far as it is JSON-serializable.
         error: why the run failed, None if it did not.
         goodput: where the time of the workers went; None where that is not known, as for a run
@@ -144,15 +144,23 @@ def _place(row: dict[str, Any]) -> dict[str, Any]:
 def read_history(run_path: str) -> list[dict[str, Any]]:
     """Return every report of rank 0 from a run directory, oldest first.
 
-    A line truncated by a kill during the write is skipped.
+    A line truncated by a kill during the write is skipped. Where rank 0 was lost between a step
+    and its report, that of rank 1 stands for it.
 
     Raises:
         StorageError: the file exists and cannot be read.
     """
-    rows = RunDirectory(run_path).read_metrics()
-    rows = [{**row, "metrics": as_reported(row["metrics"])} for row in rows]
+    run = RunDirectory(run_path)
+    rows = run.read_metrics()
     newest = {row["at"]: number for number, row in enumerate(rows) if "at" in row}
-    return [row for n, row in enumerate(rows) if "at" not in row or newest[row["at"]] == n]
+    rows = [row for n, row in enumerate(rows) if "at" not in row or newest[row["at"]] == n]
+    if rows and all("at" in row for row in rows):  # In a loop of ours, whose places are in order.
+        for row in run.read_metrics(1):
+            if "at" in row and row["at"] not in newest:
+                later = (n for n, other in enumerate(rows) if other["at"] > row["at"])
+                rows.insert(next(later, len(rows)), row)
+                newest[row["at"]] = -1
+    return [{**row, "metrics": as_reported(row["metrics"])} for row in rows]
 
 
 def committed_in(run_path: str) -> tuple[CheckpointRecord, ...]:

@@ -10,6 +10,7 @@ import pytest
 from elastic.errors import StorageError
 from elastic.storage.marker import MARKER, CheckpointMarker, StoredFile
 from elastic.storage.run_directory import RunDirectory
+from elastic.train.result import read_history
 
 
 def marker(unix_ns: int = 1, **files: int) -> CheckpointMarker:
@@ -115,3 +116,19 @@ def test_metrics_that_storage_never_takes_are_bounded(
     assert steps == list(range(steps[0], 100))
     assert 1 < len(steps) < 20
     assert "metrics_lost" in caplog.text
+
+
+def test_history_has_rank_1s_report_where_rank_0_was_lost_before_its_own(tmp_path: Path) -> None:
+    run = RunDirectory(str(tmp_path))
+
+    def report(rank: int, epoch: int) -> None:
+        place = f"e{epoch:05d}-s0000010-1"
+        run.append_metrics(rank, {"rank": rank, "metrics": {"epoch": epoch}, "at": place})
+
+    for rank, epoch in ((0, 0), (1, 0), (1, 1), (0, 2), (1, 2), (0, 1), (0, 2), (1, 3)):
+        report(rank, epoch)
+    assert [row["metrics"]["epoch"] for row in read_history(str(tmp_path))] == [0, 1, 2, 3]
+    report(0, 4)
+    report(1, 4)
+    found = [(row["rank"], row["metrics"]["epoch"]) for row in read_history(str(tmp_path))]
+    assert found == [(0, 0), (0, 1), (0, 2), (1, 3), (0, 4)]
