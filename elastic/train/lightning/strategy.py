@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -22,6 +23,13 @@ from elastic.train.lightning.fit import LOSS, Fit, Steps, taken_log
 from elastic.train.loaders import PreparedLoader, prepare_data_loader
 from elastic.train.session import require_context
 from elastic.worker.engine.whole_step import WholeStep
+
+NOT_HERE = (
+    r"It is recommended to use `self\.log\(.*sync_dist=True",
+    r"You're resuming from a checkpoint that ended before the epoch ended",
+)
+"""Lightning's warnings that do not hold with this strategy: logged values are those of the whole
+step on every worker, and the loader continues at the checkpoint's step."""
 
 
 class RayDDPStrategy(strategies.SingleDeviceStrategy):
@@ -79,6 +87,8 @@ class RayDDPStrategy(strategies.SingleDeviceStrategy):
         Raises:
             UsageError: manual optimization, several optimizers, several loaders.
         """
+        for text in NOT_HERE:
+            warnings.filterwarnings("ignore", message=text)
         module = trainer.lightning_module
         if trainer.state.fn == "fit" and not module.automatic_optimization:
             raise UsageError(
