@@ -118,7 +118,9 @@ class Reference:
         """
         self.directory = directory
         self._command = [
-            *("env", "OMP_NUM_THREADS=1", sys.executable, str(script), *options),
+            # Results go below its home, and with it.
+            *("env", "OMP_NUM_THREADS=1", f"HOME={directory}", sys.executable, str(script)),
+            *options,
             *("--epochs", "1000000", "--trace", str(directory)),
         ]
         self._process: subprocess.Popen[bytes] | None = None
