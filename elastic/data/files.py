@@ -109,7 +109,7 @@ def find_files(
             wanted = f" that ends with {' or '.join(ends)}" if ends else ""
             raise DataError(
                 f"elastic.data: {path} leads to no file{wanted}: expected a file, a folder or a "
-                f"pattern such as {path.rstrip('/')}/*.parquet"
+                f"pattern such as /data/*.parquet"
             )
         files = [_file(fs, info) for info in sorted(infos, key=lambda info: info["name"])]
         if ANONYMOUS in path:  # Their readers need to know it, too.

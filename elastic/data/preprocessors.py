@@ -138,12 +138,15 @@ def counts_of(ds: Dataset, columns: Sequence[str], what: str) -> dict[str, Count
 
 
 def _frames(ds: Dataset, columns: Sequence[str], what: str) -> Any:
-    known = ds.columns()
+    _check_columns(columns, ds.columns(), what)
+    chosen = ds.select_columns(list(columns))
+    return chosen.iter_batches(batch_size=BATCH_ROWS, batch_format="pandas")
+
+
+def _check_columns(columns: Sequence[str], known: Sequence[str], what: str) -> None:
     missing = [name for name in columns if name not in known]
     if missing:
         raise UsageError(f"{what}: no column {missing[0]!r}: expected one of {', '.join(known)}")
-    chosen = ds.select_columns(list(columns))
-    return chosen.iter_batches(batch_size=BATCH_ROWS, batch_format="pandas")
 
 
 class _OfColumns(Preprocessor):
@@ -171,6 +174,7 @@ class _OfColumns(Preprocessor):
             )
 
     def _apply(self, frame: Any) -> Any:
+        _check_columns(self.columns, list(frame.columns), type(self).__name__)
         results = {
             into: self._column(name, frame[name])
             for name, into in zip(self.columns, self.output_columns or self.columns, strict=True)
@@ -373,6 +377,7 @@ class Normalizer(_OfColumns):
             raise UsageError(f"Normalizer: norm={norm!r}: expected one of {', '.join(self.NORMS)}")
 
     def _apply(self, frame: Any) -> Any:
+        _check_columns(self.columns, list(frame.columns), "Normalizer")
         values = frame[self.columns].to_numpy(dtype=np.float64)
         order = {"l1": 1, "l2": 2, "max": np.inf}[self.norm]
         lengths = np.linalg.norm(values, ord=order, axis=1, keepdims=True)
@@ -405,13 +410,9 @@ class Concatenator(Preprocessor):
         self.dtype, self.raise_if_missing = dtype, raise_if_missing
 
     def _apply(self, frame: Any) -> Any:
-        missing = [name for name in self.columns if name not in frame.columns]
-        if missing and self.raise_if_missing:
-            raise UsageError(
-                f"Concatenator: no column {missing[0]!r}: expected one of "
-                f"{', '.join(frame.columns)}"
-            )
-        names = [name for name in self.columns if name not in missing]
+        if self.raise_if_missing:
+            _check_columns(self.columns, list(frame.columns), "Concatenator")
+        names = [name for name in self.columns if name in frame.columns]
         parts = [np.asarray(frame[name].tolist()).reshape(len(frame), -1) for name in names]
         rest = frame.drop(columns=names)
         rest[self.output_column_name] = list(np.concatenate(parts, axis=1).astype(self.dtype))

@@ -79,6 +79,8 @@ def test_wrong_use_names_the_column_and_what_was_expected() -> None:
         of.MinMaxScaler(["b"]).fit(ds)
     with pytest.raises(UsageError, match="column 't' is not of numbers"):
         of.MinMaxScaler(["t"]).fit(ds)
+    with pytest.raises(UsageError, match="no column 'a': expected one of t"):
+        of.StandardScaler(["a"]).fit(ds).transform(ds.drop_columns("a")).take_all()
     with pytest.raises(UsageError, match="strategy='median': expected one of mean"):
         of.SimpleImputer(["a"], strategy="median")
     with pytest.raises(UsageError, match="columns='a': expected a list"):
