@@ -52,7 +52,8 @@ def on_stop(cluster: ClusterState, event: StopRequested) -> None:
     if job is None:
         return
     job.hurries = event.now
-    is_waited_for = job.is_open and (job.has_looped or _may_be_in_place(cluster, job))
+    is_behind_loop = job.is_open and job.has_looped and job.training_since_ns is not None
+    is_waited_for = is_behind_loop or _may_be_in_place(cluster, job)
     if not event.now and job.spec.run_path and is_waited_for:
         if not job.stopping:
             job.reset_release()
