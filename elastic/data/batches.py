@@ -7,6 +7,7 @@ other form only when an operation needs that one, and rows keep their order.
 from __future__ import annotations
 
 import importlib
+import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -93,8 +94,11 @@ def check_size(size: Any, what: str) -> int | None:
     Raises:
         UsageError: it is neither.
     """
-    if size is None or (isinstance(size, int) and not isinstance(size, bool) and size > 0):
-        return size
+    if size is None:
+        return None
+    is_number = hasattr(size, "__index__") and not isinstance(size, bool)  # NumPy's, too.
+    if is_number and operator.index(size) > 0:
+        return operator.index(size)
     raise UsageError(f"{what}: batch_size={size!r}: expected an int from 1 on, or None")
 
 

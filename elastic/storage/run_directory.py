@@ -19,9 +19,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import logging
 import os
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -315,6 +316,20 @@ class RunDirectory:
         for file in files.tree():
             if file.path not in (*kept, MARKER, METADATA):
                 files.delete(file.path)
+
+    def add_metadata(self, name: str, metadata: Mapping[str, Any]) -> None:
+        """Add to what a checkpoint has as metadata; keys that it has already stay as they are.
+
+        Raises:
+            StorageError: it cannot be read or written.
+        """
+        files, known = self.checkpoint(name), {}
+        if files.exists(METADATA):
+            try:
+                known = dict(json.loads(files.read(METADATA)))
+            except (ValueError, TypeError):
+                return  # Whatever it is, it is the script's.
+        files.write(METADATA, json.dumps({**metadata, **known}).encode())
 
     def discard(self, name: str) -> None:
         """Remove the files of a checkpoint that will not be committed, if possible."""

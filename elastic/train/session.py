@@ -199,8 +199,6 @@ def report(
     if checkpoint is None or checkpoint is UNSAID:
         context.report(text, NO_PART if checkpoint is None else None, name=checkpoint_dir_name)
         return
-    if engine is not None and engine.metadata:
-        checkpoint.set_metadata({**engine.metadata, **checkpoint.get_metadata()})
     brought = bring(
         checkpoint,
         checkpoint_upload_mode,

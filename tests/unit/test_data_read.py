@@ -245,6 +245,7 @@ def test_pools_of_ray_are_taken_and_change_no_rows() -> None:
 def test_rows_of_a_batch_are_at_least_one() -> None:
     ds = data.range(4)
     assert ids_of(ds.filter("id > 2").take_all()) == [3]
+    assert len(list(ds.iter_torch_batches(batch_size=np.int64(2)))) == 2
     for size in (0, -3, 2.5, True):
         with pytest.raises(UsageError, match=r"batch_size=.* expected an int from 1 on, or None"):
             list(ds.iter_torch_batches(batch_size=size))

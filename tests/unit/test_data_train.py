@@ -323,3 +323,7 @@ def test_reported_checkpoints_have_the_trainers_metadata(tmp_path: Path) -> None
     result = fit(reports, tmp_path, metadata=given)
     found = [checkpoint.get_metadata() for checkpoint, _ in result.best_checkpoints]
     assert found == [given, given | {"kind": "its own"}]
+    assert not [*(tmp_path / "model-0").iterdir()]  # The script's folder is left alone.
+    missing = train.Checkpoint(str(tmp_path / "mdoel"))
+    with pytest.raises(ElasticError, match="mdoel"):
+        fit(lambda: train.report({}, checkpoint=missing), tmp_path, name="2", metadata=given)

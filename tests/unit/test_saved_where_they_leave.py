@@ -82,6 +82,18 @@ def test_a_stop_behind_the_loop_waits_for_the_end_of_the_train_function() -> Non
     assert phase(coordinator) is JobPhase.SUCCEEDED
 
 
+def test_what_follows_the_loop_has_a_time_of_its_own() -> None:
+    """The stop came in the last epoch, whose evaluation took longer than a stop may."""
+    coordinator = two_train(low=2)
+    coordinator.stop("a")
+    coordinator.advance(AT_ONCE.preemption_deadline_s + 30)
+    assert phase(coordinator) is JobPhase.RUNNING
+    for worker in ("n1/1", "n2/1"):
+        coordinator.update(worker, WorkerPhase.TRAINING, in_place=False)
+    coordinator.advance(AT_ONCE.preemption_deadline_s - 1)
+    assert phase(coordinator) is JobPhase.RUNNING
+
+
 def test_but_not_for_ever_and_not_if_it_is_to_end_at_once() -> None:
     for now, seconds in ((False, AT_ONCE.preemption_deadline_s), (True, 0.0)):
         coordinator = two_train(low=2)

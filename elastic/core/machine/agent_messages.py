@@ -375,6 +375,8 @@ def take_report(cluster: ClusterState, state: NodeState, report: WorkerReport) -
         requests.on_cut(cluster, job, report.micro_batches)
     if was_in_place is not None and job.is_in_place() is not was_in_place:
         cluster.replan = True  # It can be saved at any step, so it may be preempted.
+        if was_in_place and job.stopping:
+            job.release_deadline_ns = None  # What follows the loop has a time of its own.
     if report.phase is WorkerPhase.FINISHED and report.generation == job.generation:
         job.finished[report.worker_id] = report.result
         cluster.replan = True

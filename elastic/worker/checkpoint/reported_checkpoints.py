@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from elastic.core.events.worker import NotifyPreemption, RequestLeave, UserReported, WorkerEvent
 from elastic.core.messages import Progress
@@ -106,6 +106,7 @@ class ReportedCheckpoints:
 
     Attributes:
         pending: names of checkpoints that are recorded, or wait for that, and may have no marker.
+        metadata: written beside the files of each; what is in them already has precedence.
     """
 
     def __init__(
@@ -121,6 +122,7 @@ class ReportedCheckpoints:
         """Begin a generation; see `Reporter`."""
         self.place, self.run = place, run
         self.pending: set[str] = set()
+        self.metadata: Mapping[str, Any] = {}
         self._link, self._clock, self._committer = link, clock, committer
         self._on_commit = on_commit
         self._newest_posted = -1
@@ -231,6 +233,8 @@ class ReportedCheckpoints:
         files = _files_of(parts)
         if turn.owns_files:
             run.clear(name, kept={file.path for file in files})
+        if self.metadata:
+            run.add_metadata(name, self.metadata)
         return CheckpointMarker(
             job_id=self.place.job_id,
             generation=self.place.generation,

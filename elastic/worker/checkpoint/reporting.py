@@ -17,7 +17,7 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -282,6 +282,10 @@ class Reporter:
         self._reported.finish(self._is_over)
         if problem:
             raise problem
+
+    def add_metadata(self, metadata: Mapping[str, Any]) -> None:
+        """Write this beside the files of each reported checkpoint; the script's own comes first."""
+        self._reported.metadata = metadata
 
     def close(self) -> None:
         """The generation is over: nothing comes of what is still under way."""

@@ -195,6 +195,8 @@ class StepEngine(ObjectRegistry):
         """Be in this group from here on."""
         self._place = context
         self._checkpoints.enter(context)
+        if context.reporter is not None:
+            context.reporter.add_metadata(self.metadata)
 
     def close(self) -> None:
         """The call of the train function is over, however it ended; again is no harm."""
