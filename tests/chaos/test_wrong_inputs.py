@@ -360,15 +360,17 @@ def test_code_that_catches_everything_is_left_all_the_same_and_no_child_stays(
         data = torch.utils.data.TensorDataset(torch.arange(4096))
         loader = prepare_data_loader(torch.utils.data.DataLoader(data, num_workers=2))
         for _ in range(10_000):
-            if Path(config["finish"]).exists() and context.get_generation() > 1:
-                return
             for _ in loader:
+                is_later = context.get_generation() > 1
+                over = torch.tensor(float(is_later and Path(config["finish"]).exists()))
                 try:
-                    dist.all_reduce(torch.ones(1))
+                    dist.all_reduce(over)  # All members end at the same place.
                     mark.touch()
                 except Exception:
                     continue
-                if context.get_generation() > 1:
+                if over > 0:
+                    return
+                if is_later:
                     break
 
     marks, finish = tmp_path / "marks", tmp_path / "finish"
