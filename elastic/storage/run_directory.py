@@ -323,12 +323,11 @@ class RunDirectory:
         Raises:
             StorageError: it cannot be read or written.
         """
-        files, known = self.checkpoint(name), {}
-        if files.exists(METADATA):
-            try:
-                known = dict(json.loads(files.read(METADATA)))
-            except (ValueError, TypeError):
-                return  # Whatever it is, it is the script's.
+        files = self.checkpoint(name)
+        try:
+            known = read_metadata(files)
+        except ValueError:
+            return  # Whatever it is, it is the script's.
         files.write(METADATA, json.dumps({**metadata, **known}).encode())
 
     def discard(self, name: str) -> None:
@@ -489,6 +488,20 @@ class RunDirectory:
             if isinstance(error.__cause__, (FileNotFoundError, NotADirectoryError)):
                 return None  # Not committed, or pruned by another member since we listed it.
             raise
+
+
+def read_metadata(checkpoint: Files) -> dict[str, Any]:
+    """Return the metadata of a checkpoint, {} if it has none.
+
+    Raises:
+        ValueError: they are not a JSON object.
+        StorageError: they cannot be read.
+    """
+    text = checkpoint.read(METADATA) if checkpoint.exists(METADATA) else b"{}"
+    found = json.loads(text)
+    if not isinstance(found, dict):
+        raise ValueError(f"a {type(found).__name__}, expected a JSON object")
+    return found
 
 
 def _folder(name: str) -> str:

@@ -26,6 +26,7 @@ from elastic.errors import StorageError, UsageError
 from elastic.storage.files import Files
 from elastic.storage.integrity import read_marker, verify
 from elastic.storage.marker import METADATA, OURS, CheckpointMarker
+from elastic.storage.run_directory import read_metadata
 from elastic.train.dict_checkpoint import read_dict, write_dict
 from elastic.train.filesystems import as_fsspec
 
@@ -33,6 +34,21 @@ log = logging.getLogger(__name__)
 
 ReportedCheckpointStatus = CheckpointStatus
 """Ray Train's name for it."""
+
+
+def metadata_text(metadata: Mapping[str, Any], what: str) -> str:
+    """Return metadata as JSON.
+
+    Raises:
+        UsageError: it is not JSON-serializable; begins with `what`.
+    """
+    try:
+        return json.dumps(dict(metadata))
+    except (TypeError, ValueError) as error:
+        raise UsageError(
+            f"{what} not JSON-serializable ({error}); expected a dict of text, numbers, lists and "
+            f"dicts"
+        ) from error
 
 
 class Checkpoint:
@@ -197,11 +213,9 @@ class Checkpoint:
         Raises:
             StorageError: it cannot be read.
         """
-        files = Files(self.path, self.filesystem)
         try:
-            text = files.read(METADATA) if files.exists(METADATA) else b"{}"
-            return dict(json.loads(text))
-        except (ValueError, TypeError) as error:
+            return read_metadata(Files(self.path, self.filesystem))
+        except ValueError as error:
             raise StorageError(
                 f"metadata of checkpoint {self.path} cannot be read: {METADATA}: {error}"
             ) from error
@@ -216,13 +230,7 @@ class Checkpoint:
             UsageError: it is not JSON-serializable.
             StorageError: it cannot be written.
         """
-        try:
-            text = json.dumps(dict(metadata))
-        except (TypeError, ValueError) as error:
-            raise UsageError(
-                f"Checkpoint.set_metadata: not JSON-serializable ({error}); expected a dict of "
-                f"text, numbers, lists and dicts"
-            ) from error
+        text = metadata_text(metadata, "Checkpoint.set_metadata:")
         Files(self.path, self.filesystem).write(METADATA, text.encode())
 
     def update_metadata(self, metadata: Mapping[str, Any]) -> None:

@@ -37,7 +37,7 @@ from elastic.train.beginning import (
     say,
 )
 from elastic.train.callbacks import CallbackRunner, TrainRunContext, UserCallback
-from elastic.train.checkpoint import Checkpoint
+from elastic.train.checkpoint import Checkpoint, metadata_text
 from elastic.train.config import (
     BackendConfig,
     DataConfig,
@@ -152,7 +152,8 @@ class DataParallelTrainer:
                 f", expected a Checkpoint; use train.Checkpoint(path)"
             )
         self.resume_from_checkpoint = resume_from_checkpoint
-        self.metadata = _checked_metadata(metadata)
+        self.metadata = dict(metadata or {})
+        metadata_text(self.metadata, "TorchTrainer: metadata is")
         self._reporting: CallbackRunner | None = None
         self._stopping = StopRule(self.run_config.stop)
 
@@ -756,18 +757,6 @@ def checked(datasets: Mapping[str, Any] | None) -> dict[str, Any]:
                 f"others return"
             )
     return found
-
-
-def _checked_metadata(given: Mapping[str, Any] | None) -> dict[str, Any]:
-    metadata = dict(given or {})
-    try:
-        json.dumps(metadata)
-    except (TypeError, ValueError) as error:
-        raise UsageError(
-            f"TorchTrainer: metadata is not JSON-serializable ({error}): expected a dict of text, "
-            f"numbers, lists and dicts"
-        ) from error
-    return metadata
 
 
 def _checked(what: str, value: Config | None, kind: type[Config]) -> Config:

@@ -35,11 +35,8 @@ def advance(cluster: ClusterState, job: JobState) -> None:
     if job.stopping and job.training_since_ns is not None and not job.is_in_place():
         # Its loop has ended: there is no next boundary. It ends by itself, once its last
         # checkpoint is written and its code is through, or is ended at the deadline.
-        if job.release_deadline_ns is None:
-            job.release_deadline_ns = cluster.now_ns + ns(cluster.config.preemption_deadline_s)
-        if cluster.now_ns < job.release_deadline_ns:
+        if _has_time(cluster, job):
             job.reason = f"{job.stopping}: ends with its train function"
-            reconcile.wake(job, job.release_deadline_ns)
             return
         reconcile.end_job(cluster, job, JobPhase.STOPPED, job.stopping)
         return
@@ -71,6 +68,16 @@ def _saving(cluster: ClusterState, job: JobState) -> Decision[EvictionSave]:
     )
 
 
+def _has_time(cluster: ClusterState, job: JobState) -> bool:
+    """Return whether the deadline is not over, which a pause gets here; the job wakes at it."""
+    if (job.paused or job.releases_all) and job.release_deadline_ns is None:
+        job.release_deadline_ns = cluster.now_ns + ns(cluster.config.preemption_deadline_s)
+    if job.release_deadline_ns is None or cluster.now_ns < job.release_deadline_ns:
+        reconcile.wake(job, job.release_deadline_ns)
+        return True
+    return False
+
+
 def _mind_time(cluster: ClusterState, job: JobState) -> None:
     """Replan the queue once a pause takes longer than a preemption may.
 
@@ -78,14 +85,9 @@ def _mind_time(cluster: ClusterState, job: JobState) -> None:
     A job ordered to leave by an earlier coordinator gets the whole time again. Its members give up
     a checkpoint that storage does not accept, so it is requested again.
     """
+    if _has_time(cluster, job) or not job.paused:
+        return
     now_ns = cluster.now_ns
-    if (job.paused or job.releases_all) and job.release_deadline_ns is None:
-        job.release_deadline_ns = now_ns + ns(cluster.config.preemption_deadline_s)
-    if job.release_deadline_ns is None or now_ns < job.release_deadline_ns:
-        reconcile.wake(job, job.release_deadline_ns)
-        return
-    if not job.paused:
-        return
     if _is_counted_on(cluster, job):
         cluster.replan = True
     if job.pause_request and not (job.is_saved or job.releases_all):

@@ -515,11 +515,12 @@ def _stop_surplus(cluster: ClusterState, job: JobState) -> None:
     holders = job.state_holders()
     needed = holders if job.is_open and not job.first_steps else frozenset()
     idle = [w for w in alive if w not in needed and not (job.is_open and job.is_member(w))]
-    idle.sort(
-        key=lambda w: (
-            w in holders, job.workers[w].node_id not in out, -job.workers[w].since_ns, w,
-        )
-    )  # fmt: skip
+
+    def last_to_end(worker_id: WorkerId) -> tuple[bool, bool, int, WorkerId]:
+        worker = job.workers[worker_id]
+        return worker_id in holders, worker.node_id not in out, -worker.since_ns, worker_id
+
+    idle.sort(key=last_to_end)
     high = job.limits.max_workers
     for worker_id in idle[: max(0, len(alive) - high)]:
         cause = ExitCause(ExitKind.STOPPED, detail=f"max_workers={high} is reached")

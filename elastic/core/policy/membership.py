@@ -397,11 +397,7 @@ def _replace_ended(
 ) -> Decision[GroupPlan]:
     """Replace a group that ended between two boundaries, by one with its state if that is alive."""
     members = _choose_with_state(spec, current, by_id, interrupting=True)
-    holders = [
-        w
-        for w in _left_out(by_id, members)
-        if not by_id[w].reachable or (by_id[w].phase in BUSY_PHASES and w not in current.members)
-    ]
+    holders = _to_wait_for(current, by_id, members)
     if holders:
         return Decision(GroupPlan(GroupAction.KEEP), f"{why}; {_waiting_for_state(holders)}")
     return _replace_by(spec, current, by_id, members, cause, why)
@@ -487,6 +483,18 @@ def _left_out(by_id: dict[WorkerId, Candidate], members: Sequence[WorkerId]) -> 
     return [w for w, c in by_id.items() if c.has_state and c.present and not c.spent]
 
 
+def _to_wait_for(
+    current: CurrentGroup, by_id: dict[WorkerId, Candidate], members: Sequence[WorkerId]
+) -> list[WorkerId]:
+    """Return those of `_left_out` that may come: silent, or still in a group that is over."""
+    interrupted = current.members if current.is_open else ()  # A new group takes them out of it.
+    return [
+        w
+        for w in _left_out(by_id, members)
+        if not by_id[w].reachable or (by_id[w].phase in BUSY_PHASES and w not in interrupted)
+    ]
+
+
 def _may_come(
     current: CurrentGroup, by_id: dict[WorkerId, Candidate], members: Sequence[WorkerId]
 ) -> list[WorkerId]:
@@ -496,8 +504,7 @@ def _may_come(
     """
     away = [w for w in current.members if w in by_id and by_id[w].awaited]
     found = [w for w in away if by_id[w].present and not by_id[w].reachable]
-    left_out = [(w, by_id[w]) for w in _left_out(by_id, members)]
-    return found or [w for w, c in left_out if not c.reachable or c.phase in BUSY_PHASES]
+    return found or _to_wait_for(current, by_id, members)
 
 
 def _waiting_for_state(holders: Sequence[WorkerId]) -> str:

@@ -131,16 +131,23 @@ def accelerator_of(device: torch.device) -> Accelerator | None:
     return KINDS.get(device.type, _TORCHS)
 
 
+def _asynchronous(
+    devices: Iterable[torch.device],
+) -> Iterator[tuple[Accelerator, torch.device]]:
+    for device in devices:
+        accelerator = accelerator_of(device)
+        if accelerator is not None:
+            yield accelerator, device
+
+
 def record(devices: Iterable[torch.device]) -> list[DeviceEvent]:
     """Return events after all work queued on these devices; none for the CPU."""
-    found = ((accelerator_of(device), device) for device in devices)
-    return [one.record(device) for one, device in found if one is not None]
+    return [one.record(device) for one, device in _asynchronous(devices)]
 
 
 def beside(devices: Iterable[torch.device]) -> list[AbstractContextManager[object]]:
     """Return contexts of side streams, see `Accelerator.beside`; none for the CPU."""
-    found = ((accelerator_of(device), device) for device in devices)
-    return [one.beside(device) for one, device in found if one is not None]
+    return [one.beside(device) for one, device in _asynchronous(devices)]
 
 
 def wait_done(events: Iterable[DeviceEvent], check: Callable[[], None] = lambda: None) -> None:
