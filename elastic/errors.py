@@ -75,7 +75,6 @@ class CoordinatorUnreachable(Unavailable):
     """No coordinator answers at the address given."""
 
     def __init__(self, address: str, detail: str = "") -> None:
-        """Name the address that was tried, and the error of the attempt."""
         self.address = address
         self.detail = detail
         because = f" ({detail})" if detail else ""
@@ -93,7 +92,6 @@ class CoordinatorUntrusted(CoordinatorUnreachable):
     """Somebody answers at the address, and one side does not accept the other's certificate."""
 
     def __init__(self, address: str, detail: str) -> None:
-        """Name the address and what to do about it."""
         super().__init__(address, detail)
         self.args = (f"no safe connection to {address}: {detail}",)
 
@@ -133,7 +131,6 @@ class VersionMismatch(Refused):
     """The peer speaks another version of the protocol."""
 
     def __init__(self, who: str, *, theirs: str, ours: str) -> None:
-        """Name the peer and both versions."""
         self.theirs = theirs
         self.ours = ours
         super().__init__(
@@ -225,7 +222,6 @@ class WorkerGroupError(TrainingFailed):
         worker: str = "",
         traceback: str = "",
     ) -> None:
-        """Keep the errors; see `TrainingFailed`."""
         super().__init__(reason, worker=worker, traceback=traceback)
         self.worker_failures = dict(worker_failures)
 
@@ -243,7 +239,6 @@ class ControllerError(TrainingFailed):
     """
 
     def __init__(self, reason: str) -> None:
-        """Keep the reason."""
         super().__init__(reason)
         self.controller_failure = RuntimeError(reason)
 

@@ -49,7 +49,6 @@ class Figures:
     """Metrics of an agent's processes."""
 
     def __init__(self) -> None:
-        """Start without processes."""
         self._workers: dict[int, _Worker] = {}
         self._warm: set[int] = set()
         self._restarts: Counter[tuple[str, str]] = Counter()

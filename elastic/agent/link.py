@@ -280,7 +280,6 @@ class WaitLogger:
     """
 
     def __init__(self, clock: Clock) -> None:
-        """Start without a reason."""
         self._clock = clock
         self._reason = ""
         self._since_ns = 0

@@ -50,7 +50,6 @@ class LogFollowers:
     """All present readers of this node's logs, a task for each."""
 
     def __init__(self, logs: Logs, send: SendLines) -> None:
-        """Read from `logs`, reply through `send`."""
         self._logs = logs
         self._send = send
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -178,7 +177,6 @@ class LogReader:
                 return [(stamp, part.decode("utf-8", "replace")) for stamp, part in found]
 
     def close(self) -> None:
-        """Close the file."""
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -253,7 +251,6 @@ def tail_start(paths: list[Path], lines: int) -> tuple[Path, int]:
 
 
 def byte_at(file: BinaryIO, offset: int) -> bytes:
-    """Return one byte of a file."""
     file.seek(offset)
     return file.read(1)
 

@@ -44,12 +44,10 @@ class MarksFile:
     """Writes the marks of one log file; marks that cannot be written are omitted."""
 
     def __init__(self) -> None:
-        """Open nothing yet."""
         self._fd = -1
         self._last = Stamp()
 
     def open(self, log: Path) -> None:
-        """Append to the marks of this log."""
         self.close()
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
         with contextlib.suppress(OSError):
@@ -75,7 +73,6 @@ class MarksReader:
     """Reads the marks of one log file, which may still be written."""
 
     def __init__(self, log: Path) -> None:
-        """Open the marks, if there are any."""
         self._file = None
         with contextlib.suppress(OSError):
             self._file = open(marks_path(log), "rb", buffering=0)  # noqa: SIM115 (kept open)
@@ -85,7 +82,6 @@ class MarksReader:
         self._place = -1
 
     def close(self) -> None:
-        """Close the file."""
         if self._file is not None:
             self._file.close()
             self._file = None

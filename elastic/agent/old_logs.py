@@ -45,7 +45,6 @@ class LogPart:
 
     @property
     def log(self) -> str:
-        """Return the path of the log that it is a part of."""
         return self.path.removesuffix(f".{self.number}") if self.number else self.path
 
 

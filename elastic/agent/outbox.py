@@ -21,7 +21,6 @@ class Outbox:
     """The queue of one session, for one sender."""
 
     def __init__(self) -> None:
-        """Start empty and open."""
         self._messages: deque[AgentMessage] = deque()
         self._lines: deque[LogLines] = deque()
         self._closed = False

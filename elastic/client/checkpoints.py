@@ -194,7 +194,6 @@ def _wait_committed(path: str, deadline: float) -> None:
 
 
 def _row(record: CheckpointRecord) -> dict[str, Any]:
-    """Return a recorded checkpoint, for programs."""
     marker = _marker_of(record.path)
     metrics = parsed_metrics(record.metrics)
     return {

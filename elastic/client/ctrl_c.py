@@ -17,7 +17,6 @@ class CtrlC:
     """Handles SIGINT during a `with` block; on other threads it does nothing."""
 
     def __init__(self) -> None:
-        """Install no handler yet."""
         self._came = False
         self._before: Any = None
 

@@ -105,7 +105,6 @@ class Endpoints:
     """
 
     def __init__(self, names: tuple[str, ...], access: Access, clock: Clock) -> None:
-        """Open no connection yet."""
         self.names = names
         self.learned: tuple[str, ...] = ()
         self.access = access

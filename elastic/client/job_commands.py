@@ -273,7 +273,6 @@ def drain(
 
 
 def _draining(client: Client) -> frozenset[str]:
-    """Return which nodes drain."""
     nodes = client.status().view.nodes
     return frozenset(view.node.node_id for view in nodes if view.phase is NodePhase.DRAINING)
 

@@ -66,7 +66,6 @@ class _Reader:
         self._thread = threading.Thread(target=self._run, name=f"follow-{name}", daemon=True)
 
     def start(self) -> None:
-        """Start to read."""
         self._thread.start()
 
     def put(self, item: _Item) -> None:
@@ -169,7 +168,6 @@ class JobFollower:
         on_report: OnReport | None = None,
         on_note: OnNote | None = None,
     ) -> None:
-        """Prepare; see `follow`."""
         self.timeout_s: float | None = None
         self.check: Callable[[], None] | None = None
         self.on_interrupt: OnInterrupt | None = None

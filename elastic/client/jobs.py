@@ -86,11 +86,9 @@ class Client:
 
     @property
     def address(self) -> str:
-        """Return the address, or all of them with commas."""
         return self._endpoints.address
 
     def __enter__(self) -> Client:
-        """Return the client."""
         return self
 
     def __exit__(
@@ -99,7 +97,6 @@ class Client:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Close it."""
         self.close()
 
     def close(self) -> None:

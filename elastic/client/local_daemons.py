@@ -68,7 +68,6 @@ class StartedCluster:
         return any(daemon.part == "coordinator" for daemon in self.daemons)
 
     def alive(self) -> tuple[StartedDaemon, ...]:
-        """Return the daemons that are alive."""
         return tuple(d for d in self.daemons if d.process.is_other_and_alive())
 
 

@@ -106,5 +106,4 @@ def goodput_line(goodput: Goodput, unreported_ns: int = 0) -> str:
 
 
 def job_goodput(view: JobView) -> str:
-    """Return the goodput of a job as one line."""
     return goodput_line(view.record.goodput, view.unreported_ns)

@@ -221,7 +221,6 @@ class JobPrinter:
             self._print_pace()
 
     def print_line(self, text: str, *, style: str = "") -> None:
-        """Print one line about the job."""
         line = Text(f"[elastic {time.strftime('%H:%M:%S')}] ", style="dim").append(
             plain(text), style=style or "default"
         )

@@ -293,7 +293,6 @@ def _run_there(
     *,
     detach: bool,
 ) -> None:
-    """Run on an existing cluster."""
     with target.connect() as client:
         nodes = [n.node for n in client.status().view.nodes if n.phase is NodePhase.READY]
         size = size_on(launch, nodes)

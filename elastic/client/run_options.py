@@ -98,7 +98,6 @@ THEIRS = (
 
 
 def run_options(command: Command) -> Command:
-    """Give a command all options."""
     for flag in reversed(tuple(IGNORED)):
         command = _ignored(flag)(command)
     command = job_options(command)

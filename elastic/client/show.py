@@ -57,7 +57,6 @@ def status_as_dict(status: ClusterStatus) -> dict[str, Any]:
 
 
 def node_as_dict(view: NodeView, now_ns: int) -> dict[str, Any]:
-    """Return a node."""
     node = view.node
     return {
         "node": node.node_id,
@@ -76,7 +75,6 @@ def node_as_dict(view: NodeView, now_ns: int) -> dict[str, Any]:
 
 
 def job_as_dict(view: JobView, now_ns: int) -> dict[str, Any]:
-    """Return a job."""
     record, spec = view.record, view.record.spec
     failure = record.failure
     return {
@@ -166,7 +164,6 @@ def print_cluster(status: ClusterStatus, console: Console) -> None:
 
 
 def print_nodes(nodes: tuple[NodeView, ...], now_ns: int, console: Console) -> None:
-    """Print a table of nodes."""
     if not nodes:
         console.print("no nodes: start elastic-agent on a machine")
         return
@@ -197,7 +194,6 @@ def _labels(view: NodeView) -> str:
 
 
 def print_jobs(jobs: tuple[JobView, ...], now_ns: int, console: Console) -> None:
-    """Print a table of jobs."""
     if not jobs:
         console.print("no jobs")
         return
@@ -326,7 +322,6 @@ def bounds(view: JobView) -> str:
 
 
 def coloured(phase: str) -> str:
-    """Return a state in its colour."""
     colour = PHASE_COLOURS.get(phase, "")
     return f"[{colour}]{phase}[/{colour}]" if colour else phase
 

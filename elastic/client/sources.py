@@ -38,7 +38,6 @@ class JobSource:
     """
 
     def __init__(self, job: str) -> None:
-        """Watch the job of this id or name."""
         self.is_complete = False
         self._job = job
 
@@ -67,7 +66,6 @@ class EventSource:
     """
 
     def __init__(self, job: str, *, follow: bool) -> None:
-        """Ask for the events of the job of this id or name."""
         self.is_complete = True
         self._request = jobs_pb2.EventsRequest(job=job, follow=follow)
 
@@ -79,7 +77,6 @@ class EventSource:
         return jobs_pb2_grpc.JobsStub(channel).Events(self._request, **options)
 
     def decode(self, message: jobs_pb2.TimedNote, now_ns: int) -> TimedNote:
-        """Return the event."""
         del now_ns
         self._request.after_unix_ns = message.unix_ns
         return timed_note_from_proto(message)

@@ -103,11 +103,9 @@ class ResumingStream(Generic[T]):
         self._pause_s = PAUSE_S_MIN
 
     def __enter__(self) -> ResumingStream[T]:
-        """Return the stream."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close it."""
         self.close()
 
     def __iter__(self) -> Iterator[T]:

@@ -43,7 +43,6 @@ def config_line(config: Any, *, chars_max: int = CONFIG_CHARS_MAX) -> str:
 
 
 def study_as_dict(study: Study) -> dict[str, Any]:
-    """Return a study for programs."""
     best = study.best()
     return {
         **study.settings,

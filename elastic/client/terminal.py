@@ -133,7 +133,6 @@ def with_timeout(command: click.Command) -> click.Command:
 
 
 def exit_code(error: ElasticError) -> int:
-    """Return the exit code for an error."""
     if isinstance(error, Unavailable):
         return EXIT_UNREACHABLE
     settings = (UsageError, StorageError, NotAuthorized, VersionMismatch, NameTaken)
@@ -143,7 +142,6 @@ def exit_code(error: ElasticError) -> int:
 
 
 def ending_code(view: JobView) -> int:
-    """Return the exit code for how a job ended."""
     codes = {JobPhase.SUCCEEDED: EXIT_OK, JobPhase.FAILED: EXIT_FAILED}
     return codes.get(view.record.phase, EXIT_STOPPED)
 

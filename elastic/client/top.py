@@ -97,7 +97,6 @@ def _headline(status: ClusterStatus) -> Text:
 
 
 def jobs_table(jobs: list[JobView], now_ns: int) -> RenderableType:
-    """Return a table with a line for each job."""
     table = new_table(
         "job", "phase", "since", "workers", "gen", "place", "steps/s", "samples/s", "goodput",
         "left", "waits for",

@@ -225,7 +225,6 @@ class History:
     """
 
     def __init__(self) -> None:
-        """Start empty."""
         self._jobs: dict[JobId, JobHistory] = {}
         self.preemptions: Counter[str] = Counter()
         self.queue_waits = Histogram()

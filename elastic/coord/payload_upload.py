@@ -34,7 +34,6 @@ class PayloadBudget:
     """Counts the bytes of functions in memory: of jobs, and of pending submissions."""
 
     def __init__(self) -> None:
-        """Start empty."""
         self._coming: dict[object, tuple[JobId, int]] = {}
 
     @contextmanager

@@ -140,7 +140,6 @@ class StreamWriter:
     """
 
     def __init__(self, session: Session, context: Context) -> None:
-        """Write nothing yet."""
         self._session = session
         self._context = context
         # The write in progress: gRPC accepts no other until it is done.

@@ -94,7 +94,6 @@ class JobsService:
 
     @answering
     async def Stop(self, request: jobs_pb2.StopJobRequest) -> jobs_pb2.StopJobResponse:
-        """Stop a job."""
         job_id = self._own(request.job)
         reason = check_text("reason", request.reason) or "stopped by a user"
         now = request.now
@@ -105,7 +104,6 @@ class JobsService:
 
     @answering
     async def Checkpoint(self, request: jobs_pb2.CheckpointRequest) -> jobs_pb2.CheckpointResponse:
-        """Request a checkpoint of a job now."""
         job_id = self._own(request.job)
         number = await self._context.request(
             lambda request_id: CheckpointRequested(request_id, job_id)
@@ -121,7 +119,6 @@ class JobsService:
 
     @answering
     async def Resume(self, request: jobs_pb2.ResumeRequest) -> jobs_pb2.ResumeResponse:
-        """Resume a paused job."""
         job_id = self._own(request.job)
         await self._context.request(lambda request_id: ResumeRequested(request_id, job_id))
         return jobs_pb2.ResumeResponse()
@@ -142,7 +139,6 @@ class JobsService:
 
     @answering
     async def Get(self, request: jobs_pb2.GetJobRequest) -> jobs_pb2.Job:
-        """Return one job."""
         view, _ = await self._context.read_view()
         return job_to_proto(find_job(view, request.job), view.now_ns)
 
@@ -180,7 +176,6 @@ class JobsService:
     async def Events(
         self, request: jobs_pb2.EventsRequest
     ) -> AsyncGenerator[jobs_pb2.TimedNote, None]:
-        """Stream the events of a job."""
         job_id = self._find(request.job)
         driver = self._context.driver
         with driver.watchers.subscribe(job_id) as watcher:
@@ -298,7 +293,6 @@ class LogRequest:
     def __init__(
         self, context: ServiceContext, job_id: JobId, request: LogFilter, merged: MergedOutput
     ) -> None:
-        """Send no request to an agent yet."""
         self._context = context
         self._job_id = job_id
         self._follow = request.follow
@@ -368,7 +362,6 @@ class ClusterService:
     """Serves `Cluster`; the methods' names are the protocol's."""
 
     def __init__(self, context: ServiceContext) -> None:
-        """Serve from `context`."""
         self._context = context
 
     @answering

@@ -74,7 +74,6 @@ class AdmissionLimiter:
     """
 
     def __init__(self, limits: ServerLimits, clock: Clock) -> None:
-        """Start with no calls."""
         self.limits = limits
         self._clock = clock
         self._inside: Counter[str] = Counter()

@@ -39,7 +39,6 @@ class Session:
     """
 
     def __init__(self, session_id: SessionId, peer: str, *, limit: int = OUT_MESSAGES_MAX) -> None:
-        """Start with an empty queue."""
         self.session_id = session_id
         self.peer = peer
         self.node_id: NodeId | None = None
@@ -95,11 +94,9 @@ class Session:
         return self._closing and not self._out
 
     def is_cut(self) -> bool:
-        """Return whether the session was cut."""
         return self._cut.is_set()
 
     async def wait_cut(self) -> None:
-        """Wait until the session was cut."""
         await self._cut.wait()
 
 

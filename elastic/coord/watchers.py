@@ -138,7 +138,6 @@ class Watchers:
             self._last_ns.pop(job_id, None)
 
     def wake(self, job_ids: Iterable[JobId]) -> None:
-        """Wake the watchers of these jobs."""
         if not self._by_job:
             return
         for job_id in job_ids:

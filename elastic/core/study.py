@@ -124,7 +124,6 @@ class Trial:
 
     @property
     def trial_id(self) -> str:
-        """Return its name, which is its id."""
         return self.name
 
     @property

@@ -39,9 +39,7 @@ class SystemClock:
         return time.monotonic_ns()
 
     def boottime_ns(self) -> int:
-        """Return `BOOTTIME`."""
         return time.clock_gettime_ns(BOOTTIME)
 
     def unix_ns(self) -> int:
-        """Return CLOCK_REALTIME."""
         return time.time_ns()

@@ -29,7 +29,6 @@ class LogQueue(logging.handlers.QueueHandler):
     """
 
     def __init__(self, handler: logging.Handler, lines_max: int = LINES_MAX) -> None:
-        """Start the thread; it writes by `handler`."""
         self.lines: queue.Queue[logging.LogRecord] = queue.Queue(lines_max)
         super().__init__(self.lines)
         self._dropped = 0

@@ -45,7 +45,6 @@ class ClientStream:
         channel: grpc.aio.Channel,
         call: grpc.aio.StreamStreamCall[bytes, bytes],
     ) -> None:
-        """Take ownership of a channel and the one call that runs on it."""
         self.endpoint = endpoint
         self._channel = channel
         self._call = call

@@ -12,12 +12,10 @@ from collections.abc import Mapping
 
 
 def first_record(unix_s: float) -> bytes:
-    """Return the first record of an event file."""
     return _record(_double(1, unix_s) + _bytes(3, b"brain.Event:2"))
 
 
 def scalars(unix_s: float, step: int, values: Mapping[str, float]) -> bytes:
-    """Return the record of the values of one step."""
     summary = b"".join(
         _bytes(1, _bytes(1, name.encode("utf-8", "replace")) + _float(2, value))
         for name, value in values.items()

@@ -48,7 +48,6 @@ class StoredFile(NamedTuple):
 
     @classmethod
     def of(cls, path: str, content: bytes) -> StoredFile:
-        """Return the record of a file with this content."""
         return cls(path, len(content), zlib.crc32(content))
 
     def check(self, content: bytes) -> None:
@@ -100,7 +99,6 @@ class CheckpointMarker:
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes of all files."""
         return sum(file.size for file in self.files)
 
     def record(self, path: str) -> CheckpointRecord:
@@ -110,7 +108,6 @@ class CheckpointMarker:
         )
 
     def about(self, name: str, default: Any = None) -> Any:
-        """Return one of the metrics."""
         return json.loads(self.metrics).get(name, default)
 
     def to_json(self) -> str:

@@ -29,7 +29,6 @@ class OutputFile:
     """A file that is being written; tracks its size and CRC-32."""
 
     def __init__(self, file: Any) -> None:
-        """Wrap an open file."""
         self._file = file
         self.size, self.crc32 = 0, 0
 

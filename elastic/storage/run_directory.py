@@ -73,7 +73,6 @@ class RunDirectory:
         self._unreadable: set[str] = set()
 
     def checkpoint_path(self, name: str) -> str:
-        """Return the full path of a checkpoint."""
         return f"{self.path}/{CHECKPOINTS}/{name}"
 
     def name_of(self, path: str) -> str:

@@ -47,7 +47,6 @@ class RunOwner:
 
     @classmethod
     def this_process(cls) -> RunOwner:
-        """Return the calling process."""
         return cls.of(os.getpid())
 
     @classmethod
@@ -87,7 +86,6 @@ class RunRecord:
     owner: RunOwner | None = None
 
     def ended(self, phase: RunPhase, unix_ns: int, reason: str = "") -> RunRecord:
-        """Return the record of a run that has ended."""
         return replace(self, phase=phase, ended_unix_ns=unix_ns, reason=reason)
 
     def to_json(self) -> str:

@@ -47,7 +47,6 @@ class StudyLog:
 
     @property
     def is_there(self) -> bool:
-        """Return whether the study exists."""
         return bool(self.study.settings)
 
     def add(self, *events: dict[str, Any]) -> None:

@@ -53,7 +53,6 @@ class Point:
     metrics: Mapping[str, Any]
 
     def numbers(self) -> dict[str, float]:
-        """Return the metrics that are numbers."""
         return {
             name: float(value)
             for name, value in self.metrics.items()
@@ -155,7 +154,6 @@ class Tracking:
         return count
 
     def close(self) -> None:
-        """Close the tracker."""
         self._tracker.close()
 
     def _remembered(self) -> dict[str, Any]:
@@ -228,11 +226,9 @@ class JsonLines:
     """A file with one JSON object a line."""
 
     def __init__(self, path: Path, state: Mapping[str, Any]) -> None:
-        """Continue the file."""
         self._out = _Appended(path, state)
 
     def show(self, points: Sequence[Point]) -> dict[str, Any]:
-        """Add a line for each point."""
         lines = (
             json.dumps({"step": p.number, "unix_s": round(p.unix_s, 3), **p.metrics}) + "\n"
             for p in points
@@ -244,7 +240,6 @@ class JsonLines:
         self._out.keep(int(state["bytes"]))
 
     def close(self) -> None:
-        """Close the file."""
         self._out.close()
 
 
@@ -252,7 +247,6 @@ class EventFile:
     """One event file for the whole run, which TensorBoard reads."""
 
     def __init__(self, folder: Path, state: Mapping[str, Any]) -> None:
-        """Continue the file."""
         self._out = _Appended(folder / "events.out.tfevents.1.elastic", state)
 
     def show(self, points: Sequence[Point]) -> dict[str, Any]:
@@ -266,7 +260,6 @@ class EventFile:
         self._out.keep(int(state["bytes"]))
 
     def close(self) -> None:
-        """Close the file."""
         self._out.close()
 
 
@@ -274,7 +267,6 @@ class Wandb:
     """One run of Weights & Biases, with a fixed id; the server skips steps that it has already."""
 
     def __init__(self, wandb: Any, project: str, run_id: str, name: str) -> None:
-        """Start or continue the run."""
         self._run = wandb.init(project=project, id=run_id, name=name, resume="allow")
 
     def show(self, points: Sequence[Point]) -> dict[str, Any]:
@@ -297,7 +289,6 @@ class Mlflow:
     TAG = "elastic.run"
 
     def __init__(self, mlflow: Any, uri: str, run_id: str, name: str) -> None:
-        """Start or continue the run."""
         self._entities = mlflow.entities
         self._client = mlflow.MlflowClient(tracking_uri=uri)
         known = self._client.search_runs(["0"], f"tags.`{self.TAG}` = '{run_id}'", max_results=1)

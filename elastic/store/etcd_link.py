@@ -98,7 +98,6 @@ class EtcdRefusal(Exception):
     """etcd replied with an error for the caller to interpret; nothing took effect."""
 
     def __init__(self, code: grpc.StatusCode, details: str) -> None:
-        """Store code and details."""
         self.code = code
         self.details = details
         super().__init__(f"{code.name}: {details}")

@@ -98,7 +98,6 @@ class KeySpace:
         return [unchanged(self.key(item.key), item.mod_revision) for item in compares]
 
     def writes(self, writes: Sequence[Write]) -> list[pb.RequestOp]:
-        """Return writes of entries."""
         return [
             put(self.key(write.key), write.value, write.lease)
             if isinstance(write, Put)

@@ -55,9 +55,7 @@ class StorageEngine(Protocol):
         """Return the entries under a prefix."""
         ...
 
-    def commit(self, compares: Sequence[Compare], writes: Sequence[Write]) -> CommitResult:
-        """Compare and write."""
-        ...
+    def commit(self, compares: Sequence[Compare], writes: Sequence[Write]) -> CommitResult: ...
 
     def history(self, prefix: str, from_revision: int) -> HistoryPage:
         """Return changes since a revision; raises Compacted."""
@@ -71,9 +69,7 @@ class StorageEngine(Protocol):
         """Create a lease and return its id, never used before."""
         ...
 
-    def leases(self) -> tuple[Lease, ...]:
-        """Return the leases that have not ended."""
-        ...
+    def leases(self) -> tuple[Lease, ...]: ...
 
     def end_lease(self, lease_id: int) -> None:
         """End a lease, unless it has ended, and delete its keys at one revision."""
@@ -88,7 +84,6 @@ class ChangeSignal:
     """Wakes watches that wait for a new revision, or for the close."""
 
     def __init__(self, revision: int) -> None:
-        """Start at a revision."""
         self.revision = revision
         self._woken = asyncio.Event()
 
@@ -152,7 +147,6 @@ class LocalStore:
         return await self._run(partial(self._engine.commit, tuple(compares), tuple(writes)))
 
     async def grant_lease(self, ttl_s: float) -> Lease:
-        """Create a lease."""
         check_ttl(ttl_s)
         lease_id = await self._run(partial(self._engine.grant_lease, ttl_s))
         self._begin(Lease(lease_id, ttl_s))

@@ -52,7 +52,6 @@ class MemoryEngine:
         return StoreSnapshot(tuple(found), self.revision)
 
     def commit(self, compares: Sequence[Compare], writes: Sequence[Write]) -> CommitResult:
-        """Compare and write."""
         plan = plan_commit(
             compares,
             writes,
@@ -79,13 +78,11 @@ class MemoryEngine:
         del self._history[: bisect.bisect_left(self._history, revision, key=_revision)]
 
     def grant_lease(self, ttl_s: float) -> int:
-        """Create a lease."""
         self._last_lease += 1
         self._leases[self._last_lease] = Lease(self._last_lease, ttl_s)
         return self._last_lease
 
     def leases(self) -> tuple[Lease, ...]:
-        """Return the leases that have not ended."""
         return tuple(self._leases.values())
 
     def end_lease(self, lease_id: int) -> None:

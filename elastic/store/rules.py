@@ -205,5 +205,4 @@ def plan_commit(
 
 
 def deletion(key: str, revision: int) -> Change:
-    """Return the change that deletes a key at a revision."""
     return Change(ChangeKind.DELETE, Entry(key, b"", 0, revision))

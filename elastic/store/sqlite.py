@@ -144,7 +144,6 @@ class SqliteEngine:
             return int(made.lastrowid or 0)
 
     def leases(self) -> tuple[Lease, ...]:
-        """Return the leases that have not ended."""
         with self._errors_undone():
             rows = self._database.execute("SELECT lease, ttl_s FROM leases ORDER BY lease")
             return tuple(Lease(int(lease_id), float(ttl_s)) for lease_id, ttl_s in rows)

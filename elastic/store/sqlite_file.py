@@ -91,7 +91,6 @@ class FileLock:
             return
 
     def release(self) -> None:
-        """Release the lock."""
         os.close(self._file)
 
 

@@ -56,7 +56,6 @@ class StoreMark:
             ) from error
 
     def close(self) -> None:
-        """Close the file of the mark."""
         os.close(self._file)
 
 

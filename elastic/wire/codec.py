@@ -130,7 +130,6 @@ class MessageCodec(Generic[Fact]):
             port.write(getattr(fact, port.name), target)
 
     def values(self, fact: Fact) -> tuple[Any, ...]:
-        """Return the values of all fields."""
         return self._values(fact)
 
     def refill(self, values: tuple[Any, ...], before: tuple[Any, ...], target: Message) -> None:

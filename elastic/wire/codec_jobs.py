@@ -159,7 +159,6 @@ def job_event_from_proto(proto: jobs_pb2.JobEvent, now_ns: int) -> JobEvent:
 
 
 def timed_note_to_proto(note: TimedNote) -> jobs_pb2.TimedNote:
-    """Return a note of a job as a message."""
     proto = jobs_pb2.TimedNote()
     _TIMED_NOTE.fill(note, proto)
     return proto

@@ -82,7 +82,6 @@ class Envelope(Generic[Body, Proto]):
         return body
 
     def encode(self, body: Body) -> bytes:
-        """Return `to_proto` as bytes."""
         return self.to_proto(body).SerializeToString()
 
     def decode(self, data: bytes) -> Body:

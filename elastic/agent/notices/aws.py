@@ -69,7 +69,6 @@ class Aws:
 
     @property
     def name(self) -> str:
-        """Return its name in --notices."""
         return "aws-rebalance" if self.is_rebalance else "aws"
 
     async def watch(self, notify: Notify) -> None:

@@ -39,7 +39,6 @@ class Azure:
 
     @property
     def name(self) -> str:
-        """Return its name in --notices."""
         return "azure"
 
     async def watch(self, notify: Notify) -> None:

@@ -46,7 +46,6 @@ class Gcp:
 
     @property
     def name(self) -> str:
-        """Return its name in --notices."""
         return "gcp"
 
     async def watch(self, notify: Notify) -> None:

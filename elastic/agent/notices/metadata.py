@@ -105,7 +105,6 @@ class _Bytes:
         self._data = data
 
     def makefile(self, mode: str) -> io.BytesIO:
-        """Return the bytes as a file."""
         del mode
         return io.BytesIO(self._data)
 

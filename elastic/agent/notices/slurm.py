@@ -39,7 +39,6 @@ class Slurm:
 
     @property
     def name(self) -> str:
-        """Return its name in --notices."""
         return "slurm"
 
     async def watch(self, notify: Notify) -> None:

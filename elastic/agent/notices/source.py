@@ -34,9 +34,7 @@ class NoticeSource(Protocol):
     """A source that detects that this machine will be preempted or shut down."""
 
     @property
-    def name(self) -> str:
-        """Return its name in --notices."""
-        ...
+    def name(self) -> str: ...
 
     async def watch(self, notify: Notify) -> None:
         """Call `notify` with each new notice, until cancelled.

@@ -66,7 +66,6 @@ class Connection:
         return self.phase is ConnectionPhase.REGISTERED
 
     def is_current(self, session: SessionId) -> bool:
-        """Return whether this session is the one that counts."""
         return session == self.session and self.phase is not ConnectionPhase.DISCONNECTED
 
     def turn(self, now_ns: int) -> None:

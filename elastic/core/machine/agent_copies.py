@@ -24,7 +24,6 @@ class HeldCopies:
     """
 
     def __init__(self, out: list[AgentEffect]) -> None:
-        """Begin with none; effects go to `out`."""
         self.held: tuple[HeldCopy, ...] = ()
         self.is_reported = True
         self._out = out

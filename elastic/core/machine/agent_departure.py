@@ -27,7 +27,6 @@ class Departure:
     """
 
     def __init__(self, config: AgentConfig) -> None:
-        """Start without a drain."""
         self.reason = ""
         self.deadline_ns: int | None = None
         self.stop_at_ns = 0
@@ -38,7 +37,6 @@ class Departure:
         self._stop_grace_ns = ns(config.stop_grace_s)
 
     def is_draining(self) -> bool:
-        """Return whether the node drains."""
         return self.deadline_ns is not None
 
     def is_ending(self) -> bool:

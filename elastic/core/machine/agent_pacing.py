@@ -38,7 +38,6 @@ class Pacer:
     """The send slots of all workers in large groups."""
 
     def __init__(self, config: AgentConfig) -> None:
-        """Start without groups."""
         self._member_ns = ns(config.spread_s_per_member)
         self._turns: dict[WorkerId, SendSlot] = {}
 
@@ -91,7 +90,6 @@ class Pacer:
         return True
 
     def take_due(self, now_ns: int) -> list[Progress]:
-        """Return the delayed progress that is due."""
         found = []
         for turn in self._turns.values():
             if turn.progress is not None and now_ns >= turn.progress_at_ns:

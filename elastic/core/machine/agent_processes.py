@@ -70,7 +70,6 @@ class ProcessState:
     last_pong: int = 0
 
     def move(self, phase: ProcessPhase) -> None:
-        """Enter a phase."""
         check_move(PROCESS, f"process {self.process_id}", self.phase, phase)
         self.phase = phase
 
@@ -79,7 +78,6 @@ class ProcessBook:
     """All processes of one agent that are not gone, by number."""
 
     def __init__(self, config: AgentConfig, out: list[AgentEffect]) -> None:
-        """Begin with none; effects go to `out`."""
         self.spawning = SpawnBackoff(config)
         self._out = out
         self._all: dict[int, ProcessState] = {}
@@ -124,7 +122,6 @@ class ProcessBook:
             self.spawning.succeeded()
 
     def exited(self, process: ProcessState) -> None:
-        """It is gone."""
         process.move(ProcessPhase.GONE)
         del self._all[process.process_id]
 

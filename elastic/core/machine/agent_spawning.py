@@ -22,7 +22,6 @@ class SpawnBackoff:
     """
 
     def __init__(self, config: AgentConfig) -> None:
-        """Begin with no failure."""
         self.num_failures = 0
         self.not_before_ns = 0
         self.detail = ""

@@ -103,7 +103,6 @@ class DeviceBook:
     """
 
     def __init__(self, names: tuple[str, ...]) -> None:
-        """Start with all of them free."""
         self._names = names
         self._free_milli = [MILLI] * len(names)
 
@@ -135,7 +134,6 @@ class DeviceBook:
         return tuple(self._names[at] for at in taken)
 
     def free_milli(self) -> tuple[int, ...]:
-        """Return the free thousandths of each."""
         return tuple(self._free_milli)
 
 
@@ -147,7 +145,6 @@ class WorkerBook:
     """
 
     def __init__(self, devices: tuple[str, ...]) -> None:
-        """Start without workers."""
         self.newest: JobSpec | None = None
         self.devices = DeviceBook(devices)
         self._book: dict[WorkerId, AgentWorker] = {}
@@ -171,7 +168,6 @@ class WorkerBook:
         return [worker for worker in self._book.values() if worker.has_no_process()]
 
     def are_gone(self) -> bool:
-        """Return whether all have exited."""
         return all(worker.has_exited() for worker in self._book.values())
 
     def enter(self, order: StartWorker) -> AgentWorker:
@@ -288,7 +284,6 @@ class WorkerBook:
         self.schedule_report(worker)
 
     def forget(self, worker: AgentWorker) -> None:
-        """Remove a worker."""
         del self._book[worker.worker_id]
         self._changed.pop(worker.worker_id, None)
 

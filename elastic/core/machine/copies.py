@@ -162,7 +162,6 @@ def settle(cluster: ClusterState, job: JobState) -> int | None:
 
 
 def end(cluster: ClusterState, job: JobState) -> None:
-    """Drop all copies of an ended job."""
     _order(cluster, job, {})
     for node_id in sorted({*job.copies.held, *job.copies.granted}):
         _drop(cluster, job, node_id, ALL_ALIKE, f"the job has {job.phase.value}")

@@ -66,7 +66,6 @@ class CopyBook:
     refused_until_ns: dict[tuple[NodeId, NodeId], int] = field(default_factory=dict)
 
     def newest(self, node_id: NodeId, source: NodeId) -> tuple[Generation, int]:
-        """Return generation and steps of the newest copy of a source that a node has."""
         return self.held.get(node_id, {}).get(source, NO_COPY)
 
     def view(self, first: NodeId) -> tuple[CopyView, ...]:

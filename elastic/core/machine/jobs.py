@@ -223,7 +223,6 @@ class JobState:
 
     @property
     def job_id(self) -> JobId:
-        """Return the job's id."""
         return self.spec.job_id
 
     def has_ended(self) -> bool:
@@ -507,7 +506,6 @@ class ClusterState:
         return [job for job in self.jobs.values() if not job.has_ended()]
 
     def node_of(self, worker: WorkerState) -> NodeState:
-        """Return the node that a worker runs on."""
         return self.book.nodes[worker.node_id]
 
     def job_of(self, worker_id: WorkerId) -> JobState | None:

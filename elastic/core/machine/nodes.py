@@ -78,12 +78,10 @@ class NodeState:
         return self.phase is NodePhase.DRAINING and bool(self.kept_for) and not self.held
 
     def next_worker_id(self) -> WorkerId:
-        """Return an id that no worker of this node is known to have had."""
         self.last_serial += 1
         return WorkerId(f"{self.node.node_id}/{self.last_serial}")
 
     def has(self, worker_id: WorkerId) -> bool:
-        """Return whether this worker id belongs to this node."""
         return worker_id.rpartition("/")[0] == self.node.node_id
 
     def saw_worker(self, worker_id: WorkerId) -> None:
@@ -155,7 +153,6 @@ class NodeState:
         )
 
     def view(self, now_ns: int) -> NodeView:
-        """Return the node for the status."""
         quarantine = self.quarantine(now_ns) if self.is_present() else ""
         quarantined = f"quarantined: {quarantine}" if quarantine else ""
         kept = self.kept_for if self.is_kept() else ""
@@ -224,7 +221,6 @@ class NodeBook:
         state.reports_due = 0
 
     def ordered(self) -> list[NodeState]:
-        """Return all nodes by id."""
         return [self.nodes[node_id] for node_id in sorted(self.nodes)]
 
     def record(self) -> NodesRecord:

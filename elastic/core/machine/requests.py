@@ -75,7 +75,6 @@ def _may_be_in_place(cluster: ClusterState, job: JobState) -> bool:
 
 
 def on_pause(cluster: ClusterState, event: PauseRequested) -> None:
-    """Request the pause of a job."""
     job = _active(cluster, event)
     if job is None:
         return
@@ -179,7 +178,6 @@ def on_cut(cluster: ClusterState, job: JobState, micro_batches: int) -> None:
 
 
 def on_cordon(cluster: ClusterState, event: NodeCordonRequested) -> None:
-    """Cordon or uncordon a node."""
     book, node_id = cluster.book, event.node_id
     if node_id not in book.nodes and node_id not in book.cordons:
         known = ", ".join(sorted(book.nodes)) or "none"

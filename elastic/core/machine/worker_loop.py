@@ -30,7 +30,6 @@ class LoopState:
     micro_batches: int = 0
 
     def after(self, event: LoopStateChanged | CopiesRequested | MicroBatchesDeclared) -> LoopState:
-        """Return the state after this event."""
         if isinstance(event, LoopStateChanged):
             return replace(self, in_place=event.inside, keeps=True)
         if isinstance(event, CopiesRequested):

@@ -41,7 +41,6 @@ class ActivityMonitor:
     """
 
     def __init__(self) -> None:
-        """Start without samples."""
         self.check_at_ns = 0
         self._beats = -1
         self._moved_ns = 0

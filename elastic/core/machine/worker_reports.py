@@ -24,7 +24,6 @@ class ReportBook:
     """Numbers reports, and remembers the unanswered ones."""
 
     def __init__(self) -> None:
-        """Begin before the first report."""
         self._count = 0
         self._unanswered: dict[tuple[ReportKind, int], None] = {}
 

@@ -79,7 +79,6 @@ class DataPlan:
 
     @property
     def steps(self) -> int:
-        """Return the steps of an epoch."""
         whole, remaining = divmod(self.num_samples, self.global_batch)
         return whole + (1 if remaining and not self.drop_last else 0)
 

@@ -86,7 +86,6 @@ class FreeCapacity:
     """
 
     def __init__(self, rooms: Sequence[NodeCapacity]) -> None:
-        """Begin with empty nodes, in any order."""
         self.rooms = {room.node_id: room for room in sorted(rooms, key=lambda r: r.node_id)}
         self.slots = {node_id: room.slots for node_id, room in self.rooms.items()}
         self.idle = {node_id: room.free_slots for node_id, room in self.rooms.items()}

@@ -294,7 +294,6 @@ class _Plan:
     # ------------------------------------------------------------ results and reasons
 
     def grant(self, draft: AllocationDraft) -> Allocation:
-        """Return the allocation of a draft."""
         reason = draft.reason
         if draft.is_admitted and not draft.claim.trains:
             reason = self._waits_for_slots(draft)

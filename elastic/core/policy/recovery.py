@@ -45,7 +45,6 @@ class TransferPlan:
     cursors: tuple[Cursor, ...]
 
     def sent_by(self, rank: int) -> tuple[int, ...]:
-        """Return the ranks that this one sends to."""
         return tuple(receiver for receiver, sender in self.sender_of if sender == rank)
 
     def source_of(self, rank: int) -> int | None:

@@ -31,7 +31,6 @@ class SavingPlan:
 
     @property
     def is_on(self) -> bool:
-        """Return whether anything is saved at all."""
         return bool(self.every_n_steps or self.every_s)
 
 

@@ -39,7 +39,6 @@ class Activity:
     """
 
     def __init__(self) -> None:
-        """Begin unseen."""
         self.beats = 0
         self.waiting_since_ns = 0
         self.work = ""

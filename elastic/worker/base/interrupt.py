@@ -52,7 +52,6 @@ class GroupChanged(BaseException):
     """
 
     def __init__(self, reason: str = "", generation: int = NEVER) -> None:
-        """Set the reason, and which group."""
         self.reason = reason
         self.generation = generation
         super().__init__(reason)

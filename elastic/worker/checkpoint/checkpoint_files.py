@@ -118,7 +118,6 @@ class Manifest:
     parts: tuple[PartFile, ...]
 
     def to_json(self) -> bytes:
-        """Return the text of the file."""
         fields = {**vars(self), "specs": [list(asdict(spec).values()) for spec in self.specs]}
         fields["parts"] = [vars(one) for one in self.parts]
         return json.dumps({"format": FORMAT, **fields}).encode()
@@ -220,7 +219,6 @@ class _Finder:
         self._address, self._size = chunk.data_ptr(), chunk.nbytes
 
     def write(self, data: Any) -> int:
-        """Write."""
         view = memoryview(data).cast("B")
         is_whole = len(view) == self._size > 0
         if is_whole and np.frombuffer(view, np.uint8).ctypes.data == self._address:
@@ -410,7 +408,6 @@ def _empty(spec: TensorSpec, rows: RowRange | None) -> torch.Tensor:
 
 
 def _overlap(item: TensorPiece, wanted: Mapping[int, RowRange]) -> RowRange:
-    """Return the rows of a piece that are wanted."""
     rows = RowRange(item.first, item.rows)
     return wanted[item.tensor].with_both(rows) if item.tensor in wanted else rows
 
@@ -451,7 +448,6 @@ class _Source:
     """
 
     def __init__(self, file: Any, expected: StoredFile) -> None:
-        """Read this file, which is to be as `expected`."""
         self.size = 0
         self._file, self._expected = file, expected
         self._crc32 = 0

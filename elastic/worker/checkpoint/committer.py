@@ -68,9 +68,7 @@ FINISH_S = 600.0
 class CoordinatorLink(Protocol):
     """The way to the coordinator."""
 
-    def post(self, item: UserReported | CheckpointWritten) -> None:
-        """Report what happened."""
-        ...
+    def post(self, item: UserReported | CheckpointWritten) -> None: ...
 
     def expect_answer(self, generation: Generation, kind: ReportKind, index: int) -> ReportAnswer:
         """Register for the answer to a report; called before it is posted."""

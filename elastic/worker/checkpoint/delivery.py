@@ -211,7 +211,6 @@ class BackgroundDelivery:
         self._thread = threading.Thread(target=self._run, name="elastic-upload", daemon=True)
 
     def start(self) -> None:
-        """Begin."""
         self._thread.start()
 
     def is_over(self) -> bool:

@@ -24,7 +24,6 @@ class EventWriter:
     """The run's events, while this is the first rank; its thread begins with the first one."""
 
     def __init__(self) -> None:
-        """Write nothing yet."""
         self._lines: queue.SimpleQueue[tuple[str, ...] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 

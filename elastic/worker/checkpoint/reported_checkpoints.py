@@ -34,9 +34,7 @@ LEAVING_TIMEOUT_S = 10.0
 class ReportLink(Protocol):
     """The way from the training thread to the coordinator; nothing here waits."""
 
-    def post(self, item: WorkerEvent | Progress) -> None:
-        """Report what happened."""
-        ...
+    def post(self, item: WorkerEvent | Progress) -> None: ...
 
     def deliver(self) -> None:
         """Handle now, in this thread, posts whose consumer runs here."""
@@ -119,7 +117,6 @@ class ReportedCheckpoints:
         committer: Committer | None,
         on_commit: Callable[[], None] = lambda: None,
     ) -> None:
-        """Begin a generation; see `Reporter`."""
         self.place, self.run = place, run
         self.pending: set[str] = set()
         self.metadata: Mapping[str, Any] = {}

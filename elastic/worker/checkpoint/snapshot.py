@@ -56,7 +56,6 @@ class StateSnapshot:
 
 
 def name_of(steps: int, generation: int, number: int) -> str:
-    """Return the name of a snapshot."""
     return f"s{steps:09d}-g{generation:06d}-{number:06d}"
 
 

@@ -265,7 +265,6 @@ class Snapshotter:
         self.is_async = bool(options.get("async_save", True))
 
     def enter(self, rank_info: RankInfo) -> None:
-        """Be in this group from here on."""
         self.settle()
         # Our private memory holds all of the state: no other rank can write to it.
         self._rank_info = (

@@ -234,7 +234,6 @@ class Validator:
                     self._is_idle.set()
 
     def _wait(self) -> None:
-        """Wait for something to do."""
         now = time.monotonic()
         moments = [now + ANSWER_POLL_S] if self._unreported else []
         moments += [run.child.deadline for run in self._running.values() if run.child.deadline]

@@ -38,9 +38,7 @@ class MicroBatchRead(Protocol):
     """A micro-batch to be read."""
 
     @property
-    def key(self) -> Key:
-        """Return which one."""
-        ...
+    def key(self) -> Key: ...
 
 
 class ReadPlan(Protocol):

@@ -149,11 +149,9 @@ class MicroBatchLoader:
         self._feed.close()
 
     def has_step(self, cursor: Cursor) -> bool:
-        """Return whether there is such a step."""
         return cursor.step < self.epochs.steps
 
     def steps_of(self, epoch: int) -> int:
-        """Return the steps of an epoch, all of which have as many."""
         del epoch
         return self.epochs.steps
 
@@ -162,7 +160,6 @@ class MicroBatchLoader:
         return self._sampler.print(epoch) if isinstance(self._sampler, OrderedSampler) else 0
 
     def share(self, batch: MicroBatch, rank: int, world_size: int) -> StepShare | WeighedShare:
-        """Return what a rank has to do in the step of a micro-batch that it has taken."""
         epochs, order = self.epochs, self._order
         if self._weigh is None:
             return StepShare.of(epochs, batch.cursor.step, rank=rank, world_size=world_size)

@@ -95,7 +95,6 @@ class SeededDataset:
     seed: int
 
     def __getitems__(self, request: ReadRequest) -> ReadSamples:
-        """Read the samples of a request."""
         epoch, numbers = request.epoch, request.numbers
         if _draws_nothing(self.dataset):
             samples = self._read(request.indices)

@@ -52,7 +52,6 @@ class StreamBook:
     """
 
     def __init__(self) -> None:
-        """Begin with none."""
         self.has_states = False
         self._own: set[int] = set()
         self._ends: dict[int, int] = {}
@@ -64,7 +63,6 @@ class StreamBook:
         return self._ends.get(epoch, 0)
 
     def end(self, epoch: int, steps: int) -> None:
-        """An epoch has this many steps."""
         self._ends = {e: s for e, s in self._ends.items() if e >= epoch - 1} | {epoch: steps}
 
     def is_due(self, cursor: Cursor, is_saved: bool = False) -> bool:

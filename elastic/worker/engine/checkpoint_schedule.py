@@ -90,7 +90,6 @@ class CheckpointScheduler:
             self._snapshotter.configure(options)
 
     def enter(self, place: WorkerContext) -> None:
-        """Be in this group from here on."""
         self._place = place
         self._snapshotter = place.snapshotter
         self._steps_here = 0

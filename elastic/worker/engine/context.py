@@ -137,7 +137,6 @@ class WorkerContext:
             report(metrics, checkpoint, name)
 
     def the_reporter(self) -> Reporter:
-        """Return the reporter of a worker that has its place."""
         check(self.reporter is not None, "a worker without a place in a group reports")
         return cast("Reporter", self.reporter)
 

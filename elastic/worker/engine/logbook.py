@@ -35,7 +35,6 @@ class Logbook:
     """
 
     def __init__(self) -> None:
-        """Begin empty."""
         self._sums: dict[str, tuple[Any, float]] = {}
         self._done: dict[str, tuple[float, float]] = {}
         self._averages: dict[str, tuple[float, float]] = {}
@@ -197,7 +196,6 @@ class ReportNumbering:
     """Names the reports of one group by their place in the run, the same on all ranks."""
 
     def __init__(self) -> None:
-        """Begin before the first report."""
         self._at, self._count = Cursor(), 0
 
     def next(self, cursor: Cursor) -> str:

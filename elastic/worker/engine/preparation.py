@@ -24,7 +24,6 @@ class ObjectRegistry:
     """
 
     def __init__(self) -> None:
-        """Begin with nothing."""
         self.state = TrainState()
         self.has_begun = False
 

@@ -78,7 +78,6 @@ class SnapshotInfo:
     offers: tuple[SnapshotOffer, ...] = ()
 
     def to_bytes(self) -> bytes:
-        """Return it as it is sent."""
         memory = [[list(key), _plain(rows)] for key, rows in self.snapshots.items()]
         offers = [[list(o.key), o.source, o.address, _plain(o.stretches)] for o in self.offers]
         return json.dumps([memory, self.checkpoints, offers]).encode()

@@ -352,7 +352,6 @@ class ShardedRestorer:
         return [self._group.recv([bytes_of(target)], giver, TAG + spec.number)]
 
     def _spread(self, mine: bytes, source: int) -> bytes:
-        """Return what one rank has, on all ranks."""
         size = int(send_metadata(self._group, [float(len(mine))])[source][0])
         if self._size == 1:
             return mine

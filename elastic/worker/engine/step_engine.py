@@ -192,7 +192,6 @@ class StepEngine(ObjectRegistry):
             self._home.declare(in_place=False)
 
     def enter(self, context: WorkerContext) -> None:
-        """Be in this group from here on."""
         self._place = context
         self._checkpoints.enter(context)
         if context.reporter is not None:

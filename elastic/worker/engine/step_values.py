@@ -29,7 +29,6 @@ class StepValues:
     """The exchange of the values of steps within one group, each a small message to everyone."""
 
     def __init__(self, group: Any) -> None:
-        """Be in a group; None for a group of one."""
         self._group = group
         self._rows: dict[MicroBatchPartition, MetadataExchange] = {}
         self._warned = False

@@ -43,7 +43,6 @@ class WholeStep:
     def __init__(
         self, engine: StepEngine, loader: MicroBatches, moved: Callable[[Any], Any]
     ) -> None:
-        """Begin; see `StepEngine.steps`."""
         self._engine, self._loader, self._moved = engine, loader, moved
         self._is_begun = False
 

@@ -185,7 +185,6 @@ class NoCoordinator:
         del generation, now_ns
 
     def expect_answer(self, generation: Generation, kind: ReportKind, index: int) -> ReportAnswer:
-        """Return consent."""
         answer = ReportAnswer(accepted=True)
         answer.ready.set()
         return answer

@@ -85,7 +85,6 @@ class PlainChildren:
     HELD = (signal.SIGINT, signal.SIGTERM)
 
     def __init__(self) -> None:
-        """See to every fork from now on."""
         self._before: set[int] = set()
         os.register_at_fork(
             before=self._hold, after_in_parent=self._go_on, after_in_child=self._be_plain

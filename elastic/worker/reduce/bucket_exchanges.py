@@ -21,7 +21,6 @@ class SubtreeSums:
     """What one rank has added up of one bucket: whole subtrees, as they become complete."""
 
     def __init__(self, bucket: Bucket, deal: MicroBatchPartition) -> None:
-        """Begin with nothing."""
         self._bucket = bucket
         self._flats: dict[Span, FlatTensor] = {}
         self._before: dict[Span, FlatTensor] | None = None
@@ -66,7 +65,6 @@ class SubtreeSums:
                 self._bucket.free(flat)
 
     def tensors(self) -> dict[Span, torch.Tensor]:
-        """Return the sums by subtree."""
         return {part: flat.tensor for part, flat in self._flats.items()}
 
     def clear(self) -> None:

@@ -26,7 +26,6 @@ class FlatTensor:
     """One flat tensor, and the parameters' places in it as views."""
 
     def __init__(self, bucket: Bucket, tensor: torch.Tensor) -> None:
-        """View this tensor as the bucket's."""
         self.tensor = tensor
         self.views: list[torch.Tensor] = []
         start = 0
@@ -72,7 +71,6 @@ class Bucket:
 
     @property
     def device(self) -> torch.device:
-        """Return where they are."""
         return self.parameters[0].device
 
     @property
@@ -86,7 +84,6 @@ class Bucket:
         self.used = [False] * len(self.parameters)
 
     def forget(self, place: int) -> None:
-        """One of them has none any more."""
         self.touched.pop(place, None)
         self.used[place] = False
 

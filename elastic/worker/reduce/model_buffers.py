@@ -131,7 +131,6 @@ class ModelBuffers:
     """The buffers of all prepared modules."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
-        """Take a copy of each."""
         self._kept = [
             _Kept(
                 f"{number}.{path}.{name}", part, name,

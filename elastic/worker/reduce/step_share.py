@@ -75,7 +75,6 @@ class StepShare:
 
     @cached_property
     def samples(self) -> int:
-        """Return the samples of the step."""
         return sum(self.counts)
 
     @cached_property

@@ -69,7 +69,6 @@ class SocketTransport:
     has_tags = True
 
     def __init__(self, links: MemberLinks) -> None:
-        """Use these."""
         self._mesh = links.mesh
         self.call_soon = links.call_soon
         self.progress = links.progress
@@ -137,7 +136,6 @@ class GroupTransport:
         self._due.append(wait)
 
     def call_soon(self, call: Callable[[], None]) -> None:
-        """Call this in its turn."""
         self._due.append(call)
 
     def progress(self) -> None:

@@ -456,7 +456,6 @@ class StagedExchange:
     def __init__(
         self, deal: MicroBatchPartition, like: torch.Tensor, group: Any, *, is_bitwise: bool = True
     ) -> None:
-        """Allocate both; see `TreeExchange`."""
         self.total = torch.empty_like(like)
         host = torch.empty(like.shape, dtype=like.dtype)
         self._exchange = TreeExchange(deal, host, group, is_bitwise=is_bitwise)
@@ -470,7 +469,6 @@ class StagedExchange:
 
     @property
     def bytes_sent(self) -> int:
-        """Return the bytes of sums that were sent."""
         return self._exchange.bytes_sent
 
     def start(
@@ -506,7 +504,6 @@ class SumExchange:
     """
 
     def __init__(self, deal: MicroBatchPartition, like: torch.Tensor, group: Any) -> None:
-        """Allocate the result; see `TreeExchange`."""
         self.has_tags = False
         self.total = torch.empty_like(like)
         self.rows: list[Row] = []
@@ -534,7 +531,6 @@ class SumExchange:
             self.bytes_sent += 2 * (world - 1) * self.total.nbytes // world
 
     def wait_rows(self) -> list[Row]:
-        """Return none."""
         return []
 
     def finish(self, divisor: float) -> None:

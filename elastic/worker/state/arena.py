@@ -90,7 +90,6 @@ class StateLayout:
         return self.offsets[piece.tensor] + first * row_bytes
 
     def extents(self) -> list[TensorExtent]:
-        """Return the sizes of all tensors."""
         return [extent_of(spec) for spec in self.specs]
 
 
@@ -100,7 +99,6 @@ def _span(held: Sequence[RowRange]) -> RowRange:
 
 
 def size_of(spec: TensorSpec) -> int:
-    """Return the bytes of a tensor."""
     return prod(spec.shape) * dtype_of(spec).itemsize
 
 

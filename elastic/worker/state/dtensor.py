@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 
 def is_dtensor(value: object) -> TypeIs[DTensor]:
-    """Return whether a value is a DTensor."""
     return _is_a(value, "torch.distributed.tensor", "DTensor")
 
 

@@ -31,7 +31,6 @@ class PendingOptimizerSteps:
     """
 
     def __init__(self) -> None:
-        """Begin with none."""
         self.is_stepping = False
         self._calls: list[Call] = []
         self._optimizers: dict[int, torch.optim.Optimizer] = {}
@@ -141,5 +140,4 @@ def has_gradients(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
-    """Return all that it steps."""
     return [one for group in optimizer.param_groups for one in group["params"]]

@@ -24,7 +24,6 @@ class ReplicationProgress:
     """
 
     def __init__(self) -> None:
-        """Wait for nothing."""
         self.is_awaited = False
         self._newest = (0, 0)
         self._since_s = 0.0

@@ -56,7 +56,6 @@ class TrainState:
     """
 
     def __init__(self) -> None:
-        """Begin with nothing."""
         self.models: list[nn.Module] = []
         self.optimizers: list[torch.optim.Optimizer] = []
         self.schedulers: list[Stateful] = []

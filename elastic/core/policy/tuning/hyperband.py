@@ -49,7 +49,6 @@ class HyperBand:
     sign: float = 1.0
 
     def bracket_of(self, number: int) -> Bracket:
-        """Return the bracket of a trial."""
         deepest = 0
         while self.reduction ** (deepest + 1) <= self.max_t:
             deepest += 1
