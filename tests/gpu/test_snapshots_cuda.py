@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
 from elastic.core.policy.cursor import Cursor  # noqa: E402
-from elastic.worker.checkpoint import snapshotter as snapshotting  # noqa: E402
+from elastic.worker.checkpoint import snapshot_copier  # noqa: E402
 from tests.patience import DEADLINE_S  # noqa: E402
 from tests.unit.saving_under_test import Run, assert_same  # noqa: E402
 
@@ -31,7 +31,7 @@ def test_a_copy_beside_the_loop_follows_what_was_queued_and_delays_nothing(tmp_p
     run.objects.models.append(wide)
     run.objects.optimizers.append(optimizer := torch.optim.AdamW(wide.parameters()))
     (snapshotter,) = run.savers
-    assert sum(one.nbytes for one in wide.parameters()) > snapshotting.BESIDE_BYTES_MIN
+    assert sum(one.nbytes for one in wide.parameters()) > snapshot_copier.BESIDE_BYTES_MIN
     x = torch.randn(64, 4096, device="cuda")
 
     def backward() -> None:

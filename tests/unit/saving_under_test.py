@@ -19,7 +19,8 @@ from elastic.storage.run_directory import RunDirectory
 from elastic.worker.base.mailboxes import ReportAnswer
 from elastic.worker.checkpoint.checkpoint_writer import CheckpointWriter
 from elastic.worker.checkpoint.committer import Committer
-from elastic.worker.checkpoint.snapshotter import RankInfo, Snapshotter
+from elastic.worker.checkpoint.snapshot import RankInfo
+from elastic.worker.checkpoint.snapshotter import Snapshotter
 from elastic.worker.state.train_state import TrainState
 from tests.patience import DEADLINE_S
 from tests.strategies import SCRIPT

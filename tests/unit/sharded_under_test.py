@@ -19,7 +19,8 @@ from elastic.core.policy.cursor import Cursor
 from elastic.core.policy.shares import chunk
 from elastic.core.world import SNAPSHOT_SLOTS
 from elastic.storage.run_directory import RunDirectory
-from elastic.worker.checkpoint.snapshotter import RankInfo, Snapshotter
+from elastic.worker.checkpoint.snapshot import RankInfo
+from elastic.worker.checkpoint.snapshotter import Snapshotter
 from elastic.worker.group.member_links import connect
 from elastic.worker.group.peer_sockets import PeerAddress
 from elastic.worker.state.sharded_state import with_expected

@@ -243,7 +243,7 @@ def test_a_script_that_goes_on_after_such_an_error_is_called_again_all_the_same(
 def test_a_loss_after_a_collective_that_succeeded_takes_nothing_away(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("elastic.worker.engine.step_engine.KEPT_WEIGHTS_BYTES_MAX", 0)
+    monkeypatch.setattr("elastic.worker.engine.resume_point.COPIED_WEIGHTS_BYTES_MAX", 0)
     home = Home()
     with called(home, None, 1) as engine:
         engine.configure({"recovery": "reenter"})

@@ -29,7 +29,7 @@ from elastic.worker.checkpoint.committer import Committer
 from elastic.worker.checkpoint.report_votes import ReportVotes
 from elastic.worker.checkpoint.reported_checkpoints import ReportOrigin
 from elastic.worker.checkpoint.reporting import Reporter
-from elastic.worker.checkpoint.snapshotter import RankInfo
+from elastic.worker.checkpoint.snapshot import RankInfo
 from tests.unit.saving_under_test import Run
 from tests.unit.test_worker_pruning import spec
 

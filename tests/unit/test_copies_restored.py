@@ -19,7 +19,8 @@ from elastic.runtime import copy_wire
 from elastic.runtime.copy_wire import PUSH, CopyRequest, calling
 from elastic.runtime.snapshot_memory import HEADER, SnapshotMark, set_sent, whole
 from elastic.worker.base.activity import Activity
-from elastic.worker.checkpoint.snapshotter import RankInfo, Snapshotter
+from elastic.worker.checkpoint.snapshot import RankInfo
+from elastic.worker.checkpoint.snapshotter import Snapshotter
 from elastic.worker.data.stream_book import StreamBook
 from elastic.worker.engine import checkpoint_schedule as keeping
 from elastic.worker.engine.checkpoint_schedule import CheckpointScheduler
@@ -44,7 +45,7 @@ class Peer:
 
     def take(self, snapshotter: Snapshotter, steps: int) -> None:
         """Be brought a snapshot out of a worker's memory."""
-        slot = next(slot for slot, mark in snapshotter._whole() if mark.steps == steps)
+        slot = next(slot for slot, mark in snapshotter.slots.whole() if mark.steps == steps)
         content = os.pread(slot._fd, os.fstat(slot._fd).st_size, 0)
         mark = whole(content[:HEADER])
         assert mark is not None
@@ -170,7 +171,7 @@ class Loop:
         return max((mark.steps for mark in self.marks()), default=0)
 
     def marks(self) -> list[SnapshotMark]:
-        return [mark for _, mark in self.run.savers[0]._whole()]
+        return [mark for _, mark in self.run.savers[0].slots.whole()]
 
     def stored(self) -> list[int]:
         assert self.run.savers[0]._writer is not None
@@ -191,7 +192,7 @@ def test_a_snapshot_that_is_being_sent_is_not_written_over(tmp_path: Path) -> No
     loop = Loop(Run(tmp_path), {"copies_every": 1})
     loop.step()
     loop.step()
-    slot = loop.run.savers[0]._slot_of(1)
+    slot = loop.run.savers[0].slots.of(1)
     set_sent(slot._fd, 1)
     loop.step()
     assert sorted(mark.steps for mark in loop.marks()) == [1, 2]

@@ -131,7 +131,7 @@ def test_a_snapshot_is_marked_once_the_device_has_copied_it(
     assert (seen, held()) == ([[], []], [1])
     run.save()
     assert (seen[2:], held()) == ([[1], [1]], [2, 1])
-    if (warming := run.savers[0]._take_warming()) is not None:
+    if (warming := run.savers[0]._copier.take_warming()) is not None:
         warming.join()  # What another thread has begun, and the next snapshot waits for.
     for slot, _ in run.savers[0].held_snapshots():
         pinned = slot._pinned

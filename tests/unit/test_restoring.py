@@ -13,7 +13,8 @@ import pytest
 from elastic.core.policy.cursor import Cursor
 from elastic.errors import StorageError
 from elastic.worker.base.activity import Activity
-from elastic.worker.checkpoint.snapshotter import RankInfo, Snapshotter
+from elastic.worker.checkpoint.snapshot import RankInfo
+from elastic.worker.checkpoint.snapshotter import Snapshotter
 from elastic.worker.data.stream_book import StreamBook
 from elastic.worker.engine import checkpoint_schedule as keeping
 from elastic.worker.engine.checkpoint_schedule import CheckpointScheduler

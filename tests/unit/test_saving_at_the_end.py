@@ -13,7 +13,7 @@ import pytest
 from elastic.core.events.worker import RequestLeave
 from elastic.core.policy.cursor import Cursor
 from elastic.worker.base.mailboxes import Mailboxes
-from elastic.worker.checkpoint.snapshotter import RankInfo
+from elastic.worker.checkpoint.snapshot import RankInfo
 from elastic.worker.data.stream_book import StreamBook
 from elastic.worker.engine import checkpoint_schedule as keeping
 from elastic.worker.engine.checkpoint_schedule import CheckpointScheduler

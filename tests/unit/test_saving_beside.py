@@ -20,6 +20,7 @@ from elastic import train
 from elastic.core.policy.cursor import Cursor
 from elastic.storage.run_directory import RunDirectory
 from elastic.train.torch import prepare_data_loader, prepare_model, prepare_optimizer
+from elastic.worker.checkpoint import snapshot_copier
 from elastic.worker.checkpoint import snapshotter as snapshotting
 from elastic.worker.checkpoint.checkpoint_reader import read_checkpoint
 from elastic.worker.process.local import LocalRun, local_context
@@ -64,7 +65,7 @@ class SlowCopies:
 
         patch.setattr(SnapshotSlot, "put", slow_put)
         patch.setattr(snapshotting, "wait", noted_wait)
-        patch.setattr(snapshotting, "BESIDE_BYTES_MIN", 0)
+        patch.setattr(snapshot_copier, "BESIDE_BYTES_MIN", 0)
 
 
 @pytest.fixture(name="copies")

@@ -15,7 +15,8 @@ from elastic import train
 from elastic.core.policy.cursor import Cursor
 from elastic.errors import UsageError
 from elastic.storage.run_directory import RunDirectory
-from elastic.worker.checkpoint.snapshotter import RankInfo, Snapshotter
+from elastic.worker.checkpoint.snapshot import RankInfo
+from elastic.worker.checkpoint.snapshotter import Snapshotter
 from elastic.worker.engine import checkpoint_schedule as keeping
 from elastic.worker.process.local import LocalRun, local_context
 from elastic.worker.state import replica_checksums as likeness

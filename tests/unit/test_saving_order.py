@@ -11,7 +11,7 @@ from elastic.core.policy.cursor import Cursor
 from elastic.storage.run_directory import RunDirectory
 from elastic.storage.run_record import RunRecord, write_run
 from elastic.worker.checkpoint import checkpoint_writer as writing
-from elastic.worker.checkpoint.snapshotter import RankInfo
+from elastic.worker.checkpoint.snapshot import RankInfo
 from elastic.worker.engine import checkpoint_schedule as keeping
 from tests.unit.saving_under_test import Run
 

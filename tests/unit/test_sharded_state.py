@@ -14,7 +14,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from elastic.errors import UsageError
 from elastic.storage.verify import verify
 from elastic.worker.checkpoint.checkpoint_reader import read_checkpoint
-from elastic.worker.checkpoint.snapshotter import RankInfo, Snapshotter
+from elastic.worker.checkpoint.snapshot import RankInfo
+from elastic.worker.checkpoint.snapshotter import Snapshotter
 from elastic.worker.engine.sharded_restore import ShardedRestorer
 from elastic.worker.state.sharded_state import check_shards, rows_of, spread_of
 from elastic.worker.state.train_state import State, TrainState

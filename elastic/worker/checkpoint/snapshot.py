@@ -17,6 +17,22 @@ POLL_S_MIN, POLL_S_MAX = 0.01, 0.5
 
 
 @dataclass(frozen=True)
+class RankInfo:
+    """Where this worker is in its group, as far as copies and parts are concerned.
+
+    Attributes:
+        generation, rank, world_size: of the group.
+        local_rank, local_world_size: among the group's workers on this node.
+    """
+
+    generation: int = 0
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+
+
+@dataclass(frozen=True)
 class StateSnapshot:
     """A state of the run in this node's memory, and what is to be done with it.
 

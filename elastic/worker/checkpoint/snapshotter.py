@@ -1,33 +1,12 @@
 """Automatic checkpoints: the state is copied between two steps, and written as training goes on.
 
-This worker's share is copied into the agent's memory (`arena.py`). A thread of its own then writes
-this rank's part to storage; the thread of rank 0 waits for all parts, and has the checkpoint
+This worker's share is copied into the agent's memory (`snapshot_slots`), mostly by a thread during
+the next forward and backward (`snapshot_copier`). A thread of its own then writes this rank's part
+to storage (`checkpoint_writer`); the thread of rank 0 waits for all parts, and has the checkpoint
 committed (`committer`).
 
-Weights and optimizer state do not change before the next `optimizer.step()`. So a copying thread
-reads them during the forward and backward before it. Why it copies the state of the boundary:
-
-    boundary      All else is copied at once: buffers, values, what the script has registered. Of
-                  the tensors that are left, the version counters are noted.
-    until settled The copying thread reads tensors and writes to the slot, and touches nothing else
-                  of ours. On a device it does so in a stream of its own, which follows all that
-                  was queued at the boundary, and waits on the host until the device has done it.
-    settle        The training thread waits for the copy and compares the counters: it is in no
-                  operation that has written and not counted yet. If one differs, the snapshot is
-                  given up, another one is due at once, and this process copies at the boundary
-                  from then on. Otherwise it marks the snapshot. The engine settles before it
-                  commits, before it puts a received state or enters a group, and before the
-                  script leaves the loop. Access to a parameter's `data`, through which torch counts
-                  no changes, settles first (`data_waits`); steps of optimizers that were not
-                  prepared, which need not count any, are refused (`strangers_refused`).
-
-Who dies before it has settled leaves its slot unmarked, and the snapshot in the other slot whole.
-A wait that an interrupt ends gives the snapshot up. Until it has settled, a member reports that it
-is busy, so that none overwrites the other slot before all have marked this one; all mark it at the
-same commit.
-
-Copied at the boundary are sharded models, small states, and those that are saved at each step, of
-which each would wait.
+Until a snapshot is settled a member reports that it is busy, so that none overwrites the other slot
+before all have marked this one; all mark it at the same commit.
 
 Rule: no storage error or delay reaches the training loop. A snapshot that cannot be written is
 reported and given up, and the last good checkpoint stays.
@@ -39,43 +18,25 @@ import logging
 import os
 import threading
 import time
-import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, ExitStack, suppress
+from concurrent.futures import Future, wait
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
 
 from elastic.core.policy.cursor import Cursor
 from elastic.core.policy.saving import SavingPlan, is_due
-from elastic.core.policy.shares import TensorRows, share_of
-from elastic.core.world import SNAPSHOT_SLOTS
 from elastic.runtime.snapshot_memory import SnapshotMark
 from elastic.worker.base.mailboxes import WAIT_SLICE_S
 from elastic.worker.checkpoint.checkpoint_writer import CheckpointWriter, PartFailure
-from elastic.worker.checkpoint.snapshot import StateSnapshot, name_of
-from elastic.worker.group.accelerators import accelerator_of, beside, record, wait_done
-from elastic.worker.state.arena import SnapshotSlot, StateLayout
-from elastic.worker.state.replica_checksums import NOTHING_OWN, PerRankState, combined, state_prints
+from elastic.worker.checkpoint.snapshot import RankInfo, StateSnapshot, name_of
+from elastic.worker.checkpoint.snapshot_copier import BegunSnapshot, CopiedSnapshot, SnapshotCopier
+from elastic.worker.checkpoint.snapshot_slots import SnapshotSlots
+from elastic.worker.state.arena import SnapshotSlot
+from elastic.worker.state.replica_checksums import NOTHING_OWN, PerRankState
 from elastic.worker.state.replication_progress import ReplicationProgress
-from elastic.worker.state.sharded_state import (
-    Held,
-    answered_by,
-    held_by,
-    spread_of,
-    with_held,
-)
-from elastic.worker.state.transfer import (
-    Trace,
-    places_print,
-    split_and_trace,
-    tensors_of,
-    unpack,
-    write_skeleton,
-)
 
 log = logging.getLogger(__name__)
 
@@ -86,99 +47,6 @@ FINISH_REPORTED_S = 10.0
 
 LEAVING_S = 30.0
 """How long members of a sharded model that leave by plan wait for its checkpoint."""
-
-BESIDE_BYTES_MIN = 16 << 20
-"""Less than this is copied at the boundary: that takes no time, and it counts a step sooner."""
-AT_ONCE_BYTES_MAX = 16 << 20
-"""If more than this may change early, all is copied at the boundary: else that part is twice."""
-
-
-@dataclass(frozen=True)
-class RankInfo:
-    """Where this worker is in its group, as far as copies and parts are concerned.
-
-    Attributes:
-        generation, rank, world_size: of the group.
-        local_rank, local_world_size: among the group's workers on this node.
-    """
-
-    generation: int = 0
-    rank: int = 0
-    world_size: int = 1
-    local_rank: int = 0
-    local_world_size: int = 1
-
-
-@dataclass(frozen=True)
-class SnapshotLayout:
-    """How a state lies in memory, and what of it is ours; the same from one snapshot to the next.
-
-    Attributes:
-        trace: of the state that it was made for.
-        rank_info: ours.
-        layout: of all tensors, as far as this node has them.
-        places: fingerprint of the tensors and their places.
-        pieces: what we copy.
-        written: what we write to storage.
-    """
-
-    trace: Trace
-    rank_info: RankInfo
-    layout: StateLayout
-    places: int
-    pieces: tuple[TensorRows, ...]
-    written: tuple[TensorRows, ...]
-
-
-@dataclass(frozen=True)
-class _BegunSnapshot:
-    """A state at its boundary, of which the tensors are still to be copied to their slot.
-
-    Attributes:
-        number, steps: of the mark.
-        state: as it was given; for checksums.
-        own: what is left out of them.
-        values: what is no tensor.
-        tensors: by number.
-        versions: of what is read beside the loop, with the tensors; None: all is read at once.
-        streams: of devices, to be entered where the tensors are read.
-        arrangement: where they lie.
-        slot: whose turn it is.
-        warming: prepares its memory.
-        room: bytes for what is no tensor.
-    """
-
-    number: int
-    steps: int
-    state: Any
-    own: PerRankState
-    values: Any
-    tensors: Sequence[torch.Tensor]
-    versions: Sequence[tuple[torch.Tensor, int]] | None
-    streams: Sequence[AbstractContextManager[object]]
-    arrangement: SnapshotLayout
-    slot: SnapshotSlot
-    warming: threading.Thread | None
-    room: int
-
-    def has_changed(self) -> bool:
-        """Return whether what was read beside the loop has changed."""
-        return any(tensor._version != version for tensor, version in self.versions or ())
-
-
-@dataclass(frozen=True)
-class _CopiedSnapshot:
-    """What is known of a snapshot once its tensors are in their slot.
-
-    Attributes:
-        mark: of it.
-        skeleton: what is no tensor.
-        prints: see `replica_checksums.state_prints`.
-    """
-
-    mark: SnapshotMark
-    skeleton: bytes
-    prints: Mapping[str, int]
 
 
 @dataclass
@@ -193,14 +61,14 @@ class _Copying:
         is_left: it was not waited for until the end: the state may have changed.
     """
 
-    begun: _BegunSnapshot
+    begun: BegunSnapshot
     pid: int
     taker: int
-    copied: Future[_CopiedSnapshot]
+    copied: Future[CopiedSnapshot]
     end: Callable[[_Copying], None]
     is_left: bool = False
 
-    def result(self) -> _CopiedSnapshot:
+    def result(self) -> CopiedSnapshot:
         """Return what was copied; raises if that failed, or is not the state of the boundary."""
         if self.begun.has_changed():
             raise RuntimeError(
@@ -235,25 +103,13 @@ class Snapshotter:
         self.arrival = ReplicationProgress()
         self.is_async = True
         self.number, self.last_steps, self.last_generation = 0, 0, 0
-        self._paths, self._writer = tuple(paths), writer
-        self._slots: list[SnapshotSlot] = []
-        self._arrangement: SnapshotLayout | None = None
+        self.slots = SnapshotSlots(paths)
+        self._writer, self._copier = writer, SnapshotCopier()
         self._rank_info = RankInfo()
         self._last_s = time.monotonic()
         self._served = 0
-        self._warming: threading.Thread | None = None
-        self._is_warm = False
-        # Until a device refuses.
-        self._can_pin = True
-        self._is_stored = False
-        # Memory is reserved for it: if it grows a little, nothing else has to move.
-        self._skeleton_room = 0
-        # Tensors, and meanwhile what is no tensor.
-        self._copier = ThreadPoolExecutor(1, thread_name_prefix="elastic-snapshot")
-        self._skeletons = ThreadPoolExecutor(1, thread_name_prefix="elastic-skeleton")
+        self._is_warm = self._is_stored = False
         self._copying: _Copying | None = None
-        # An interrupt may come between the beginning of a copy and the note of it.
-        self._one_copy = threading.Lock()
         # Until a script changes weights between steps; and then another snapshot is due.
         self._can_overlap, self._is_again = True, False
 
@@ -268,7 +124,9 @@ class Snapshotter:
         self.settle()
         # Our private memory holds all of the state: no other rank can write to it.
         self._rank_info = (
-            rank_info if self._paths else replace(rank_info, local_rank=0, local_world_size=1)
+            rank_info
+            if self.slots.are_shared
+            else replace(rank_info, local_rank=0, local_world_size=1)
         )
         self._served = 0  # An unserved request is sent again to the next group.
         self.arrival.forget()  # What this group continues from stays until it has taken two.
@@ -277,14 +135,10 @@ class Snapshotter:
 
     def memory(self) -> int:
         """Return what identifies this node's shared memory, 0 if we have none."""
-        if not self._paths:
-            return 0
-        try:
-            return self._all_slots()[0].identity
-        except OSError as error:
-            log.warning("no_shared_memory paths=%s error=%r", self._paths, str(error))
+        identity = self.slots.identity()
+        if not identity and self.slots.are_shared:
             self._use_own_memory()
-            return 0
+        return identity
 
     def agree_on_memory(self, memories: Sequence[int]) -> None:
         """Do without the agent's memory for good, if not all workers of this node have it.
@@ -295,7 +149,7 @@ class Snapshotter:
             memories: what `memory` returned, by rank.
         """
         rank_info = self._rank_info
-        if not self._paths or len(memories) != rank_info.world_size:
+        if not self.slots.are_shared or len(memories) != rank_info.world_size:
             return
         first = rank_info.rank - rank_info.local_rank
         here = set(memories[first : first + rank_info.local_world_size])
@@ -307,7 +161,8 @@ class Snapshotter:
             self._use_own_memory()
 
     def _use_own_memory(self) -> None:
-        self._paths, self._slots, self._arrangement = (), [], None
+        self.slots.use_own()
+        self._copier.forget_layout()
         self.arrival.is_awaited = False
         self._rank_info = replace(self._rank_info, local_rank=0, local_world_size=1)
 
@@ -338,18 +193,20 @@ class Snapshotter:
 
     def _is_full(self) -> bool:
         """Return whether there is no room for another one."""
-        if not self._slots:
+        if not self.slots.are_open:
             return False
         if self._copying is not None:
             return True
-        slot = self._slot_of(self.number + 1)
+        slot = self.slots.of(self.number + 1)
         if self._is_being_written(slot) or slot.is_sent():
             return True
-        return self.arrival.is_missing(self._slot_of)
+        return self.arrival.is_missing(self.slots.of)
 
     def await_copies(self) -> None:
         """From here on no snapshot is begun before the one before has come to other nodes."""
-        self.arrival.is_awaited = bool(self._paths)  # The agent does not know memory of our own.
+        self.arrival.is_awaited = (
+            self.slots.are_shared
+        )  # The agent does not know memory of our own.
 
     def wait_for_room(self, is_over: Callable[[], bool], timeout_s: float = FINISH_S) -> None:
         """Wait until there is room for another one; not in a group that is over, nor for ever."""
@@ -395,45 +252,7 @@ class Snapshotter:
         if self._is_warm or not (self.plan.is_on or self.copies.is_on):
             return
         self._is_warm = True
-        values, tensors, trace = split_and_trace(state())
-        arrangement = self._arranged(values, tensors, trace)
-        self._skeleton_room = 2 * len(write_skeleton(values))
-        num_bytes = arrangement.layout.data_bytes + self._skeleton_room
-        devices = _devices_of(tensors, arrangement.pieces)
-
-        def find() -> None:
-            try:
-                for slot in self._all_slots():
-                    slot.warm_up(num_bytes)
-            except OSError as error:
-                log.warning("snapshot_memory bytes=%d error=%r", num_bytes, str(error))
-                return
-            self._pin(self._all_slots(), arrangement, devices)
-
-        self._begin_warming(find)
-
-    def _begin_warming(self, find: Callable[[], None]) -> None:
-        """Prepare memory on a thread of its own: only the next snapshot waits for it."""
-        self._warming = threading.Thread(target=find, name="elastic-warm-up", daemon=True)
-        self._warming.start()
-
-    def _pin(
-        self,
-        slots: Sequence[SnapshotSlot],
-        arrangement: SnapshotLayout,
-        devices: Sequence[torch.device],
-    ) -> None:
-        """Pin the pages of our share for our devices; once that is refused, never again."""
-        try:
-            for slot in slots if devices else ():  # What one device registers, all may copy to.
-                slot.pin(arrangement.layout, arrangement.pieces, devices[0])
-        except OSError as error:
-            self._can_pin = False
-            log.warning("snapshot_memory_not_pinned error=%r: copies are slower", str(error))
-
-    def _take_warming(self) -> threading.Thread | None:
-        warming, self._warming = self._warming, None
-        return warming
+        self._copier.warm_up(state(), self._rank_info, self.slots.all)
 
     def take(
         self,
@@ -482,9 +301,10 @@ class Snapshotter:
         name = name_of(steps, rank_info.generation, self.number)
         noted, others = dict(about or {}), tuple(aliases)
 
-        def end(copied: _CopiedSnapshot) -> None:
+        def end(copied: CopiedSnapshot) -> None:
             mark, arrangement = copied.mark, begun.arrangement
-            self._mark(begun, mark)
+            self.arrival.begin(mark.number, mark.generation)
+            self._copier.mark(begun, mark)
             log.info(
                 "snapshot number=%d epoch=%d step=%d bytes=%d ms=%.1f", mark.number, cursor.epoch,
                 cursor.step, mark.data_bytes, (time.monotonic() - began) * 1e3,
@@ -526,14 +346,14 @@ class Snapshotter:
         try:
             begun = self._begin(state(), steps, own, still)
             if begun.versions is None:
-                copied = self._copy(begun)
+                copied = self._copier.copy(begun)
         except Exception as error:
             self._report_failed(name, rank_info.rank, error, durable=durable)
             raise
         if copied is not None:
             end(copied)
         else:
-            copy = self._copier.submit(self._copy, begun)
+            copy = self._copier.copy_later(begun)
             self._copying = _Copying(begun, os.getpid(), threading.get_ident(), copy, end_later)
         return done
 
@@ -562,173 +382,38 @@ class Snapshotter:
 
     def _begin(
         self, state: Any, steps: int, own: PerRankState, still: Iterable[torch.Tensor] | None
-    ) -> _BegunSnapshot:
-        """Do what cannot wait."""
-        values, tensors, trace = split_and_trace(state)
-        arrangement = self._arranged(values, tensors, trace)
-        layout, slot = arrangement.layout, self._slot_of(self.number)
+    ) -> BegunSnapshot:
+        slot = self.slots.of(self.number)
         if self._is_being_written(slot):
             raise OSError(f"snapshot {self.number}: one in the same place is still being written")
-        versions, streams = None, list[AbstractContextManager[object]]()
-        if still is not None and not layout.held and self._may_overlap():
-            versions = self._hold(tensors, still)
-        if versions is not None:
-            state = None  # Its containers are the script's, and may change.
-            streams = beside(dict.fromkeys(tensor.device for tensor in tensors))
-        if layout.held:
-            tensors = [answered_by(self._rank_info.rank, tensor) for tensor in tensors]
-        return _BegunSnapshot(
-            self.number, steps, state, own, values, tensors, versions, streams, arrangement,
-            slot, self._take_warming(), self._skeleton_room,
-        )  # fmt: skip
+        later = still if self._may_overlap() else None
+        return self._copier.begin(self.number, steps, state, self._rank_info, slot, own, later)
 
     def _may_overlap(self) -> bool:
         plans = (self.plan, self.copies)
         return self._can_overlap and all(plan.every_n_steps != 1 for plan in plans)
 
-    def _hold(
-        self, tensors: list[torch.Tensor], still: Iterable[torch.Tensor]
-    ) -> list[tuple[torch.Tensor, int]] | None:
-        """Put copies in the place of tensors that may change soon.
-
-        Returns:
-            All that is still, with its versions; None to copy everything at once.
-        """
-        watched = [tensor for tensor in still if _address_of(tensor)]
-        addresses = {_address_of(tensor) for tensor in watched}
-        changing = [
-            number for number, tensor in enumerate(tensors) if _address_of(tensor) not in addresses
-        ]
-        total, at_once = (
-            sum(tensor.nbytes for tensor in some)
-            for some in (tensors, [tensors[number] for number in changing])
-        )
-        if total - at_once <= BESIDE_BYTES_MIN or at_once > AT_ONCE_BYTES_MAX:
-            return None
-        for number in changing:
-            tensors[number] = tensors[number].clone()
-        return [(tensor, tensor._version) for tensor in watched]
-
-    def _copy(self, begun: _BegunSnapshot) -> _CopiedSnapshot:
-        """Copy our share into its slot; any thread, one at a time."""
-        with self._one_copy, ExitStack() as streams:
-            for stream in begun.streams:
-                streams.enter_context(stream)
-            return self._copy_alone(begun)
-
-    def _copy_alone(self, begun: _BegunSnapshot) -> _CopiedSnapshot:
-        layout, pieces = begun.arrangement.layout, begun.arrangement.pieces
-        rank_info, slot = begun.arrangement.rank_info, begun.slot
-        if begun.warming is not None:
-            begun.warming.join()
-        slot.unmark(rank_info.local_rank)
-        slot.reserve(layout.data_bytes + begun.room)
-        # Runs while the copy has released the interpreter lock; these values no longer change.
-        writing = self._skeletons.submit(write_skeleton, begun.values)
-        slot.put(layout, begun.tensors, pieces)
-        wait_done(record(_devices_of(begun.tensors, pieces)))
-        state = unpack(begun.values, begun.tensors) if begun.state is None else begun.state
-        prints = state_prints(state, begun.own)
-        skeleton = writing.result()
-        text = with_held(skeleton, layout.held)
-        mark = SnapshotMark(
-            begun.number, rank_info.generation, begun.steps, rank_info.local_world_size,
-            layout.data_bytes, begun.arrangement.places ^ combined(prints), len(text),
-            zlib.crc32(text),
-        )  # fmt: skip
-        slot.reserve(mark.num_bytes)
-        if rank_info.local_rank == 0:
-            slot.put_skeleton(layout, text)
-        return _CopiedSnapshot(mark, skeleton, prints)
-
-    def _mark(self, begun: _BegunSnapshot, mark: SnapshotMark) -> None:
-        """Let a snapshot count that is in its slot."""
-        arrangement, slot = begun.arrangement, begun.slot
-        self._skeleton_room = max(self._skeleton_room, 2 * mark.skeleton_bytes)
-        self.arrival.begin(mark.number, mark.generation)
-        slot.mark(arrangement.rank_info.local_rank, mark)
-        devices = _devices_of(begun.tensors, arrangement.pieces)
-        is_pinned = not devices or slot.is_pinned(arrangement.layout, arrangement.pieces)
-        if self._can_pin and not is_pinned:
-            # There is more of it, or our share is another one, since that was done.
-            self._begin_warming(partial(self._pin, [slot], arrangement, devices))
-
-    def _arranged(
-        self, values: Any, tensors: Sequence[torch.Tensor], trace: Trace
-    ) -> SnapshotLayout:
-        """Return how this state lies in memory; for hundreds of tensors that takes a while."""
-        rank_info, known = self._rank_info, self._arrangement
-        if known is None or known.rank_info != rank_info or known.trace != trace:
-            spreads = [spread_of(tensor) for tensor in tensors]
-            held: Held = ()
-            if any(spread is not None for spread in spreads):
-                # Ranks are contiguous on a node.
-                first = rank_info.rank - rank_info.local_rank
-                held = held_by(spreads, range(first, first + rank_info.local_world_size))
-            layout = StateLayout.of(tensors_of(values), held)
-            copied, written = (
-                share_of(layout.extents(), spreads, rank=rank_info.rank, part=part, parts=parts)
-                for part, parts in (
-                    (rank_info.local_rank, rank_info.local_world_size),
-                    (rank_info.rank, rank_info.world_size),
-                )
-            )
-            known = SnapshotLayout(trace, rank_info, layout, places_print(values), copied, written)
-            self._arrangement = known
-        return known
+    def _is_being_written(self, slot: SnapshotSlot) -> bool:
+        return self._writer is not None and self._writer.reads(slot)
 
     # ------------------------------------------------------------------- what is held
 
     def held(self) -> int:
         """Return the steps of the newest snapshot in this node's memory, -1 if there is none."""
-        self.settle()
-        try:
-            return max((mark.steps for _, mark in self._whole()), default=-1)
-        except OSError as error:
-            log.warning("snapshot_unreadable error=%r", str(error))
-            return -1
+        return max((mark.steps for _, mark in self.held_snapshots()), default=-1)
 
     def read_held(self, steps: int) -> tuple[str, Any]:
-        """Return the state in this node's memory, and its key among those of as many steps.
-
-        Its tensors are copies.
-
-        Raises:
-            ValueError: there is none of so many steps, or it is damaged.
-        """
-        for slot, mark in self._whole():
-            if mark.steps == steps:
-                return f"generation {mark.generation}, number {mark.number}", slot.state(mark)
-        raise ValueError(f"no snapshot of step {steps} in this node's memory")
+        """Return the state in this node's memory; see `SnapshotSlots.read`."""
+        return self.slots.read(steps)
 
     def held_snapshots(self) -> list[tuple[SnapshotSlot, SnapshotMark]]:
         """Return the snapshots in this node's memory, newest first; none if it cannot be read."""
         self.settle()
         try:
-            return sorted(self._whole(), key=lambda pair: pair[1].steps, reverse=True)
+            return self.slots.whole()
         except OSError as error:
             log.warning("snapshot_unreadable error=%r", str(error))
             return []
-
-    def _whole(self) -> list[tuple[SnapshotSlot, SnapshotMark]]:
-        found = []
-        for slot in self._all_slots():
-            mark = slot.whole()
-            if mark is not None:
-                found.append((slot, mark))
-        return found
-
-    def _slot_of(self, number: int) -> SnapshotSlot:
-        return self._all_slots()[number % SNAPSHOT_SLOTS]
-
-    def _is_being_written(self, slot: SnapshotSlot) -> bool:
-        return self._writer is not None and self._writer.reads(slot)
-
-    def _all_slots(self) -> list[SnapshotSlot]:
-        if not self._slots:
-            paths = self._paths or ("",) * SNAPSHOT_SLOTS
-            self._slots = [SnapshotSlot(path) for path in paths]
-        return self._slots
 
     # ------------------------------------------------------------------- the end
 
@@ -747,22 +432,7 @@ class Snapshotter:
 
     def close(self) -> None:
         """Take nothing any more; memory and thread end with what is still being written."""
-        self._slots = []
-        self._copier.shutdown(wait=False)
-        self._skeletons.shutdown(wait=False)
+        self.slots.close()
+        self._copier.close()
         if self._writer is not None:
             self._writer.close()
-
-
-def _address_of(tensor: torch.Tensor) -> int:
-    """Return where a tensor lies; 0 if it has no memory of its own, or torch counts no changes."""
-    is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and not tensor.is_inference()
-    return tensor.data_ptr() if is_plain and tensor.layout is torch.strided else 0
-
-
-def _devices_of(
-    tensors: Sequence[torch.Tensor], pieces: Sequence[TensorRows]
-) -> list[torch.device]:
-    """Return the devices that pieces are on, but for those that have copied when they return."""
-    found = dict.fromkeys(tensors[piece.tensor].device for piece in pieces)
-    return [device for device in found if accelerator_of(device) is not None]

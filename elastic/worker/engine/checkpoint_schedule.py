@@ -23,7 +23,8 @@ from elastic.storage.marker import CheckpointMarker
 from elastic.storage.run_directory import RunDirectory
 from elastic.worker.base.mailboxes import WAIT_SLICE_S
 from elastic.worker.checkpoint.checkpoint_reader import read_checkpoint
-from elastic.worker.checkpoint.snapshotter import FINISH_S, LEAVING_S, RankInfo, Snapshotter
+from elastic.worker.checkpoint.snapshot import RankInfo
+from elastic.worker.checkpoint.snapshotter import FINISH_S, LEAVING_S, Snapshotter
 from elastic.worker.data.stream_book import StreamBook
 from elastic.worker.engine.context import WorkerContext
 from elastic.worker.engine.logbook import Logbook

@@ -14,8 +14,9 @@ others receive it and the step is done again; if not, it is unknown which are ri
 from __future__ import annotations
 
 import json
+import logging
 from collections import Counter
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Container, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,6 +25,9 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from elastic.core.policy.cursor import Cursor
+from elastic.errors import UsageError
+from elastic.worker.engine.group_sync import share_bytes
 from elastic.worker.group.accelerators import accelerator_of, record, wait_done
 from elastic.worker.state.checksums import (
     MASK,
@@ -36,7 +40,10 @@ from elastic.worker.state.checksums import (
     values_print,
 )
 from elastic.worker.state.dtensor import is_dtensor
+from elastic.worker.state.pending_steps import parameters_of
 from elastic.worker.state.train_state import TrainState
+
+log = logging.getLogger(__name__)
 
 SLICES = 8
 """Steps that see all of a large state."""
@@ -180,17 +187,43 @@ class Divergence:
 
     # ------------------------------------------------------------------- once ranks differ
 
-    def details(self) -> bytes:
+    def settle(self, group: Any, cursor: Cursor) -> tuple[int, ...]:
+        """Return which ranks are to receive what most have; called on all ranks at once.
+
+        Args:
+            group: the process group that stands.
+            cursor: the step before which ranks differ.
+
+        Raises:
+            RuntimeError: the group broke.
+            UsageError: it is unknown whose state is right, or to receive it has not helped.
+        """
+        verdict = self._resolve(share_bytes(group, self._details()))
+        if not verdict.can_heal:
+            names = self.names()
+            steps = [p for one in self._state.optimizers for p in parameters_of(one)]
+            raise _usage_error(verdict, cursor, {names.get(id(p), "") for p in steps})
+        logging_rank = min({*range(group.size())} - {*verdict.differing})
+        log.log(
+            logging.WARNING if group.rank() == logging_rank else logging.INFO,
+            "state_differed ranks=%s tensors=%d first=%s epoch=%d step=%d: they receive the "
+            "others' state, and the step is done again; is the memory of their nodes in order?",
+            ",".join(map(str, verdict.differing)), len(verdict.names), "".join(verdict.names[:1]),
+            cursor.epoch, cursor.step,
+        )  # fmt: skip
+        return verdict.differing
+
+    def _details(self) -> bytes:
         """Return what the others must know to find out what differs."""
         prints = {ORDER: self._order, **self.prints()}
         self._healed_at = [at for at in self._healed_at if at > self._steps - HEALED_STEPS]
         return json.dumps({"prints": prints, "healed": len(self._healed_at)}).encode()
 
-    def resolve(self, details: Sequence[bytes]) -> DivergenceResult:
+    def _resolve(self, details: Sequence[bytes]) -> DivergenceResult:
         """Find out what differs, and whether it can be healed; all ranks conclude the same.
 
         Args:
-            details: what `details` has returned, by rank.
+            details: what `_details` has returned, by rank.
         """
         received = [json.loads(one) for one in details]
         verdict = compare([one["prints"] for one in received])
@@ -244,6 +277,55 @@ def compare(prints: Sequence[Mapping[str, int]]) -> DivergenceResult:
     # In the order in which they were prepared.
     order = dict.fromkeys(name for one in prints for name in one)
     return DivergenceResult(tuple(name for name in order if name in names), differing, is_majority)
+
+
+def _usage_error(verdict: DivergenceResult, cursor: Cursor, stepped: Container[str]) -> UsageError:
+    names, differing = verdict.names, ", ".join(map(str, verdict.differing))
+    first = names[0] if names else "the state"
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    who = (
+        f"rank {differing} and the other ranks"
+        if verdict.is_majority
+        else f"rank 0 and rank {differing}"
+    )
+    if first.startswith("the order"):
+        what = (
+            "the sampler must give every rank the same: let it draw from its generator attribute, "
+            "or from torch's, NumPy's or Python's own generators, which are seeded for each epoch, "
+            "and keep nothing from the epochs before"
+        )
+    elif first.startswith("registered "):
+        what = (
+            "register what is the same on all ranks, and change it once for each step, where "
+            "train.stepped() is true"
+        )
+    elif "(buffer)" in first:
+        what = (
+            "forward in training mode, or code of this script, has changed it outside of a step on "
+            "each rank by itself: call model.eval() for what is not trained with, and change it "
+            "only by values that are the same on all ranks"
+        )
+    elif first not in stepped:
+        what = (
+            "no prepared optimizer steps it, so that something else has changed it on each rank by "
+            "itself: write optimizer = prepare_optimizer(optimizer) for what trains it, before the "
+            "loop over train.epochs()"
+        )
+    else:
+        what = (
+            "something has changed it on each rank by itself: prepare every optimizer that steps "
+            "it by prepare_optimizer(optimizer), and change weights otherwise only by values that "
+            "are the same on all ranks, where train.stepped() is true"
+        )
+    again = (
+        f"; that was so {verdict.healed} times before, and the others' state has not helped"
+        if verdict.is_majority and verdict.healed
+        else ""
+    )
+    return UsageError(
+        f"{first}{more}: {who} have different values before step {cursor.step} of epoch "
+        f"{cursor.epoch}{again}: {what}"
+    )
 
 
 # --------------------------------------------------------------------------- what is watched

@@ -11,18 +11,6 @@ asks once, when nothing of it needs another rank any more (`steps`).
 Rule: state changes in one place, `_commit`, and groups change in one place, `_change_group`, which
 is reached only while the loop asks for its next micro-batch. There the user's code for the last
 one is through, and all state belongs to whole steps.
-
-A train function that is left and called again runs code again that it had begun: of an iteration,
-between two passes over the data, or behind the loop. So the next call continues from the state
-before that code (`resume_state`). Until a step is committed that is the state at hand. Behind its
-commit a scheduler may have stepped and an average not, which is not known: the state is no
-step's until the iteration is over. Orders to leave wait for that. An error of a collective of the
-script's own does not: where a loop calls any there, a copy is taken before each commit, if it is
-small: training must neither wait for it nor run out of memory. Without one a member offers nothing,
-and continues from another's state, or from what was saved last. So does a script that continues
-after such an error: what it has made of it counts no more. Between passes and behind the loop
-weights stay as they are, so that a copy of all else will do; if they have changed all the same, as
-where averages stand in for them, nothing is offered either.
 """
 
 from __future__ import annotations
@@ -32,7 +20,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from copy import deepcopy
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -58,8 +45,8 @@ from elastic.worker.data.streams import MicroBatches
 from elastic.worker.engine import usage_errors
 from elastic.worker.engine.checkpoint_schedule import CheckpointScheduler
 from elastic.worker.engine.context import WorkerContext
-from elastic.worker.engine.divergence import Divergence, Prints, differ
-from elastic.worker.engine.group_sync import share_book, share_bytes, share_latest
+from elastic.worker.engine.divergence import Divergence, differ
+from elastic.worker.engine.group_sync import share_book, share_latest
 from elastic.worker.engine.logbook import Logbook, ReportNumbering
 from elastic.worker.engine.outcome import is_group_broken
 from elastic.worker.engine.preparation import ObjectRegistry
@@ -73,11 +60,11 @@ from elastic.worker.engine.prepared_optimizers import (
     strangers_refused,
 )
 from elastic.worker.engine.recovery_modes import GroupProvider, ReenterRequested, ResumeState
+from elastic.worker.engine.resume_point import ResumePoint, check_collectives
 from elastic.worker.engine.state_recovery import catch_up
 from elastic.worker.engine.step_values import StepValues
 from elastic.worker.engine.whole_step import WholeStep
-from elastic.worker.group.accelerators import record, wait_done
-from elastic.worker.group.c10d import all_by_gloo, default_group, issued
+from elastic.worker.group.c10d import default_group
 from elastic.worker.reduce.reducer import OptimizerUnit, Reducer
 from elastic.worker.reduce.sharded_reduce import Padding, ShardedReducer, make_reducer, recovery_of
 from elastic.worker.reduce.step_metadata import (
@@ -90,27 +77,12 @@ from elastic.worker.reduce.step_metadata import (
 )
 from elastic.worker.reduce.step_share import MicroBatch, StepShare, WeighedShare
 from elastic.worker.reduce.tree_exchange import MicroBatchPartition
-from elastic.worker.state.pending_steps import PendingOptimizerSteps, has_gradients, parameters_of
+from elastic.worker.state.pending_steps import PendingOptimizerSteps, has_gradients
 from elastic.worker.state.train_state import State
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-KEPT_WEIGHTS_BYTES_MAX = 4 << 20
-"""A state with more weights is not copied in each step."""
-
-
-@dataclass(frozen=True)
-class Kept:
-    """A state from before code of the user's that may not come to its end.
-
-    Attributes:
-        state: None if there is none.
-        weights: checksums of weights that are not a copy, None if they are.
-    """
-
-    state: ResumeState | None = None
-    weights: Prints | None = None
 
 
 class StepEngine(ObjectRegistry):
@@ -173,12 +145,8 @@ class StepEngine(ObjectRegistry):
         self._values, self._by_steps = StepValues(None), False
         self._watch, self._meets = Divergence(self.state), False
         self._to_step: list[torch.optim.Optimizer] = []  # To step, in this iteration.
-        # Whether the state is one between two steps; if not, a copy of the last such one.
-        self._is_whole, self._kept = True, Kept()
-        # Collectives begun before that code; and whether the script's own follow commits.
-        self._begun: tuple[int, ...] = ()
-        self._is_late = False  # That code follows a commit, and no pass.
-        self._calls_late = resume_state is not None and resume_state.calls_late
+        calls_late = resume_state is not None and resume_state.calls_late
+        self._resume_point = ResumePoint(self.state, self._watch, calls_late=calls_late)
         self._stack, self.at_close = ExitStack(), ExitStack()
 
     def configure(self, options: Mapping[str, Any]) -> None:
@@ -229,7 +197,7 @@ class StepEngine(ObjectRegistry):
                     self.cursor = Cursor(epoch + 1, 0)
                 self._set_whole()
             with self._context.timing.spending(CHECKPOINT_STALL):
-                holds = not (self._is_small or self._context.is_local)
+                holds = not (self._resume_point.is_small or self._context.is_local)
                 self._checkpoints.at_end(self.cursor, self.data, self._is_broken, holds=holds)
             self._keep_for_code_behind()
         finally:
@@ -349,7 +317,7 @@ class StepEngine(ObjectRegistry):
             self._forget_step()
             if self._reducer is not None:
                 self._reducer.release_gradients()
-            if is_over and self._is_whole:
+            if is_over and self._resume_point.is_whole:
                 self._keep_for_code_behind()
             # User code between epochs may take as long as it likes.
             self._context.activity.reset()
@@ -619,9 +587,10 @@ class StepEngine(ObjectRegistry):
                 return
             self._settle_snapshot()
             # From here until the end the state is of no step: half of it is the next one's.
-            is_kept = self._calls_late and self._is_small
-            self._kept = self._copy(weights=True) if is_kept else Kept()
-            self._is_whole = self._has_state = False
+            if self._resume_point.calls_late and self._resume_point.is_small:
+                self._keep()
+            self._resume_point.begin_code(follows_commit=True)
+            self._has_state = False
             self._the_reducer().keep_buffers()
             self._stepped = self._due.bits(self.state.optimizers)
             self._rates = rates_print(self.state.optimizers)
@@ -632,7 +601,8 @@ class StepEngine(ObjectRegistry):
             self._leaves = any(row.requests for row in rows)
             self._checkpoints.committed(rows)
             self.logbook.take_rows([row.values for row in rows])
-            self._begun, self._is_late = issued(), True
+            # Only the script's own collectives count, not those of its optimizers.
+            self._resume_point.begin_code(follows_commit=True)
             self._home.defer(True)
         if not self._context.timing.steps:
             # Reported at once: from now on this group's members have the newest state.
@@ -654,21 +624,8 @@ class StepEngine(ObjectRegistry):
             UsageError: most ranks have not the same.
         """
         self._the_reducer().abandon()  # Buffers are what they were before the step.
-        verdict = self._watch.resolve(share_bytes(default_group(), self._watch.details()))
-        if not verdict.can_heal:
-            names = self._watch.names()
-            steps = [p for one in self.state.optimizers for p in parameters_of(one)]
-            raise usage_errors.differs(verdict, self.cursor, {names.get(id(p), "") for p in steps})
-        rank = self._context.world_rank
-        self._has_state = rank not in verdict.differing
-        logging_rank = min({*range(self._context.world_size)} - {*verdict.differing})
-        log.log(
-            logging.WARNING if rank == logging_rank else logging.INFO,
-            "state_differed ranks=%s tensors=%d first=%s epoch=%d step=%d: they receive the "
-            "others' state, and the step is done again; is the memory of their nodes in order?",
-            ",".join(map(str, verdict.differing)), len(verdict.names), "".join(verdict.names[:1]),
-            self.cursor.epoch, self.cursor.step,
-        )  # fmt: skip
+        differing = self._watch.settle(default_group(), self.cursor)
+        self._has_state = self._context.world_rank not in differing
         self._phase, self._meets = IterationPhase.VOID, True  # All of us, in this group.
 
     def _make_void(self) -> None:
@@ -860,8 +817,9 @@ class StepEngine(ObjectRegistry):
         # What is sharded comes from the memory of all nodes, or from storage.
         if self._resume_state is not None or self.state.is_sharded:
             return self._resume_state
-        if not self._is_whole and (has_raised or self._kept.state is not None):
-            return self._kept.state if self._has_kept_weights() else None
+        point = self._resume_point
+        if not point.is_whole and (has_raised or point.has_copy):
+            return point.copy()
         if not self._has_state:
             return None
         if self._reducer is not None:
@@ -869,16 +827,6 @@ class StepEngine(ObjectRegistry):
         self.logbook.forget_step()
         agreed = self._context.generation if in_this_group else 0
         return self._resume_from(self.state.take(), self.logbook, agreed)
-
-    def _has_kept_weights(self) -> bool:
-        """Return whether the kept state has weights of its own, or those at hand as they were."""
-        if self._kept.weights is None:
-            return True
-        try:
-            return self._kept.weights == self._watch.weights()
-        except Exception as error:  # The script has moved them, say to "meta".
-            log.warning("weights_unreadable reason=%r", str(error))
-            return False
 
     def _resume_from(self, state: State, logbook: Logbook, agreed: int = 0) -> ResumeState:
         return ResumeState(
@@ -889,7 +837,7 @@ class StepEngine(ObjectRegistry):
             self._places,
             self._checkpoints.steps,
             self.streams,
-            self._calls_late,
+            self._resume_point.calls_late,
         )
 
     def _set_whole(self) -> None:
@@ -899,71 +847,33 @@ class StepEngine(ObjectRegistry):
             GroupChanged: one of its collectives has failed, and it has gone on all the same. It
                 runs again.
         """
-        if not self._is_whole and issued() != self._begun:
-            self._check_collectives()
-            self._note_late()
-        self._is_whole, self._kept = True, Kept()
+        self._resume_point.end_code(self._check_collectives)
         if self.has_begun:
             self._home.defer(self._is_in_place)
 
     def _check_collectives(self) -> None:
-        """Wait until a device has run the script's collectives, which may have failed.
-
-        Raises:
-            GroupChanged: they may, and this state is not to be gone on from.
-        """
-        generation, has_state = self._context.generation, self._has_state
-
-        def check() -> None:
-            if self._home.has_failed(generation):
-                raise GroupChanged("the group broke in code of the script's", generation)
-
-        self._has_state = False
-        if not all_by_gloo():  # NCCL's calls return before, and aborts end them without an error.
-            units = self._units.values()
-            devices = dict.fromkeys(one.device for unit in units for _, one in unit.parameters)
-            with self._context.activity.waiting():
-                wait_done(record(devices), check)
-        check()
+        """Raise GroupChanged if the script's collectives have failed: no state is ours then."""
+        has_state, self._has_state = self._has_state, False
+        units = self._units.values()
+        devices = [one.device for unit in units for _, one in unit.parameters]
+        check_collectives(self._home, self._context, devices)
         self._has_state = has_state
 
     def _keep_for_code_behind(self) -> None:
         """Code of the script's follows, between two passes or behind the last one."""
-        self._kept, self._is_whole = self._copy(weights=self._is_small), False
-        self._begun, self._is_late = issued(), False
+        self._keep()
+        self._resume_point.begin_code(follows_commit=False)
 
-    def _note_late(self) -> None:
-        """The loop calls collectives after a commit, or between passes."""
-        if not self._is_late or self._calls_late:
-            return
-        self._calls_late = True
-        if not self._is_small:
-            log.info(
-                "collectives follow optimizer.step(): if a worker is lost in one of them, training "
-                "continues from the newest snapshot; call them before the step, or use train.log"
-            )
+    def _keep(self) -> None:
+        if self._context.is_local:
+            return  # No function is called again.
 
-    @property
-    def _is_small(self) -> bool:
-        return self.state.weights_bytes() <= KEPT_WEIGHTS_BYTES_MAX
-
-    def _copy(self, *, weights: bool) -> Kept:
-        """Return the state as it is now; nothing if it cannot be had twice.
-
-        Args:
-            weights: see `TrainState.copied`.
-        """
-        if self._context.is_local or self.state.is_sharded:
-            return Kept()  # No function is called again, or not with this.
-        try:
+        def resume_from(state: State) -> ResumeState:
             logbook = deepcopy(self.logbook)
             logbook.forget_step()
-            with self._the_reducer().before_step():
-                kept = self._resume_from(self.state.copied(weights=weights), logbook)
-            return Kept(kept, None if weights else self._watch.weights())
-        except Exception as error:  # Of memory, or of what the user has registered.
-            log.warning("state_not_kept steps=%d reason=%r", self._checkpoints.steps, str(error))
-            return Kept()
+            return self._resume_from(state, logbook)
+
+        self._resume_point.keep(resume_from, self._the_reducer().before_step)
 
     @property
     def _is_in_place(self) -> bool:

@@ -5,17 +5,13 @@ Rule: each text says what was found and what to write instead.
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from torch import nn
 
 from elastic.core.policy.cursor import Cursor
 from elastic.errors import UsageError
 from elastic.worker.engine.prepared_optimizers import is_training
-
-if TYPE_CHECKING:
-    from elastic.worker.engine.divergence import DivergenceResult
 
 
 def no_optimizer() -> UsageError:
@@ -79,56 +75,6 @@ def check_forward(models: Sequence[nn.Module]) -> None:
                     f"that they differ between ranks: leave max_norm out, and limit all rows where "
                     f"train.stepped() is true, as by weight.data.renorm_(2, 0, max_norm)"
                 )
-
-
-def differs(verdict: DivergenceResult, cursor: Cursor, stepped: Container[str]) -> UsageError:
-    """Ranks have different weights, and it is unknown whose are right."""
-    names, differing = verdict.names, ", ".join(map(str, verdict.differing))
-    first = names[0] if names else "the state"
-    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-    who = (
-        f"rank {differing} and the other ranks"
-        if verdict.is_majority
-        else f"rank 0 and rank {differing}"
-    )
-    if first.startswith("the order"):
-        what = (
-            "the sampler must give every rank the same: let it draw from its generator attribute, "
-            "or from torch's, NumPy's or Python's own generators, which are seeded for each epoch, "
-            "and keep nothing from the epochs before"
-        )
-    elif first.startswith("registered "):
-        what = (
-            "register what is the same on all ranks, and change it once for each step, where "
-            "train.stepped() is true"
-        )
-    elif "(buffer)" in first:
-        what = (
-            "forward in training mode, or code of this script, has changed it outside of a step on "
-            "each rank by itself: call model.eval() for what is not trained with, and change it "
-            "only by values that are the same on all ranks"
-        )
-    elif first not in stepped:
-        what = (
-            "no prepared optimizer steps it, so that something else has changed it on each rank by "
-            "itself: write optimizer = prepare_optimizer(optimizer) for what trains it, before the "
-            "loop over train.epochs()"
-        )
-    else:
-        what = (
-            "something has changed it on each rank by itself: prepare every optimizer that steps "
-            "it by prepare_optimizer(optimizer), and change weights otherwise only by values that "
-            "are the same on all ranks, where train.stepped() is true"
-        )
-    again = (
-        f"; that was so {verdict.healed} times before, and the others' state has not helped"
-        if verdict.is_majority and verdict.healed
-        else ""
-    )
-    return UsageError(
-        f"{first}{more}: {who} have different values before step {cursor.step} of epoch "
-        f"{cursor.epoch}{again}: {what}"
-    )
 
 
 def not_stepped(cursor: Cursor) -> UsageError:

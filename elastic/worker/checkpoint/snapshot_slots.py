@@ -1,0 +1,84 @@
+"""The snapshots of this process in memory: the agent's, which outlives it, or its own."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from elastic.core.world import SNAPSHOT_SLOTS
+from elastic.runtime.snapshot_memory import SnapshotMark
+from elastic.worker.state.arena import SnapshotSlot
+
+log = logging.getLogger(__name__)
+
+
+class SnapshotSlots:
+    """Slots that snapshots take in turn; opened when they are first asked for.
+
+    Attributes:
+        are_shared: they are the agent's, and the workers of this node copy parts of a state there.
+    """
+
+    def __init__(self, paths: Sequence[str]) -> None:
+        """Open nothing yet.
+
+        Args:
+            paths: of the agent's memory for the job, one for each slot; empty for our own.
+        """
+        self._paths = tuple(paths)
+        self._slots: list[SnapshotSlot] = []
+
+    @property
+    def are_shared(self) -> bool:
+        return bool(self._paths)
+
+    @property
+    def are_open(self) -> bool:
+        return bool(self._slots)
+
+    def identity(self) -> int:
+        """Return what identifies the node's shared memory, 0 if it cannot be had."""
+        if not self._paths:
+            return 0
+        try:
+            return self.all()[0].identity
+        except OSError as error:
+            log.warning("no_shared_memory paths=%s error=%r", self._paths, str(error))
+            return 0
+
+    def use_own(self) -> None:
+        """Do without the agent's memory for good."""
+        self._paths, self._slots = (), []
+
+    def close(self) -> None:
+        self._slots = []
+
+    def all(self) -> list[SnapshotSlot]:
+        if not self._slots:
+            paths = self._paths or ("",) * SNAPSHOT_SLOTS
+            self._slots = [SnapshotSlot(path) for path in paths]
+        return self._slots
+
+    def of(self, number: int) -> SnapshotSlot:
+        """Return where the snapshot of a number lies."""
+        return self.all()[number % SNAPSHOT_SLOTS]
+
+    def whole(self) -> list[tuple[SnapshotSlot, SnapshotMark]]:
+        """Return the snapshots that are whole, newest first; OSError if one cannot be read."""
+        marks = [(slot, slot.whole()) for slot in self.all()]
+        found = [(slot, mark) for slot, mark in marks if mark is not None]
+        return sorted(found, key=lambda pair: pair[1].steps, reverse=True)
+
+    def read(self, steps: int) -> tuple[str, Any]:
+        """Return the state after so many steps, and its key among those of as many.
+
+        Its tensors are copies.
+
+        Raises:
+            ValueError: there is none of so many steps, or it is damaged.
+        """
+        for slot, mark in self.whole():
+            if mark.steps == steps:
+                return f"generation {mark.generation}, number {mark.number}", slot.state(mark)
+        raise ValueError(f"no snapshot of step {steps} in this node's memory")

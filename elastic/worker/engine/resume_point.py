@@ -1,0 +1,156 @@
+"""What the train function would continue from, were it left now and called again.
+
+A train function that is called again runs code again that it had begun: of an iteration, between
+two passes over the data, or behind the loop. So the next call must continue from the state before
+that code. Until a step is committed that is the state at hand. Behind its commit a scheduler may
+have stepped and an average not, which is not known: the state is no step's until the iteration is
+over. Orders to leave wait for that. An error of a collective of the script's own does not: where a
+loop calls any there, a copy is taken before each commit, if it is small: training must neither
+wait for it nor run out of memory. Without a copy a member offers nothing, and continues from
+another's state, or from what was saved last. So does a script that continues after such an error:
+what it has made of it counts no more. Between passes and behind the loop weights stay as they are,
+so that a copy of all else will do; if they have changed all the same, as where averages stand in
+for them, nothing is offered either.
+
+Rule: a state is whole while no code of the user's for its last step, or its last pass, is running.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from elastic.worker.base.interrupt import GroupChanged
+from elastic.worker.engine.context import WorkerContext
+from elastic.worker.engine.divergence import Divergence, Prints
+from elastic.worker.engine.recovery_modes import GroupProvider, ResumeState
+from elastic.worker.group.accelerators import record, wait_done
+from elastic.worker.group.c10d import all_by_gloo, issued
+from elastic.worker.state.train_state import State, TrainState
+
+log = logging.getLogger(__name__)
+
+COPIED_WEIGHTS_BYTES_MAX = 4 << 20
+"""A state with more weights is not copied in each step."""
+
+
+class ResumePoint:
+    """Whether the state at hand is whole; if not, a copy of the last one that was.
+
+    Attributes:
+        is_whole: it is; what is kept does not count then.
+        calls_late: the loop calls collectives of its own after its optimizers have stepped.
+    """
+
+    def __init__(self, state: TrainState, watch: Divergence, *, calls_late: bool) -> None:
+        """Begin whole.
+
+        Args:
+            state: the prepared and registered objects.
+            watch: knows the checksums of their weights.
+            calls_late: an earlier call of the train function did.
+        """
+        self.is_whole = True
+        self.calls_late = calls_late
+        self._state, self._watch = state, watch
+        self._kept: ResumeState | None = None
+        # Checksums of weights that are not part of the copy, None if they are.
+        self._weights: Prints | None = None
+        # Collectives begun before the user's code, and whether that follows a commit, no pass.
+        self._begun: tuple[int, ...] = ()
+        self._follows_commit = False
+
+    @property
+    def is_small(self) -> bool:
+        """Return whether weights are copied, too."""
+        return self._state.weights_bytes() <= COPIED_WEIGHTS_BYTES_MAX
+
+    def keep(
+        self,
+        resume_from: Callable[[State], ResumeState],
+        without_gradients: Callable[[], AbstractContextManager[Any]],
+    ) -> None:
+        """Keep a copy of the state as it is now, without its weights if those are large.
+
+        Nothing is kept of a state that cannot be had twice.
+
+        Args:
+            resume_from: returns how a call continues from a copy.
+            without_gradients: a context in which buffers are those of the last commit.
+        """
+        self._kept = self._weights = None
+        if self._state.is_sharded:
+            return  # No function is called again with this.
+        weights = self.is_small
+        try:
+            with without_gradients():
+                kept = resume_from(self._state.copied(weights=weights))
+            self._weights = None if weights else self._watch.weights()
+            self._kept = kept
+        except Exception as error:  # Of memory, or of what the user has registered.
+            log.warning("state_not_kept reason=%r", str(error))
+
+    def begin_code(self, *, follows_commit: bool) -> None:
+        """Code of the user's runs from here on, after a commit or between passes."""
+        self.is_whole = False
+        self._begun, self._follows_commit = issued(), follows_commit
+
+    def end_code(self, check: Callable[[], None]) -> None:
+        """The user's code is through.
+
+        Args:
+            check: called if it has called collectives; raises if one of them has failed.
+        """
+        if not self.is_whole and issued() != self._begun:
+            check()
+            self._note_late()
+        self.is_whole = True
+        self._kept = self._weights = None
+
+    @property
+    def has_copy(self) -> bool:
+        """Return whether a state was kept, with its weights or without."""
+        return self._kept is not None
+
+    def copy(self) -> ResumeState | None:
+        """Return the kept state; None if weights that are not part of it have changed since."""
+        if self._weights is None:
+            return self._kept
+        try:
+            return self._kept if self._weights == self._watch.weights() else None
+        except Exception as error:  # The script has moved them, say to "meta".
+            log.warning("weights_unreadable reason=%r", str(error))
+            return None
+
+    def _note_late(self) -> None:
+        if not self._follows_commit or self.calls_late:
+            return
+        self.calls_late = True
+        if not self.is_small:
+            log.info(
+                "collectives follow optimizer.step(): if a worker is lost in one of them, training "
+                "continues from the newest snapshot; call them before the step, or use train.log"
+            )
+
+
+def check_collectives(
+    home: GroupProvider, context: WorkerContext, devices: Iterable[torch.device]
+) -> None:
+    """Wait until devices have run the script's collectives, which may have failed.
+
+    Raises:
+        GroupChanged: they may, and nothing is to continue from this state.
+    """
+
+    def check() -> None:
+        if home.has_failed(context.generation):
+            raise GroupChanged("the group broke in code of the script's", context.generation)
+
+    if not all_by_gloo():  # NCCL's calls return before, and aborts end them without an error.
+        with context.activity.waiting():
+            wait_done(record(dict.fromkeys(devices)), check)
+    check()
