@@ -256,16 +256,16 @@ class ProgramFailed(ElasticError):
 
     Attributes:
         error_type: class of what it raised, "ProgramFailed" if it is unknown.
-        said: its message.
+        message: what it was raised with.
         traceback: formatted; the message if there is none.
     """
 
     def __init__(self, text: str, traceback: str, code: int) -> None:
         """Take the text of the file, such as "ValueError: bad batch", and the exit code."""
-        name, colon, said = text.partition(": ")
+        name, colon, message = text.partition(": ")
         is_named = bool(colon) and name.replace(".", "").isidentifier()
         self.error_type = name if is_named else type(self).__name__
-        self.said = said if is_named else text
+        self.message = message if is_named else text
         self.traceback = traceback or text
         super().__init__(f"the program exited with code {code}: {text}")
 

@@ -41,7 +41,7 @@ async def find_leader(
     access: Access,
     on_waiting: Callable[[str], None],
     *,
-    hearsay: Collection[str] = (),
+    learned: Collection[str] = (),
     silence_s: float = SILENCE_S,
 ) -> ClientStream:
     """Return a stream to the leading coordinator; retry while any standby may still name it.
@@ -50,7 +50,7 @@ async def find_leader(
         endpoints: "host:port" of each, the likeliest first.
         access: credentials for them.
         on_waiting: receives the reason for waiting, after each round without a leader.
-        hearsay: those of the endpoints that were learned, not configured; another program may
+        learned: those of the endpoints that were learned, not configured; another program may
             listen there by now, so a refusal from it is not final.
         silence_s: silence of a coordinator's host after which the connection is lost, as last
             set by a coordinator.
@@ -66,7 +66,7 @@ async def find_leader(
         if stream is not None:
             return stream
         if not search.waiting:
-            raise search.failure(hearsay)
+            raise search.failure(learned)
         on_waiting(search.blocker())
         round_s = min(2 * round_s, ROUND_S_MAX)
 
@@ -98,13 +98,13 @@ class _DiscoveryRound:
                     await self._moved.wait()
         return self._found
 
-    def failure(self, hearsay: Collection[str]) -> ElasticError:
+    def failure(self, learned: Collection[str]) -> ElasticError:
         """Return the error that explains why none accepted us."""
         failures = list(self._failures.values())
         hopeless = [
             error
             for endpoint, error in self._failures.items()
-            if isinstance(error, HOPELESS) and endpoint not in hearsay
+            if isinstance(error, HOPELESS) and endpoint not in learned
         ]
         if hopeless or len(failures) == 1:
             return (hopeless or failures)[0]

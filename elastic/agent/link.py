@@ -193,7 +193,7 @@ class Link:
             self._endpoints,
             self._access,
             self._complaint.report_at_once,
-            hearsay=self._learned,
+            learned=self._learned,
             silence_s=self._silence_s,
         )
         # A leader that a standby pointed to is remembered.

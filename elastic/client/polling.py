@@ -18,7 +18,7 @@ from elastic.errors import CoordinatorUntrusted, Unavailable
 
 POLL_S = 0.3
 RETURN_S = CoordinatorConfig.adoption_grace_s
-SAY_AFTER_S = 1.0
+PRINT_AFTER_S = 1.0
 """A wait that is over sooner is not printed."""
 
 
@@ -67,7 +67,7 @@ def wait_until(
         waited_s = time.monotonic() - started
         if timeout_s is not None and waited_s > timeout_s:
             raise TimeoutError(f"{text} after {timeout_s:g} s; {goes_on}")
-        is_news = text != printed and waited_s > SAY_AFTER_S
+        is_news = text != printed and waited_s > PRINT_AFTER_S
         if away_since is None and (is_news or time.monotonic() - reported_at > REPEAT_S):
             printed, reported_at = text, time.monotonic()
             printer.print_line(f"waits since {waited_s:.1f} s: {text}")

@@ -99,7 +99,8 @@ def job_as_dict(view: JobView, now_ns: int) -> dict[str, Any]:
         "run_path": spec.run_path,
         "entry": spec.entry.target,
         "metrics": parsed_metrics(record.metrics),
-        "goodput": record.goodput.as_dict() | {"untold_s": round(view.unreported_ns / NS_PER_S, 6)},
+        "goodput": record.goodput.as_dict()
+        | {"unreported_s": round(view.unreported_ns / NS_PER_S, 6)},
         "telemetry": view.telemetry.as_dict(),
         "failed_worker": record.failed_worker,
         "failure": None

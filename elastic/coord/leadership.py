@@ -62,14 +62,14 @@ class LeaderKey:
     """The coordinator that a leader key names.
 
     Attributes:
-        life: random id of the process, which recognises its own claim by it.
+        nonce: random id of the process, which recognises its own claim by it.
         term: under which it leads, 0 before it does.
     """
 
     name: str
     address: str
     pid: int
-    life: str
+    nonce: str
     term: int = 0
 
     def encode(self) -> bytes:
@@ -85,7 +85,7 @@ class LeaderKey:
                 name=str(fields["name"]),
                 address=str(fields["address"]),
                 pid=int(fields["pid"]),
-                life=str(fields["life"]),
+                nonce=str(fields["nonce"]),
                 term=int(fields.get("term", 0)),
             )
         except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
@@ -288,7 +288,7 @@ class Leadership:
             leader = LeaderKey.decode(seen.value) if seen is not None else None
             if self._shared:
                 saw(leader)
-            if leader is not None and self._shared and leader.life != self._holder.life:
+            if leader is not None and self._shared and leader.nonce != self._holder.nonce:
                 if describe(leader) != self._reported:
                     self._reported = describe(leader)
                     log.info("standby leader=%r term=%d", self._reported, leader.term)

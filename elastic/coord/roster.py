@@ -71,7 +71,9 @@ class Roster:
         if self._lease is None:
             self._lease = await self._store.grant_lease(ENTRY_TTL_S)
         if not self._is_entered:
-            put = Put(self._prefix + self._holder.life, self._holder.encode(), self._lease.lease_id)
+            put = Put(
+                self._prefix + self._holder.nonce, self._holder.encode(), self._lease.lease_id
+            )
             # If it exists, an earlier attempt succeeded and its reply was lost.
             await self._store.commit([Compare(put.key, 0)], [put])
             self._is_entered = True

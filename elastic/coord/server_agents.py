@@ -32,7 +32,7 @@ from elastic.wire.codec_stream import (
 log = logging.getLogger(__name__)
 
 HELLO_TIMEOUT_S = 10.0
-WAIT_AT_THE_DOOR_S = 30.0
+LEADER_WAIT_S = 30.0
 """A standby holds an agent's call so long for news of the leader; then the agent retries."""
 
 Context = grpc.aio.ServicerContext[bytes, bytes]
@@ -88,7 +88,7 @@ class AgentsService:
         """
         given = {str(key): value for key, value in context.invocation_metadata() or ()}
         if TERM_KEY in given:
-            await self._leader_state.wait_news(term_of(str(given[TERM_KEY])), WAIT_AT_THE_DOOR_S)
+            await self._leader_state.wait_news(term_of(str(given[TERM_KEY])), LEADER_WAIT_S)
         return self._leader_state.require()
 
     async def _hold(self, tenure: Term, session: Session, context: Context) -> ElasticError | None:

@@ -310,7 +310,7 @@ class Guard(grpc.aio.ServerInterceptor):
             return self._endpoint.agent(caller.name if caller.is_bound else "")
         if RULES[method].roles is None:
             # Calls without credentials use none of the capacity of authenticated ones.
-            return self._endpoint.stranger(host_of(context.peer()))
+            return self._endpoint.without_credentials(host_of(context.peer()))
         who = caller.name or host_of(context.peer())
         streams = bool(handler.request_streaming or handler.response_streaming)
         return self._endpoint.user(who, streams=streams)

@@ -139,7 +139,7 @@ class AdmissionLimiter:
             self._turns.release()
 
     @contextmanager
-    def stranger(self, host: str) -> Iterator[None]:
+    def without_credentials(self, host: str) -> Iterator[None]:
         """Count a call without credentials during a `with` block.
 
         Raises:

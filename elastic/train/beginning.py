@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from elastic.worker.process.local import LocalRun
 
 
-def say(line: str) -> None:
+def print_stderr(line: str) -> None:
     """Print a line on stderr at once."""
     print(line, file=sys.stderr, flush=True)
 
@@ -36,7 +36,7 @@ def announced(plan: RunPlan, *, job_of: JobOf) -> Iterator[RunAttempt]:
     """Do as `attempt`, and print on stderr if the run is resumed."""
     with attempt(plan, job_of=job_of) as begun:
         for line in begun.lines:
-            say(line)
+            print_stderr(line)
         yield begun
 
 
@@ -80,7 +80,7 @@ def begin_again(plan: RunPlan) -> dict[str, str]:
     """
     run = RunDirectory(plan.run_path)
     record = read_run(run.files)
-    found = newest_valid(run, say)
+    found = newest_valid(run, print_stderr)
     if record is not None:  # The failed attempt may have recorded its end.
         write_run(run.files, replace(record, phase=RunPhase.RUNNING, ended_unix_ns=0, reason=""))
     job_id = record.jobs[-1] if record is not None and record.jobs else plan.job_id

@@ -111,7 +111,7 @@ class CallbackRunner:
             for rank in range(max(1, self._context.scaling_config.max_workers)):
                 self._reader(rank).read()
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Deliver the reports that all ranks have made by now."""
         if self._callbacks:
             self._read()
@@ -128,7 +128,7 @@ class CallbackRunner:
             return
         self._progress.failures = failures
         found = dict(errors())
-        self.look()
+        self.poll()
         for callback in self._callbacks:
             callback.after_exception(self._context, found)
 

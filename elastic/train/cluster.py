@@ -24,7 +24,7 @@ from elastic.core.view import ClusterView
 from elastic.core.world import Node, NodePhase, WorkerPhase
 from elastic.errors import ConfigError, Unavailable, UsageError
 from elastic.runtime.access import Access, find_access
-from elastic.train.cluster_options import check_rest, offered, slots, worker_env
+from elastic.train.cluster_options import check_unknown, offered, slots, worker_env
 from elastic.train.expecting import is_whole
 
 _cluster: ClusterConnection | None = None
@@ -122,7 +122,7 @@ def init(
         Unavailable: the embedded cluster did not start; its log is shown.
     """
     global _cluster
-    check_rest(rest)
+    check_unknown(rest)
     env = worker_env(runtime_env)
     amounts = offered(num_cpus, num_gpus, resources)
     if num_workers is not None and (not is_whole(num_workers) or num_workers < 1):

@@ -28,7 +28,7 @@ WITHOUT_EFFECT = frozenset({
 """Arguments of `ray.init` for parts that do not exist here."""
 
 
-def check_rest(rest: Mapping[str, Any]) -> None:
+def check_unknown(rest: Mapping[str, Any]) -> None:
     """Refuse unknown arguments, and those that would change the meaning of a script.
 
     Raises:

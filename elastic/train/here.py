@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from elastic.errors import WorkerGroupError
-from elastic.train.beginning import say
+from elastic.train.beginning import print_stderr
 from elastic.train.config import FailureConfig
 from elastic.train.result import committed_in, result_of
 
@@ -43,12 +43,12 @@ def environment(variables: Mapping[str, str] | None) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def say_unused(failures: FailureConfig) -> None:
+def warn_unused(failures: FailureConfig) -> None:
     """Print which failure setting has no effect in the user's own process."""
     from elastic.worker.process.local import torchrun_rank
 
     if failures.max_failures and torchrun_rank() in (None, 0):
-        say(
+        print_stderr(
             f"max_failures={failures.max_failures} has no effect with num_workers=0: what the "
             f"train function raises ends the run (under torchrun --max-restarts counts)"
         )

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from elastic.client.submission import run_path_of
 from elastic.core.world import EntryKind
 from elastic.errors import UsageError
-from elastic.train.beginning import say
+from elastic.train.beginning import print_stderr
 from elastic.train.config import RunConfig, ScalingConfig, TorchConfig
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def check_size(context: WorkerContext, scaling: ScalingConfig) -> None:
         )
 
 
-def say_overruled(
+def warn_overruled(
     context: WorkerContext, scaling: ScalingConfig, run: RunConfig, torch_config: TorchConfig
 ) -> None:
     """Print on rank 0, once in this process, which of the configuration has no effect."""
@@ -84,7 +84,7 @@ def say_overruled(
     _is_reported = True
     line = overruled(context, scaling, run, torch_config, os.environ)
     if line:
-        say(line)
+        print_stderr(line)
 
 
 def overruled(

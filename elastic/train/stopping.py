@@ -39,7 +39,7 @@ class StopRule:
         self._is_here = False
         self.is_met = False
 
-    def hear(self, metrics: Mapping[str, Any]) -> None:
+    def check(self, metrics: Mapping[str, Any]) -> None:
         """Check a report of rank 0 against the criterion."""
         self._reports += 1
         if self._rule is None or self.is_met:
@@ -53,8 +53,8 @@ class StopRule:
 
     def take(self) -> str:
         """Return why the job is to be stopped, once; "" if it is not, or was returned before."""
-        untold, self._unreported = self._unreported, ""
-        return untold
+        reason, self._unreported = self._unreported, ""
+        return reason
 
     def run_here(
         self,

@@ -34,7 +34,7 @@ from elastic.train.beginning import (
     begin_here,
     end_noted,
     path_to_begin_from,
-    say,
+    print_stderr,
 )
 from elastic.train.callbacks import CallbackRunner, TrainRunContext, UserCallback
 from elastic.train.checkpoint import Checkpoint, metadata_text
@@ -46,9 +46,9 @@ from elastic.train.config import (
     TorchConfig,
 )
 from elastic.train.failures import failed_on_cluster, failures_of
-from elastic.train.here import as_raised, environment, failed_here, say_unused
+from elastic.train.here import as_raised, environment, failed_here, warn_unused
 from elastic.train.metrics import as_reported
-from elastic.train.overruled import check_size, say_overruled
+from elastic.train.overruled import check_size, warn_overruled
 from elastic.train.result import Result, committed_in, kept_of, result_of
 from elastic.train.session import beginning_from, is_driver
 from elastic.train.stopping import StopRule
@@ -298,7 +298,7 @@ class DataParallelTrainer:
         from elastic.worker.process.entry import call_with_config
 
         check_size(context, self.scaling_config)
-        say_overruled(context, self.scaling_config, self.run_config, self.torch_config)
+        warn_overruled(context, self.scaling_config, self.run_config, self.torch_config)
         if context.engine is not None:
             context.engine.configure(self._options())
         if context.validator is not None:
@@ -319,7 +319,7 @@ class DataParallelTrainer:
         )
 
         run = self._local_run()
-        say_unused(self.run_config.failure_config)
+        warn_unused(self.run_config.failure_config)
         with environment(self.run_config.worker_env), local_group(run):
             begun = json.loads(from_rank_zero(lambda: json.dumps(self._begin_here())))
             run = replace(run, **begun)
@@ -365,7 +365,7 @@ class DataParallelTrainer:
 
             def check() -> None:
                 cluster.check()
-                runner.look()
+                runner.poll()
                 if reason := self._stopping.take():
                     with contextlib.suppress(Refused):  # It has ended meanwhile.
                         client.stop(job_id, reason)
@@ -526,7 +526,7 @@ class DataParallelTrainer:
                 text = "".join(lines.take(chunk, 0) for chunk in chunks) + lines.flush("")
             Files(spec.run_path).write(names[0], text.encode())
         except ElasticError as error:
-            say(f"log_to_file: {names[0]} cannot be written: {error}")
+            print_stderr(f"log_to_file: {names[0]} cannot be written: {error}")
 
     def _reports(self, name: str, job_id: str, run_path: str) -> CallbackRunner:
         """Return the runner of this attempt's callbacks; under torchrun only rank 0 has any."""
@@ -542,12 +542,12 @@ class DataParallelTrainer:
     def _on_report(self, metrics: dict[str, Any]) -> None:
         metrics = as_reported(metrics)
         if self._reporting is not None:
-            self._reporting.look()
+            self._reporting.poll()
         for callback in self.run_config.callbacks:
             after_report = getattr(callback, "after_report", None)
             if after_report is not None and not isinstance(callback, UserCallback):
                 after_report(metrics)
-        self._stopping.hear(metrics)
+        self._stopping.check(metrics)
 
     def _on_note(self, note: Note) -> None:
         for callback in self.run_config.callbacks:

@@ -45,7 +45,7 @@ class Callbacks:
         self._callbacks = [one for one in callbacks if is_for_trials(one)]
         self._count = 0
 
-    def tell(self, what: str, **named: Any) -> None:
+    def call(self, what: str, **named: Any) -> None:
         """Call the method `what` of all callbacks; counts those of trials as `iteration`."""
         if what.startswith("on_trial"):
             self._count += 1

@@ -144,7 +144,7 @@ class Controller:
                     self._view.draw(time.monotonic() - self._since)
                 if not self._is_leaving:
                     self._log.add({"e": "over", "reason": self._stop_reason or "all trials ended"})
-                    self._plan.callbacks.tell("on_experiment_end", trials=self.study.trials)
+                    self._plan.callbacks.call("on_experiment_end", trials=self.study.trials)
             except Exception:
                 self._abandon()
                 raise
@@ -294,7 +294,7 @@ class Controller:
         trainer.submit(spec, self._client, self._cluster)
         self._follow(trial)
         self._view.moved(f"trial {trial.label} started: {config_line(config)}")
-        self._plan.callbacks.tell("on_trial_start", trials=self.study.trials, trial=trial)
+        self._plan.callbacks.call("on_trial_start", trials=self.study.trials, trial=trial)
 
     def _check(self, trial: Trial, spec: JobSpec) -> None:
         """Raise UsageError for a job that an embedded cluster can never place."""
@@ -391,7 +391,7 @@ class Controller:
         self._check_metric(trial, row["metrics"])
         metrics = self._reported(trial, number, row["metrics"], seconds)
         self._plan.search.on_trial_result(trial.name, metrics)
-        self._plan.callbacks.tell(
+        self._plan.callbacks.call(
             "on_trial_result", trials=self.study.trials, trial=trial, result=metrics
         )
         if self._plan.stopper(trial.name, metrics):
@@ -581,7 +581,7 @@ class Controller:
         line = f"trial {trial.label} {state.value} after {trial.iteration} reports{shown}{why}"
         (self._view.print_line if state is TrialState.FAILED else self._view.moved)(line)
         what = "on_trial_error" if state is TrialState.FAILED else "on_trial_complete"
-        self._plan.callbacks.tell(what, trials=self.study.trials, trial=trial)
+        self._plan.callbacks.call(what, trials=self.study.trials, trial=trial)
         if state is TrialState.FAILED:
             self._judge_failure(trial, reason)
 

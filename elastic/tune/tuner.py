@@ -194,7 +194,7 @@ class Tuner:
             self._path = log.files.path
             recipe.store()
             plan = self._plan(log, recipe)
-            plan.callbacks.tell("setup", **log.study.settings)
+            plan.callbacks.call("setup", **log.study.settings)
             log.add({"e": "opened", "owner": asdict(RunOwner.this_process())})
             Controller(log, plan, client, cluster).run()
         return ResultGrid(log)

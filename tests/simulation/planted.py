@@ -240,8 +240,8 @@ def replaces_a_group_that_waits_for_a_slow_member(patch: Patch) -> None:
     honest = hang.judge
 
     def judge(generation: Any, members: Any, now_ns: int, timeout_ns: int) -> Any:
-        waiting = [m for m in members if m.sight and m.sight.waits(generation, now_ns)]
-        since_ns = max((m.sight.waiting_since_ns for m in waiting), default=now_ns)
+        waiting = [m for m in members if m.main_thread and m.main_thread.waits(generation, now_ns)]
+        since_ns = max((m.main_thread.waiting_since_ns for m in waiting), default=now_ns)
         if waiting and now_ns - since_ns >= hang.STUCK_TIMES * timeout_ns:
             return Decision(hang.Hang(since_ns=since_ns, is_stuck=True), "all wait")
         return honest(generation, members, now_ns, timeout_ns)
@@ -266,9 +266,9 @@ def kills_slow_movers(patch: Patch) -> None:
     """A member for which others wait is regarded as hung, even while it makes progress."""
 
     def judge(generation: int, members: Any, now_ns: int, timeout_ns: int) -> Any:
-        waiting = [m for m in members if m.sight and m.sight.waits(generation, now_ns)]
+        waiting = [m for m in members if m.main_thread and m.main_thread.waits(generation, now_ns)]
         late = tuple(m.worker_id for m in members if m not in waiting and m.trains)
-        since_ns = max((m.sight.waiting_since_ns for m in waiting), default=now_ns)
+        since_ns = max((m.main_thread.waiting_since_ns for m in waiting), default=now_ns)
         is_over = bool(waiting and late) and now_ns - since_ns >= timeout_ns
         return Decision(hang.Hang(late, since_ns) if is_over else hang.Hang(), "is late")
 

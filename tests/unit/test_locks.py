@@ -108,10 +108,10 @@ def test_probes_without_credentials_take_nothing_from_callers_of_the_same_host()
     door = AdmissionLimiter(
         ServerLimits(rate_per_s=0.001, burst=2.0, probes_per_caller_max=1), SystemClock()
     )
-    with door.stranger("ipv4:10.0.0.1"):
-        with pytest.raises(Busy, match="a stranger at"), door.stranger("ipv4:10.0.0.1"):
+    with door.without_credentials("ipv4:10.0.0.1"):
+        with pytest.raises(Busy, match="a stranger at"), door.without_credentials("ipv4:10.0.0.1"):
             pass
-        with pytest.raises(Busy, match="a stranger at"), door.stranger("ipv4:10.0.0.1"):
+        with pytest.raises(Busy, match="a stranger at"), door.without_credentials("ipv4:10.0.0.1"):
             pass
         with door.user("ipv4:10.0.0.1", streams=True), door.user("ipv4:10.0.0.1", streams=False):
             pass

@@ -110,9 +110,9 @@ def test_rank_0_says_it_once(
 ) -> None:
     monkeypatch.setattr(overruled, "_is_reported", False)
     rest = (train.ScalingConfig(), train.RunConfig(callbacks=[Callback()]), TorchConfig())
-    overruled.say_overruled(context(join=context), *rest)
-    overruled.say_overruled(context(world_rank=1), *rest)
+    overruled.warn_overruled(context(join=context), *rest)
+    overruled.warn_overruled(context(world_rank=1), *rest)
     assert not capfd.readouterr().err
     for _ in range(2):
-        overruled.say_overruled(context(), *rest)
+        overruled.warn_overruled(context(), *rest)
     assert capfd.readouterr().err.count("callbacks") == 1

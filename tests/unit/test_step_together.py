@@ -96,7 +96,7 @@ def test_averages_since_the_last_report_go_on_from_a_checkpoint() -> None:
 @pytest.mark.usefixtures("inside")
 def test_values_of_a_step_that_is_done_again_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
     loop, seen, is_over = Loop.make(), [], [False]
-    home: Any = current().engine._home  # type: ignore[union-attr]
+    home: Any = current().engine._groups  # type: ignore[union-attr]
 
     def rejoin(*_: Any) -> None:
         is_over[0] = False

@@ -69,18 +69,18 @@ def test_a_report_is_told_once_all_ranks_have_made_it_and_its_checkpoint_counts(
     telling = CallbackRunner([received], context)
     telling.begin()  # What was there before this attempt is nobody's news.
     line(0, 0)
-    telling.look()
+    telling.poll()
     assert not received.reports
     line(1, 0)
-    telling.look()
+    telling.poll()
     line(0, 1, checkpoint="c")
     line(1, 1)
-    telling.look()
+    telling.poll()
     assert received.reports == [([{"r": 0}, {"r": 1}], "")]
     (tmp_path / "checkpoints" / "c").mkdir(parents=True)
     (tmp_path / "checkpoints" / "c" / MARKER).write_text(json.dumps({}))
     line(0, 2)
-    telling.look()
+    telling.poll()
     assert received.reports[1:] == [([{"r": 0}, {"r": 1}], "c")]
     telling.finish()
     assert received.reports[2:] == [([{"r": 0}, {}], "")]

@@ -20,7 +20,7 @@ def test_a_member_may_stop_waiting_for_one_that_never_comes() -> None:
     assert first.wait_closed(0, patience_s=0.01) == VoteCount()
     second.vote(0, ReportVote(waits=True, requests=True, has_checkpoint=True))
     tally = second.wait_closed(0)
-    assert tally == VoteCount(votes=2, waiting=1, wishing=2, with_checkpoint=1)
+    assert tally == VoteCount(votes=2, waiting=1, requesting=2, with_checkpoint=1)
     assert not tally.leaves()
 
 

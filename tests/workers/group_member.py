@@ -215,7 +215,7 @@ class Member:
 
     def forget_form_timeout(self) -> None:
         """Set the timeout for forming another full group to nearly zero."""
-        life = self.groups._life
+        life = self.groups._resources
         assert life is not None
         life.spec = replace(life.spec, form_timeout_s=1e-3)
 

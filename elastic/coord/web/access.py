@@ -147,14 +147,14 @@ class Gate:
         try:
             self._check_origin(request)
             if request.scope["path"] == "/login" and self.asks_token:
-                with self._limiter.stranger(_host(request)):
+                with self._limiter.without_credentials(_host(request)):
                     response = await self._login(request)
                 await response(scope, receive, send_with_headers)
             elif request.scope["path"] == "/logout" and request.method == "POST":
                 response = self._logout(request)
                 await response(scope, receive, send_with_headers)
             elif request.scope["path"].startswith("/assets/"):
-                with self._limiter.stranger(_host(request)):
+                with self._limiter.without_credentials(_host(request)):
                     await self._app(scope, receive, send_with_headers)
             else:
                 caller = self.identify(request)

@@ -157,8 +157,8 @@ def _compare(cluster: ClusterState, state: NodeState, hello: Hello) -> None:
         job, worker = _find(cluster, worker_id)
         if job is None or worker is None:
             continue
-        unheard = worker.report.phase is WorkerPhase.STARTING and worker.report.pid == 0
-        if unheard and worker.stop_cause is None and not job.has_ended():
+        is_new = worker.report.phase is WorkerPhase.STARTING and worker.report.pid == 0
+        if is_new and worker.stop_cause is None and not job.has_ended():
             send_worker(cluster, worker, StartWorker(worker_id, job.spec, ahead=job.is_in_place()))
         else:
             cause = ExitCause(ExitKind.LOST, detail="its agent does not know it any more")
@@ -370,7 +370,7 @@ def take_report(cluster: ClusterState, state: NodeState, report: WorkerReport) -
     job.has_looped |= report.in_place
     cluster.charge(job, worker)
     if before.phase is WorkerPhase.TRAINING and report.phase is WorkerPhase.READY:
-        _stands_still(cluster, job, report.worker_id)
+        _note_pause(cluster, job, report.worker_id)
     if report.micro_batches > 0 and report.generation == job.generation:
         requests.on_cut(cluster, job, report.micro_batches)
     if was_in_place is not None and job.is_in_place() is not was_in_place:
@@ -408,7 +408,7 @@ def lose_worker(
     what = failure_policy.describe(worker.stop_cause or cause)
     cluster.note("worker_gone", job.job_id, worker=worker_id, rank=rank, cause=what)
     if rank >= 0 and job.is_open:
-        _stands_still(cluster, job, worker_id)
+        _note_pause(cluster, job, worker_id)
         job.lost.append(f"{worker_id} (rank {rank}) {what}")
     failure = failure or worker.report.failure
     has_failed = job.phase is JobPhase.FAILED  # Others may fail at the same time.
@@ -449,7 +449,7 @@ def lose_worker(
         cluster.do(Persist((job.record(),)))
 
 
-def _stands_still(cluster: ClusterState, job: JobState, worker_id: WorkerId) -> None:
+def _note_pause(cluster: ClusterState, job: JobState, worker_id: WorkerId) -> None:
     """Record when training was interrupted, because a member left the newest group."""
     if job.is_member(worker_id) and job.paused_ns is None:
         job.paused_ns = cluster.now_ns

@@ -21,14 +21,14 @@ class PlacedCopyOrder(NamedTuple):
         session: the stream over which it was sent.
         generation: of the group that it is for.
         order: the order.
-        holder_life: incarnation of the agent that should hold the copy, lost with that agent.
+        holder_incarnation: of the agent that should hold the copy, which is lost with it.
         num_lost: how often that agent had lost the copy.
     """
 
     session: SessionId
     generation: Generation
     order: Replicate
-    holder_life: int
+    holder_incarnation: int
     num_lost: int
 
 

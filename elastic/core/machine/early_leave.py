@@ -1,8 +1,8 @@
 """Members that leave the train function for good while others still wait for them.
 
 A rank that returns or calls `sys.exit(0)` has finished, and looks like the first of all members to
-do so. It closes its group shortly later (`machine.worker.LET_GO_NS`). Members that need nothing
-from it continue and finish; those that wait for it see their group break.
+do so. It closes its group shortly later (`machine.worker.CLOSE_GROUP_NS`). Members that need
+nothing from it continue and finish; those that wait for it see their group break.
 
 Rule: if a group breaks without a loss while one of its members has finished, that member is the
 cause. This counts as a failure of user code.

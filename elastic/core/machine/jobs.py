@@ -60,7 +60,7 @@ class WorkerState:
 
     Attributes:
         stop_cause: set once it was ordered to end; the cause to record for its exit.
-        sight: last report of its main thread, None if there was none.
+        main_thread: last report of its main thread, None if there was none.
         lingers_since_ns: since when it stays in a group that continues without it; None if not.
         reported_ns: when the newest group, or the order to leave, was first sent to its agent in
             this term; earlier than `announced_ns` while its agent is away, -1 for never.
@@ -75,7 +75,7 @@ class WorkerState:
     account: Account
     steps: int = 0
     stop_cause: ExitCause | None = None
-    sight: MainThreadState | None = None
+    main_thread: MainThreadState | None = None
     lingers_since_ns: int | None = None
     reported_ns: int = -1
     shown_ns: int = -1

@@ -59,7 +59,7 @@ def on_stop(cluster: ClusterState, event: StopRequested) -> None:
             job.reset_release()
             job.paused, job.stopping = True, reason
             cluster.do(Persist((job.record(),)))
-            cluster.note("stop_wished", job.job_id, generation=job.generation, reason=reason)
+            cluster.note("stop_requested", job.job_id, generation=job.generation, reason=reason)
             cluster.touch_active()
     else:
         reconcile.end_job(cluster, job, JobPhase.STOPPED, reason)
@@ -89,7 +89,7 @@ def on_pause(cluster: ClusterState, event: PauseRequested) -> None:
         job.reset_release()
         job.paused = True
         cluster.do(Persist((job.record(),)))
-        cluster.note("pause_wished", job.job_id, generation=job.generation)
+        cluster.note("pause_requested", job.job_id, generation=job.generation)
         cluster.touch_active()
     cluster.do(Reply(event.request_id, "", job.job_id))
 

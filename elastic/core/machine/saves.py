@@ -37,7 +37,7 @@ def request_checkpoint(cluster: ClusterState, job: JobState, **why: str) -> None
     for worker_id in job.member_ids():
         if worker_id in job.workers:
             remind(cluster, job, job.workers[worker_id])
-    cluster.note("checkpoint_wished", job.job_id, request=job.save_request, **why)
+    cluster.note("checkpoint_requested", job.job_id, request=job.save_request, **why)
 
 
 def remind(cluster: ClusterState, job: JobState, worker: WorkerState) -> None:

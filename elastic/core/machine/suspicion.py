@@ -47,7 +47,7 @@ def take_pulse(cluster: ClusterState, state: NodeState, pulse: Pulse) -> None:
     if pulse.generation != worker.report.generation:
         return
     now_ns = cluster.now_ns
-    worker.sight = MainThreadState(
+    worker.main_thread = MainThreadState(
         generation=pulse.generation,
         reported_ns=now_ns,
         waiting_since_ns=now_ns - pulse.waiting_ns if pulse.waiting_ns > 0 else None,
@@ -104,7 +104,7 @@ def silent(cluster: ClusterState) -> list[tuple[NodeState, str]]:
             limit = f"{timeout_ns / NS_PER_S:g} s"
             why = f"its agent did not answer a probe within {limit} while members waited"
             last = (cluster.now_ns - state.received_ns) / NS_PER_S
-            cluster.note("node_silent", node=node_id, last_heard_s=f"{last:.2f}")
+            cluster.note("node_silent", node=node_id, silent_s=f"{last:.2f}")
             found.append((state, why))
     return found
 
@@ -182,10 +182,12 @@ def _judge(cluster: ClusterState, job: JobState) -> None:
             and worker.report.generation == job.generation
             and cluster.node_of(worker).is_live()
         )
-        members.append(WatchedMember(worker_id, trains, worker.sight if worker else None))
+        members.append(WatchedMember(worker_id, trains, worker.main_thread if worker else None))
     timeout_ns = ns(job.spec.hang_timeout_s)
     decision = hang.judge(job.generation, members, cluster.now_ns, timeout_ns)
-    waiting = sum(1 for m in members if m.sight and m.sight.waits(job.generation, cluster.now_ns))
+    waiting = sum(
+        1 for m in members if m.main_thread and m.main_thread.waits(job.generation, cluster.now_ns)
+    )
     works = decision.value.works
     job.works = f"{works}; {waiting} of {len(members)} wait for it" if works else ""
     # Also before a member is judged hung: one that waits over a cut link, undetected, makes no
@@ -204,15 +206,15 @@ def _judge(cluster: ClusterState, job: JobState) -> None:
     for worker_id in fresh:
         job.hung[worker_id] = cluster.now_ns
         worker = job.workers[worker_id]
-        sight = worker.sight
+        main_thread = worker.main_thread
         cluster.note(
             "worker_hung",
             job.job_id,
             worker=worker_id,
             node=worker.node_id,
             rank=job.rank_of(worker_id),
-            epoch=sight.epoch if sight else "",
-            step=sight.step if sight else "",
+            epoch=main_thread.epoch if main_thread else "",
+            step=main_thread.step if main_thread else "",
             seconds=seconds,
         )
     if fresh:

@@ -58,11 +58,11 @@ def may_wait(cluster: ClusterState, job: JobState, worker: WorkerState) -> bool:
 
     The latter is a member that has begun a collective in a group within its group.
     """
-    sight = worker.sight
-    if sight is None or sight.generation != job.generation:
+    main_thread = worker.main_thread
+    if main_thread is None or main_thread.generation != job.generation:
         return False
-    hides = bool(sight.begun) and stands(cluster, job, worker)
-    return hides or sight.waits(job.generation, cluster.now_ns)
+    hides = bool(main_thread.begun) and is_stalled(cluster, job, worker)
+    return hides or main_thread.waits(job.generation, cluster.now_ns)
 
 
 def _members(job: JobState) -> list[WorkerState]:
@@ -82,15 +82,19 @@ def patience_s(cluster: ClusterState, job: JobState, worker: WorkerState) -> flo
         return limit_s
     # Its loop leaves by itself, at its next micro-batch; user code between epochs may take long.
     limit_s = max(limit_s, job.spec.collective_timeout_s)
-    return min(limit_s, job.spec.hang_timeout_s) if stands(cluster, job, worker) else limit_s
+    return min(limit_s, job.spec.hang_timeout_s) if is_stalled(cluster, job, worker) else limit_s
 
 
-def stands(cluster: ClusterState, job: JobState, worker: WorkerState) -> bool:
+def is_stalled(cluster: ClusterState, job: JobState, worker: WorkerState) -> bool:
     """Return whether a worker's main thread has stalled for longer than the hang timeout."""
-    sight, hang_s = worker.sight, job.spec.hang_timeout_s
-    if not hang_s or sight is None or not sight.stands(worker.report.generation, cluster.now_ns):
+    main_thread, hang_s = worker.main_thread, job.spec.hang_timeout_s
+    if (
+        not hang_s
+        or main_thread is None
+        or not main_thread.is_stalled(worker.report.generation, cluster.now_ns)
+    ):
         return False
-    return cluster.now_ns - (sight.still_since_ns or 0) >= ns(hang_s)
+    return cluster.now_ns - (main_thread.still_since_ns or 0) >= ns(hang_s)
 
 
 def is_saving(cluster: ClusterState, job: JobState) -> bool:
@@ -99,7 +103,7 @@ def is_saving(cluster: ClusterState, job: JobState) -> bool:
         return False
     inside = [job.workers[w] for w in job.member_ids() if w in job.workers]
     return not any(
-        w.report.phase is WorkerPhase.TRAINING and stands(cluster, job, w) for w in inside
+        w.report.phase is WorkerPhase.TRAINING and is_stalled(cluster, job, w) for w in inside
     )
 
 

@@ -46,7 +46,7 @@ from elastic.core.machine.event_history import EventHistory, note
 from elastic.core.machine.transitions import MAIN, WORKER, MainPhase, check_move
 from elastic.core.machine.worker_loop import LoopState
 from elastic.core.machine.worker_pulse import ActivityMonitor
-from elastic.core.machine.worker_reports import ReportBook, unheard
+from elastic.core.machine.worker_reports import ReportBook, refused
 from elastic.core.messages import (
     Announce,
     Assign,
@@ -81,7 +81,7 @@ NO_RESULT = "null"
 """The result of a train function that ended with `sys.exit(0)`."""
 END_NS = 5 * NS_PER_S
 """Time limit for the main thread to leave after the order to end."""
-LET_GO_NS = 2 * NS_PER_S
+CLOSE_GROUP_NS = 2 * NS_PER_S
 """A finished worker stays connected for so long: the others usually finish within moments, and
 exchange how they ended through the group."""
 
@@ -120,7 +120,7 @@ class WorkerMachine:
         self._failure: Failure | None = None
         self._result, self._left = "", ""
         # When to close the group in which the train function has returned, None for never.
-        self._let_go_ns: int | None = None
+        self._close_group_ns: int | None = None
         # When this process ends whatever its main thread does, None for never.
         self._end_by_ns: int | None = None
         # The script's handler of SIGTERM was called because its node leaves.
@@ -164,7 +164,9 @@ class WorkerMachine:
         """
         if self._main is MainPhase.OVER:
             return None
-        polls = self._pulses.check_at_ns if self._main is MainPhase.TRAINING else self._let_go_ns
+        polls = (
+            self._pulses.check_at_ns if self._main is MainPhase.TRAINING else self._close_group_ns
+        )
         return min((at for at in (polls, self._end_by_ns) if at is not None), default=None)
 
     def _take(self, event: WorkerEvent) -> None:
@@ -193,7 +195,7 @@ class WorkerMachine:
         elif isinstance(event, ActivitySampled) and self._main is MainPhase.TRAINING:
             self._checked(event)
         elif isinstance(event, ActivitySampled):
-            self._let_go()
+            self._close_group()
 
     # ------------------------------------------------------------ orders of the agent
 
@@ -381,7 +383,7 @@ class WorkerMachine:
         """Record that the train function returned, unless a newer group needs it again."""
         if self._next is None:
             self._result, self._left = result, left
-            self._let_go_ns = self._now_ns + LET_GO_NS
+            self._close_group_ns = self._now_ns + CLOSE_GROUP_NS
             self._set_main(MainPhase.IDLE)
             self._become(WorkerPhase.FINISHED)
             if self._stop is not None:
@@ -398,10 +400,10 @@ class WorkerMachine:
     def _is_late(self) -> bool:
         return self._end_by_ns is not None and self._now_ns >= self._end_by_ns
 
-    def _let_go(self) -> None:
+    def _close_group(self) -> None:
         """Close the group in which we have finished, so that peers stop waiting for us."""
-        if self._let_go_ns is not None and self._now_ns >= self._let_go_ns:
-            self._let_go_ns = None
+        if self._close_group_ns is not None and self._now_ns >= self._close_group_ns:
+            self._close_group_ns = None
             self._out.append(CloseGroup(self._generation()))
 
     def _reported(self, event: UserReported | CheckpointWritten | Validated) -> None:
@@ -410,7 +412,7 @@ class WorkerMachine:
             report = self._reports.reported(event, assign, self._assignment().rank)
             self._out.append(SendPipe(Reported(report)))
         elif event.checkpoint:
-            self._out.append(unheard(event))
+            self._out.append(refused(event))
 
     def _checked(self, event: ActivitySampled) -> None:
         found = self._pulses.sample(event, self._now_ns)
@@ -439,7 +441,7 @@ class WorkerMachine:
         self._out += self._reports.turn_over(self._generation())
         self._current, self._next = self._next, None
         self._is_cut = self._has_requested = False
-        self._result, self._left, self._let_go_ns = "", "", None
+        self._result, self._left, self._close_group_ns = "", "", None
         self._become(WorkerPhase.FORMING)
         if self._must_leave_now():
             self._become(WorkerPhase.READY)

@@ -67,7 +67,7 @@ class ReportBook:
         return [_over(generation, index, kind, reason) for kind, index in left]
 
 
-def unheard(event: Reporting) -> ResolveReport:
+def refused(event: Reporting) -> ResolveReport:
     """Return the answer between two groups, when a report cannot be accepted."""
     reason = f"generation {event.generation} does not train"
     return _over(event.generation, event.index, _kind(event), reason)

@@ -34,7 +34,7 @@ FIRST_TIMES = 10
 libraries start in it, some in native code without visible progress."""
 LONGEST_TIMES = 3
 """Factor on the longest pause of a process so far: it may pause that long again."""
-STANDING_MAX = 256
+STALLED_MAX = 256
 """If more members have stalled, all are judged hung without an analysis."""
 
 
@@ -76,7 +76,7 @@ class MainThreadState:
         """Return whether it waits for its peers in this group now."""
         return self.waiting_since_ns is not None and self.is_fresh(generation, now_ns)
 
-    def stands(self, generation: Generation, now_ns: int) -> bool:
+    def is_stalled(self, generation: Generation, now_ns: int) -> bool:
         """Return whether it has stalled in this group now, without waiting."""
         return self.still_since_ns is not None and self.is_fresh(generation, now_ns)
 
@@ -91,12 +91,12 @@ class WatchedMember:
 
     Attributes:
         trains: it is inside its train function in this generation, and was not ordered to end.
-        sight: its last report, None for none.
+        main_thread: its last report, None for none.
     """
 
     worker_id: WorkerId
     trains: bool
-    sight: MainThreadState | None = None
+    main_thread: MainThreadState | None = None
 
 
 @dataclass(frozen=True)
@@ -130,46 +130,51 @@ def judge(
         timeout_ns: how long a member may stall; 0 for no limit.
     """
     waiting: dict[WorkerId, int] = {}
-    standing: dict[WorkerId, int] = {}
+    stalled: dict[WorkerId, int] = {}
     limits: dict[WorkerId, int] = {}
     moves = works = ""
     for member in members:
-        sight = member.sight
-        if not member.trains or sight is None:
+        main_thread = member.main_thread
+        if not member.trains or main_thread is None:
             return Decision(Hang(), f"{member.worker_id} does not report its progress")
-        limits[member.worker_id] = sight.limit_ns(timeout_ns)
-        if sight.waits(generation, now_ns):
-            waiting[member.worker_id] = sight.waiting_since_ns or 0
-        elif sight.stands(generation, now_ns):
-            standing[member.worker_id] = sight.still_since_ns or 0
+        limits[member.worker_id] = main_thread.limit_ns(timeout_ns)
+        if main_thread.waits(generation, now_ns):
+            waiting[member.worker_id] = main_thread.waiting_since_ns or 0
+        elif main_thread.is_stalled(generation, now_ns):
+            stalled[member.worker_id] = main_thread.still_since_ns or 0
         else:
             moves = member.worker_id
-            works = works or _what_it_does(member.worker_id, sight, generation, now_ns)
+            works = works or _what_it_does(member.worker_id, main_thread, generation, now_ns)
     if moves:
         return Decision(Hang(works=works), works or f"{moves} moves")
-    if waiting and not standing:
+    if waiting and not stalled:
         return _judge_all(max(waiting.values()), now_ns, timeout_ns)
-    queue = WaitChain({m.worker_id: m.sight.begun for m in members if m.sight is not None})
-    hidden = [] if waiting else [w for w in standing if queue.is_ahead(w)]
+    queue = WaitChain(
+        {m.worker_id: m.main_thread.begun for m in members if m.main_thread is not None}
+    )
+    hidden = [] if waiting else [w for w in stalled if queue.is_ahead(w)]
     if not waiting and not hidden:
         return Decision(Hang(), "no member waits")
-    since_ns = max(*waiting.values(), *standing.values())
-    limit_ns = max(limits[worker_id] for worker_id in standing)
+    since_ns = max(*waiting.values(), *stalled.values())
+    limit_ns = max(limits[worker_id] for worker_id in stalled)
     if not timeout_ns or now_ns - since_ns < limit_ns * (STUCK_TIMES if hidden else 1):
-        return Decision(Hang(since_ns=since_ns), f"waiting for {', '.join(standing)}")
+        return Decision(Hang(since_ns=since_ns), f"waiting for {', '.join(stalled)}")
     waiters = [*waiting] or hidden
-    names = _at_the_end(waiters, [*standing], queue)
+    names = _at_the_end(waiters, [*stalled], queue)
     return Decision(Hang(names, since_ns), f"{len(waiters)} members wait for {', '.join(names)}")
 
 
 def _what_it_does(
-    worker_id: WorkerId, sight: MainThreadState, generation: Generation, now_ns: int
+    worker_id: WorkerId, main_thread: MainThreadState, generation: Generation, now_ns: int
 ) -> str:
-    since_ns, is_old = sight.working_since_ns, now_ns - sight.reported_ns > WORK_FRESH_NS
-    if since_ns is None or sight.generation != generation or is_old:
+    since_ns, is_old = (
+        main_thread.working_since_ns,
+        now_ns - main_thread.reported_ns > WORK_FRESH_NS,
+    )
+    if since_ns is None or main_thread.generation != generation or is_old:
         return ""
     seconds = (now_ns - since_ns) / NS_PER_S
-    return f"{worker_id} works for {seconds:.0f} s now: {sight.work or 'computes'}"
+    return f"{worker_id} works for {seconds:.0f} s now: {main_thread.work or 'computes'}"
 
 
 def _judge_all(since_ns: int, now_ns: int, timeout_ns: int) -> Decision[Hang]:
@@ -227,22 +232,22 @@ class WaitChain:
 
 
 def _at_the_end(
-    waiting: Sequence[WorkerId], standing: Sequence[WorkerId], queue: WaitChain
+    waiting: Sequence[WorkerId], stalled: Sequence[WorkerId], queue: WaitChain
 ) -> tuple[WorkerId, ...]:
     """Return the stalled members that are waited for and wait for no other stalled one."""
-    if len(standing) == 1 or len(standing) > STANDING_MAX:
-        return tuple(standing)
-    before = {worker_id: queue.before(worker_id) for worker_id in standing}
+    if len(stalled) == 1 or len(stalled) > STALLED_MAX:
+        return tuple(stalled)
+    before = {worker_id: queue.before(worker_id) for worker_id in stalled}
     awaited: dict[WorkerId, None] = {}
     for worker_id in waiting:
         # A member whose wait is not visible may wait for all of them.
-        awaited.update(queue.before(worker_id) or dict.fromkeys(standing))
-        if all(one in awaited for one in standing):
+        awaited.update(queue.before(worker_id) or dict.fromkeys(stalled))
+        if all(one in awaited for one in stalled):
             break
 
     def is_held_up(worker_id: WorkerId) -> bool:
         others = (one for one in before[worker_id] if one in before)
         return any(worker_id not in before[one] for one in others)
 
-    found = tuple(w for w in standing if w in awaited and not is_held_up(w))
-    return found or tuple(standing)
+    found = tuple(w for w in stalled if w in awaited and not is_held_up(w))
+    return found or tuple(stalled)

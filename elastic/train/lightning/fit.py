@@ -85,13 +85,13 @@ class Fit:
     """One call of `trainer.fit`.
 
     Attributes:
-        told: what training_step has logged in the current step, by name.
+        logged: what training_step has logged in the current step, by name.
         loader: yields the training data.
     """
 
     def __init__(self, trainer: Trainer, strategy: RayDDPStrategy) -> None:
         """Start from the run's state; module, optimizer and schedulers must be built."""
-        self.told: dict[str, tuple[Any, dict[str, Any]]] = {}
+        self.logged: dict[str, tuple[Any, dict[str, Any]]] = {}
         self._trainer: Any = trainer
         self._strategy = strategy
         self._engine = require_engine("RayDDPStrategy")
@@ -147,7 +147,7 @@ class Fit:
         self._steps, self._is_open = loader.steps(), True
         for step in self._steps:
             self._take_place()
-            self.told = {}
+            self.logged = {}
             yield step
 
     def _leave_epoch(self) -> None:
@@ -180,7 +180,7 @@ class Fit:
     def computed(self, averages: Mapping[str, float], samples: int) -> None:
         """Log the averages of the whole step in Lightning, and keep the step's gradients."""
         trainer, module = self._trainer, self._trainer.lightning_module
-        for name, (value, named) in self.told.items():
+        for name, (value, named) in self.logged.items():
             like = value.detach() if torch.is_tensor(value) else torch.tensor(float(value))
             mean = torch.tensor(averages.get(name, float(like)), device=like.device)
             module.log(name, mean, **{**named, "batch_size": samples, "sync_dist": False})

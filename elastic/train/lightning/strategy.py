@@ -188,7 +188,7 @@ class RayDDPStrategy(strategies.SingleDeviceStrategy):
                 )
             super(RayDDPStrategy, self).backward(loss, self.optimizers[0])
             step.add(samples=extract_batch_size(batch))
-            self._fit.told.update(logged)  # type: ignore[union-attr]
+            self._fit.logged.update(logged)  # type: ignore[union-attr]
             return {LOSS: loss, **{name: value for name, (value, _) in logged.items()}}
 
         averages = step.run(compute)

@@ -60,7 +60,7 @@ class VoteCount:
 
     votes: int = 0
     waiting: int = 0
-    wishing: int = 0
+    requesting: int = 0
     with_checkpoint: int = 0
 
     @classmethod
@@ -71,12 +71,12 @@ class VoteCount:
 
     def number(self) -> int:
         """Return the integer for the store."""
-        counts = (self.votes, self.waiting, self.wishing, self.with_checkpoint)
+        counts = (self.votes, self.waiting, self.requesting, self.with_checkpoint)
         return sum(count << (COUNT_BITS * place) for place, count in enumerate(counts))
 
     def leaves(self) -> bool:
         """Return whether all leave here: one requests it, all wait, and a checkpoint is made."""
-        return bool(self.wishing and self.with_checkpoint and self.waiting == self.votes)
+        return bool(self.requesting and self.with_checkpoint and self.waiting == self.votes)
 
 
 @dataclass(frozen=True)

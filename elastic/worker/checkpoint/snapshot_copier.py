@@ -15,7 +15,7 @@ reads them during the forward and backward before it. Why it copies the state of
                   commits, before it puts a received state or enters a group, and before the
                   script leaves the loop. Access to a parameter's `data`, through which torch counts
                   no changes, settles first (`data_waits`); steps of optimizers that were not
-                  prepared, which need not count any, are refused (`strangers_refused`).
+                  prepared, which need not count any, are refused (`unprepared_refused`).
 
 Who dies before it has settled leaves its slot unmarked, and the snapshot in the other slot whole.
 A wait that an interrupt ends gives the snapshot up.

@@ -37,7 +37,7 @@ class SyncResult:
         cursors: where each member stands now, by rank.
         places: where each member will run code of its own again, by rank.
         num_bytes: of state that we sent or received.
-        nobody: no member has the state of the run, and nothing was sent.
+        nobody_has_state: no member has the state of the run, and nothing was sent.
         shared: what each member knows of streams of data, as `StreamBook.sent` has it; empty if
             no member knows anything.
         memories: which memory of its node each member has for snapshots, by rank; 0 for none.
@@ -47,7 +47,7 @@ class SyncResult:
     cursors: tuple[Cursor, ...]
     places: tuple[Cursor, ...]
     num_bytes: int
-    nobody: bool = False
+    nobody_has_state: bool = False
     shared: tuple[bytes, ...] = ()
     memories: tuple[int, ...] = ()
 
@@ -92,7 +92,7 @@ def synchronize(
     standings = [one.standing for one in members]
     memories = tuple(one.memory for one in members)
     if not begins and not any(one.has_state for one in standings):
-        return SyncResult(None, (), (), 0, nobody=True, memories=memories)
+        return SyncResult(None, (), (), 0, nobody_has_state=True, memories=memories)
     plan = plan_transfers(standings).value
     with record_function("elastic::transfer"):
         state, num_bytes = transfer(group, plan, take)

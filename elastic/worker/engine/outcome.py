@@ -50,7 +50,7 @@ def failure_of(error: BaseException, position: str = "") -> Failure:
     if isinstance(error, ProgramFailed):
         return Failure(
             error_type=error.error_type,
-            message=_sendable(error.said)[:MESSAGE_CHARS_MAX],
+            message=_sendable(error.message)[:MESSAGE_CHARS_MAX],
             traceback=_sendable(error.traceback)[-TRACEBACK_CHARS_MAX:],
             position=position,
         )

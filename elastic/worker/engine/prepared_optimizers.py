@@ -282,7 +282,7 @@ def modules_know(zeroed: Callable[[Sequence[torch.nn.Parameter]], None]) -> Iter
 
 
 @contextmanager
-def strangers_refused(names: Mapping[int, str], is_stepping: Callable[[], bool]) -> Iterator[None]:
+def unprepared_refused(names: Mapping[int, str], is_stepping: Callable[[], bool]) -> Iterator[None]:
     """Let no optimizer step parameters of a prepared model that was not prepared itself.
 
     Each rank would step by gradients of its own.

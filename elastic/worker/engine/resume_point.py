@@ -138,7 +138,7 @@ class ResumePoint:
 
 
 def check_collectives(
-    home: GroupProvider, context: WorkerContext, devices: Iterable[torch.device]
+    groups: GroupProvider, context: WorkerContext, devices: Iterable[torch.device]
 ) -> None:
     """Wait until devices have run the script's collectives, which may have failed.
 
@@ -147,7 +147,7 @@ def check_collectives(
     """
 
     def check() -> None:
-        if home.has_failed(context.generation):
+        if groups.has_failed(context.generation):
             raise GroupChanged("the group broke in code of the script's", context.generation)
 
     if not all_by_gloo():  # NCCL's calls return before, and aborts end them without an error.

@@ -22,7 +22,7 @@ from elastic.worker.state.train_state import State
 
 def catch_up(
     checkpoints: CheckpointScheduler,
-    standing: RunPosition,
+    position: RunPosition,
     data: Data | None,
     units: Sequence[OptimizerUnit],
     reach: PeerAddress,
@@ -33,7 +33,7 @@ def catch_up(
 
     Args:
         checkpoints: knows our state, and reads what was saved.
-        standing: how far we are.
+        position: how far we are.
         data: how the data is cut, None while that is not known.
         units: the parameters that we have prepared.
         reach: how the others reach us.
@@ -47,12 +47,12 @@ def catch_up(
         UsageError: members cannot train together.
         StorageError: there are checkpoints, and none can be read.
     """
-    group, cursor = default_group(), standing.cursor
+    group, cursor = default_group(), position.cursor
 
     def meet_again(begins: bool) -> SyncResult:
         return synchronize(
             group,
-            standing,
+            position,
             units,
             data,
             lambda: checkpoints.take(cursor, data),
@@ -64,13 +64,13 @@ def catch_up(
 
     met = meet_again(False)
     checkpoints.agree_on_memory(met.memories)
-    if met.nobody:
+    if met.nobody_has_state:
         saved = checkpoints.restore(group, cursor)
         if saved is not None:
             cursor = put(saved)
         if saved is not None or checkpoints.is_sharded:
             # Of a sharded model none could send the beginning: each has made its own rows.
-            standing = replace(standing, has_state=True, cursor=cursor)
+            position = replace(position, has_state=True, cursor=cursor)
         met = meet_again(True)
     checkpoints.learn_streams(met.shared)
     if met.state is not None:

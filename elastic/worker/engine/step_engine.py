@@ -57,7 +57,7 @@ from elastic.worker.engine.prepared_optimizers import (
     data_waits,
     modules_know,
     scalers_know,
-    strangers_refused,
+    unprepared_refused,
 )
 from elastic.worker.engine.recovery_modes import GroupProvider, ReenterRequested, ResumeState
 from elastic.worker.engine.resume_point import ResumePoint, check_collectives
@@ -103,11 +103,11 @@ class StepEngine(ObjectRegistry):
         data: how the data is cut, None while no loader was read.
     """
 
-    def __init__(self, home: GroupProvider, *, resume_state: ResumeState | None = None) -> None:
+    def __init__(self, groups: GroupProvider, *, resume_state: ResumeState | None = None) -> None:
         """Begin; `enter` sets the group.
 
         Args:
-            home: where groups come from.
+            groups: where groups come from.
             resume_state: what an earlier call of the train function has reached in this process.
         """
         super().__init__()
@@ -116,7 +116,7 @@ class StepEngine(ObjectRegistry):
         # Loaders that are asked for the steps of an epoch before the loop know of it from then on.
         self.streams = resume_state.streams if resume_state is not None else StreamBook()
         self.seed, self.recovery = 0, "auto"
-        self._home, self._resume_state = home, resume_state
+        self._groups, self._resume_state = groups, resume_state
         self.keeps = resume_state is not None
         self._place: WorkerContext | None = None
         self._consistency = "bitwise"
@@ -157,7 +157,7 @@ class StepEngine(ObjectRegistry):
         self._checkpoints.configure(options)
         if self.recovery == "reenter" and not self.keeps:
             self.keeps = True
-            self._home.declare(in_place=False)
+            self._groups.declare(in_place=False)
 
     def enter(self, context: WorkerContext) -> None:
         self._place = context
@@ -216,17 +216,17 @@ class StepEngine(ObjectRegistry):
             units,
             consistency=self._consistency,
             activity=activity,
-            is_over=lambda: self._home.is_group_over(self._context.generation),
+            is_over=lambda: self._groups.is_group_over(self._context.generation),
         )
         self._stack.enter_context(scalers_know(self))
         self._stack.enter_context(modules_know(self._reducer.parameters_zeroed))
         names = self._watch.begin()
-        self._stack.enter_context(strangers_refused(names, lambda: self._due.is_stepping))
+        self._stack.enter_context(unprepared_refused(names, lambda: self._due.is_stepping))
         self._stack.enter_context(data_waits(self._checkpoints.settle))
         self._stack.enter_context(captures_wait(self._checkpoints.settle))
         self.has_begun = self.keeps = True
-        self._home.declare(in_place=self._is_in_place)
-        self._home.defer(self._is_in_place)
+        self._groups.declare(in_place=self._is_in_place)
+        self._groups.defer(self._is_in_place)
         if self._context.join is not None:
             self._context.join()  # Everything is built: from here on the others may wait for us.
         resume_state = self._resume_state
@@ -253,8 +253,8 @@ class StepEngine(ObjectRegistry):
         self._the_reducer().close()
         self._reducer, self.has_begun = None, False
         self._stack.close()
-        self._home.declare(in_place=False)
-        self._home.defer(False)
+        self._groups.declare(in_place=False)
+        self._groups.defer(False)
 
     # ------------------------------------------------------------------- micro-batches
 
@@ -603,7 +603,7 @@ class StepEngine(ObjectRegistry):
             self.logbook.take_rows([row.values for row in rows])
             # Only the script's own collectives count, not those of its optimizers.
             self._resume_point.begin_code(follows_commit=True)
-            self._home.defer(True)
+            self._groups.defer(True)
         if not self._context.timing.steps:
             # Reported at once: from now on this group's members have the newest state.
             self._noted = self.cursor
@@ -691,7 +691,7 @@ class StepEngine(ObjectRegistry):
         return self._the_reducer().broken is not None or self._is_called_back()
 
     def _is_called_back(self) -> bool:
-        return self._home.is_called_back(self._context.generation)
+        return self._groups.is_called_back(self._context.generation)
 
     def _change_group(self, *, is_first: bool = False) -> None:
         """Join the newest group, until one stands in which all have the same state.
@@ -720,7 +720,7 @@ class StepEngine(ObjectRegistry):
                         )
                 if self.recovery in ("reenter", "restart"):
                     raise GroupChanged("the group changes", self._context.generation) from error
-                self._home.rejoin(self._context.generation, error, at_boundary)
+                self._groups.rejoin(self._context.generation, error, at_boundary)
             stays = at_boundary = False
             self._leaves, self._error = False, None
             timing.switch(REFORM if self._has_state else RESTORE)
@@ -755,13 +755,13 @@ class StepEngine(ObjectRegistry):
             Bytes that we sent or received.
         """
         steps = (self._loader or self.streams).steps_of(self.cursor.epoch)
-        standing = RunPosition(
+        position = RunPosition(
             self._has_state, self.cursor, steps, self._epoch == self.cursor.epoch
         )
         with self._context.activity.waiting():
             units, reach = list(self._units.values()), self._context.reach
             met, self.cursor = catch_up(
-                self._checkpoints, standing, self.data, units, reach, put=self._put
+                self._checkpoints, position, self.data, units, reach, put=self._put
             )
         self._has_state, self._places = True, met.places
         share_latest(default_group(), met.cursors, self.logbook)
@@ -849,14 +849,14 @@ class StepEngine(ObjectRegistry):
         """
         self._resume_point.end_code(self._check_collectives)
         if self.has_begun:
-            self._home.defer(self._is_in_place)
+            self._groups.defer(self._is_in_place)
 
     def _check_collectives(self) -> None:
         """Raise GroupChanged if the script's collectives have failed: no state is ours then."""
         has_state, self._has_state = self._has_state, False
         units = self._units.values()
         devices = [one.device for unit in units for _, one in unit.parameters]
-        check_collectives(self._home, self._context, devices)
+        check_collectives(self._groups, self._context, devices)
         self._has_state = has_state
 
     def _keep_for_code_behind(self) -> None:

@@ -294,7 +294,7 @@ class TorchPatches:
         make_gloo: Callable[..., Any],
         *,
         standing: Callable[[], DefaultGroup | None],
-        let_go: Callable[[Any], bool],
+        forget_subgroup: Callable[[Any], bool],
         waits: WaitHook,
     ) -> None:
         """Change nothing yet.
@@ -302,12 +302,12 @@ class TorchPatches:
         Args:
             make_gloo: builds a gloo backend, called as make_gloo(class, store, rank, size, s).
             standing: the group that stands now, None if there is none.
-            let_go: called with a subgroup that the script destroys; returns whether torch may.
+            forget_subgroup: called with one that the script destroys; returns whether torch may.
             waits: waits for works.
         """
         self._make_gloo = make_gloo
         self._standing = standing
-        self._let_go = let_go
+        self._forget_subgroup = forget_subgroup
         self._waits = waits
         self._wait_messages: Callable[[Sequence[Any]], None] | None = None
         self._undo: list[tuple[Any, str, Any]] = []
@@ -394,7 +394,7 @@ class TorchPatches:
         if group is None or group is parts().world.default_pg:
             log.debug("destroy_ignored: the default group ends with its generation")
             return
-        if self._let_go(group):
+        if self._forget_subgroup(group):
             real(group)
 
 

@@ -130,14 +130,14 @@ class ProcessGroups:
         """
         self._lock = threading.Lock()
         self._abort_lock = threading.Lock()
-        self._life: GroupResources | None = None
+        self._resources: GroupResources | None = None
         self._fence = NO_GENERATION
         self._reaper = BackgroundReaper()
         self._seams = c10d.TorchPatches(
             self._make_gloo,
             standing=self._standing,
-            let_go=self._let_go,
-            waits=AbortableWait(lambda: self._life),
+            forget_subgroup=self._forget_subgroup,
+            waits=AbortableWait(lambda: self._resources),
         )
         self._seams.install()
 
@@ -153,17 +153,17 @@ class ProcessGroups:
         self.drop()
         began = time.monotonic()
         limit_s = min(spec.timeout_s, spec.form_timeout_s)
-        life = GroupResources(generation=spec.generation, deadline=began + limit_s, spec=spec)
+        resources = GroupResources(generation=spec.generation, deadline=began + limit_s, spec=spec)
         with self._lock:
             is_over = spec.generation <= self._fence
             if not is_over:
-                self._life = life
+                self._resources = resources
         if is_over:
             raise GroupError(f"{spec}: not formed, this generation was aborted before it began")
         try:
-            self._connect(life, spec)
-            self._init(life, spec)
-            if life.aborted:
+            self._connect(resources, spec)
+            self._init(resources, spec)
+            if resources.aborted:
                 raise GroupError("aborted by order")
         except BaseException as error:
             seconds = time.monotonic() - began
@@ -189,21 +189,22 @@ class ProcessGroups:
                 the process must be replaced.
         """
         with self._lock:
-            life, self._life = self._life, None
-        if life is not None:
-            self._abort(life)
-            life.abort_nccl()  # once more: a group may have been made while it was aborted
-            is_quiet = life.join_gloo()
-            self._reaper.release_later([life, *c10d.forget_all_groups()], life.release)
+            resources, self._resources = self._resources, None
+        if resources is not None:
+            self._abort(resources)
+            resources.abort_nccl()  # once more: a group may have been made while it was aborted
+            is_quiet = resources.join_gloo()
+            self._reaper.release_later([resources, *c10d.forget_all_groups()], resources.release)
             if not is_quiet:
                 raise GroupError(
-                    f"{life.spec}: gloo has been at work for {AT_WORK_S:.0f} s since the group is "
-                    f"over, and may write where this process trains; it must be replaced"
+                    f"{resources.spec}: gloo has been at work for {AT_WORK_S:.0f} s since the "
+                    f"group is over, and may write where this process trains; it must be replaced"
                 )
-            if not life.join_nccl(NCCL_ABORT_S):
+            if not resources.join_nccl(NCCL_ABORT_S):
                 raise GroupError(
-                    f"{life.spec}: NCCL has not ended its communicators after {NCCL_ABORT_S:.0f} "
-                    f"s; this process cannot form another group and must be replaced"
+                    f"{resources.spec}: NCCL has not ended its communicators after "
+                    f"{NCCL_ABORT_S:.0f} s; this process cannot form another group and must be "
+                    f"replaced"
                 )
         self._reaper.release_later(c10d.forget_all_groups())
 
@@ -216,8 +217,8 @@ class ProcessGroups:
     @property
     def spec(self) -> GroupSpec | None:
         """The place in the group that stands, None while there is none."""
-        life = self._life
-        return life.spec if life is not None and life.is_formed else None
+        resources = self._resources
+        return resources.spec if resources is not None and resources.is_formed else None
 
     @property
     def store(self) -> PrefixStore:
@@ -226,10 +227,10 @@ class ProcessGroups:
         Raises:
             GroupError: no group stands.
         """
-        life = self._life
-        if life is None or life.store is None or not life.is_formed:
+        resources = self._resources
+        if resources is None or resources.store is None or not resources.is_formed:
             raise GroupError("no group stands, so there is no store; form one first")
-        return PrefixStore(f"{_prefix(life.spec)}/elastic", life.store)
+        return PrefixStore(f"{_prefix(resources.spec)}/elastic", resources.store)
 
     # -------------------------------------------------------------------------------- any thread
 
@@ -247,112 +248,114 @@ class ProcessGroups:
         with self._lock:
             if generation is not None:
                 self._fence = max(self._fence, generation)
-            life = self._life
-        if life is not None and (generation is None or life.generation <= generation):
-            self._abort(life)
+            resources = self._resources
+        if resources is not None and (generation is None or resources.generation <= generation):
+            self._abort(resources)
 
     def peer_hung_up(self) -> bool:
         """Return whether the group is broken: aborted, or a connection to a member is gone.
 
         Distinguishes an error that a lost member caused from one of the user's own.
         """
-        life = self._life
-        return life is not None and life.is_broken()
+        resources = self._resources
+        return resources is not None and resources.is_broken()
 
     def over(self) -> GroupResources | None:
         """Return a group that is over and not dropped yet; None if there is no such."""
-        life = self._life
-        return life if life is not None and life.has_closed_all() else None
+        resources = self._resources
+        return resources if resources is not None and resources.has_closed_all() else None
 
     def gloo_threads(self) -> frozenset[int]:
         """Return the numbers of the threads in which gloo carries out the group's collectives."""
-        life = self._life
-        return life.threads if life is not None else frozenset()
+        resources = self._resources
+        return resources.threads if resources is not None else frozenset()
 
     def received_bytes(self) -> int:
         """Return what has come from the other members, as far as that can be known."""
-        life = self._life
-        return life.received_bytes() if life is not None else 0
+        resources = self._resources
+        return resources.received_bytes() if resources is not None else 0
 
     # ------------------------------------------------------------------------------------ inside
 
-    def _abort(self, life: GroupResources) -> None:
+    def _abort(self, resources: GroupResources) -> None:
         with self._abort_lock, _hurry():
-            if life.abort():
-                log.info("group_aborted generation=%d", life.generation)
+            if resources.abort():
+                log.info("group_aborted generation=%d", resources.generation)
 
-    def _connect(self, life: GroupResources, spec: GroupSpec) -> None:
+    def _connect(self, resources: GroupResources, spec: GroupSpec) -> None:
         """Connect to the leader's store; the leader does so too, like everyone else."""
         where = StoreAddress(spec.leader_address, spec.generation, spec.key)
 
         def connect() -> GroupStore:
-            store = GroupStore.connect(where, life.left_s, lambda: life.aborted)
-            if life.aborted:
+            store = GroupStore.connect(where, resources.left_s, lambda: resources.aborted)
+            if resources.aborted:
                 store.close()
             return store
 
-        life.store = self.wait_aside(life, connect, life.left_s())
-        if life.aborted:
-            life.store.cut()
-        life.store.set_timeout(timedelta(seconds=spec.timeout_s))
+        resources.store = self.wait_aside(resources, connect, resources.left_s())
+        if resources.aborted:
+            resources.store.cut()
+        resources.store.set_timeout(timedelta(seconds=spec.timeout_s))
 
-    def _init(self, life: GroupResources, spec: GroupSpec) -> None:
+    def _init(self, resources: GroupResources, spec: GroupSpec) -> None:
         if "nccl" in spec.backend:
             os.environ.update(c10d.NCCL_ENVIRONMENT)
         with c10d.same_excepthook():
             self._seams.init_process_group(
                 backend=spec.backend,
-                store=PrefixStore(_prefix(spec), life.store),
+                store=PrefixStore(_prefix(spec), resources.store),
                 rank=spec.rank,
                 world_size=spec.world_size,
                 timeout=timedelta(seconds=spec.timeout_s),
             )
-        life.is_formed = True
+        resources.is_formed = True
 
     def _make_gloo(self, real: Any, store: Any, rank: int, size: int, timeout_s: float) -> Any:
         """Build a gloo backend on this generation's device; called by torch, for every group."""
-        life = self._life
-        if life is None:  # a group of the user's own, outside of ours
+        resources = self._resources
+        if resources is None:  # a group of the user's own, outside of ours
             return real(store, rank, size, timeout=timedelta(seconds=timeout_s))
-        if life.device is None:
+        if resources.device is None:
             known = socket_inodes()
-            life.device = _device_within(real, life.spec)
-            life.loop = find_event_loop(known)
-            if life.loop is None:
+            resources.device = _device_within(real, resources.spec)
+            resources.loop = find_event_loop(known)
+            if resources.loop is None:
                 raise GroupError(
                     "cannot identify gloo's sockets (/proc/self/fdinfo does not list what "
                     "an epoll set watches), so a broken group could not be aborted; run on Linux, "
                     "with GLOO_DEVICE_TRANSPORT unset or TCP"
                 )
         # A subgroup is the script's, and so is how long others may take until they make it, too.
-        limit_s = timeout_s if life.is_formed else min(timeout_s, life.left_s())
+        limit_s = timeout_s if resources.is_formed else min(timeout_s, resources.left_s())
         options = c10d.parts().gloo_options()
-        options._devices = [life.device]
+        options._devices = [resources.device]
         options._timeout = timedelta(seconds=limit_s)
-        before = frozenset(life.loop.watched()) if life.loop else frozenset()
+        before = frozenset(resources.loop.watched()) if resources.loop else frozenset()
         threads = numbers_of_gloo()
 
         def build() -> Any:
             backend = real(store, rank, size, options)
             if size > 1:
-                _check_ends(life, store, rank, size, before)
+                _check_ends(resources, store, rank, size, before)
             return backend
 
         # Only members of a group that forms have a reason to connect.
-        open_listener(life.loop)
+        open_listener(resources.loop)
         try:
-            backend = self.wait_aside(life, build, limit_s)
+            backend = self.wait_aside(resources, build, limit_s)
         except GroupError as error:
-            if not life.is_formed:
+            if not resources.is_formed:
                 raise  # `form` adds whose it is
-            raise GroupError(f"{life.spec}: a subgroup was not formed: {error}") from error
+            raise GroupError(f"{resources.spec}: a subgroup was not formed: {error}") from error
         finally:
-            shut_listener(life.loop)
+            shut_listener(resources.loop)
         backend._set_default_timeout(timedelta(seconds=timeout_s))
-        life.add_backend(backend, before, threads)
+        resources.add_backend(backend, before, threads)
         return backend
 
-    def wait_aside(self, life: GroupResources, call: Callable[[], Made], limit_s: float) -> Made:
+    def wait_aside(
+        self, resources: GroupResources, call: Callable[[], Made], limit_s: float
+    ) -> Made:
         """Run a call of torch's that may block where nothing reaches it, and wait for it.
 
         A constructor of gloo waits for peers that may have stopped, TCPStore's for a server that
@@ -360,7 +363,7 @@ class ProcessGroups:
         behind; its sockets are cut, it ends by itself, and what it still makes is released.
         """
         future: Future[Made] = Future()
-        life.begin_wait(future)
+        resources.begin_wait(future)
         try:
             threading.Thread(
                 target=_fulfil,
@@ -374,16 +377,16 @@ class ProcessGroups:
                 raise
             raise GroupError(f"timed out after {limit_s:.1f} s") from None
         finally:
-            life.end_wait()
+            resources.end_wait()
             future.cancel()
 
     def _standing(self) -> c10d.DefaultGroup | None:
         spec = self.spec
         return c10d.DefaultGroup(spec.rank, spec.world_size, spec.backend) if spec else None
 
-    def _let_go(self, group: Any) -> bool:
-        life = self._life
-        return life is None or life.let_go(group)
+    def _forget_subgroup(self, group: Any) -> bool:
+        resources = self._resources
+        return resources is None or resources.forget_subgroup(group)
 
 
 @contextlib.contextmanager
@@ -419,7 +422,11 @@ def _device_within(real: Any, spec: GroupSpec) -> Any:
 
 
 def _check_ends(
-    life: GroupResources, store: Any, rank: int, size: int, before: frozenset[WatchedDescriptor]
+    resources: GroupResources,
+    store: Any,
+    rank: int,
+    size: int,
+    before: frozenset[WatchedDescriptor],
 ) -> None:
     """See that both ends of each of gloo's new connections are a member's.
 
@@ -429,8 +436,8 @@ def _check_ends(
     Raises:
         GroupError: another process is connected to one of us.
     """
-    now = life.loop.watched() if life.loop else ()
-    mine = ends_print((one for one in now if one not in before), life.spec.key.encode())
+    now = resources.loop.watched() if resources.loop else ()
+    mine = ends_print((one for one in now if one not in before), resources.spec.key.encode())
     store.set(f"ends/{rank}", mine.hex())
     total = 0
     for one in store.multi_get([f"ends/{other}" for other in range(size)]):

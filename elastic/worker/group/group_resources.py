@@ -125,7 +125,7 @@ class GroupResources:
         sockets = tuple(one for one in now if one not in before)
         self._backends.append(GlooBackend(backend, sockets))
 
-    def let_go(self, group: Any) -> bool:
+    def forget_subgroup(self, group: Any) -> bool:
         """Forget a subgroup's connections, because user code destroys it.
 
         Returns:

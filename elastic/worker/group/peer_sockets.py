@@ -34,7 +34,7 @@ HEADER = struct.Struct("<qq")
 """Before each message: its tag, its bytes."""
 HELLO = struct.Struct("<16sq")
 """First bytes on a connection: the receiver's token, the sender's rank."""
-DOOR = struct.Struct("<16sq16s")
+ENDPOINT = struct.Struct("<16sq16s")
 JOIN_S = 30.0
 """How long members may take to connect to each other, once all know the endpoints."""
 STRANGERS_MAX = 256
@@ -64,12 +64,12 @@ class PeerEndpoint:
     def numbers(self) -> list[int]:
         """Return it as five 64-bit integers, for an all-gather."""
         packed = _in_sixteen_bytes(self.address)
-        return list(struct.unpack("<5q", DOOR.pack(packed, self.port, self.token)))
+        return list(struct.unpack("<5q", ENDPOINT.pack(packed, self.port, self.token)))
 
     @staticmethod
     def of(numbers: Sequence[int]) -> PeerEndpoint:
         """Read such numbers."""
-        packed, port, token = DOOR.unpack(struct.pack("<5q", *numbers))
+        packed, port, token = ENDPOINT.unpack(struct.pack("<5q", *numbers))
         address = IPv6Address(packed)
         return PeerEndpoint(str(address.ipv4_mapped or address), port, token)
 

@@ -136,11 +136,11 @@ class StoreServer:
         self._orders: deque[tuple[int, str]] = deque()
         self._is_closed = False
         self._selector = selectors.DefaultSelector()
-        self._bell, self._rung = socket.socketpair()
+        self._bell, self._bell_reader = socket.socketpair()
         self._bell.setblocking(False)
-        self._rung.setblocking(False)
+        self._bell_reader.setblocking(False)
         self._selector.register(self._listener, selectors.EVENT_READ)
-        self._selector.register(self._rung, selectors.EVENT_READ)
+        self._selector.register(self._bell_reader, selectors.EVENT_READ)
         self._thread = threading.Thread(target=self._serve, name="elastic-store", daemon=True)
         self._thread.start()
 
@@ -161,7 +161,7 @@ class StoreServer:
         self._thread.join()
         # Not by the thread, which may see the flag, and end, before we ring.
         self._bell.close()
-        self._rung.close()
+        self._bell_reader.close()
 
     def _ring(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -174,8 +174,8 @@ class StoreServer:
             for key, events in self._selector.select(TICK_S if self._is_timed() else None):
                 if key.fileobj is self._listener:
                     self._accept()
-                elif key.fileobj is self._rung:
-                    self._rung.recv(READ_BYTES)
+                elif key.fileobj is self._bell_reader:
+                    self._bell_reader.recv(READ_BYTES)
                 else:
                     self._turn(key.data, events)
             while self._orders:
@@ -315,9 +315,9 @@ class StoreServer:
         except (OSError, ValueError, OverflowError) as error:
             if not isinstance(error, OSError):
                 log.warning("store_member_cut host=%s error=%r", peer.host, str(error)[:200])
-            self._let_go(peer)
+            self._forget_client(peer)
 
-    def _let_go(self, peer: _StoreClient) -> None:
+    def _forget_client(self, peer: _StoreClient) -> None:
         space = peer.space
         if space is not None:
             space.members.discard(peer)
@@ -411,7 +411,7 @@ class StoreServer:
         try:
             self._flush(peer)
         except OSError:
-            self._let_go(peer)
+            self._forget_client(peer)
 
     def _flush(self, peer: _StoreClient) -> None:
         with contextlib.suppress(BlockingIOError):

@@ -150,7 +150,7 @@ class WorkerZygote:
             die_with_parent()
             name_process("elastic-scripts")
             ours.close()
-            self._let_go()
+            self._close_in_fork()
             from elastic.worker.process.script_zygote import run
 
             run(script_zygote.script, theirs)
@@ -207,7 +207,7 @@ class WorkerZygote:
         script_zygote.gives_up_at = None
         return self._pass_on(script_zygote, list(script_zygote.waiting))
 
-    def _let_go(self) -> None:
+    def _close_in_fork(self) -> None:
         """Close in a fork that is no zygote all sockets of ours, and what we hold for others."""
         self._sock.close()
         for script_zygote in self._script_zygotes.values():
@@ -226,7 +226,7 @@ class WorkerZygote:
                 os.dup2(output_fd, fd)
             for fd in (output_fd, reading, writing):
                 os.close(fd)
-            self._let_go()
+            self._close_in_fork()
             return pipe_fd
         for fd in (pipe_fd, output_fd, writing):
             os.close(fd)
