@@ -126,12 +126,26 @@ class ShardedRun:
             snapshotter.enter(RankInfo(1, rank, size, local, size // nodes))
             self.savers.append(snapshotter)
 
-    def save(self, steps: int = 1) -> None:
-        """Have every member take the snapshot, and wait until it is durable."""
-        done = [
-            snapshotter.take(lambda m=member: m.state(steps), Cursor(0, steps), steps)  # type: ignore[misc]
-            for member, snapshotter in zip(self.members, self.savers, strict=True)
-        ]
+    def save(self, steps: int = 1, *, beside: Callable[[Member], None] | None = None) -> None:
+        """Have every member take the snapshot, and wait until it is durable, or given up.
+
+        Args:
+            steps: of the run.
+            beside: what each member does while its rows are copied; None to copy them first.
+        """
+        done = []
+        for member, snapshotter in zip(self.members, self.savers, strict=True):
+            one = snapshotter.take(
+                lambda m=member: m.state(steps),  # type: ignore[misc]
+                Cursor(0, steps),
+                steps,
+                still=member.objects.still_between_steps() if beside is not None else None,
+            )
+            if beside is not None:
+                beside(member)
+            done.append(one)
+        for snapshotter in self.savers:
+            snapshotter.settle()
         for one in done:
             assert one.wait(DEADLINE_S)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,16 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from elastic.errors import UsageError
 from elastic.storage.verify import verify
+from elastic.worker.checkpoint import snapshot_copier
 from elastic.worker.checkpoint.checkpoint_reader import read_checkpoint
 from elastic.worker.checkpoint.snapshot import RankInfo
 from elastic.worker.checkpoint.snapshotter import Snapshotter
+from elastic.worker.engine.prepared_optimizers import data_waits
 from elastic.worker.engine.sharded_restore import ShardedRestorer
+from elastic.worker.state.arena import SnapshotSlot
 from elastic.worker.state.sharded_state import check_shards, rows_of, spread_of
 from elastic.worker.state.train_state import State, TrainState
+from tests.patience import is_set
 from tests.unit.sharded_under_test import (
     Member,
     Memory,
@@ -52,6 +57,52 @@ def test_any_group_reads_its_rows_of_a_checkpoint(
         state = read_checkpoint(run.directory, name, marker, ours=member.ours(), rank=rank)
         member.objects.put(state["objects"])
         assert_rows_of(member, run.members[0].whole, run.members[0].optimizer_state)
+
+
+def test_rows_are_copied_while_the_next_step_is_computed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(snapshot_copier, "BESIDE_BYTES_MIN", 0)
+    may_copy = threading.Event()
+    put = SnapshotSlot.put
+
+    def late_put(slot: SnapshotSlot, *args: Any) -> None:
+        assert is_set(may_copy)
+        may_copy.clear()
+        put(slot, *args)
+
+    def compute(member: Member) -> None:
+        member.model.get_buffer("mean").add_(1)
+        may_copy.set()
+
+    def change(member: Member) -> None:
+        with torch.no_grad():
+            rows = member.model.get_parameter("wide_weight")
+            assert isinstance(rows, DTensor)
+            (rows if member.place[0] == 0 else rows.to_local()).mul_(0.5)
+        may_copy.set()
+
+    monkeypatch.setattr(SnapshotSlot, "put", late_put)
+    run = ShardedRun(tmp_path, shape=(2,))
+    run.save(1, beside=compute)
+    (name,) = run.committed()
+    member = Member(1, (3,), seed=9, stepped=False)
+    marker = dict(run.directory.committed())[name]
+    state = read_checkpoint(run.directory, name, marker, ours=member.ours(), rank=1)
+    member.objects.put(state["objects"])
+    assert_rows_of(member, run.members[0].whole, run.members[0].optimizer_state)
+    run.save(2, beside=change)
+    assert run.committed() == [name]
+    assert caplog.text.count("changed before the next optimizer.step()") == 2
+
+
+def test_data_of_a_sharded_parameter_waits_for_its_copy() -> None:
+    parameter, seen = nn.Parameter(sharded(torch.zeros(3, 2), mesh_of(0, (2,)))), list[int]()
+    with data_waits(lambda: seen.append(1)):
+        parameter.data.add_(1)
+    parameter.data.add_(1)
+    assert seen == [1]
+    assert "data" not in vars(DTensor)
 
 
 def test_what_cannot_be_saved_is_refused_when_the_model_is_prepared() -> None:

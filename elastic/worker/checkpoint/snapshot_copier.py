@@ -20,8 +20,8 @@ reads them during the forward and backward before it. Why it copies the state of
 Who dies before it has settled leaves its slot unmarked, and the snapshot in the other slot whole.
 A wait that an interrupt ends gives the snapshot up.
 
-Copied at the boundary are sharded models, small states, and those that are saved at each step, of
-which each would wait.
+Copied at the boundary are small states, and those that are saved at each step, of which each would
+wait.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ from elastic.runtime.snapshot_memory import SnapshotMark
 from elastic.worker.checkpoint.snapshot import RankInfo
 from elastic.worker.group.accelerators import accelerator_of, beside, record, wait_done
 from elastic.worker.state.arena import SnapshotSlot, StateLayout
+from elastic.worker.state.dtensor import is_dtensor
 from elastic.worker.state.replica_checksums import PerRankState, combined, state_prints
 from elastic.worker.state.sharded_state import Held, answered_by, held_by, spread_of, with_held
 from elastic.worker.state.transfer import (
@@ -93,6 +94,7 @@ class BegunSnapshot:
         own: what is left out of them.
         values: what is no tensor.
         tensors: by number.
+        rows: of them, those that this rank answers for.
         versions: of what is read beside the loop, with the tensors; None: all is read at once.
         streams: of devices, to be entered where the tensors are read.
         arrangement: where they lie.
@@ -107,6 +109,7 @@ class BegunSnapshot:
     own: PerRankState
     values: Any
     tensors: Sequence[torch.Tensor]
+    rows: Sequence[torch.Tensor]
     versions: Sequence[tuple[torch.Tensor, int]] | None
     streams: Sequence[AbstractContextManager[object]]
     arrangement: SnapshotLayout
@@ -239,15 +242,14 @@ class SnapshotCopier:
         arrangement = self._arranged(rank_info, values, tensors, trace)
         held = arrangement.layout.held
         versions, streams = None, list[AbstractContextManager[object]]()
-        if still is not None and not held:
+        if still is not None:
             versions = _hold(tensors, still)
         if versions is not None:
             state = None  # Its containers are the script's, and may change.
             streams = beside(dict.fromkeys(tensor.device for tensor in tensors))
-        if held:
-            tensors = [answered_by(rank_info.rank, tensor) for tensor in tensors]
+        rows = [answered_by(rank_info.rank, tensor) for tensor in tensors] if held else tensors
         return BegunSnapshot(
-            number, steps, state, own, values, tensors, versions, streams, arrangement, slot,
+            number, steps, state, own, values, tensors, rows, versions, streams, arrangement, slot,
             self.take_warming(), self._skeleton_room,
         )  # fmt: skip
 
@@ -271,8 +273,8 @@ class SnapshotCopier:
         slot.reserve(layout.data_bytes + begun.room)
         # Runs while the copy has released the interpreter lock; these values no longer change.
         writing = self._skeletons.submit(write_skeleton, begun.values)
-        slot.put(layout, begun.tensors, pieces)
-        wait_done(record(_devices_of(begun.tensors, pieces)))
+        slot.put(layout, begun.rows, pieces)
+        wait_done(record(_devices_of(begun.rows, pieces)))
         state = unpack(begun.values, begun.tensors) if begun.state is None else begun.state
         prints = state_prints(state, begun.own)
         skeleton = writing.result()
@@ -292,7 +294,7 @@ class SnapshotCopier:
         arrangement, slot = begun.arrangement, begun.slot
         self._skeleton_room = max(self._skeleton_room, 2 * mark.skeleton_bytes)
         slot.mark(arrangement.rank_info.local_rank, mark)
-        devices = _devices_of(begun.tensors, arrangement.pieces)
+        devices = _devices_of(begun.rows, arrangement.pieces)
         is_pinned = not devices or slot.is_pinned(arrangement.layout, arrangement.pieces)
         if self._can_pin and not is_pinned:
             # There is more of it, or our share is another one, since that was done.
@@ -331,20 +333,25 @@ def _hold(
     Returns:
         All that is still, with its versions; None to copy everything at once.
     """
-    watched = [tensor for tensor in still if _address_of(tensor)]
-    addresses = {_address_of(tensor) for tensor in watched}
-    changing = [
-        number for number, tensor in enumerate(tensors) if _address_of(tensor) not in addresses
-    ]
+    ours = [_held_here(tensor) for tensor in tensors]
+    watched = [tensor for tensor in still if _address_of(_held_here(tensor))]
+    addresses = {_address_of(_held_here(tensor)) for tensor in watched}
+    changing = [number for number, held in enumerate(ours) if _address_of(held) not in addresses]
     total, at_once = (
-        sum(tensor.nbytes for tensor in some)
-        for some in (tensors, [tensors[number] for number in changing])
+        sum(held.nbytes for held in some) for some in (ours, [ours[number] for number in changing])
     )
     if total - at_once <= BESIDE_BYTES_MIN or at_once > AT_ONCE_BYTES_MAX:
         return None
     for number in changing:
         tensors[number] = tensors[number].clone()
+    # Operations on a DTensor count there, those on the tensor that it holds in that one.
+    watched += [_held_here(tensor) for tensor in watched if is_dtensor(tensor)]
     return [(tensor, tensor._version) for tensor in watched]
+
+
+def _held_here(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what this rank holds of a tensor, without a copy."""
+    return tensor._local_tensor if is_dtensor(tensor) else tensor
 
 
 def _address_of(tensor: torch.Tensor) -> int:

@@ -171,7 +171,7 @@ class CheckpointScheduler:
                 self._try(lambda: snapshotter.warm_up(lambda: self.take(cursor, data)))
             return
         self.is_due, request = False, self._request()
-        goes_on = goes_on and snapshotter.is_async and not (self.releases or self.is_sharded)
+        goes_on = goes_on and snapshotter.is_async and not self.releases
         if self.releases:
             snapshotter.wait_for_room(lambda: self._goes_on(is_over), LEAVING_S)
 

@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from elastic.errors import UsageError
+from elastic.worker.state.dtensor import dtensor_class
 
 
 class IterationPhase(Enum):
@@ -317,26 +318,28 @@ def unprepared_refused(names: Mapping[int, str], is_stepping: Callable[[], bool]
 @contextmanager
 def data_waits(wait: Callable[[], None]) -> Iterator[None]:
     """Call this before a parameter's `data` is read or set: torch counts no change made there."""
-    cls: Any = torch.nn.Parameter
     real: Any = torch.Tensor.data
-    before = vars(cls).get("data")
 
-    def read(self: torch.nn.Parameter) -> Any:
+    def read(self: torch.Tensor) -> Any:
         wait()
         return real.__get__(self)
 
-    def write(self: torch.nn.Parameter, value: torch.Tensor) -> None:
+    def write(self: torch.Tensor, value: torch.Tensor) -> None:
         wait()
         real.__set__(self, value)
 
-    cls.data = property(read, write)
+    kinds: list[Any] = [torch.nn.Parameter, *dtensor_class()]
+    before = [vars(kind).get("data") for kind in kinds]
+    for kind in kinds:
+        kind.data = property(read, write)
     try:
         yield
     finally:
-        if before is None:
-            del cls.data
-        else:
-            cls.data = before
+        for kind, known in zip(kinds, before, strict=True):
+            if known is None:
+                del kind.data
+            else:
+                kind.data = known
 
 
 @contextmanager

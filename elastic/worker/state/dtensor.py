@@ -19,6 +19,12 @@ def is_dtensor(value: object) -> TypeIs[DTensor]:
     return _is_a(value, "torch.distributed.tensor", "DTensor")
 
 
+def dtensor_class() -> tuple[type, ...]:
+    """Return DTensor, or nothing if it is not imported."""
+    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    return (kind,) if kind is not None else ()
+
+
 def is_fsdp(module: object) -> TypeIs[FSDPModule]:
     """Return whether `fully_shard` was called on a module."""
     return _is_a(module, "torch.distributed.fsdp", "FSDPModule")
