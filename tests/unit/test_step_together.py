@@ -146,3 +146,16 @@ def test_a_name_that_some_micro_batches_log_is_averaged_over_these() -> None:
     for logbook in (two, one):
         logbook.take_rows(rows)
         assert logbook.latest == {"loss": 4.0, "aux": 2.5}
+
+
+@pytest.mark.parametrize("held", [(5,), (2, 3), (1, 2, 2)])
+def test_averages_are_the_same_bits_whoever_held_which_micro_batch(held: tuple[int, ...]) -> None:
+    losses = torch.tensor([1.3781, 0.1, 7.77, 1e-3, 0.6667])
+    books = [Logbook() for _ in held]
+    for book, mine in zip(books, losses.split(held), strict=True):
+        for loss in mine:
+            book.add({"loss": loss}, 5.0)
+        book.commit_step()
+    rows = [book.row() for book in books]
+    books[0].take_rows(rows)
+    assert books[0].latest == {"loss": losses.double().mean().item()}

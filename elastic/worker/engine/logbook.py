@@ -66,7 +66,9 @@ class Logbook:
             weight: what the micro-batch counts.
         """
         for name, value in values.items():
-            value = value.detach() if hasattr(value, "detach") else value
+            # In float64, sums of what losses are (float32, times a count) do not round, so that
+            # their order, which depends on the number of workers, is no matter.
+            value = value.detach().double() if hasattr(value, "detach") else value
             total, weights = self._sums.get(name, (0.0, 0.0))
             if weight:  # Never multiplied by zero, which leaves what is infinite.
                 total, weights = total + value * weight, weights + weight
