@@ -72,12 +72,21 @@ def test_parameters_that_are_unfrozen_inside_the_loop_are_refused() -> None:
         run(loop, frozen=True)
 
 
-def test_a_layer_whose_forward_changes_its_weights_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("layer", "found"),
+    [
+        (nn.Embedding(3, 2, max_norm=1.0), r"module\.added: Embedding\(max_norm=1.0\)"),
+        (nn.SyncBatchNorm(2), r"module\.added: SyncBatchNorm waits in forward for all ranks"),
+    ],
+)
+def test_a_layer_whose_forward_makes_ranks_differ_or_wait_is_refused(
+    layer: nn.Module, found: str
+) -> None:
     def loop(model: nn.Module, *_: Any) -> None:
-        model.module.words = nn.Embedding(3, 2, max_norm=1.0)
+        model.module.added = layer
         next(iter(train.epochs(1)))
 
-    with pytest.raises(UsageError, match=r"module\.words: Embedding\(max_norm=1.0\)"):
+    with pytest.raises(UsageError, match=found):
         run(loop)
 
 

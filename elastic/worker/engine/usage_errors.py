@@ -61,7 +61,7 @@ def read_again(epoch: int) -> UsageError:
 
 
 def check_forward(models: Sequence[nn.Module]) -> None:
-    """Refuse layers that change their weights in forward, each rank by what it has read.
+    """Refuse layers whose forward makes ranks differ, or waits for the forward of other ranks.
 
     Raises:
         UsageError: naming one.
@@ -74,6 +74,13 @@ def check_forward(models: Sequence[nn.Module]) -> None:
                     f"changes its weights in forward, on each rank those of its own samples, so "
                     f"that they differ between ranks: leave max_norm out, and limit all rows where "
                     f"train.stepped() is true, as by weight.data.renorm_(2, 0, max_norm)"
+                )
+            if isinstance(part, nn.SyncBatchNorm):
+                raise UsageError(
+                    f"model {number}, {name}: SyncBatchNorm waits in forward for all ranks, which "
+                    f"have different numbers of micro-batches, and normalizes by as many as there "
+                    f"are workers: use BatchNorm with a larger batch_size of the loader; its "
+                    f"running statistics are averaged over the whole step"
                 )
 
 
