@@ -24,7 +24,9 @@ from tests.unit.engine_under_test import (
     inside_a_run,
     inside_again,
     near,
+    network,
     square,
+    whole_batches,
 )
 
 _inside = pytest.fixture(autouse=True, name="_inside")(inside_a_run)
@@ -86,6 +88,35 @@ def test_run_has_all_micro_batches_computed_and_returns_what_they_average_to() -
             loop.optimizer.step()
     assert bits(loop.plain) == right
     assert found[STEPS - 1 :: STEPS] == pytest.approx(losses, rel=1e-6)
+
+
+def test_an_optimizer_that_needs_a_closure_computes_a_step_in_it() -> None:
+    options = {"max_iter": 1, "lr": 0.3}
+    loop, twin = Loop.make(torch.optim.LBFGS, **options), network()
+    step_in_closure(loop)
+    plain = torch.optim.LBFGS(twin.parameters(), **options)
+    for _, x, y in whole_batches():
+        plain.zero_grad()
+        square(twin(x), y).backward()
+        plain.step(lambda x=x, y=y: square(twin(x), y))
+    assert near(loop.plain, twin)
+
+
+def test_an_optimizer_that_evaluates_its_closure_again_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"more than once.*use LBFGS\(max_iter=1\)"):
+        step_in_closure(Loop.make(torch.optim.LBFGS))
+
+
+def step_in_closure(loop: Loop) -> None:
+    def compute(batch: Any) -> dict[str, torch.Tensor]:
+        loss = square(loop.model(batch[1]), batch[2])
+        loss.backward()
+        return {"loss": loss}
+
+    for _ in train.epochs(1):
+        for step in train.steps(loop.loader):
+            loop.optimizer.zero_grad()
+            loop.optimizer.step(lambda step=step: step.run(compute)["loss"])
 
 
 def test_several_optimizers_and_those_a_step_leaves_out() -> None:

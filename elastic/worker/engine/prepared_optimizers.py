@@ -127,7 +127,8 @@ def adopt_optimizer(optimizer: torch.optim.Optimizer, steps: EngineSteps) -> Non
             )
         with torch.enable_grad():
             loss = closure()
-        steps.optimizer_step(self, real)
+        # Gradients are there now: what the optimizer asks for first is known.
+        steps.optimizer_step(self, functools.partial(real, _ComputedClosure(self, loss)))
         return loss
 
     # Torch's schedulers leave this mark on it, and warn where it is gone.
@@ -144,6 +145,28 @@ def adopt_optimizer(optimizer: torch.optim.Optimizer, steps: EngineSteps) -> Non
     optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
     optimizer.zero_grad = types.MethodType(zero_grad, optimizer)  # type: ignore[method-assign]
     setattr(optimizer, MARK, True)
+
+
+class _ComputedClosure:
+    """A closure that was called already."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, loss: Any) -> None:
+        self._optimizer, self._loss, self._is_asked = optimizer, loss, False
+
+    def __call__(self) -> Any:
+        """Return the loss that it gave; once.
+
+        Raises:
+            UsageError: the optimizer evaluates it again, with other weights.
+        """
+        if self._is_asked:
+            name = type(self._optimizer).__name__
+            raise UsageError(
+                f"{name}.step(closure) evaluated its closure more than once, and a step of "
+                f"train.steps() is computed once: use {name}(max_iter=1), without line_search_fn"
+            )
+        self._is_asked = True
+        return self._loss
 
 
 def _bare(cls: Any) -> Any:
