@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.workers.loops import GLOBAL, MICRO
 from tests.workers.members import Crew, all_ask
 
 CREW = Crew()
@@ -114,6 +115,16 @@ def test_what_cannot_be_meant_is_refused_with_the_line_to_write(how: str, says: 
     text = refused(2, "usual", how=how)
     for part in says.split(".*"):
         assert part in text
+
+
+# --------------------------------------------------------------------------- those who leave
+
+
+def test_who_leaves_by_plan_takes_nothing_along_that_it_has_logged() -> None:
+    first, second = trained(2, "leaving")
+    losses = [*first["losses"], *second["losses"]]
+    assert len(losses) == GLOBAL // MICRO
+    assert first["known"] == second["known"] == {"loss": sum(losses) / len(losses)}
 
 
 # --------------------------------------------------------------------------- evaluation

@@ -23,6 +23,9 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 from elastic import train
+from elastic.core.events.worker import RequestLeave
+from elastic.core.world import Generation
+from elastic.train.session import require_engine
 from elastic.train.torch import (
     prepare_data_loader,
     prepare_model,
@@ -130,6 +133,36 @@ class Counter:
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.count = state["count"]
+
+
+@loop
+def leaving() -> dict[str, Any]:
+    """Be asked to leave by plan in the second step; return what was logged in it, and is known."""
+    model, batches = prepare_model(network()), loader()
+    optimizer = sgd(model.parameters())
+    engine: Any = require_engine("leaving")
+    found: dict[str, Any] = {"losses": [], "known": None}
+
+    def leave_request(generation: Generation) -> RequestLeave | None:
+        is_due = engine.cursor.step == 1 and not found["known"]
+        return RequestLeave(generation, "drain") if is_due else None
+
+    def rejoin(*_: Any) -> None:
+        found["known"] = train.get_logged()
+
+    engine._context.link.leave_request = leave_request
+    engine._home.rejoin = rejoin
+    for _ in train.epochs(1):
+        for _, x, y in batches:
+            is_second = engine.cursor.step == 1
+            loss = square(model(x), y)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            train.log(loss=loss)
+            if is_second:
+                found["losses"].append(loss.item())
+    return found
 
 
 # --------------------------------------------------------------------------- the usual loops

@@ -700,6 +700,8 @@ class StepEngine(ObjectRegistry):
         """
         began = time.monotonic()
         reducer = self._the_reducer()
+        if self._leaves and not self._is_broken():
+            self._together(self._share_logged)
         error = self._error or reducer.broken
         if error is not None and not (self._is_called_back() or is_group_broken(error)):
             raise error  # Not the others' fault: again it would be no better.
@@ -792,6 +794,10 @@ class StepEngine(ObjectRegistry):
             return False
         self.logbook.take_rows([row[2:] for row in rows or ()])
         return rows is not None
+
+    def _share_logged(self) -> None:
+        """Let no one who leaves by plan take along what it has logged of its last step."""
+        self.logbook.take_rows(send_metadata(default_group(), self.logbook.row()))
 
     def _together(self, exchange: Callable[[], Any]) -> Any:
         """Do what all members do here; None if the group broke."""
