@@ -93,6 +93,23 @@ def test_averages_since_the_last_report_go_on_from_a_checkpoint() -> None:
         assert logbook.take_averages() == {"loss": 2.0}
 
 
+def test_values_that_were_shared_count_once_with_the_next_step_also_after_a_restore() -> None:
+    first, second, restored = Logbook(), Logbook(), Logbook()
+    for logbook, loss in ((first, 3.0), (second, 1.0)):
+        logbook.add({"loss": loss}, 2.0)
+        logbook.commit_step()
+    rows = [first.row(), second.row()]
+    first.share(rows)  # The second one missed it: its group broke.
+    assert first.latest == {}
+    restored.load_state(first.state())
+    for group in ([first, second], [restored, Logbook()]):
+        rows = [logbook.row() for logbook in group]
+        for logbook in group[:1]:
+            logbook.take_rows(rows)
+            assert logbook.latest == logbook.take_averages() == {"loss": 2.0}
+            assert logbook.row() == [0.0, 0.0]
+
+
 @pytest.mark.usefixtures("inside")
 def test_values_of_a_step_that_is_done_again_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
     loop, seen, is_over = Loop.make(), [], [False]

@@ -1,7 +1,9 @@
 """`train.log`: values of a training loop, averaged over whole steps whatever the world size.
 
 Rule: a rank's values of a step travel with the next step's gradients, and with the last ones at
-the end of an epoch; nothing waits for them, and no value is counted twice. Those of `train.steps`
+the end of an epoch; nothing waits for them, and no value is counted twice. Where ranks may leave,
+or the run may continue from, all ranks exchange them before (`share`), and count them when they
+would have been counted anyway: what a script decides by them is the same. Those of `train.steps`
 are averaged before the optimizer steps (`step_values.py`), because the loop asks for them then.
 """
 
@@ -37,6 +39,8 @@ class Logbook:
     def __init__(self) -> None:
         self._sums: dict[str, tuple[Any, float]] = {}
         self._done: dict[str, tuple[float, float]] = {}
+        # The same over all ranks, once it was shared.
+        self._shared: dict[str, tuple[float, float]] = {}
         self._averages: dict[str, tuple[float, float]] = {}
         # Of one step of `train.steps`, by micro-batch.
         self._of_micro_batches: dict[int, dict[str, tuple[Any, float]]] = {}
@@ -111,24 +115,42 @@ class Logbook:
         settled, self._settled = self._settled, {}
         for name, (total, weight) in settled.items():
             self._count(name, total, weight)
+        self._shared = {}
         self._done = {name: (float(s), w) for name, (s, w) in self._sums.items()}
         self._sums = {}
 
     def row(self) -> list[float]:
-        """Return what the others must know of our last committed step: names, sums, weights."""
-        names = sorted(self._done)[:VALUES_MAX]
+        """Return what the others must know of our last committed step: names, sums, weights.
+
+        The second number is negative if they are those of all ranks.
+        """
+        done = self._shared or self._done
+        names = sorted(done)[:VALUES_MAX]
         if not names:
             return [0.0, 0.0]
-        weight = max(w for _, w in self._done.values())
-        return [fingerprint(names), weight, *(n for name in names for n in self._done[name])]
+        weight = max(w for _, w in done.values())
+        sign = -1 if self._shared else 1
+        return [fingerprint(names), sign * weight, *(n for name in names for n in done[name])]
+
+    def share(self, rows: Sequence[Sequence[float]]) -> None:
+        """Keep what all ranks sent of the last step, to be counted with the next message."""
+        self._shared = self._totals(self._done_names(), rows)
 
     def take_rows(self, rows: Sequence[Sequence[float]]) -> None:
         """Average what all ranks sent of the last step; ranks that were not there send nothing."""
-        names = self._reported_names()
+        for name, (total, weight) in self._totals(self._reported_names(), rows).items():
+            self._count(name, total, weight)
+
+    def _totals(
+        self, names: Sequence[str], rows: Sequence[Sequence[float]]
+    ) -> dict[str, tuple[float, float]]:
+        """Return (sum, weight) of each name over all ranks."""
         mine = fingerprint(names)
-        reported = [row for row in rows if len(row) > 1 and row[1] > 0]
+        reported = [row for row in rows if len(row) > 1 and row[1]]
+        # One that has all of it is enough, and others may have missed the exchange.
+        reported = [row for row in reported if row[1] < 0][:1] or reported
         if not names or not reported:
-            return
+            return {}
         if any(row[0] != mine for row in reported):
             if not self._warned:
                 self._warned = True
@@ -136,19 +158,27 @@ class Logbook:
                     "log_ignored names=%s: the ranks log different names in the same step",
                     ",".join(names),
                 )
-            return
+            return {}
+        found = {}
         for number, name in enumerate(names):
             # A name that only some micro-batches log counts as much as these.
             place = 2 + 2 * number
             total, weight = (sum(row[at] for row in reported) for at in (place, place + 1))
-            self._count(name, total, weight)
+            found[name] = (total, weight)
+        return found
+
+    def _done_names(self) -> list[str]:
+        """Return what rows are about; one that has just joined knows it from the others."""
+        done = self._shared or self._done
+        if done:
+            self._names = sorted(done)[:VALUES_MAX]
+        return list(self._names)
 
     def _reported_names(self) -> list[str]:
-        """Return what rows are about; one that has just joined knows it from the others."""
-        if self._done:
-            self._names = sorted(self._done)[:VALUES_MAX]
-        self._done = {}
-        return list(self._names)
+        """Return what rows are about that have come: what we have sent is done with."""
+        names = self._done_names()
+        self._done, self._shared = {}, {}
+        return names
 
     def latest_row(self) -> list[float]:
         """Return the latest averages for members that have missed them."""
@@ -174,18 +204,25 @@ class Logbook:
             names: those that are sent with the next step.
         """
         self.forget_step()
-        self._done, self._names = {}, list(names)
+        self._done, self._shared, self._names = {}, {}, list(names)
         self.latest = dict(latest)
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint keeps; the same on all ranks."""
         averages = {name: list(pair) for name, pair in self._averages.items()}
-        return {"latest": dict(self.latest), "names": list(self._names), "averages": averages}
+        shared = {name: list(pair) for name, pair in self._shared.items()}
+        return {
+            "latest": dict(self.latest),
+            "names": list(self._names),
+            "averages": averages,
+            "shared": shared,
+        }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Continue from a checkpoint."""
         self.receive(state["latest"], state["names"])
         self._averages = {name: (pair[0], pair[1]) for name, pair in state["averages"].items()}
+        self._shared = {name: (pair[0], pair[1]) for name, pair in state["shared"].items()}
 
     def take_averages(self) -> dict[str, float]:
         """Return averages over all steps since the last call."""

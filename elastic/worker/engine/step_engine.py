@@ -461,7 +461,9 @@ class StepEngine(ObjectRegistry):
             self.logbook.commit_step()  # Only now: plain loops log after `optimizer.step()`.
             self._phase = IterationPhase.OUTSIDE
             self._set_whole()
-            if self.streams.is_due(self.cursor, self._checkpoints.is_due):
+            if self._checkpoints.is_due or self._leaves:
+                self._together(self._share_logged)
+            if self._error is None and self.streams.is_due(self.cursor, self._checkpoints.is_due):
                 self._together(lambda: share_book(default_group(), self.streams, self.cursor))
             before = self._context.timing.switch(CHECKPOINT_STALL)
             self._checkpoints.at_boundary(self.cursor, self.data, self._is_broken, goes_on=True)
@@ -700,8 +702,6 @@ class StepEngine(ObjectRegistry):
         """
         began = time.monotonic()
         reducer = self._the_reducer()
-        if self._leaves and not self._is_broken():
-            self._together(self._share_logged)
         error = self._error or reducer.broken
         if error is not None and not (self._is_called_back() or is_group_broken(error)):
             raise error  # Not the others' fault: again it would be no better.
@@ -796,8 +796,8 @@ class StepEngine(ObjectRegistry):
         return rows is not None
 
     def _share_logged(self) -> None:
-        """Let no one who leaves by plan take along what it has logged of its last step."""
-        self.logbook.take_rows(send_metadata(default_group(), self.logbook.row()))
+        """Keep what all have logged of this step in the snapshot, and with those who stay."""
+        self.logbook.share(send_metadata(default_group(), self.logbook.row()))
 
     def _together(self, exchange: Callable[[], Any]) -> Any:
         """Do what all members do here; None if the group broke."""

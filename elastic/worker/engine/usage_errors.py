@@ -75,7 +75,7 @@ def check_forward(models: Sequence[nn.Module]) -> None:
                     f"that they differ between ranks: leave max_norm out, and limit all rows where "
                     f"train.stepped() is true, as by weight.data.renorm_(2, 0, max_norm)"
                 )
-            if isinstance(part, nn.SyncBatchNorm):
+            if isinstance(part, nn.SyncBatchNorm) and part.training:
                 raise UsageError(
                     f"model {number}, {name}: SyncBatchNorm waits in forward for all ranks, which "
                     f"have different numbers of micro-batches, and normalizes by as many as there "
