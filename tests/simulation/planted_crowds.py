@@ -166,7 +166,7 @@ def takes_no_job_down(patch: Patch) -> None:
 def takes_jobs_down_that_have_nothing_to_go_on_from(patch: Patch) -> None:
     """A job is preempted even if it has no checkpoint, without time to save one."""
     patch.setattr(eviction, "why_it_stays", lambda spec, **facts: "")
-    patch.setattr(jobs.JobState, "_leave_by_ns", lambda self: self.release_deadline_ns)
+    patch.setattr(jobs.JobState, "_leave_by_ns", lambda self: self.release.deadline_ns)
 
 
 @bug
@@ -218,7 +218,7 @@ def keeps_a_preempted_job_out_for_ever(patch: Patch) -> None:
     honest = queueing._make_room
 
     def make_room(cluster: Any, job: Any, for_whom: str) -> None:
-        honest(cluster, job, for_whom or job.yields_to)
+        honest(cluster, job, for_whom or job.release.yields_to)
 
     patch.setattr(queueing, "_make_room", make_room)
 

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 from elastic.core.machine import jobs, reconcile, timeouts
+from elastic.core.machine.transitions import GroupPhase
 from elastic.core.policy import membership
 from elastic.core.policy.decision import Decision
 from elastic.core.policy.membership import GroupAction, GroupPlan
@@ -42,7 +43,7 @@ def replaces_all_members_and_saves_nothing(patch: Patch) -> None:
     def ask(cluster: Any, job: Any, plan: Any, reason: str) -> None:
         if plan.cause == "drain":
             honest(cluster, job, dataclasses.replace(plan, saves=False), reason)
-            job.is_save_requested = plan.saves
+            job.newest.phase = GroupPhase.SAVING if plan.saves else GroupPhase.LEAVING
         else:
             honest(cluster, job, plan, reason)
 

@@ -10,10 +10,12 @@ from elastic.core.machine import transitions
 from elastic.core.machine.event_history import brief
 from elastic.core.machine.transitions import (
     CONNECTION,
+    GROUP,
     JOB,
     MAIN,
     NODE,
     PROCESS,
+    RELEASE,
     WORKER,
     WORKER_SEEN,
     TransitionTable,
@@ -29,7 +31,7 @@ from elastic.core.world import (
 )
 from elastic.errors import InvariantViolation
 
-TABLES = [WORKER, WORKER_SEEN, JOB, NODE, CONNECTION, PROCESS, MAIN]
+TABLES = [WORKER, WORKER_SEEN, JOB, GROUP, RELEASE, NODE, CONNECTION, PROCESS, MAIN]
 by_table = pytest.mark.parametrize("table", TABLES, ids=lambda table: table.name)
 
 
@@ -69,6 +71,8 @@ def test_every_module_level_table_is_tested_here() -> None:
         (WORKER, [WorkerPhase.EXITED]),
         (JOB, [JobPhase.SUCCEEDED, JobPhase.FAILED, JobPhase.STOPPED]),
         (NODE, []),
+        (GROUP, []),
+        (RELEASE, []),
         (CONNECTION, []),
         (PROCESS, [transitions.ProcessPhase.GONE]),
         (MAIN, [transitions.MainPhase.OVER]),

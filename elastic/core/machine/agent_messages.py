@@ -35,6 +35,7 @@ from elastic.core.machine.announcing import announcement, send_worker
 from elastic.core.machine.jobs import ClusterState, JobState, WorkerState
 from elastic.core.machine.nodes import NodeState
 from elastic.core.machine.reconcile import end_job, remind_of_leavers, stop_order
+from elastic.core.machine.transitions import GroupPhase
 from elastic.core.messages import (
     DrainNotice,
     ForgetWorker,
@@ -182,7 +183,7 @@ def _resume(cluster: ClusterState, report: WorkerReport) -> None:
     if worker.stop_cause is not None:
         send_worker(cluster, worker, stop_order(cluster, job, worker))
         return
-    if worker.reported_ns < job.announced_ns:
+    if worker.reported_ns < job.newest.announced_ns:
         # A worker is not late for a message that it could not get. Only once, so that a flapping
         # link does not extend its time again and again.
         worker.reported_ns = cluster.now_ns
@@ -195,9 +196,11 @@ def _resume(cluster: ClusterState, report: WorkerReport) -> None:
         if job.is_end_announced():
             over = (report.worker_id, job.generation, False, "the group is over")
             send_worker(cluster, worker, LeaveGroup(*over, follows=True))
-        elif job.leave_requested:
+        elif job.newest.is_asked_to_leave:
             fields = (report.worker_id, job.generation, True, "planned change")
-            send_worker(cluster, worker, LeaveGroup(*fields, saves=job.is_save_requested))
+            send_worker(
+                cluster, worker, LeaveGroup(*fields, saves=job.newest.phase is GroupPhase.SAVING)
+            )
         saves.remind(cluster, job, worker)
         remind_of_leavers(cluster, job, [report.worker_id])
     elif report.spent or report.phase in (WorkerPhase.FORMING, WorkerPhase.TRAINING):
@@ -288,7 +291,7 @@ def _report_groups(cluster: ClusterState, state: NodeState) -> None:
     for worker_id in sorted(state.held):
         job = cluster.job_of(worker_id)
         if job is not None:
-            job.has_news_of_leavers = True
+            job.newest.has_news_of_leavers = True
 
 
 def lose_node_workers(cluster: ClusterState, state: NodeState, why: str) -> None:
@@ -367,7 +370,7 @@ def take_report(cluster: ClusterState, state: NodeState, report: WorkerReport) -
     before = worker.report
     was_in_place = job.is_in_place() if report.in_place is not before.in_place else None
     worker.update(report, cluster.now_ns)
-    job.has_looped |= report.in_place
+    job.newest.has_looped |= report.in_place
     cluster.charge(job, worker)
     if before.phase is WorkerPhase.TRAINING and report.phase is WorkerPhase.READY:
         _note_pause(cluster, job, report.worker_id)
@@ -375,10 +378,10 @@ def take_report(cluster: ClusterState, state: NodeState, report: WorkerReport) -
         requests.on_cut(cluster, job, report.micro_batches)
     if was_in_place is not None and job.is_in_place() is not was_in_place:
         cluster.replan = True  # It can be saved at any step, so it may be preempted.
-        if was_in_place and job.stopping:
-            job.release_deadline_ns = None  # What follows the loop has a time of its own.
+        if was_in_place and job.release.stopping:
+            job.release.deadline_ns = None  # What follows the loop has a time of its own.
     if report.phase is WorkerPhase.FINISHED and report.generation == job.generation:
-        job.finished[report.worker_id] = report.result
+        job.outcome.finished[report.worker_id] = report.result
         cluster.replan = True
     if not report_coalescing.may_wait(cluster, job, worker, before):
         cluster.touch(job)
@@ -409,11 +412,11 @@ def lose_worker(
     cluster.note("worker_gone", job.job_id, worker=worker_id, rank=rank, cause=what)
     if rank >= 0 and job.is_open:
         _note_pause(cluster, job, worker_id)
-        job.lost.append(f"{worker_id} (rank {rank}) {what}")
+        job.newest.lost.append(f"{worker_id} (rank {rank}) {what}")
     failure = failure or worker.report.failure
     has_failed = job.phase is JobPhase.FAILED  # Others may fail at the same time.
     if failure is not None and (has_failed or worker.stop_cause is None):
-        is_news = job.note_failure(rank, failure)
+        is_news = job.outcome.note_failure(job.generation, rank, failure)
         if has_failed and is_news:
             cluster.do(Persist((job.record(),)))
     if job.has_ended() or not charge:
@@ -426,21 +429,21 @@ def lose_worker(
         health.take_exit(cluster, node, worker.stop_cause or cause, ordered=is_ordered)
     decision = failure_policy.judge_exit(
         job.spec,
-        job.history,
+        job.outcome.history,
         cause,
         failure,
         cluster.config,
         announced=node.announced if node else "",
     )
     judgement = decision.value
-    is_users = judgement.history.failures > job.history.failures
+    is_users = judgement.history.failures > job.outcome.history.failures
     if charges.is_charged_already(job, worker, judgement):
         return
-    job.history = judgement.history
+    job.outcome.history = judgement.history
     if is_users:
-        job.failure = failure or Failure("WorkerExited", f"worker {worker_id} {what}")
-        job.failed_worker = f"{worker_id} (rank {rank})" if rank >= 0 else worker_id
-        job.note_failure(rank, job.failure)
+        job.outcome.failure = failure or Failure("WorkerExited", f"worker {worker_id} {what}")
+        job.outcome.failed_worker = f"{worker_id} (rank {rank})" if rank >= 0 else worker_id
+        job.outcome.note_failure(job.generation, rank, job.outcome.failure)
     if judgement.job_fails:
         end_job(cluster, job, JobPhase.FAILED, decision.reason)
         return
@@ -451,8 +454,8 @@ def lose_worker(
 
 def _note_pause(cluster: ClusterState, job: JobState, worker_id: WorkerId) -> None:
     """Record when training was interrupted, because a member left the newest group."""
-    if job.is_member(worker_id) and job.paused_ns is None:
-        job.paused_ns = cluster.now_ns
+    if job.is_member(worker_id) and job.newest.paused_ns is None:
+        job.newest.paused_ns = cluster.now_ns
 
 
 def placeholder(job: JobState, worker_id: WorkerId) -> WorkerReport:

@@ -41,7 +41,7 @@ def report_first(cluster: ClusterState, job: JobState) -> bool:
     here = [w for w in map(job.workers.get, members) if w is not None and w.stop_cause is None]
     if len(here) == len(members) or any(_may_keep_it(cluster, worker) for worker in here):
         return False
-    job.ends_announced = job.generation
+    job.newest.ends_announced = job.generation
     reason = f"lost {len(members) - len(here)} of {len(members)} members"
     for worker in here:
         order = LeaveGroup(worker.report.worker_id, job.generation, False, reason, follows=True)
@@ -98,7 +98,7 @@ def announcer(cluster: ClusterState, job: JobState) -> Callable[[RankPlace], Ann
             cause=group.reason,
             group_key=group.key,
             saved=job.latest_saved(),
-            holders=len(job.holders.intersection(job.member_ids())),
+            holders=len(job.newest.holders.intersection(job.member_ids())),
             copies=tuple(one.at for one in endpoints),
             copies_key=key,
             copies_fingerprints=(

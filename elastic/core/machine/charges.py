@@ -20,14 +20,14 @@ def is_charged_already(job: JobState, worker: WorkerState, judgement: FailureDec
         worker: that is gone, with its last report.
         judgement: what its exit would cost.
     """
-    before, after = job.history, judgement.history
+    before, after = job.outcome.history, judgement.history
     generation = worker.report.generation
     if after.failures > before.failures:
-        newest = job.failure_generation
-        job.failure_generation = max(newest, generation)
+        newest = job.outcome.failure_generation
+        job.outcome.failure_generation = max(newest, generation)
     elif after.losses > before.losses:
-        newest = job.loss_generation
-        job.loss_generation = max(newest, generation)
+        newest = job.outcome.loss_generation
+        job.outcome.loss_generation = max(newest, generation)
     else:
         return False
     return NO_GENERATION < generation <= newest

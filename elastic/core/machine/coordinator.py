@@ -323,7 +323,7 @@ def _awaited_members(job: JobState) -> list[Member]:
         return []
     if job.is_open:
         return [*job.group.members]
-    if job.paused or job.preempted_by:
+    if job.release.paused or job.release.preempted_by:
         return []
     gone = {one.worker_id for one in job.former}
     return [member for member in job.group.members if member.worker_id not in gone]

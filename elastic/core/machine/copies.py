@@ -230,7 +230,7 @@ def _order(cluster: ClusterState, job: JobState, senders: dict[NodeId, NodeState
     """
     before, job.copies.ordered = job.copies.ordered, {}
     for source, sender in senders.items():
-        order = _wanted(cluster, job, source, sender)
+        order = _wanted(cluster, job, source)
         if order is not None and sender.session is not None:
             holder = cluster.book.nodes.get(order.node_id)
             incarnation = holder.node.incarnation if holder is not None else 0
@@ -247,9 +247,7 @@ def _order(cluster: ClusterState, job: JobState, senders: dict[NodeId, NodeState
             _send(cluster, senders[source], wanted.order)
 
 
-def _wanted(
-    cluster: ClusterState, job: JobState, source: NodeId, sender: NodeState
-) -> Replicate | None:
+def _wanted(cluster: ClusterState, job: JobState, source: NodeId) -> Replicate | None:
     """Return the order for the sender of a source's copy; None for no order.
 
     For a shard there is also an order that no node was found: its workers would wait for one.
@@ -364,7 +362,7 @@ def _without_group(cluster: ClusterState, job: JobState, spread: CopyCoverage) -
     waiting = [job.workers[w] for w in job.member_ids() if w in job.workers]
     is_waiting = (
         not job.copies.is_sharded
-        and job.training_since_ns is not None
+        and job.newest.training_since_ns is not None
         and any(
             w.stop_cause is None and w.report.in_place and not present[w.node_id].draining
             for w in waiting
@@ -387,7 +385,7 @@ def _spread(cluster: ClusterState, job: JobState) -> CopyCoverage:
     refused = {of for (of, _), at_ns in copies.refused_until_ns.items() if at_ns > cluster.now_ns}
     places = [(source, at) for source, (at, _) in copies.holders.items()]
     spread = CopyCoverage(
-        job.is_open and job.training_since_ns is not None,
+        job.is_open and job.newest.training_since_ns is not None,
         _base(job),
         frozenset(at for _, at in places),
         # A coordinator that has just started has chosen no holder yet.

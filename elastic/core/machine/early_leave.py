@@ -60,11 +60,11 @@ def judge(cluster: ClusterState, job: JobState) -> Decision[EarlyLeaveOutcome]:
         return Decision(EarlyLeaveOutcome.WAIT, what, until_ns)
     where = ", ".join(f"rank {rank} {how}" for rank, how in hows.items())
     failure = Failure("LeftEarly", what, position=where)
-    decision = failure_policy.judge_left(job.spec, job.history, failure, cluster.config)
-    job.history = decision.value.history
-    job.failure = failure
-    job.failed_worker = f"{left[0][1].report.worker_id} (rank {first})"
-    job.note_failure(first, failure)
+    decision = failure_policy.judge_left(job.spec, job.outcome.history, failure, cluster.config)
+    job.outcome.history = decision.value.history
+    job.outcome.failure = failure
+    job.outcome.failed_worker = f"{left[0][1].report.worker_id} (rank {first})"
+    job.outcome.note_failure(job.generation, first, failure)
     if decision.value.job_fails:
         return Decision(EarlyLeaveOutcome.FAIL, decision.reason)
     cluster.note("left_early", job.job_id, generation=job.generation, reason=what)

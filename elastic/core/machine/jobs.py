@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
 from elastic.core.config import CoordinatorConfig, JobSpec
 from elastic.core.events.coordinator import (
@@ -15,16 +14,15 @@ from elastic.core.events.coordinator import (
     CoordinatorEffect,
     FormerWorker,
     JobRecord,
-    RankFailure,
 )
 from elastic.core.machine.copy_book import CopyBook
 from elastic.core.machine.event_history import note
+from elastic.core.machine.job_parts import JobOutcome, JobRelease, JobReports, NewestGroup
 from elastic.core.machine.link_book import LinkBook
 from elastic.core.machine.nodes import LIVE, PRESENT, NodeBook, NodeState
-from elastic.core.machine.transitions import JOB, check_move
+from elastic.core.machine.transitions import JOB, GroupPhase, check_move
 from elastic.core.policy import goodput
 from elastic.core.policy.demands import Allocation
-from elastic.core.policy.failure import FailureHistory
 from elastic.core.policy.goodput import Account, Ledger
 from elastic.core.policy.hang import MainThreadState
 from elastic.core.policy.membership import Candidate, CurrentGroup
@@ -34,9 +32,7 @@ from elastic.core.view import JobView, WorkerView
 from elastic.core.world import (
     ENDED,
     NO_GENERATION,
-    CheckpointRecord,
     ExitCause,
-    Failure,
     Generation,
     Group,
     JobId,
@@ -46,12 +42,6 @@ from elastic.core.world import (
     WorkerPhase,
     WorkerReport,
 )
-
-if TYPE_CHECKING:
-    from elastic.core.machine.report_coalescing import PendingReports
-
-RANK_FAILURES_MAX = 16
-"""Per job: each may have a traceback of 32,000 characters, and the record is written whole."""
 
 
 @dataclass
@@ -95,56 +85,17 @@ class JobState:
     """One job.
 
     Attributes:
-        is_open: `group` was announced, and its members were not ordered to leave at once.
-        leave_requested: they were asked to leave at a boundary.
-        is_save_requested: and to save their state there, because no member continues with it.
-        announced_ns: when `group` was announced, or ordered to leave, in this term.
-        training_since_ns: when the last member of `group` began to train, None before.
+        group, generation: the newest group; see `newest` for what is known of it.
+        reason: why it is in its phase; for people.
         waits_for: what keeps the next group from forming, "" while there is a group.
         restart_at_ns: no worker is started before (back-off).
         wake_ns: when this job must be evaluated again.
-        first_steps: wall clock at the end of each member's first step in this generation.
-        holders: members of the newest group before `group` that committed a step; empty after a
-            restart of the coordinator.
-        has_looped: in this term a member was in a loop that can be saved at any step.
-        finished: results of the train function, by finished member; kept after it is gone.
-        rank_failures, failed_in: what members have raised, and in which generation.
-        failure_generation, loss_generation: the newest that was charged for a failure, a loss.
-        save_request: number of the newest unserved checkpoint request, 0 for none.
-        preemptions: how many nodes an announced drain took from its groups; a separate budget.
-        saved_before_ns: when a checkpoint was last requested because its group needs leaving nodes.
-        anew_ns: since when members of the newest group are replaced by new processes, which all
-            start together; None if they are not.
-        has_news_of_leavers: its members were not notified yet of one of their nodes that leaves.
-        stuck: why the newest group can never continue, "" if it can.
-        ends_announced: the newest group notified of its end before the next one was computed.
-        hung: members that are about to be killed as hung, and since when their stacks are written.
-        works: work of a member for which the others have waited long; for people.
-        placed: the ranks of a group's members, computed once.
         bounds: (min, max) workers that a user set after the submission, None for those of the spec.
-        paused: a user paused it: it should hold no workers.
-        stopping: why it ends once it holds no workers, "" if it does not; then `paused`, too.
-        hurries: its workers must end at once, whatever their scripts are doing.
-        yields_to: the job for which the queue makes it release its slots, "" for none.
-        pause_request: number of the checkpoint request before its pause, 0 for none.
-        is_saved: that request was served.
-        releases_all: since then its group was asked to leave, and no other one is formed.
-        release_deadline_ns: time limit for the checkpoint, then for the boundary; None before.
-        request_again_ns: a late pause requests no other checkpoint before.
-        preempted_by: the job that preempted it, "" once it trains again.
         submitter: name of the token or certificate, "" if callers are not identified.
-        passed_over_until_ns: it is not preempted before, because it could not be saved when it
-            was last.
-        micro_batches: per step, as last reported by its members in this term; 0 if unknown.
-        reported: (generation, index) of the newest metrics of this term.
-        yields: workers that the queue makes it release for another job.
         copies: which nodes hold, or should hold, copies of its state.
         links: which of its nodes do not reach each other.
-        wave: reports of its workers that are spread over time now, None for none.
         unix_ahead_ns: the wall clock minus the machine's, at the start; None if unknown.
         ledger: the time of its workers by category.
-        paused_ns: since when training is interrupted for another group, None while it is not.
-        lost: members lost meanwhile, and how; for people.
         former: workers that are gone, the newest of them.
     """
 
@@ -154,64 +105,27 @@ class JobState:
     since_ns: int
     generation: Generation = NO_GENERATION
     group: Group | None = None
-    is_open: bool = False
-    leave_requested: bool = False
-    is_save_requested: bool = False
-    anew_ns: int | None = None
-    announced_ns: int = 0
-    training_since_ns: int | None = None
+    newest: NewestGroup = field(default_factory=NewestGroup)
+    release: JobRelease = field(default_factory=JobRelease)
+    outcome: JobOutcome = field(default_factory=JobOutcome)
+    reports: JobReports = field(default_factory=JobReports)
     workers: dict[WorkerId, WorkerState] = field(default_factory=dict)
-    history: FailureHistory = field(default_factory=FailureHistory)
-    checkpoints: tuple[CheckpointRecord, ...] = ()
     reason: str = ""
     waits_for: str = ""
-    failure: Failure | None = None
-    failed_worker: str = ""
-    rank_failures: tuple[RankFailure, ...] = ()
-    failed_in: Generation = NO_GENERATION
-    failure_generation: Generation = NO_GENERATION
-    loss_generation: Generation = NO_GENERATION
-    result: str = ""
-    metrics: str = ""
-    reported: tuple[Generation, int] = (NO_GENERATION, -1)
     restart_at_ns: int = 0
     wake_ns: int | None = None
-    first_steps: dict[WorkerId, int] = field(default_factory=dict)
-    has_looped: bool = False
-    holders: frozenset[WorkerId] = frozenset()
-    finished: dict[WorkerId, str] = field(default_factory=dict)
-    stuck: str = ""
-    ends_announced: Generation = NO_GENERATION
-    hung: dict[WorkerId, int] = field(default_factory=dict)
-    works: str = ""
-    placed: tuple[Group, tuple[RankPlace, ...]] | None = None
-    save_request: int = 0
-    preemptions: int = 0
-    saved_before_ns: int | None = None
     bounds: tuple[int, int] | None = None
-    paused: bool = False
-    stopping: str = ""
-    hurries: bool = False
-    pause_request: int = 0
-    is_saved: bool = False
-    releases_all: bool = False
-    yields_to: str = ""
-    release_deadline_ns: int | None = None
-    request_again_ns: int = 0
-    preempted_by: str = ""
     submitter: str = ""
-    passed_over_until_ns: int = 0
-    micro_batches: int = 0
-    yields: frozenset[WorkerId] = frozenset()
     copies: CopyBook = field(default_factory=CopyBook)
     links: LinkBook = field(default_factory=LinkBook)
-    has_news_of_leavers: bool = False
-    wave: PendingReports | None = None
     unix_ahead_ns: int | None = None
     ledger: Ledger = field(default_factory=Ledger)
-    paused_ns: int | None = None
-    lost: list[str] = field(default_factory=list)
     former: tuple[FormerWorker, ...] = ()
+
+    @property
+    def is_open(self) -> bool:
+        """Return whether `group` was announced, and its members were not ordered to end."""
+        return self.newest.phase is not GroupPhase.NONE
 
     @property
     def limits(self) -> JobSpec:
@@ -235,7 +149,7 @@ class JobState:
             check_move(JOB, f"job {self.job_id}", self.phase, phase)
             self.phase = phase
             if phase is JobPhase.PAUSED:
-                self.paused_ns, self.lost = None, []
+                self.newest.paused_ns, self.newest.lost = None, []
             self.since_ns = now_ns
 
     def member_ids(self) -> tuple[WorkerId, ...]:
@@ -255,10 +169,13 @@ class JobState:
         group = self.group
         if group is None:
             return ()
-        if self.placed is None or self.placed[0] is not group:
+        if self.newest.placed is None or self.newest.placed[0] is not group:
             node_of = {m.worker_id: m.node_id for m in group.members}
-            self.placed = group, assign_ranks(group.worker_ids(), node_of, group.worker_ids())
-        return self.placed[1]
+            self.newest.placed = (
+                group,
+                assign_ranks(group.worker_ids(), node_of, group.worker_ids()),
+            )
+        return self.newest.placed[1]
 
     def current(self) -> CurrentGroup:
         """Return the newest group as the membership policy sees it."""
@@ -267,18 +184,18 @@ class JobState:
             self.generation,
             members,
             self.is_open,
-            self.leave_requested,
-            self.is_save_requested,
-            stuck=self.stuck,
+            self.newest.is_asked_to_leave,
+            self.newest.phase is GroupPhase.SAVING,
+            stuck=self.newest.stuck,
             in_place=self.is_in_place(),
-            has_trained=self.training_since_ns is not None,
+            has_trained=self.newest.training_since_ns is not None,
             is_over=self.is_end_announced(),
-            anew_ns=self.anew_ns,
+            anew_ns=self.newest.anew_ns,
         )
 
     def is_end_announced(self) -> bool:
         """Return whether members of the newest group were notified of its end early."""
-        return self.is_open and self.ends_announced == self.generation
+        return self.is_open and self.newest.ends_announced == self.generation
 
     def is_in_place(self) -> bool:
         """Return whether its group trains in a loop that new members can enter."""
@@ -290,7 +207,10 @@ class JobState:
     def candidates(self, book: NodeBook) -> dict[WorkerId, Candidate]:
         """Return all workers as the membership policy sees them."""
         found, nodes, holders = {}, book.nodes, self.state_holders()
-        gives_some, by_ns = self.must_release_workers() or bool(self.yields), self._leave_by_ns()
+        gives_some, by_ns = (
+            self.must_release_workers() or bool(self.release.yields),
+            self._leave_by_ns(),
+        )
         for worker_id, worker in self.workers.items():
             node, report = nodes[worker.node_id], worker.report
             is_out = node.draining or worker.node_id in self.links.out
@@ -319,7 +239,9 @@ class JobState:
         """
         alive = {w: worker for w, worker in self.workers.items() if worker.stop_cause is None}
         able = frozenset(w for w, worker in alive.items() if worker.report.in_place)
-        known = alive.keys() & (self.member_ids() if self.first_steps else self.holders)
+        known = alive.keys() & (
+            self.member_ids() if self.newest.first_steps else self.newest.holders
+        )
         return able & known if known else able
 
     def is_to_leave(self, worker: WorkerState, node: NodeState) -> bool:
@@ -329,30 +251,25 @@ class JobState:
 
     def gives_back(self, worker_id: WorkerId) -> bool:
         """Return whether the worker must leave for another job, or because the job pauses."""
-        is_releasing = self.must_release_workers() and (self.releases_all or not self.is_open)
-        return is_releasing or worker_id in self.yields
+        is_releasing = self.must_release_workers() and (self.release.is_leaving or not self.is_open)
+        return is_releasing or worker_id in self.release.yields
 
     def must_release_workers(self) -> bool:
         """Return whether it should hold no workers: it is paused, or preempted."""
-        return self.paused or bool(self.yields_to)
+        return self.release.paused or bool(self.release.yields_to)
 
     def _leave_by_ns(self) -> int | None:
         """Return when members that were asked to release their slots are cut off, None for never.
 
         Never before there is a checkpoint from which the job can continue.
         """
-        is_bounded = self.releases_all and self.yields_to and self.checkpoints
-        return self.release_deadline_ns if is_bounded else None
+        is_bounded = self.release.is_leaving and self.release.yields_to and self.reports.checkpoints
+        return self.release.deadline_ns if is_bounded else None
 
     def is_late(self, now_ns: int) -> bool:
         """Return whether it pauses, and still holds its workers after the deadline."""
-        due_ns = self.release_deadline_ns
-        return self.paused and self.is_open and due_ns is not None and now_ns >= due_ns
-
-    def reset_release(self) -> None:
-        """Reset the progress of a pause or preemption, for the next time."""
-        self.pause_request, self.is_saved, self.releases_all = 0, False, False
-        self.release_deadline_ns, self.request_again_ns = None, 0
+        due_ns = self.release.deadline_ns
+        return self.release.paused and self.is_open and due_ns is not None and now_ns >= due_ns
 
     def latest_checkpoint(self) -> str:
         """Return the path of the newest reported checkpoint that is recorded, "" for none.
@@ -361,22 +278,12 @@ class JobState:
         must get a checkpoint that it wrote. Before there is one, a job with `resume_from` continues
         from that.
         """
-        reported = (c.path for c in reversed(self.checkpoints) if not c.automatic)
+        reported = (c.path for c in reversed(self.reports.checkpoints) if not c.automatic)
         return next(reported, self.spec.resume_from)
 
     def latest_saved(self) -> str:
         """Return the path of the newest automatic checkpoint that is recorded, "" for none."""
-        return next((c.path for c in reversed(self.checkpoints) if c.automatic), "")
-
-    def note_failure(self, rank: int, failure: Failure) -> bool:
-        """Record a failure of a member of the present group; return whether it is new."""
-        if self.failed_in != self.generation:
-            self.rank_failures, self.failed_in = (), self.generation
-        is_known = any(one.rank == rank for one in self.rank_failures)
-        if rank < 0 or is_known or len(self.rank_failures) == RANK_FAILURES_MAX:
-            return False
-        self.rank_failures = (*self.rank_failures, RankFailure(rank, failure))
-        return True
+        return next((c.path for c in reversed(self.reports.checkpoints) if c.automatic), "")
 
     def record(self) -> JobRecord:
         """Return the job's durable state."""
@@ -386,25 +293,25 @@ class JobState:
             phase=self.phase,
             generation=self.generation,
             group=self.group,
-            failures=self.history.failures,
-            losses=self.history.losses,
-            preemptions=self.preemptions,
-            checkpoints=self.checkpoints,
+            failures=self.outcome.history.failures,
+            losses=self.outcome.history.losses,
+            preemptions=self.outcome.preemptions,
+            checkpoints=self.reports.checkpoints,
             reason=self.reason,
-            failure=self.failure,
-            failed_worker=self.failed_worker,
-            rank_failures=self.rank_failures,
-            result=self.result,
-            metrics=self.metrics,
+            failure=self.outcome.failure,
+            failed_worker=self.outcome.failed_worker,
+            rank_failures=self.outcome.rank_failures,
+            result=self.outcome.result,
+            metrics=self.reports.metrics,
             sequence=self.sequence,
             min_workers=self.bounds[0] if self.bounds else 0,
             max_workers=self.bounds[1] if self.bounds else 0,
-            paused=self.paused,
-            stopping=self.stopping,
-            preempted_by=self.preempted_by,
+            paused=self.release.paused,
+            stopping=self.release.stopping,
+            preempted_by=self.release.preempted_by,
             submitter=self.submitter,
-            is_save_requested=self.is_save_requested,
-            leaves_for=self.yields_to if self.releases_all and self.is_open else "",
+            is_save_requested=self.newest.phase is GroupPhase.SAVING,
+            leaves_for=self.release.yields_to if self.release.is_leaving and self.is_open else "",
             since_unix_ns=0 if ahead_ns is None else self.since_ns + ahead_ns,
             goodput=self.ledger.total(),
             former=self.former,
@@ -419,8 +326,8 @@ class JobState:
         if self.has_ended() and self.workers:
             reason = f"{reason} ({self.phase.value}, {len(self.workers)} workers are ending)"
             record = replace(record, phase=JobPhase.STOPPING)
-        elif self.works and self.is_open:
-            reason = f"{reason}; {self.works}" if reason else self.works
+        elif self.newest.works and self.is_open:
+            reason = f"{reason}; {self.newest.works}" if reason else self.newest.works
         workers = tuple(
             WorkerView(
                 w.report, w.node_id, self.rank_of(worker_id), w.since_ns, w.steps, w.telemetry

@@ -62,9 +62,11 @@ def exhausts_budget(cluster: ClusterState, job: JobState, staying: Iterable[Work
     ]
     if not taken:
         return False
-    job.preemptions += len(taken)
-    cluster.note("preempted", job.job_id, nodes=",".join(taken), preemptions=job.preemptions)
-    decision = policy.judge_budget(job.spec, job.preemptions)
+    job.outcome.preemptions += len(taken)
+    cluster.note(
+        "preempted", job.job_id, nodes=",".join(taken), preemptions=job.outcome.preemptions
+    )
+    decision = policy.judge_budget(job.spec, job.outcome.preemptions)
     if decision.value:
         job.reason = decision.reason
     return decision.value
@@ -74,7 +76,7 @@ def save_is_due(cluster: ClusterState, job: JobState) -> Decision[bool]:
     """Decide whether a checkpoint must be taken now because of nodes that leave."""
     nodes = nodes_of(cluster, job)
     if not nodes or not job.spec.run_path:
-        job.saved_before_ns = None
+        job.newest.saved_before_ns = None
         return Decision(False, "no node of the group leaves")
     found = job.candidates(cluster.book)
     candidates = {worker_id: found[worker_id] for worker_id in sorted(found)}
@@ -83,5 +85,5 @@ def save_is_due(cluster: ClusterState, job: JobState) -> Decision[bool]:
     can_go_on = any(job.is_member(worker_id) for worker_id in wanted)
     leave_by_ns = min(state.leave_by_ns or 0 for state in nodes)
     return policy.save_before(
-        leave_by_ns, last_ns=job.saved_before_ns, now_ns=cluster.now_ns, can_go_on=can_go_on
+        leave_by_ns, last_ns=job.newest.saved_before_ns, now_ns=cluster.now_ns, can_go_on=can_go_on
     )

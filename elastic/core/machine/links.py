@@ -56,7 +56,7 @@ def check_into(
 
 def check_into_broken(cluster: ClusterState, job: JobState) -> None:
     """Do so at once for a group that broke while forming: there may be ten within seconds."""
-    if job.training_since_ns is None:
+    if job.newest.training_since_ns is None:
         check_into(cluster, job, job.links.nowhere_ns, after_ns=0)
 
 
@@ -162,7 +162,7 @@ def _keep_out(cluster: ClusterState, job: JobState) -> None:
         return
     links.out = out
     if job.is_open and not workers.keys().isdisjoint(links.out):
-        job.stuck = job.stuck or explain(job)
+        job.newest.stuck = job.newest.stuck or explain(job)
     cluster.replan = True
     cluster.touch(job)
 
@@ -175,7 +175,7 @@ def _nodes(job: JobState) -> dict[NodeId, int]:
 
 def _gets_on(cluster: ClusterState, job: JobState) -> bool:
     """Return whether its group trains, and no member waits in it."""
-    is_formed = job.is_open and job.training_since_ns is not None
+    is_formed = job.is_open and job.newest.training_since_ns is not None
     return is_formed and not timeouts.does_somebody_wait(cluster, job)
 
 

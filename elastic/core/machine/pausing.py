@@ -17,6 +17,7 @@ from elastic.core.config import ns
 from elastic.core.events.coordinator import Persist
 from elastic.core.machine import reconcile, saves
 from elastic.core.machine.jobs import ClusterState, JobState
+from elastic.core.machine.transitions import ReleasePhase
 from elastic.core.policy import eviction
 from elastic.core.policy.decision import Decision
 from elastic.core.policy.eviction import EvictionSave
@@ -32,21 +33,21 @@ def advance(cluster: ClusterState, job: JobState) -> None:
         _release_workers(cluster, job)
         _touch_co_preempted(cluster, job)
         return
-    if job.stopping and job.training_since_ns is not None and not job.is_in_place():
+    if job.release.stopping and job.newest.training_since_ns is not None and not job.is_in_place():
         # Its loop has ended: there is no next boundary. It ends by itself, once its last
         # checkpoint is written and its code is through, or is ended at the deadline.
         if _has_time(cluster, job):
-            job.reason = f"{job.stopping}: ends with its train function"
+            job.reason = f"{job.release.stopping}: ends with its train function"
             return
-        reconcile.end_job(cluster, job, JobPhase.STOPPED, job.stopping)
+        reconcile.end_job(cluster, job, JobPhase.STOPPED, job.release.stopping)
         return
     _mind_time(cluster, job)
     saving = _saving(cluster, job).value
-    if saving is EvictionSave.IN_VAIN and not job.releases_all:
+    if saving is EvictionSave.IN_VAIN and not job.release.is_leaving:
         _train_on(cluster, job)
     elif not _can_leave(job):
         return
-    elif job.releases_all:
+    elif job.release.is_leaving:
         job.reason = _leaves(job)
     elif saving is EvictionSave.AWAITED:
         _save(cluster, job)
@@ -58,22 +59,23 @@ def advance(cluster: ClusterState, job: JobState) -> None:
 
 def _saving(cluster: ClusterState, job: JobState) -> Decision[EvictionSave]:
     """Decide whether its members continue until a checkpoint is written."""
+    is_saving = job.release.phase is ReleasePhase.SAVING
     return eviction.judge_saving(
         in_place=bool(job.spec.run_path) and job.is_in_place(),
-        is_saved=job.is_saved,
-        num_checkpoints=len(job.checkpoints),
+        is_saved=job.release.phase is ReleasePhase.SAVED,
+        num_checkpoints=len(job.reports.checkpoints),
         # Only a preemption has a deadline; it counts from the checkpoint request.
-        save_by_ns=job.release_deadline_ns if job.yields_to and job.pause_request else None,
+        save_by_ns=job.release.deadline_ns if job.release.yields_to and is_saving else None,
         now_ns=cluster.now_ns,
     )
 
 
 def _has_time(cluster: ClusterState, job: JobState) -> bool:
     """Return whether the deadline is not over, which a pause gets here; the job wakes at it."""
-    if (job.paused or job.releases_all) and job.release_deadline_ns is None:
-        job.release_deadline_ns = cluster.now_ns + ns(cluster.config.preemption_deadline_s)
-    if job.release_deadline_ns is None or cluster.now_ns < job.release_deadline_ns:
-        reconcile.wake(job, job.release_deadline_ns)
+    if (job.release.paused or job.release.is_leaving) and job.release.deadline_ns is None:
+        job.release.deadline_ns = cluster.now_ns + ns(cluster.config.preemption_deadline_s)
+    if job.release.deadline_ns is None or cluster.now_ns < job.release.deadline_ns:
+        reconcile.wake(job, job.release.deadline_ns)
         return True
     return False
 
@@ -85,36 +87,37 @@ def _mind_time(cluster: ClusterState, job: JobState) -> None:
     A job ordered to leave by an earlier coordinator gets the whole time again. Its members give up
     a checkpoint that storage does not accept, so it is requested again.
     """
-    if _has_time(cluster, job) or not job.paused:
+    if _has_time(cluster, job) or not job.release.paused:
         return
     now_ns = cluster.now_ns
     if _is_counted_on(cluster, job):
         cluster.replan = True
-    if job.pause_request and not (job.is_saved or job.releases_all):
-        if now_ns >= job.request_again_ns:
+    if job.release.phase is ReleasePhase.SAVING:
+        if now_ns >= job.release.request_again_ns:
             saves.request_checkpoint(cluster, job)
-            job.request_again_ns = now_ns + eviction.retry_ns(cluster.config)
-        reconcile.wake(job, job.request_again_ns)
+            job.release.request_again_ns = now_ns + eviction.retry_ns(cluster.config)
+        reconcile.wake(job, job.release.request_again_ns)
 
 
 def _save(cluster: ClusterState, job: JobState) -> None:
     """Request a checkpoint; a preemption has a deadline for it."""
-    if not job.pause_request:
+    if job.release.phase is ReleasePhase.NONE:
+        job.release.move(ReleasePhase.SAVING)
         saves.request_checkpoint(cluster, job)
-        job.pause_request = job.save_request
-        job.release_deadline_ns = cluster.now_ns + ns(cluster.config.preemption_deadline_s)
-        reconcile.wake(job, job.release_deadline_ns)
+        job.release.pause_request = job.reports.save_request
+        job.release.deadline_ns = cluster.now_ns + ns(cluster.config.preemption_deadline_s)
+        reconcile.wake(job, job.release.deadline_ns)
     job.reason = f"{_yields(job)} as soon as a checkpoint is written"
 
 
 def _leave(cluster: ClusterState, job: JobState) -> None:
     """Ask its members to leave at a boundary."""
-    job.releases_all = True
-    job.release_deadline_ns = cluster.now_ns + ns(cluster.config.preemption_deadline_s)
+    job.release.move(ReleasePhase.LEAVING)
+    job.release.deadline_ns = cluster.now_ns + ns(cluster.config.preemption_deadline_s)
     job.reason = _leaves(job)
     # Members that do not leave by then may be cut off: see `JobState.candidates`.
-    reconcile.wake(job, job.release_deadline_ns)
-    cause = "pause" if job.paused else "preempt"
+    reconcile.wake(job, job.release.deadline_ns)
+    cause = "pause" if job.release.paused else "preempt"
     reconcile.request_leave(
         cluster, job, GroupPlan(GroupAction.ASK, cause=cause, saves=True), job.reason
     )
@@ -123,47 +126,52 @@ def _leave(cluster: ClusterState, job: JobState) -> None:
 
 def _train_on(cluster: ClusterState, job: JobState) -> None:
     """Cancel a preemption that would lose all work: the queue chooses another job, or waits."""
-    cluster.note("gives_way_in_vain", job.job_id, to=job.yields_to)
-    job.passed_over_until_ns = cluster.now_ns + eviction.retry_ns(cluster.config)
+    cluster.note("gives_way_in_vain", job.job_id, to=job.release.yields_to)
+    job.release.passed_over_until_ns = cluster.now_ns + eviction.retry_ns(cluster.config)
     cluster.replan = True
 
 
 def _co_preempted(cluster: ClusterState, job: JobState) -> list[JobState]:
     """Return other jobs that still hold workers and are preempted for the same job, or pause."""
-    if job.paused:
+    if job.release.paused:
         return []
-    first = job.yields_to.partition(" ")[0]
+    first = job.release.yields_to.partition(" ")[0]
     return [
         other
         for other in cluster.active()
         if other is not job
         and other.is_open
-        and (_is_counted_on(cluster, other) or other.yields_to.partition(" ")[0] == first)
+        and (_is_counted_on(cluster, other) or other.release.yields_to.partition(" ")[0] == first)
     ]
 
 
 def _is_counted_on(cluster: ClusterState, job: JobState) -> bool:
     """Return whether it pauses, and the queue has already allocated its slots to others."""
-    return job.paused and job.job_id not in cluster.grants
+    return job.release.paused and job.job_id not in cluster.grants
 
 
 def _touch_co_preempted(cluster: ClusterState, job: JobState) -> None:
     """Evaluate the jobs that may have waited for this one."""
     for other in cluster.active():
-        if other is not job and other.yields_to and other.is_open and not other.releases_all:
+        if (
+            other is not job
+            and other.release.yields_to
+            and other.is_open
+            and not other.release.is_leaving
+        ):
             cluster.touch(other)
 
 
 def _may_leave(cluster: ClusterState, job: JobState) -> bool:
     """Return whether a preempted job can leave at the next boundary."""
-    return job.releases_all or (
+    return job.release.is_leaving or (
         _can_leave(job) and _saving(cluster, job).value is EvictionSave.OVER
     )
 
 
 def _can_leave(job: JobState) -> bool:
     """Return whether its group trains or leaves, is complete, and is not about to end."""
-    has_trained = job.releases_all or job.training_since_ns is not None
+    has_trained = job.release.is_leaving or job.newest.training_since_ns is not None
     return has_trained and _is_whole(job) and not (_is_ending(job) or job.is_end_announced())
 
 
@@ -178,9 +186,9 @@ def _is_ending(job: JobState) -> bool:
 
 
 def _yields(job: JobState) -> str:
-    if job.stopping:
-        return f"stops ({job.stopping})"
-    return "pauses" if job.paused else f"gives way to {job.yields_to}"
+    if job.release.stopping:
+        return f"stops ({job.release.stopping})"
+    return "pauses" if job.release.paused else f"gives way to {job.release.yields_to}"
 
 
 def _leaves(job: JobState) -> str:
@@ -193,13 +201,13 @@ def _leaves(job: JobState) -> str:
 
 def _release_workers(cluster: ClusterState, job: JobState) -> None:
     """Persist that a job without a group is paused or preempted, and end its workers."""
-    if job.paused:
+    if job.release.paused:
         _pause(cluster, job)
         if job.has_ended():
             return
-    elif not job.preempted_by:
+    elif not job.release.preempted_by:
         _wait_again(cluster, job)
-    detail = "job paused" if job.paused else f"its job gave way to {job.yields_to}"
+    detail = "job paused" if job.release.paused else f"its job gave way to {job.release.yields_to}"
     for worker_id in sorted(job.workers):
         reconcile.stop_worker(cluster, job, worker_id, ExitCause(ExitKind.STOPPED, detail=detail))
 
@@ -207,21 +215,23 @@ def _release_workers(cluster: ClusterState, job: JobState) -> None:
 def _pause(cluster: ClusterState, job: JobState) -> None:
     if job.phase is JobPhase.PAUSED:
         return
-    if job.stopping:
-        reconcile.end_job(cluster, job, JobPhase.STOPPED, job.stopping)
+    if job.release.stopping:
+        reconcile.end_job(cluster, job, JobPhase.STOPPED, job.release.stopping)
         return
     job.move(JobPhase.PAUSED, cluster.now_ns)
     job.waits_for = ""
     job.reason = f"paused by a user: elastic resume {job.job_id}"
-    job.save_request, job.wake_ns = 0, None
+    job.reports.save_request, job.wake_ns = 0, None
     cluster.do(Persist((job.record(),)))
     cluster.note("job_paused", job.job_id, generation=job.generation)
 
 
 def _wait_again(cluster: ClusterState, job: JobState) -> None:
     """Put it back into the queue; it continues from its checkpoint automatically."""
-    job.preempted_by = job.yields_to
-    job.reason = f"waiting: preempted by {job.preempted_by}; its workers end"
-    job.save_request = 0
+    job.release.preempted_by = job.release.yields_to
+    job.reason = f"waiting: preempted by {job.release.preempted_by}; its workers end"
+    job.reports.save_request = 0
     cluster.do(Persist((job.record(),)))
-    cluster.note("job_preempted", job.job_id, by=job.preempted_by, generation=job.generation)
+    cluster.note(
+        "job_preempted", job.job_id, by=job.release.preempted_by, generation=job.generation
+    )

@@ -31,31 +31,33 @@ def plan(cluster: ClusterState) -> None:
         return
     cluster.replan, cluster.replan_at_ns = False, None
     # Slots of a job that pauses come free by themselves, if that does not take too long.
-    jobs = [job for job in cluster.active() if not job.paused or job.is_late(cluster.now_ns)]
+    jobs = [
+        job for job in cluster.active() if not job.release.paused or job.is_late(cluster.now_ns)
+    ]
     grants = _grants(cluster, jobs)
     gave_way = [_room_made(cluster, job) for job in cluster.active()]
     for job in cluster.active():
         before, now = cluster.grants.get(job.job_id), grants.get(job.job_id)
         for_whom = now.yields_to if now is not None else ""
-        if before == now and job.yields_to == for_whom:
+        if before == now and job.release.yields_to == for_whom:
             continue  # Before the first plan a job may be preempted as restored from the journal.
         _make_room(cluster, job, for_whom)
         yields = _yields(job, now)
         is_new = before is None or before.yields != yields
-        job.yields = frozenset(yields)
+        job.release.yields = frozenset(yields)
         cluster.touch(job)
         if yields and job.is_open and is_new:
             cluster.note("gives_back", job.job_id, workers=" ".join(yields))
     cluster.grants = grants
     if gave_way != [_room_made(cluster, job) for job in cluster.active()]:
         for job in cluster.active():
-            if job.yields_to:
+            if job.release.yields_to:
                 cluster.touch(job)  # It may have waited for one that need not leave any more.
 
 
 def _room_made(cluster: ClusterState, job: JobState) -> tuple[str, bool]:
     """Return what other preempted jobs depend on: whether it leaves, or is counted on to."""
-    return job.yields_to, job.job_id in cluster.grants
+    return job.release.yields_to, job.job_id in cluster.grants
 
 
 def _make_room(cluster: ClusterState, job: JobState, for_whom: str) -> None:
@@ -63,11 +65,11 @@ def _make_room(cluster: ClusterState, job: JobState, for_whom: str) -> None:
 
     Members that were asked to leave and need not any more join the next group at that boundary.
     """
-    before, job.yields_to = job.yields_to, for_whom
+    before, job.release.yields_to = job.release.yields_to, for_whom
     if bool(before) is bool(for_whom):
         return
-    if not job.paused:  # A pause continues, with the deadlines of a preemption.
-        job.reset_release()
+    if not job.release.paused:  # A pause continues, with the deadlines of a preemption.
+        job.release.reset()
     if job.is_open:
         name = "gives_way" if for_whom else "gives_way_no_more"
         cluster.note(name, job.job_id, to=for_whom or before)
@@ -112,11 +114,11 @@ def claim_of(cluster: ClusterState, job: JobState) -> Demand:
     nodes = {worker_id: cluster.node_of(worker) for worker_id, worker in alive.items()}
     passed_over = eviction.passed_over_until(
         cluster.config,
-        until_ns=job.passed_over_until_ns,
-        num_checkpoints=len(job.checkpoints),
+        until_ns=job.release.passed_over_until_ns,
+        num_checkpoints=len(job.reports.checkpoints),
     )
     limits = job.limits
-    if job.paused:
+    if job.release.paused:
         # It keeps what it has until it is saved, and gets no more.
         whole = len(alive) // limits.workers_per_replica * limits.workers_per_replica
         limits = replace(
@@ -139,7 +141,7 @@ def claim_of(cluster: ClusterState, job: JobState) -> Demand:
         keeps_state=job.generation > 0,
         in_place=job.is_in_place(),
         stays=eviction.why_it_stays(
-            job.spec, in_place=job.is_in_place(), num_checkpoints=len(job.checkpoints)
+            job.spec, in_place=job.is_in_place(), num_checkpoints=len(job.reports.checkpoints)
         ),
         passed_over_until_ns=passed_over.value,
         passed_over_why=passed_over.reason,

@@ -26,6 +26,7 @@ from elastic.core.machine import (
 )
 from elastic.core.machine.announcing import send_worker
 from elastic.core.machine.jobs import ClusterState, JobState, WorkerState
+from elastic.core.machine.transitions import GroupPhase
 from elastic.core.messages import Announce, LeaveGroup, StartWorker, StopWorker
 from elastic.core.policy import failure, membership
 from elastic.core.policy.membership import GroupAction, GroupPlan
@@ -63,11 +64,11 @@ def reconcile_job(cluster: ClusterState, job: JobState) -> None:
         job.wake_ns = cluster.now_ns + 1
         return
     wake(job, links.settle(cluster, job))
-    if job.has_news_of_leavers:
+    if job.newest.has_news_of_leavers:
         # Once for all that came together: a cloud may take a thousand nodes at once.
-        job.has_news_of_leavers = False
+        job.newest.has_news_of_leavers = False
         remind_of_leavers(cluster, job, job.member_ids())
-    if job.anew_ns is not None:
+    if job.newest.anew_ns is not None:
         # A member whose process is spent gets a successor before the next group is decided. Else
         # a new member would train without it, and be spent itself when the successor joins.
         _start_workers(cluster, job)
@@ -98,13 +99,13 @@ def reconcile_job(cluster: ClusterState, job: JobState) -> None:
 def end_job(cluster: ClusterState, job: JobState, phase: JobPhase, reason: str) -> None:
     """Persist how the job ended, then order every worker to end."""
     job.move(phase, cluster.now_ns)
-    job.is_open = False
+    job.newest.move(GroupPhase.NONE)
     job.reason = reason
     # No worker starts for it any more, and two hundred ended jobs are kept in memory.
     job.spec = replace(job.spec, entry=replace(job.spec.entry, payload=b""))
     if phase is JobPhase.SUCCEEDED:
-        job.failure, job.failed_worker, job.rank_failures = None, "", ()
-        job.result = job.finished[job.member_ids()[0]]
+        job.outcome.failure, job.outcome.failed_worker, job.outcome.rank_failures = None, "", ()
+        job.outcome.result = job.outcome.finished[job.member_ids()[0]]
     cluster.do(Persist((job.record(),)))
     cluster.note("job_ended", job.job_id, phase=phase.value, reason=reason)
     cluster.touch(job)
@@ -130,7 +131,7 @@ def stop_order(cluster: ClusterState, job: JobState | None, worker: WorkerState)
     If a user stops the job, its script is asked first: by SIGTERM, if it has its own handler.
     """
     cause = worker.stop_cause or ExitCause(ExitKind.STOPPED)
-    asks_script = job is not None and job.phase is JobPhase.STOPPED and not job.hurries
+    asks_script = job is not None and job.phase is JobPhase.STOPPED and not job.release.hurries
     grace_s = 0.0 if cause.kind is ExitKind.HUNG else cluster.config.stop_grace_s
     if asks_script and job is not None:
         grace_s = max(grace_s, job.spec.grace_s)
@@ -139,7 +140,7 @@ def stop_order(cluster: ClusterState, job: JobState | None, worker: WorkerState)
 
 def hurry(cluster: ClusterState, job: JobState) -> None:
     """End the workers of a job that has ended, whatever their scripts are doing."""
-    job.hurries = True
+    job.release.hurries = True
     for worker_id in sorted(job.workers):
         if job.workers[worker_id].stop_cause is not None:
             send_worker(
@@ -231,8 +232,8 @@ def _fails_by_break(cluster: ClusterState, job: JobState) -> bool:
     if leaving.nodes_of(cluster, job) or timeouts.is_somebody_behind(job):
         return False
     links.check_into_broken(cluster, job)
-    decision = failure.judge_break(job.history, cluster.config)
-    job.history = decision.value.history
+    decision = failure.judge_break(job.outcome.history, cluster.config)
+    job.outcome.history = decision.value.history
     if decision.value.job_fails:
         end_job(cluster, job, JobPhase.FAILED, decision.reason)
     return decision.value.job_fails
@@ -254,18 +255,19 @@ def _form(cluster: ClusterState, job: JobState, plan: GroupPlan, reason: str) ->
         reason=plan.cause,
         key=_key_of_group(cluster, job),
     )
-    job.placed = job.group, places
-    job.is_open, job.leave_requested, job.is_save_requested, job.stuck = True, False, False, ""
-    job.anew_ns = None
-    if plan.cause != "broken" or job.training_since_ns is not None:
+    job.newest.placed = job.group, places
+    job.newest.move(GroupPhase.OPEN)
+    job.newest.stuck = ""
+    job.newest.anew_ns = None
+    if plan.cause != "broken" or job.newest.training_since_ns is not None:
         job.links.nowhere_ns = cluster.now_ns
-    job.announced_ns, job.training_since_ns = cluster.now_ns, None
+    job.newest.announced_ns, job.newest.training_since_ns = cluster.now_ns, None
     soonest_s = min(cluster.config.form_timeout_s, job.spec.hang_timeout_s or inf)
     wake(job, cluster.now_ns + ns(soonest_s))
     cluster.polls[job.job_id] = cluster.now_ns + forming_is_long_after_ns(len(places))
-    job.holders = former if job.first_steps else job.holders
-    job.first_steps, job.finished = {}, {}
-    job.preempted_by = ""
+    job.newest.holders = former if job.newest.first_steps else job.newest.holders
+    job.newest.first_steps, job.outcome.finished = {}, {}
+    job.release.preempted_by = ""
     job.reason = reason
     cluster.replan = True
     job.ledger.group_formed()
@@ -307,11 +309,8 @@ def request_leave(cluster: ClusterState, job: JobState, plan: GroupPlan, reason:
     That they save is persisted, so that a new coordinator allows the longer timeout of a save. The
     request is sent before that is durable: losing the flag shortens a timeout, and does no harm.
     """
-    is_news, job.leave_requested, job.is_save_requested = (
-        job.is_save_requested or plan.saves,
-        True,
-        plan.saves,
-    )
+    is_news = job.newest.phase is GroupPhase.SAVING or plan.saves
+    job.newest.move(GroupPhase.SAVING if plan.saves else GroupPhase.LEAVING)
     for worker_id in job.member_ids():
         worker = job.workers[worker_id]
         leave = LeaveGroup(worker_id, job.generation, True, plan.cause, saves=plan.saves)
@@ -325,10 +324,10 @@ def request_leave(cluster: ClusterState, job: JobState, plan: GroupPlan, reason:
 
 def _suspend(cluster: ClusterState, job: JobState, plan: GroupPlan, reason: str) -> None:
     """Order the members to leave at once; they keep their state and wait, or are replaced."""
-    job.is_open, job.leave_requested, job.is_save_requested = False, False, False
-    job.anew_ns = cluster.now_ns if plan.members else None
+    job.newest.move(GroupPhase.NONE)
+    job.newest.anew_ns = cluster.now_ns if plan.members else None
     cluster.replan = True
-    job.announced_ns = cluster.now_ns
+    job.newest.announced_ns = cluster.now_ns
     job.reason = reason
     for worker in job.workers.values():
         cluster.charge(job, worker)
@@ -343,9 +342,9 @@ def _suspend(cluster: ClusterState, job: JobState, plan: GroupPlan, reason: str)
 
 def _explain_waiting(cluster: ClusterState, job: JobState) -> None:
     """Record why the job waits, if it does; log it when it changes."""
-    gave_way = f"preempted by {job.preempted_by}; " if job.preempted_by else ""
+    gave_way = f"preempted by {job.release.preempted_by}; " if job.release.preempted_by else ""
     full = f"waiting: {gave_way}{links.explain(job, job.waits_for)}"
-    if job.waits_for and job.reason != full and not job.paused:
+    if job.waits_for and job.reason != full and not job.release.paused:
         job.reason = full
         cluster.note("waiting", job.job_id, reason=full.removeprefix("waiting: "))
 
@@ -356,9 +355,9 @@ def _is_complete(job: JobState) -> bool:
     Rank 0 must be among the finished ones, as it usually writes the results of a run; and user
     code must not have raised in a member after others had returned.
     """
-    if not job.is_open or job.member_ids()[0] not in job.finished:
+    if not job.is_open or job.member_ids()[0] not in job.outcome.finished:
         return False
-    if job.failure_generation == job.generation:
+    if job.outcome.failure_generation == job.generation:
         return False
     left = [job.workers[w] for w in job.member_ids() if w in job.workers]
     return bool(left) and all(
@@ -379,7 +378,7 @@ def _give_up_stuck(cluster: ClusterState, job: JobState) -> None:
         worker = job.workers.get(worker_id)
         if worker is None or worker.stop_cause is not None:
             continue
-        report, since_ns = worker.report, max(job.announced_ns, worker.reported_ns)
+        report, since_ns = worker.report, max(job.newest.announced_ns, worker.reported_ns)
         lingers_since_ns, worker.lingers_since_ns = worker.lingers_since_ns, None
         is_forming = report.phase is WorkerPhase.FORMING
         if members and report.generation >= job.generation:  # Only members know that generation.
@@ -426,7 +425,7 @@ def _save_before_they_leave(cluster: ClusterState, job: JobState) -> None:
     wake(job, decision.wake_ns)
     if not decision.value:
         return
-    job.saved_before_ns = cluster.now_ns
+    job.newest.saved_before_ns = cluster.now_ns
     wake(job, leaving.save_is_due(cluster, job).wake_ns)
     saves.request_checkpoint(cluster, job, reason=decision.reason)
 
@@ -443,7 +442,7 @@ def _start_workers(cluster: ClusterState, job: JobState) -> bool:
         return False
     alive = [w for w in job.workers.values() if w.stop_cause is None]
     have = len(alive)
-    if cluster.book.leaving or job.yields or job.links.out:
+    if cluster.book.leaving or job.release.yields or job.links.out:
         have -= sum(1 for w in alive if job.is_to_leave(w, cluster.node_of(w)))
     if have >= job.limits.max_workers:
         return False
@@ -478,10 +477,10 @@ def _stop_leavers(cluster: ClusterState, job: JobState) -> None:
     The last holders of the state of a suspended run stay as long as their node does: a group that
     they can pass it on to may still form.
     """
-    if not cluster.book.leaving and not job.yields:
+    if not cluster.book.leaving and not job.release.yields:
         return
     holders = job.state_holders()
-    gives_back = job.must_release_workers() or bool(job.yields)
+    gives_back = job.must_release_workers() or bool(job.release.yields)
     waits = not (job.is_open or gives_back) and all(
         cluster.node_of(job.workers[w]).draining for w in holders
     )
@@ -492,7 +491,7 @@ def _stop_leavers(cluster: ClusterState, job: JobState) -> None:
         leave_by_ns = node.leave_by_ns or 0
         if waits and worker_id in holders and cluster.now_ns < leave_by_ns:
             wake(job, leave_by_ns)
-        elif node.draining or worker_id in job.yields:
+        elif node.draining or worker_id in job.release.yields:
             detail = f"node drains: {node.reason}" if node.draining else "given back to another job"
             stop_worker(cluster, job, worker_id, ExitCause(ExitKind.STOPPED, detail=detail))
 
@@ -513,7 +512,7 @@ def _stop_surplus(cluster: ClusterState, job: JobState) -> None:
         and not job.gives_back(worker_id)
     ]
     holders = job.state_holders()
-    needed = holders if job.is_open and not job.first_steps else frozenset()
+    needed = holders if job.is_open and not job.newest.first_steps else frozenset()
     idle = [w for w in alive if w not in needed and not (job.is_open and job.is_member(w))]
 
     def last_to_end(worker_id: WorkerId) -> tuple[bool, bool, int, WorkerId]:
@@ -538,7 +537,7 @@ def _watch_health(cluster: ClusterState, job: JobState) -> None:
     """Note when the whole group trains, and forgive losses once it has trained long enough."""
     if not job.is_open or job.group is None:
         return
-    if job.training_since_ns is not None and not job.history.losses:
+    if job.newest.training_since_ns is not None and not job.outcome.history.losses:
         return
     members = [job.workers.get(w) for w in job.member_ids()]
     training = (WorkerPhase.TRAINING, WorkerPhase.FINISHED)
@@ -550,16 +549,16 @@ def _watch_health(cluster: ClusterState, job: JobState) -> None:
         and not cluster.node_of(w).unconfirmed
         for w in members
     )
-    if not is_training and job.training_since_ns is None:
+    if not is_training and job.newest.training_since_ns is None:
         timeouts.watch_forming(cluster, job)
-    if is_training and job.training_since_ns is None:
-        job.training_since_ns = cluster.now_ns
+    if is_training and job.newest.training_since_ns is None:
+        job.newest.training_since_ns = cluster.now_ns
         if not timeouts.does_somebody_wait(cluster, job):
             cluster.polls.pop(job.job_id, None)
-        took_ms = (cluster.now_ns - job.announced_ns) // 1_000_000
+        took_ms = (cluster.now_ns - job.newest.announced_ns) // 1_000_000
         cluster.note("group_training", job.job_id, generation=job.generation, took_ms=took_ms)
-    if job.training_since_ns is not None and job.history.losses:
-        until = job.training_since_ns + ns(cluster.config.healthy_after_s)
+    if job.newest.training_since_ns is not None and job.outcome.history.losses:
+        until = job.newest.training_since_ns + ns(cluster.config.healthy_after_s)
         if cluster.now_ns < until:
             wake(job, until)
         elif timeouts.does_somebody_wait(cluster, job):
@@ -572,7 +571,9 @@ def _watch_health(cluster: ClusterState, job: JobState) -> None:
 
 def forgive(job: JobState) -> None:
     """Reset the count of successive losses, because the job made progress."""
-    job.history = type(job.history)(job.history.failures, 0, job.history.last)
+    job.outcome.history = type(job.outcome.history)(
+        job.outcome.history.failures, 0, job.outcome.history.last
+    )
     job.restart_at_ns = 0
 
 

@@ -8,41 +8,16 @@ member reports twice.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from enum import Enum
 
 from elastic.core.config import NS_PER_S
+from elastic.core.machine.job_parts import ReportWave, WaveKind
 from elastic.core.machine.jobs import ClusterState, JobState, WorkerState
 from elastic.core.policy.membership import WAITING_PHASES
-from elastic.core.world import NO_GENERATION, Generation, WorkerId, WorkerPhase, WorkerReport
+from elastic.core.world import NO_GENERATION, WorkerId, WorkerPhase, WorkerReport
 
 POLL_NS, POLL_NS_PER_WORKER = NS_PER_S // 10, 50_000
 """Longest delay of a wave's reports, the larger of the two: half a second with ten thousand."""
 UNDER_WAY = (WorkerPhase.FORMING, WorkerPhase.TRAINING)
-
-
-class ReportKind(Enum):
-    """The transition that the workers report one after the other."""
-
-    COME_UP = "come up"
-    """Members of a new group begin to train."""
-    LEAVE = "leave"
-    """Members stop at a boundary."""
-    START = "start"
-    """Workers of a job without a group become ready."""
-
-
-@dataclass
-class PendingReports:
-    """The workers that have not sent this report yet.
-
-    Attributes:
-        left: workers that may be missing; the last of them is, as far as is known.
-    """
-
-    kind: ReportKind
-    generation: Generation
-    left: list[WorkerId] = field(default_factory=list)
 
 
 def may_wait(
@@ -59,11 +34,11 @@ def may_wait(
     kind = _kind(cluster, job, worker, before)
     if kind is None:
         return False
-    wave = job.wave
+    wave = job.newest.wave
     if wave is None or (wave.kind, wave.generation) != (kind, job.generation):
-        ids: Iterable[WorkerId] = job.workers if kind is ReportKind.START else job.member_ids()
-        wave = job.wave = PendingReports(kind, job.generation, list(ids))
-        if kind is not ReportKind.COME_UP:
+        ids: Iterable[WorkerId] = job.workers if kind is WaveKind.START else job.member_ids()
+        wave = job.newest.wave = ReportWave(kind, job.generation, list(ids))
+        if kind is not WaveKind.COME_UP:
             return False  # Time counts from the first one.
     holds_back = _HOLDS_BACK[kind]
     while wave.left:
@@ -74,13 +49,13 @@ def may_wait(
             job.wake_ns = check_ns if job.wake_ns is None else min(job.wake_ns, check_ns)
             return True
         wave.left.pop()
-    job.wave = None
+    job.newest.wave = None
     return False
 
 
 def _kind(
     cluster: ClusterState, job: JobState, worker: WorkerState, before: WorkerReport
-) -> ReportKind | None:
+) -> WaveKind | None:
     """Return the kind of wave that a report belongs to, None if a decision may depend on it."""
     report, generation = worker.report, job.generation
     if (
@@ -91,15 +66,19 @@ def _kind(
         return None
     if not job.is_open:
         is_first = generation == NO_GENERATION and before.phase is WorkerPhase.STARTING
-        return ReportKind.START if is_first and report.phase is WorkerPhase.READY else None
+        return WaveKind.START if is_first and report.phase is WorkerPhase.READY else None
     if report.generation != generation or not job.is_member(report.worker_id):
         return None
     is_fresh = before.generation < generation or before.phase in UNDER_WAY
     if not is_fresh or report.copies_every != job.copies.every_n_steps:
         return None
-    if report.phase in UNDER_WAY and job.training_since_ns is None:
-        return ReportKind.COME_UP
-    return ReportKind.LEAVE if report.phase is WorkerPhase.READY and job.leave_requested else None
+    if report.phase in UNDER_WAY and job.newest.training_since_ns is None:
+        return WaveKind.COME_UP
+    return (
+        WaveKind.LEAVE
+        if report.phase is WorkerPhase.READY and job.newest.is_asked_to_leave
+        else None
+    )
 
 
 def _is_behind(cluster: ClusterState, job: JobState, worker: WorkerState) -> bool:
@@ -121,8 +100,8 @@ def _is_starting(_: ClusterState, job: JobState, worker: WorkerState) -> bool:
     return worker.report.phase is WorkerPhase.STARTING and worker.stop_cause is None
 
 
-_HOLDS_BACK: dict[ReportKind, Callable[[ClusterState, JobState, WorkerState], bool]] = {
-    ReportKind.COME_UP: _is_behind,
-    ReportKind.LEAVE: _is_inside,
-    ReportKind.START: _is_starting,
+_HOLDS_BACK: dict[WaveKind, Callable[[ClusterState, JobState, WorkerState], bool]] = {
+    WaveKind.COME_UP: _is_behind,
+    WaveKind.LEAVE: _is_inside,
+    WaveKind.START: _is_starting,
 }

@@ -37,10 +37,10 @@ def take_metrics(cluster: ClusterState, session: SessionId, report: Report) -> N
         return
     # An agent that has reconnected resends its newest ones, which may be known.
     place, is_users = (report.generation, report.index), is_metrics(report)
-    is_again = is_users and place == job.reported
-    if is_users and place > job.reported:
+    is_again = is_users and place == job.reports.newest
+    if is_users and place > job.reports.newest:
         # A report with a slow upload may come late, and is not the newest.
-        job.metrics, job.reported = report.metrics, place
+        job.reports.metrics, job.reports.newest = report.metrics, place
     if report.kind is ReportKind.VALIDATION:
         # Not progress of the run: a new rank 0 resends all results of validations.
         _take_validation(cluster, job, report)
@@ -76,18 +76,18 @@ def _record(cluster: ClusterState, job: JobState, report: Report) -> None:
         report.request,
         report.kind,
     )
-    if any(c.path == record.path for c in job.checkpoints):
+    if any(c.path == record.path for c in job.reports.checkpoints):
         return  # A repetition, perhaps in a later generation: the reply was lost.
     # With its first checkpoint it may be preempted.
-    cluster.replan = cluster.replan or not job.checkpoints
+    cluster.replan = cluster.replan or not job.reports.checkpoints
     # In order of reports, not of arrival: a repeated or late one is not the newest. Automatic
     # ones come from one thread, in order; their index may restart.
-    records = (*job.checkpoints, record)
+    records = (*job.reports.checkpoints, record)
     order = sorted(
         records, key=lambda c: (c.generation, c.automatic, 0 if c.automatic else c.index)
     )
     _keep(job, order)
-    if record in job.checkpoints:
+    if record in job.reports.checkpoints:
         cluster.do(Persist((job.record(),)))
         cluster.note("checkpoint_recorded", job.job_id, path=report.checkpoint)
         if record.automatic:
@@ -99,11 +99,13 @@ def _record(cluster: ClusterState, job: JobState, report: Report) -> None:
 def _take_validation(cluster: ClusterState, job: JobState, report: Report) -> None:
     """Record the result of a checkpoint's validation; the first result counts."""
     pending = CheckpointStatus.PENDING_VALIDATION
-    known = [c for c in job.checkpoints if c.path == report.checkpoint and c.status is pending]
+    known = [
+        c for c in job.reports.checkpoints if c.path == report.checkpoint and c.status is pending
+    ]
     if not known:
         return
     settled = replace(known[0], metrics=report.metrics, status=report.status)
-    _keep(job, [settled if c is known[0] else c for c in job.checkpoints])
+    _keep(job, [settled if c is known[0] else c for c in job.reports.checkpoints])
     cluster.do(Persist((job.record(),)))
     cluster.note(
         "checkpoint_validated", job.job_id, path=report.checkpoint, status=report.status.value
@@ -112,7 +114,7 @@ def _take_validation(cluster: ClusterState, job: JobState, report: Report) -> No
 
 def _keep(job: JobState, records: list[CheckpointRecord]) -> None:
     """Apply the retention policy to these records, oldest first."""
-    job.checkpoints = retention.keep(
+    job.reports.checkpoints = retention.keep(
         records,
         num_to_keep=job.spec.num_to_keep,
         score_attribute=job.spec.score_attribute,
@@ -147,23 +149,23 @@ def take_progress(cluster: ClusterState, progress: Progress) -> None:
     if progress.generation != job.generation:
         return
     worker.steps, worker.telemetry = progress.steps, telemetry
-    if progress.steps and job.history.losses:
+    if progress.steps and job.outcome.history.losses:
         forgive(job)
-    if progress.worker_id in job.first_steps or not progress.first_step_unix_ns:
+    if progress.worker_id in job.newest.first_steps or not progress.first_step_unix_ns:
         return
-    job.first_steps[progress.worker_id] = progress.first_step_unix_ns
-    if len(job.first_steps) < len(job.member_ids()):
+    job.newest.first_steps[progress.worker_id] = progress.first_step_unix_ns
+    if len(job.newest.first_steps) < len(job.member_ids()):
         return
-    if set(job.member_ids()) <= set(job.first_steps):
-        last = max(job.first_steps[w] for w in job.member_ids())
+    if set(job.member_ids()) <= set(job.newest.first_steps):
+        last = max(job.newest.first_steps[w] for w in job.member_ids())
         pause_ns = _pause_ns(cluster, job, last)
         cluster.note(
             "first_step", job.job_id, generation=job.generation, unix_ns=last,
             world_size=len(job.member_ids()), cause=job.group.reason if job.group else "",
             pause_s=None if pause_ns is None else f"{pause_ns / 1e9:.3f}",
-            lost="; ".join(job.lost),
+            lost="; ".join(job.newest.lost),
         )  # fmt: skip
-        job.paused_ns, job.lost = None, []
+        job.newest.paused_ns, job.newest.lost = None, []
 
 
 def _pause_ns(cluster: ClusterState, job: JobState, last_unix_ns: int) -> int | None:
@@ -172,9 +174,9 @@ def _pause_ns(cluster: ClusterState, job: JobState, last_unix_ns: int) -> int | 
     It counts from when the coordinator noticed. The end is the step's reported time, because in
     large groups the reports themselves are delayed.
     """
-    if job.paused_ns is None:
+    if job.newest.paused_ns is None:
         return None
-    received_ns = cluster.now_ns - job.paused_ns
+    received_ns = cluster.now_ns - job.newest.paused_ns
     if cluster.unix_ahead_ns is None:
         return received_ns
-    return min(received_ns, max(0, last_unix_ns - cluster.unix_ahead_ns - job.paused_ns))
+    return min(received_ns, max(0, last_unix_ns - cluster.unix_ahead_ns - job.newest.paused_ns))

@@ -44,20 +44,22 @@ def on_stop(cluster: ClusterState, event: StopRequested) -> None:
     """
     job, reason = cluster.jobs.get(event.job_id), event.reason or "stopped"
     if job is not None and job.has_ended() and job.workers and event.now:
-        if not job.hurries:
+        if not job.release.hurries:
             reconcile.hurry(cluster, job)
         cluster.do(Reply(event.request_id, "", job.job_id))
         return
     job = _active(cluster, event)
     if job is None:
         return
-    job.hurries = event.now
-    is_behind_loop = job.is_open and job.has_looped and job.training_since_ns is not None
+    job.release.hurries = event.now
+    is_behind_loop = (
+        job.is_open and job.newest.has_looped and job.newest.training_since_ns is not None
+    )
     is_waited_for = is_behind_loop or _may_be_in_place(cluster, job)
     if not event.now and job.spec.run_path and is_waited_for:
-        if not job.stopping:
-            job.reset_release()
-            job.paused, job.stopping = True, reason
+        if not job.release.stopping:
+            job.release.reset()
+            job.release.paused, job.release.stopping = True, reason
             cluster.do(Persist((job.record(),)))
             cluster.note("stop_requested", job.job_id, generation=job.generation, reason=reason)
             cluster.touch_active()
@@ -85,9 +87,9 @@ def on_pause(cluster: ClusterState, event: PauseRequested) -> None:
         )
         cluster.do(Reply(event.request_id, "failed_precondition", text))
         return
-    if not job.paused:
-        job.reset_release()
-        job.paused = True
+    if not job.release.paused:
+        job.release.reset()
+        job.release.paused = True
         cluster.do(Persist((job.record(),)))
         cluster.note("pause_requested", job.job_id, generation=job.generation)
         cluster.touch_active()
@@ -99,9 +101,9 @@ def on_resume(cluster: ClusterState, event: ResumeRequested) -> None:
     job = _active(cluster, event)
     if job is None:
         return
-    if job.paused:
-        job.reset_release()
-        job.paused, job.stopping = False, ""
+    if job.release.paused:
+        job.release.reset()
+        job.release.paused, job.release.stopping = False, ""
         if job.phase is JobPhase.PAUSED:
             job.move(JobPhase.PENDING, cluster.now_ns)
             job.reason = "resumed"
@@ -137,13 +139,13 @@ def _refuse_bounds(job: JobState, low: int, high: int) -> str:
 
 
 def _shape(job: JobState) -> JobBounds:
-    if job.micro_batches:
+    if job.reports.micro_batches:
         steps = StepShares.CUT
     elif _has_own_steps(job):
         steps = StepShares.ITS_OWN
     else:
-        steps = StepShares.IDLE if job.training_since_ns is None else StepShares.UNKNOWN
-    return JobBounds(job.spec, job.limits.max_workers, job.micro_batches, steps)
+        steps = StepShares.IDLE if job.newest.training_since_ns is None else StepShares.UNKNOWN
+    return JobBounds(job.spec, job.limits.max_workers, job.reports.micro_batches, steps)
 
 
 def _has_own_steps(job: JobState) -> bool:
@@ -152,10 +154,10 @@ def _has_own_steps(job: JobState) -> bool:
     Scripts for torchrun do. Other code does if its newest group has reported a checkpoint outside a
     loop of ours. A job that was ever in such a loop may enter it again.
     """
-    if job.is_in_place() or any(checkpoint.automatic for checkpoint in job.checkpoints):
+    if job.is_in_place() or any(checkpoint.automatic for checkpoint in job.reports.checkpoints):
         return False
-    trains = job.is_open and job.training_since_ns is not None
-    is_reported = any(c.generation == job.generation for c in job.checkpoints)
+    trains = job.is_open and job.newest.training_since_ns is not None
+    is_reported = any(c.generation == job.generation for c in job.reports.checkpoints)
     return job.spec.own_steps or (trains and is_reported)
 
 
@@ -164,9 +166,9 @@ def on_cut(cluster: ClusterState, job: JobState, micro_batches: int) -> None:
 
     A bound set before may exceed it, if a torchrun script turns out to train in our loop.
     """
-    if job.micro_batches == micro_batches:
+    if job.reports.micro_batches == micro_batches:
         return
-    job.micro_batches = micro_batches
+    job.reports.micro_batches = micro_batches
     if job.bounds is None:
         return
     bounds = scaling.within(_shape(job), *job.bounds)

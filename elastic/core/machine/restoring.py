@@ -7,8 +7,10 @@ count from now.
 from __future__ import annotations
 
 from elastic.core.events.coordinator import JobRecord
+from elastic.core.machine.job_parts import JobOutcome, JobRelease, JobReports, NewestGroup
 from elastic.core.machine.jobs import JobState
 from elastic.core.machine.link_book import LinkBook
+from elastic.core.machine.transitions import GroupPhase, ReleasePhase
 from elastic.core.policy.failure import FailureHistory
 from elastic.core.policy.goodput import Ledger
 from elastic.core.world import NO_GENERATION, JobPhase
@@ -26,6 +28,8 @@ def restore(record: JobRecord, now_ns: int, unix_ahead_ns: int | None = None) ->
     is_open = record.phase is JobPhase.RUNNING
     leaves = is_open and record.is_save_requested
     charged = max(NO_GENERATION, record.generation - 1) if is_open else record.generation
+    pauses = record.paused or bool(record.leaves_for)
+    group_phase = GroupPhase.OPEN if is_open else GroupPhase.NONE
     return JobState(
         spec=record.spec,
         sequence=record.sequence,
@@ -33,28 +37,31 @@ def restore(record: JobRecord, now_ns: int, unix_ahead_ns: int | None = None) ->
         since_ns=since_ns,
         generation=record.generation,
         group=record.group,
-        is_open=is_open,
-        leave_requested=leaves,
-        is_save_requested=leaves,
-        releases_all=leaves and (record.paused or bool(record.leaves_for)),
-        yields_to=record.leaves_for if leaves else "",
-        failure_generation=charged if record.failures else NO_GENERATION,
-        loss_generation=charged if record.losses else NO_GENERATION,
-        history=FailureHistory(record.failures, record.losses),
-        preemptions=record.preemptions,
-        checkpoints=record.checkpoints,
+        newest=NewestGroup(
+            phase=GroupPhase.SAVING if leaves else group_phase,
+            announced_ns=now_ns,
+        ),
+        release=JobRelease(
+            phase=ReleasePhase.LEAVING if leaves and pauses else ReleasePhase.NONE,
+            paused=record.paused,
+            stopping=record.stopping,
+            yields_to=record.leaves_for if leaves else "",
+            preempted_by=record.preempted_by,
+        ),
+        outcome=JobOutcome(
+            failure=record.failure,
+            failed_worker=record.failed_worker,
+            rank_failures=record.rank_failures,
+            failed_in=record.generation,
+            failure_generation=charged if record.failures else NO_GENERATION,
+            loss_generation=charged if record.losses else NO_GENERATION,
+            history=FailureHistory(record.failures, record.losses),
+            preemptions=record.preemptions,
+            result=record.result,
+        ),
+        reports=JobReports(checkpoints=record.checkpoints, metrics=record.metrics),
         reason=record.reason,
-        failure=record.failure,
-        failed_worker=record.failed_worker,
-        rank_failures=record.rank_failures,
-        failed_in=record.generation,
-        result=record.result,
-        metrics=record.metrics,
-        announced_ns=now_ns,
         bounds=record.bounds if record.min_workers or record.max_workers else None,
-        paused=record.paused,
-        stopping=record.stopping,
-        preempted_by=record.preempted_by,
         submitter=record.submitter,
         links=LinkBook(nowhere_ns=now_ns),
         unix_ahead_ns=unix_ahead_ns,

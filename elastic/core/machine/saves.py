@@ -10,6 +10,7 @@ from __future__ import annotations
 from elastic.core.events.coordinator import CheckpointRequested, Reply
 from elastic.core.machine.announcing import send_worker
 from elastic.core.machine.jobs import ClusterState, JobState, WorkerState
+from elastic.core.machine.transitions import ReleasePhase
 from elastic.core.messages import SaveState
 from elastic.core.world import JobPhase
 
@@ -27,24 +28,24 @@ def on_requested(cluster: ClusterState, event: CheckpointRequested) -> None:
         cluster.do(Reply(event.request_id, "failed_precondition", refusal))
     else:
         request_checkpoint(cluster, job)
-        cluster.do(Reply(event.request_id, "", str(job.save_request)))
+        cluster.do(Reply(event.request_id, "", str(job.reports.save_request)))
 
 
 def request_checkpoint(cluster: ClusterState, job: JobState, **why: str) -> None:
     """Request a checkpoint of the group; `why` has fields for the event log."""
     cluster.num_saves += 1
-    job.save_request = cluster.first_save + cluster.num_saves
+    job.reports.save_request = cluster.first_save + cluster.num_saves
     for worker_id in job.member_ids():
         if worker_id in job.workers:
             remind(cluster, job, job.workers[worker_id])
-    cluster.note("checkpoint_requested", job.job_id, request=job.save_request, **why)
+    cluster.note("checkpoint_requested", job.job_id, request=job.reports.save_request, **why)
 
 
 def remind(cluster: ClusterState, job: JobState, worker: WorkerState) -> None:
     """Send a member of the newest group the pending checkpoint request, if there is one."""
-    if job.save_request:
+    if job.reports.save_request:
         worker_id = worker.report.worker_id
-        send_worker(cluster, worker, SaveState(worker_id, job.generation, job.save_request))
+        send_worker(cluster, worker, SaveState(worker_id, job.generation, job.reports.save_request))
 
 
 def _refuse(job: JobState) -> str:
@@ -63,7 +64,8 @@ def _refuse(job: JobState) -> str:
 
 def served(job: JobState, request: int) -> None:
     """Mark requests up to this number as served: an automatic checkpoint was recorded."""
-    if request >= job.save_request:
-        job.save_request = 0
-    if 0 < job.pause_request <= request:
-        job.is_saved = True
+    if request >= job.reports.save_request:
+        job.reports.save_request = 0
+    release = job.release
+    if release.phase is ReleasePhase.SAVING and release.pause_request <= request:
+        release.move(ReleasePhase.SAVED)

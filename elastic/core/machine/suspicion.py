@@ -85,8 +85,8 @@ def check(cluster: ClusterState) -> None:
         else:
             del cluster.polls[job_id]
             if job is not None:
-                job.hung.clear()
-                job.works = ""
+                job.newest.hung.clear()
+                job.newest.works = ""
 
 
 def silent(cluster: ClusterState) -> list[tuple[NodeState, str]]:
@@ -124,7 +124,7 @@ def forgive_own_sleep(cluster: ClusterState) -> None:
         job = cluster.jobs.get(job_id) if cluster.now_ns > due_ns + LATE_NS else None
         if job is not None and job.is_open:
             long_ns = forming_is_long_after_ns(len(job.member_ids()))
-            if due_ns == job.announced_ns + long_ns:  # It was not checked yet.
+            if due_ns == job.newest.announced_ns + long_ns:  # It was not checked yet.
                 _begin_anew(cluster, job)
     if cluster.check_by_ns is not None and cluster.now_ns > cluster.check_by_ns + LATE_NS:
         for node_id, (_, timeout_ns) in cluster.probes.items():
@@ -136,14 +136,14 @@ def _begin_anew(cluster: ClusterState, job: JobState) -> None:
     for worker_id in job.member_ids():
         worker = job.workers.get(worker_id)
         since_ns = worker.lingers_since_ns if worker is not None else None
-        if worker is not None and since_ns is not None and since_ns >= job.announced_ns:
+        if worker is not None and since_ns is not None and since_ns >= job.newest.announced_ns:
             worker.lingers_since_ns = None
-    job.announced_ns = cluster.now_ns
+    job.newest.announced_ns = cluster.now_ns
 
 
 def _is_forming(job: JobState) -> bool:
     """Return whether a group was announced and does not train yet, in this term."""
-    return job.is_open and not job.has_ended() and job.training_since_ns is None
+    return job.is_open and not job.has_ended() and job.newest.training_since_ns is None
 
 
 # ---------------------------------------------------------------- silent nodes
@@ -189,7 +189,7 @@ def _judge(cluster: ClusterState, job: JobState) -> None:
         1 for m in members if m.main_thread and m.main_thread.waits(job.generation, cluster.now_ns)
     )
     works = decision.value.works
-    job.works = f"{works}; {waiting} of {len(members)} wait for it" if works else ""
+    job.newest.works = f"{works}; {waiting} of {len(members)} wait for it" if works else ""
     # Also before a member is judged hung: one that waits over a cut link, undetected, makes no
     # progress. And while a group forms: members with all their links already train, and wait for
     # the two without.
@@ -201,10 +201,12 @@ def _judge(cluster: ClusterState, job: JobState) -> None:
     culprits = decision.value.culprits
     seconds = f"{(cluster.now_ns - decision.value.since_ns) / NS_PER_S:.1f}"
     # A member that moves after all is not killed, however late.
-    job.hung = {worker_id: at for worker_id, at in job.hung.items() if worker_id in culprits}
-    fresh = [worker_id for worker_id in culprits if worker_id not in job.hung]
+    job.newest.hung = {
+        worker_id: at for worker_id, at in job.newest.hung.items() if worker_id in culprits
+    }
+    fresh = [worker_id for worker_id in culprits if worker_id not in job.newest.hung]
     for worker_id in fresh:
-        job.hung[worker_id] = cluster.now_ns
+        job.newest.hung[worker_id] = cluster.now_ns
         worker = job.workers[worker_id]
         main_thread = worker.main_thread
         cluster.note(
@@ -220,7 +222,7 @@ def _judge(cluster: ClusterState, job: JobState) -> None:
     if fresh:
         timeouts.show_all(cluster, job, decision.reason)
     for worker_id in culprits:
-        if cluster.now_ns - job.hung[worker_id] >= timeouts.DUMP_NS:
+        if cluster.now_ns - job.newest.hung[worker_id] >= timeouts.DUMP_NS:
             detail = f"did not move for {seconds} s: {decision.reason}"
             stop_worker(cluster, job, worker_id, ExitCause(ExitKind.HUNG, detail=detail))
             cluster.touch(job)
@@ -228,9 +230,9 @@ def _judge(cluster: ClusterState, job: JobState) -> None:
 
 def _unstick(cluster: ClusterState, job: JobState, why: str) -> None:
     """Request the stacks of all members, and mark the group as stuck, so that it is replaced."""
-    if job.stuck:
+    if job.newest.stuck:
         return
-    job.stuck = why
+    job.newest.stuck = why
     cluster.note("group_stuck", job.job_id, generation=job.generation, reason=why)
     timeouts.show_all(cluster, job, why)
     cluster.touch(job)

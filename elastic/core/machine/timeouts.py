@@ -8,6 +8,7 @@ from __future__ import annotations
 from elastic.core.config import NS_PER_S, ns
 from elastic.core.machine.announcing import send_worker
 from elastic.core.machine.jobs import ClusterState, JobState, WorkerState
+from elastic.core.machine.transitions import GroupPhase
 from elastic.core.messages import DumpStacks
 from elastic.core.policy.pacing import forming_is_long_after_ns
 from elastic.core.world import WorkerPhase
@@ -99,7 +100,7 @@ def is_stalled(cluster: ClusterState, job: JobState, worker: WorkerState) -> boo
 
 def is_saving(cluster: ClusterState, job: JobState) -> bool:
     """Return whether members save where they leave, and none of those still inside has stalled."""
-    if not (job.is_save_requested and job.is_in_place()):
+    if not (job.newest.phase is GroupPhase.SAVING and job.is_in_place()):
         return False
     inside = [job.workers[w] for w in job.member_ids() if w in job.workers]
     return not any(

@@ -45,6 +45,31 @@ class ProcessPhase(Enum):
     GONE = "gone"
 
 
+class GroupPhase(Enum):
+    """The phase of a job's newest group."""
+
+    NONE = "none"
+    """There was none yet, or its members were ordered to leave at once."""
+    OPEN = "open"
+    """It was announced, and is to continue."""
+    LEAVING = "leaving"
+    """Its members were asked to leave at a boundary."""
+    SAVING = "saving"
+    """And to save their state there, because no member continues with it."""
+
+
+class ReleasePhase(Enum):
+    """How far a job has come that should hold no workers: it is paused, stopped or preempted."""
+
+    NONE = "none"
+    SAVING = "saving"
+    """A checkpoint was requested before its group leaves."""
+    SAVED = "saved"
+    """That request was served."""
+    LEAVING = "leaving"
+    """Its group was asked to leave, and no other one is formed."""
+
+
 class MainPhase(Enum):
     """The phase of a worker's main thread, as known to its control thread."""
 
@@ -121,6 +146,32 @@ JOB: TransitionTable[JobPhase] = TransitionTable(
     },
 )
 """A job; the replacement of its group by the next is not a transition."""
+
+_G = GroupPhase
+GROUP: TransitionTable[GroupPhase] = TransitionTable(
+    "GROUP",
+    (_G.NONE, _G.OPEN, _G.SAVING),
+    {
+        _G.NONE: (_G.OPEN,),
+        _G.OPEN: (_G.LEAVING, _G.SAVING, _G.NONE),
+        _G.LEAVING: (_G.SAVING, _G.OPEN, _G.NONE),
+        _G.SAVING: (_G.LEAVING, _G.OPEN, _G.NONE),
+    },
+)
+"""The newest group of a job; the next one takes its place, open."""
+
+_R = ReleasePhase
+RELEASE: TransitionTable[ReleasePhase] = TransitionTable(
+    "RELEASE",
+    (_R.NONE, _R.LEAVING),
+    {
+        _R.NONE: (_R.SAVING, _R.LEAVING),
+        _R.SAVING: (_R.SAVED, _R.LEAVING, _R.NONE),
+        _R.SAVED: (_R.LEAVING, _R.NONE),
+        _R.LEAVING: (_R.NONE,),
+    },
+)
+"""The release of a job's workers; a job that saves by itself, or not at all, leaves at once."""
 
 _N = NodePhase
 NODE: TransitionTable[NodePhase] = TransitionTable(
