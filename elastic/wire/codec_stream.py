@@ -78,15 +78,6 @@ def encode_coordinator_message(message: CoordinatorMessage) -> bytes:
     return _TO_AGENT.encode(message)
 
 
-def coordinator_message_to_proto(message: CoordinatorMessage) -> agent_pb2.CoordinatorToAgent:
-    """Return the coordinator's message as a protobuf message, for gRPC to serialize.
-
-    Raises:
-        ConfigError: a value cannot be encoded.
-    """
-    return _TO_AGENT.to_proto(message)
-
-
 def decode_coordinator_message(data: bytes) -> CoordinatorMessage:
     """Decode a message of the coordinator.
 

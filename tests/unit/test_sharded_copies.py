@@ -15,6 +15,7 @@ from elastic.core.policy.shares import RowRange
 from elastic.core.world import SNAPSHOT_SLOTS, HeldCopy, JobId, NodeId, WorkerPhase
 from elastic.errors import Refused
 from elastic.runtime.snapshot_memory import SnapshotMark, set_arrived, set_copying
+from elastic.worker.checkpoint.replication_progress import ReplicationProgress
 from elastic.worker.engine.sharded_choice import (
     SnapshotInfo,
     SnapshotKey,
@@ -23,7 +24,6 @@ from elastic.worker.engine.sharded_choice import (
     sources_of,
 )
 from elastic.worker.state.arena import SnapshotSlot
-from elastic.worker.state.replication_progress import ReplicationProgress
 from tests.unit.coordinator_under_test import Coordinator
 
 JOB = JobId("j")

@@ -86,7 +86,7 @@ def test_a_snapshot_that_leads_elsewhere_is_not_used(caplog: pytest.LogCaptureFi
     first.deal(Cursor(), (0, V))
     take(first, 10 * V)
     heir = loader_of(Forgetful(IDS))
-    heir.put_stream_states(first.stream_states(Cursor(0, 9)))
+    heir._book.put(first._book.take(Cursor(0, 9)))
     heir.deal(Cursor(0, 9), (0, 1))
     with caplog.at_level(logging.WARNING):
         assert take(heir, 1) == [steps_of(streams_of(IDS), 2)[9][0]]
@@ -160,11 +160,11 @@ def test_hugging_faces_streams_are_read_once_and_can_be_continued(
         loader = loader_of(dataset, micro=1, num_workers=num_workers)
         assert loader.epochs.cut is cut
         try:
-            loader.put_stream_states(state or {})
+            loader._book.put(state or {})
             loader.deal(Cursor(1, start), held)
             # Shards differ by a few samples: one stream is over before another.
             found = take(loader, (28 - start) * (held[1] - held[0]))
-            return found, loader.stream_states(Cursor(1, 18))
+            return found, loader._book.take(Cursor(1, 18))
         finally:
             loader.close()
 

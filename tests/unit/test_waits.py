@@ -13,11 +13,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from elastic.worker.engine.broken_group_hold import _checked_at
 from elastic.worker.group import c10d
 from elastic.worker.group.abortable_wait import MESSAGES, AbortableWait
 from elastic.worker.group.collective_watch import seen_stack
 from elastic.worker.group.gloo_threads import IdleDetector
+from elastic.worker.process.broken_group_hold import _checked_at
 from tests.patience import DEADLINE_S
 
 

@@ -9,7 +9,7 @@ from elastic.core.config import VIRTUAL_LOCAL_RANK, JobSpec
 from elastic.core.events.agent import ProcessExited
 from elastic.core.messages import Assign, StartWorker
 from elastic.core.world import Assignment, Entry, EntryKind, JobId, Resources, WorkerId
-from elastic.worker.base.devices import Devices
+from elastic.worker.process.devices import VisibleDevices
 from tests.unit.agent_under_test import KILLED, W1, W2, W3, Agent, announce, spec, with_spare
 
 
@@ -34,7 +34,7 @@ def group(local_rank: int, node: tuple[str, ...] = (), generation: int = 1) -> A
     )  # fmt: skip
 
 
-def own_by_local_rank(devices: Devices, env: dict[str, str], place: Assignment) -> str:
+def own_by_local_rank(devices: VisibleDevices, env: dict[str, str], place: Assignment) -> str:
     """Return what a script takes: the device of this process at LOCAL_RANK."""
     at = int(devices.place(place)["LOCAL_RANK"])
     return env["CUDA_VISIBLE_DEVICES"].split(",")[at]
@@ -43,7 +43,7 @@ def own_by_local_rank(devices: Devices, env: dict[str, str], place: Assignment) 
 def test_all_workers_of_a_node_see_one_list_and_take_their_own_by_local_rank() -> None:
     node = ("4", "5", "6", "7")  # What SLURM gave to the agent.
     for local_rank, own in enumerate(node):
-        devices, place = Devices(assign((own,), (own,))), group(local_rank, node)
+        devices, place = VisibleDevices(assign((own,), (own,))), group(local_rank, node)
         env = devices.enter(place)
         assert env == {"CUDA_VISIBLE_DEVICES": "4,5,6,7"}
         assert devices.place(place) == {"LOCAL_RANK": str(local_rank)}
@@ -52,14 +52,14 @@ def test_all_workers_of_a_node_see_one_list_and_take_their_own_by_local_rank() -
 
 def test_the_own_device_is_where_the_rank_points_also_for_who_came_later() -> None:
     """A lost worker's GPU goes to the one that replaces it, which is the last by rank."""
-    devices, place = Devices(assign(("1",), ("0", "1", "2"))), group(2, ("0", "1", "2"))
+    devices, place = VisibleDevices(assign(("1",), ("0", "1", "2"))), group(2, ("0", "1", "2"))
     assert own_by_local_rank(devices, devices.enter(place), place) == "1"
     assert devices.names() == ("cuda:2",)
 
 
 def test_a_worker_with_two_devices_finds_its_first_at_its_rank() -> None:
     node = ("0", "1", "2", "3")
-    devices, place = Devices(assign(("2", "3"), node, gpus=2)), group(1, node)
+    devices, place = VisibleDevices(assign(("2", "3"), node, gpus=2)), group(1, node)
     env = devices.enter(place)
     seen = env["CUDA_VISIBLE_DEVICES"].split(",")
     assert sorted(seen) == list(node)
@@ -71,7 +71,7 @@ def test_a_worker_with_two_devices_finds_its_first_at_its_rank() -> None:
 def test_once_cuda_runs_a_worker_keeps_its_number_when_those_before_it_are_gone(
     by: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    devices, node = Devices(assign(("2",), ("0", "1", "2"))), ("0", "1", "2")
+    devices, node = VisibleDevices(assign(("2",), ("0", "1", "2"))), ("0", "1", "2")
     devices.enter(group(2, node))
     if by == "cuda":
         monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
@@ -81,7 +81,7 @@ def test_once_cuda_runs_a_worker_keeps_its_number_when_those_before_it_are_gone(
     assert own_by_local_rank(devices, devices.enter(later), later) == "2"
     assert devices.names() == ("cuda:2",)
     # One that has not touched CUDA, such as a process forked anew, has the true one.
-    fresh = Devices(assign(("2",), ("0", "2")))
+    fresh = VisibleDevices(assign(("2",), ("0", "2")))
     assert own_by_local_rank(fresh, fresh.enter(later), later) == "2"
     assert fresh.place(later) == {"LOCAL_RANK": "1"}
 
@@ -95,17 +95,17 @@ def test_once_cuda_runs_a_worker_keeps_its_number_when_those_before_it_are_gone(
     ],
 )
 def test_a_masked_worker_sees_its_own_as_the_first(job: Assign, why: str) -> None:
-    devices, place = Devices(job), group(1, job.node_devices)
+    devices, place = VisibleDevices(job), group(1, job.node_devices)
     assert devices.enter(place) == {"CUDA_VISIBLE_DEVICES": job.devices[0]}, why
     assert devices.place(place) == {"LOCAL_RANK": "0"}
     assert devices.names() == ("cuda:0",)
 
 
 def test_a_worker_without_devices_sees_none_and_a_list_of_the_jobs_own_stands() -> None:
-    none = Devices(assign(()))
+    none = VisibleDevices(assign(()))
     assert (none.enter(group(1)), none.names()) == ({"CUDA_VISIBLE_DEVICES": ""}, ())
     assert none.place(group(1)) == {"LOCAL_RANK": "1"}
-    theirs = Devices(assign(("0",), ("0",), CUDA_VISIBLE_DEVICES="6,7"))
+    theirs = VisibleDevices(assign(("0",), ("0",), CUDA_VISIBLE_DEVICES="6,7"))
     assert theirs.enter(group(1, ("0", "1"))) == {"CUDA_VISIBLE_DEVICES": "6,7"}
     assert theirs.place(group(1)) == {"LOCAL_RANK": "1"}
 

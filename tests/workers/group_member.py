@@ -36,9 +36,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from elastic.worker.base.interrupt import GroupChanged, Interrupter
 from elastic.worker.group import c10d
-from elastic.worker.group.gloo_watchdog import StuckWaitWatchdog
 from elastic.worker.group.group import GroupSpec, ProcessGroups
 from elastic.worker.group.store_server import StoreServer
+from elastic.worker.process.gloo_watchdog import StuckWaitWatchdog
 from tests.workers.reduce_steps import Steps
 
 HOST = "127.0.0.1"

@@ -47,7 +47,8 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from elastic.core.config import JobSpec
-from elastic.core.events.worker import CheckpointWritten, UserReported
+from elastic.core.events.worker import CheckpointWritten, UserReported, WorkerEvent
+from elastic.core.messages import Progress
 from elastic.core.world import Generation, RefusalCode, ReportKind
 from elastic.errors import StorageError
 from elastic.storage.marker import CheckpointMarker
@@ -66,9 +67,9 @@ FINISH_S = 600.0
 
 
 class CoordinatorLink(Protocol):
-    """The way to the coordinator."""
+    """The way to the coordinator; nothing here waits."""
 
-    def post(self, item: UserReported | CheckpointWritten) -> None: ...
+    def post(self, item: WorkerEvent | Progress) -> None: ...
 
     def expect_answer(self, generation: Generation, kind: ReportKind, index: int) -> ReportAnswer:
         """Register for the answer to a report; called before it is posted."""
@@ -111,17 +112,17 @@ class Committer:
         unfinished: returns the names of automatic checkpoints that are still being written.
     """
 
-    def __init__(self, run: RunDirectory, spec: JobSpec, line: CoordinatorLink) -> None:
+    def __init__(self, run: RunDirectory, spec: JobSpec, link: CoordinatorLink) -> None:
         """Start nothing yet.
 
         Args:
             run: the run directory.
             spec: which job this is, and which checkpoints are kept.
-            line: to the coordinator.
+            link: to the coordinator.
         """
         self.generation = 0
         self.unfinished: Callable[[], Collection[str]] = tuple
-        self._run, self._spec, self._line = run, spec, line
+        self._run, self._spec, self._link = run, spec, link
         self._changed = threading.Condition()
         # The first is being committed; None is the end.
         self._waiting: list[Commit | None] = []
@@ -298,9 +299,9 @@ class Committer:
         marker, is_bound = commit.marker, commit.marker.kind is ReportKind.SCRIPT
         for _ in polls(CONSENT_S):
             generation = marker.generation if is_bound else self.generation
-            answer = self._line.expect_answer(generation, marker.kind, marker.index)
+            answer = self._link.expect_answer(generation, marker.kind, marker.index)
             commit.is_posted = True
-            self._line.post(commit.event(generation))
+            self._link.post(commit.event(generation))
             self._wait_answer(commit.name, answer)
             if answer.accepted:
                 return

@@ -12,15 +12,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from elastic.core.events.worker import NotifyPreemption, RequestLeave, UserReported, WorkerEvent
-from elastic.core.messages import Progress
-from elastic.core.world import CheckpointStatus, Generation, JobId, ReportKind
+from elastic.core.events.worker import NotifyPreemption, RequestLeave, UserReported
+from elastic.core.world import CheckpointStatus, Generation, JobId
 from elastic.errors import StorageError
 from elastic.runtime.clock import Clock
 from elastic.storage.marker import UNKNOWN, CheckpointMarker, StoredFile
 from elastic.storage.run_directory import RunDirectory
-from elastic.worker.base.mailboxes import ReportAnswer
-from elastic.worker.checkpoint.committer import Commit, Committer
+from elastic.worker.checkpoint.committer import Commit, Committer, CoordinatorLink
 from elastic.worker.checkpoint.report_votes import Index, ReportOutcome, ReportPart, ReportVotes
 
 log = logging.getLogger(__name__)
@@ -31,10 +29,8 @@ LEAVING_TIMEOUT_S = 10.0
 """The same where all members leave once it is recorded."""
 
 
-class ReportLink(Protocol):
-    """The way from the training thread to the coordinator; nothing here waits."""
-
-    def post(self, item: WorkerEvent | Progress) -> None: ...
+class ReportLink(CoordinatorLink, Protocol):
+    """The way from the training thread to the coordinator, and back."""
 
     def deliver(self) -> None:
         """Handle now, in this thread, posts whose consumer runs here."""
@@ -58,10 +54,6 @@ class ReportLink(Protocol):
 
     def preemption(self, generation: Generation, now_ns: int) -> NotifyPreemption | None:
         """Return what is known of nodes that leave this generation's group, None if none do."""
-        ...
-
-    def expect_answer(self, generation: Generation, kind: ReportKind, index: int) -> ReportAnswer:
-        """Register for the answer to a report; called before it is posted."""
         ...
 
 

@@ -31,12 +31,12 @@ from elastic.core.policy.saving import SavingPlan, is_due
 from elastic.runtime.snapshot_memory import SnapshotMark
 from elastic.worker.base.mailboxes import WAIT_SLICE_S
 from elastic.worker.checkpoint.checkpoint_writer import CheckpointWriter, PartFailure
+from elastic.worker.checkpoint.replication_progress import ReplicationProgress
 from elastic.worker.checkpoint.snapshot import RankInfo, StateSnapshot, name_of
 from elastic.worker.checkpoint.snapshot_copier import BegunSnapshot, CopiedSnapshot, SnapshotCopier
 from elastic.worker.checkpoint.snapshot_slots import SnapshotSlots
 from elastic.worker.state.arena import SnapshotSlot
 from elastic.worker.state.replica_checksums import NOTHING_OWN, PerRankState
-from elastic.worker.state.replication_progress import ReplicationProgress
 
 log = logging.getLogger(__name__)
 

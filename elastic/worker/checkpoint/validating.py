@@ -21,7 +21,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from elastic.core.config import JobSpec
 from elastic.core.events.worker import Validated
@@ -31,6 +31,7 @@ from elastic.storage.marker import CheckpointMarker
 from elastic.storage.run_directory import RunDirectory
 from elastic.storage.validation import ValidationFinding, ValidationRequest, write_finding
 from elastic.worker.base.mailboxes import WAIT_SLICE_S, ReportAnswer
+from elastic.worker.checkpoint.committer import CoordinatorLink
 from elastic.worker.checkpoint.pruning import prune
 from elastic.worker.checkpoint.validation_child import ValidationChild
 
@@ -64,18 +65,6 @@ class ValidationPlan:
     at_most: int = 1
 
 
-class ValidationLink(Protocol):
-    """The way to the coordinator."""
-
-    def post(self, item: Validated) -> None:
-        """Report what happened."""
-        ...
-
-    def expect_answer(self, generation: Generation, kind: ReportKind, index: int) -> ReportAnswer:
-        """Register for the answer to a report; called before it is posted."""
-        ...
-
-
 @dataclass
 class RunningValidation:
     """One validation at work."""
@@ -103,15 +92,15 @@ class ValidationReport:
 class Validator:
     """The validations of one process, over all its groups."""
 
-    def __init__(self, run: RunDirectory, spec: JobSpec, line: ValidationLink) -> None:
+    def __init__(self, run: RunDirectory, spec: JobSpec, link: CoordinatorLink) -> None:
         """Start nothing yet.
 
         Args:
             run: the run directory.
             spec: which job this is, and which checkpoints are kept.
-            line: to the coordinator.
+            link: to the coordinator.
         """
-        self._run, self._spec, self._line = run, spec, line
+        self._run, self._spec, self._link = run, spec, link
         self._plan: ValidationPlan | None = None
         self._generation, self._leads, self._is_closed = 0, False, False
         self._thread: threading.Thread | None = None
@@ -356,10 +345,10 @@ class Validator:
         if report.answer is None and time.monotonic() >= report.not_before:
             self._num_reports += 1
             generation = self._generation
-            report.answer = self._line.expect_answer(
+            report.answer = self._link.expect_answer(
                 generation, ReportKind.VALIDATION, self._num_reports
             )
-            self._line.post(
+            self._link.post(
                 Validated(generation, self._num_reports, report.metrics, report.path, report.status)
             )
 

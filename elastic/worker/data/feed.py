@@ -34,13 +34,6 @@ NOTHING = -1
 """Epoch of the keys of what is asked only to pass a turn; no plan wants them."""
 
 
-class MicroBatchRead(Protocol):
-    """A micro-batch to be read."""
-
-    @property
-    def key(self) -> Key: ...
-
-
 class ReadPlan(Protocol):
     """The endless order in which micro-batches are wanted."""
 

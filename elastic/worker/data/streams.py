@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from torch.utils.data import DataLoader
@@ -153,20 +153,6 @@ class StreamLoader:
             )
         self._share.note(batch.micro_batch, batch.count, batch.weight, batch.more)
         return self._share
-
-    def stream_states(self, cursor: Cursor) -> dict[str, Any]:
-        """Return what spares others the counting: snapshots of streams, and where epochs end.
-
-        Plain values, and whatever the dataset's `state_dict` returns.
-
-        Args:
-            cursor: the next step to be committed.
-        """
-        return self._book.take(cursor)
-
-    def put_stream_states(self, states: Mapping[str, Any]) -> None:
-        """Continue from what `stream_states` has returned, anywhere; before `deal`."""
-        self._book.put(states)
 
     # ------------------------------------------------------------------- as the feed sees it
 

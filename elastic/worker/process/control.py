@@ -52,11 +52,11 @@ from elastic.worker.base import signals
 from elastic.worker.base.activity import PeerTraffic
 from elastic.worker.base.interrupt import Interrupter
 from elastic.worker.base.mailboxes import Mailboxes, SilenceNotice
-from elastic.worker.base.profiling import start_profile
-from elastic.worker.checkpoint.event_writer import EventWriter
 from elastic.worker.group import c10d
 from elastic.worker.group.collective_watch import CollectiveWatch
 from elastic.worker.group.group import ProcessGroups
+from elastic.worker.process.event_writer import EventWriter
+from elastic.worker.process.profiling import start_profile
 
 log = logging.getLogger(__name__)
 

@@ -141,9 +141,9 @@ def run_worker(sock: socket.socket, started_with: Mapping[str, str]) -> None:
     from elastic.wire.pipe import Pipe
     from elastic.worker.base.interrupt import Interrupter
     from elastic.worker.base.mailboxes import Mailboxes
-    from elastic.worker.group.gloo_watchdog import StuckWaitWatchdog
     from elastic.worker.group.group import ProcessGroups
     from elastic.worker.process.control import ControlThread
+    from elastic.worker.process.gloo_watchdog import StuckWaitWatchdog
     from elastic.worker.process.runner import Runner
 
     clock, mailboxes = SystemClock(), Mailboxes()

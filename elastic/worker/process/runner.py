@@ -46,7 +46,6 @@ from elastic.runtime import worker_ports
 from elastic.runtime.clock import Clock
 from elastic.runtime.worker_ports import ANY_PORT, PortRange
 from elastic.storage.run_directory import RunDirectory
-from elastic.worker.base.devices import Devices
 from elastic.worker.base.interrupt import GroupChanged, Interrupter
 from elastic.worker.base.mailboxes import Mailboxes
 from elastic.worker.checkpoint.checkpoint_writer import CheckpointWriter
@@ -59,7 +58,6 @@ from elastic.worker.checkpoint.snapshotter import Snapshotter
 from elastic.worker.checkpoint.validating import Validator
 from elastic.worker.data.seeding import FIRST_SEED, seed_everything
 from elastic.worker.engine import outcome
-from elastic.worker.engine.broken_group_hold import held_back
 from elastic.worker.engine.context import WorkerContext, current, set_current
 from elastic.worker.engine.recovery_modes import ReenterRequested, ResumeState
 from elastic.worker.engine.step_engine import StepEngine
@@ -68,7 +66,9 @@ from elastic.worker.group.group import GroupSpec, ProcessGroups
 from elastic.worker.group.peer_sockets import PeerAddress
 from elastic.worker.group.store_server import StoreServer
 from elastic.worker.process import entry, environment
+from elastic.worker.process.broken_group_hold import held_back
 from elastic.worker.process.control import flush_output
+from elastic.worker.process.devices import VisibleDevices
 from elastic.worker.process.early_run import joining_on_demand
 from elastic.worker.process.tracking import Trackers
 
@@ -107,7 +107,7 @@ class Runner:
         self._started_with = started_with
         self._clock = clock
         self._assign: Assign | None = None
-        self._devices: Devices | None = None
+        self._devices: VisibleDevices | None = None
         self._ports = ANY_PORT
         self._server: StoreServer | None = None
         self._prepare: Callable[[], entry.EntryCall] | None = None
@@ -155,7 +155,7 @@ class Runner:
         try:
             if "nccl" in _backend_of(assign):
                 c10d.check_own_nccl()
-            devices = self._devices = Devices(assign)
+            devices = self._devices = VisibleDevices(assign)
             os.environ.update(environment.for_job(assign, self._started_with) | devices.env())
             self._assign = assign
             self._ports = PortRange.of(self._started_with.get(worker_ports.VARIABLE, ""))
@@ -598,7 +598,7 @@ class Runner:
             shielded=self._interrupter.shielded,
         )
 
-    def _its_devices(self) -> Devices:
+    def _its_devices(self) -> VisibleDevices:
         if self._devices is None:
             raise InvariantViolation("asked to form a group before set-up")
         return self._devices

@@ -20,7 +20,7 @@ from elastic.core.world import MILLI, Assignment, EntryKind
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
-class Devices:
+class VisibleDevices:
     """The accelerators of one worker's process."""
 
     def __init__(self, assign: Assign) -> None:
