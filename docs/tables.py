@@ -4,6 +4,7 @@
     {figures}                  every metric for Prometheus, who tells it, and what it is
     {docstring} MODULE         a module's docstring, as it stands
     {environment}              the variables that training processes find
+    {phases}                   a diagram of each table of legal moves
 
 Also mends what the pages are made of: examples in docstrings, and patterns that match nothing.
 
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,9 @@ from docutils import nodes
 from docutils.statemachine import StringList
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
+
+from elastic.core.machine import transitions
+from elastic.core.machine.transitions import TransitionTable
 
 ROOT = Path(__file__).resolve().parent.parent
 PLACE_PARTS = ("core/machine", "agent", "coord")
@@ -113,6 +118,34 @@ class Docstring(SphinxDirective):
         return [block]
 
 
+class Phases(SphinxDirective):
+    """A diagram of each table of `elastic.core.machine.transitions`, under its own comment."""
+
+    def run(self) -> list[nodes.Node]:
+        """Return the diagrams."""
+        path = ROOT / "elastic" / "core" / "machine" / "transitions.py"
+        body = ast.parse(path.read_text()).body
+        self.env.note_dependency(str(path))
+        texts = []
+        for before, here in pairwise(body):
+            if isinstance(before, ast.AnnAssign) and isinstance(here, ast.Expr):
+                found = getattr(transitions, ast.unparse(before.target))
+                if isinstance(found, TransitionTable) and not found.name.endswith("_SEEN"):
+                    texts.append(f"**{found.name}**: {ast.literal_eval(here.value)}")
+                    texts.append(f"```{{mermaid}}\n{diagram(found)}\n```")
+        return parsed(self, "\n\n".join(texts))
+
+
+def diagram(found: TransitionTable[Any]) -> str:
+    """Return a table of moves as a state diagram; where several may begin, all are shown."""
+    lines = ["stateDiagram-v2"]
+    lines += [f"    [*] --> {phase.value}" for phase in found.starts]
+    for phase, after in found.moves.items():
+        lines += [f"    {phase.value} --> {one.value}" for one in after]
+        lines += [] if after else [f"    {phase.value} --> [*]"]
+    return "\n".join(lines)
+
+
 def table(head: tuple[str, ...], rows: list[Any]) -> str:
     """Return a Markdown table."""
     lines = [head, tuple("---" for _ in head), *rows]
@@ -153,5 +186,6 @@ def setup(app: Sphinx) -> dict[str, Any]:
     app.add_directive("events", Events)
     app.add_directive("figures", Figures)
     app.add_directive("environment", Environment)
+    app.add_directive("phases", Phases)
     app.add_directive("docstring", Docstring)
     return {"parallel_read_safe": True}

@@ -1,4 +1,4 @@
-"""docs/walks.md tells of code that is there: every arrow names a function that exists."""
+"""What shows the way through the code names code that is there: walks, answers, package maps."""
 
 from __future__ import annotations
 
@@ -8,6 +8,12 @@ import re
 from tests.tidy.tree import ROOT, parsed
 
 PAGE = ROOT / "docs" / "walks.md"
+ANSWERS = ROOT / "docs" / "explain" / "architecture.md"
+MAPPED = (
+    "core/machine", "core/policy", "worker/base", "worker/checkpoint", "worker/data",
+    "worker/engine", "worker/group", "worker/process", "worker/reduce", "worker/state",
+)  # fmt: skip
+"""Packages whose docstring says what is where."""
 PLACE = re.compile(r"\b([\w/]+\.py):([\w.]*\w)")
 ARROW = re.compile(r"^\s*\w+-?->>\w+: (.*)$")
 
@@ -48,3 +54,26 @@ def test_every_arrow_names_functions_that_exist() -> None:
             ]
     assert len(walks) == 4
     assert not wrong, "docs/walks.md, " + "\ndocs/walks.md, ".join(wrong)
+
+
+def test_every_answer_names_functions_that_exist() -> None:
+    text = ANSWERS.read_text()
+    places = PLACE.findall(text)
+    assert len(places) > 10
+    wrong = [f"elastic/{path} has no {name}" for path, name in places if not is_there(path, name)]
+    files = re.findall(r"`(\w[\w/]+\.py)`", text)
+    wrong += [
+        f"no file elastic/{path}" for path in files if not (ROOT / "elastic" / path).is_file()
+    ]
+    assert not wrong, "docs/explain/architecture.md: " + "; ".join(wrong)
+
+
+def test_a_package_map_names_every_module() -> None:
+    for package in MAPPED:
+        folder = ROOT / "elastic" / package
+        named = re.findall(r"\w+", ast.get_docstring(parsed(folder / "__init__.py")) or "")
+        modules = {path.stem for path in folder.glob("*.py")} - {"__init__"}
+        missing = sorted(modules - {*named})
+        assert not missing, (
+            f"elastic/{package}/__init__.py does not say where these belong: {missing}"
+        )

@@ -1,1 +1,17 @@
-"""State machines: step(event, now_ns) -> effects; without IO, clock, threads or logging."""
+"""State machines: step(event, now_ns) -> effects; without IO, clock, threads or logging.
+
+What is where:
+
+    coordinator   coordinator takes each event: agent_messages (of agents), requests (of users),
+                  reports (of workers). What has changed is settled at the end of the step:
+                  reconcile (one job), queueing and pausing (who gets slots), releasing (nodes)
+    groups        announcing, leaving (of draining nodes), early_leave, links, timeouts
+    failures      suspicion, node_liveness, health, charges
+    checkpoints   saves (requests for them), copies (on other nodes)
+    state         jobs, job_parts, nodes, copy_book, link_book, report_coalescing, restoring
+    agent         agent takes each event, agent_orders those of the coordinator. Its state is
+                  agent_parts: agent_connection, agent_departure, agent_processes,
+                  agent_spawning, agent_workers, agent_copies, agent_pacing
+    worker        worker takes each event; worker_loop, worker_pulse, worker_reports are parts
+    all three     transitions (tables of legal moves), invariants, event_history
+"""

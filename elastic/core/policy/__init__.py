@@ -1,1 +1,14 @@
-"""Decisions: pure functions (facts, now_ns, config) -> Decision(value, reason)."""
+"""Decisions: pure functions (facts, now_ns, config) -> Decision(value, reason).
+
+What is where:
+
+    groups        membership (who is in the next one), ranks, recovery (who sends state to whom),
+                  links, pacing, preemption
+    failures      failure (what a lost worker costs), hang, health
+    the queue     queue, demands, packing, eviction, placement, scaling
+    a step        microbatch (who computes what), exchange_plan (who sends what), cursor (which
+                  samples), streams
+    state         saving, retention, shares (who writes what), replication
+    accounts      goodput; decision is what all of them return
+    studies       tuning/
+"""

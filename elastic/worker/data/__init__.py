@@ -1,1 +1,8 @@
-"""Micro-batches out of the user's DataLoader."""
+"""Micro-batches out of the user's DataLoader.
+
+What is where:
+
+    by number     loader, sampler_order
+    as streams    streams, stream_source, stream_reader, stream_book, copying_samples
+    both          feed (the inner DataLoader), seeding
+"""

@@ -1,1 +1,12 @@
-"""The step engine, and all that a loop over `train.epochs()` meets."""
+"""The step engine, and all that a loop over `train.epochs()` meets.
+
+What is where:
+
+    a step        step_engine, whole_step, prepared_optimizers, preparation, step_values, logbook
+    a new group   group_sync (what members exchange), state_recovery (who gets the state),
+                  recovery_modes, resume_point
+    checkpoints   checkpoint_schedule, peer_copies; of a sharded model sharded_choice,
+                  sharded_restore
+    errors        usage_errors, divergence (ranks differ), outcome
+    the script    context (what it can know of its place)
+"""
