@@ -351,7 +351,10 @@ def _hold(
 
 def _held_here(tensor: torch.Tensor) -> torch.Tensor:
     """Return what this rank holds of a tensor, without a copy."""
-    return tensor._local_tensor if is_dtensor(tensor) else tensor
+    if not is_dtensor(tensor):
+        return tensor
+    with torch.no_grad():  # With gradients it would be a view of its own, with other counts.
+        return tensor.to_local()
 
 
 def _address_of(tensor: torch.Tensor) -> int:
