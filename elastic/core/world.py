@@ -363,7 +363,7 @@ class Entry:
     Attributes:
         kind: what `target` and `payload` mean.
         target: path of the script, dotted name of the module, or the function's name for people.
-        args: command line arguments for a script or a module.
+        args: command line arguments for a script or a module; of a function those of its driver.
         payload: the pickled function and its config.
         working_dir: directory to run in, "" for the agent's own.
         python_path: directories put before sys.path.

@@ -13,6 +13,7 @@ import pytest
 
 from elastic.core.world import Entry, EntryKind
 from elastic.errors import UsageError
+from elastic.train.torch import TorchTrainer
 from elastic.worker.process import entry
 from tests.patience import DEADLINE_S
 
@@ -125,6 +126,42 @@ def test_installed_packages_are_imported_ahead_unless_that_is_not_wanted(
     assert "slow_to_import" not in sys.modules
     entry.load(job)
     assert sys.modules.pop("slow_to_import")
+
+
+def test_modules_that_are_not_installed_are_imported_by_the_script_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever they are: they may read its arguments."""
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "reads_arguments.py").write_text("import sys\nNAMES = sys.argv[1:]\n")
+    monkeypatch.syspath_prepend(str(elsewhere))
+    folder = tmp_path / "scripts"
+    folder.mkdir()
+    out = folder / "out"
+    text = "import reads_arguments, pathlib\n"
+    text += "pathlib.Path(reads_arguments.NAMES[0]).write_text('')\n"
+    entry.load(Entry(EntryKind.SCRIPT, str(script_of(folder, text)), args=(str(out),)))().run()
+    assert out.exists()
+    del sys.modules["reads_arguments"]
+
+
+def test_modules_of_a_function_read_the_arguments_of_its_driver(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "also_reads_arguments.py").write_text("import sys\nNAMES = sys.argv[1:]\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def function() -> list[str]:
+        import also_reads_arguments  # type: ignore[import-not-found]
+
+        return list(also_reads_arguments.NAMES)
+
+    monkeypatch.setattr(sys, "argv", ["train.py", "--lr", "0.1"])
+    job = TorchTrainer(function)._spec("run").entry
+    monkeypatch.setattr(sys, "argv", ["worker", "--of-our-own"])
+    assert entry.load(job)().run() == ["--lr", "0.1"]
+    del sys.modules["also_reads_arguments"]
 
 
 ENDS = """

@@ -109,15 +109,14 @@ def load(entry: Entry, *, imports_ahead: bool = True) -> Callable[[], EntryCall]
     for directory in reversed(entry.python_path):
         put_first(directory)
     if entry.kind is EntryKind.FUNCTION:
-        sys.argv = [RUN_NAME]  # What its modules would read there are our own flags.
+        sys.argv = [RUN_NAME, *entry.args]  # As its modules read it in the driver.
         _function_call(entry)  # An import error is known before the group forms.
         return lambda: _function_call(entry)
-    folders = [os.getcwd(), *entry.python_path]
     run: Callable[[], None]
     if entry.kind is EntryKind.SCRIPT:
         path = _script_path(entry)
         if imports_ahead:
-            import_ahead(path, folders)
+            import_ahead(path)
         run = partial(_run_script, path, entry.args)
     else:
         _check_module(entry)

@@ -12,7 +12,7 @@ import contextlib
 import importlib
 import importlib.util
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
 INSTALLED = ("site-packages", "dist-packages")
@@ -27,22 +27,16 @@ def put_first(directory: str) -> None:
     sys.path.insert(0, directory)
 
 
-def import_ahead(path: str, folders: Sequence[str]) -> None:
-    """Import what a script imports first.
-
-    Args:
-        path: of the script.
-        folders: where it finds modules of its own, beside those in its own folder.
-    """
-    own = str(Path(path).parent)
-    put_first(own)
+def import_ahead(path: str) -> None:
+    """Import what a script imports first."""
+    put_first(str(Path(path).parent))
     for name, parts in _imported_first(path):
         with contextlib.suppress(Exception, SystemExit):
             spec = importlib.util.find_spec(name.partition(".")[0])
             if spec is None:
                 continue
             places = [spec.origin] if spec.has_location else spec.submodule_search_locations or []
-            if not _is_of_script(name, places, [*folders, own]):
+            if _is_installed(name, places):
                 module = importlib.import_module(name)
                 for part in parts:  # Some packages import their parts when they are asked for.
                     getattr(module, part, None)
@@ -66,10 +60,9 @@ def _imported_first(path: str) -> list[tuple[str, tuple[str, ...]]]:
     return found
 
 
-def _is_of_script(name: str, places: Iterable[str | None], folders: Iterable[str]) -> bool:
-    """Return whether a module belongs to a script, and is not installed."""
+def _is_installed(name: str, places: Iterable[str | None]) -> bool:
+    """Return whether a module is installed; what PYTHONPATH has may be the script's own."""
     if name.partition(".")[0] in SHARED:
-        return False
+        return True
     paths = [Path(place) for place in places if place is not None]
-    inside = [p for p in paths if not set(INSTALLED).intersection(p.parts)]
-    return any(path.is_relative_to(folder) for path in inside for folder in folders)
+    return all(set(INSTALLED).intersection(path.parts) for path in paths)

@@ -113,7 +113,7 @@ def run(script: ImportedScript, zygote: socket.socket) -> None:
                 with contextlib.suppress(Exception, SystemExit):
                     importlib.import_module(name)
         else:
-            import_ahead(script.path, [os.getcwd(), *folders])
+            import_ahead(script.path)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()  # Or each fork of this process would do so.
     has_begun = threading.active_count() > 1 or torch.cuda.is_initialized() or _has_children()
