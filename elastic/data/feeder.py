@@ -11,8 +11,8 @@ import traceback
 from typing import Any
 
 from elastic.data.feeders import receive, send
-from elastic.data.rows import seeded
 from elastic.data.table_reader import finish
+from elastic.worker.data.seeding import seeded
 
 POLL_S = 1.0
 

@@ -6,20 +6,17 @@ is the same in any process that computes it, and when it is computed again.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from elastic.core.policy.cursor import AUGMENT, DataPlan, derive
 from elastic.data.batches import Batch
 from elastic.data.lanes import Lanes
 from elastic.data.table import Table
 from elastic.data.table_reader import TableReader, finish
-from elastic.worker.data.seeding import seed_everything
+from elastic.worker.data.seeding import seeded
 
 if TYPE_CHECKING:
     from elastic.data.feeders import Feeders
@@ -134,19 +131,6 @@ class Rows:
 def _seed(seed: int, epoch: int, places: Any) -> int:
     """Return the seed for random numbers in a batch; different for each batch."""
     return derive(seed, AUGMENT, epoch, int(places[0]), int(places[-1]), len(places))
-
-
-@contextmanager
-def seeded(seed: int) -> Iterator[None]:
-    """Seed all random generators for the block, and restore their states afterwards."""
-    before = torch.get_rng_state(), np.random.get_state(), random.getstate()
-    seed_everything(seed)
-    try:
-        yield
-    finally:
-        torch.set_rng_state(before[0])
-        np.random.set_state(before[1])
-        random.setstate(before[2])
 
 
 class LaneOrder:

@@ -8,13 +8,15 @@ Anywhere else it yields this rank's share of one pass, padded to equal size, as 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
+from elastic.core.policy.cursor import derive
 from elastic.core.policy.streams import StreamCut
 from elastic.core.telemetry import EVAL
 from elastic.errors import UsageError
@@ -24,6 +26,7 @@ from elastic.train.evaluating import begin_pass, forget_pass
 from elastic.train.expecting import is_whole
 from elastic.train.session import require_context, require_place
 from elastic.worker.data.loader import MicroBatchLoader, Weigh, is_plain
+from elastic.worker.data.seeding import seed_everything, seeded
 from elastic.worker.data.streams import MicroBatches, StreamLoader
 from elastic.worker.engine.context import WorkerContext
 from elastic.worker.engine.prepared_optimizers import is_training
@@ -164,7 +167,8 @@ def num_micro_batches(
     if size is None:
         raise UsageError(
             f"prepare_data_loader(global_batch_size={global_batch_size}): the loader has no "
-            f"batch_size, which is that of a micro-batch; give it one"
+            f"batch_size, which is that of a micro-batch: use batch_size=, and sampler= instead of "
+            f"a batch_sampler"
         )
     number, rest = divmod(global_batch_size, size)
     if rest or number < context.max_workers:
@@ -322,16 +326,24 @@ class PreparedLoader:
     def _evaluate(self, context: WorkerContext) -> Iterator[Any]:
         """Yield this rank's batches of one pass, each sample once."""
         batches, loader = self._by_whole_batches(context)
-        batches.epoch = self._next_epoch()
+        engine, seed = context.engine, None
+        if engine is not None and engine.state.optimizers:
+            # By the place in the run: a worker that has joined has counted other passes.
+            batches.epoch = engine.cursor.epoch
+            seed = engine.evaluation_seed(_seed_of(self._users, engine.seed))
+        else:
+            batches.epoch = self._next_epoch()
+        sizes = batches.sizes()
         read = self.evaluated = begin_pass(context.generation)
-        counts = context.engine is None or not context.engine.has_begun
+        counts = engine is None or not engine.has_begun
         before = context.timing.switch(EVAL)
         try:
-            for (number, size), batch in zip(batches.sizes().items(), loader, strict=True):
-                read.sizes[number] = size
-                yield batch
-                if counts:
-                    context.note_step()
+            with nullcontext() if seed is None else seeded(seed):
+                for number, batch in zip(_each_seeded(sizes, seed), loader, strict=True):
+                    read.sizes[number] = sizes[number]
+                    yield batch
+                    if counts:
+                        context.note_step()
         finally:
             read.is_open = False
             context.timing.switch(before)
@@ -392,6 +404,14 @@ def is_trained_with(engine: StepEngine) -> bool:
     """Return whether batches read now are for training, rather than for evaluation."""
     models = engine.state.models
     return torch.is_grad_enabled() and (not models or any(is_training(one) for one in models))
+
+
+def _each_seeded(numbers: Iterable[int], seed: int | None) -> Iterator[int]:
+    """Yield the numbers of batches, each once all that is random in it is seeded."""
+    for number in numbers:
+        if seed is not None:
+            seed_everything(derive(seed, number))
+        yield number
 
 
 def _seed_of(loader: DataLoader[Any], default: int) -> int:

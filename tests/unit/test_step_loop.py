@@ -35,6 +35,7 @@ from tests.unit.engine_under_test import (
     data,
     each,
     inside_a_run,
+    inside_again,
     near,
     network,
     square,
@@ -122,6 +123,27 @@ def test_evaluation_within_an_epoch_reads_everything_and_changes_nothing() -> No
     assert len(seen) == 2 * STEPS * V + 1
     assert all(one == list(range(SAMPLES)) for one in seen)
     assert near(loop.plain, twin)
+
+
+def test_what_an_evaluation_draws_follows_from_the_place_in_the_run() -> None:
+    """Not from the passes before it, of which a worker that joins has none."""
+    found = []
+    for start in (0, 1):
+        with inside_again():
+            loop = Loop.make()
+            test_loader = prepare_data_loader(DataLoader(data(), batch_size=5, shuffle=True))
+            for _ in train.epochs(2, start=start):
+                for _, x, y in loop.loader:
+                    square(loop.model(x), y).backward()
+                    loop.optimizer.step()
+                with torch.no_grad():
+                    before = torch.get_rng_state()
+                    for _ in range(2):
+                        drawn = [(n.tolist(), torch.rand(1).item()) for n, *_ in test_loader]
+                        found.append(drawn)
+                    assert torch.equal(torch.get_rng_state(), before)
+    assert found[2:4] == found[4:]
+    assert found[0] != found[1] != found[2] != found[3]
 
 
 def test_a_model_without_samples_left_in_a_step_still_steps() -> None:

@@ -6,18 +6,16 @@ seeded for the epoch while one is asked, and are afterwards as they were.
 
 from __future__ import annotations
 
-import random
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol, runtime_checkable
 
-import numpy as np
 import torch
 
 from elastic.core.policy.cursor import derive
 from elastic.errors import UsageError
-from elastic.worker.data.seeding import seed_everything
+from elastic.worker.data.seeding import seeded
 
 SAMPLER = 4
 """Purpose of these seeds, beside those in cursor.py and feed.py."""
@@ -89,13 +87,9 @@ def _seeded(seed: int, sampler: Any) -> Iterator[None]:
     found = getattr(sampler, "generator", None)
     own = found if isinstance(found, torch.Generator) else torch.Generator()
     theirs = own.get_state()
-    before = torch.get_rng_state(), np.random.get_state(), random.getstate()
-    seed_everything(seed)
     own.manual_seed(seed)
     try:
-        yield
+        with seeded(seed):
+            yield
     finally:
-        torch.set_rng_state(before[0])
-        np.random.set_state(before[1])
-        random.setstate(before[2])
         own.set_state(theirs)

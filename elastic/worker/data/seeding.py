@@ -7,7 +7,8 @@ reads it: any worker process of a DataLoader, any rank, for the first time or on
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +40,23 @@ def seed_everything(seed: int) -> None:
             generator.manual_seed(seed)
     np.random.seed(seed & MASK_32)
     random.seed(seed)
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Seed all of this process's generators for the block, and restore their states afterwards."""
+    on_cuda = torch.cuda.default_generators if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]
+    before = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    before_on_cuda = [generator.get_state() for generator in on_cuda]
+    seed_everything(seed)
+    try:
+        yield
+    finally:
+        torch.set_rng_state(before[0])
+        np.random.set_state(before[1])
+        random.setstate(before[2])
+        for generator, state in zip(on_cuda, before_on_cuda, strict=True):
+            generator.set_state(state)
 
 
 def seed_step(data: Data | None, cursor: Cursor, shard: int = 0) -> None:

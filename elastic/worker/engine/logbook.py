@@ -231,18 +231,18 @@ class Logbook:
         return averages
 
 
-class ReportNumbering:
-    """Names the reports of one group by their place in the run, the same on all ranks."""
+class PlaceCounter:
+    """Counts what members of one group do alike at a place in the run: the first, the second."""
 
     def __init__(self) -> None:
         self._at, self._count = Cursor(), 0
 
-    def next(self, cursor: Cursor) -> str:
-        """Return the name of a report that is made here; the first one, then the second."""
+    def next(self, cursor: Cursor) -> int:
+        """Return the number of what is done here now, from 1."""
         if self._at != cursor:
             self._at, self._count = cursor, 0
         self._count += 1
-        return f"e{cursor.epoch:05d}-s{cursor.step:07d}-{self._count}"
+        return self._count
 
 
 def fingerprint(names: Sequence[str]) -> float:

@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 import torch
 from torch.profiler import record_function
 
-from elastic.core.policy.cursor import Cursor, micro_batch_seed
+from elastic.core.policy.cursor import Cursor, evaluation_seed, micro_batch_seed
 from elastic.core.policy.microbatch import deal
 from elastic.core.policy.recovery import RunPosition
 from elastic.core.policy.streams import Data
@@ -47,7 +47,7 @@ from elastic.worker.engine.checkpoint_schedule import CheckpointScheduler
 from elastic.worker.engine.context import WorkerContext
 from elastic.worker.engine.divergence import Divergence, differ
 from elastic.worker.engine.group_sync import share_book, share_latest
-from elastic.worker.engine.logbook import Logbook, ReportNumbering
+from elastic.worker.engine.logbook import Logbook, PlaceCounter
 from elastic.worker.engine.outcome import is_group_broken
 from elastic.worker.engine.preparation import ObjectRegistry
 from elastic.worker.engine.prepared_optimizers import (
@@ -135,13 +135,11 @@ class StepEngine(ObjectRegistry):
         self._passed: int | None = None
         self._share: StepShare | WeighedShare | None = None
         self._num_epochs = 0
-        # Where each member of this group runs code of its own next; and our reports in it.
+        # Where each member of this group runs code of its own next; what we have reported and
+        # evaluated in it.
         self._places: tuple[Cursor, ...] = ()
-        self._reports, self._due, self._padding = (
-            ReportNumbering(),
-            PendingOptimizerSteps(),
-            Padding(),
-        )
+        self._reports, self._evaluations = PlaceCounter(), PlaceCounter()
+        self._due, self._padding = PendingOptimizerSteps(), Padding()
         self._values, self._by_steps = StepValues(None), False
         self._watch, self._meets = Divergence(self.state), False
         self._to_step: list[torch.optim.Optimizer] = []  # To step, in this iteration.
@@ -683,9 +681,18 @@ class StepEngine(ObjectRegistry):
             return  # The report of a step is made once, where its gradients are complete.
         # Members that had come further when this group was formed have made this report before.
         voters = sum(1 for one in self._places if one <= self.cursor)
-        where = self._reports.next(self.cursor)
+        epoch, step, number = self.cursor.epoch, self.cursor.step, self._reports.next(self.cursor)
+        where = f"e{epoch:05d}-s{step:07d}-{number}"
         reporter = self._context.the_reporter()
         reporter.report_in_place(metrics, checkpoint, name, where=where, voters=voters)
+
+    def evaluation_seed(self, seed: int) -> int:
+        """Return the seed of an evaluation pass that begins here, the same on all ranks.
+
+        Args:
+            seed: of the loader.
+        """
+        return evaluation_seed(seed, self.cursor, self._evaluations.next(self.cursor))
 
     # ------------------------------------------------------------------- groups
 
@@ -746,7 +753,8 @@ class StepEngine(ObjectRegistry):
         group = default_group()
         self._the_reducer().attach(group)
         self._values = StepValues(group if group.size() > 1 else None)
-        self._stepped, self._rates, self._reports = 0, 0, ReportNumbering()
+        self._stepped, self._rates = 0, 0
+        self._reports, self._evaluations = PlaceCounter(), PlaceCounter()
         self._watch.begin()
         self._deal()
 
