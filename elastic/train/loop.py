@@ -124,9 +124,10 @@ def stepped() -> bool:
     """Return whether the optimizer has stepped in this iteration; also True outside of steps.
 
     A rank that computes several micro-batches of a step runs the loop's body for each of them.
-    Guard what should happen once per step (the update of an EMA) with this function.
+    Guard what should happen once per step (the update of an EMA) with this function. Call it after
+    all optimizers: those that have not been called by then do not step in this iteration.
 
     Raises:
         UsageError: outside a train function.
     """
-    return require_engine("train.stepped").has_stepped()
+    return require_engine("train.stepped").step_is_done()

@@ -190,7 +190,7 @@ def report(
     context = require_place("train.report")
     engine = context.engine
     if engine is not None and engine.has_begun:
-        if not engine.has_stepped():
+        if not engine.step_is_done():
             return
         logged = engine.logbook.take_averages().items()
         metrics = {name: x for name, x in logged if name[:1] != "_"} | dict(checked(metrics))

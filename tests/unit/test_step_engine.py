@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from elastic import train
 from elastic.core.policy.cursor import Cursor, step_seed
+from elastic.errors import UsageError
 from elastic.train.torch import (
     enable_reproducibility,
     prepare_data_loader,
@@ -184,6 +185,37 @@ def test_two_optimizers_step_together_from_the_weights_of_the_steps_beginning(fi
         twin.of_maker.step()
     assert near(pair.judge, twin.judge)
     assert near(pair.maker, twin.maker)
+
+
+def test_a_step_of_one_of_two_optimizers_is_done_where_the_loop_asks_for_it() -> None:
+    pair, count, maker = Pair(prepare=True), 0, []
+    loader = prepare_data_loader(DataLoader(data(), batch_size=SIZE), global_batch_size=GLOBAL)
+    for _ in train.epochs(1):
+        for _, x, _ in loader:
+            is_first = train.get_context().get_step() == 0
+            pair.train_judge(x)
+            if is_first:
+                pair.train_maker(x)
+            count += train.stepped()
+            maker.append(bits(pair.maker))
+            train.report({"stepped": count})
+    assert count == len(reported) == STEPS
+    assert maker[0] != maker[V - 1] == maker[-1]
+
+
+def test_an_optimizer_that_comes_after_that_is_refused() -> None:
+    pair = Pair(prepare=True)
+    loader = prepare_data_loader(DataLoader(data(), batch_size=SIZE), global_batch_size=GLOBAL)
+
+    def loop() -> None:
+        for _ in train.epochs(1):
+            for _, x, _ in loader:
+                pair.train_judge(x)
+                train.stepped()
+                pair.train_maker(x)
+
+    with pytest.raises(UsageError, match=r"SGD.step\(\) was called after train.stepped\(\)"):
+        loop()
 
 
 @pytest.mark.parametrize("clips", [False, True])

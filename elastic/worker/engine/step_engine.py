@@ -518,6 +518,8 @@ class StepEngine(ObjectRegistry):
             self._take_step(optimizer, lambda: None)
 
     def _take_step(self, optimizer: torch.optim.Optimizer, real: Callable[[], Any]) -> None:
+        if self._phase is IterationPhase.COMMITTED and self._to_step:
+            raise usage_errors.stepped_late(optimizer)
         self._to_step.append(optimizer)
         unit, reducer = self._units[id(optimizer)], self._the_reducer()
         if self._phase is IterationPhase.GATHERING:
@@ -652,6 +654,15 @@ class StepEngine(ObjectRegistry):
     def has_stepped(self) -> bool:
         """Return whether what follows an optimizer step happens now."""
         return self._phase in (IterationPhase.OUTSIDE, IterationPhase.COMMITTED)
+
+    def step_is_done(self) -> bool:
+        """Return whether a step has been done in this iteration; see `train.stepped`.
+
+        Of several optimizers those that were not asked to step until then do not in this one.
+        """
+        if self._phase in (IterationPhase.DUE, IterationPhase.SETTLED) and len(self._due):
+            self._commit()
+        return self.has_stepped()
 
     def once(self, call: Callable[[], Any], *, thing: object = None) -> Any:
         """Do for the step what a loop asks for in each iteration: now, with it, or not at all."""

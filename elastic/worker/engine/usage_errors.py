@@ -104,6 +104,14 @@ def stepped_twice(optimizer: object) -> UsageError:
     )
 
 
+def stepped_late(optimizer: object) -> UsageError:
+    """One of several optimizers was asked to step once the step had been asked for."""
+    return UsageError(
+        f"{type(optimizer).__name__}.step() was called after train.stepped() or train.report(), "
+        f"which end the step with the optimizers that were called before: call them last"
+    )
+
+
 def stepped_outside(optimizer: object, models: Sequence[nn.Module]) -> UsageError:
     """An optimizer was asked to step with gradients that were not reduced."""
     evaluates = models and not any(is_training(model) for model in models)
