@@ -103,6 +103,10 @@ def test_a_usual_loop_ends_with_the_same_bits_at_every_world_size(how: str) -> N
     [
         ("accumulation_by_hand", "step() was not called in step 0.*global_batch_size"),
         ("closure", "LBFGS.step(closure).*call loss.backward() and then step()"),
+        (
+            "collective_in_each_micro_batch",
+            "a collective was called in a micro-batch of step 0.*3, of which 2 workers have",
+        ),
         ("batches_left_out", "step() was not called in step 0.*zero_grad() and step()"),
         ("own_batch_sampler", "own batch_sampler (Mine).*use batch_size= and sampler="),
         ("forgotten_optimizer", "change module.2.weight.*prepare_optimizer(optimizer)"),

@@ -302,6 +302,20 @@ def accumulation_by_hand(model: nn.Module, net: nn.Sequential) -> None:
 
 
 @named
+def collective_in_each_micro_batch(model: nn.Module, net: nn.Sequential) -> str:
+    optimizer, number = sgd(net.parameters()), 3
+    batches = prepare_data_loader(DataLoader(data(), MICRO), global_batch_size=number * MICRO)
+    for _ in train.epochs(EPOCHS):
+        for _, x, y in batches:
+            loss = square(model(x), y)
+            dist.all_reduce(loss.detach().clone())
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return bits(net.parameters())
+
+
+@named
 def closure(model: nn.Module, net: nn.Sequential) -> None:
     optimizer = prepare_optimizer(torch.optim.LBFGS(net.parameters()))
     for _ in train.epochs(EPOCHS):

@@ -64,6 +64,7 @@ from elastic.worker.engine.resume_point import ResumePoint, check_collectives
 from elastic.worker.engine.state_recovery import catch_up
 from elastic.worker.engine.step_values import StepValues
 from elastic.worker.engine.whole_step import WholeStep
+from elastic.worker.group.abortable_wait import checked
 from elastic.worker.group.c10d import default_group
 from elastic.worker.reduce.reducer import OptimizerUnit, Reducer
 from elastic.worker.reduce.sharded_reduce import Padding, ShardedReducer, make_reducer, recovery_of
@@ -222,6 +223,7 @@ class StepEngine(ObjectRegistry):
         self._stack.enter_context(unprepared_refused(names, lambda: self._due.is_stepping))
         self._stack.enter_context(data_waits(self._checkpoints.settle))
         self._stack.enter_context(captures_wait(self._checkpoints.settle))
+        self._stack.enter_context(checked(self._check_collective))
         self.has_begun = self.keeps = True
         self._groups.declare(in_place=self._is_in_place)
         self._groups.defer(self._is_in_place)
@@ -436,6 +438,20 @@ class StepEngine(ObjectRegistry):
         seed_everything(micro_batch_seed(epochs.seed, self.cursor, batch.micro_batch))
         return self._batch.value
 
+    def _check_collective(self) -> None:
+        """Refuse one that the loop calls for each micro-batch, if ranks have unequally many.
+
+        Some would wait in it for others that are in the exchange of gradients, and wait for them.
+        """
+        is_inside = self._phase in (*OPEN, IterationPhase.COMPUTING)
+        if self._batch is None or self._share is None or not is_inside:
+            return
+        deal = self._share.deal
+        if deal.num_micro_batches % deal.world_size and not self.state.is_sharded:
+            raise usage_errors.collective_inside(
+                self.cursor, deal.num_micro_batches, deal.world_size
+            )
+
     def _close_iteration(self, is_first: bool) -> None:
         """The loop asks for more: the user's code for the last micro-batch, or step, is through."""
         self._batch = None
@@ -626,6 +642,7 @@ class StepEngine(ObjectRegistry):
             UsageError: most ranks have not the same.
         """
         self._the_reducer().abandon()  # Buffers are what they were before the step.
+        self._batch = None
         differing = self._watch.settle(default_group(), self.cursor)
         self._has_state = self._context.world_rank not in differing
         self._phase, self._meets = IterationPhase.VOID, True  # All of us, in this group.

@@ -127,6 +127,18 @@ def stepped_outside(optimizer: object, models: Sequence[nn.Module]) -> UsageErro
     )
 
 
+def collective_inside(cursor: Cursor, num_micro_batches: int, world_size: int) -> UsageError:
+    """The script called a collective in a micro-batch, and other ranks have fewer of those."""
+    return UsageError(
+        f"a collective was called in a micro-batch of step {cursor.step} of epoch {cursor.epoch}: "
+        f"a step has {num_micro_batches}, of which {world_size} workers have different numbers, so "
+        f"that they would wait for each other for ever: call it once for each step, where "
+        f"train.stepped() is true, or behind the micro-batches in a loop over train.steps(); "
+        f"average values by train.log(); or choose global_batch_size= and num_workers= so that "
+        f"every number of workers has equal shares"
+    )
+
+
 def step_not_stepped(cursor: Cursor) -> UsageError:
     """A step of `train.steps` was computed, and no optimizer asked to step."""
     return UsageError(

@@ -19,7 +19,8 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -36,6 +37,17 @@ MESSAGES = frozenset((12, 13, 14))
 """Numbers of torch's OpType: SEND, RECV, RECVANYSOURCE."""
 
 Wait = Callable[..., Any]
+_checks: list[Callable[[], None]] = []
+
+
+@contextmanager
+def checked(check: Callable[[], None]) -> Iterator[None]:
+    """Call this before the main thread waits for a collective; it may raise."""
+    _checks.append(check)
+    try:
+        yield
+    finally:
+        _checks.remove(check)
 
 
 class AbortableWait:
@@ -70,6 +82,9 @@ class AbortableWait:
             return self._in_another_thread(
                 resources, lambda: _each(real, [work], resources.timeout)
             )
+        if threading.current_thread() is threading.main_thread():
+            for check in _checks:
+                check()
         return _in_slices(resources, real, work)
 
     def wait_messages(self, real: Wait, works: Sequence[Any]) -> None:
