@@ -90,6 +90,17 @@ def test_a_layer_whose_forward_makes_ranks_differ_or_wait_is_refused(
         run(loop)
 
 
+def test_an_optimizer_whose_state_is_in_parts_is_refused() -> None:
+    class InParts(torch.optim.SGD):
+        def consolidate_state_dict(self, to: int = 0) -> None: ...
+
+    def loop(model: nn.Module, *_: Any) -> None:
+        prepare_optimizer(InParts(model.parameters(), lr=0.1))
+
+    with pytest.raises(UsageError, match="InParts keeps a part of its state on each rank"):
+        run(loop)
+
+
 @pytest.mark.parametrize("adds", [True, False])
 def test_parameters_that_come_in_the_middle_of_an_epoch_are_refused(adds: bool) -> None:
     def loop(model: nn.Module, optimizer: torch.optim.Optimizer, loader: Any) -> None:
