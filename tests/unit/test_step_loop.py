@@ -146,6 +146,23 @@ def test_what_an_evaluation_draws_follows_from_the_place_in_the_run() -> None:
     assert found[0] != found[1] != found[2] != found[3]
 
 
+def test_what_is_drawn_around_the_pass_of_an_epoch_follows_from_its_number() -> None:
+    """A worker that joins there has drawn nothing before, or something else."""
+    found = []
+    for start in (0, 1):
+        with inside_again():
+            loop = Loop.make()
+            for _ in train.epochs(2, start=start):
+                found.append(torch.rand(1).item())
+                for _, x, y in loop.loader:
+                    square(loop.model(x), y).backward()
+                    loop.optimizer.step()
+                    torch.rand(1 + start)
+                found.append(torch.rand(1).item())
+    assert len({*found[:4]}) == 4
+    assert found[4:] == found[2:4]
+
+
 def test_a_model_without_samples_left_in_a_step_still_steps() -> None:
     model = prepare_model(nn.Linear(5, 1))
     optimizer = prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))

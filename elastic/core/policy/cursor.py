@@ -185,7 +185,7 @@ def _mix_64(value: int) -> int:
 
 
 # Purposes that seeds are derived for, so that no two of them ever meet; 4 is `streams.STREAM`.
-SHUFFLE, DROPOUT, AUGMENT, STEP, EVALUATION = 0, 1, 2, 5, 6
+SHUFFLE, DROPOUT, AUGMENT, STEP, EVALUATION, EPOCH = 0, 1, 2, 5, 6, 7
 
 
 def shuffle_seed(seed: int, epoch: int) -> int:
@@ -201,6 +201,11 @@ def micro_batch_seed(seed: int, cursor: Cursor, micro_batch: int) -> int:
 def step_seed(seed: int, cursor: Cursor, shard: int = 0) -> int:
     """Return the seed of everything random while a step changes the weights, or a shard of them."""
     return derive(seed, STEP, cursor.epoch, cursor.step, shard)
+
+
+def epoch_seed(seed: int, epoch: int, *, is_over: bool) -> int:
+    """Return the seed of everything random at the head of an epoch, or behind its pass."""
+    return derive(seed, EPOCH, epoch, is_over)
 
 
 def evaluation_seed(seed: int, cursor: Cursor, number: int) -> int:

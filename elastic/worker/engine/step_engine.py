@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 import torch
 from torch.profiler import record_function
 
-from elastic.core.policy.cursor import Cursor, evaluation_seed, micro_batch_seed
+from elastic.core.policy.cursor import Cursor, epoch_seed, evaluation_seed, micro_batch_seed
 from elastic.core.policy.microbatch import deal
 from elastic.core.policy.recovery import RunPosition
 from elastic.core.policy.streams import Data
@@ -191,6 +191,8 @@ class StepEngine(ObjectRegistry):
         try:
             while self.cursor.epoch < total:
                 epoch = self._epoch = self.cursor.epoch
+                # A member that joins later runs this code, too, and with the same random numbers.
+                seed_everything(epoch_seed(self.seed, epoch, is_over=False))
                 yield epoch
                 if self.cursor.epoch == epoch:
                     self.cursor = Cursor(epoch + 1, 0)
@@ -317,6 +319,9 @@ class StepEngine(ObjectRegistry):
             self._forget_step()
             if self._reducer is not None:
                 self._reducer.release_gradients()
+            if is_over:
+                # Who has received the last step from others has drawn other numbers in it.
+                seed_everything(epoch_seed(self.seed, epoch, is_over=True))
             if is_over and self._resume_point.is_whole:
                 self._keep_for_code_behind()
             # User code between epochs may take as long as it likes.
