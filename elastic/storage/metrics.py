@@ -6,9 +6,10 @@
 
 Objects cannot be appended to, and rewriting a growing object with every report would cost more than
 training. There the lines go into parts: each belongs to one process and one generation, is named
-after the wall-clock time of its first line, is rewritten at most every `FLUSH_S`, and is followed
-by the next part at `PART_BYTES_MAX`. So the cost of a report does not increase with the run, and a
-late process of an earlier generation writes only to its own parts.
+after the wall-clock time of its first line, or the nanosecond after the newest part where the clock
+is behind that, is rewritten at most every `FLUSH_S`, and is followed by the next part at
+`PART_BYTES_MAX`. So the cost of a report does not increase with the run, and a late process of an
+earlier generation writes only to its own parts.
 
 Rule: a part has one writer; on object stores a kill loses the lines of the last `FLUSH_S`. Lines
 that cannot be written are kept, and written with later ones: training does not wait for them.
@@ -16,6 +17,7 @@ that cannot be written are kept, and written with later ones: training does not 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import time
@@ -93,8 +95,7 @@ class MetricsLog:
             generation = record.get("generation")
             is_full = not self._parts or self._parts[-1].num_bytes >= PART_BYTES_MAX
             if is_full or generation != self._generation:
-                unix_ns = int(record.get("unix_ns", 0)) or time.time_ns()
-                self._parts.append(_Part(f"{FOLDER}/{unix_ns:020d}-rank{self._rank}.jsonl"))
+                self._parts.append(_Part(self._next_name(int(record.get("unix_ns", 0)))))
                 self._generation = generation
         part = self._parts[-1]
         part.lines.append(line)
@@ -102,6 +103,19 @@ class MetricsLog:
         self._num_unwritten += len(line)
         self._forget_oldest()
         self.write_due()
+
+    def _next_name(self, unix_ns: int) -> str:
+        """Return a part's name that is sorted after those of all parts so far.
+
+        Rows are numbered in the order of the parts, and clocks of nodes differ.
+        """
+        known = [part.name for part in self._parts]
+        with contextlib.suppress(StorageError):
+            known += self._impatient.list(f"{FOLDER}/*-rank{self._rank}.jsonl")
+        stamps = [name.partition("/")[2].partition("-")[0] for name in known]
+        newest_ns = max((int(stamp) for stamp in stamps if stamp.isdecimal()), default=0)
+        at_ns = max(unix_ns or time.time_ns(), newest_ns + 1)
+        return f"{FOLDER}/{at_ns:020d}-rank{self._rank}.jsonl"
 
     def write_due(self) -> None:
         """Write all lines, unless the last attempt was a moment ago.
@@ -188,7 +202,7 @@ class MetricsReader:
         """Read of a local file."""
         self._num_rows: dict[str, int] = {}
         """Read of each file or part elsewhere. A part with an older name may grow after a newer
-        one was read: another process writes it, whose clock is behind or whose reports were late.
+        one was read: another process writes it, whose reports were late.
         """
 
     def read(self) -> list[dict[str, Any]]:

@@ -155,6 +155,7 @@ def test_a_reader_returns_each_row_once_whatever_the_writers_clocks_say(
     behind.append(reported(6))
     assert numbers(reader.read()) == [6]
     assert reader.read() == []
+    assert numbers(MetricsReader(files, 0).read()) == [10, 5, 6]
 
 
 def test_a_store_that_takes_a_part_at_a_time_gets_all_of_them(
