@@ -1,14 +1,15 @@
 """`elastic-agent doctor`: checks whether this machine can be a node, and suggests fixes.
 
-Rule: a check only reads, or writes a temporary file and removes it. The only remote peer is the
-named coordinator, and nothing is registered there: the stream is opened, and closed without a
-message. A check that raises is reported as failed, and the others still run. The agent itself never
-imports torch: a child process does, with a timeout.
+Rule: a check only reads, or writes a temporary file and removes it. The only remote peers are the
+named coordinator and nodes (`--peer`), and nothing is registered there: a stream or connection is
+opened, and closed without a message. A check that raises is reported as failed, and the others
+still run. The agent itself never imports torch: a child process does, with a timeout.
 """
 
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import shutil
@@ -18,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -32,15 +33,16 @@ from rich.table import Table
 
 from elastic import __version__
 from elastic.agent.address import address_towards_any
-from elastic.agent.devices import find_devices
+from elastic.agent.devices import Devices, find_devices, parse_workers
 from elastic.agent.health import MIB
 from elastic.agent.notices.choosing import find_names
 from elastic.core.messages import PROTOCOL
 from elastic.core.world import host_of
-from elastic.errors import CoordinatorUnreachable, ElasticError
+from elastic.errors import ConfigError, CoordinatorUnreachable, ElasticError
 from elastic.runtime.access import Access, find_access
 from elastic.runtime.rpc import is_loopback, parse_endpoints
 from elastic.runtime.stream import open_stream
+from elastic.runtime.worker_ports import FLAG, PortRange, ports_needed
 from elastic.wire.codec_stream import ATTACH_METHOD
 
 PIPED_WIDTH = 500
@@ -50,6 +52,8 @@ SHM_BYTES_MIN = 1 * GIB
 DISK_BYTES_WARN, DISK_BYTES_FAIL = 2 * GIB, 256 * MIB
 SKEW_WARN_S, SKEW_FAIL_S = 1.0, 60.0
 CONNECT_S = 5.0
+CONNECTIONS_MAX = 256
+PORTS_SHOWN = 3
 TORCH_S = 120.0
 GLOO_S = 20
 SCRIPT = f"""
@@ -252,6 +256,90 @@ def check_address(host: str, endpoints: tuple[str, ...]) -> list[Check]:
     return [ok("address", f"{address}{more}, port {port} was free")]
 
 
+def check_ports(flags: Mapping[str, str], devices: Devices) -> list[Check]:
+    """Check that --worker-ports has enough ports that can be listened on.
+
+    Args:
+        flags: of the agent.
+        devices: of this node, for `--workers auto`.
+    """
+    host = flags["host"]
+    try:
+        num_workers = parse_workers(flags["workers"], devices)
+        ports = PortRange.of(flags["worker_ports"])
+        ports.check_room(num_workers)
+    except ConfigError as error:
+        return [fail(FLAG, str(error), "see the text")]
+    if not ports:
+        return [ok(FLAG, "any port of net.ipv4.ip_local_port_range; none was named")]
+    taken = []
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    for port in sorted(ports):
+        try:
+            socket.create_server((host, port), family=family).close()
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                # Of the address, which has a check of its own, or of all ports alike.
+                fix = "see the text; --host names the address"
+                return [fail(FLAG, f"{ports}: port {port}: {error.strerror or error}", fix)]
+            taken.append(port)
+    total, needed = len(list(ports)), ports_needed(num_workers)
+    found = f"{ports}: {total - len(taken)} of {total} free, {needed} needed"
+    if total - len(taken) >= needed:
+        return [ok(FLAG, found)]
+    shown = ", ".join(map(str, taken[:PORTS_SHOWN]))
+    fix = f"widen it, or see what uses {shown} (ss -ltnp): an agent that runs here may"
+    return [(warn if len(taken) < total else fail)(FLAG, found, fix)]
+
+
+def check_peer(peer: str, text: str) -> list[Check]:
+    """Check that a node's worker ports can be reached from here, whether or not one is in use.
+
+    Args:
+        peer: name or address of the other node.
+        text: of --worker-ports, the same on both.
+    """
+    name = f"peer {peer}"
+    try:
+        ports = PortRange.of(text)
+    except ConfigError:
+        return []  # It is reported for this node.
+    if not ports:
+        return [warn(name, "not checked: any port may be used", f"name the ports with {FLAG}")]
+    wrong = asyncio.run(find_unreachable(peer, sorted(ports)))
+    total = len(list(ports))
+    if not wrong:
+        return [ok(name, f"its {total} ports {ports} answer")]
+    shown = "; ".join(f"{port}: {wrong[port]}" for port in [*wrong][:PORTS_SHOWN])
+    found = f"{len(wrong)} of its {total} ports {ports} do not answer ({shown})"
+    return [fail(name, found, f"let TCP {ports} through between the nodes, both ways")]
+
+
+async def find_unreachable(host: str, ports: Sequence[int]) -> dict[int, str]:
+    """Return the reason for each of a host's ports to which packets do not get through.
+
+    A refused connection is an answer too: nothing listens there now.
+    """
+
+    async def reason(port: int) -> str:
+        try:
+            async with limit:
+                connecting = asyncio.open_connection(host, port)
+                _, writer = await asyncio.wait_for(connecting, CONNECT_S)
+            writer.close()
+        except ConnectionRefusedError:
+            return ""
+        except asyncio.TimeoutError:
+            return f"no answer in {CONNECT_S:.0f} s"
+        except OSError as error:
+            return error.strerror or str(error)
+        return ""
+
+    limit = asyncio.Semaphore(CONNECTIONS_MAX)
+    reasons = await asyncio.gather(*map(reason, ports))
+    return {port: why for port, why in zip(ports, reasons, strict=True) if why}
+
+
 def check_coordinator(endpoint: str, flags: Mapping[str, str]) -> list[Check]:
     """Check that the coordinator accepts this agent, and that the clocks agree.
 
@@ -316,8 +404,15 @@ def judge_clock(ahead_s: float, took_s: float) -> Check:
 
 @click.command()
 @click.option("-o", "--output", type=click.Choice(["text", "json"]), default="text")
+@click.option(
+    "--peer",
+    "peers",
+    multiple=True,
+    metavar="HOST",
+    help=f"Another node: try to reach its {FLAG}, which are taken to be the same as here.",
+)
 @click.pass_context
-def doctor(context: click.Context, /, output: str) -> None:
+def doctor(context: click.Context, /, output: str, peers: tuple[str, ...]) -> None:
     """Check whether this machine is fit to be a node; show what to do where it is not.
 
     With the agent's own flags, before its name (elastic-agent --coord HOST:PORT doctor), and its
@@ -347,6 +442,8 @@ def doctor(context: click.Context, /, output: str) -> None:
             if path
         ),
         ("address", partial(check_address, flags["host"], endpoints)),
+        (FLAG, partial(check_ports, flags, devices)),
+        *((f"peer {peer}", partial(check_peer, peer, flags["worker_ports"])) for peer in peers),
         *(
             (f"coordinator {endpoint}", partial(check_coordinator, endpoint, flags))
             for endpoint in endpoints

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,8 +12,12 @@ from typing import Any
 
 import pytest
 
+from elastic.agent import doctor as checks_of
+from elastic.agent.devices import Devices
 from elastic.agent.doctor import CheckLevel, judge_clock
+from elastic.runtime.worker_ports import ports_needed
 from elastic.testing.local_cluster import LocalCluster
+from elastic.worker.group.sockets import DROP_ALL, SO_ATTACH_FILTER
 from tests.metadata_server import nobody
 from tests.patience import DEADLINE_S
 
@@ -73,6 +78,36 @@ def test_wrong_credentials_and_silence_are_failures_with_what_to_do(
 
 
 # ---------------------------------------------------------------- odd machines
+
+
+def test_worker_ports_are_counted_bound_and_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At an address of this test's own, whose ports nothing else uses."""
+    host, low = "127.0.97.3", 29400
+    high = low + ports_needed(1) - 1
+
+    def own(ports: str) -> checks_of.Check:
+        flags = {"worker_ports": ports, "host": host, "workers": "1"}
+        [check] = checks_of.check_ports(flags, Devices())
+        return check
+
+    def reached() -> checks_of.Check:
+        [check] = checks_of.check_peer(host, f"{low}-{high}")
+        return check
+
+    assert own("").level is CheckLevel.OK
+    assert own(f"{low}-{high}").level is reached().level is CheckLevel.OK
+    assert "9" in own(f"{low}-{low}").found
+    assert own(f"{low}-{low}").level is own("1-2").level is CheckLevel.FAIL
+    with socket.create_server((host, low)) as taken:
+        assert own(f"{low}-{high}").level is CheckLevel.WARN
+        assert str(low) in own(f"{low}-{high}").fix
+        assert reached().level is CheckLevel.OK
+        # What a firewall drops, nobody refuses.
+        taken.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, DROP_ALL)
+        monkeypatch.setattr(checks_of, "CONNECT_S", 0.1)
+        check = reached()
+        assert check.level is CheckLevel.FAIL
+        assert check.found.startswith(f"1 of its {ports_needed(1)} ports"), check.found
 
 
 @pytest.mark.parametrize(
