@@ -29,7 +29,7 @@ from tests.patience import DEADLINE_S
 
 TIMEOUT_NS = 30 * NS_PER_S
 G = Generation(3)
-LOOKS = 12
+NUM_POLLS = 12
 
 
 # ------------------------------------------------------------------ what is seen of a process
@@ -57,7 +57,7 @@ def seen_while(code: str) -> bool:
         begun = threading.Event()
         threading.Thread(target=look, daemon=True).start()
         """
-    ).format(polls=LOOKS) + textwrap.dedent(code)
+    ).format(polls=NUM_POLLS) + textwrap.dedent(code)
     done = subprocess.run(
         [sys.executable, "-c", script],
         capture_output=True,

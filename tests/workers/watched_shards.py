@@ -26,7 +26,7 @@ from tests.patience import DEADLINE_S
 
 WIDTH = 16
 POLL_S = 0.1
-LOOKS = 5
+NUM_POLLS = 5
 """So many equal observations in a row are final; at the deadline, the last one is."""
 
 
@@ -147,10 +147,10 @@ class Rank:
                 time.sleep(POLL_S)
 
     def watch(self, case: str, seen: dict[str, Any], over: threading.Event) -> None:
-        """Observe as a control thread does, until LOOKS observations in a row are equal."""
+        """Observe as a control thread does, until NUM_POLLS observations in a row are equal."""
         watch, polls = CollectiveWatch(), 0
         last, end = (0, False), time.monotonic() + DEADLINE_S
-        while polls < LOOKS and not over.is_set() and time.monotonic() < end:
+        while polls < NUM_POLLS and not over.is_set() and time.monotonic() < end:
             moves, waiting_ns = watch.sample(1, time.monotonic_ns(), is_sharded=True)
             moved, waits = moves != last[0], waiting_ns > 0
             same = seen.get("moved") == moved and seen.get("waits") == waits

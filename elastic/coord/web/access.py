@@ -44,7 +44,7 @@ COOKIE = "elastic_page"
 SESSION_S = 12 * 3600
 SESSIONS_MAX = 1000
 FORM_BYTES_MAX = 8192
-LOOKS = frozenset({Role.READ, Role.SUBMIT, Role.ADMIN})
+PAGE_ROLES = frozenset({Role.READ, Role.SUBMIT, Role.ADMIN})
 STATUSES: tuple[tuple[type[ElasticError], int], ...] = (
     (NotPermitted, 403),
     (NotAuthorized, 401),
@@ -185,8 +185,8 @@ class Gate:
         caller = self._locks.identify(
             self._token(request.headers), certificate, _host(request), self._clock.unix_ns()
         )
-        if caller.role not in LOOKS:
-            wanted = " or ".join(role.value for role in Role if role in LOOKS)
+        if caller.role not in PAGE_ROLES:
+            wanted = " or ".join(role.value for role in Role if role in PAGE_ROLES)
             raise NotPermitted(f"{caller} may not read jobs: that needs the role {wanted}")
         return caller
 
@@ -234,7 +234,7 @@ class Gate:
         token = fields.get("token", [""])[0].strip()
         then = _then(fields.get("then", ["/"])[0])
         caller = self._locks.identify(token, b"", _host(request), self._clock.unix_ns())
-        if caller.role not in LOOKS:
+        if caller.role not in PAGE_ROLES:
             raise NotPermitted(f"{caller} may not read jobs")
         response = RedirectResponse(then, status_code=303)
         response.set_cookie(
