@@ -5,9 +5,10 @@
     wandb:PROJECT          Weights & Biases; needs the package wandb
     mlflow:URI             an MLflow server or folder; needs the package mlflow
 
-Progress is recorded in RUN/trackers/NAME.json. A file is truncated to the recorded length before
-it is appended to, so that data which was written but not recorded is not written twice. A server
-finds the run by a fixed id, and ignores steps that it has already.
+For files progress is recorded in RUN/trackers/NAME.json. A file is truncated to the recorded length
+before it is appended to, so that data which was written but not recorded is not written twice. A
+server finds the run by a fixed id, and is asked what it has: its package may still have held, and
+lost, what it was given. Offline, W&B makes a folder for each process, and the last has everything.
 
 Rule: a report is identified by its number in the run, as in elastic.tune: one that is repeated
 after a loss has the same number, and is not exported twice.
@@ -61,10 +62,19 @@ class Point:
 
 
 class Tracker(Protocol):
-    """Interface of a tracker: exports points."""
+    """Interface of a tracker: exports points.
+
+    Attributes:
+        known: number of the last report that it had when it was opened, 0 for none.
+    """
+
+    known: int
 
     def show(self, points: Sequence[Point]) -> dict[str, Any]:
-        """Export these, oldest first; once durable there, return the state to record."""
+        """Export these, oldest first; return the state to record once they are durable there.
+
+        {} for a tracker that keeps its progress itself.
+        """
         ...
 
     def taken_down(self, state: Mapping[str, Any]) -> None:
@@ -130,8 +140,8 @@ class Tracking:
         self._files, self._request = Files(run), spec
         self._reader, self._numbering = MetricsReader(self._files, 0), Numbering()
         self._waiting: dict[int, Point] = {}
-        self._state = self._remembered()
-        self._tracker = _open(spec, self._files, self._state)
+        self._tracker = _open(spec, self._files, self._remembered())
+        self._shown = self._tracker.known
 
     def turn(self) -> int:
         """Export new points; returns their number.
@@ -139,18 +149,19 @@ class Tracking:
         Raises:
             Exception: any error of the tracker or storage; the next call exports the same again.
         """
-        shown = int(self._state.get("shown", 0))
         for row in self._reader.read():
             number = self._numbering.take(row)
-            if number > shown and number not in self._waiting:
+            if number > self._shown and number not in self._waiting:
                 self._waiting[number] = Point(number, row.get("unix_ns", 0) / 1e9, row["metrics"])
         if not self._waiting:
             return 0
-        shown_by_tracker = self._tracker.show(list(self._waiting.values()))
-        state = {**self._state, **shown_by_tracker, "shown": max(self._waiting)}
-        self._files.write(f"{FOLDER}/{self._request.name}.json", json.dumps(state).encode())
+        state = self._tracker.show(list(self._waiting.values()))
+        shown = max(self._waiting)
+        if state:
+            record = json.dumps({**state, "shown": shown})
+            self._files.write(f"{FOLDER}/{self._request.name}.json", record.encode())
         self._tracker.taken_down(state)
-        count, self._waiting, self._state = len(self._waiting), {}, state
+        count, self._waiting, self._shown = len(self._waiting), {}, shown
         return count
 
     def close(self) -> None:
@@ -227,6 +238,7 @@ class JsonLines:
 
     def __init__(self, path: Path, state: Mapping[str, Any]) -> None:
         self._out = _Appended(path, state)
+        self.known = int(state.get("shown", 0))
 
     def show(self, points: Sequence[Point]) -> dict[str, Any]:
         lines = (
@@ -248,6 +260,7 @@ class EventFile:
 
     def __init__(self, folder: Path, state: Mapping[str, Any]) -> None:
         self._out = _Appended(folder / "events.out.tfevents.1.elastic", state)
+        self.known = int(state.get("shown", 0))
 
     def show(self, points: Sequence[Point]) -> dict[str, Any]:
         """Add a record for each point."""
@@ -264,15 +277,17 @@ class EventFile:
 
 
 class Wandb:
-    """One run of Weights & Biases, with a fixed id; the server skips steps that it has already."""
+    """One run of Weights & Biases, with a fixed id."""
 
     def __init__(self, wandb: Any, project: str, run_id: str, name: str) -> None:
         self._run = wandb.init(project=project, id=run_id, name=name, resume="allow")
+        self.known = max(0, int(self._run.starting_step) - 1)
 
     def show(self, points: Sequence[Point]) -> dict[str, Any]:
-        """Log each point under its number."""
+        """Log each point under its number; without `commit` it would be held until the next."""
         for point in points:
-            self._run.log({**point.metrics, "report_unix_s": point.unix_s}, step=point.number)
+            row = {**point.metrics, "report_unix_s": point.unix_s}
+            self._run.log(row, step=point.number, commit=True)
         return {}
 
     def taken_down(self, state: Mapping[str, Any]) -> None:
@@ -284,7 +299,7 @@ class Wandb:
 
 
 class Mlflow:
-    """One run of MLflow, found again by a tag; steps that it has already are skipped."""
+    """One run of MLflow, found again by a tag."""
 
     TAG = "elastic.run"
 
@@ -298,13 +313,13 @@ class Mlflow:
             made = self._client.create_run("0", tags={self.TAG: run_id}, run_name=name)
             self._id = made.info.run_id
         newest = self._client.get_run(self._id).data.metrics
-        self._known = int(newest.get("report", 0))
+        self.known = int(newest.get("report", 0))
 
     def show(self, points: Sequence[Point]) -> dict[str, Any]:
         """Log each point; the metric "report" is written last, and marks the point as complete."""
         for point in points:
-            if point.number <= self._known:
-                continue
+            if point.number <= self.known:
+                continue  # It has this one since a call that failed later.
             at_ms = round(point.unix_s * 1e3)
             values = {**point.numbers(), "report": float(point.number)}
             metrics = [
@@ -313,7 +328,7 @@ class Mlflow:
                 if math.isfinite(value)
             ]
             self._client.log_batch(self._id, metrics=metrics)
-            self._known = point.number
+            self.known = point.number
         return {}
 
     def taken_down(self, state: Mapping[str, Any]) -> None:

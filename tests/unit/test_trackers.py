@@ -116,6 +116,49 @@ def test_each_report_is_shown_once(
     assert steps_shown(kind, run)[3:] == [(4, 0.0)]
 
 
+class PlayedWandb:
+    """The package as far as it is used; what `log` is given is sent later, and lost by a kill."""
+
+    def __init__(self) -> None:
+        self.sent: list[int] = []
+        self.held: list[int] = []
+
+    def init(self, **run: str) -> PlayedWandb:
+        assert (run["project"], run["resume"]) == ("vision", "allow")
+        self.held.clear()
+        return self
+
+    @property
+    def starting_step(self) -> int:
+        return self.sent[-1] + 1 if self.sent else 0
+
+    def log(self, row: dict[str, Any], step: int, commit: bool) -> None:
+        assert commit, "held until the next step is logged"
+        self.held.append(step)
+
+    def send(self, count: int) -> None:
+        self.sent += [self.held.pop(0) for _ in range(count)]
+
+    def finish(self) -> None:
+        self.send(len(self.held))
+
+
+def test_a_server_gets_what_its_package_has_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    played = PlayedWandb()
+    monkeypatch.setitem(sys.modules, "wandb", played)
+    for number in range(1, 4):
+        report(tmp_path, number)
+    assert Tracking(str(tmp_path), TrackerSpec("wandb", "vision")).turn() == 3
+    played.send(2)
+    report(tmp_path, 4)
+    second = Tracking(str(tmp_path), TrackerSpec("wandb", "vision"))
+    assert (second.turn(), second.turn()) == (2, 0)
+    second.close()
+    assert played.sent == [1, 2, 3, 4]
+
+
 def test_the_checksum_is_crc32c() -> None:
     # The check value of the polynomial's catalogue, masked as TFRecord does.
     crc = 0xE3069283
