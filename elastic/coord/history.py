@@ -58,7 +58,7 @@ class Span:
         cause, reason: of its group.
         stood_ns: when training stopped before it; when it was formed, if training did not stop.
         trains_ns: when training continued.
-        lost: the members lost in it, and why.
+        left: the members that were lost or stopped in it, and why.
         reported_pause_s: the pause in training before it, as reported by its workers.
     """
 
@@ -70,7 +70,7 @@ class Span:
     stood_ns: int
     trains_ns: int = 0
     ended_ns: int = 0
-    lost: list[str] = field(default_factory=list)
+    left: list[str] = field(default_factory=list)
     reported_pause_s: float | None = None
 
     @property
@@ -133,7 +133,7 @@ class JobHistory:
         elif name == "worker_gone" and int(fields.get("rank", -1)) >= 0:
             self._stands(now_ns)
             if self.spans:
-                self.spans[-1].lost.append(f"rank {fields['rank']}, {fields.get('cause', '')}")
+                self.spans[-1].left.append(f"rank {fields['rank']}, {fields.get('cause', '')}")
         elif name == "group_suspended":
             self._stands(now_ns)
         elif name == "group_formed":

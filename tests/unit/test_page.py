@@ -145,7 +145,7 @@ def test_a_loss_shows_as_a_generation_with_its_pause() -> None:
     tell(10.5, "group_training", generation=2)
     first, second = history.of(job_id).spans
     assert first.ended_ns == 10 * SECOND
-    assert first.lost == ["rank 1, was killed (SIGKILL)"]
+    assert first.left == ["rank 1, was killed (SIGKILL)"]
     assert second.pause_s == 0.5
     assert history.of(job_id).reforms == {"lost": 1}
     assert sum(history.queue_waits.counts) == 1

@@ -163,7 +163,7 @@ def job_page(
         _timeline(history, clocks.unix_ns),
         *table(
             Part("spans", items=_span_rows(history), tag="tbody"),
-            *("generation", "cause", "workers", "formed", "pause", "lost in it", "why"),
+            *("generation", "cause", "workers", "formed", "pause", "left in it", "why"),
             label="Generations",
         ),
         element("h2", "Where the time of workers went"),
@@ -299,7 +299,7 @@ def _span_rows(history: JobHistory) -> dict[str, Html]:
             span.world_size,
             moment(span.formed_ns),
             _pause(span) if span.cause not in ("", "start") else "–",
-            "; ".join(span.lost[:4]) + (" …" if len(span.lost) > 4 else "") or "–",
+            "; ".join(span.left[:4]) + (" …" if len(span.left) > 4 else "") or "–",
             span.reason or "–",
         )
         for span in reversed(spans)
