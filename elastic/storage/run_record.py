@@ -122,13 +122,13 @@ def read_run(files: Files) -> RunRecord | None:
         StorageError: it cannot be read.
     """
     try:
-        text = files.read(RUN_FILE).decode()
+        data = files.read(RUN_FILE)
     except StorageError as error:
         if isinstance(error.__cause__, (FileNotFoundError, NotADirectoryError)):
             return None
         raise
     try:
-        return RunRecord.from_json(text)
+        return RunRecord.from_json(data.decode())
     except ValueError as error:
         raise StorageError(
             f"{files.path}/{RUN_FILE} is not what a run writes ({error}): remove the directory, "

@@ -79,9 +79,10 @@ def test_a_directory_that_holds_something_else_is_refused(tmp_path: Path) -> Non
         begin(tmp_path)
     with pytest.raises(NameTaken):
         begin(tmp_path / "metrics.jsonl")
-    (tmp_path / "run.json").write_text("{}")
-    with pytest.raises(StorageError, match=r"run.json is not what a run writes"):
-        begin(tmp_path)
+    for text in (b"{}", b"\xff"):
+        (tmp_path / "run.json").write_bytes(text)
+        with pytest.raises(StorageError, match=r"run.json is not what a run writes"):
+            begin(tmp_path)
 
 
 def test_a_submission_that_fails_leaves_all_as_it_was(tmp_path: Path) -> None:
