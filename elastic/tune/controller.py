@@ -534,7 +534,7 @@ class Controller:
             return  # After its last report, the trial continues in another run.
         phase, reason, error = record.phase, record.reason, None
         state = TrialState(phase.value)
-        if trial.verdict:
+        if trial.verdict and phase is not JobPhase.FAILED:
             state, reason = TrialState.STOPPED, trial.verdict
             phase = JobPhase.SUCCEEDED
         elif phase is JobPhase.STOPPED and self._is_leaving:

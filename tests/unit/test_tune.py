@@ -18,13 +18,14 @@ from elastic import tune
 from elastic.client.cli import main
 from elastic.core.study import TrialAttempt
 from elastic.core.view import NodeView
-from elastic.core.world import Node, NodePhase
+from elastic.core.world import Failure, JobPhase, Node, NodePhase
 from elastic.errors import ConfigError, UsageError
 from elastic.storage.metrics import Numbering
 from elastic.storage.study_log import StudyLog
 from elastic.train import RunConfig, ScalingConfig
 from elastic.train.torch import TorchTrainer
 from elastic.tune import space as spaces
+from elastic.tune.callback import Callbacks
 from elastic.tune.controller import Controller, Plan
 from elastic.tune.integration.ray_train import TuneReportCallback
 from elastic.tune.result_grid import ResultGrid
@@ -520,6 +521,25 @@ def test_a_trials_name_may_be_made_of_its_trainables(study: StudyLog) -> None:
     assert trial is not None
     assert trial.label == "objective_mine_00003_5"
     assert trial.trainable_name == "objective"
+
+
+@pytest.mark.parametrize("phase", [JobPhase.STOPPED, JobPhase.FAILED])
+def test_a_trial_that_is_stopped_and_fails_all_the_same_has_failed(
+    study: StudyLog, phase: JobPhase
+) -> None:
+    settings: Any = {"search": BasicVariantGenerator(), "is_quiet": True}
+    plan = Plan(recipe=None, scheduler=None, stopper=None, callbacks=Callbacks(()), **settings)  # type: ignore[arg-type]
+    controller = Controller(study, plan, client=None, cluster=None)  # type: ignore[arg-type]
+    study.add({"e": "decided", "trial": 1, "n": 2, "what": "stop", "reason": "last rung"})
+    failure = Failure("ValueError", "no disk") if phase is JobPhase.FAILED else None
+    record = SimpleNamespace(
+        spec=SimpleNamespace(job_id="j-1"), phase=phase, reason="no disk", failure=failure,
+        failed_worker="n1/3",
+    )  # fmt: skip
+    controller._take_end(study.study.trials[1], SimpleNamespace(record=record))  # type: ignore[arg-type]
+    trial = study.study.trials[1]
+    assert trial.state.value == phase.value
+    assert trial.reason == ("last rung" if phase is JobPhase.STOPPED else "no disk")
 
 
 def test_optuna_plots_what_was_tried(study: StudyLog) -> None:
