@@ -291,11 +291,11 @@ def _resumed(plan: RunPlan, record: RunRecord, job: JobRecord | None) -> RunAtte
     lines: list[str] = []
     found = newest_valid(run, lines.append, job)
     another = "use another name to begin anew"
+    run_name = record.name
+    if record.phase is RunPhase.SUCCEEDED:
+        run_name += ", which has succeeded,"
     if found is not None:
         name, marker = found
-        run_name = record.name
-        if record.phase is RunPhase.SUCCEEDED:
-            run_name += ", which has succeeded,"
         lines.append(f"resumes run {run_name} from {name} ({place_of(marker)}); {another}")
         return RunAttempt(run.checkpoint_path(name), True, tuple(lines))
     automatic = [name for name, _ in run.automatic()]
@@ -305,11 +305,9 @@ def _resumed(plan: RunPlan, record: RunRecord, job: JobRecord | None) -> RunAtte
             f"resumes run {record.name}, whose newest checkpoint is {automatic[-1]}; {another}"
         )
     elif begins:
-        lines.append(f"resumes run {record.name} from {begins}, as it began; {another}")
+        lines.append(f"resumes run {run_name} from {begins}, as it began; {another}")
     else:
-        lines.append(
-            f"resumes run {record.name} at its beginning: it has no checkpoint yet; {another}"
-        )
+        lines.append(f"resumes run {run_name} at its beginning: it has no checkpoint; {another}")
     return RunAttempt(begins, bool(automatic or begins), tuple(lines))
 
 

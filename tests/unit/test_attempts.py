@@ -121,7 +121,10 @@ def test_without_a_reported_checkpoint_it_says_what_there_is(tmp_path: Path) -> 
     commit(tmp_path / "r", "auto-0", 0, {}, kind=ReportKind.AUTOMATIC)
     assert "whose newest checkpoint is auto" in begin(tmp_path / "r", "j3").lines[0]
     begin(tmp_path / "other")
-    assert "at its beginning" in begin(tmp_path / "other", "j2").lines[0]
+    assert "r at its beginning" in begin(tmp_path / "other", "j2").lines[0]
+    attempts.note_end(str(tmp_path / "other"), "j2", JobPhase.SUCCEEDED)
+    again = begin(tmp_path / "other", "j3", may_repeat=True)
+    assert "which has succeeded, at its beginning: it has no checkpoint" in again.lines[0]
 
 
 @pytest.mark.parametrize("how", ["torn", "flipped", "missing"])
