@@ -5,6 +5,7 @@ tests/chaos/test_frameworks.py kills workers under the same scripts.
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from elastic.train.lightning import (
     RayLightningEnvironment,
     prepare_trainer,
 )
+from elastic.worker.engine import context as worker_context
 from tests.chaos import hf_job, lightning_job
 from tests.unit.engine_under_test import data, inside_a_run, inside_again, reported
 
@@ -297,8 +299,8 @@ def fit(module: Any) -> None:
             lambda: prepare_accelerator(Accelerator(cpu=True, gradient_accumulation_steps=2)),
             "gradient_accumulation_steps=2: leave it out",
         ),
-        (lambda: RayFSDPStrategy(sharding_strategy="FULL_SHARD"), "parallel_strategy='fsdp'"),
-        (lambda: RayDeepSpeedStrategy(stage=3), "DeepSpeed holds groups"),
+        (lambda: Trainer(strategy=RayFSDPStrategy("FULL_SHARD")), "parallel_strategy='fsdp'"),
+        (lambda: Trainer(strategy=RayDeepSpeedStrategy(stage=3)), "DeepSpeed holds groups"),
         (lambda: of_transformers.prepare_trainer(3), "expected a transformers.Trainer"),  # type: ignore[arg-type]
     ],
 )
@@ -306,3 +308,14 @@ def test_what_cannot_train_so_is_told_what_to_write(begin: Any, says: str) -> No
     with pytest.raises(UsageError, match=says):
         begin()
     assert not reported
+
+
+def test_a_strategy_may_be_created_in_the_driver_and_be_pickled_with_the_function(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with monkeypatch.context() as driver:
+        driver.setattr(worker_context, "current", lambda: None)
+        pickled = pickle.dumps(RayDDPStrategy(find_unused_parameters=True))
+    trainer = Trainer(accelerator="cpu", strategy=pickle.loads(pickled))
+    assert prepare_trainer(trainer).strategy.root_device == torch.device("cpu")
+    assert trainer.is_global_zero

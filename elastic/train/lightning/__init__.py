@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
@@ -65,30 +65,35 @@ LOOP = (
 )
 
 
-def RayFSDPStrategy(*args: Any, **named: Any) -> NoReturn:
-    """Refuse Ray Train's FSDP strategy; the error names alternatives.
+class _Refused(RayDDPStrategy):
+    """A strategy of Ray Train's that can be created, and that no Trainer takes."""
 
-    Raises:
-        UsageError: always.
-    """
-    del args, named
-    raise UsageError(
-        f"RayFSDPStrategy: what Lightning counts cannot go back with the rows of a module to the "
-        f"newest snapshot: {LOOP}"
-    )
+    reason = ""
+
+    def __init__(self, *args: Any, **named: Any) -> None:
+        """Take any arguments."""
+        del args, named
+        super().__init__()
+
+    def set_world_ranks(self) -> None:
+        """Refuse the Trainer; the error names alternatives.
+
+        Raises:
+            UsageError: always.
+        """
+        raise UsageError(f"{type(self).__name__}: {self.reason}: {LOOP}")
 
 
-def RayDeepSpeedStrategy(*args: Any, **named: Any) -> NoReturn:
-    """Refuse Ray Train's DeepSpeed strategy; the error names alternatives.
+class RayFSDPStrategy(_Refused):
+    """Ray Train's FSDP strategy; a Trainer with it is refused."""
 
-    Raises:
-        UsageError: always.
-    """
-    del args, named
-    raise UsageError(
-        f"RayDeepSpeedStrategy: DeepSpeed holds groups and shards by itself, which cannot change "
-        f"under it: {LOOP}"
-    )
+    reason = "what Lightning counts cannot go back with the rows of a module to the newest snapshot"
+
+
+class RayDeepSpeedStrategy(_Refused):
+    """Ray Train's DeepSpeed strategy; a Trainer with it is refused."""
+
+    reason = "DeepSpeed holds groups and shards by itself, which cannot change under it"
 
 
 DDPStrategy, FSDPStrategy = RayDDPStrategy, RayFSDPStrategy

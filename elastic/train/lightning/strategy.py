@@ -49,7 +49,7 @@ class RayDDPStrategy(strategies.SingleDeviceStrategy):
         weigh: Callable[[Any], Any] | None = None,
         **named: Any,
     ) -> None:
-        """Set up the strategy on this worker's device.
+        """Set up the strategy; outside of a worker, too: it may be pickled to one.
 
         Args:
             global_batch_size: samples of a step, to override the default above.
@@ -58,13 +58,21 @@ class RayDDPStrategy(strategies.SingleDeviceStrategy):
                 engine does not need them.
         """
         del named
-        super().__init__(device=get_device())
+        super().__init__()
         self._global_batch_size, self._weigh = global_batch_size, weigh
         self._accumulated = 1
         self._fit: Fit | None = None
-        self.take_place()
 
     # ------------------------------------------------------------------- one process
+
+    @property
+    def root_device(self) -> torch.device:
+        """Return this worker's device."""
+        return get_device()
+
+    def set_world_ranks(self) -> None:
+        """Take this worker's rank; called when a Trainer gets the strategy."""
+        self.take_place()
 
     def take_place(self) -> int:
         """Update and return this worker's rank; the first one writes and shows progress."""
