@@ -351,6 +351,10 @@ class Dataset:
         table = table_of(self._node, in_memory)
         return [DataIterator(lambda: table, partial(_fixed, one, n)) for one in range(n)]
 
+    def set_name(self, name: str | None) -> None:
+        """Of Ray, for its progress display; without effect."""
+        del name
+
     def iterator(self) -> DataIterator:
         """Return an iterator over all rows whose position can be saved."""
         return self.streaming_split(1)[0]

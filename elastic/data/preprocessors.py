@@ -66,13 +66,13 @@ class Preprocessor(ABC):
         frame = self._transformed(pd.DataFrame({name: list(v) for name, v in data.items()}))
         return {name: np.asarray(frame[name].tolist()) for name in frame.columns}
 
-    def serialize(self) -> str:
-        """Return this preprocessor, with what it has learnt, as a text."""
-        return base64.b64encode(cloudpickle.dumps(self)).decode()
+    def serialize(self) -> bytes:
+        """Return this preprocessor, with what it has learnt; in JSON with `decode("ascii")`."""
+        return base64.b64encode(cloudpickle.dumps(self))
 
     @staticmethod
-    def deserialize(serialized: str) -> Preprocessor:
-        """Return a preprocessor from a text of `serialize`; only from one that you trust.
+    def deserialize(serialized: bytes | str) -> Preprocessor:
+        """Return a preprocessor from what `serialize` gave; only from one that you trust.
 
         Raises:
             UsageError: it is none.
