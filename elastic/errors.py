@@ -26,6 +26,7 @@
     ├── TrainingFailed        the job ended without success; carries the first failure
     │   ├── WorkerGroupError  a worker's code failed; names the rank and its error
     │   ├── ControllerError   it was ended for another reason: lost workers, a budget, a user
+    │   │   └── PreemptionError   more nodes were taken from it than `max_preemptions`
     │   └── TuneError         trials of a study failed; the others have their results
     ├── ProgramFailed         a worker's program failed, and wrote down why
     ├── GroupError            a torch.distributed group could not form or was broken
@@ -241,6 +242,10 @@ class ControllerError(TrainingFailed):
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
         self.controller_failure = RuntimeError(reason)
+
+
+class PreemptionError(ControllerError):
+    """Announced drains took more nodes from the job than `FailureConfig(max_preemptions)` lets."""
 
 
 class TuneError(TrainingFailed):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from elastic.train import refused
 
 if TYPE_CHECKING:
-    from elastic.errors import ControllerError, WorkerGroupError
+    from elastic.errors import ControllerError, PreemptionError, WorkerGroupError
     from elastic.errors import TrainingFailed as TrainingFailedError
     from elastic.train.callbacks import TrainRunContext, UserCallback
     from elastic.train.checkpoint import (
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
         ScalingConfig,
         SyncConfig,
     )
-    from elastic.train.datasets import get_dataset_shard
+    from elastic.train.datasets import TRAIN_DATASET_KEY, get_dataset_shard
     from elastic.train.evaluating import gather_for_metrics
     from elastic.train.failures import UserExceptionWithTraceback
     from elastic.train.loop import epochs, get_logged, log, register, stepped, steps
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
         report,
     )
     from elastic.train.trainer import DataParallelTrainer
-    from elastic.train.validation import ValidationConfig, ValidationTaskConfig
+    from elastic.train.validation import ValidationConfig, ValidationFn, ValidationTaskConfig
 
 _HOME = {
     "BackendConfig": "config",
@@ -70,8 +70,10 @@ _HOME = {
     "Result": "result",
     "RunConfig": "config",
     "ScalingConfig": "config",
+    "TRAIN_DATASET_KEY": "datasets",
     "TrainContext": "session",
     "ValidationConfig": "validation",
+    "ValidationFn": "validation",
     "ValidationTaskConfig": "validation",
     "get_all_reported_checkpoints": "session",
     "get_checkpoint": "session",
@@ -91,12 +93,14 @@ _HOME = {
 }
 _ERRORS = {
     "ControllerError": "ControllerError",
+    "PreemptionError": "PreemptionError",
     "TrainingFailedError": "TrainingFailed",
     "WorkerGroupError": "WorkerGroupError",
 }
 """Ray's names for what the runtime raises."""
 _SUBMODULES = ("accelerate", "collective", "huggingface", "lightning", "torch")
 __all__ = [
+    "TRAIN_DATASET_KEY",
     "BackendConfig",
     "Checkpoint",
     "CheckpointConfig",
@@ -108,6 +112,7 @@ __all__ = [
     "FailureConfig",
     "LoggingConfig",
     "PeerReplication",
+    "PreemptionError",
     "PreemptionInfo",
     "ReportedCheckpoint",
     "ReportedCheckpointStatus",
@@ -121,6 +126,7 @@ __all__ = [
     "UserCallback",
     "UserExceptionWithTraceback",
     "ValidationConfig",
+    "ValidationFn",
     "ValidationTaskConfig",
     "WorkerGroupError",
     "epochs",
@@ -149,9 +155,9 @@ def __getattr__(name: str) -> Any:
         return getattr(importlib.import_module("elastic.errors"), _ERRORS[name])
     if name in _SUBMODULES:
         return importlib.import_module(f"elastic.train.{name}")
-    if name in refused.PARTS:
-        refused.refuse(name)
-    raise AttributeError(f"module 'elastic.train' has no attribute {name!r}")
+    if f"{__name__}.{name}" in refused.PARTS:
+        refused.refuse(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -115,8 +115,8 @@ class ScalingConfig:
         given = self.label_selector
         if not isinstance(given, (list, tuple)):
             return
-        if not given or any(each != given[0] for each in given):
-            refuse(self, "label_selector", f"{LABELS}, the same for all workers")
+        if len(given) != self.max_workers or any(each != given[0] for each in given):
+            refuse(self, "label_selector", f"{LABELS}; or a list of {self.max_workers} equal ones")
         object.__setattr__(self, "label_selector", given[0])
 
     @property
@@ -137,8 +137,8 @@ class ScalingConfig:
 
     @property
     def total_resources(self) -> dict[str, float]:
-        """Return the resources of the largest group, by name; a worker's slot counts as a CPU."""
-        each = {"CPU": self.num_cpus_per_worker, **self.resources().as_dict()}
+        """Return the resources of the largest group, by name; a slot alone counts as a CPU."""
+        each = self.resources().as_dict() or {"CPU": 1.0}
         return {name: amount * self.max_workers for name, amount in each.items()}
 
     @property
@@ -327,8 +327,8 @@ class RunConfig:
     Attributes:
         name: names the job and its directory; by default derived from the script and the time. A
             name that exists resumes from its newest checkpoint, with a line on stderr (Ray:
-            silently): after success too, where nothing is left to do. A name that still runs is
-            refused.
+            silently), after success too; without a checkpoint it trains again. A name that still
+            runs is refused.
         storage_path: parent of the run directory, a path or any fsspec URL; default
             "~/elastic_results".
         storage_filesystem: of fsspec or pyarrow, in which `storage_path` is a path. Workers open
@@ -402,6 +402,12 @@ class RunConfig:
             url = url_in(self.storage_filesystem, str(self.storage_path or ""))
             object.__setattr__(self, "storage_path", url)
             object.__setattr__(self, "storage_filesystem", None)
+        if "://" in str(self.storage_path) and "?" in str(self.storage_path):
+            raise ConfigError(
+                f"RunConfig: storage_path={self.storage_path!r}: settings after ? are not read: "
+                f"put them into the environment of the script and of the nodes, such as "
+                f"AWS_ENDPOINT_URL_S3 and AWS_DEFAULT_REGION"
+            )
         if isinstance(self.storage_path, Path) and re.match(r"\w+:/", str(self.storage_path)):
             raise ConfigError(
                 f"RunConfig: storage_path={self.storage_path!r}: pathlib takes a slash out of a "
@@ -447,9 +453,9 @@ class TorchConfig(BackendConfig):
     """
 
     backend: str | None = None
+    init_method: str = "env"
     timeout_s: float = 1800.0
     consistency: str = "bitwise"
-    init_method: str = "env"
     virtual_local_rank: bool = False
 
     def __post_init__(self) -> None:
@@ -482,6 +488,15 @@ class DataConfig:
     enable_shard_locality: bool = True
     num_feeders: int = 0
     shuffle_memory: int = 512 * 1024**2
+
+    def __init_subclass__(cls) -> None:
+        """Refuse Ray's way to make the shards: nothing here would call it."""
+        if "configure" in vars(cls):
+            raise ConfigError(
+                f"DataConfig: {cls.__name__}.configure would not be called: each worker reads its "
+                f"own rows; expected datasets_to_split, or datasets that are prepared before the "
+                f"trainer takes them"
+            )
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""

@@ -27,8 +27,16 @@ if TYPE_CHECKING:
     from elastic.train.loaders import PreparedLoader
     from elastic.worker.engine.whole_step import WholeStep
 
+TRAIN_DATASET_KEY = "train"
+"""Name of the dataset that `get_dataset_shard` returns by default."""
 OPTION = "datasets"
 """Name of the option that sends datasets to the workers."""
+
+
+class NoSuchDataset(UsageError, KeyError):
+    """The trainer was given no dataset of this name."""
+
+    __str__ = Exception.__str__  # That of KeyError quotes the message.
 
 
 @dataclass(frozen=True)
@@ -94,15 +102,16 @@ def get_dataset_shard(
         state_dict: of `state_dict()`, in a plain loop: the first pass continues that one.
 
     Raises:
-        UsageError: outside a train function, or the trainer has no such dataset.
+        UsageError: outside a train function.
+        NoSuchDataset: the trainer has none of this name; a KeyError, as in Ray.
     """
     global _shards_of
     context = require_context("train.get_dataset_shard")
     given: Given | None = _offered or context.options.get(OPTION)
-    name = "train" if dataset_name is None else dataset_name
+    name = TRAIN_DATASET_KEY if dataset_name is None else dataset_name
     known = sorted({*given.datasets, *given.tables}) if given is not None else []
     if given is None or name not in known:
-        raise UsageError(
+        raise NoSuchDataset(
             f"train.get_dataset_shard({name!r}): the trainer has no such dataset: expected one of "
             f"TorchTrainer(datasets={{...}}), which are {', '.join(known) or 'none'}"
         )

@@ -6,8 +6,9 @@ import builtins
 import re
 
 from elastic.core.events.coordinator import JobRecord
+from elastic.core.policy.preemption import judge_budget
 from elastic.core.world import Failure
-from elastic.errors import ControllerError, TrainingFailed, WorkerGroupError
+from elastic.errors import ControllerError, PreemptionError, TrainingFailed, WorkerGroupError
 
 
 class UserExceptionWithTraceback(Exception):
@@ -57,6 +58,7 @@ def failed_on_cluster(record: JobRecord) -> TrainingFailed:
     reason = f"run {record.spec.name} {record.phase.value}: {record.reason}"
     failures = failures_of(record)
     if not failures or record.failure is None:
-        return ControllerError(reason)
+        taken = judge_budget(record.spec, record.preemptions)
+        return PreemptionError(reason) if taken.value else ControllerError(reason)
     traceback = record.failure.traceback
     return WorkerGroupError(reason, failures, worker=record.failed_worker, traceback=traceback)

@@ -10,6 +10,7 @@ from typing import Any
 
 import fsspec
 from fsspec.core import url_to_fs
+from fsspec.implementations.dirfs import DirFileSystem
 
 from elastic.errors import ConfigError, UsageError
 
@@ -27,6 +28,8 @@ def as_fsspec(filesystem: Any, path: str) -> tuple[fsspec.AbstractFileSystem, st
         ConfigError: it is something else.
         UsageError: fsspec has no such file system here.
     """
+    if isinstance(filesystem, DirFileSystem):
+        return as_fsspec(filesystem.fs, f"{filesystem.path}/{path.lstrip('/')}")
     if isinstance(filesystem, fsspec.AbstractFileSystem):
         return filesystem, str(filesystem._strip_protocol(path))
     arrow: Any = sys.modules.get("pyarrow.fs")

@@ -49,7 +49,7 @@ _is_reported = False
 
 
 def check_size(context: WorkerContext, scaling: ScalingConfig) -> None:
-    """Refuse a trainer in a function's job that has not the workers or GPUs it needs.
+    """Refuse a trainer in a function's job that has not the workers, GPUs or storage it needs.
 
     A command line may choose another size than its script; a function's job has a size that was not
     chosen for the trainer in it, which would silently train on one worker.
@@ -60,6 +60,8 @@ def check_size(context: WorkerContext, scaling: ScalingConfig) -> None:
     if context.entry_kind is not EntryKind.FUNCTION:
         return
     lacks = []
+    if not context.run_path:
+        lacks.append("a run directory for its reports, and it has none")
     if scaling.min_workers > context.max_workers:
         lacks.append(f"num_workers={scaling.num_workers!r}, and it has {context.max_workers}")
     if scaling.use_gpu and not context.devices:

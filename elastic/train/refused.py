@@ -7,26 +7,28 @@ from typing import NoReturn
 _TORCH = "write the loop in PyTorch, and use train.torch.TorchTrainer"
 _LIBRARY = "run the library in a train function, with train.DataParallelTrainer"
 PARTS = {
-    "tensorflow": _TORCH,
-    "jax": _TORCH,
-    "horovod": _TORCH,
-    "xgboost": _LIBRARY,
-    "lightgbm": _LIBRARY,
+    "elastic.train.tensorflow": _TORCH,
+    "elastic.train.jax": _TORCH,
+    "elastic.train.horovod": _TORCH,
+    "elastic.train.xgboost": _LIBRARY,
+    "elastic.train.lightgbm": _LIBRARY,
+    "elastic.train.NCCLHangError": "a hung worker is replaced: FailureConfig(hang_timeout_s=...)",
+    "elastic.train.torch.TorchCheckpoint": "Checkpoint.from_dict({'model': model.state_dict()})",
+    "elastic.train.torch.accelerate": "torch.autocast, and torch.amp.GradScaler",
+    "elastic.train.torch.backward": "loss.backward()",
 }
-"""Module below `ray.train` -> what to do instead."""
+"""Module or name, as it would be called here -> what to do instead."""
 
 
 def refuse(name: str) -> NoReturn:
-    """Explain why a module is missing; as an ImportError, which `from ... import` passes on.
+    """Explain why something is missing; as an ImportError, which `from ... import` passes on.
 
     Args:
-        name: of the module, with or without its packages.
+        name: one of `PARTS`.
 
     Raises:
         ImportError: always.
     """
-    name = name.rpartition(".")[2]
     raise ImportError(
-        f"elastic.train.{name}: Ray has it, and there is none here: {PARTS[name]} "
-        f"(docs/migrate-from-ray.md)"
+        f"{name}: Ray has it, and there is none here: {PARTS[name]} (docs/migrate-from-ray.md)"
     )

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from elastic.errors import UsageError
+from elastic.train import refused
 from elastic.train.config import TorchConfig
 from elastic.train.devices import get_device, get_devices
 from elastic.train.loaders import PreparedLoader, prepare_data_loader
@@ -41,6 +42,13 @@ __all__ = [
     "prepare_optimizer",
     "prepare_scheduler",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Say what to use instead of Ray's names that are not here."""
+    if f"{__name__}.{name}" in refused.PARTS:
+        refused.refuse(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def enable_reproducibility(seed: int = 0) -> None:

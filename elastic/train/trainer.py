@@ -95,7 +95,7 @@ class DataParallelTrainer:
         backend_config: BackendConfig | None = None,
         scaling_config: ScalingConfig | None = None,
         run_config: RunConfig | None = None,
-        datasets: Mapping[str, Dataset] | None = None,
+        datasets: Mapping[str, Dataset | Callable[[], Dataset]] | None = None,
         dataset_config: DataConfig | None = None,
         validation_config: ValidationConfig | None = None,
         metadata: Mapping[str, Any] | None = None,
@@ -111,8 +111,9 @@ class DataParallelTrainer:
             backend_config: a `TorchConfig`; None for the small group.
             scaling_config: number of workers and their resources.
             run_config: name, storage path and policies.
-            datasets: by name, for `train.get_dataset_shard(name)`. Their contents are recorded
-                with the run, which is resumed only while they are the same.
+            datasets: by name, for `train.get_dataset_shard(name)`; or functions that return them.
+                Their contents are recorded with the run, which is resumed only while they are the
+                same.
             dataset_config: how they reach the workers.
             validation_config: what validates checkpoints that are reported with `validation=`.
             metadata: JSON-serializable, for `train.get_context().get_metadata()`, and part of the
@@ -167,7 +168,7 @@ class DataParallelTrainer:
         scaling_config: ScalingConfig | None = None,
         run_config: RunConfig | None = None,
         torch_config: TorchConfig | None = None,
-        datasets: Mapping[str, Dataset] | None = None,
+        datasets: Mapping[str, Dataset | Callable[[], Dataset]] | None = None,
         dataset_config: DataConfig | None = None,
         validation_config: ValidationConfig | None = None,
     ) -> Self:
@@ -251,7 +252,8 @@ class DataParallelTrainer:
         call) it trains in place, too, and a trainer that needs more workers is refused.
 
         A run whose name exists already is resumed, with a line on stderr: the train function
-        starts from its newest reported checkpoint; after a success nothing is left to do.
+        starts from its newest reported checkpoint, after a success too, and finds nothing left to
+        do; where none was reported, it trains again.
 
         Raises:
             TrainingFailed: the job ended without success; `.result` holds its partial result.
@@ -693,7 +695,7 @@ class TorchTrainer(DataParallelTrainer):
         torch_config: TorchConfig | None = None,
         scaling_config: ScalingConfig | None = None,
         run_config: RunConfig | None = None,
-        datasets: Mapping[str, Dataset] | None = None,
+        datasets: Mapping[str, Dataset | Callable[[], Dataset]] | None = None,
         dataset_config: DataConfig | None = None,
         validation_config: ValidationConfig | None = None,
         metadata: Mapping[str, Any] | None = None,
@@ -751,6 +753,8 @@ def checked(datasets: Mapping[str, Any] | None) -> dict[str, Any]:
             raise UsageError(
                 f"TorchTrainer: datasets has the name {name!r}: expected letters, digits, _ and -"
             )
+        if callable(dataset):
+            dataset = found[name] = dataset()
         if not isinstance(dataset, Dataset):
             raise UsageError(
                 f"TorchTrainer: datasets[{name!r}] is a {type(dataset).__name__}: expected what "

@@ -46,11 +46,10 @@ def bring(
             f"{', '.join(f'CheckpointUploadMode.{m.name}' for m in CheckpointUploadMode)}"
         )
     if mode is CheckpointUploadMode.NO_UPLOAD:
-        if upload is not None or delete_local:
-            what = "checkpoint_upload_fn" if upload else "delete_local_checkpoint_after_upload"
+        if upload is not None:
             raise UsageError(
-                f"train.report: {what} with checkpoint_upload_mode=NO_UPLOAD: nothing is uploaded, "
-                f"what the checkpoint points at is all there is; leave it out"
+                "train.report: checkpoint_upload_fn with checkpoint_upload_mode=NO_UPLOAD: nothing "
+                "is uploaded, what the checkpoint points at is all there is; leave it out"
             )
         return DeliveredParts(checkpoint.url, mode, validation=validation)
     goes = mode is CheckpointUploadMode.ASYNC if delete_local is None else delete_local

@@ -17,7 +17,7 @@ from elastic.train.checkpoint import Checkpoint
 from elastic.train.metrics import to_json
 from elastic.worker.checkpoint.validating import ValidationPlan
 
-ValidationFunction = Callable[..., Mapping[str, Any]]
+ValidationFn = Callable[..., Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -62,11 +62,13 @@ class ValidationConfig:
             it has one: both share its memory. It belongs to no group. What it prints is in the
             output of rank 0.
         task_config: default keywords and timeout, for reports that set none.
+        ray_remote_kwargs: of Ray, without effect: it takes nothing from the cluster.
         max_in_flight: how many validations run at once (in Ray: always one).
     """
 
-    fn: ValidationFunction
+    fn: ValidationFn
     task_config: ValidationTaskConfig = field(default_factory=ValidationTaskConfig)
+    ray_remote_kwargs: Mapping[str, Any] | None = None
     max_in_flight: int = 1
 
     def __post_init__(self) -> None:
@@ -94,7 +96,7 @@ class ValidationConfig:
         return ValidationPlan(call, dict(task.fn_kwargs), task.timeout_s, self.max_in_flight)
 
 
-def validate(fn: ValidationFunction, path: str, fn_kwargs: Mapping[str, Any]) -> str:
+def validate(fn: ValidationFn, path: str, fn_kwargs: Mapping[str, Any]) -> str:
     """Call a validation function; returns its metrics as JSON.
 
     Raises:

@@ -154,6 +154,28 @@ def test_wrong_datasets_are_refused_before_anything_starts(tmp_path: Path) -> No
         fit(by_rank, tmp_path)
 
 
+def test_a_script_can_ask_for_a_dataset_that_may_be_missing_and_one_may_be_made_late(
+    tmp_path: Path,
+) -> None:
+    def asks() -> int:
+        with pytest.raises(KeyError, match=r"'val'\): the trainer has no such dataset"):
+            train.get_dataset_shard("val")
+        return sum(1 for _ in train.get_dataset_shard(train.TRAIN_DATASET_KEY).iter_rows())
+
+    assert fit(asks, tmp_path, datasets={"train": lambda: data.range(3)}).return_value == 3
+
+
+def test_settings_of_rays_data_context_are_taken_also_for_a_while() -> None:
+    given = data.DataContext.get_current()
+    own = given.copy()
+    own.execution_options.label_selector = {"pool": "validation"}
+    with data.DataContext.current(own):
+        assert data.DataContext.get_current() is own
+        data.range(3).set_name("validation")
+    assert data.DataContext.get_current() is given
+    assert not hasattr(given.execution_options, "label_selector")
+
+
 # ---------------------------------------------------------- what is read, and from where
 
 

@@ -86,17 +86,19 @@ def test_what_differs_is_named_with_its_option() -> None:
 
 
 @pytest.mark.parametrize(
-    ("scaling", "expected"),
+    ("scaling", "run_path", "expected"),
     [
-        (train.ScalingConfig(num_workers=(2, 8)), r"num_workers=\(2, 8\), and it has 1\."),
-        (train.ScalingConfig(use_gpu=True), "use_gpu=True, and it has no GPU"),
+        (train.ScalingConfig(num_workers=(2, 8)), "/r", r"num_workers=\(2, 8\), and it has 1\."),
+        (train.ScalingConfig(use_gpu=True), "/r", "use_gpu=True, and it has no GPU"),
+        (train.ScalingConfig(), "", "a run directory for its reports, and it has none"),
     ],
 )
 def test_a_trainer_in_a_trial_or_a_remote_call_is_refused_what_that_lacks(
-    monkeypatch: pytest.MonkeyPatch, scaling: train.ScalingConfig, expected: str
+    monkeypatch: pytest.MonkeyPatch, scaling: train.ScalingConfig, run_path: str, expected: str
 ) -> None:
     trainer = TorchTrainer(lambda: None, scaling_config=scaling)
-    inside = context(max_workers=1, entry_kind=EntryKind.FUNCTION, is_local=False)
+    function = EntryKind.FUNCTION
+    inside = context(max_workers=1, entry_kind=function, is_local=False, run_path=run_path)
     monkeypatch.setattr(worker_context, "current", lambda: inside)
     with pytest.raises(UsageError, match=rf"{expected}.*Tuner\(trainer, param_space="):
         trainer.fit()

@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 
 from elastic.core.config import JobSpec, ns
+from elastic.core.events.coordinator import JobRecord
 from elastic.core.events.worker import GroupFormed, NotifyPreemption
 from elastic.core.messages import Preemption
 from elastic.core.policy.preemption import save_before
 from elastic.core.world import JobId, JobPhase, LeavingNode, NodeId
-from elastic.errors import ConfigError
+from elastic.errors import ConfigError, ControllerError, PreemptionError
+from elastic.train.failures import failed_on_cluster
 from tests.strategies import SCRIPT
 from tests.unit.coordinator_under_test import Coordinator, running
 from tests.unit.worker_under_test import ME, announce, forming, training
@@ -26,6 +28,14 @@ def spec(limit: int = 0) -> JobSpec:
 
 
 # ---------------------------------------------------------------- the policies
+
+
+@pytest.mark.parametrize(("preemptions", "kind"), [(1, ControllerError), (2, PreemptionError)])
+def test_a_run_whose_nodes_were_taken_too_often_fails_by_name(
+    preemptions: int, kind: type[Exception]
+) -> None:
+    record = JobRecord(spec(2), JobPhase.FAILED, preemptions=preemptions)
+    assert type(failed_on_cluster(record)) is kind
 
 
 def test_nothing_is_saved_while_others_keep_the_state() -> None:

@@ -20,6 +20,16 @@ from elastic.train import remote
         ("from elastic.train import jax", ImportError, "TorchTrainer"),
         ("import elastic.train.xgboost", ImportError, "DataParallelTrainer"),
         ("import elastic; elastic.train.lightgbm", ImportError, "DataParallelTrainer"),
+        ("from elastic.train import NCCLHangError", ImportError, "hang_timeout_s"),
+        ("from elastic.train.torch import TorchCheckpoint", ImportError, "Checkpoint.from_dict"),
+        ("from elastic import train; train.torch.accelerate()", ImportError, "torch.autocast"),
+        ("from elastic.train.torch import backwards", ImportError, "backwards"),
+        (
+            "from elastic import train\nclass Own(train.DataConfig):\n"
+            "    def configure(self, datasets, **others): ...",
+            elastic.errors.ConfigError,
+            r"Own\.configure would not be called",
+        ),
         ("from elastic import serve", ImportError, "not served here"),
         ("from elastic.tune import CLIReporter", ImportError, "verbose=0"),
         (

@@ -9,6 +9,7 @@ from typing import Any
 import fsspec
 import numpy
 import pytest
+from fsspec.implementations.dirfs import DirFileSystem
 
 from elastic.errors import ConfigError, StorageError, UsageError
 from elastic.train import (
@@ -41,12 +42,14 @@ from elastic.train.config import TorchConfig
         (lambda: ScalingConfig(resources_per_worker={"CPU": float("nan")}), "CPU=nan"),
         (lambda: ScalingConfig(use_gpu=True, resources_per_worker={"GPU": 0}), "leave GPU out"),
         (lambda: ScalingConfig(resources_per_worker={"GPU": 1}), "pass use_gpu=True"),
-        (lambda: ScalingConfig(label_selector=[{"a": "1"}, {"a": "2"}]), "same for all workers"),
+        (lambda: ScalingConfig(label_selector=[{"a": "1"}, {"a": "2"}]), "a list of 1 equal"),
+        (lambda: ScalingConfig(num_workers=2, label_selector=[{"a": "1"}]), "a list of 2 equal"),
         (lambda: FailureConfig(fail_fast=True, max_failures=1), "fail_fast=True: expected False"),
         (lambda: CheckpointConfig(checkpoint_frequency=2), "checkpoint_frequency=2: .*every_n"),
         (lambda: RunConfig(stop={"loss": "small"}), "stop=.*small.*a dict of numbers by metric"),
         (lambda: RunConfig(log_to_file="a/b"), "log_to_file='a/b': expected True, the name"),
         (lambda: RunConfig(storage_path="b/runs", storage_filesystem="s3"), "'s3': expected a fi"),
+        (lambda: RunConfig(storage_path="s3://b/c?endpoint_override=http://h"), "ENDPOINT_URL_S3"),
         (lambda: RunConfig(worker_runtime_env={"pip": ["x"]}), "'pip'"),
         (lambda: LoggingConfig(log_level="LOUD"), "log_level='LOUD': expected one of DEBUG"),
         (lambda: SyncConfig(upload_dir="s3://b"), "upload_dir='s3://b': expected None"),
@@ -210,6 +213,7 @@ def test_a_range_of_workers_is_elastic_and_a_number_is_not() -> None:
     both = ScalingConfig(num_workers=(2, 4), use_gpu=True, resources_per_worker={"CPU": 8})
     assert both.total_resources == {"CPU": 32.0, "GPU": 4.0}
     assert ScalingConfig(num_workers=2).total_resources == {"CPU": 2.0}
+    assert ScalingConfig(num_workers=2, use_gpu=True).total_resources == {"GPU": 2.0}
     assert ScalingConfig(num_workers=0).max_workers == 0
 
 
@@ -298,6 +302,8 @@ def test_a_file_system_is_named_by_its_url(tmp_path: Path) -> None:
     assert (run.storage_path, run.storage_filesystem) == ("memory:///runs", None)
     assert RunConfig(storage_path=tmp_path, storage_filesystem=local).storage_path == str(tmp_path)
     assert Checkpoint(tmp_path, local) == Checkpoint(tmp_path)
+    below = DirFileSystem(path=str(tmp_path), fs=local)
+    assert RunConfig(storage_path="b", storage_filesystem=below).storage_path == f"{tmp_path}/b"
     with pytest.raises(ConfigError, match="expected a path in storage_filesystem"):
         RunConfig(storage_filesystem=memory)
     with pytest.raises(ConfigError, match="expected a file system of fsspec or pyarrow"):

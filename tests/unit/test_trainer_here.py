@@ -425,9 +425,9 @@ def test_uploads_in_the_background_are_told_in_the_callers_thread(tmp_path: Path
         (
             {
                 "checkpoint_upload_mode": train.CheckpointUploadMode.NO_UPLOAD,
-                "delete_local_checkpoint_after_upload": True,
+                "checkpoint_upload_fn": lambda checkpoint, name: checkpoint,
             },
-            "delete_local_checkpoint_after_upload with checkpoint_upload_mode=NO_UPLOAD",
+            "checkpoint_upload_fn with checkpoint_upload_mode=NO_UPLOAD",
         ),
         (
             {"checkpoint_upload_mode": train.CheckpointUploadMode.NO_UPLOAD},
