@@ -58,6 +58,23 @@ def columns_of(batch: Batch) -> list[str]:
     return list(batch) if isinstance(batch, dict) else list(batch.column_names)
 
 
+def names_of(given: str | Sequence[str]) -> list[str]:
+    """Return the names of columns, given as one or several."""
+    return [given] if isinstance(given, str) else list(given)
+
+
+def check_columns(names: Iterable[str], known: Iterable[str], what: str) -> None:
+    """Refuse columns that rows do not have.
+
+    Raises:
+        UsageError: there is no such column.
+    """
+    known = list(known)
+    missing = [name for name in names if name not in known]
+    if missing:
+        raise UsageError(f"{what}: there is no column {missing[0]!r}; expected some of {known}")
+
+
 def sliced(batch: Batch, start: int, stop: int) -> Batch:
     """Return the rows from `start` to `stop`, without a copy."""
     if isinstance(batch, dict):
@@ -160,6 +177,8 @@ def _column(column: Any) -> Any:
     pa = arrow()
     kind = column.type
     if isinstance(kind, pa.FixedShapeTensorType):
+        if column.null_count:
+            return _objects([one.to_numpy() if one.is_valid else None for one in column])
         parts = [chunk.to_numpy_ndarray() for chunk in column.chunks if len(chunk)]
         empty = np.empty((0, *kind.shape), kind.value_type.to_pandas_dtype())
         return np.concatenate(parts) if parts else empty
@@ -342,12 +361,14 @@ def to_torch(batch: Batch, dtypes: Any = None, device: Any = None) -> dict[str, 
         device: of the tensors, None for the CPU.
 
     Raises:
-        UsageError: a column cannot be a tensor.
+        UsageError: a column cannot be a tensor, or `dtypes` names one that is not there.
     """
     import torch
 
-    found = {}
-    for name, values in to_numpy(batch).items():
+    columns, found = to_numpy(batch), {}
+    if isinstance(dtypes, Mapping):
+        check_columns(dtypes, columns, "iter_torch_batches: dtypes")
+    for name, values in columns.items():
         if values.dtype == object or values.dtype.kind not in "biufc":
             kind = type(values[0]).__name__ if len(values) else values.dtype
             raise UsageError(

@@ -12,18 +12,18 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from elastic.data.batches import (
-    EXTRA,
     Batch,
     arrow,
     batched,
     check_format,
     check_size,
     joined,
+    names_of,
     num_rows,
     of_rows,
     rows_of,
@@ -35,6 +35,7 @@ from elastic.data.batches import (
     to_table,
     to_torch,
 )
+from elastic.data.gathering import Gather, Groups, InMemory, explained
 from elastic.data.moments import Moments, floats_of
 from elastic.data.nodes import Apply, Node, Read, Shuffle, Slice, Union, Zip
 from elastic.data.operations import (
@@ -57,6 +58,7 @@ from elastic.data.writing import Sink, write_parquet
 from elastic.errors import UsageError
 
 if TYPE_CHECKING:
+    from elastic.data.aggregate import AggregateFn
     from elastic.data.engines import Engine
     from elastic.data.iterator import DataIterator
 
@@ -132,7 +134,7 @@ class Dataset:
             on_error: "skip" to leave out rows for which it raises; `stats()` counts them.
             others: Ray's placement arguments, without effect here.
         """
-        _check_others("map", others)
+        check_others("map", others)
         check_on_error(on_error, "map")
         function = Function(
             fn, fn_args, fn_kwargs or {}, fn_constructor_args, fn_constructor_kwargs or {}
@@ -149,7 +151,7 @@ class Dataset:
         **others: Any,
     ) -> Dataset:
         """Apply a function that returns a list of rows for each row; otherwise as `map`."""
-        _check_others("flat_map", others)
+        check_others("flat_map", others)
         check_on_error(on_error, "flat_map")
         return self._apply(MapRows("flat_map", Function(fn, fn_args, fn_kwargs or {}), on_error))
 
@@ -178,7 +180,7 @@ class Dataset:
             fn_constructor_kwargs: for the class.
             others: Ray's placement arguments, without effect here.
         """
-        _check_others("map_batches", others)
+        check_others("map_batches", others)
         given = ROWS_AT_ONCE if batch_size in ("default", "auto") else batch_size
         size = check_size(given, "map_batches")
         function = Function(
@@ -202,7 +204,7 @@ class Dataset:
             on_error: "skip" to leave out rows for which `fn` raises.
             others: Ray's placement arguments, without effect here.
         """
-        _check_others("filter", others)
+        check_others("filter", others)
         check_on_error(on_error, "filter")
         if isinstance(fn, str):
             fn, expr = None, fn if expr is None else expr
@@ -216,13 +218,13 @@ class Dataset:
         self, col: str, fn: Callable[[Any], Any], *, batch_format: str = "pandas", **others: Any
     ) -> Dataset:
         """Add a column, which a function computes from batches."""
-        _check_others("add_column", others)
+        check_others("add_column", others)
         return self._apply(AddColumn(col, Function(fn), check_format(batch_format, "add_column")))
 
     def select_columns(self, cols: str | Sequence[str], **others: Any) -> Dataset:
         """Keep these columns only; of parquet files no others are read."""
-        _check_others("select_columns", others)
-        names, node = _names(cols), self._node
+        check_others("select_columns", others)
+        names, node = names_of(cols), self._node
         source = node.source if isinstance(node, Read) else None
         if isinstance(source, Parquet) and source.columns is None:
             return Dataset(Read((), replace(source, columns=tuple(names))))
@@ -230,12 +232,12 @@ class Dataset:
 
     def drop_columns(self, cols: str | Sequence[str], **others: Any) -> Dataset:
         """Remove these columns."""
-        _check_others("drop_columns", others)
-        return self._apply(Columns("drop_columns", _names(cols)))
+        check_others("drop_columns", others)
+        return self._apply(Columns("drop_columns", names_of(cols)))
 
     def rename_columns(self, names: Mapping[str, str] | Sequence[str], **others: Any) -> Dataset:
         """Rename columns, by a dict, or by a list of new names for all columns."""
-        _check_others("rename_columns", others)
+        check_others("rename_columns", others)
         if not isinstance(names, Mapping):
             names = dict(zip(self.columns(), names, strict=True))
         return self._apply(Columns("rename_columns", dict(names)))
@@ -258,7 +260,7 @@ class Dataset:
         The order depends on the seed alone (None is 0). Row groups are permuted, and rows are
         shuffled within windows of them; a table of up to 32 MB is shuffled as a whole.
         """
-        _check_others("random_shuffle", others)
+        check_others("random_shuffle", others)
         return Dataset(Shuffle((self._node,), seed or 0))
 
     def randomize_block_order(self, *, seed: int | None = None) -> Dataset:
@@ -326,10 +328,13 @@ class Dataset:
             test_size: a number of rows, or a fraction below 1.
             shuffle: shuffle the rows first, which writes them out.
             seed: of the shuffle.
-            stratify: not supported; see `using`.
+            stratify: a column whose values keep their proportions in both parts; needs all rows in
+                memory, and sorts them by it.
         """
         if stratify is not None:
-            _refuse("train_test_split(stratify=...)")
+            if shuffle:
+                raise UsageError("train_test_split: expected either shuffle=True or stratify=...")
+            return self._stratified(stratify, test_size)
         whole = self.random_shuffle(seed=seed) if shuffle else self
         rows = self.count()
         tested = int(rows * test_size) if isinstance(test_size, float) else test_size
@@ -339,6 +344,20 @@ class Dataset:
                 f"1, or a number of rows below all of them"
             )
         train, test = whole.split_at_indices([rows - tested])
+        return train, test
+
+    def _stratified(self, column: str, test_size: int | float) -> tuple[Dataset, Dataset]:
+        fraction = test_size if isinstance(test_size, float) else test_size / max(1, self.count())
+        if not 0 < fraction < 1:
+            raise UsageError(
+                f"train_test_split: test_size={test_size!r}: expected between 0 and 1, or a number "
+                f"of rows below all of them"
+            )
+        groups = self.groupby(column)
+        train, test = (
+            groups.map_groups(_part_of, batch_format="pyarrow", fn_args=(1 - fraction, is_first))
+            for is_first in (True, False)
+        )
         return train, test
 
     def streaming_split(
@@ -399,7 +418,8 @@ class Dataset:
             first = next((b for b in self._node.stream() if num_rows(b)), None)
             if first is None:
                 return None
-            self._columns = to_table(sliced(first, 0, min(num_rows(first), 20))).schema
+            shown_of = to_table(sliced(first, 0, min(num_rows(first), 20)))
+            self._columns = shown_of.schema.remove_metadata()
         return self._columns
 
     def columns(self) -> list[str]:
@@ -447,39 +467,72 @@ class Dataset:
                 lines.append(f"{node.operation!r}: {node.operation.skipped} rows left out")
         return "\n".join(lines)
 
-    def sum(self, on: str) -> Any:
-        """Return the sum of a column."""
-        return self._reduced(on, "sum")
+    def sum(self, on: str | Sequence[str] | None = None, ignore_nulls: bool = True) -> Any:
+        """Return the sum of a column.
 
-    def min(self, on: str) -> Any:
-        """Return the minimum of a column."""
-        return self._reduced(on, "min")
+        Args:
+            on: a column; several, or None for all: the result is a dict by "sum(column)".
+            ignore_nulls: False: the result is None where a value is missing.
+        """
+        return self._reduced(on, "sum", ignore_nulls)
 
-    def max(self, on: str) -> Any:
-        """Return the maximum of a column."""
-        return self._reduced(on, "max")
+    def min(self, on: str | Sequence[str] | None = None, ignore_nulls: bool = True) -> Any:
+        """Return the smallest value of a column, or of several; see `sum`."""
+        return self._reduced(on, "min", ignore_nulls)
 
-    def mean(self, on: str) -> float:
-        """Return the mean of the numbers of a column; NaN if there are none."""
-        return self._moments(on).average()
+    def max(self, on: str | Sequence[str] | None = None, ignore_nulls: bool = True) -> Any:
+        """Return the largest value of a column, or of several; see `sum`."""
+        return self._reduced(on, "max", ignore_nulls)
 
-    def std(self, on: str, ddof: int = 1) -> float:
-        """Return the standard deviation of the numbers of a column; NaN of too few."""
-        return self._moments(on).std(ddof)
+    def mean(self, on: str | Sequence[str] | None = None, ignore_nulls: bool = True) -> Any:
+        """Return the mean of the numbers of a column, or of several; NaN if there are none."""
+        return self._averaged(on, "mean", ignore_nulls, lambda one: one.average())
 
-    def _moments(self, on: str) -> Moments:
-        moments = Moments()
-        for batch in self.select_columns([on])._node.stream():
-            moments.add(floats_of(to_numpy(batch)[on]))
-        return moments
+    def std(
+        self,
+        on: str | Sequence[str] | None = None,
+        ddof: int = 1,
+        ignore_nulls: bool = True,
+    ) -> Any:
+        """Return the standard deviation of a column, or of several; NaN of too few numbers."""
+        return self._averaged(on, "std", ignore_nulls, lambda one: one.std(ddof))
 
-    def _reduced(self, on: str, how: str) -> Any:
-        columns = [to_numpy(batch)[on] for batch in self.select_columns([on])._node.stream()]
-        parts = [getattr(one, how)() for one in columns if len(one)]
-        if not parts:
-            return None
-        found = getattr(np.asarray(parts), how)()
-        return found.item()
+    def _averaged(
+        self, on: Any, how: str, ignore_nulls: bool, value: Callable[[Moments], float]
+    ) -> Any:
+        names = self.columns() if on is None else names_of(on)
+        found = {name: Moments() for name in names}
+        for batch in self.select_columns(names)._node.stream():
+            for name, values in to_numpy(batch).items():
+                found[name].add(floats_of(values))
+        return _one_or_all(
+            on,
+            {
+                f"{how}({name})": value(one) if ignore_nulls or not one.missing else None
+                for name, one in found.items()
+            },
+        )
+
+    def _reduced(self, on: Any, how: str, ignore_nulls: bool) -> Any:
+        names = self.columns() if on is None else names_of(on)
+        reduce = partial(
+            getattr(__import__("pyarrow.compute").compute, how), skip_nulls=ignore_nulls
+        )
+        parts: dict[str, list[Any]] = {name: [] for name in names}
+        for batch in self.select_columns(names)._node.stream():
+            table = to_table(batch)
+            for name in names:
+                with explained(how, table, [name]):
+                    parts[name].append(reduce(table.column(name)))
+        return _one_or_all(
+            on,
+            {
+                f"{how}({name})": reduce(arrow().array([v.as_py() for v in values])).as_py()
+                if values
+                else None
+                for name, values in parts.items()
+            },
+        )
 
     def __repr__(self) -> str:
         steps = " → ".join(_reported(self._node))
@@ -497,7 +550,7 @@ class Dataset:
 
     def iter_rows(self, **others: Any) -> Iterator[dict[str, Any]]:
         """Yield each row as a dict."""
-        _check_others("iter_rows", others, "prefetch_batches", "prefetch_blocks")
+        check_others("iter_rows", others, "prefetch_batches", "prefetch_blocks")
         for batch in self._node.stream():
             yield from rows_of(batch)
 
@@ -521,7 +574,7 @@ class Dataset:
             local_shuffle_seed: of the shuffle; None is 0.
             others: Ray's, without effect here.
         """
-        _check_others("iter_batches", others, "prefetch_batches")
+        check_others("iter_batches", others, "prefetch_batches")
         name, size = (
             check_format(batch_format, "iter_batches"),
             check_size(batch_size, "iter_batches"),
@@ -557,7 +610,7 @@ class Dataset:
             local_shuffle_seed: see `iter_batches`.
             others: Ray's, without effect here.
         """
-        _check_others("iter_torch_batches", others, "prefetch_batches", "pin_memory")
+        check_others("iter_torch_batches", others, "prefetch_batches", "pin_memory")
         device = None if device == "auto" else device
         for batch in self.iter_batches(
             batch_size=batch_size,
@@ -595,12 +648,12 @@ class Dataset:
         """Write all rows to parquet files in a folder, in order."""
         from elastic.storage.files import Files
 
-        _check_others("write_parquet", others)
+        check_others("write_parquet", others)
         write_parquet(_watched(self._node.stream(), "write_parquet"), Files(_absolute(path)), "")
 
     def write_csv(self, path: str | os.PathLike[str], **others: Any) -> None:
         """Write all rows to a CSV file in a folder."""
-        _check_others("write_csv", others)
+        check_others("write_csv", others)
 
         def write(output: Any, tables: Iterator[Any]) -> None:
             import pyarrow.csv as csv
@@ -619,7 +672,7 @@ class Dataset:
         """Write all rows to a file in a folder, one JSON object a line."""
         import json
 
-        _check_others("write_json", others)
+        check_others("write_json", others)
 
         def write(output: Any, tables: Iterator[Any]) -> None:
             for table in tables:
@@ -637,14 +690,15 @@ class Dataset:
 
     # --------------------------------------------------------------------- engines
 
-    def using(self, engine: str, **options: Any) -> Engine:
+    def using(self, engine: str, **options: Any) -> Engine | InMemory:
         """Return this dataset for an engine that sorts, groups and joins.
 
             ds.using("dask").sort("age")
 
         Args:
-            engine: "dask".
-            options: `address=` of a cluster; by default this machine's cores.
+            engine: "dask", or "arrow", which `sort`, `groupby` and `join` themselves use.
+            options: of "dask" `address=` of a cluster, by default this machine's cores, and `path=`
+                for the result; of "arrow" `memory=`, bytes that the rows may have.
 
         Raises:
             UsageError: there is no such engine, or its package is missing.
@@ -653,44 +707,98 @@ class Dataset:
 
         return engine_of(engine, self, options)
 
-    def sort(self, *_: Any, **__: Any) -> NoReturn:
-        """Refuse: an engine sorts; see `using`."""
-        _refuse("sort")
+    def sort(
+        self, key: str | Sequence[str], descending: bool | Sequence[bool] = False, **others: Any
+    ) -> Dataset:
+        """Return the rows sorted by columns, in memory; missing values come last.
 
-    def groupby(self, *_: Any, **__: Any) -> NoReturn:
-        """Refuse: an engine groups; see `using`."""
-        _refuse("groupby")
+        Args:
+            key: a column, or several.
+            descending: the largest first; for all columns, or for each.
+            others: Ray's `boundaries` of blocks, without effect here.
+        """
+        check_others("sort", others, "boundaries")
+        return InMemory(self).sort(key, descending)
 
-    def join(self, *_: Any, **__: Any) -> NoReturn:
-        """Refuse: an engine joins; see `using`."""
-        _refuse("join")
+    def groupby(self, key: str | Sequence[str] | None, num_partitions: int | None = None) -> Groups:
+        """Return groups of rows with equal values in columns, which are computed in memory.
 
-    def unique(self, *_: Any, **__: Any) -> NoReturn:
-        """Refuse: an engine finds unique values; see `using`."""
-        _refuse("unique")
+        ds.groupby("city").mean("age")
+        ds.groupby(["city", "year"]).map_groups(largest, batch_format="pandas")
+        """
+        del num_partitions
+        return InMemory(self).groupby(key)
+
+    def aggregate(self, *aggs: AggregateFn) -> dict[str, Any]:
+        """Return aggregates of all rows, which are read into memory, by name.
+
+        ds.aggregate(Mean("age"), Quantile("age", q=0.9))
+        """
+        return InMemory(self).aggregate(*aggs)
+
+    def join(
+        self,
+        ds: Dataset,
+        join_type: str = "inner",
+        num_partitions: int | None = None,
+        on: str | Sequence[str] = ("id",),
+        right_on: str | Sequence[str] | None = None,
+        left_suffix: str | None = None,
+        right_suffix: str | None = None,
+        **others: Any,
+    ) -> Dataset:
+        """Return the columns of both datasets for rows with equal keys, joined in memory.
+
+        Args:
+            ds: the right side.
+            join_type: "inner", "left_outer", "right_outer", "full_outer"; or "left_semi" and
+                "left_anti", rows of the left side with or without a row on the right, and
+                "right_semi" and "right_anti".
+            num_partitions: Ray's, without effect here.
+            on: key columns of both.
+            right_on: those of the right side, where they have other names.
+            left_suffix: for columns of the left side that both have.
+            right_suffix: for those of the right side, by default "_1".
+            others: Ray's, without effect here.
+        """
+        check_others(
+            "join", others, "partition_size_hint", "aggregator_ray_remote_args", "validate_schemas"
+        )
+        return InMemory(self).join(
+            ds, join_type, num_partitions, on, right_on, left_suffix, right_suffix
+        )
+
+    def unique(self, column: str) -> list[Any]:
+        """Return the different values of a column, in the order of their first appearance."""
+        parts = [
+            arrow().table({column: to_table(batch).column(column).unique()})
+            for batch in self.select_columns([column])._node.stream()
+        ]
+        return joined(parts).column(column).unique().to_pylist() if parts else []
+
+
+def _part_of(rows: Any, fraction: float, is_first: bool) -> Any:
+    cut = int(rows.num_rows * fraction)
+    return rows.slice(0, cut) if is_first else rows.slice(cut)
+
+
+def _one_or_all(on: Any, found: dict[str, Any]) -> Any:
+    return next(iter(found.values())) if isinstance(on, str) else found
 
 
 def _fixed(rank: int, world_size: int) -> tuple[int, int]:
     return rank, world_size
 
 
-def _refuse(what: str) -> NoReturn:
-    name = what.partition("(")[0]
-    raise UsageError(
-        f"Dataset.{what} moves all rows about, which is the work of an engine: write "
-        f"ds.using('dask').{name}(...), which needs pip install 'elastic-torch[dask]' (beside "
-        f"{EXTRA.removeprefix('pip install ')})"
-    )
+def check_others(what: str, others: Mapping[str, Any], *more: str) -> None:
+    """Refuse arguments that are neither Ray's nor ours.
 
-
-def _check_others(what: str, others: Mapping[str, Any], *more: str) -> None:
+    Raises:
+        UsageError: an argument is unknown.
+    """
     unknown = sorted(set(others) - NO_EFFECT - set(more))
     if unknown:
         raise UsageError(f"Dataset.{what}: unknown arguments: {', '.join(unknown)}")
-
-
-def _names(given: str | Sequence[str]) -> list[str]:
-    return [given] if isinstance(given, str) else list(given)
 
 
 def _absolute(path: str | os.PathLike[str]) -> str:
@@ -717,6 +825,8 @@ def _reported(node: Node) -> list[str]:
         inner = ", ".join(" → ".join(_reported(parent)) for parent in node.parents)
         return [f"{type(node).__name__.lower()}({inner})"]
     steps = _reported(node.parents[0])
+    if isinstance(node, Gather):
+        return [*steps, node.name]
     if isinstance(node, Apply):
         return [*steps, repr(node.operation)]
     if isinstance(node, Slice):

@@ -1,5 +1,6 @@
 """Operations that need all rows are left to existing engines: sort, groupby, join, distinct rows.
 
+    ds.sort("age")  # By Arrow, in memory.
     ds.using("dask").sort("age")
     ds.using("dask", address="tcp://head:8786", path="s3://bucket/sorted").join(other, on="id")
 
@@ -15,6 +16,8 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from elastic.data.batches import names_of
+from elastic.data.gathering import InMemory
 from elastic.data.nodes import Read
 from elastic.data.parquet import Parquet
 from elastic.data.reading import read_parquet
@@ -27,17 +30,22 @@ AGGREGATES = ("count", "sum", "mean", "min", "max", "std")
 PARTITION_BYTES = 64 * 1024**2
 
 
-def engine_of(name: str, dataset: Dataset, options: Mapping[str, Any]) -> Engine:
+def engine_of(name: str, dataset: Dataset, options: Mapping[str, Any]) -> Engine | InMemory:
     """Return an engine for a dataset.
 
     Raises:
         UsageError: there is no such engine, its package is missing, or an option is unknown.
     """
-    if name != "dask":
-        raise UsageError(f"Dataset.using({name!r}): expected 'dask'")
-    unknown = sorted(set(options) - {"address", "path"})
+    known = {"arrow": ["memory"], "dask": ["address", "path"]}
+    if name not in known:
+        raise UsageError(f"Dataset.using({name!r}): expected 'arrow' or 'dask'")
+    unknown = sorted(set(options) - set(known[name]))
     if unknown:
-        raise UsageError(f"Dataset.using('dask'): {', '.join(unknown)}: expected address, path")
+        raise UsageError(
+            f"Dataset.using({name!r}): {', '.join(unknown)}: expected {', '.join(known[name])}"
+        )
+    if name == "arrow":
+        return InMemory(dataset, **options)
     try:
         import dask.dataframe as _  # noqa: F401
     except ImportError as error:
@@ -65,37 +73,46 @@ class Engine:
     def sort(self, key: str | Sequence[str], descending: bool = False) -> Dataset:
         """Return the rows sorted by columns."""
         return self._computed(
-            lambda frame: frame.sort_values(_names(key), ascending=not descending)
+            lambda frame: frame.sort_values(names_of(key), ascending=not descending)
         )
 
     def groupby(self, key: str | Sequence[str]) -> Groups:
         """Return groups of rows with equal values, for aggregation."""
-        return Groups(self, _names(key))
+        return Groups(self, names_of(key))
 
     def join(
         self,
-        other: Dataset,
-        on: str | Sequence[str],
+        ds: Dataset,
         join_type: str = "inner",
-        suffixes: tuple[str, str] = ("", "_1"),
+        num_partitions: int | None = None,
+        on: str | Sequence[str] = ("id",),
+        right_on: str | Sequence[str] | None = None,
+        left_suffix: str | None = None,
+        right_suffix: str | None = None,
     ) -> Dataset:
-        """Return the columns of both datasets for rows with equal keys.
-
-        Args:
-            other: the right side.
-            on: key columns of both.
-            join_type: "inner", "left_outer", "right_outer" or "full_outer".
-            suffixes: for columns that both have.
-        """
-        hows = {"inner": "inner", "full_outer": "outer"}
-        how = hows.get(join_type, join_type.removesuffix("_outer"))
+        """Return rows of both datasets with equal keys, as `Dataset.join`; not semi, not anti."""
+        del num_partitions
+        hows = {"inner": "inner", "full_outer": "outer", "left_outer": "left"}
+        hows["right_outer"] = "right"
+        if join_type not in hows:
+            raise UsageError(
+                f"Dataset.using('dask').join: join_type={join_type!r}: expected one of "
+                f"{', '.join(hows)}"
+            )
         return self._computed(
-            lambda left, right: left.merge(right, on=_names(on), how=how, suffixes=suffixes), other
+            lambda left, right: left.merge(
+                right,
+                left_on=names_of(on),
+                right_on=names_of(on if right_on is None else right_on),
+                how=hows[join_type],
+                suffixes=(left_suffix or "", "_1" if right_suffix is None else right_suffix),
+            ),
+            ds,
         )
 
     def drop_duplicates(self, on: str | Sequence[str] | None = None) -> Dataset:
         """Keep the first of rows with equal values in these columns, None for all columns."""
-        return self._computed(lambda frame: frame.drop_duplicates(subset=on and _names(on)))
+        return self._computed(lambda frame: frame.drop_duplicates(subset=on and names_of(on)))
 
     def unique(self, column: str) -> list[Any]:
         """Return the distinct values of a column."""
@@ -165,12 +182,10 @@ class Groups:
             groups = frame.groupby(keys)
             if name == "count" and on is None:
                 return groups.size().to_frame("count()").reset_index()
-            columns = _names(on) if on is not None else [c for c in frame.columns if c not in keys]
+            columns = (
+                names_of(on) if on is not None else [c for c in frame.columns if c not in keys]
+            )
             found = getattr(groups[columns], name)()
             return found.rename(columns={one: f"{name}({one})" for one in columns}).reset_index()
 
         return self._engine._computed(work)
-
-
-def _names(given: str | Sequence[str]) -> list[str]:
-    return [given] if isinstance(given, str) else list(given)

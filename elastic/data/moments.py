@@ -14,11 +14,13 @@ class Moments:
 
     Attributes:
         count, mean: of those that are there.
+        missing: how many are not there.
         squares: sum of the squared distances from the mean.
         low, high: the smallest and the largest.
     """
 
     count: int = 0
+    missing: int = 0
     mean: float = 0.0
     squares: float = 0.0
     low: float = np.inf
@@ -26,7 +28,9 @@ class Moments:
 
     def add(self, values: Any) -> None:
         """Add numbers (Chan, Golub and LeVeque's formula for two samples)."""
-        values = values[~np.isnan(values)]
+        there = ~np.isnan(values)
+        self.missing += len(values) - int(there.sum())
+        values = values[there]
         if not len(values):
             return
         count, mean = len(values), float(values.mean())

@@ -74,7 +74,7 @@ class Union(Node):
 
 @dataclass
 class Zip(Node):
-    """The columns of two parents, row by row; duplicate names of the second get "_1"."""
+    """The columns of two parents, row by row; duplicate names of the second get "_1", "_2", ...."""
 
     def stream(self) -> Iterator[Batch]:
         """Yield all rows in order.
@@ -95,7 +95,11 @@ class Zip(Node):
                 return
             columns = dict(to_numpy(left))
             for name, values in to_numpy(right).items():
-                columns[f"{name}_1" if name in columns else name] = values
+                free, number = name, 0
+                while free in columns:
+                    number += 1
+                    free = f"{name}_{number}"
+                columns[free] = values
             yield columns
 
 

@@ -19,6 +19,7 @@ from elastic.data.batches import (
     array_of,
     arrow,
     batched,
+    check_columns,
     columns_of,
     joined,
     num_rows,
@@ -35,6 +36,8 @@ from elastic.errors import UsageError
 
 ROWS_AT_ONCE = 1024
 """Default batch size of functions of batches."""
+VALUE_CHARS = 200
+"""Of a value that is shown."""
 
 
 @dataclass
@@ -155,14 +158,15 @@ class MapRows(Operation):
 
 @dataclass
 class MapBatches(Operation):
-    """`map_batches`: a function of many rows at once."""
+    """`map_batches` and `map_groups`: a function of many rows at once."""
 
     function: Function
     batch_size: int | None = ROWS_AT_ONCE
     batch_format: str = "default"
+    kind: str = "map_batches"
 
     def __repr__(self) -> str:
-        return f"map_batches({self.function.name})"
+        return f"{self.kind}({self.function.name})"
 
     def apply(self, batch: Batch) -> Batch:
         """Apply the function; the number of rows must stay the same."""
@@ -218,8 +222,19 @@ class FilterBy(Operation):
         return False
 
     def apply(self, batch: Batch) -> Batch:
-        """Return the rows for which the expression is true."""
-        return to_table(batch).filter(self.expression)
+        """Return the rows for which the expression is true.
+
+        Raises:
+            UsageError: it names a column that is not there, or compares what cannot be compared.
+        """
+        table, pa = to_table(batch), arrow()
+        try:
+            return table.filter(self.expression)
+        except (pa.ArrowInvalid, pa.ArrowNotImplementedError, pa.ArrowTypeError) as error:
+            kinds = ", ".join(f"{one.name}: {one.type}" for one in table.schema)
+            raise UsageError(
+                f"{self!r} is not possible with the columns {kinds}: {str(error).splitlines()[0]}"
+            ) from error
 
 
 @dataclass
@@ -235,11 +250,7 @@ class Columns(Operation):
     def apply(self, batch: Batch) -> Batch:
         """Return the same rows with other columns."""
         there = columns_of(batch)
-        unknown = [name for name in self.names if name not in there]
-        if unknown:
-            raise UsageError(
-                f"{self.kind}: there is no column {unknown[0]!r}; expected some of {there}"
-            )
+        check_columns(self.names, there, self.kind)
         if self.kind == "select_columns":
             wanted = {name: name for name in self.names}
         elif self.kind == "drop_columns":
@@ -366,11 +377,13 @@ def add_note(error: BaseException, note: str) -> None:
 
 
 def shown(row: Mapping[str, Any]) -> str:
-    """Return a row as one short line of text."""
+    """Return a row as one line of text, in which arrays and long values are cut."""
     parts = []
     for name, value in row.items():
         text = f"array{value.shape}" if isinstance(value, np.ndarray) else repr(value)
-        parts.append(f"{name}={text if len(text) <= 40 else text[:37] + '...'}")
+        parts.append(
+            f"{name!r}: {text if len(text) <= VALUE_CHARS else text[:VALUE_CHARS] + '...'}"
+        )
     return "{" + ", ".join(parts) + "}"
 
 

@@ -77,7 +77,13 @@ class Preprocessor(ABC):
         Raises:
             UsageError: it is none.
         """
-        found = pickle.loads(base64.b64decode(serialized))
+        try:
+            found = pickle.loads(base64.b64decode(serialized, validate=True))
+        except Exception as error:  # Of base64, pickle, or a module that is not here.
+            raise UsageError(
+                f"Preprocessor.deserialize: expected a text of serialize(), whole and made with "
+                f"packages that are here too: {type(error).__name__}: {error}"
+            ) from error
         if not isinstance(found, Preprocessor):
             raise UsageError(
                 f"Preprocessor.deserialize: expected a text of serialize(), got one of a "

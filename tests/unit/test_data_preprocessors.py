@@ -77,6 +77,9 @@ def test_wrong_use_names_the_column_and_what_was_expected() -> None:
         of.StandardScaler(["a"]).transform(ds)
     with pytest.raises(UsageError, match="no column 'b': expected one of a, t"):
         of.MinMaxScaler(["b"]).fit(ds)
+    for text in ("no text of it", of.StandardScaler(["a"]).fit(ds).serialize()[:-8]):
+        with pytest.raises(UsageError, match=r"deserialize: expected a text of serialize\(\)"):
+            of.Preprocessor.deserialize(text)
     with pytest.raises(UsageError, match="column 't' is not of numbers"):
         of.MinMaxScaler(["t"]).fit(ds)
     with pytest.raises(UsageError, match="no column 'a': expected one of t"):

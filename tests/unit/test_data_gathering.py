@@ -1,0 +1,151 @@
+"""Sort, groupby, join and aggregates: by Arrow, in memory, with the results of pandas."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from elastic import data
+from elastic.data import aggregate as by
+from elastic.errors import UsageError
+
+JOINS = {"inner": "inner", "left_outer": "left", "right_outer": "right", "full_outer": "outer"}
+
+
+def frame() -> pd.DataFrame:
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=3000)
+    x[::7] = np.nan
+    return pd.DataFrame({"g": rng.integers(0, 9, 3000), "s": rng.choice(["a", "b"], 3000), "x": x})
+
+
+def listed(ds: Any) -> list[tuple[Any, ...]]:
+    return [tuple(None if v != v else v for v in row.values()) for row in ds.take_all()]
+
+
+def column(ds: Any, name: str) -> list[Any]:
+    return [row[name] for row in ds.take_all()]
+
+
+def test_rows_are_sorted_by_several_columns_and_equal_ones_keep_their_order() -> None:
+    given = frame().reset_index(names="row")
+    ds = data.from_pandas(given).sort(["s", "g"], descending=[True, False])
+    right = given.sort_values(["s", "g"], ascending=[False, True], kind="stable")
+    assert column(ds, "row") == right["row"].tolist()
+    assert math.isnan(ds.sort("x").take_all()[-1]["x"])  # Missing values come last.
+    images = data.from_items([{"image": np.full((2, 2), n), "n": -n} for n in range(3)])
+    assert images.sort("n").take_batch()["image"][:, 0, 0].tolist() == [2, 1, 0]
+
+
+def test_groups_have_the_aggregates_that_pandas_finds() -> None:
+    given = frame()
+    groups = data.from_pandas(given).groupby(["g", "s"])
+    theirs = given.groupby(["g", "s"])["x"]
+    found = groups.aggregate(
+        by.Count(), by.Count("x", ignore_nulls=True), by.Sum("x"), by.Mean("x"), by.Std("x"),
+        by.Min("x"), by.Quantile("x", q=0.25), by.AbsMax("x"), by.Max("x", alias_name="top"),
+    ).to_pandas()  # fmt: skip
+    right = pd.DataFrame(
+        {
+            "count()": theirs.size(), "count(x)": theirs.count(), "sum(x)": theirs.sum(),
+            "mean(x)": theirs.mean(), "std(x)": theirs.std(), "min(x)": theirs.min(),
+            "quantile(x)": theirs.quantile(0.25),
+            "abs_max(x)": theirs.apply(lambda v: v.abs().max()), "top": theirs.max(),
+        }
+    ).reset_index()  # fmt: skip
+    pd.testing.assert_frame_equal(found, right, check_dtype=False)
+    assert column(groups.mean("x"), "mean(x)") == pytest.approx(theirs.mean().to_numpy())
+    assert groups.std("x", ddof=0).columns() == ["g", "s", "std(x)"]
+    tops = groups.map_groups(lambda rows: rows.nlargest(1, "x"), batch_format="pandas")
+    assert column(tops, "x") == theirs.max().tolist()
+
+
+def test_all_rows_are_aggregated_in_one_call_or_column_by_column() -> None:
+    ds = data.from_items([{"a": n % 3, "b": None if n == 5 else n} for n in range(10)])
+    assert ds.aggregate(
+        by.Count(), by.Unique("a"), by.CountDistinct("b"), by.ValueCounter("a"), by.AsList("b"),
+        by.MissingValuePercentage("b"), by.ZeroPercentage("b"), by.ApproximateTopK("a", k=1),
+        by.ApproximateQuantile("a", quantiles=[0.0, 1.0]),
+    ) == {
+        "count()": 10, "unique(a)": [0, 1, 2], "count_distinct(b)": 9,
+        "value_counter(a)": {"values": [0, 1, 2], "counts": [4, 3, 3]},
+        "list(b)": [0, 1, 2, 3, 4, None, 6, 7, 8, 9],
+        "missing_pct(b)": 10.0, "zero_pct(b)": 100 / 9, "approx_topk(a)": [{"a": 0, "count": 4}],
+        "approx_quantile(a)": [0, 2],
+    }  # fmt: skip
+    assert (ds.sum("b"), ds.sum("b", ignore_nulls=False)) == (40, None)
+    assert ds.max(["a", "b"]) == {"max(a)": 2, "max(b)": 9}
+    assert ds.mean() == {"mean(a)": 0.9, "mean(b)": pytest.approx(40 / 9)}
+    assert ds.unique("b") == [0, 1, 2, 3, 4, None, 6, 7, 8, 9]
+    product = by.AggregateFn(
+        init=lambda key: 1, accumulate_row=lambda a, row: a * (row["a"] + 1), name="product"
+    )
+    assert ds.aggregate(product) == {"product": 1**4 * 2**3 * 3**3}
+    assert data.from_items([]).aggregate(product) == {"product": None}
+
+    class Span(by.AggregateFnV2):
+        def __init__(self, on: str) -> None:
+            super().__init__(f"span({on})", lambda: 0, on=on)
+
+        def aggregate_block(self, block: Any) -> int:
+            values = block.column(self._target_col_name).to_pylist()
+            return max(values) - min(values)
+
+        def combine(self, current_accumulator: int, new: int) -> int:
+            return max(current_accumulator, new)
+
+    assert ds.groupby("a").aggregate(Span("a")).take(1) == [{"a": 0, "span(a)": 0}]
+
+
+@pytest.mark.parametrize("kind", JOINS)
+def test_joins_are_those_of_pandas(kind: str) -> None:
+    left = pd.DataFrame({"k": [3, 1, 2, 2, None], "x": range(5), "same": "l"})
+    right = pd.DataFrame({"k": [2, 3, 4, 2], "y": range(4), "same": "r"})
+    found = data.from_pandas(left).join(data.from_pandas(right), kind, 2, on=("k",))
+    theirs = left.dropna().merge(right, on="k", how=JOINS[kind], suffixes=("", "_1"))
+    if kind in ("left_outer", "full_outer"):  # For pandas, a missing key equals another.
+        theirs = pd.concat([theirs, left[left["k"].isna()]])
+    key = lambda row: str(row)  # noqa: E731
+    assert sorted(listed(found), key=key) == sorted(listed(data.from_pandas(theirs)), key=key)
+
+
+def test_rows_with_and_without_a_match_are_told_apart() -> None:
+    left, right = data.range(4), data.from_items([{"n": 2, "y": np.ones(2)}, {"n": 5, "y": None}])
+    join = lambda kind: left.join(right, kind, on="id", right_on="n").take_all()  # noqa: E731
+    assert join("left_semi") == [{"id": 2}]
+    assert join("left_anti") == [{"id": 0}, {"id": 1}, {"id": 3}]
+    assert [row["n"] for row in join("right_anti")] == [5]
+    assert join("inner")[0]["y"].tolist() == [1.0, 1.0]
+
+
+def test_parts_of_a_stratified_split_have_the_same_proportions() -> None:
+    ds = data.range(100).map(lambda row: {**row, "g": row["id"] % 5 == 0})
+    train, test = ds.train_test_split(0.25, stratify="g")
+    assert test.groupby("g").count().take_all() == [
+        {"g": False, "count()": 20},
+        {"g": True, "count()": 5},
+    ]
+    ids = [row["id"] for part in (train, test) for row in part.take_all()]
+    assert sorted(ids) == list(range(100))
+
+
+def test_what_cannot_be_done_is_said_with_the_column() -> None:
+    ds = data.from_items([{"a": 1, "t": "x", "v": np.ones(2)}])
+    for act, says in [
+        (lambda: ds.sort("b").take(), "sort: there is no column 'b'; expected some of"),
+        (lambda: ds.sort(["a", "t"], [True]), "2 keys and 1 values of descending"),
+        (lambda: ds.groupby("v").count().take(), "aggregate: not possible with 'v' of"),
+        (lambda: ds.sum("t"), "sum: not possible with 't' of string"),
+        (lambda: ds.groupby("a").aggregate("mean"), "got 'mean': expected aggregates"),
+        (lambda: by.Mean(), "Mean: expected on="),
+        (lambda: ds.join(ds, "outer"), "join_type='outer': expected one of inner, left_outer"),
+        (lambda: ds.join(ds, on="a", right_suffix="").take(), "both datasets have a column 't'"),
+        (lambda: ds.using("arrow", memory=1).sort("a").take(), r"using\('dask'\).sort.*\[dask\]"),
+        (lambda: ds.using("arrow", address="x"), "address: expected memory"),
+    ]:
+        with pytest.raises(UsageError, match=says):
+            act()
