@@ -8,9 +8,9 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from elastic.core.config import PRIORITY_MAX, check_name
 from elastic.core.world import Resources, Strategy
@@ -30,6 +30,9 @@ from elastic.train.expecting import (
     take_seconds,
 )
 from elastic.train.filesystems import url_in
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 RECOVERIES = ("auto", "in_place", "reenter", "restart")
 NumWorkers = int | tuple[int, int]
@@ -254,8 +257,8 @@ class CheckpointConfig:
         num_to_keep: None for all reported ones, and the newest two automatic ones.
         checkpoint_score_attribute: metric that ranks them; None ranks by age.
         checkpoint_score_order: "max" or "min" is best.
-        checkpoint_frequency, checkpoint_at_end: of Ray's trainers with a built-in loop, which do
-            not exist here; 0 and None or False only.
+        checkpoint_frequency, checkpoint_at_end: for `tune.Trainable` only: steps between two
+            checkpoints, by default 1, and whether one is wanted at the end.
     """
 
     num_to_keep: int | None = None
@@ -270,9 +273,7 @@ class CheckpointConfig:
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
-        for name in ("checkpoint_frequency", "checkpoint_at_end"):
-            if getattr(self, name):
-                refuse(self, name, "a train function that reports checkpoints, or every_n_steps")
+        take_int(self, "checkpoint_frequency", "None, or an int >= 0", low=0, none=True)
         take_int(self, "num_to_keep", "None (all) or an int >= 1", low=1, none=True)
         take_int(self, "every_n_steps", "None (never) or an int >= 1", low=1, none=True)
         take_seconds(self, "every_s", "None (never) or seconds > 0", none=True)
@@ -349,8 +350,11 @@ class RunConfig:
         worker_runtime_env: the same in Ray's format: {"env_vars": {...}}.
         priority: on a cluster with several jobs, higher ones are placed first; -1000 to 1000.
         preemptible: False: the job keeps its min even when one of higher priority waits.
+        given: names of the fields that the caller has set; `Tuner` takes the others from its
+            trainer's.
     """
 
+    given: ClassVar[tuple[str, ...]] = ()
     name: str | None = None
     storage_path: str | Path | None = None
     storage_filesystem: Any = None
@@ -366,6 +370,13 @@ class RunConfig:
     worker_runtime_env: Mapping[str, Any] | None = None
     priority: int = 0
     preemptible: bool = True
+
+    def __new__(cls, *values: Any, **named: Any) -> Self:
+        """Note what is given, also where it equals the default."""
+        made = super().__new__(cls)
+        first = [one.name for one in fields(cls)][: len(values)]
+        object.__setattr__(made, "given", (*first, *named))
+        return made
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""

@@ -45,6 +45,7 @@ from elastic.train.config import (
     ScalingConfig,
     TorchConfig,
 )
+from elastic.train.expecting import refuse
 from elastic.train.failures import failed_on_cluster, failures_of
 from elastic.train.here import as_raised, environment, failed_here, warn_unused
 from elastic.train.metrics import as_reported
@@ -135,6 +136,10 @@ class DataParallelTrainer:
         self.train_loop_config = train_loop_config
         self.scaling_config = _checked("scaling_config", scaling_config, ScalingConfig)
         self.run_config = _checked("run_config", run_config, RunConfig)
+        checkpoints = self.run_config.checkpoint_config
+        for name in ("checkpoint_frequency", "checkpoint_at_end"):
+            if getattr(checkpoints, name):
+                refuse(checkpoints, name, "a train function that reports, or every_n_steps")
         if type(backend_config) is BackendConfig:
             backend_config = None
         plain: Any = TorchConfig(backend="gloo") if backend_config is None else backend_config

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from elastic.train.config import CheckpointConfig, FailureConfig, RunConfig, SyncConfig
     from elastic.train.result import Result
     from elastic.tune.callback import Callback
-    from elastic.tune.config import TuneConfig
+    from elastic.tune.config import PlacementGroupFactory, TuneConfig
     from elastic.tune.experiment import ExperimentAnalysis, run
     from elastic.tune.result_grid import ResultGrid
     from elastic.tune.session import (
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
         uniform,
     )
     from elastic.tune.stopper import Stopper
+    from elastic.tune.trainable import Trainable
     from elastic.tune.tuner import Tuner
 
 _TRAIN = {
@@ -56,7 +57,9 @@ _HOME = {
     "Callback": "callback",
     "ExperimentAnalysis": "experiment",
     "ResultGrid": "result_grid",
+    "PlacementGroupFactory": "config",
     "Stopper": "stopper",
+    "Trainable": "trainable",
     "TuneConfig": "config",
     "TuneContext": "session",
     "Tuner": "tuner",
@@ -80,10 +83,8 @@ _HOME = {
     "with_parameters": "session",
     "with_resources": "session",
 }
-_SUBMODULES = ("integration", "schedulers", "search", "stopper")
+_SUBMODULES = ("integration", "logger", "schedulers", "search", "stopper")
 _NOT_HERE = {
-    "Trainable": "write a function of a config that calls tune.report(...) in its loop",
-    "PlacementGroupFactory": "tune.with_resources(f, {'cpu': 2}), or a ScalingConfig",
     "CLIReporter": "the table is shown by itself; RunConfig(verbose=0) hides it",
     "JupyterNotebookReporter": "the table is shown by itself; RunConfig(verbose=0) hides it",
 }
@@ -95,11 +96,13 @@ __all__ = [
     "CheckpointConfig",
     "ExperimentAnalysis",
     "FailureConfig",
+    "PlacementGroupFactory",
     "Result",
     "ResultGrid",
     "RunConfig",
     "Stopper",
     "SyncConfig",
+    "Trainable",
     "TuneConfig",
     "TuneContext",
     "TuneError",

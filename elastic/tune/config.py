@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -72,3 +72,25 @@ class TuneConfig:
             )
         if isinstance(self.time_budget_s, timedelta):
             object.__setattr__(self, "time_budget_s", self.time_budget_s.total_seconds())
+
+
+class PlacementGroupFactory:
+    """Ray's resources of a trial in bundles; the trial's worker takes their sum.
+
+    Attributes:
+        bundles: such as [{"CPU": 1}, {"CPU": 2, "GPU": 1}].
+        required_resources: their sum.
+    """
+
+    def __init__(self, bundles: Sequence[Mapping[str, float]], strategy: str = "PACK") -> None:
+        """Add them up; the `strategy` has no effect, since one worker has all."""
+        del strategy
+        if not bundles or not all(isinstance(one, Mapping) for one in bundles):
+            raise ConfigError(
+                f"PlacementGroupFactory: bundles={bundles!r}: expected dicts such as {{'CPU': 1}}"
+            )
+        self.bundles = [dict(one) for one in bundles]
+        names = dict.fromkeys(name for one in self.bundles for name in one)
+        self.required_resources = {
+            name: sum(one.get(name, 0.0) for one in self.bundles) for name in names
+        }

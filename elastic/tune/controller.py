@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from elastic.client.attempts import note_end
 from elastic.client.ctrl_c import CtrlC
 from elastic.client.jobs import Client, new_job_id
+from elastic.client.printer import BY_ORDER
 from elastic.client.study_show import StudyView, config_line, headline
 from elastic.client.text_format import world_size
 from elastic.core.policy.decision import Decision
@@ -344,12 +345,20 @@ class Controller:
                     ended[number] = event
             elif event.note.name == "group_formed":
                 self._note_begin(trial, event.unix_ns)
+            elif event.note.name == "worker_gone":
+                self._show_loss(trial, dict(event.note.fields))
         # An event may arrive before its report is in storage. Local storage is cheap to poll.
         self._read(set(self._following) if self._log.files.is_local else touched)
         for number, view in ended.items():
             trial = self.study.trials[number]
             if view.record.spec.job_id == trial.attempt.job_id:
                 self._take_end(trial, view)
+
+    def _show_loss(self, trial: Trial, fields: Mapping[str, str]) -> None:
+        """Print that a trial has lost a worker, unless it was stopped by order."""
+        cause = fields.get("cause", "")
+        if not cause.startswith(BY_ORDER):
+            self._view.print_line(f"trial {trial.label}: worker {fields.get('worker')} {cause}")
 
     def _note_begin(self, trial: Trial, unix_ns: int) -> None:
         """Log when a trial began to run, from when its seconds count."""
@@ -457,7 +466,6 @@ class Controller:
             return
         self._log.add(event)
         if verdict.act is TrialAction.STOP:
-            self._view.moved(f"trial {trial.label} is stopped: {decision.reason}")
             self._halt(trial, decision.reason)
         elif verdict.act is TrialAction.PAUSE:
             self._ask(self._client.pause, trial)

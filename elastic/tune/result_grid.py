@@ -209,7 +209,7 @@ class ResultGrid:
             }
             for report in trial.reports
         ]
-        metrics = history[-1]["metrics"] if history else None
+        metrics = history[-1]["metrics"] if history else {}
         return replace(result, metrics=metrics, history=history, config=config)
 
     def _metrics(

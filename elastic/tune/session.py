@@ -16,7 +16,7 @@ from elastic.train.session import UNSAID, TrainContext, get_checkpoint, require_
 from elastic.train.session import report as train_report
 from elastic.worker.process.entry import call_with_config
 
-__all__ = ["Trainable", "TuneContext", "get_checkpoint", "get_context", "report"]
+__all__ = ["TrialFunction", "TuneContext", "get_checkpoint", "get_context", "report"]
 
 SINGLE = "_metric"
 """Ray's name for the metric of a function that returns a number."""
@@ -59,11 +59,11 @@ def get_context() -> TuneContext:
 
 
 @dataclass(frozen=True)
-class Trainable:
+class TrialFunction:
     """A function with its extra arguments and the resources of its worker.
 
     Attributes:
-        function: called with a config.
+        function: called with a config; or a subclass of `tune.Trainable`.
         parameters: further keyword arguments; stored once for all trials.
         resources: such as {"CPU": 2}, a `ScalingConfig`, or a function of the config.
     """
@@ -84,17 +84,17 @@ class Trainable:
         return call_with_config(self.function, config)
 
 
-def with_parameters(trainable: Callable[..., Any], **parameters: Any) -> Trainable:
+def with_parameters(trainable: Callable[..., Any], **parameters: Any) -> TrialFunction:
     """Bind further keyword arguments, such as data, which are stored once for all trials.
 
     Raises:
         UsageError: the trainable is not a function.
     """
     one = as_trainable(trainable)
-    return Trainable(one.function, {**one.parameters, **parameters}, one.resources)
+    return TrialFunction(one.function, {**one.parameters, **parameters}, one.resources)
 
 
-def with_resources(trainable: Callable[..., Any], resources: Any) -> Trainable:
+def with_resources(trainable: Callable[..., Any], resources: Any) -> TrialFunction:
     """Set the resources of each trial of a function.
 
     Args:
@@ -106,28 +106,32 @@ def with_resources(trainable: Callable[..., Any], resources: Any) -> Trainable:
         UsageError: the trainable is a trainer; set its scaling_config instead.
     """
     one = as_trainable(trainable)
-    return Trainable(one.function, one.parameters, resources)
+    return TrialFunction(one.function, one.parameters, resources)
 
 
-def as_trainable(trainable: Any) -> Trainable:
-    """Return a function as a `Trainable`.
+def as_trainable(trainable: Any) -> TrialFunction:
+    """Return a function as a `TrialFunction`.
 
     Raises:
         UsageError: it is not a function.
     """
-    if isinstance(trainable, Trainable):
+    if isinstance(trainable, TrialFunction):
         return trainable
     if isinstance(trainable, type):
-        raise UsageError(
-            f"tune: {trainable.__name__} is a class; expected a function of a config that calls "
-            f"tune.report(...), or a TorchTrainer"
-        )
+        from elastic.tune.trainable import Trainable
+
+        if not issubclass(trainable, Trainable):
+            raise UsageError(
+                f"tune: {trainable.__name__} is a class; expected a function of a config that "
+                f"calls tune.report(...), a subclass of tune.Trainable, or a TorchTrainer"
+            )
+        return TrialFunction(trainable, resources=trainable.default_resource_request)
     if not callable(trainable):
         raise UsageError(
             f"tune: the trainable is a {type(trainable).__name__}; expected a function of a config "
             f"or a TorchTrainer"
         )
-    return Trainable(trainable)
+    return TrialFunction(trainable)
 
 
 @dataclass(frozen=True)
@@ -168,7 +172,7 @@ def _parameters(directory: str, name: str) -> dict[str, Any]:
     return dict(cloudpickle.loads(_stored(directory, name)))
 
 
-def parameters_of(trainable: Trainable) -> bytes:
+def parameters_of(trainable: TrialFunction) -> bytes:
     """Return a trainable's further arguments as a pickle.
 
     Raises:

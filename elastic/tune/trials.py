@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import copy
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,8 @@ from elastic.storage.files import Files
 from elastic.train.checkpoint import Checkpoint
 from elastic.train.config import RunConfig, ScalingConfig
 from elastic.train.trainer import DataParallelTrainer
-from elastic.tune.session import Objective, Trainable, parameters_of
+from elastic.tune.session import Objective, TrialFunction, parameters_of
+from elastic.tune.trainable import checkpoints_every, steps
 
 if TYPE_CHECKING:
     from elastic.core.config import JobSpec
@@ -40,7 +41,7 @@ class Recipe:
     """
 
     def __init__(
-        self, trainable: Trainable | DataParallelTrainer, run_config: RunConfig, path: str
+        self, trainable: TrialFunction | DataParallelTrainer, run_config: RunConfig, path: str
     ) -> None:
         """Make trainers for the trials of one study.
 
@@ -61,7 +62,7 @@ class Recipe:
             StorageError: the file cannot be written.
             UsageError: the parameters cannot be pickled.
         """
-        if isinstance(self._trainable, Trainable) and self._trainable.parameters:
+        if isinstance(self._trainable, TrialFunction) and self._trainable.parameters:
             Files(self._path).write(PARAMETERS, parameters_of(self._trainable))
             self._stored = (self._path, PARAMETERS)
 
@@ -78,8 +79,17 @@ class Recipe:
         Raises:
             UsageError: the config has keys or values that a trainer does not accept.
         """
+        # Those two are not the run's, but of a class that saves checkpoints.
+        checkpoints = replace(
+            self._run_config.checkpoint_config, checkpoint_frequency=None, checkpoint_at_end=None
+        )
         run_config = replace(
-            self._run_config, name=run, storage_path=self._path, callbacks=(), stop=None
+            self._run_config,
+            name=run,
+            storage_path=self._path,
+            checkpoint_config=checkpoints,
+            callbacks=(),
+            stop=None,
         )
         begins = Checkpoint(resume_from) if resume_from else None
         if isinstance(self._trainable, DataParallelTrainer):
@@ -91,12 +101,20 @@ class Recipe:
             return one
         resources = self._trainable.resources
         return DataParallelTrainer(
-            Objective(self._trainable.function, self._stored),
+            Objective(self._function(), self._stored),
             train_loop_config=dict(config),
             scaling_config=_scaling(resources(config) if callable(resources) else resources),
             run_config=run_config,
             resume_from_checkpoint=begins,
         )
+
+    def _function(self) -> Callable[..., Any]:
+        given = self._trainable.function  # type: ignore[union-attr]
+        if not isinstance(given, type):
+            return given
+        config = self._run_config.checkpoint_config
+        frequency, at_end = config.checkpoint_frequency, config.checkpoint_at_end
+        return steps(given, checkpoints_every(given, frequency, at_end))
 
 
 def split_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], ScalingConfig | None]:
@@ -128,6 +146,7 @@ def _scaling(resources: Any) -> ScalingConfig:
         return resources
     if resources is None:
         return ScalingConfig()
+    resources = getattr(resources, "required_resources", resources)
     if not isinstance(resources, Mapping):
         raise UsageError(
             f"tune.with_resources: {resources!r}: expected a dict such as {{'cpu': 2, 'gpu': 1}}, "

@@ -6,7 +6,7 @@ import copy
 import datetime
 import secrets
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from elastic.tune.controller import Controller, Plan
 from elastic.tune.result_grid import ResultGrid
 from elastic.tune.schedulers import FIFOScheduler, TrialScheduler
 from elastic.tune.search import BasicVariantGenerator, ConcurrencyLimiter, Searcher
-from elastic.tune.session import Trainable, as_trainable
+from elastic.tune.session import TrialFunction, as_trainable
 from elastic.tune.stopper import as_stopper
 from elastic.tune.trials import LOOP, Recipe, split_config
 from elastic.worker.engine import context as worker_context
@@ -88,6 +88,7 @@ class Tuner:
                 f"Tuner: run_config is a {type(run_config).__name__}, expected a RunConfig"
             )
         self._run_config = _merged(run_config, self._trainable)
+        self._check_checkpoints()
         self._check_space()
 
     @classmethod
@@ -267,7 +268,7 @@ class Tuner:
 
     def _trainable_name(self) -> str:
         kind = type(self._trainable).__name__
-        return self._trainable.name if isinstance(self._trainable, Trainable) else kind
+        return self._trainable.name if isinstance(self._trainable, TrialFunction) else kind
 
     # ---------------------------------------------------------------------------- components
 
@@ -312,6 +313,18 @@ class Tuner:
         samples = self._tune_config.num_samples
         return self._search(seed).total or (samples if samples > 0 else None)
 
+    def _check_checkpoints(self) -> None:
+        """Raise ConfigError for checkpoints of a class, if there is none."""
+        config, given = self._run_config.checkpoint_config, self._trainable
+        if isinstance(given, TrialFunction) and isinstance(given.function, type):
+            return
+        if config.checkpoint_frequency or config.checkpoint_at_end:
+            raise ConfigError(
+                "CheckpointConfig(checkpoint_frequency, checkpoint_at_end) are for subclasses of "
+                "tune.Trainable: let the function call tune.report(metrics, checkpoint=...) as "
+                "often as one is needed"
+            )
+
     def _check_space(self) -> None:
         """Validate the search space.
 
@@ -344,7 +357,7 @@ class Tuner:
         return dict(spaces.draw(self._space, Random(0), chosen))
 
 
-def _trainable(trainable: Any) -> Trainable | DataParallelTrainer:
+def _trainable(trainable: Any) -> TrialFunction | DataParallelTrainer:
     if isinstance(trainable, DataParallelTrainer):
         if trainable.scaling_config.max_workers == 0:
             raise UsageError(
@@ -362,12 +375,7 @@ def _merged(run_config: RunConfig | None, trainable: Any) -> RunConfig:
     theirs = trainable.run_config if isinstance(trainable, DataParallelTrainer) else RunConfig()
     if run_config is None:
         return theirs
-    plain = RunConfig()
-    changed = {
-        field.name: getattr(run_config, field.name)
-        for field in fields(RunConfig)
-        if getattr(run_config, field.name) != getattr(plain, field.name)
-    }
+    changed = {name: getattr(run_config, name) for name in run_config.given}
     return replace(replace(theirs, name=None, storage_path=None), **changed)
 
 

@@ -45,7 +45,7 @@ from elastic.train.config import TorchConfig
         (lambda: ScalingConfig(label_selector=[{"a": "1"}, {"a": "2"}]), "a list of 1 equal"),
         (lambda: ScalingConfig(num_workers=2, label_selector=[{"a": "1"}]), "a list of 2 equal"),
         (lambda: FailureConfig(fail_fast=True, max_failures=1), "fail_fast=True: expected False"),
-        (lambda: CheckpointConfig(checkpoint_frequency=2), "checkpoint_frequency=2: .*every_n"),
+        (lambda: CheckpointConfig(checkpoint_frequency=-2), "checkpoint_frequency=-2: .*>= 0"),
         (lambda: RunConfig(stop={"loss": "small"}), "stop=.*small.*a dict of numbers by metric"),
         (lambda: RunConfig(log_to_file="a/b"), "log_to_file='a/b': expected True, the name"),
         (lambda: RunConfig(storage_path="b/runs", storage_filesystem="s3"), "'s3': expected a fi"),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import shutil
+from importlib import import_module
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -16,15 +18,17 @@ from hypothesis import strategies as st
 
 from elastic import tune
 from elastic.client.cli import main
+from elastic.core.events.shared import Note
 from elastic.core.study import TrialAttempt
 from elastic.core.view import NodeView
 from elastic.core.world import Failure, JobPhase, Node, NodePhase
 from elastic.errors import ConfigError, UsageError
 from elastic.storage.metrics import Numbering
 from elastic.storage.study_log import StudyLog
-from elastic.train import RunConfig, ScalingConfig
+from elastic.train import FailureConfig, RunConfig, ScalingConfig
 from elastic.train.torch import TorchTrainer
 from elastic.tune import space as spaces
+from elastic.tune import trainable
 from elastic.tune.callback import Callbacks
 from elastic.tune.controller import Controller, Plan
 from elastic.tune.integration.ray_train import TuneReportCallback
@@ -35,6 +39,7 @@ from elastic.tune.search.optuna import OptunaSearch
 from elastic.tune.session import as_trainable
 from elastic.tune.stopper import TrialPlateauStopper
 from elastic.tune.trials import Recipe, from_log, to_log
+from elastic.wire.codec_jobs import TimedNote
 from elastic.worker.engine import context as worker_context
 
 optuna.logging.set_verbosity(optuna.logging.ERROR)
@@ -133,6 +138,83 @@ def test_a_trainer_takes_a_config_in_both_nestings(tmp_path: Path) -> None:
     assert trainer.train_loop_config == {"lr": 1, "epochs": 5}
     scaled = recipe.trainer("run", {"scaling_config": ScalingConfig(num_workers=(1, 3)), "lr": 3})
     assert scaled.job_spec().max_workers == 3
+
+
+def test_a_tuners_run_config_overrides_its_trainers_also_with_a_default() -> None:
+    def train() -> None: ...
+
+    own = RunConfig(failure_config=FailureConfig(max_failures=3), priority=5)
+    tuner = tune.Tuner(
+        TorchTrainer(train, run_config=own),
+        run_config=RunConfig("n", failure_config=FailureConfig()),
+    )
+    assert tuner._run_config.failure_config.max_failures == 0
+    assert (tuner._run_config.name, tuner._run_config.priority) == ("n", 5)
+    for where in (TorchTrainer, tune.Tuner):
+        asks = RunConfig(checkpoint_config=tune.CheckpointConfig(checkpoint_frequency=2))
+        with pytest.raises(ConfigError, match="checkpoint_frequency"):
+            where(train, run_config=asks)  # type: ignore[operator]
+
+
+class Counting(tune.Trainable):
+    def setup(self, config: dict[str, Any], by: int = 1) -> None:
+        self.value, self.by = config["begin"], by
+
+    def step(self) -> dict[str, Any]:
+        self.value += self.by
+        return {"value": self.value, "done": self.iteration == 3}
+
+    def save_checkpoint(self, checkpoint_dir: str) -> Any:
+        return {"value": self.value}
+
+    def load_checkpoint(self, checkpoint: Any) -> None:
+        self.value = checkpoint["value"]
+
+
+class CountingInFiles(Counting):
+    def save_checkpoint(self, checkpoint_dir: str) -> Any:
+        Path(checkpoint_dir, "value").write_text(str(self.value))
+        return checkpoint_dir
+
+    def load_checkpoint(self, checkpoint: Any) -> None:
+        self.value = int(Path(checkpoint, "value").read_text())
+
+
+@pytest.mark.parametrize("kind", [Counting, CountingInFiles])
+def test_a_class_steps_saves_and_goes_on_as_a_function_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[tune.Trainable]
+) -> None:
+    reports: list[tuple[int, str | None]] = []
+
+    def report(metrics: dict[str, Any], *, checkpoint: Any = None) -> None:
+        copy = checkpoint and shutil.copytree(checkpoint.path, tmp_path / str(len(reports)))
+        reports.append((metrics["value"], copy))
+
+    monkeypatch.setattr(trainable, "report", report)
+    monkeypatch.setattr(trainable, "get_checkpoint", lambda: None)
+    spec = Recipe(as_trainable(tune.with_parameters(kind, by=2)), RunConfig(), str(tmp_path))
+    assert spec.trainer("run", {"begin": 10}).train_loop_config == {"begin": 10}
+    trainable.steps(kind, 2)({"begin": 10}, by=2)
+    assert [(value, bool(path)) for value, path in reports] == [
+        (12, False), (14, True), (16, False), (18, True),
+    ]  # fmt: skip
+    start = tune.Checkpoint(str(reports[1][1]))
+    monkeypatch.setattr(trainable, "get_checkpoint", lambda: start)
+    del reports[:]
+    trainable.steps(kind, 0)({"begin": 0})
+    assert reports == [(15, None), (16, None)]
+    every = [trainable.checkpoints_every(kind, *given) for given in ((None, None), (4, None),
+             (0, None), (4, True))]  # fmt: skip
+    assert every == [1, 4, 0, 1]
+    assert trainable.checkpoints_every(tune.Trainable, None, True) == 0
+
+
+def test_bundles_of_resources_are_added_up(tmp_path: Path) -> None:
+    wish = tune.with_resources(print, tune.PlacementGroupFactory([{"CPU": 1}, {"CPU": 2, "x": 1}]))
+    spec = Recipe(wish, RunConfig(), str(tmp_path)).trainer("run", {}).job_spec()
+    assert spec.resources_per_worker.as_dict() == {"CPU": 3, "x": 1}
+    with pytest.raises(ImportError, match=r"search.hyperopt: .*OptunaSearch"):
+        import_module("elastic.tune.search.hyperopt")
 
 
 def test_resources_of_a_function_become_those_of_its_worker(tmp_path: Path) -> None:
@@ -487,6 +569,24 @@ def test_one_trial_more_than_run_waits_in_the_queue(tmp_path: Path, limit: int, 
     controller = Controller(log, plan, cluster, SimpleNamespace(is_embedded=False, env={}))  # type: ignore[arg-type]
     controller._fill()
     assert cluster.submitted == [f"mine_{number:05d}" for number in range(count)]
+
+
+def test_a_trials_lost_worker_is_shown_and_one_that_ends_by_order_is_not(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = StudyLog(str(tmp_path / "mine"))
+    log.add({"e": "study", "settings": {"name": "mine", "trainable": "t", "seed": 1}})
+    cluster = OneSlotCluster()
+    plan = tune.Tuner(print)._plan(log, cluster)  # type: ignore[arg-type]
+    controller = Controller(log, plan, cluster, SimpleNamespace(is_embedded=False, env={}))  # type: ignore[arg-type]
+    controller._fill()
+    job_id = log.study.trials[0].attempt.job_id
+    for cause in ("was killed by SIGKILL", "stopped by its coordinator"):
+        fields = (("worker", "n1/0"), ("cause", cause))
+        controller._events.put((0, job_id, TimedNote(Note("worker_gone", job_id, fields), 0)))
+    controller._receive()
+    shown = [line for line in capsys.readouterr().err.splitlines() if "worker" in line]
+    assert shown == ["trial mine_00000: worker n1/0 was killed by SIGKILL"]
 
 
 def test_the_seconds_of_a_trial_count_from_when_its_first_job_began(study: StudyLog) -> None:

@@ -1,0 +1,5 @@
+"""Not supported: importing it raises; see `refused`."""
+
+from elastic.tune.search.refused import refuse
+
+refuse(__name__)
