@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from elastic.data.compute import ActorPoolStrategy, TaskPoolStrategy
-    from elastic.data.context import DataContext
+    from elastic.data.context import DataContext, MixStoppingCondition, RandomSeedConfig
     from elastic.data.dataset import Dataset
     from elastic.data.iterator import DataIterator
     from elastic.data.reading import (
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         from_polars,
         from_torch,
         range,  # noqa: A004
+        range_tensor,
         read_binary_files,
         read_csv,
         read_images,
@@ -43,6 +44,8 @@ __all__ = [
     "DataContext",
     "DataIterator",
     "Dataset",
+    "MixStoppingCondition",
+    "RandomSeedConfig",
     "TaskPoolStrategy",
     "from_arrow",
     "from_dask",
@@ -53,6 +56,7 @@ __all__ = [
     "from_polars",
     "from_torch",
     "range",
+    "range_tensor",
     "read_binary_files",
     "read_csv",
     "read_images",
@@ -66,6 +70,8 @@ _HOME = {
     "DataContext": "context",
     "DataIterator": "iterator",
     "Dataset": "dataset",
+    "MixStoppingCondition": "context",
+    "RandomSeedConfig": "context",
     "TaskPoolStrategy": "compute",
 }
 _NOT_HERE = {
@@ -74,6 +80,38 @@ _NOT_HERE = {
     "ExecutionOptions": "train.DataConfig(num_feeders=..., shuffle_memory=...)",
     "ExecutionResources": "train.DataConfig(num_feeders=..., shuffle_memory=...)",
     "Preprocessor": "Dataset.map_batches with a function, or a class",
+    **dict.fromkeys(
+        (
+            "read_sql",
+            "read_bigquery",
+            "read_clickhouse",
+            "read_databricks_tables",
+            "read_mongo",
+            "read_snowflake",
+        ),
+        "query with the database's own driver, and data.from_pandas(...) or from_arrow(...)",
+    ),
+    **dict.fromkeys(
+        (
+            "read_delta",
+            "read_delta_sharing_tables",
+            "read_hudi",
+            "read_iceberg",
+            "read_lance",
+            "read_unity_catalog",
+        ),
+        "read with the format's own package, and data.from_arrow(...); or read_parquet",
+    ),
+    **dict.fromkeys(
+        ("read_audio", "read_avro", "read_mcap", "read_videos", "read_webdataset", "read_zarr"),
+        "data.read_binary_files(...).map(decode)",
+    ),
+    **dict.fromkeys(
+        ("from_arrow_refs", "from_numpy_refs", "from_pandas_refs"),
+        "there is no object store: the function without _refs",
+    ),
+    **dict.fromkeys(("from_tf", "read_tfrecords"), "PyTorch's formats: TensorFlow is not used"),
+    **dict.fromkeys(("from_mars", "from_modin"), "data.from_pandas(frame.to_pandas())"),
     "from_spark": "write a parquet table with Spark, and data.read_parquet(...)",
 }
 """Names of ray.data that are missing here -> what to use instead; as an ImportError, because `from`

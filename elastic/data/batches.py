@@ -17,6 +17,8 @@ from elastic.errors import UsageError
 
 Batch = Any
 """A pyarrow.Table, or a dict of NumPy arrays."""
+NUMERIC = "biufcmM"
+"""Kinds of NumPy's types whose rows are stacked to one array."""
 FORMATS = ("default", "numpy", "pandas", "pyarrow")
 EXTRA = "pip install 'elastic-torch[data]'"
 
@@ -206,7 +208,8 @@ def array_of(values: Sequence[Any]) -> Any:
         values = [one.detach().cpu().numpy() for one in values]
     if len(values) and all(isinstance(one, (np.ndarray, list, tuple)) for one in values):
         arrays = [np.asarray(one) for one in values] if _is_even(values) else []
-        if arrays and len({one.shape for one in arrays}) == 1 and arrays[0].dtype != object:
+        kinds = {(one.shape, one.dtype.kind in NUMERIC) for one in arrays}
+        if len(kinds) == 1 and kinds.pop()[1]:
             return np.stack(arrays)
         return _objects(values)
     if all(isinstance(one, (bool, int, float, np.number, np.bool_)) for one in values):

@@ -1,15 +1,41 @@
-"""Ray's `DataContext`, accepted for compatibility: its execution settings have no effect here."""
+"""Ray's settings: `DataContext`, whose settings have no effect here, and arguments of methods."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Enum
 from types import SimpleNamespace
+
+
+class MixStoppingCondition(Enum):
+    """When `Dataset.mix` ends."""
+
+    STOP_ON_SHORTEST = "stop_on_shortest"
+    STOP_ON_LONGEST_DROP = "stop_on_longest_drop"
+
+
+@dataclass(frozen=True)
+class RandomSeedConfig:
+    """A seed; here each epoch has another order anyway, which `reseed_after_execution` asks for."""
+
+    seed: int | None = None
+    reseed_after_execution: bool = True
+
+
+def seed_of(given: int | RandomSeedConfig | None) -> int:
+    """Return a seed; None is 0."""
+    return (given.seed if isinstance(given, RandomSeedConfig) else given) or 0
 
 
 class DataContext(SimpleNamespace):
     """Accepts any setting, such as `execution_options.preserve_order`: order is always kept."""
+
+    def set_config(self, key: str, value: object) -> None:
+        """Accept a setting."""
+        setattr(self, key, value)
 
     @staticmethod
     def get_current() -> DataContext:

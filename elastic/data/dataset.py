@@ -6,6 +6,7 @@ write or iterate read rows as a stream, whose memory does not depend on the size
 
 from __future__ import annotations
 
+import io
 import itertools
 import os
 import sys
@@ -33,11 +34,11 @@ from elastic.data.batches import (
     to_numpy,
     to_pandas,
     to_table,
-    to_torch,
 )
+from elastic.data.context import MixStoppingCondition, RandomSeedConfig, seed_of
 from elastic.data.gathering import Gather, Groups, InMemory, explained
 from elastic.data.moments import Moments, floats_of
-from elastic.data.nodes import Apply, Node, Read, Shuffle, Slice, Union, Zip
+from elastic.data.nodes import Apply, Mix, Node, Read, Shuffle, Slice, Union, Zip
 from elastic.data.operations import (
     ROWS_AT_ONCE,
     AddColumn,
@@ -48,6 +49,7 @@ from elastic.data.operations import (
     MapRows,
     Operation,
     Sample,
+    WithColumns,
     expression_of,
     shown,
 )
@@ -80,6 +82,52 @@ NO_EFFECT = frozenset(
     }
 )
 """Ray's arguments for placement and resources: accepted without effect."""
+WRITERS = ("min_rows_per_file", "max_rows_per_file", "num_rows_per_file", "min_rows_per_write")
+"""Ray's sizes of files that are written: accepted without effect."""
+
+
+_FRAMEWORKS = "the rows go to PyTorch: iter_torch_batches, to_torch; or iter_batches for arrays"
+_FRAMES = "to_pandas() for what fits in memory, write_parquet(path) for what does not"
+_BLOCKS = "there is no object store: iter_batches(), to_pandas() or to_arrow()"
+_DATABASES = "iter_batches() and the package that writes there; or write_parquet(path)"
+NOT_HERE = {
+    **dict.fromkeys(("iter_jax_batches", "iter_tf_batches", "to_jax", "to_tf"), _FRAMEWORKS),
+    **dict.fromkeys(("to_daft", "to_dask", "to_mars", "to_modin", "to_spark"), _FRAMES),
+    **dict.fromkeys(
+        (
+            "get_internal_block_refs",
+            "iter_internal_ref_bundles",
+            "to_arrow_refs",
+            "to_numpy_refs",
+            "to_pandas_refs",
+        ),
+        _BLOCKS,
+    ),
+    **dict.fromkeys(
+        (
+            "write_bigquery",
+            "write_clickhouse",
+            "write_delta",
+            "write_iceberg",
+            "write_kafka",
+            "write_lance",
+            "write_mongo",
+            "write_orc",
+            "write_snowflake",
+            "write_sql",
+            "write_tfrecords",
+            "write_turbopuffer",
+            "write_webdataset",
+        ),
+        _DATABASES,
+    ),
+    "deserialize_lineage": "pickle.loads",
+    "explain": "print(ds), which shows all steps",
+    "serialize_lineage": "cloudpickle.dumps(ds)",
+    "streaming_train_test_split": "train_test_split",
+    "summary": "aggregate(Count(), Mean('age'), ...) of elastic.data.aggregate",
+}
+"""Methods that Ray has and this has not, on purpose -> what to write instead."""
 
 
 class Dataset:
@@ -96,6 +144,14 @@ class Dataset:
         self._node = node
         self._count: int | None = None
         self._columns: Any = None
+
+    def __getattr__(self, name: str) -> Any:
+        """Raise AttributeError; for methods of Ray's it says what to write instead."""
+        if name in NOT_HERE:
+            raise AttributeError(
+                f"Dataset.{name}: Ray has it, and there is none here: {NOT_HERE[name]}"
+            )
+        raise AttributeError(f"Dataset has no attribute {name!r}")
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickle without cached count and schema."""
@@ -221,6 +277,27 @@ class Dataset:
         check_others("add_column", others)
         return self._apply(AddColumn(col, Function(fn), check_format(batch_format, "add_column")))
 
+    def with_column(self, column_name: str, expr: Any, **others: Any) -> Dataset:
+        """Add a column, or replace one, by an expression: `with_column("x2", col("x") * 2)`.
+
+        Args:
+            column_name: of the column.
+            expr: of `elastic.data.expressions`, or pyarrow.compute.
+            others: Ray's placement arguments, without effect here.
+        """
+        return self.with_columns({column_name: expr}, **others)
+
+    def with_columns(self, exprs: Mapping[str, Any], **others: Any) -> Dataset:
+        """Add or replace columns, as `with_column`; each sees the columns of before."""
+        check_others("with_columns", others)
+        wrong = [name for name, one in exprs.items() if type(one).__name__ != "Expression"]
+        if wrong:
+            raise UsageError(
+                f"with_columns: {wrong[0]}={exprs[wrong[0]]!r}: expected an expression such as "
+                f"col('x') * 2, of elastic.data.expressions"
+            )
+        return self._apply(WithColumns(dict(exprs)))
+
     def select_columns(self, cols: str | Sequence[str], **others: Any) -> Dataset:
         """Keep these columns only; of parquet files no others are read."""
         check_others("select_columns", others)
@@ -248,22 +325,26 @@ class Dataset:
         """Keep the first `limit` rows."""
         return Dataset(Slice((self._node,), 0, max(0, limit)))
 
-    def random_sample(self, fraction: float, *, seed: int | None = None) -> Dataset:
+    def random_sample(
+        self, fraction: float, *, seed: int | RandomSeedConfig | None = None
+    ) -> Dataset:
         """Keep each row with a probability; the same rows for the same seed (None is 0)."""
         if not 0 <= fraction <= 1:
             raise UsageError(f"random_sample: fraction={fraction!r}: expected 0 to 1")
-        return self._apply(Sample(fraction, seed or 0))
+        return self._apply(Sample(fraction, seed_of(seed)))
 
-    def random_shuffle(self, *, seed: int | None = None, **others: Any) -> Dataset:
+    def random_shuffle(
+        self, *, seed: int | RandomSeedConfig | None = None, **others: Any
+    ) -> Dataset:
         """Shuffle the rows; in training each epoch has another order.
 
         The order depends on the seed alone (None is 0). Row groups are permuted, and rows are
         shuffled within windows of them; a table of up to 32 MB is shuffled as a whole.
         """
         check_others("random_shuffle", others)
-        return Dataset(Shuffle((self._node,), seed or 0))
+        return Dataset(Shuffle((self._node,), seed_of(seed)))
 
-    def randomize_block_order(self, *, seed: int | None = None) -> Dataset:
+    def randomize_block_order(self, *, seed: int | RandomSeedConfig | None = None) -> Dataset:
         """Do the same as `random_shuffle`."""
         return self.random_shuffle(seed=seed)
 
@@ -275,6 +356,35 @@ class Dataset:
     def union(self, *other: Dataset) -> Dataset:
         """Append the rows of other datasets."""
         return Dataset(Union((self._node, *(one._node for one in other))))
+
+    def mix(
+        self,
+        *other: Dataset,
+        weights: Sequence[float] | None = None,
+        stopping_condition: Any = "stop_on_longest_drop",
+    ) -> Dataset:
+        """Interleave the rows with those of other datasets, always in the same order.
+
+        Args:
+            other: datasets with the same columns.
+            weights: rows of this one and of each other, in proportion; equal by default.
+            stopping_condition: "stop_on_longest_drop": all rows, and a dataset that has ended drops
+                out; or "stop_on_shortest": until the first has ended.
+        """
+        rates = tuple(weights or [1.0] * (1 + len(other)))
+        if len(rates) != 1 + len(other) or not all(rate > 0 for rate in rates):
+            raise UsageError(
+                f"mix: weights={weights!r} of {1 + len(other)} datasets: expected a number above 0 "
+                f"for each"
+            )
+        condition = MixStoppingCondition(stopping_condition)
+        return Dataset(
+            Mix(
+                (self._node, *(one._node for one in other)),
+                rates,
+                condition is MixStoppingCondition.STOP_ON_SHORTEST,
+            )
+        )
 
     def zip(self, *other: Dataset) -> Dataset:
         """Add the columns of other datasets, row by row."""
@@ -611,14 +721,17 @@ class Dataset:
             others: Ray's, without effect here.
         """
         check_others("iter_torch_batches", others, "prefetch_batches", "pin_memory")
-        device = None if device == "auto" else device
+        from elastic.data.iterator import Collate
+
+        make = Collate(collate_fn, dtypes, None if device == "auto" else device)
         for batch in self.iter_batches(
             batch_size=batch_size,
+            batch_format="pyarrow" if make.needs_table else "numpy",
             drop_last=drop_last,
             local_shuffle_buffer_size=local_shuffle_buffer_size,
             local_shuffle_seed=local_shuffle_seed,
         ):
-            yield collate_fn(batch) if collate_fn else to_torch(batch, dtypes, device)
+            yield make(batch)
 
     def to_torch(self, **options: Any) -> Any:
         """Return a torch IterableDataset of batches, with the arguments of `iter_torch_batches`."""
@@ -648,12 +761,12 @@ class Dataset:
         """Write all rows to parquet files in a folder, in order."""
         from elastic.storage.files import Files
 
-        check_others("write_parquet", others)
+        check_others("write_parquet", others, *WRITERS)
         write_parquet(_watched(self._node.stream(), "write_parquet"), Files(_absolute(path)), "")
 
     def write_csv(self, path: str | os.PathLike[str], **others: Any) -> None:
         """Write all rows to a CSV file in a folder."""
-        check_others("write_csv", others)
+        check_others("write_csv", others, *WRITERS)
 
         def write(output: Any, tables: Iterator[Any]) -> None:
             import pyarrow.csv as csv
@@ -672,7 +785,7 @@ class Dataset:
         """Write all rows to a file in a folder, one JSON object a line."""
         import json
 
-        check_others("write_json", others)
+        check_others("write_json", others, *WRITERS)
 
         def write(output: Any, tables: Iterator[Any]) -> None:
             for table in tables:
@@ -680,6 +793,54 @@ class Dataset:
                     output.write(json.dumps(row, default=str).encode() + b"\n")
 
         self._write_one(path, "json", write)
+
+    def write_numpy(
+        self, path: str | os.PathLike[str], *, column: str | None = None, **others: Any
+    ) -> None:
+        """Write a column to an .npy file in a folder; without `column` it has to be the only one.
+
+        Raises:
+            UsageError: there is no such column, several and no choice, or rows of several shapes.
+        """
+        check_others("write_numpy", others, *WRITERS)
+        names = self.columns() if column is None else [column]
+        if len(names) != 1:
+            raise UsageError(f"write_numpy: column={column!r}: expected one of {names}")
+        rows = [one[names[0]] for one in map(to_numpy, self.select_columns(names)._node.stream())]
+        if any(one.dtype == object for one in rows):
+            raise UsageError(f"write_numpy: column {names[0]!r} is not of numbers of one shape")
+
+        def write(output: Any, _: Iterator[Any]) -> None:
+            np.lib.format.write_array(output, np.concatenate(rows))
+
+        self._write_one(path, "npy", write)
+
+    def write_images(
+        self,
+        path: str | os.PathLike[str],
+        column: str,
+        file_format: str = "png",
+        **others: Any,
+    ) -> None:
+        """Write the images of a column to files in a folder, named by their numbers.
+
+        Args:
+            path: of the folder.
+            column: of arrays: height, width, and channels if any.
+            file_format: of Pillow, such as "png" or "jpeg".
+            others: Ray's, without effect here.
+        """
+        from PIL import Image
+
+        from elastic.storage.files import Files
+
+        check_others("write_images", others, *WRITERS)
+        files = Files(_absolute(path))
+        for number, row in enumerate(self.select_columns([column]).iter_rows()):
+            held = io.BytesIO()
+            Image.fromarray(row[column]).save(held, format=file_format)
+            with files.writing(f"{number:06d}.{file_format}") as output:
+                output.write(held.getvalue())
 
     def _write_one(self, path: Any, ending: str, write: Callable[..., None]) -> None:
         from elastic.storage.files import Files
@@ -821,7 +982,7 @@ def _reported(node: Node) -> list[str]:
         elif isinstance(node.source, Memory):
             where = f"({sum(num_rows(one) for one in node.source.batches):,} rows)"
         return [f"{node.source.name}{where}"]
-    if isinstance(node, (Union, Zip)):
+    if isinstance(node, (Mix, Union, Zip)):
         inner = ", ".join(" → ".join(_reported(parent)) for parent in node.parents)
         return [f"{type(node).__name__.lower()}({inner})"]
     steps = _reported(node.parents[0])

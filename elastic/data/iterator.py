@@ -284,10 +284,15 @@ class Collate:
         self._dtypes = dtypes
         self._device = device
 
+    @property
+    def needs_table(self) -> bool:
+        """Return whether it makes no use of arrays, to which a table need not be converted."""
+        return getattr(self._given, "batch_format", "numpy") != "numpy"
+
     def __call__(self, batch: Batch) -> Any:
         """Return tensors, or the result of the user's function for arrays."""
         if self._given is not None:
-            return self._given(to_format(batch, "numpy"))
+            return self._given(to_format(batch, getattr(self._given, "batch_format", "numpy")))
         return to_torch(batch, self._dtypes, self._device)
 
 

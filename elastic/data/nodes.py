@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from elastic.data.batches import Batch, batched, num_rows, to_numpy
+from elastic.data.batches import Batch, batched, joined, num_rows, sliced, taken, to_numpy
 from elastic.data.operations import Operation, row_slice
 from elastic.data.sources import Source
 from elastic.errors import UsageError
@@ -70,6 +70,53 @@ class Union(Node):
         """Yield all rows in order."""
         for parent in self.parents:
             yield from parent.stream()
+
+
+@dataclass
+class Mix(Node):
+    """The rows of all parents, interleaved by weights.
+
+    Attributes:
+        weights: rows of each parent, in proportion.
+        stops_on_shortest: end with the first parent that ends; else that one drops out.
+    """
+
+    weights: tuple[float, ...] = ()
+    stops_on_shortest: bool = False
+
+    def stream(self) -> Iterator[Batch]:
+        """Yield all rows; the next one is of the parent that is furthest behind its weight."""
+        sources = [batched(parent.stream(), 1024) for parent in self.parents]
+        heads: dict[int, Batch] = {}
+        counts = [0] * len(sources)
+        live = set(range(len(sources)))
+        while True:
+            for number in sorted(live - set(heads)):
+                head = next(sources[number], None)
+                if head is None:
+                    live.discard(number)
+                    if self.stops_on_shortest:
+                        return
+                else:
+                    heads[number] = head
+            if not heads:
+                return
+            used, order = dict.fromkeys(heads, 0), []
+            while all(used[one] < num_rows(heads[one]) for one in heads):
+                number = min(heads, key=lambda one: ((counts[one] + 1) / self.weights[one], one))
+                order.append((number, used[number]))
+                used[number] += 1
+                counts[number] += 1
+            parts = {one: sliced(head, 0, used[one]) for one, head in heads.items() if used[one]}
+            ends = np.cumsum([num_rows(part) for part in parts.values()])
+            starts = dict(zip(parts, [0, *ends[:-1]], strict=True))
+            rows = [starts[number] + row for number, row in order]
+            yield taken(joined(list(parts.values())), np.asarray(rows, np.int64))
+            heads = {
+                one: sliced(head, used[one], num_rows(head))
+                for one, head in heads.items()
+                if used[one] < num_rows(head)
+            }
 
 
 @dataclass

@@ -231,10 +231,37 @@ class FilterBy(Operation):
         try:
             return table.filter(self.expression)
         except (pa.ArrowInvalid, pa.ArrowNotImplementedError, pa.ArrowTypeError) as error:
-            kinds = ", ".join(f"{one.name}: {one.type}" for one in table.schema)
-            raise UsageError(
-                f"{self!r} is not possible with the columns {kinds}: {str(error).splitlines()[0]}"
-            ) from error
+            raise _impossible(repr(self), table, error) from error
+
+
+@dataclass
+class WithColumns(Operation):
+    """`with_column`: columns computed by pyarrow expressions."""
+
+    expressions: Mapping[str, Any]
+
+    def __repr__(self) -> str:
+        return f"with_columns({', '.join(self.expressions)})"
+
+    def apply(self, batch: Batch) -> Batch:
+        """Return the same rows with these columns, in the place of such that are there.
+
+        Raises:
+            UsageError: an expression names a column that is not there, or cannot be computed.
+        """
+        table, pa = to_table(batch), arrow()
+        field = __import__("pyarrow.compute").compute.field
+        columns = {name: field(name) for name in table.column_names} | dict(self.expressions)
+        try:
+            return __import__("pyarrow.dataset").dataset.dataset(table).to_table(columns=columns)
+        except (pa.ArrowInvalid, pa.ArrowNotImplementedError, pa.ArrowTypeError) as error:
+            raise _impossible(repr(self), table, error) from error
+
+
+def _impossible(what: str, table: Any, error: Exception) -> UsageError:
+    kinds = ", ".join(f"{one.name}: {one.type}" for one in table.schema)
+    why = str(error).splitlines()[0]
+    return UsageError(f"{what} is not possible with the columns {kinds}: {why}")
 
 
 @dataclass

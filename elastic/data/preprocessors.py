@@ -11,10 +11,11 @@ batches but for rounding. Missing values are not counted, and stay missing.
 from __future__ import annotations
 
 import base64
+import hashlib
 import pickle
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import cloudpickle
@@ -131,7 +132,7 @@ def moments_of(ds: Dataset, columns: Sequence[str], what: str) -> dict[str, Mome
 
 
 def counts_of(ds: Dataset, columns: Sequence[str], what: str) -> dict[str, Counter[Any]]:
-    """Return how often each value occurs in some columns.
+    """Return how often each value occurs in some columns; of lists, each of their elements.
 
     Raises:
         UsageError: a column is missing.
@@ -139,8 +140,13 @@ def counts_of(ds: Dataset, columns: Sequence[str], what: str) -> dict[str, Count
     found: dict[str, Counter[Any]] = {name: Counter() for name in columns}
     for frame in _frames(ds, columns, what):
         for name, counts in found.items():
-            counts.update(frame[name].dropna().tolist())
+            for value in frame[name].dropna().tolist():
+                counts.update(np.asarray(value).tolist() if _is_list(value) else (value,))
     return found
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, (list, tuple, np.ndarray))
 
 
 def _frames(ds: Dataset, columns: Sequence[str], what: str) -> Any:
@@ -286,14 +292,20 @@ class SimpleImputer(_OfColumns):
 
 
 class OrdinalEncoder(_OfColumns):
-    """Replaces values by their places among the sorted values of the column; others are missing."""
+    """Replaces values by their places among the sorted values of the column; others are missing.
+
+    Lists become lists of places.
+    """
 
     def _fit(self, ds: Dataset) -> dict[str, Any]:
         counts = counts_of(ds, self.columns, type(self).__name__)
         return {name: _numbered(one) for name, one in counts.items()}
 
     def _column(self, name: str, values: Any) -> Any:
-        return values.map(self._learnt(name))
+        places: dict[Any, int] = self._learnt(name)
+        if len(values) and _is_list(values.iloc[0]):
+            return [[places.get(one) for one in value] for value in values]
+        return values.map(places)
 
 
 class LabelEncoder(OrdinalEncoder):
@@ -326,7 +338,10 @@ class LabelEncoder(OrdinalEncoder):
 
 
 class OneHotEncoder(_OfColumns):
-    """Replaces a value by a vector with a one at its place; all zeros for a value not seen."""
+    """Replaces a value by a vector with a one at its place; all zeros for a value not seen.
+
+    Places are those of the sorted values; with `max_categories`, the most frequent come first.
+    """
 
     def __init__(
         self,
@@ -346,18 +361,185 @@ class OneHotEncoder(_OfColumns):
 
     def _fit(self, ds: Dataset) -> dict[str, Any]:
         most = self.max_categories or {}
-        counts = counts_of(ds, self.columns, "OneHotEncoder")
+        counts = counts_of(ds, self.columns, type(self).__name__)
         return {
-            name: _numbered(dict(one.most_common(most.get(name)))) for name, one in counts.items()
+            name: _placed(one.most_common(most[name])) if name in most else _numbered(one)
+            for name, one in counts.items()
         }
 
     def _column(self, name: str, values: Any) -> Any:
-        places: dict[Any, int] = self._learnt(name)
-        rows = np.zeros((len(values), len(places)), np.uint8)
-        for row, value in enumerate(values):
-            if (place := places.get(value)) is not None:
-                rows[row, place] = 1
-        return list(rows)
+        return _vectors(values, self._learnt(name), lambda value: (value,), counts=False)
+
+
+class MultiHotEncoder(OneHotEncoder):
+    """Replaces a list by a vector with ones at the places of its elements."""
+
+    def _column(self, name: str, values: Any) -> Any:
+        return _vectors(values, self._learnt(name), lambda value: value, counts=False)
+
+
+class Categorizer(_OfColumns):
+    """Makes a column one of pandas' categories: those that occur, or those of a given dtype."""
+
+    def __init__(
+        self,
+        columns: Sequence[str],
+        dtypes: Mapping[str, Any] | None = None,
+        output_columns: Sequence[str] | None = None,
+    ) -> None:
+        """Choose the columns; `dtypes` has a pandas.CategoricalDtype for some of them."""
+        super().__init__(columns, output_columns)
+        self.dtypes = dict(dtypes or {})
+
+    def _fit(self, ds: Dataset) -> dict[str, Any]:
+        open_ = [name for name in self.columns if name not in self.dtypes]
+        counts = counts_of(ds, open_, "Categorizer") if open_ else {}
+        found = {name: pandas().CategoricalDtype(list(_numbered(c))) for name, c in counts.items()}
+        return {**self.dtypes, **found}
+
+    def _column(self, name: str, values: Any) -> Any:
+        dtype = self._learnt(name)
+        return values.where(values.isin(dtype.categories)).astype(dtype)
+
+
+class RobustScaler(_OfColumns):
+    """Subtracts the median of a column, and divides by the distance of two of its quantiles.
+
+    `fit` holds the numbers of its columns in memory.
+    """
+
+    def __init__(
+        self,
+        columns: Sequence[str],
+        quantile_range: tuple[float, float] = (0.25, 0.75),
+        output_columns: Sequence[str] | None = None,
+    ) -> None:
+        """Choose the columns, and the two quantiles."""
+        super().__init__(columns, output_columns)
+        self.quantile_range = tuple(quantile_range)
+
+    def _fit(self, ds: Dataset) -> dict[str, Any]:
+        held: dict[str, list[Any]] = {name: [] for name in self.columns}
+        for frame in _frames(ds, self.columns, "RobustScaler"):
+            for name, parts in held.items():
+                parts.append(floats_of(frame[name]))
+        low, high = self.quantile_range
+        return {
+            name: np.nanquantile(np.concatenate([*parts, [np.nan]]), (low, 0.5, high)).tolist()
+            for name, parts in held.items()
+        }
+
+    def _column(self, name: str, values: Any) -> Any:
+        low, middle, high = self._learnt(name)
+        return (values - middle) / ((high - low) or 1.0)
+
+
+class PowerTransformer(_OfColumns):
+    """Makes a column more normally distributed, by a power as Yeo and Johnson, or Box and Cox."""
+
+    needs_fit = False
+    METHODS = ("yeo-johnson", "box-cox")
+
+    def __init__(
+        self,
+        columns: Sequence[str],
+        power: float,
+        method: str = "yeo-johnson",
+        output_columns: Sequence[str] | None = None,
+    ) -> None:
+        """Choose the columns, the power and the method.
+
+        Raises:
+            UsageError: no such method.
+        """
+        super().__init__(columns, output_columns)
+        self.power, self.method = power, method
+        if method not in self.METHODS:
+            raise UsageError(
+                f"PowerTransformer: method={method!r}: expected one of {', '.join(self.METHODS)}"
+            )
+
+    def _column(self, name: str, values: Any) -> Any:
+        x = floats_of(values)
+        if self.method == "box-cox":
+            return _power(x, self.power)
+        return np.where(
+            x >= 0, _power(x.clip(0) + 1, self.power), -_power(1 - x.clip(max=0), 2 - self.power)
+        )
+
+
+def _power(x: Any, power: float) -> Any:
+    return np.log(x) if power == 0 else (x**power - 1) / power
+
+
+class CustomKBinsDiscretizer(_OfColumns):
+    """Replaces a number by that of the bin in which it lies; missing outside of all bins."""
+
+    needs_fit = False
+
+    def __init__(
+        self,
+        columns: Sequence[str],
+        bins: Any,
+        *,
+        right: bool = True,
+        include_lowest: bool = False,
+        duplicates: str = "raise",
+        dtypes: Mapping[str, Any] | None = None,
+        output_columns: Sequence[str] | None = None,
+    ) -> None:
+        """Choose the columns, and the bins as pandas.cut has them.
+
+        Args:
+            columns: to be transformed.
+            bins: edges for all columns, or a dict of edges by column.
+            right: a bin has its right edge, and not its left one.
+            include_lowest: the first bin has its left edge, too.
+            duplicates: "drop" to leave out equal edges.
+            dtypes: by column, a pandas.CategoricalDtype with a name for each bin.
+            output_columns: where the numbers go.
+        """
+        super().__init__(columns, output_columns)
+        self.bins, self.right, self.include_lowest = bins, right, include_lowest
+        self.duplicates, self.dtypes = duplicates, dict(dtypes or {})
+
+    def _edges(self, name: str) -> Any:
+        return self.bins[name] if isinstance(self.bins, Mapping) else self.bins
+
+    def _column(self, name: str, values: Any) -> Any:
+        names = getattr(self.dtypes.get(name), "categories", None)
+        return pandas().cut(
+            values,
+            self._edges(name),
+            right=self.right,
+            labels=False if names is None else list(names),
+            include_lowest=self.include_lowest,
+            duplicates=self.duplicates,
+        )
+
+
+class UniformKBinsDiscretizer(CustomKBinsDiscretizer):
+    """The same with `bins` bins of equal width, a number for all columns or a dict by column."""
+
+    needs_fit = True
+
+    def _fit(self, ds: Dataset) -> dict[str, Any]:
+        found = {}
+        for name, one in moments_of(ds, self.columns, type(self).__name__).items():
+            # The edges are a thousandth wider, so that the lowest or the highest number has a bin.
+            wider = 0.001 * (one.high - one.low or abs(one.low) or 1.0)
+            is_flat = one.low == one.high
+            low, high = one.low - wider * is_flat, one.high + wider * is_flat
+            edges = np.linspace(low, high, int(super()._edges(name)) + 1)
+            if not is_flat and self.right:
+                edges[0] -= wider
+            elif not is_flat:
+                edges[-1] += wider
+            found[name] = edges.tolist()
+        return found
+
+    def _edges(self, name: str) -> Any:
+        return self._learnt(name)
 
 
 class Normalizer(_OfColumns):
@@ -402,6 +584,7 @@ class Concatenator(Preprocessor):
         output_column_name: str = "concat_out",
         dtype: Any = None,
         raise_if_missing: bool = False,
+        flatten: bool = True,
     ) -> None:
         """Choose the columns.
 
@@ -410,7 +593,9 @@ class Concatenator(Preprocessor):
             output_column_name: of the vectors.
             dtype: of their elements; by default that of the columns.
             raise_if_missing: refuse rows without one of the columns, which otherwise is left out.
+            flatten: Ray's, without effect: vectors are always taken apart.
         """
+        del flatten
         super().__init__()
         self.columns, self.output_column_name = list(columns), output_column_name
         self.dtype, self.raise_if_missing = dtype, raise_if_missing
@@ -423,6 +608,96 @@ class Concatenator(Preprocessor):
         rest = frame.drop(columns=names)
         rest[self.output_column_name] = list(np.concatenate(parts, axis=1).astype(self.dtype))
         return rest
+
+
+class Tokenizer(_OfColumns):
+    """Replaces a text by the list of its tokens."""
+
+    needs_fit = False
+
+    def __init__(
+        self,
+        columns: Sequence[str],
+        tokenization_fn: Callable[[str], Sequence[str]] | None = None,
+        output_columns: Sequence[str] | None = None,
+    ) -> None:
+        """Choose the columns, and what makes a list of a text; by default, cut at single spaces."""
+        super().__init__(columns, output_columns)
+        self.tokenization_fn = tokenization_fn or _cut
+
+    def _column(self, name: str, values: Any) -> Any:
+        return [None if one is None or one != one else self.tokenization_fn(one) for one in values]
+
+
+class CountVectorizer(Tokenizer):
+    """Replaces a text by a vector of how often each token occurs, the most frequent token first."""
+
+    needs_fit = True
+
+    def __init__(
+        self,
+        columns: Sequence[str],
+        tokenization_fn: Callable[[str], Sequence[str]] | None = None,
+        max_features: int | None = None,
+        output_columns: Sequence[str] | None = None,
+    ) -> None:
+        """Choose the columns, as `Tokenizer`, and how many of the most frequent tokens count."""
+        super().__init__(columns, tokenization_fn, output_columns)
+        self.max_features = max_features
+
+    def _fit(self, ds: Dataset) -> dict[str, Any]:
+        found: dict[str, Counter[str]] = {name: Counter() for name in self.columns}
+        for frame in _frames(ds, self.columns, "CountVectorizer"):
+            for name, counts in found.items():
+                for tokens in super()._column(name, frame[name]):
+                    counts.update(tokens or ())
+        return {name: _placed(one.most_common(self.max_features)) for name, one in found.items()}
+
+    def _column(self, name: str, values: Any) -> Any:
+        return _vectors(super()._column(name, values), self._learnt(name), list, counts=True)
+
+
+class HashingVectorizer(Tokenizer):
+    """Replaces a text by a vector of how many of its tokens have each of `num_features` hashes."""
+
+    def __init__(
+        self,
+        columns: Sequence[str],
+        num_features: int,
+        tokenization_fn: Callable[[str], Sequence[str]] | None = None,
+        output_columns: Sequence[str] | None = None,
+    ) -> None:
+        """Choose the columns, as `Tokenizer`, and the length of the vectors."""
+        super().__init__(columns, tokenization_fn, output_columns)
+        self.num_features = num_features
+
+    def _column(self, name: str, values: Any) -> Any:
+        places = {number: number for number in range(self.num_features)}
+
+        def hashes(tokens: Sequence[str]) -> list[int]:
+            return [_hash(token, self.num_features) for token in tokens]
+
+        return _vectors(super()._column(name, values), places, hashes, counts=True)
+
+
+class FeatureHasher(Preprocessor):
+    """Adds up columns of counts, whose names have the same hash, to a vector of `num_features`."""
+
+    needs_fit = False
+
+    def __init__(self, columns: Sequence[str], num_features: int, output_column: str) -> None:
+        """Choose the columns, the length of the vectors, and where they go."""
+        super().__init__()
+        self.columns, self.num_features = list(columns), num_features
+        self.output_column = output_column
+
+    def _apply(self, frame: Any) -> Any:
+        _check_columns(self.columns, list(frame.columns), "FeatureHasher")
+        rows = np.zeros((len(frame), self.num_features))
+        for name in self.columns:
+            rows[:, _hash(name, self.num_features)] += floats_of(frame[name])
+        frame[self.output_column] = list(rows)
+        return frame
 
 
 class Chain(Preprocessor):
@@ -451,3 +726,41 @@ def _numbered(values: Mapping[Any, Any]) -> dict[Any, int]:
     except TypeError:
         ordered = sorted(values, key=lambda value: (type(value).__name__, str(value)))
     return {value: number for number, value in enumerate(ordered)}
+
+
+def _placed(counts: Sequence[tuple[Any, int]]) -> dict[Any, int]:
+    return {value: number for number, (value, _) in enumerate(counts)}
+
+
+def _vectors(
+    values: Iterable[Any],
+    places: Mapping[Any, int],
+    parts: Callable[[Any], Iterable[Any]],
+    *,
+    counts: bool,
+) -> list[Any]:
+    """Return a vector for each value: how often its parts are at each place, or whether.
+
+    Args:
+        values: such as labels, lists or lists of tokens; None has no parts.
+        places: of parts that count.
+        parts: returns those of a value.
+        counts: how often; False: whether.
+    """
+    found = []
+    for value in values:
+        row = np.zeros(len(places), np.int64 if counts else np.uint8)
+        for part in () if value is None else parts(value):
+            if (place := places.get(part)) is not None:
+                row[place] = row[place] + 1 if counts else 1
+        found.append(row)
+    return found
+
+
+def _cut(text: str) -> list[str]:
+    return text.split(" ")
+
+
+def _hash(value: str, size: int) -> int:
+    """Return a number below `size`, the same in each process and as in Ray."""
+    return int(hashlib.sha256(str(value).encode()).hexdigest(), 16) % size

@@ -6,8 +6,10 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from elastic.data.batches import arrow, of_rows, pandas, taken_from
-from elastic.data.dataset import Dataset
+from elastic.data.dataset import Dataset, check_others
 from elastic.data.formats import Binary, Csv, Lines, Numpy
 from elastic.data.nodes import Apply, Read
 from elastic.data.operations import Decode, Fetch
@@ -17,7 +19,8 @@ from elastic.errors import UsageError
 
 NO_EFFECT = frozenset({
     "parallelism", "override_num_blocks", "concurrency", "ray_remote_args", "num_cpus", "num_gpus",
-    "memory", "meta_provider", "shuffle", "ignore_missing_paths", "tensor_column_schema",
+    "memory", "meta_provider", "arrow_open_stream_args", "shuffle", "ignore_missing_paths",
+    "tensor_column_schema",
 })  # fmt: skip
 """Ray's arguments for placement and metadata: accepted without effect."""
 IMAGES = ("png", "jpg", "jpeg", "tif", "tiff", "bmp", "gif", "webp")
@@ -207,6 +210,17 @@ def range(n: int, **others: Any) -> Dataset:  # noqa: A001
     """Return a dataset of the numbers 0 to n - 1, as column "id"."""
     del others
     return _of(Range("range", count=n))
+
+
+def range_tensor(n: int, *, shape: Sequence[int] = (1,), **others: Any) -> Dataset:
+    """Return n arrays of a shape, as column "data", each filled with its number."""
+    check_others("range_tensor", others)
+
+    def filled(batch: dict[str, Any]) -> dict[str, Any]:
+        ids = batch["id"].reshape(-1, *(1 for _ in shape))
+        return {"data": np.broadcast_to(ids, (len(ids), *shape))}
+
+    return range(n).map_batches(filled)
 
 
 def from_items(items: Sequence[Any], **others: Any) -> Dataset:

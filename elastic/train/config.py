@@ -429,7 +429,7 @@ class RunConfig:
         if self.stop is None or callable(self.stop):
             return
         bounds = expect_names(self, "stop", STOPS)
-        if not all(is_number(bound) for bound in bounds.values()):
+        if not all(is_number(one) or isinstance(one, bool) for one in bounds.values()):
             refuse(self, "stop", STOPS)
 
     @property

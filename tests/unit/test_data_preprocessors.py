@@ -64,11 +64,70 @@ def test_missing_values_and_categories() -> None:
     batch = {"c": ["a"], "n": [None], "k": [1]}
     assert again.transform_batch(batch)["features"].tolist() == [[2.0, 0.0]]
     hot = of.OneHotEncoder(["k"], max_categories={"k": 2}).fit(ds).transform(ds)
-    assert [row["k"].tolist() for row in hot.take_all()] == [[1, 0], [0, 1], [0, 0], [0, 1]]
+    assert [row["k"].tolist() for row in hot.take_all()] == [[0, 1], [1, 0], [0, 0], [1, 0]]
     labels = of.LabelEncoder("c")
     numbered = labels.fit_transform(data.from_pandas(frame.dropna(subset="c")))
     assert [row["c"] for row in numbered.take_all()] == [1, 0, 1]
     assert [row["c"] for row in labels.inverse_transform(numbered).take_all()] == ["b", "a", "b"]
+
+
+def test_bins_powers_and_quantiles() -> None:
+    frame = pd.DataFrame({"a": [0.2, 1.4, 2.5, 6.2, 9.7, 2.1], "b": [10, 15, 13, 12, 23, 25]})
+    ds = data.from_pandas(frame)
+    even = of.UniformKBinsDiscretizer(["a", "b"], bins={"a": 4, "b": 3}).fit_transform(ds)
+    assert column(even, "a").tolist() == [0, 0, 0, 2, 3, 0]
+    assert column(even, "b").tolist() == [0, 0, 0, 0, 2, 2]
+    own = of.CustomKBinsDiscretizer(["a"], bins=[0, 1, 4], output_columns=["bin"]).transform(ds)
+    assert column(own, "bin") == pytest.approx([0, 1, 1, np.nan, np.nan, 1], nan_ok=True)
+    kind = pd.CategoricalDtype(["low", "high"])
+    named = of.CustomKBinsDiscretizer(["b"], bins=[0, 14, 99], dtypes={"b": kind}).transform(ds)
+    assert [row["b"] for row in named.take(2)] == ["low", "high"]
+    robust = of.RobustScaler(["a"]).fit_transform(ds)
+    low, middle, high = np.quantile(frame["a"], [0.25, 0.5, 0.75])
+    assert column(robust, "a") == pytest.approx((frame["a"] - middle) / (high - low))
+    for power in (0.0, 0.5):
+        given = data.from_items([{"x": x} for x in (-1.5, 0.0, 2.0)])
+        found = column(of.PowerTransformer(["x"], power=power).transform(given), "x")
+        assert found == pytest.approx(power_transform_of([-1.5, 0.0, 2.0], power))
+    same = of.UniformKBinsDiscretizer(["c"], bins=2).fit_transform(data.from_items([{"c": 5}] * 3))
+    assert len(set(column(same, "c"))) == 1
+
+
+def power_transform_of(values: list[float], power: float) -> list[float]:
+    """As Yeo and Johnson write it."""
+    above = [
+        np.log1p(v) if power == 0 else ((v + 1) ** power - 1) / power for v in values if v >= 0
+    ]
+    below = [-((1 - v) ** (2 - power) - 1) / (2 - power) for v in values if v < 0]
+    return [*below, *above]
+
+
+def test_lists_and_texts_become_vectors() -> None:
+    frame = pd.DataFrame({"g": [["c", "a"], ["b", "c"], ["d"]], "t": ["x y", "x x z", None]})
+    ds = data.from_pandas(frame)
+    hot = of.MultiHotEncoder(["g"]).fit_transform(ds)
+    assert [row["g"].tolist() for row in hot.take_all()] == [
+        [1, 0, 1, 0],
+        [0, 1, 1, 0],
+        [0, 0, 0, 1],
+    ]
+    places = of.OrdinalEncoder(["g"]).fit_transform(ds)
+    assert [list(row["g"]) for row in places.take_all()] == [[2, 0], [1, 2], [3]]
+    cut = of.Tokenizer(["t"]).transform(ds)
+    assert [row["t"] and list(row["t"]) for row in cut.take(2)] == [["x", "y"], ["x", "x", "z"]]
+    counts = of.CountVectorizer(["t"], max_features=2).fit_transform(ds)
+    assert [row["t"].tolist() for row in counts.take_all()] == [[1, 1], [2, 0], [0, 0]]
+    hashed = of.HashingVectorizer(["t"], num_features=3).transform(ds)
+    assert [row["t"].sum() for row in hashed.take_all()] == [2, 3, 0]
+    likes = data.from_items([{"like": 1, "I": 2}])
+    summed = of.FeatureHasher(["like", "I"], num_features=4, output_column="h").transform(likes)
+    assert summed.take(1)[0]["h"].sum() == 3
+    batch = (
+        of.Categorizer(["k"])
+        .fit(data.from_items([{"k": "b"}, {"k": "a"}]))
+        .transform_batch(pd.DataFrame({"k": ["a", "z"]}))
+    )
+    assert batch["k"].cat.categories.tolist() == ["a", "b"]
 
 
 def test_wrong_use_names_the_column_and_what_was_expected() -> None:

@@ -17,6 +17,8 @@ import pytest
 import torch
 
 from elastic import data
+from elastic.data.collate_fn import ArrowBatchCollateFn
+from elastic.data.expressions import lit
 from elastic.data.files import DataError, filesystem_of
 from elastic.errors import UsageError
 
@@ -168,6 +170,26 @@ def test_what_is_written_is_read_again(tmp_path: Path, table: Path) -> None:
         assert getattr(data, f"read_{ending}")(tmp_path / ending).take_all() == ds.take_all()
 
 
+def test_arrays_and_images_are_written_and_batches_come_as_asked_for(tmp_path: Path) -> None:
+    data.range_tensor(3, shape=(2, 2)).write_numpy(tmp_path / "npy")
+    assert data.read_numpy(tmp_path / "npy").take_batch()["data"][:, 1, 1].tolist() == [0, 1, 2]
+    images = data.from_items([{"image": np.full((4, 4, 3), n, np.uint8)} for n in range(3)])
+    images.write_images(tmp_path / "images", column="image")
+    again = data.read_images(tmp_path / "images").take_batch()["image"]
+    assert again[:, 0, 0, 0].tolist() == [0, 1, 2]
+    lists = data.from_items([{"t": ["a", "b"]}, {"t": ["c", "d"]}])
+    assert str(lists.schema().field("t").type) == "list<item: string>"
+
+    class Summed(ArrowBatchCollateFn):
+        def __call__(self, batch: Any) -> Any:
+            return sum(batch.column("id").to_pylist())
+
+    for rows in (data.range(4), data.range(4).iterator()):
+        assert list(rows.iter_torch_batches(collate_fn=Summed())) == [6]
+    with pytest.raises(UsageError, match=r"column=None: expected one of \['id', 'x'\]"):
+        data.range(2).with_column("x", lit(1)).write_numpy(tmp_path / "two")
+
+
 def test_other_files_become_rows(tmp_path: Path) -> None:
     (tmp_path / "a.csv.gz").write_bytes(gzip.compress(b"id,s\n1,x\n2,y\n"))
     assert data.read_csv(tmp_path / "a.csv.gz").take_all() == [
@@ -267,8 +289,10 @@ def test_wrong_use_says_what_to_write() -> None:
         (lambda: ds.filter(expr="id ** 2 > 3").take(1), "not understood"),
         (lambda: ds.train_test_split(0.0), "test_size=0.0 of 4 rows"),
         (lambda: ds.read_parquet(), "no attribute"),
+        (lambda: ds.to_tf("x", "y"), "Dataset.to_tf: Ray has it.*iter_torch_batches"),
+        (lambda: data.read_sql("x"), "elastic.data.read_sql: Ray has it.*from_pandas"),
     ):  # fmt: skip
-        with pytest.raises((UsageError, AttributeError), match=hint):
+        with pytest.raises((UsageError, AttributeError, ImportError), match=hint):
             call()
 
 
