@@ -32,8 +32,9 @@ from elastic.core.policy.replication import CopyMode
 from elastic.core.policy.saving import SavingPlan, is_due
 from elastic.core.world import JobId
 from elastic.errors import ElasticError
-from elastic.runtime.copy_wire import PUSH, CopyRequest, calling, lock_of, yield_to_training
+from elastic.runtime.copy_wire import PUSH, CopyRequest, calling, yield_to_training
 from elastic.runtime.peer_tls import PeerTls
+from elastic.runtime.secret_connection import lock_of
 from elastic.runtime.snapshot_memory import (
     HEADER,
     SnapshotMark,

@@ -12,7 +12,6 @@ import logging
 import socket
 import threading
 import time
-from collections import Counter
 
 from elastic.agent.copy_store import CopyStore
 from elastic.agent.local_snapshots import LocalSnapshots
@@ -26,11 +25,11 @@ from elastic.runtime.copy_wire import (
     CopyAnswer,
     CopyConnection,
     CopyRequest,
-    securing,
     yield_to_training,
 )
 from elastic.runtime.listening import AcceptErrors
 from elastic.runtime.own_tls import ConnectionTls
+from elastic.runtime.secret_connection import STRANGERS_MAX, Strangers, end, securing
 from elastic.runtime.worker_ports import ANY_PORT, PortRange, listen_within, remedy
 
 log = logging.getLogger(__name__)
@@ -39,12 +38,6 @@ CONNECTIONS_MAX = 16
 """Authenticated connections (with a job's secret) served at once."""
 ROOM_S = 3.0
 """How long an authenticated one waits for another to end; less than its client's reply timeout."""
-STRANGERS_MAX = 64
-"""Unauthenticated connections at once. A client with a secret needs only some round trips here."""
-CROWD_PAUSE_S = 0.005
-"""Pause after each replaced connection during a flood: limits the load on the node."""
-STRANGERS_REPORTED_S = 60.0
-HOSTS_REMEMBERED = 1024
 BACKLOG = 64
 
 
@@ -77,9 +70,7 @@ class CopyServer:
         # Twice: the threads of replaced connections may take a moment to end.
         self._threads = threading.BoundedSemaphore(CONNECTIONS_MAX + 2 * STRANGERS_MAX)
         self._open: set[socket.socket] = set()
-        # Unauthenticated connections with their hosts, oldest first.
-        self._strangers: dict[socket.socket, str] = {}
-        self._reported: dict[str, float] = {}
+        self._strangers = Strangers()
         self._accept_errors = AcceptErrors("copies of snapshots")
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -124,7 +115,7 @@ class CopyServer:
                     return
                 time.sleep(self._accept_errors.pause_s(error))
                 continue
-            self._make_room()
+            self._strangers.make_room()
             if not self._threads.acquire(timeout=1.0):
                 sock.close()  # A real client retries.
                 continue
@@ -135,17 +126,6 @@ class CopyServer:
                 self._threads.release()
                 sock.close()
 
-    def _make_room(self) -> None:
-        """End the oldest unauthenticated connection of the host that has most of them."""
-        with self._lock:
-            if len(self._strangers) < STRANGERS_MAX:
-                return
-            ((crowd, _),) = Counter(self._strangers.values()).most_common(1)
-            oldest = next(sock for sock, host in self._strangers.items() if host == crowd)
-            del self._strangers[oldest]
-            end(oldest)
-        time.sleep(CROWD_PAUSE_S)
-
     def _serve(self, sock: socket.socket, host: str) -> None:
         yield_to_training()
         open_here: list[socket.socket] = []
@@ -153,9 +133,9 @@ class CopyServer:
 
         def begun(sock: socket.socket) -> None:
             open_here.append(sock)
+            self._strangers.add(sock, host)
             with self._lock:
                 self._open.add(sock)
-                self._strangers[sock] = host
 
         try:
             with securing(sock, self._tls, is_client=False, begun=begun) as sock:
@@ -164,34 +144,22 @@ class CopyServer:
                 is_known = True
                 self._converse(line, request, key, sock)
         except (ElasticError, OSError, ValueError) as error:
-            if is_known or self._is_news(host):
+            if is_known or self._strangers.is_news(host):
                 log.info("copy_not_served host=%s error=%r", host, str(error)[:200])
         except Exception:
             log.exception("copy_not_served")
         finally:
             with self._lock:
                 self._open.difference_update(open_here)
-                for ours in open_here:
-                    self._strangers.pop(ours, None)
+            for ours in open_here:
+                self._strangers.discard(ours)
             self._threads.release()
-
-    def _is_news(self, host: str) -> bool:
-        """Return whether to log a failure before authentication: once per host and minute."""
-        now = time.monotonic()
-        with self._lock:
-            if now - self._reported.get(host, -STRANGERS_REPORTED_S) < STRANGERS_REPORTED_S:
-                return False
-            if len(self._reported) >= HOSTS_REMEMBERED:
-                self._reported.clear()
-            self._reported[host] = now
-        return True
 
     def _converse(
         self, line: CopyConnection, request: CopyRequest, key: str, sock: socket.socket
     ) -> None:
         """Serve an authenticated request."""
-        with self._lock:
-            self._strangers.pop(sock, None)
+        self._strangers.discard(sock)
         if not self._room.acquire(timeout=ROOM_S):
             line.answer(key, refused=f"{CONNECTIONS_MAX} copies are being brought or fetched here")
             return
@@ -258,12 +226,3 @@ class CopyServer:
                 "%s job=%s%s generation=%d steps=%d bytes=%d",
                 event, request.job_id, of, mark.generation, mark.steps, mark.num_bytes,
             )  # fmt: skip
-
-
-def end(sock: socket.socket) -> None:
-    """End this connection, which wakes the thread that waits on it; from any thread.
-
-    Not by `SSLSocket.shutdown`: after that another thread's next bytes would be sent unencrypted.
-    """
-    with contextlib.suppress(OSError):
-        socket.socket.shutdown(sock, socket.SHUT_RDWR)

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from elastic.coord.roles import Role
 from elastic.core.view import JobView
-from elastic.runtime import copy_wire
+from elastic.runtime import copy_wire, secret_connection
 from elastic.testing.local_cluster import LocalCluster
 from elastic.worker.group import store_wire
 from elastic.worker.group.group_store import GroupStore, StoreAddress
@@ -82,7 +82,7 @@ def gain(received: bytes) -> bytes:
     if received.startswith(store_wire.MAGIC):
         return received[store_wire.GREETING_BYTES :]
     if received.startswith(copy_wire.GREETING):
-        rest = received[len(copy_wire.GREETING) + copy_wire.NONCE_BYTES :]
+        rest = received[len(copy_wire.GREETING) + secret_connection.NONCE_BYTES :]
         return b"" if b"nothing is held here under this key" in rest else rest
     return received
 

@@ -24,7 +24,7 @@ from elastic.agent.copy_server import CopyServer
 from elastic.agent.copy_store import CopyStore
 from elastic.core.world import JobId
 from elastic.errors import ElasticError
-from elastic.runtime import copy_wire
+from elastic.runtime import copy_wire, secret_connection
 from elastic.runtime.copy_wire import LIST, PUSH, CopyConnection, CopyRequest, calling
 from elastic.runtime.rpc import parse_endpoint
 from elastic.worker.group import store_wire
@@ -168,7 +168,7 @@ def fuzz_copies(fuzz: Fuzz, each: int) -> None:
     for _ in range(each):
         with connected(server.address) as sock, contextlib.suppress(OSError):
             text = json.dumps(fuzz.copies_request()).encode()
-            sock.sendall(bytes(32) + fuzz.damaged(copy_wire.LENGTH.pack(len(text)) + text))
+            sock.sendall(bytes(32) + fuzz.damaged(secret_connection.LENGTH.pack(len(text)) + text))
             sock.sendall(fuzz.dice.randbytes(32))
             sock.shutdown(socket.SHUT_WR)
             while sock.recv(1 << 16):
@@ -176,7 +176,7 @@ def fuzz_copies(fuzz: Fuzz, each: int) -> None:
     for _ in range(each):
         with connected(server.address) as sock, contextlib.suppress(OSError, ElasticError):
             line = CopyConnection(sock, is_client=True)
-            line._read(len(copy_wire.GREETING) + copy_wire.NONCE_BYTES)
+            line._read(len(copy_wire.GREETING) + secret_connection.NONCE_BYTES)
             line._send(bytes(32))
             line._send_json(fuzz.copies_request())
             line._prove(KEY)

@@ -15,7 +15,7 @@ from elastic.agent.copy_server import CopyServer
 from elastic.agent.copy_store import CopyStore
 from elastic.core.policy.cursor import Cursor
 from elastic.core.world import JobId
-from elastic.runtime import copy_wire
+from elastic.runtime import secret_connection
 from elastic.runtime.copy_wire import PUSH, CopyRequest, calling
 from elastic.runtime.snapshot_memory import HEADER, SnapshotMark, set_sent, whole
 from elastic.worker.base.activity import Activity
@@ -115,7 +115,7 @@ def test_a_copy_that_cannot_be_had_leaves_storage(
     elif how == "another key":
         peer.store.grant(JobId("j1"), "of the next coordinator")
     elif how == "silent":
-        monkeypatch.setattr(copy_wire, "TALK_S", 0.1)
+        monkeypatch.setattr(secret_connection, "TALK_S", 0.1)
         monkeypatch.setattr(
             peer.store, "mark_of", lambda job_id: threading.Event().wait(DEADLINE_S)
         )

@@ -23,9 +23,9 @@ from elastic.runtime.copy_wire import (
     CopyConnection,
     CopyRequest,
     calling,
-    lock_of,
 )
 from elastic.runtime.peer_tls import PeerTls
+from elastic.runtime.secret_connection import lock_of
 from elastic.runtime.snapshot_memory import SnapshotMark
 from elastic.worker.state.arena import SnapshotSlot
 
