@@ -10,7 +10,7 @@ import re
 import signal
 from dataclasses import dataclass, field
 
-from elastic.core.world import Entry, JobId, Resources, Strategy
+from elastic.core.world import NO_JOB, Entry, JobId, Resources, Strategy
 from elastic.errors import ConfigError
 
 NS_PER_S = 1_000_000_000
@@ -105,6 +105,9 @@ class JobSpec:
             that a group of any size can train it.
         resumes: its run directory has a state to continue from, or `resume_from` is one.
         grace_s: time for a script's own SIGTERM handler when the job is stopped.
+        feeds: the job whose workers it feeds with data, "" for none: it ends with that one, and
+            grows from its min while they wait for data. It has nothing to lose, and so gives way
+            at any moment.
     """
 
     job_id: JobId
@@ -132,6 +135,7 @@ class JobSpec:
     own_steps: bool = False
     resumes: bool = False
     grace_s: float = 30.0
+    feeds: JobId = NO_JOB
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""

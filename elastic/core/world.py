@@ -23,6 +23,7 @@ Generation = int
 """Number of a group: grows by one with every change of membership, never reused; 0 means none."""
 
 NO_GENERATION: Generation = 0
+NO_JOB = JobId("")
 ALL_ALIKE = NodeId("")
 """The source of unsharded state, which all members of a group have."""
 MILLI = 1000

@@ -17,6 +17,7 @@ from elastic.core.machine import (
     announcing,
     copies,
     early_leave,
+    feeding,
     invariants,
     leaving,
     links,
@@ -58,6 +59,9 @@ def reconcile_job(cluster: ClusterState, job: JobState) -> None:
         _stop_all(cluster, job)
         copies.end(cluster, job)
         return
+    if feeding.has_nobody(cluster, job):
+        end_job(cluster, job, JobPhase.STOPPED, f"the job that it fed, {job.spec.feeds}, is over")
+        return
     if job.phase is JobPhase.PAUSED:
         return
     if announcing.report_first(cluster, job):
@@ -94,6 +98,7 @@ def reconcile_job(cluster: ClusterState, job: JobState) -> None:
     _explain_waiting(cluster, job)
     _watch_health(cluster, job)
     wake(job, copies.settle(cluster, job))
+    wake(job, feeding.settle(cluster, job))
 
 
 def end_job(cluster: ClusterState, job: JobState, phase: JobPhase, reason: str) -> None:

@@ -30,6 +30,8 @@ def why_it_stays(spec: JobSpec, *, in_place: bool, num_checkpoints: int) -> str:
     """
     if spec.non_preemptible:
         return "was submitted as not preemptible"
+    if spec.feeds:
+        return ""
     if not spec.run_path:
         return "has no run directory to continue from"
     if not in_place and not num_checkpoints:
