@@ -7,6 +7,9 @@ reads the whole table once, shuffled, with as many processes beside the consumer
 says. Prints rows per second over the epoch, the time to the first batch, and how much memory the
 consumer took on. All are read in turns, each in a process of its own.
 
+"Feeders on nodes" are as many processes, reached by TCP as those of `feeder_resources` are, without
+TLS on this one machine; they run before the epoch begins, as on nodes.
+
 The plain DataLoader has the table in memory and shuffles all rows; Hugging Face has it in its Arrow
 cache, whose making is not counted; elastic.data reads the parquet files, shuffled in windows.
 """
@@ -22,6 +25,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +33,14 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-VARIANTS = ("DataLoader", "HF datasets + DataLoader", "elastic.data")
+PLACED = "elastic.data, feeders on nodes"
+VARIANTS = ("DataLoader", "HF datasets + DataLoader", "elastic.data", PLACED)
+SERVE = """
+import json, sys
+from elastic.data.feeder_network import FeederServer
+print(json.dumps(FeederServer("127.0.0.1", "secret").endpoint), flush=True)
+sys.stdin.read()
+"""
 BATCH = 128
 WIDTH = 256
 COST_MS = "BENCH_COST_MS"
@@ -57,6 +68,25 @@ def write_table(folder: Path, rows: int) -> None:
         parquet.write_table(table, folder / f"{number}.parquet", row_group_size=1000)
 
 
+@contextmanager
+def placed(run: Path, processes: int) -> Iterator[None]:
+    """Run feeders that are reached over the network, for a block; `run` has their addresses."""
+    from elastic.data.feeder_network import addresses_file
+
+    command = [sys.executable, "-c", SERVE]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    feeders = [subprocess.Popen(command, **pipes) for _ in range(processes)]  # type: ignore[call-overload]
+    try:
+        path = run / addresses_file("bench")
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(json.dumps([json.loads(one.stdout.readline()) for one in feeders]))
+        yield
+    finally:
+        for one in feeders:
+            one.kill()
+            one.wait()
+
+
 def batches_of(variant: str, folder: str, processes: int) -> Iterator[Any]:
     """Yield one epoch of batches, shuffled, as dicts of tensors."""
     import torch
@@ -66,14 +96,20 @@ def batches_of(variant: str, folder: str, processes: int) -> Iterator[Any]:
         found = costly({name: np.stack([row[name] for row in rows]) for name in ("id", "x")})
         return {name: torch.from_numpy(values) for name, values in found.items()}
 
-    if variant == "elastic.data":
+    if variant in ("elastic.data", PLACED):
         from elastic import data
+        from elastic.data.feeder_network import FeedersOnNodes
+        from elastic.data.feeders import beside
         from elastic.data.iterator import DataIterator
         from elastic.data.table import in_memory, table_of
 
         ds = data.read_parquet(folder).map_batches(costly, batch_size=None)
         table = table_of(ds.random_shuffle(seed=1).node, in_memory)
-        iterator = DataIterator(lambda: table, lambda: (0, 1), num_feeders=processes)
+        feeders: Any = beside(processes)
+        if variant == PLACED and processes:
+            run = str(Path(folder).parent)
+            feeders = lambda: FeedersOnNodes(run, "bench", "secret", highest=processes)  # noqa: E731
+        iterator = DataIterator(lambda: table, lambda: (0, 1), feeders=feeders)
         yield from iterator.iter_torch_batches(batch_size=BATCH)
         iterator.close()
         return
@@ -102,13 +138,14 @@ def measure(variant: str, folder: str, processes: int) -> dict[str, float]:
     # Imports, and the cache of Hugging Face, are made once, and are no part of what is compared.
     next(iter(batches_of(variant, folder, 0)))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    began = time.perf_counter()
     ids: list[int] = []
     first = 0.0
-    for batch in batches_of(variant, folder, processes):
-        first = first or time.perf_counter() - began
-        ids += batch["id"].tolist()
-    seconds = time.perf_counter() - began
+    with placed(Path(folder).parent, processes) if variant == PLACED else nullcontext():
+        began = time.perf_counter()
+        for batch in batches_of(variant, folder, processes):
+            first = first or time.perf_counter() - began
+            ids += batch["id"].tolist()
+        seconds = time.perf_counter() - began
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     return {
         "rows": len(ids),

@@ -97,6 +97,7 @@ def job_as_dict(view: JobView, now_ns: int) -> dict[str, Any]:
         "checkpoints": len(record.checkpoints),
         "latest_checkpoint": record.checkpoints[-1].path if record.checkpoints else "",
         "run_path": spec.run_path,
+        "feeds": spec.feeds,
         "entry": spec.entry.target,
         "metrics": parsed_metrics(record.metrics),
         "goodput": record.goodput.as_dict()

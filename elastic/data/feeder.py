@@ -1,56 +1,126 @@
-"""The main program of one feeder: reads rows from stdin, writes batches to stdout."""
+"""A feeder: a process that applies operations to the rows of micro-batches, for whoever connects.
+
+Rule: a batch depends on its request alone, so that any feeder can compute it, twice is no harm, and
+nothing is lost with one. It computes one batch at a time, because the user's functions share the
+generators of random numbers; its connections read and send meanwhile. Of each connection it holds
+one request at most.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import pickle
+import socket
+import struct
 import sys
 import threading
 import time
 import traceback
+from collections import OrderedDict
 from typing import Any
 
-from elastic.data.feeders import receive, send
+import torch
+
 from elastic.data.table_reader import finish
 from elastic.worker.data.seeding import seeded
 
 POLL_S = 1.0
+LENGTH = struct.Struct(">Q")
+MESSAGE_BYTES_MAX = 1 << 32
+OPERATIONS_KEPT = 8
+"""Different ones that are kept with what their classes hold: one for each dataset that is read."""
+
+
+def send(sock: socket.socket, value: bytes) -> None:
+    """Send a message."""
+    sock.sendall(LENGTH.pack(len(value)))
+    sock.sendall(value)
+
+
+def receive(sock: socket.socket) -> bytearray:
+    """Receive a message.
+
+    Raises:
+        EOFError: the other side is gone.
+        ValueError: it is larger than any real one.
+    """
+    (size,) = LENGTH.unpack(_exactly(sock, LENGTH.size))
+    if size > MESSAGE_BYTES_MAX:
+        raise ValueError(f"a message of {size} bytes, at most {MESSAGE_BYTES_MAX} are taken")
+    return _exactly(sock, size)
+
+
+def _exactly(sock: socket.socket, size: int) -> bytearray:
+    value = bytearray(size)
+    left = memoryview(value)
+    while left:
+        count = sock.recv_into(left)
+        if not count:
+            raise EOFError("the other side has closed")
+        left = left[count:]
+    return value
+
+
+class BatchServer:
+    """Computes batches for any number of connections, each in a thread of its own."""
+
+    def __init__(self) -> None:
+        """Begin without operations; each connection brings its own."""
+        self._lock = threading.Lock()
+        self._known: OrderedDict[bytes, Any] = OrderedDict()
+
+    def serve(self, sock: socket.socket) -> None:
+        """Reply to the requests of a connection until it ends.
+
+        The other side was authenticated before: what it sends is unpickled.
+        """
+        with contextlib.suppress(EOFError, OSError):
+            try:
+                operations = self._operations(bytes(receive(sock)))
+            except Exception:
+                send(sock, pickle.dumps((False, traceback.format_exc(limit=-3))))
+                return
+            send(sock, pickle.dumps((True, None)))
+            while True:
+                key, rows = pickle.loads(receive(sock))
+                send(sock, self._answer(operations, key, rows))
+
+    def _operations(self, pickled: bytes) -> Any:
+        with self._lock:
+            if pickled not in self._known:
+                self._known[pickled] = pickle.loads(pickled)
+            self._known.move_to_end(pickled)
+            while len(self._known) > OPERATIONS_KEPT:
+                self._known.popitem(last=False)
+            return self._known[pickled]
+
+    def _answer(self, operations: Any, key: int, rows: Any) -> bytes:
+        with self._lock:
+            try:
+                with seeded(key):
+                    return pickle.dumps((True, finish(operations, rows)), protocol=5)
+            except Exception:
+                return pickle.dumps((False, traceback.format_exc(limit=-3)))
 
 
 def main() -> None:
-    """Reply to requests until the training process is gone."""
-    source, sink = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-    # Output of the user's functions goes to stderr: stdout carries the protocol.
-    os.dup2(2, 1)
-    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
-    try:
-        path, pickled = pickle.loads(receive(source))
-        sys.path[:] = path
-        operations = pickle.loads(pickled)
-        import torch
-
-        torch.set_num_threads(1)
-        send(sink, pickle.dumps((0, True, None)))
-        while True:
-            key, rows = pickle.loads(receive(source))
-            send(sink, _answer(operations, key, rows))
-    except (EOFError, BrokenPipeError):
-        return
-
-
-def _end_with(parent: int) -> None:
-    """Exit when the parent process is gone, even if other processes hold its end of the pipe."""
-    while os.getppid() == parent:
+    """Serve the inherited connections of the training process until that is gone."""
+    path, parent, *descriptors = sys.argv[1:]
+    sys.path[:] = json.loads(path)
+    torch.set_num_threads(1)
+    server = BatchServer()
+    threads = [
+        threading.Thread(target=server.serve, args=(socket.socket(fileno=int(one)),), daemon=True)
+        for one in descriptors
+    ]
+    for thread in threads:
+        thread.start()
+    # Other processes may hold the other ends of the connections, which then do not close.
+    while os.getppid() == int(parent) and any(thread.is_alive() for thread in threads):
         time.sleep(POLL_S)
     os._exit(0)
-
-
-def _answer(operations: Any, key: int, rows: Any) -> bytes:
-    try:
-        with seeded(key):
-            return pickle.dumps((key, True, finish(operations, rows)), protocol=5)
-    except Exception:
-        return pickle.dumps((key, False, traceback.format_exc(limit=-3)))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from elastic.data.batches import Batch, check_format, check_size, rows_of, to_format, to_torch
 from elastic.data.lanes import (
@@ -22,6 +22,9 @@ from elastic.data.lanes import (
 from elastic.data.rows import Rows
 from elastic.data.table import SHUFFLE_BYTES, Table
 from elastic.errors import UsageError
+
+if TYPE_CHECKING:
+    from elastic.data.feeders import FeederSource
 
 SHARES = 32
 """A window in a plain loop has at most 1/32 of a rank's blocks."""
@@ -41,7 +44,7 @@ class DataIterator:
         place: Callable[[], tuple[int, int]],
         *,
         max_ranks: int = 1,
-        num_feeders: int = 0,
+        feeders: Callable[[], FeederSource] | None = None,
         memory: int = SHUFFLE_BYTES,
     ) -> None:
         """Read nothing yet.
@@ -50,12 +53,12 @@ class DataIterator:
             table: returns the rows.
             place: returns the rank, and the number of ranks; called when a pass starts.
             max_ranks: maximum number of ranks.
-            num_feeders: processes that compute batches ahead, for this rank.
+            feeders: makes a source of processes that compute batches ahead, for this rank.
             memory: bytes for rows that are read ahead to be shuffled.
         """
         self._table_of, self._place = table, place
         self._max_ranks = max_ranks
-        self._num_feeders = num_feeders
+        self._feeders = feeders
         self._memory = memory
         self._table: Table | None = None
         self._rows: Rows | None = None
@@ -226,7 +229,7 @@ class DataIterator:
             most = max(1, len(lanes.blocks) // (SHARES * self._max_ranks))
             if not table.is_small:
                 lanes = replace(lanes, window=min(lanes.window, most))
-            self._rows = Rows(table, lanes, num_feeders=self._num_feeders)
+            self._rows = Rows(table, lanes, feeders=self._feeders)
         return self._rows
 
     def _batches(self, size: int, *, drop_last: bool, whole: bool = False) -> Iterator[Batch]:

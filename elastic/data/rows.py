@@ -6,7 +6,8 @@ is the same in any process that computes it, and when it is computed again.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from elastic.data.table_reader import TableReader, finish
 from elastic.worker.data.seeding import seeded
 
 if TYPE_CHECKING:
-    from elastic.data.feeders import Feeders
+    from elastic.data.feeders import Feeders, FeederSource
 
 Wanted = Sequence[tuple[int, Any]]
 """Epochs and places of batches that will be requested next."""
@@ -32,22 +33,24 @@ class Rows:
         lanes: the order.
     """
 
-    def __init__(self, table: Table, lanes: Lanes, *, num_feeders: int = 0) -> None:
+    def __init__(
+        self, table: Table, lanes: Lanes, *, feeders: Callable[[], FeederSource] | None = None
+    ) -> None:
         """Read nothing yet.
 
         Args:
             table: the rows.
             lanes: their order.
-            num_feeders: processes that compute batches ahead.
+            feeders: makes a source of processes that compute batches ahead, None for none.
         """
         self.lanes = lanes
         self._table = table
         self._reader: TableReader | None = None
         self._feeders: Feeders | None = None
-        if num_feeders:
+        if feeders is not None:
             from elastic.data.feeders import Feeders
 
-            self._feeders = Feeders(table.operations, num_feeders)
+            self._feeders = Feeders(table.operations, feeders())
         self._steps = DataPlan(
             num_samples=table.rows,
             micro_batch=lanes.micro_batch,
@@ -87,9 +90,15 @@ class Rows:
         for one, some in ahead:
             if feeders.has_room and not feeders.has(_seed(self.lanes.seed, one, some)):
                 seed = _seed(self.lanes.seed, one, some)
-                feeders.request(seed, self._the_reader().gather(one, some))
-        batch = feeders.take(_seed(self.lanes.seed, epoch, places))
-        return self.compute(epoch, places) if batch is None else batch
+                rows = self._the_reader().gather(one, some)
+                feeders.request(seed, rows, self._position(one, some))
+        began = time.monotonic()
+        seed, position = _seed(self.lanes.seed, epoch, places), self._position(epoch, places)
+        batch = feeders.take(seed, position)
+        if batch is None:
+            batch = self.compute(epoch, places)
+        feeders.note_wait(time.monotonic() - began)
+        return batch
 
     def compute(self, epoch: int, places: Any) -> Batch:
         """Return rows of an epoch, computed in this process."""
@@ -101,6 +110,9 @@ class Rows:
         if self._reader is None:
             self._reader = TableReader(self._table, self.lanes)
         return self._reader
+
+    def _position(self, epoch: int, places: Any) -> tuple[int, int]:
+        return epoch, int(places[0]) // self._steps.global_batch
 
     def _following(self, epoch: int, places: Any) -> Wanted:
         """Return the same lane's micro-batches of the next steps."""

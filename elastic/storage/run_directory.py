@@ -5,6 +5,7 @@
     RUN/metrics-rank3.jsonl      the same of rank 3
     RUN/metrics/*-rank0.jsonl    the same in parts, on object stores (see `metrics`)
     RUN/events.jsonl             event log of the run; see `events`
+    RUN/feeders/JOB.json         addresses of the feeders of a job, while it runs
     RUN/profiles/*.json          samples of `elastic profile`, for speedscope
     RUN/checkpoints/NAME/        files of one checkpoint
     RUN/checkpoints/NAME/_PREPARED     the text of the marker, until that is written

@@ -42,6 +42,18 @@ STOPS = "a dict of numbers by metric, such as {'accuracy': 0.9}, a function, or 
 LABELS = "a dict of str, such as {'zone': 'a'}, or None"
 
 
+def _expect_amounts(config: object, field: str) -> Mapping[str, Any]:
+    """Return a field's amounts of resources by name, {} for None.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    amounts = expect_names(config, field, AMOUNTS)
+    if not all(is_number(amount) for amount in amounts.values()):
+        refuse(config, field, AMOUNTS)
+    return amounts
+
+
 @dataclass(frozen=True)
 class ScalingConfig:
     """Number of workers, their resources, and where they run.
@@ -77,9 +89,7 @@ class ScalingConfig:
         expect_names(self, "trainer_resources", AMOUNTS)
         take_seconds(self, "elastic_resize_monitor_interval_s", "seconds, 0 or more", zero=True)
         expect_bool(self, "use_gpu")
-        amounts = expect_names(self, "resources_per_worker", AMOUNTS)
-        if not all(is_number(amount) for amount in amounts.values()):
-            refuse(self, "resources_per_worker", AMOUNTS)
+        amounts = _expect_amounts(self, "resources_per_worker")
         names = [strategy.value for strategy in Strategy]
         if self.placement_strategy not in names:
             refuse(self, "placement_strategy", f"one of {', '.join(names)}")
@@ -489,15 +499,20 @@ class DataConfig:
             worker sees all rows of the others, unless it trains with them in a loop over
             `train.epochs()`.
         execution_options, enable_shard_locality: of Ray, without effect: there is no object store.
-        num_feeders: processes beside each worker that run the datasets' functions ahead of time;
-            0 runs them in the worker, when it requests a batch.
+        num_feeders: processes that run the datasets' functions ahead of time: a number, or (min,
+            max) to begin with min, and have more while training waits for data. They run beside
+            each worker, or with `feeder_resources` anywhere in the cluster, for all workers. 0 runs
+            the functions in the worker, when it requests a batch.
+        feeder_resources: resources of a feeder, such as {"CPU": 1}: then the feeders are placed on
+            any nodes as a job of their own, which ends with the run. None: beside each worker.
         shuffle_memory: bytes per worker for rows that are read ahead for shuffling.
     """
 
     datasets_to_split: str | Sequence[str] = "all"
     execution_options: Any = None
     enable_shard_locality: bool = True
-    num_feeders: int = 0
+    num_feeders: int | tuple[int, int] = 0
+    feeder_resources: Mapping[str, float] | None = None
     shuffle_memory: int = 512 * 1024**2
 
     def __init_subclass__(cls) -> None:
@@ -516,8 +531,28 @@ class DataConfig:
             isinstance(names, str) or not all(isinstance(one, str) for one in names)
         ):
             refuse(self, "datasets_to_split", "'all', or a list of names of datasets")
-        take_int(self, "num_feeders", "an int, 0 or more", low=0)
         take_int(self, "shuffle_memory", "bytes, 1 or more", low=1)
+        number = self.num_feeders
+        bounds = number if isinstance(number, tuple) else (number, number)
+        if len(bounds) != 2 or not all(is_whole(bound) for bound in bounds):
+            refuse(self, "num_feeders", "an int, or (min, max)")
+        low, high = int(bounds[0]), int(bounds[1])
+        if not (number == 0 or 1 <= low <= high):
+            refuse(self, "num_feeders", "1 <= min <= max, or 0 for none")
+        plain = (low, high) if isinstance(number, tuple) else low
+        object.__setattr__(self, "num_feeders", plain)
+        Resources.of(_expect_amounts(self, "feeder_resources"))
+
+    @property
+    def feeder_bounds(self) -> tuple[int, int]:
+        """Return how many feeders there are at first, and at most."""
+        number = self.num_feeders
+        return number if isinstance(number, tuple) else (number, number)
+
+    @property
+    def has_feeder_job(self) -> bool:
+        """Return whether the feeders are a job of their own."""
+        return self.feeder_resources is not None and self.num_feeders != 0
 
     def check_names(self, datasets: Collection[str]) -> None:
         """Raise ConfigError if a name in `datasets_to_split` is none of these."""

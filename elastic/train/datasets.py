@@ -19,6 +19,7 @@ from elastic.data.table import Table, in_memory, table_of
 from elastic.errors import UsageError
 from elastic.storage.files import Files
 from elastic.train.config import DataConfig
+from elastic.train.feeding import FeederSecret, source_of
 from elastic.train.session import require_context, require_place, wait_a_moment
 from elastic.worker.engine.context import WorkerContext
 
@@ -47,14 +48,21 @@ class Given:
         config: how they are split.
         datasets: as created by the script, where it runs in each worker.
         tables: by name, where a driver has listed the datasets' contents already.
+        secret: of the feeders, where a driver has submitted them as a job of their own.
     """
 
     config: DataConfig
     datasets: Mapping[str, Dataset] = field(default_factory=dict)
     tables: Mapping[str, Table] = field(default_factory=dict)
+    secret: FeederSecret | None = None
 
 
-def tables_for(datasets: Mapping[str, Dataset], config: DataConfig, run_path: str) -> Given:
+def tables_for(
+    datasets: Mapping[str, Dataset],
+    config: DataConfig,
+    run_path: str,
+    secret: FeederSecret | None = None,
+) -> Given:
     """List the contents of all datasets, and record them with the run.
 
     Raises:
@@ -65,7 +73,8 @@ def tables_for(datasets: Mapping[str, Dataset], config: DataConfig, run_path: st
         name: table_of_run(dataset.node, name, run, writes=True)
         for name, dataset in datasets.items()
     }
-    return Given(config, tables={name: table for name, table in tables.items() if table})
+    given = {name: table for name, table in tables.items() if table}
+    return Given(config, tables=given, secret=secret)
 
 
 _offered: Given | None = None
@@ -162,7 +171,7 @@ class DatasetShard(DataIterator):
             lambda: _table_of(given, name),
             self._where,
             max_ranks=context.max_workers,
-            num_feeders=given.config.num_feeders,
+            feeders=source_of(given.config, given.secret),
             memory=given.config.shuffle_memory,
         )
         self._prepared: dict[Any, tuple[PreparedLoader, _Latest, Rows]] = {}
@@ -233,7 +242,7 @@ class DatasetShard(DataIterator):
             number = num_micro_batches(context, size, global_size)
             table = self.shuffled_table()
             lanes = table.lanes(number, size, self._memory)
-            rows = Rows(table, lanes, num_feeders=self._num_feeders)
+            rows = Rows(table, lanes, feeders=self._feeders)
             collate = _Latest(make)
             loader: Any = DataLoader(
                 rows,  # type: ignore[arg-type]

@@ -12,6 +12,7 @@ import copy
 import datetime
 import json
 import os
+import secrets
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -66,6 +67,7 @@ if TYPE_CHECKING:
     from elastic.core.view import JobView
     from elastic.data.dataset import Dataset
     from elastic.train.cluster import ClusterConnection
+    from elastic.train.feeding import FeederSecret
     from elastic.worker.engine.context import WorkerContext
     from elastic.worker.process.local import LocalRun
 
@@ -351,7 +353,8 @@ class DataParallelTrainer:
         from elastic.train.cluster import check_fits, require_cluster
 
         spec = self._spec(next(self._names()))  # Reports its errors before a cluster is started.
-        cluster = require_cluster(spec.min_workers, spec.max_workers)
+        feeders = self.dataset_config.feeder_bounds[1] if self._has_feeder_job else 0
+        cluster = require_cluster(spec.min_workers, spec.max_workers + feeders)
         with Client(cluster.address, cluster.access) as client:
             if cluster.is_embedded:
                 check_fits(spec, [known.node for known in client.status().view.nodes])
@@ -453,22 +456,48 @@ class DataParallelTrainer:
         announces: bool = True,
     ) -> JobSpec:
         """Claim the run's directory and submit its job; return the job as submitted."""
+        from elastic.train.feeding import FeederSecret
+
         owner = RunOwner.this_process() if cluster.is_embedded else None
         plan = self._plan(spec.name, spec.job_id, owner=owner, trainer=trainer)
         take = announced if announces else attempt
         with take(plan, job_of=client.record_of) as begun:
             spec = replace(spec, resume_from=begun.resume_from, resumes=begun.resumes)
+            secret = FeederSecret(secrets.token_hex(32)) if self._has_feeder_job else None
             if self.datasets:
-                spec = self._with_tables(spec)
+                spec = self._with_tables(spec, secret)
             client.submit(spec)
+            if secret is not None:
+                self._submit_feeders(client, cluster, spec, secret)
             return spec
 
-    def _with_tables(self, spec: JobSpec) -> JobSpec:
+    @property
+    def _has_feeder_job(self) -> bool:
+        return bool(self.datasets) and self.dataset_config.has_feeder_job
+
+    def _submit_feeders(
+        self, client: Client, cluster: ClusterConnection, spec: JobSpec, secret: FeederSecret
+    ) -> None:
+        """Submit the job that feeds this one, or stop this one."""
+        from elastic.client.jobs import new_job_id
+        from elastic.train.cluster import check_fits
+        from elastic.train.feeding import feeders_of
+
+        try:
+            feeders = feeders_of(spec, new_job_id(), self.dataset_config, secret)
+            if cluster.is_embedded:
+                check_fits(feeders, [known.node for known in client.status().view.nodes])
+            client.submit(feeders)
+        except BaseException:
+            _stop(client, spec, "its feeders were not accepted")
+            raise
+
+    def _with_tables(self, spec: JobSpec, secret: FeederSecret | None = None) -> JobSpec:
         """Return the job with the contents of its datasets, which are listed now."""
         from elastic.train.datasets import OPTION, tables_for
         from elastic.worker.process.entry import pack
 
-        given = tables_for(self.datasets, self.dataset_config, spec.run_path)
+        given = tables_for(self.datasets, self.dataset_config, spec.run_path, secret)
         options = {**self._options(), OPTION: given}
         payload = pack(self.train_loop_per_worker, self.train_loop_config, options)
         return replace(spec, entry=replace(spec.entry, payload=payload))

@@ -78,6 +78,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--table", help="folder of parquet files with a column id")
     parser.add_argument("--feeders", type=int, default=0)
+    parser.add_argument("--placed", action="store_true", help="on any nodes, as their own job")
+    parser.add_argument("--workers", type=int, default=0, help="of a job; 0 trains here")
+    parser.add_argument("--storage", help="folder of the run of that job")
     parser.add_argument("--ledger", default="", help="folder for the ids that are trained with")
     parser.add_argument("--width", type=int, default=32)
     parser.add_argument("--epochs", type=int, default=3)
@@ -92,8 +95,11 @@ def main() -> None:
         train_func,
         train_loop_config=vars(args),
         datasets={"train": rows},
-        dataset_config=train.DataConfig(num_feeders=args.feeders),
-        scaling_config=train.ScalingConfig(num_workers=0),
+        dataset_config=train.DataConfig(
+            num_feeders=args.feeders, feeder_resources={} if args.placed else None
+        ),
+        scaling_config=train.ScalingConfig(num_workers=args.workers),
+        run_config=train.RunConfig(storage_path=args.storage, name="fed" if args.storage else None),
     ).fit()
     if train.is_driver():
         print(json.dumps(result.return_value))

@@ -6,8 +6,13 @@ run is one process without feeders.
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import signal
+import subprocess
+import sys
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,15 +21,20 @@ import numpy as np
 import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pytest
 
+from elastic.core.view import JobView
 from elastic.core.world import ENDED
 from elastic.testing.local_cluster import LocalCluster
+from tests.chaos.conftest import NODES
+from tests.chaos.scripts import ROOT
 from tests.chaos.test_streams import trains_in
 from tests.harness.chaos_jobs import chaos_job, with_arguments, with_script
-from tests.patience import wait_for
+from tests.patience import DEADLINE_S, wait_for
 
 SCRIPT = Path(__file__).with_name("data_job.py")
 ROWS = 1000
+KILLS = 3
 
 
 def feeders_of(pid: int) -> list[psutil.Process]:
@@ -32,15 +42,33 @@ def feeders_of(pid: int) -> list[psutil.Process]:
     return [one for one in children if "elastic.data.feeder" in one.cmdline()]
 
 
-def test_killed_workers_and_feeders_cost_no_row_and_no_bit(
-    cluster: LocalCluster, tmp_path: Path
-) -> None:
-    table, ledger = tmp_path / "table", tmp_path / "ledger"
-    table.mkdir()
-    ledger.mkdir()
+@pytest.fixture
+def table(tmp_path: Path) -> Path:
+    """1,000 rows in four files."""
+    folder = tmp_path / "table"
+    folder.mkdir()
     for number in range(4):
         ids = np.arange(number * 250, number * 250 + 250)
-        pq.write_table(pa.table({"id": ids}), table / f"{number}.parquet", row_group_size=20)
+        pq.write_table(pa.table({"id": ids}), folder / f"{number}.parquet", row_group_size=20)
+    return folder
+
+
+def assert_each_row_once(ledger: Path, epochs: int) -> None:
+    """Count the rows; a step that is done again has the same ones."""
+    found = duckdb.sql(
+        f"""select epoch, count(*), count(distinct id), min(id), max(id) from (
+            select distinct * from read_csv('{ledger}/*.csv', header=false,
+                columns={{'epoch': 'int', 'step': 'int', 'id': 'int'}})
+        ) group by epoch order by epoch"""
+    ).fetchall()
+    assert found == [(epoch, ROWS, ROWS, 0, ROWS - 1) for epoch in range(epochs)]
+
+
+def test_killed_workers_and_feeders_cost_no_row_and_no_bit(
+    cluster: LocalCluster, table: Path, tmp_path: Path
+) -> None:
+    ledger = tmp_path / "ledger"
+    ledger.mkdir()
     job = chaos_job("steps", "data", workers=3, directory=tmp_path)
     job = with_arguments(with_script(job, SCRIPT), "--table", str(table))
     # What is only for the run that is disturbed.
@@ -60,12 +88,62 @@ def test_killed_workers_and_feeders_cost_no_row_and_no_bit(
     view = cluster.wait(job_id, lambda v: v.record.phase in ENDED, "the end")
     cluster.wait(job_id, lambda v: not v.workers, "its processes' end")
     verdict = job.check(view)
-    # A step that is done again has the same rows.
-    found = duckdb.sql(
-        f"""select epoch, count(*), count(distinct id), min(id), max(id) from (
-            select distinct * from read_csv('{ledger}/*.csv', header=false,
-                columns={{'epoch': 'int', 'step': 'int', 'id': 'int'}})
-        ) group by epoch order by epoch"""
-    ).fetchall()
-    epochs = verdict.metrics["epochs"]
-    assert found == [(epoch, ROWS, ROWS, 0, ROWS - 1) for epoch in range(epochs)]
+    assert_each_row_once(ledger, verdict.metrics["epochs"])
+
+
+def feeding(run: Path, pids: Iterable[int]) -> set[int]:
+    """Return those of these processes that are feeders to which a trainer is connected."""
+    lists = [json.loads(path.read_text()) for path in run.glob("feeders/*.json")]
+    ports = {int(one["address"].rpartition(":")[2]) for listed in lists for one in listed}
+    found = set()
+    for pid in pids:
+        with contextlib.suppress(psutil.Error):  # It may be gone by now.
+            open_ones = psutil.Process(pid).net_connections()
+            if any(o.status == "ESTABLISHED" and o.laddr.port in ports for o in open_ones):
+                found.add(pid)
+    return found
+
+
+@pytest.mark.parametrize("workers", [2, pytest.param(1, marks=pytest.mark.slow)])
+def test_feeders_on_other_nodes_that_are_killed_cost_no_row_and_no_bit(
+    cluster: LocalCluster, table: Path, tmp_path: Path, workers: int
+) -> None:
+    """Each node that has no trainer has a feeder."""
+    ledger, storage = tmp_path / "ledger", tmp_path / "storage"
+    ledger.mkdir()
+    job = chaos_job("steps", "fed", workers=workers, directory=tmp_path)
+    job = with_arguments(with_script(job, SCRIPT), "--table", str(table))
+    more = (
+        *("--ledger", str(ledger), "--storage", str(storage), "--workers", str(workers)),
+        *("--placed", "--feeders", str(len(NODES) - workers)),
+    )
+    driver = subprocess.Popen(
+        [sys.executable, str(SCRIPT), *job.spec.entry.args, *more],
+        env={**os.environ, "ELASTIC_COORD": cluster.address, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.DEVNULL,
+    )
+
+    def jobs() -> list[JobView]:
+        """Return the job that trains, and that of its feeders."""
+        views = cluster.client.list()
+        trains = [one for one in views if one.record.spec.run_path == str(storage / "fed")]
+        ids = [one.record.spec.job_id for one in trains]
+        return [*trains, *(one for one in views if one.record.spec.feeds in ids)]
+
+    try:
+        wait_for(lambda: len(jobs()) == 2, "both jobs")
+        fed, feeders = (one.record.spec.job_id for one in jobs())
+        killed: set[int] = set()
+        for _ in range(KILLS):
+            found = wait_for(
+                lambda: feeding(storage / "fed", cluster.worker_pids(feeders).values()) - killed,
+                "a feeder that feeds",
+            )
+            killed.add(min(found))
+            os.kill(min(found), signal.SIGKILL)
+        assert cluster.job(fed).record.generation == 1
+    finally:
+        job.finish.touch()
+        assert driver.wait(DEADLINE_S) == 0
+    assert_each_row_once(ledger, job.check(cluster.job(fed)).metrics["epochs"])
+    assert cluster.wait(feeders, lambda v: not v.workers, "their end").record.phase in ENDED

@@ -245,7 +245,7 @@ JOB_KEYS = {
     "min_workers", "max_workers", "priority", "failures", "losses", "preemptions",
     "preemptible", "preempted_by", "submitter",
     "checkpoints", "latest_checkpoint", "run_path", "entry", "metrics", "failed_worker", "failure",
-    "workers", "copies",
+    "workers", "copies", "feeds",
     "goodput",
     "telemetry",
 }  # fmt: skip

@@ -9,6 +9,7 @@ import contextlib
 import json
 import logging
 import os
+import pickle
 import random
 import socket
 import time
@@ -23,6 +24,8 @@ import pytest
 from elastic.agent.copy_server import CopyServer
 from elastic.agent.copy_store import CopyStore
 from elastic.core.world import JobId
+from elastic.data.feeder import receive, send
+from elastic.data.feeder_network import FeederConnection, FeederOnNode, FeederServer
 from elastic.errors import ElasticError
 from elastic.runtime import copy_wire, secret_connection
 from elastic.runtime.copy_wire import LIST, PUSH, CopyConnection, CopyRequest, calling
@@ -188,7 +191,30 @@ def fuzz_copies(fuzz: Fuzz, each: int) -> None:
     store.close()
 
 
-KINDS = {"store": fuzz_store, "mesh": fuzz_mesh, "copies": fuzz_copies}
+def fuzz_feeder(fuzz: Fuzz, each: int) -> None:
+    """Ask a feeder wrongly, without the secret and with it."""
+    server = FeederServer(HOST, KEY)
+    address, right = server.endpoint["address"], f"{KEY} "
+    for key in ("wrong", right):
+        for _ in range(each):
+            with connected(address) as sock, contextlib.suppress(OSError, ElasticError):
+                line = FeederConnection(sock, is_client=True)
+                line.ask(fuzz.copies_request(), key)
+                line.read_reply(key)
+                sock.sendall(fuzz.dice.randbytes(100))
+    for _ in range(each):
+        with connected(address) as sock, contextlib.suppress(OSError):
+            sock.sendall(fuzz.dice.randbytes(100))
+            sock.shutdown(socket.SHUT_WR)
+            while sock.recv(1 << 16):
+                pass
+    with FeederOnNode(address, "", KEY).connect(0) as sock:
+        send(sock, pickle.dumps([()]))
+        assert pickle.loads(receive(sock)) == (True, None)
+    server.close()
+
+
+KINDS = {"store": fuzz_store, "mesh": fuzz_mesh, "copies": fuzz_copies, "feeder": fuzz_feeder}
 
 
 @pytest.mark.parametrize("kind", KINDS)

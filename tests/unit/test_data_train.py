@@ -5,10 +5,14 @@ In this process: `test_data.py` among the chaos tests has groups that lose worke
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from subprocess import PIPE
 from typing import Any
 
 import numpy as np
@@ -19,14 +23,18 @@ import torch
 from torch import nn
 
 from elastic import data, train
-from elastic.data.feeders import Feeders
+from elastic.data import feeder_network
+from elastic.data import feeders as feeders_module
+from elastic.data.feeder import BatchServer
+from elastic.data.feeder_network import FeederServer, FeedersOnNodes, addresses_file
+from elastic.data.feeders import CONNECTIONS, Feeders, Processes
 from elastic.data.files import DataError
 from elastic.data.iterator import DataIterator
 from elastic.data.rows import LaneOrder, Rows
 from elastic.data.table import in_memory, table_of
 from elastic.errors import ElasticError, TrainingFailed, UsageError
 from elastic.train.torch import TorchTrainer, prepare_model, prepare_optimizer
-from tests.patience import wait_for
+from tests.patience import DEADLINE_S, wait_for
 
 ROWS = 6000
 
@@ -299,24 +307,110 @@ def test_feeders_that_die_or_raise_lose_nothing(table: Path) -> None:
 
     ds = data.read_parquet(table).limit(900).map_batches(picky, batch_size=None)
     whole = table_of(ds.node, in_memory)
-    rows = Rows(whole, whole.lanes(1, 25), num_feeders=2)
-    feeders: Any = rows._feeders
+    source = Processes(2, 2)
+    rows = Rows(whole, whole.lanes(1, 25), feeders=lambda: source)
+    feeders = rows._feeders
     assert isinstance(feeders, Feeders)
-    wait_for(lambda: all(one.is_ready for one in feeders._feeders), "two feeders")
+    wait_for(lambda: feeders.num_ready == 2 * CONNECTIONS, "two feeders")
     order = LaneOrder(rows).of(0)
     ids, pids = [], set()
     for first in range(0, 775, 25):
         batch = rows.__getitems__(order[first : first + 25])
         ids += batch["id"].tolist()
         pids.update(batch["pid"].tolist())
+        if first < 100:  # Else this process may be ahead of them all the time.
+            wait_for(lambda: feeders._answers, "a reply")
         if first == 250:
-            for pid in feeders.pids():
-                os.kill(pid, 9)
+            for one in source.present.values():
+                os.kill(one.process.pid, 9)
     assert ids == list(range(775))
     assert pids - {os.getpid()}
     with pytest.raises(ValueError, match="777 is odd"):
         rows.__getitems__(order[775:800])
     rows.close()
+
+
+def test_one_more_process_runs_while_training_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feeders_module, "SETTLE_S", 0.0)
+    source = Processes(1, 2)
+    feeders = Feeders([()], source)
+    wait_for(lambda: feeders.num_ready == CONNECTIONS, "the first")
+    assert source.names() == ["process 0"]
+    wait_for(lambda: feeders.note_wait(DEADLINE_S) or len(source.names()) == 2, "a second one")
+    wait_for(lambda: feeders.num_ready == 2 * CONNECTIONS, "the second")
+    feeders.close()
+
+
+SERVE = """
+import json, sys
+from elastic.data import feeder_network
+feeder_network.is_loopback = lambda host: False  # As over a network.
+print(json.dumps(feeder_network.FeederServer("127.0.0.1", "secret").endpoint), flush=True)
+sys.stdin.read()
+"""
+
+
+def listed(run: Path, *endpoints: dict[str, str]) -> None:
+    """Write the addresses of feeders into the run directory, as one of them would."""
+    path = run / addresses_file("j1")
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(endpoints))
+
+
+@pytest.fixture
+def quick_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feeder_network, "LOOK_S", 0.0)
+
+
+@pytest.mark.usefixtures("quick_looks")
+def test_batches_of_feeders_on_nodes_have_the_same_bits_whichever_is_lost(
+    table: Path, tmp_path: Path
+) -> None:
+    whole = table_of(data.read_parquet(table).limit(900).map_batches(noisy).node, in_memory)
+    lanes, command = whole.lanes(1, 25), [sys.executable, "-c", SERVE]
+    with contextlib.ExitStack() as stack:
+        servers = [
+            stack.enter_context(subprocess.Popen(command, stdin=PIPE, stdout=PIPE))
+            for _ in range(2)
+        ]
+        endpoints = [json.loads(one.stdout.readline()) for one in servers if one.stdout]
+        assert all(len(one["fingerprint"]) == 64 for one in endpoints)
+        listed(tmp_path, *endpoints)
+        source = FeedersOnNodes(str(tmp_path), "j1", "secret", highest=2)
+        alone, rows = Rows(whole, lanes), Rows(whole, lanes, feeders=lambda: source)
+        stack.callback(rows.close)
+        feeders = rows._feeders
+        assert feeders is not None
+        wait_for(lambda: feeders.num_ready == 2 * CONNECTIONS, "two feeders")
+        order = LaneOrder(rows).of(0)
+        for first in range(0, 900, 25):
+            numbers = order[first : first + 25]
+            assert (rows.__getitems__(numbers)["x"] == alone.__getitems__(numbers)["x"]).all()
+            if first < 100:  # Else this process may be ahead of them all the time.
+                wait_for(lambda: feeders._answers, "a reply")
+            if first == 300:
+                servers[0].kill()
+        servers[1].kill()
+
+
+@pytest.mark.usefixtures("quick_looks")
+def test_who_lacks_the_secret_or_has_other_packages_is_not_fed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = FeederServer("127.0.0.1", "secret")
+    listed(tmp_path, server.endpoint)
+    unpickled: list[Any] = []
+    monkeypatch.setattr(BatchServer, "serve", lambda self, sock: unpickled.append(sock))
+    stranger = Feeders([()], FeedersOnNodes(str(tmp_path), "j1", "guess", highest=1))
+    wait_for(lambda: "does not know this job" in caplog.text, "the refusal of a stranger")
+    stranger.close()
+    monkeypatch.setattr(feeder_network, "versions", lambda: {"torch": "1.0"})
+    server.packages = {"torch": "2.0"}
+    other = Feeders([()], FeedersOnNodes(str(tmp_path), "j1", "secret", highest=1))
+    wait_for(lambda: "torch 2.0 here and 1.0 there" in caplog.text, "the refusal by name")
+    other.close()
+    server.close()
+    assert not unpickled
 
 
 def test_names_of_datasets_and_metadata_are_checked_before_anything_starts(tmp_path: Path) -> None:

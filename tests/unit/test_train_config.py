@@ -15,6 +15,7 @@ from elastic.errors import ConfigError, StorageError, UsageError
 from elastic.train import (
     Checkpoint,
     CheckpointConfig,
+    DataConfig,
     FailureConfig,
     LoggingConfig,
     PeerReplication,
@@ -102,6 +103,9 @@ def test_a_value_that_cannot_work_is_refused_by_name(make: Any, says: str) -> No
         (CheckpointConfig, "async_save", "no", "async_save='no': expected True or False"),
         (CheckpointConfig, "num_to_keep", True, "num_to_keep=True: expected None"),
         (CheckpointConfig, "checkpoint_score_attribute", 3, "attribute=3: expected the name"),
+        (DataConfig, "num_feeders", "2", "num_feeders='2': expected an int, or"),
+        (DataConfig, "num_feeders", (3, 1), r"num_feeders=\(3, 1\): expected 1 <= min <= max"),
+        (DataConfig, "feeder_resources", {"CPU": "2"}, "'2'}: expected a dict of numbers"),
         (RunConfig, "failure_config", {"max_failures": 3}, "3}: expected a FailureConfig"),
         (RunConfig, "checkpoint_config", FailureConfig(), "expected a CheckpointConfig"),
         (RunConfig, "name", 3, "name=3: expected a str"),

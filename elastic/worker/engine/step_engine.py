@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from copy import deepcopy
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch.profiler import record_function
@@ -38,6 +38,7 @@ from elastic.core.telemetry import (
 )
 from elastic.errors import GroupError, InvariantViolation, UsageError, check
 from elastic.worker.base.interrupt import GroupChanged
+from elastic.worker.base.mailboxes import WAIT_SLICE_S
 from elastic.worker.base.timing import COMPUTE, TimingSample
 from elastic.worker.data.seeding import seed_everything, seed_step
 from elastic.worker.data.stream_book import StreamBook
@@ -46,7 +47,7 @@ from elastic.worker.engine import usage_errors
 from elastic.worker.engine.checkpoint_schedule import CheckpointScheduler
 from elastic.worker.engine.context import WorkerContext
 from elastic.worker.engine.divergence import Divergence, differ
-from elastic.worker.engine.group_sync import share_book, share_latest
+from elastic.worker.engine.group_sync import share_book, share_bytes, share_latest
 from elastic.worker.engine.logbook import Logbook, PlaceCounter
 from elastic.worker.engine.outcome import is_group_broken
 from elastic.worker.engine.preparation import ObjectRegistry
@@ -66,6 +67,7 @@ from elastic.worker.engine.step_values import StepValues
 from elastic.worker.engine.whole_step import WholeStep
 from elastic.worker.group.abortable_wait import checked
 from elastic.worker.group.c10d import default_group
+from elastic.worker.group.member_links import connect
 from elastic.worker.reduce.reducer import OptimizerUnit, Reducer
 from elastic.worker.reduce.sharded_reduce import Padding, ShardedReducer, make_reducer, recovery_of
 from elastic.worker.reduce.step_metadata import (
@@ -168,6 +170,36 @@ class StepEngine(ObjectRegistry):
         """The call of the train function is over, however it ended; again is no harm."""
         self._end()
         self.at_close.close()
+
+    def stay(self, mine: bytes, entered: Callable[[tuple[bytes, ...]], None]) -> NoReturn:
+        """Be in each group of the job without any step, until the process ends.
+
+        For a process that serves others meanwhile, and has no state.
+
+        Args:
+            mine: what the other members are to know of this one; not empty.
+            entered: called on rank 0 in each group, with everyone's, by rank.
+        """
+        self._groups.declare(in_place=True)
+        self._groups.defer(True)
+        if self._context.join is not None:
+            self._context.join()
+        while True:
+            generation, error = self._context.generation, None
+            try:
+                connect(default_group(), self._context.reach)
+                members = share_bytes(default_group(), mine)
+                if self._context.world_rank == 0:
+                    entered(members)
+            except (RuntimeError, GroupError) as failure:
+                if not (self._is_called_back() or is_group_broken(failure)):
+                    raise
+                error = None if self._is_called_back() else failure
+            request = None
+            while error is None and request is None and not self._is_called_back():
+                time.sleep(WAIT_SLICE_S)
+                request = self._context.link.leave_request(generation)
+            self._groups.rejoin(generation, error, request is not None)
 
     def bytes_sent(self) -> int:
         """Return the bytes of gradients that this rank has sent in its present group."""

@@ -1,0 +1,307 @@
+"""Feeders on other nodes: how they listen, and how training processes find and reach them.
+
+The feeders of a run are the workers of a job of their own. Their addresses are in a file of the run
+directory, which one of them writes whenever their group changes. Both jobs were given the same
+secret when they were submitted; both sides of a connection prove that they know it before anything
+else is read (`secret_connection`), and nothing was unpickled before. The proof includes the
+certificate, so that nobody can stand between them who has changed that file.
+
+Rule: a feeder whose Python or packages differ from ours may compute other bits, and is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import platform
+import socket
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from importlib import metadata
+from typing import Any
+
+import numpy as np
+import torch
+
+from elastic.data.feeder import BatchServer
+from elastic.data.feeders import Feeder
+from elastic.errors import ElasticError, Refused
+from elastic.runtime.listening import AcceptErrors
+from elastic.runtime.own_tls import ConnectionTls, OwnCertificate
+from elastic.runtime.peer_tls import PeerTls
+from elastic.runtime.rpc import format_endpoint, is_loopback
+from elastic.runtime.secret_connection import (
+    STRANGERS_MAX,
+    SecretConnection,
+    Strangers,
+    connecting,
+    end,
+    lock_of,
+    securing,
+)
+from elastic.runtime.worker_ports import ANY_PORT, PortRange, listen_within
+from elastic.storage.files import Files
+
+log = logging.getLogger(__name__)
+
+FOLDER = "feeders"
+CONNECTIONS_MAX = 1024
+"""Authenticated connections of one feeder: two of each training process."""
+BACKLOG = 128
+LOOK_S = 2.0
+"""How often a training process reads the file of addresses."""
+SILENCE_S = 20
+"""After so long without a sign of life the kernel gives up the other side's machine."""
+
+
+def addresses_file(job_id: str) -> str:
+    """Return the name, in the run directory, of the file with the addresses of a job's feeders."""
+    return f"{FOLDER}/{job_id}.json"
+
+
+def versions() -> dict[str, str]:
+    """Return the versions that must be equal, so that the bits of a batch are."""
+    found = {"Python": ".".join(platform.python_version_tuple()[:2])}
+    found |= {"torch": str(torch.__version__), "numpy": np.__version__}
+    for name in ("pyarrow", "pandas", "elastic-torch"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
+
+
+def difference(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
+    """Return what differs between two processes' versions, "" for nothing."""
+    return ", ".join(
+        f"{name} {ours.get(name, 'missing')} here and {theirs.get(name, 'missing')} there"
+        for name in sorted({*ours, *theirs})
+        if ours.get(name) != theirs.get(name)
+    )
+
+
+class FeederConnection(SecretConnection):
+    """A connection from a training process to a feeder, before the first request."""
+
+    greeting = b"elastic feeder 1"
+
+
+def _bound_to(key: str, fingerprint: str) -> str:
+    return f"{key} {fingerprint}"
+
+
+def _watch(sock: socket.socket) -> None:
+    """Wait for the other side as long as its machine lives."""
+    sock.settimeout(None)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (
+        ("TCP_KEEPIDLE", SILENCE_S // 2),
+        ("TCP_KEEPINTVL", SILENCE_S // 4),
+        ("TCP_KEEPCNT", 2),
+        ("TCP_USER_TIMEOUT", SILENCE_S * 1000),
+    ):
+        sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+class FeederServer:
+    """Listens for training processes, and computes batches for those that know the secret.
+
+    Attributes:
+        endpoint: address, and the fingerprint of the certificate that it made, for the others.
+        packages: versions that a training process must have, too.
+    """
+
+    def __init__(
+        self, host: str, key: str, *, tls: PeerTls | None = None, ports: PortRange = ANY_PORT
+    ) -> None:
+        """Listen, and serve from here on.
+
+        Args:
+            host: this node's address for other nodes.
+            key: the secret.
+            tls: of this node, None if it has no certificate of the cluster.
+            ports: the range of the port.
+
+        Raises:
+            OSError: this machine does not have the address, or no port is free.
+        """
+        made = OwnCertificate() if tls is None and not is_loopback(host) else None
+        self._tls: ConnectionTls | None = made or tls
+        fingerprint = made.fingerprint if made is not None else ""
+        self._key = _bound_to(key, fingerprint)
+        self._batches = BatchServer()
+        self.packages = versions()
+        self._open: set[socket.socket] = set()
+        self._lock = threading.Lock()
+        self._strangers = Strangers()
+        self._room = threading.BoundedSemaphore(CONNECTIONS_MAX)
+        self._threads = threading.BoundedSemaphore(CONNECTIONS_MAX + 2 * STRANGERS_MAX)
+        self._errors = AcceptErrors("training processes that are fed")
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._socket = listen_within(ports, (host, 0), family=family, backlog=BACKLOG)
+        address = format_endpoint(host, self._socket.getsockname()[1])
+        self.endpoint = {"address": address, "fingerprint": fingerprint}
+        threading.Thread(target=self._accept, name="elastic-feeder", daemon=True).start()
+
+    def close(self) -> None:
+        """Accept no more connections, and end the open ones."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # Wakes the thread in `accept`.
+        self._socket.close()
+        with self._lock:
+            for sock in self._open:
+                end(sock)
+
+    def _accept(self) -> None:
+        while self._socket.fileno() >= 0:
+            try:
+                sock, peer = self._socket.accept()
+            except OSError as error:
+                if self._socket.fileno() >= 0:
+                    time.sleep(self._errors.pause_s(error))
+                continue
+            self._strangers.make_room()
+            if not self._threads.acquire(timeout=1.0):
+                sock.close()  # It tries again.
+                continue
+            threading.Thread(target=self._serve, args=(sock, str(peer[0])), daemon=True).start()
+
+    def _serve(self, raw: socket.socket, host: str) -> None:
+        begun: list[socket.socket] = []
+
+        def count(sock: socket.socket) -> None:
+            begun.append(sock)
+            self._strangers.add(sock, host)
+            with self._lock:
+                self._open.add(sock)
+
+        try:
+            with securing(raw, self._tls, is_client=False, begun=count) as sock:
+                line = FeederConnection(sock, is_client=False)
+                request, _ = line.take_request(lambda request: self._key)
+                self._strangers.discard(sock)
+                self._feed(line, request, sock)
+        except (ElasticError, OSError, ValueError) as error:
+            if self._strangers.is_news(host):
+                log.warning("not_fed host=%s error=%r", host, str(error)[:200])
+        finally:
+            for one in begun:
+                self._strangers.discard(one)
+            with self._lock:
+                self._open.difference_update(begun)
+            self._threads.release()
+
+    def _feed(self, line: FeederConnection, request: Mapping[str, Any], sock: Any) -> None:
+        theirs = request.get("versions")
+        refusal = difference(self.packages, theirs if isinstance(theirs, dict) else {})
+        if not self._room.acquire(blocking=False):
+            line.reply(self._key, {"refused": f"{CONNECTIONS_MAX} connections are open"})
+            return
+        try:
+            line.reply(self._key, {"refused": refusal})
+            if not refusal:
+                _watch(sock)
+                self._batches.serve(sock)
+        finally:
+            self._room.release()
+
+
+class FeederOnNode:
+    """A feeder on some node, as a training process sees it."""
+
+    def __init__(
+        self, address: str, fingerprint: str, key: str, tls: PeerTls | None = None
+    ) -> None:
+        """Connect nowhere yet.
+
+        Args:
+            address: "host:port".
+            fingerprint: of the certificate that it made, "" for none.
+            key: the secret.
+            tls: of this node, None if it has no certificate of the cluster.
+        """
+        self._address, self._fingerprint = address, fingerprint
+        self._key, self._tls = _bound_to(key, fingerprint), tls
+        self._lock = threading.Lock()
+        self._sockets: list[socket.socket] = []
+        self._is_closed = False
+
+    @contextlib.contextmanager
+    def connect(self, number: int) -> Iterator[socket.socket]:
+        """Open a connection, on which operations and then requests may be sent.
+
+        Raises:
+            NotAuthorized: it does not know the secret.
+            Refused: its versions differ from ours, or it has too many connections.
+            OSError: it cannot be reached.
+        """
+        tls = lock_of(self._tls, self._address, self._fingerprint)
+        with connecting(self._address, tls, self._begun) as sock:
+            line = FeederConnection(sock, is_client=True)
+            line.ask({"versions": versions()}, self._key)
+            if reason := str(line.read_reply(self._key).get("refused", "")):
+                raise Refused(f"the feeder at {self._address} is not used: {reason}")
+            _watch(sock)
+            yield sock
+
+    def _begun(self, sock: socket.socket) -> None:
+        with self._lock:
+            self._sockets.append(sock)
+            if self._is_closed:
+                end(sock)
+
+    def close(self) -> None:
+        """End all connections."""
+        with self._lock:
+            self._is_closed = True
+            for sock in self._sockets:
+                end(sock)
+
+
+class FeedersOnNodes:
+    """Feeders of a run that are workers of a job of their own.
+
+    Attributes:
+        highest: number of them, at most.
+    """
+
+    def __init__(
+        self, run_path: str, job_id: str, key: str, *, highest: int, tls: PeerTls | None = None
+    ) -> None:
+        """Look nowhere yet.
+
+        Args:
+            run_path: the run directory.
+            job_id: of the job that is fed.
+            key: the secret.
+            highest: number of feeders, at most.
+            tls: of this node, None if it has no certificate of the cluster.
+        """
+        self.highest = highest
+        self._files, self._name = Files(run_path), addresses_file(job_id)
+        self._key, self._tls = key, tls
+        self._known: dict[str, str] = {}
+        self._next_look = 0.0
+
+    def names(self) -> Sequence[str]:
+        """Return the addresses of the present ones.
+
+        Raises:
+            StorageError: the run directory cannot be read.
+            ValueError: the file is damaged.
+        """
+        if time.monotonic() >= self._next_look:
+            self._next_look = time.monotonic() + LOOK_S
+            if self._files.exists(self._name):
+                self._known = {
+                    str(one["address"]): str(one["fingerprint"])
+                    for one in json.loads(self._files.read(self._name))
+                }
+        return [*self._known]
+
+    def start(self, name: str) -> Feeder:
+        """Return the feeder at this address."""
+        return FeederOnNode(name, self._known[name], self._key, self._tls)
+
+    def grow(self) -> None:
+        """Do nothing: the coordinator sees how long training waits, and starts more."""

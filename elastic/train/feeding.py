@@ -1,0 +1,126 @@
+"""The job of a run's feeders: workers that compute batches for the workers of another job.
+
+They are placed by the coordinator like all others, with resources of their own and a priority below
+that of the run, and end with it (`JobSpec.feeds`). Each serves from its start on, whatever becomes
+of the others: their group exists only to have one of them write down the addresses of all.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from elastic.core.config import PRIORITY_MAX, JobSpec
+from elastic.core.world import EntryKind, JobId, Resources, Strategy
+from elastic.errors import UsageError
+from elastic.storage.files import Files
+from elastic.train.config import DataConfig
+from elastic.train.session import require_engine
+
+NAME_CHARS = 80
+
+
+@dataclass(frozen=True)
+class FeederSecret:
+    """What both jobs of a run are given, so that they trust each other.
+
+    Attributes:
+        key: drawn for this attempt of the run.
+    """
+
+    key: str = field(repr=False)
+
+
+def feeders_of(spec: JobSpec, job_id: JobId, config: DataConfig, secret: FeederSecret) -> JobSpec:
+    """Return the job of the feeders of another job.
+
+    Args:
+        spec: the job that is fed.
+        job_id: of the feeders' job.
+        config: their number, and the resources of each.
+        secret: known to both jobs.
+
+    Raises:
+        ConfigError: the resources are not valid.
+    """
+    from elastic.worker.process.entry import pack
+
+    place = {"run_path": spec.run_path, "job_id": spec.job_id, "secret": secret}
+    low, high = config.feeder_bounds
+    entry = replace(
+        spec.entry,
+        kind=EntryKind.FUNCTION,
+        target=f"feeders of {spec.name}",
+        payload=pack(feed, place, {}),
+    )
+    return JobSpec(
+        job_id=job_id,
+        name=f"{spec.name[:NAME_CHARS]}-feeders-{job_id}",
+        entry=entry,
+        min_workers=low,
+        max_workers=high,
+        resources_per_worker=Resources.of(config.feeder_resources or {}),
+        strategy=Strategy.PACK,
+        backend="gloo",
+        hang_timeout_s=0.0,
+        max_failures=-1,
+        priority=max(-PRIORITY_MAX, spec.priority - 1),
+        feeds=spec.job_id,
+    )
+
+
+def feed(config: Mapping[str, Any]) -> None:
+    """Compute batches until the job ends; the function of its workers."""
+    import torch
+
+    from elastic.data.feeder_network import FOLDER, FeederServer, addresses_file
+    from elastic.runtime.peer_tls import PeerTls
+    from elastic.worker.engine.context import current
+
+    context, engine = current(), require_engine("feeders")
+    files = Files(config["run_path"])
+    if context is None or not files.exists("run.json"):
+        raise UsageError(
+            f"the run directory {config['run_path']} is not on this node: feeders need it to say "
+            f"where they are; use a storage path that all nodes share"
+        )
+    for left in files.list(f"{FOLDER}/*.json"):  # By attempts that are over.
+        if left != addresses_file(config["job_id"]):
+            files.delete(left)
+    torch.set_num_threads(1)
+    reach = context.reach
+    tls = PeerTls.at(context.tls)
+    server = FeederServer(reach.host, config["secret"].key, tls=tls, ports=reach.ports)
+
+    def write(endpoints: tuple[bytes, ...]) -> None:
+        listed = [json.loads(one) for one in endpoints]
+        files.write(addresses_file(config["job_id"]), json.dumps(listed).encode())
+
+    engine.stay(json.dumps(server.endpoint).encode(), write)
+
+
+def source_of(config: DataConfig, secret: FeederSecret | None) -> Callable[[], Any] | None:
+    """Return what makes a source of feeders for a dataset of this worker, None for none.
+
+    Args:
+        config: their number.
+        secret: of the feeders' job, None if there is none: then they run beside this worker.
+    """
+    from elastic.data.feeders import beside
+    from elastic.worker.engine.context import current
+
+    low, high = config.feeder_bounds
+    context = current()
+    if secret is None or context is None:
+        return beside(low, high)
+    run_path, job_id, tls = context.run_path, context.job_id, context.tls
+
+    def make() -> Any:
+        from elastic.data.feeder_network import FeedersOnNodes
+        from elastic.runtime.peer_tls import PeerTls
+
+        return FeedersOnNodes(run_path, job_id, secret.key, highest=high, tls=PeerTls.at(tls))
+
+    return make
