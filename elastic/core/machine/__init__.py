@@ -4,7 +4,8 @@ What is where:
 
     coordinator   coordinator takes each event: agent_messages (of agents), requests (of users),
                   reports (of workers). What has changed is settled at the end of the step:
-                  reconcile (one job), queueing and pausing (who gets slots), releasing (nodes)
+                  reconcile (one job), queueing and pausing (who gets slots), feeding (jobs that
+                  compute data for others), releasing (nodes)
     groups        announcing, leaving (of draining nodes), early_leave, links, timeouts
     failures      suspicion, node_liveness, health, charges
     checkpoints   saves (requests for them), copies (on other nodes)

@@ -23,7 +23,7 @@ def settle(cluster: ClusterState, job: JobState) -> int | None:
         job.limits,
         highest=job.spec.max_workers,
         running=len(job.member_ids()),
-        since_ns=job.training_since_ns,
+        since_ns=job.newest.training_since_ns,
         data_wait_ns=sum(one.telemetry.data_wait_ns for one in members),
         wall_ns=sum(one.telemetry.wall_ns for one in members),
         now_ns=cluster.now_ns,
