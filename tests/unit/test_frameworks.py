@@ -171,14 +171,17 @@ def test_the_trainer_of_transformers_goes_on_from_its_own_checkpoint(tmp_path: P
 
 
 def test_the_trainer_of_lightning_goes_on_from_its_own_checkpoint(tmp_path: Path) -> None:
-    """Within the first epoch, at its end, and within the second; steps of an epoch: four."""
+    """Within an epoch, at its last step, and behind it; steps of an epoch: four."""
 
     def trained(name: str, path: str | None = None) -> Any:
         with inside_again():
             saves = ModelCheckpoint(
                 tmp_path / name, "{step}", save_top_k=-1, every_n_train_steps=1, save_last=False
             )
-            options = {"callbacks": [saves], "enable_checkpointing": True}
+            behind = ModelCheckpoint(
+                tmp_path / name, "{epoch}", save_top_k=-1, save_on_train_epoch_end=True
+            )
+            options = {"callbacks": [saves, behind], "enable_checkpointing": True}
             plugins = [RayLightningEnvironment()]
             options |= {
                 "strategy": RayDDPStrategy(global_batch_size=lightning_job.GLOBAL_BATCH),
@@ -191,12 +194,12 @@ def test_the_trainer_of_lightning_goes_on_from_its_own_checkpoint(tmp_path: Path
 
     whole, weights = trained("whole")
     assert whole.global_step == 8
-    for step in (1, 3, 4, 6, 8):
-        (path,) = (tmp_path / "whole").glob(f"step={step}.ckpt")
-        resumed, mine = trained(f"from-{step}", str(path))
+    for place in ("step=1", "step=3", "step=4", "epoch=0", "step=6", "step=8"):
+        (path,) = (tmp_path / "whole").glob(f"{place}.ckpt")
+        resumed, mine = trained(f"from-{place}", str(path))
         assert (resumed.global_step, resumed.current_epoch) == (8, 2)
         assert furthest(weights, mine) == 0
-        if step < 8:
+        if place != "step=8":
             assert resumed.callback_metrics["val_loss"] == whole.callback_metrics["val_loss"]
 
 

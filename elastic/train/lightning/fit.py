@@ -121,6 +121,14 @@ class Fit:
         total = fit.max_epochs if fit.max_epochs not in (None, -1) else sys.maxsize
         progress: Any = fit.epoch_progress.current
         done = 0
+        if progress.ready == progress.processed > progress.completed:
+            # `ckpt_path`, of an epoch's end: Lightning would begin the next one only in its loop,
+            # when the others may have received these counters.
+            fit.epoch_progress.increment_completed()
+            loop = fit.epoch_loop
+            for each in (loop.batch_progress, loop.scheduler_progress):
+                each.reset_on_run()
+            loop.automatic_optimization.optim_progress.reset_on_run()
         if progress.ready > progress.processed:  # `ckpt_path`, of a step within an epoch.
             # Its batches may not include the one at whose end it was written; its steps do.
             state = self.state_dict()
