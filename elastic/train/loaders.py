@@ -8,8 +8,7 @@ Anywhere else it yields this rank's share of one pass, padded to equal size, as 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,7 +25,7 @@ from elastic.train.evaluating import begin_pass, forget_pass
 from elastic.train.expecting import is_whole
 from elastic.train.session import require_context, require_place
 from elastic.worker.data.loader import MicroBatchLoader, Weigh, is_plain
-from elastic.worker.data.seeding import seed_everything, seeded
+from elastic.worker.data.seeding import RandomStates, seed_everything, seeded
 from elastic.worker.data.streams import MicroBatches, StreamLoader
 from elastic.worker.engine.context import WorkerContext
 from elastic.worker.engine.prepared_optimizers import is_training
@@ -327,7 +326,7 @@ class PreparedLoader:
         """Yield this rank's batches of one pass, each sample once."""
         batches, loader = self._by_whole_batches(context)
         engine, seed = context.engine, None
-        if engine is not None and engine.state.optimizers:
+        if engine is not None and engine.keeps:
             # By the place in the run: a worker that has joined has counted other passes.
             batches.epoch = engine.cursor.epoch
             seed = engine.evaluation_seed(_seed_of(self._users, engine.seed))
@@ -338,15 +337,49 @@ class PreparedLoader:
         counts = engine is None or not engine.has_begun
         before = context.timing.switch(EVAL)
         try:
-            with nullcontext() if seed is None else seeded(seed):
-                for number, batch in zip(_each_seeded(sizes, seed), loader, strict=True):
-                    read.sizes[number] = sizes[number]
-                    yield batch
-                    if counts:
-                        context.note_step()
+            for number, batch in self._read(loader, list(sizes), seed, engine):
+                read.sizes[number] = sizes[number]
+                yield batch
+                if counts:
+                    context.note_step()
         finally:
             read.is_open = False
             context.timing.switch(before)
+
+    def _read(
+        self,
+        loader: DataLoader[Any],
+        numbers: Sequence[int],
+        seed: int | None,
+        engine: StepEngine | None,
+    ) -> Iterator[tuple[int, Any]]:
+        """Yield batches with their numbers, by which what each of them draws is seeded.
+
+        Between steps, what the loop's body draws for a batch is seeded, too, and all generators go
+        on as before afterwards. Within a step the body's draws are training's own.
+        """
+        if seed is None or engine is None:
+            yield from zip(numbers, loader, strict=True)
+            return
+        place, before = engine.iteration(), RandomStates()
+
+        def is_between_steps() -> bool:
+            return engine.has_stepped() and engine.iteration() == place
+
+        try:
+            with seeded(seed):
+                batches = iter(loader)
+            for number in numbers:
+                if is_between_steps():
+                    seed_everything(derive(seed, number))
+                    batch = next(batches)
+                else:
+                    with seeded(derive(seed, number)):
+                        batch = next(batches)
+                yield number, batch
+        finally:
+            if is_between_steps():
+                before.restore()
 
     def _next_epoch(self) -> int:
         """Return the number of the pass that begins, and advance the count."""
@@ -404,14 +437,6 @@ def is_trained_with(engine: StepEngine) -> bool:
     """Return whether batches read now are for training, rather than for evaluation."""
     models = engine.state.models
     return torch.is_grad_enabled() and (not models or any(is_training(one) for one in models))
-
-
-def _each_seeded(numbers: Iterable[int], seed: int | None) -> Iterator[int]:
-    """Yield the numbers of batches, each once all that is random in it is seeded."""
-    for number in numbers:
-        if seed is not None:
-            seed_everything(derive(seed, number))
-        yield number
 
 
 def _seed_of(loader: DataLoader[Any], default: int) -> int:

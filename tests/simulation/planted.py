@@ -127,7 +127,7 @@ def forms_groups_above_max(patch: Patch) -> None:
 @bug
 def holds_on_to_a_group_that_it_has_finished_in(patch: Patch) -> None:
     """A member whose train function has returned never closes its connections."""
-    patch.setattr(worker.WorkerMachine, "_let_go", lambda self: None)
+    patch.setattr(worker.WorkerMachine, "_close_group", lambda self: None)
 
 
 @bug
@@ -252,7 +252,7 @@ def replaces_a_group_that_waits_for_a_slow_member(patch: Patch) -> None:
 @bug
 def never_notices_a_hang(patch: Patch) -> None:
     """A hung member is never detected."""
-    patch.setattr(hang.MainThreadState, "stands", lambda self, generation, now_ns: False)
+    patch.setattr(hang.MainThreadState, "is_stalled", lambda self, generation, now_ns: False)
 
 
 @bug

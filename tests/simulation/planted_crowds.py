@@ -228,5 +228,5 @@ def waits_for_others_after_the_last_of_a_wave(patch: Patch) -> None:
     """The last report of a wave waits for further reports, as the first ones do."""
     honest = report_coalescing.may_wait
     patch.setattr(
-        report_coalescing, "may_wait", lambda *args: honest(*args) or args[1].wave is None
+        report_coalescing, "may_wait", lambda *args: honest(*args) or args[1].newest.wave is None
     )

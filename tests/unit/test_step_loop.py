@@ -146,6 +146,38 @@ def test_what_an_evaluation_draws_follows_from_the_place_in_the_run() -> None:
     assert found[0] != found[1] != found[2] != found[3]
 
 
+def test_an_evaluation_that_is_read_beside_training_leaves_its_draws_alone() -> None:
+    found = []
+    for evaluates in (False, True):
+        with inside_again():
+            loop, drawn = Loop.make(), list[float]()
+            with torch.no_grad():
+                held = iter(prepare_data_loader(DataLoader(data(), batch_size=1, shuffle=True)))
+            for _ in train.epochs(2):
+                for _, x, y in loop.loader:
+                    if evaluates:
+                        with torch.no_grad():
+                            next(held, None)
+                    drawn.append(torch.rand(1).item())
+                    square(loop.model(x), y).backward()
+                    loop.optimizer.step()
+            del held
+            found.append(drawn)
+    assert found[0] == found[1]
+
+
+def test_a_hook_of_an_optimizer_may_ask_whether_the_step_is_done() -> None:
+    loop, asked = Loop.make(), []
+    loop.optimizer.register_step_post_hook(lambda *_: asked.append(train.stepped()))
+    for _ in train.epochs(1):
+        for _, x, y in loop.loader:
+            square(loop.model(x), y).backward()
+            loop.optimizer.step()
+            loop.optimizer.zero_grad()
+            train.stepped()
+    assert len(asked) == STEPS
+
+
 def test_what_is_drawn_around_the_pass_of_an_epoch_follows_from_its_number() -> None:
     """A worker that joins there has drawn nothing before, or something else."""
     found = []

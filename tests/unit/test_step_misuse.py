@@ -90,6 +90,23 @@ def test_a_layer_whose_forward_makes_ranks_differ_or_wait_is_refused(
         run(loop)
 
 
+def test_sync_batch_norm_is_refused_once_it_trains() -> None:
+    def loop(model: nn.Module, optimizer: Any, loader: Any) -> int:
+        model.module.added = nn.SyncBatchNorm(2).eval()
+        steps = 0
+        for epoch in train.epochs(2):
+            model.module.added.train(epoch > 0)
+            for (x,) in loader:
+                model(x).sum().backward()
+                optimizer.step()
+                steps += 1
+                assert epoch == 0
+        return steps
+
+    with pytest.raises(UsageError, match="SyncBatchNorm waits in forward"):
+        run(loop)
+
+
 def test_an_optimizer_whose_state_is_in_parts_is_refused() -> None:
     class InParts(torch.optim.SGD):
         def consolidate_state_dict(self, to: int = 0) -> None: ...

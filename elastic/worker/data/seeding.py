@@ -42,21 +42,32 @@ def seed_everything(seed: int) -> None:
     random.seed(seed)
 
 
+class RandomStates:
+    """The states of all of this process's generators."""
+
+    def __init__(self) -> None:
+        self._on_cuda = torch.cuda.default_generators if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]
+        self._states = torch.get_rng_state(), np.random.get_state(), random.getstate()
+        self._states_on_cuda = [generator.get_state() for generator in self._on_cuda]
+
+    def restore(self) -> None:
+        """Continue from them."""
+        torch.set_rng_state(self._states[0])
+        np.random.set_state(self._states[1])
+        random.setstate(self._states[2])
+        for generator, state in zip(self._on_cuda, self._states_on_cuda, strict=True):
+            generator.set_state(state)
+
+
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
     """Seed all of this process's generators for the block, and restore their states afterwards."""
-    on_cuda = torch.cuda.default_generators if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]
-    before = torch.get_rng_state(), np.random.get_state(), random.getstate()
-    before_on_cuda = [generator.get_state() for generator in on_cuda]
+    before = RandomStates()
     seed_everything(seed)
     try:
         yield
     finally:
-        torch.set_rng_state(before[0])
-        np.random.set_state(before[1])
-        random.setstate(before[2])
-        for generator, state in zip(on_cuda, before_on_cuda, strict=True):
-            generator.set_state(state)
+        before.restore()
 
 
 def seed_step(data: Data | None, cursor: Cursor, shard: int = 0) -> None:

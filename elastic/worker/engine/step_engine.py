@@ -145,6 +145,7 @@ class StepEngine(ObjectRegistry):
         self._due, self._padding = PendingOptimizerSteps(), Padding()
         self._values, self._by_steps = StepValues(None), False
         self._watch, self._meets = Divergence(self.state), False
+        self._sync_norms: Mapping[str, torch.nn.SyncBatchNorm] = {}
         self._to_step: list[torch.optim.Optimizer] = []  # To step, in this iteration.
         calls_late = resume_state is not None and resume_state.calls_late
         self._resume_point = ResumePoint(self.state, self._watch, calls_late=calls_late)
@@ -241,6 +242,8 @@ class StepEngine(ObjectRegistry):
         if self.has_begun:
             raise UsageError("train.epochs: a loop over it is running already")
         usage_errors.check_forward(self.state.models)
+        self._sync_norms = usage_errors.sync_norms(self.state.models)
+        usage_errors.check_sync_norms(self._sync_norms)
         self._units = self.state.units()
         units, activity = list(self._units.values()), self._context.activity
         self.recovery = recovery_of(self.state, self.recovery)
@@ -445,6 +448,7 @@ class StepEngine(ObjectRegistry):
 
     def _open_iteration(self, loader: MicroBatches) -> Any:
         """Return the next micro-batch, with everything set for it."""
+        usage_errors.check_sync_norms(self._sync_norms)  # `train()` may come after the beginning.
         timing = self._context.timing
         timing.switch(DATA_WAIT)
         is_again, batch = self._padding.is_under_way, self._padding.take(loader.next)
@@ -519,6 +523,8 @@ class StepEngine(ObjectRegistry):
             before = self._context.timing.switch(CHECKPOINT_STALL)
             self._checkpoints.at_boundary(self.cursor, self.data, self._is_broken, goes_on=True)
             self._context.timing.switch(before)
+        elif is_first and self._leaves:  # All have left the loop by a `break` behind that step.
+            self._together(self._share_logged)
 
     def _settle_snapshot(self) -> None:
         """Wait for what is copied of the state, before it or the script's place changes."""
@@ -714,9 +720,14 @@ class StepEngine(ObjectRegistry):
 
         Of several optimizers those that were not asked to step until then do not in this one.
         """
-        if self._phase in (IterationPhase.DUE, IterationPhase.SETTLED) and len(self._due):
+        is_asked = self._phase in (IterationPhase.DUE, IterationPhase.SETTLED) and len(self._due)
+        if is_asked and not self._due.is_stepping:  # Optimizers' hooks ask, too.
             self._commit()
         return self.has_stepped()
+
+    def iteration(self) -> object:
+        """Return what differs once the loop has gone on, or has stepped."""
+        return self.cursor, self._phase, id(self._batch)
 
     def once(self, call: Callable[[], Any], *, thing: object = None) -> Any:
         """Do for the step what a loop asks for in each iteration: now, with it, or not at all."""

@@ -5,7 +5,7 @@ Rule: each text says what was found and what to write instead.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import nn
 
@@ -75,7 +75,7 @@ def read_again(epoch: int) -> UsageError:
 
 
 def check_forward(models: Sequence[nn.Module]) -> None:
-    """Refuse layers whose forward makes ranks differ, or waits for the forward of other ranks.
+    """Refuse layers that change their weights in forward, each rank by what it has read.
 
     Raises:
         UsageError: naming one.
@@ -89,13 +89,32 @@ def check_forward(models: Sequence[nn.Module]) -> None:
                     f"that they differ between ranks: leave max_norm out, and limit all rows where "
                     f"train.stepped() is true, as by weight.data.renorm_(2, 0, max_norm)"
                 )
-            if isinstance(part, nn.SyncBatchNorm) and part.training:
-                raise UsageError(
-                    f"model {number}, {name}: SyncBatchNorm waits in forward for all ranks, which "
-                    f"have different numbers of micro-batches, and normalizes by as many as there "
-                    f"are workers: use BatchNorm with a larger batch_size of the loader; its "
-                    f"running statistics are averaged over the whole step"
-                )
+
+
+def sync_norms(models: Sequence[nn.Module]) -> dict[str, nn.SyncBatchNorm]:
+    """Return the layers whose forward waits for that of other ranks while they train."""
+    return {
+        f"model {number}, {name}": part
+        for number, model in enumerate(models)
+        for name, part in model.named_modules()
+        if isinstance(part, nn.SyncBatchNorm)
+    }
+
+
+def check_sync_norms(layers: Mapping[str, nn.SyncBatchNorm]) -> None:
+    """Refuse those that train.
+
+    Raises:
+        UsageError: naming one.
+    """
+    for name, layer in layers.items():
+        if layer.training:
+            raise UsageError(
+                f"{name}: SyncBatchNorm waits in forward for all ranks, which have different "
+                f"numbers of micro-batches, and normalizes by as many as there are workers: use "
+                f"BatchNorm with a larger batch_size of the loader; its running statistics are "
+                f"averaged over the whole step"
+            )
 
 
 def not_stepped(cursor: Cursor) -> UsageError:
