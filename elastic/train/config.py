@@ -360,8 +360,8 @@ class RunConfig:
         worker_runtime_env: the same in Ray's format: {"env_vars": {...}}.
         priority: on a cluster with several jobs, higher ones are placed first; -1000 to 1000.
         preemptible: False: the job keeps its min even when one of higher priority waits.
-        given: names of the fields that the caller has set; `Tuner` takes the others from its
-            trainer's.
+        given: names of the fields that the caller has set, after `dataclasses.replace` of those
+            that differ from the default; `Tuner` takes the others from its trainer's.
     """
 
     given: ClassVar[tuple[str, ...]] = ()
@@ -384,8 +384,12 @@ class RunConfig:
     def __new__(cls, *values: Any, **named: Any) -> Self:
         """Note what is given, also where it equals the default."""
         made = super().__new__(cls)
-        first = [one.name for one in fields(cls)][: len(values)]
-        object.__setattr__(made, "given", (*first, *named))
+        names = [one.name for one in fields(cls)]
+        passed = {**dict(zip(names, values, strict=False)), **named}
+        if len(passed) == len(names):  # By dataclasses.replace, which passes those not set, too.
+            default = cls()
+            passed = {key: one for key, one in passed.items() if one != getattr(default, key)}
+        object.__setattr__(made, "given", tuple(passed))
         return made
 
     def __post_init__(self) -> None:

@@ -168,12 +168,12 @@ def run(
     scheduler: TrialScheduler | None = None,
     checkpoint_config: CheckpointConfig | None = None,
     verbose: int | None = None,
-    log_to_file: Any = False,
+    log_to_file: Any = None,
     trial_name_creator: Callable[[Trial], str] | None = None,
     trial_dirname_creator: Callable[[Trial], str] | None = None,
     sync_config: SyncConfig | None = None,
-    max_failures: int = 0,
-    fail_fast: bool | str = False,
+    max_failures: int | None = None,
+    fail_fast: bool | str | None = None,
     reuse_actors: bool | None = None,
     raise_on_failed_trial: bool = True,
     callbacks: Any = None,
@@ -185,7 +185,8 @@ def run(
 
     Arguments are those of `TuneConfig`, `RunConfig` and `FailureConfig`, except for these:
     `run_or_experiment` is the function or trainer, `config` the space, `resources_per_trial` as in
-    `tune.with_resources`; with `raise_on_failed_trial` failed trials are an error at the end.
+    `tune.with_resources`; with `raise_on_failed_trial` failed trials are an error at the end. What
+    is not passed is as in the trainer's `RunConfig`; `max_failures` and `fail_fast` are one part.
 
     Raises:
         TuneError: trials have failed; its `result` is what would have been returned.
@@ -194,6 +195,7 @@ def run(
     _check_others(others)
     if resources_per_trial is not None:
         run_or_experiment = with_resources(run_or_experiment, resources_per_trial)
+    failures = _passed(max_failures=max_failures, fail_fast=fail_fast)
     tuner = Tuner(
         run_or_experiment,
         param_space=config,
@@ -211,16 +213,18 @@ def run(
             trial_dirname_creator=trial_dirname_creator,
         ),
         run_config=RunConfig(
-            name=name,
-            storage_path=storage_path,
-            storage_filesystem=storage_filesystem,
-            failure_config=FailureConfig(max_failures=max_failures, fail_fast=fail_fast),
-            checkpoint_config=checkpoint_config or CheckpointConfig(),
-            sync_config=sync_config or SyncConfig(),
-            stop=stop,
-            callbacks=callbacks or (),
-            log_to_file=log_to_file,
-            verbose=verbose,
+            **_passed(
+                name=name,
+                storage_path=storage_path,
+                storage_filesystem=storage_filesystem,
+                failure_config=FailureConfig(**failures) if failures else None,
+                checkpoint_config=checkpoint_config,
+                sync_config=sync_config,
+                stop=stop,
+                callbacks=callbacks,
+                log_to_file=log_to_file,
+                verbose=verbose,
+            )
         ),
     )
     analysis = ExperimentAnalysis(tuner.fit().experiment_path)
@@ -239,6 +243,10 @@ def failed_trials(analysis: ExperimentAnalysis) -> TuneError:
     )
     error.result, error.__cause__ = analysis, first
     return error
+
+
+def _passed(**values: Any) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def _check_others(others: Mapping[str, Any]) -> None:

@@ -134,6 +134,7 @@ class Tuner:
         tuner = cls(
             trainable, param_space=space, tune_config=stored["tune_config"], run_config=run_config
         )
+        tuner._run_config = run_config  # As it was, whatever this trainer's is.
         tuner._path = where
         tuner._again = (resume_unfinished, resume_errored, restart_errored)
         return tuner

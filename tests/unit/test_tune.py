@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from random import Random
@@ -140,7 +141,7 @@ def test_a_trainer_takes_a_config_in_both_nestings(tmp_path: Path) -> None:
     assert scaled.job_spec().max_workers == 3
 
 
-def test_a_tuners_run_config_overrides_its_trainers_also_with_a_default() -> None:
+def test_a_tuners_run_config_overrides_its_trainers_also_with_a_default(study: StudyLog) -> None:
     def train() -> None: ...
 
     own = RunConfig(failure_config=FailureConfig(max_failures=3), priority=5)
@@ -150,6 +151,12 @@ def test_a_tuners_run_config_overrides_its_trainers_also_with_a_default() -> Non
     )
     assert tuner._run_config.failure_config.max_failures == 0
     assert (tuner._run_config.name, tuner._run_config.priority) == ("n", 5)
+    tuner._store(study.files)
+    restored = tune.Tuner.restore(study.files.path, TorchTrainer(train, run_config=own))
+    assert restored._run_config.failure_config.max_failures == 0
+    changed = replace(RunConfig(name="a"), name="n", priority=2)
+    tuner = tune.Tuner(TorchTrainer(train, run_config=own), run_config=changed)
+    assert tuner._run_config == replace(own, name="n", priority=2)
     for where in (TorchTrainer, tune.Tuner):
         asks = RunConfig(checkpoint_config=tune.CheckpointConfig(checkpoint_frequency=2))
         with pytest.raises(ConfigError, match="checkpoint_frequency"):
@@ -528,7 +535,17 @@ def test_run_raises_for_failed_trials_and_names_what_it_does_not_take(
     assert isinstance(raised.value.result, tune.ExperimentAnalysis)
     assert tuners[0]._run_config.checkpoint_config == keep
     assert tuners[0]._run_config.failure_config.fail_fast is True
-    assert len(tune.run(print, raise_on_failed_trial=False)) == 3
+    own = RunConfig(
+        failure_config=FailureConfig(max_failures=3),
+        checkpoint_config=keep,
+        stop={"loss": 1.0},
+        log_to_file=True,
+    )
+    trainer = TorchTrainer(print, run_config=own)
+    assert len(tune.run(trainer, name="n", raise_on_failed_trial=False)) == 3
+    assert tuners[1]._run_config == replace(own, name="n")
+    tune.run(trainer, max_failures=0, raise_on_failed_trial=False)
+    assert tuners[2]._run_config == replace(own, failure_config=FailureConfig())
     with pytest.raises(UsageError, match=r"local_dir='/x'\).*: storage_path="):
         tune.run(print, local_dir="/x")
     with pytest.raises(UsageError, match="unknown argument: confg"):
