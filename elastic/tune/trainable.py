@@ -12,19 +12,20 @@ Rule: `steps` makes it a function that reports, as any other trial; nothing else
 from __future__ import annotations
 
 import json
-import os
-import pickle
 import tempfile
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from elastic.errors import UsageError
 from elastic.train.checkpoint import Checkpoint
+from elastic.train.dict_checkpoint import read_dict, write_dict
 from elastic.tune.session import get_checkpoint, get_context, report
 
 DONE, SHOULD_CHECKPOINT = "done", "should_checkpoint"
 """Keys of a step's result: the trial ends after it, or saves a checkpoint."""
-STATE, DICT = "trainable.json", "trainable.pkl"
+STATE = "trainable.json"
+"""File beside what a class saves: of which trial, how far it is, and whether a dict was saved."""
 
 
 class Trainable:
@@ -66,7 +67,7 @@ class Trainable:
         raise NotImplementedError
 
     def save_checkpoint(self, checkpoint_dir: str) -> Any:
-        """Write a checkpoint to a folder, or return it as a dict."""
+        """Write a checkpoint to a folder, or return it as a dict; see `Checkpoint.from_dict`."""
         raise NotImplementedError
 
     def load_checkpoint(self, checkpoint: Any) -> None:
@@ -99,9 +100,8 @@ def steps(kind: type[Trainable], every: int) -> Callable[..., None]:
         one.config = config
         one.setup(config, **parameters)
         checkpoint = get_checkpoint()
-        if checkpoint is not None:
-            _load(one, checkpoint)
-        is_done = False
+        # Its last step may be recorded already, if the trial was killed before its end.
+        is_done = checkpoint is not None and _load(one, checkpoint)
         while not is_done:
             metrics = one.step()
             if not isinstance(metrics, Mapping):
@@ -114,7 +114,7 @@ def steps(kind: type[Trainable], every: int) -> Callable[..., None]:
             is_due = every and (is_done or one.iteration % every == 0)
             if is_due or metrics.get(SHOULD_CHECKPOINT):
                 with tempfile.TemporaryDirectory() as folder:
-                    report(metrics, checkpoint=_saved(one, folder))
+                    report(metrics, checkpoint=_saved(one, folder, is_done))
             else:
                 report(metrics)
         one.cleanup()
@@ -136,25 +136,35 @@ def checkpoints_every(kind: type[Trainable], frequency: int | None, at_end: bool
     return 1 if at_end or frequency is None else frequency
 
 
-def _saved(one: Trainable, folder: str) -> Checkpoint:
-    state = one.save_checkpoint(folder)
-    if isinstance(state, dict):
-        with open(os.path.join(folder, DICT), "wb") as file:
-            pickle.dump(state, file)
-    with open(os.path.join(folder, STATE), "w", encoding="utf-8") as file:
-        json.dump({"iteration": one.iteration}, file)
+def _saved(one: Trainable, folder: str, is_done: bool) -> Checkpoint:
+    """Return a checkpoint in a folder.
+
+    Raises:
+        UsageError: the class returned a dict that cannot be read back without running code.
+    """
+    saved = one.save_checkpoint(folder)
+    is_dict = isinstance(saved, dict)
+    if is_dict:
+        try:
+            write_dict(saved, Path(folder))
+        except UsageError as error:
+            raise UsageError(
+                f"{type(one).__name__}.save_checkpoint returned a dict that cannot be stored "
+                f"(write such values into checkpoint_dir, and return no dict): {error}"
+            ) from error
+    state = {"iteration": one.iteration, "done": is_done, "trial": _trial(), "dict": is_dict}
+    Path(folder, STATE).write_text(json.dumps(state), encoding="utf-8")
     return Checkpoint.from_directory(folder)
 
 
-def _load(one: Trainable, checkpoint: Checkpoint) -> None:
+def _load(one: Trainable, checkpoint: Checkpoint) -> bool:
+    """Load a checkpoint; return whether this trial was done then, as no clone of it is."""
     with checkpoint.as_directory() as folder:
-        state = os.path.join(folder, STATE)
-        if os.path.exists(state):
-            with open(state, encoding="utf-8") as file:
-                one.iteration = int(json.load(file)["iteration"])
-        stored = os.path.join(folder, DICT)
-        if not os.path.exists(stored):
-            one.load_checkpoint(folder)
-            return
-        with open(stored, "rb") as file:
-            one.load_checkpoint(pickle.load(file))
+        state = json.loads(Path(folder, STATE).read_text(encoding="utf-8"))
+        one.iteration = int(state["iteration"])
+        one.load_checkpoint(read_dict(Path(folder)) if state["dict"] else folder)
+        return bool(state["done"]) and state["trial"] == _trial()
+
+
+def _trial() -> str:
+    return get_context().get_trial_id()

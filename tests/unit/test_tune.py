@@ -11,6 +11,7 @@ from random import Random
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import optuna
 import pytest
 from click.testing import CliRunner
@@ -165,7 +166,7 @@ def test_a_tuners_run_config_overrides_its_trainers_also_with_a_default(study: S
 
 class Counting(tune.Trainable):
     def setup(self, config: dict[str, Any], by: int = 1) -> None:
-        self.value, self.by = config["begin"], by
+        self.value, self.by, self.is_clean = config["begin"], by, config.get("is_clean", [])
 
     def step(self) -> dict[str, Any]:
         self.value += self.by
@@ -176,6 +177,9 @@ class Counting(tune.Trainable):
 
     def load_checkpoint(self, checkpoint: Any) -> None:
         self.value = checkpoint["value"]
+
+    def cleanup(self) -> None:
+        self.is_clean.append(self.value)
 
 
 class CountingInFiles(Counting):
@@ -199,21 +203,42 @@ def test_a_class_steps_saves_and_goes_on_as_a_function_does(
 
     monkeypatch.setattr(trainable, "report", report)
     monkeypatch.setattr(trainable, "get_checkpoint", lambda: None)
+    monkeypatch.setattr(trainable, "get_context", lambda: SimpleNamespace(get_trial_id=lambda: me))
+    me = "mine_00001"
     spec = Recipe(as_trainable(tune.with_parameters(kind, by=2)), RunConfig(), str(tmp_path))
     assert spec.trainer("run", {"begin": 10}).train_loop_config == {"begin": 10}
     trainable.steps(kind, 2)({"begin": 10}, by=2)
     assert [(value, bool(path)) for value, path in reports] == [
         (12, False), (14, True), (16, False), (18, True),
     ]  # fmt: skip
-    start = tune.Checkpoint(str(reports[1][1]))
-    monkeypatch.setattr(trainable, "get_checkpoint", lambda: start)
+    middle, end = (tune.Checkpoint(str(reports[place][1])) for place in (1, 3))
+    monkeypatch.setattr(trainable, "get_checkpoint", lambda: middle)
     del reports[:]
     trainable.steps(kind, 0)({"begin": 0})
     assert reports == [(15, None), (16, None)]
+    # Killed behind its last step, a trial only cleans up; another trial goes on from there.
+    monkeypatch.setattr(trainable, "get_checkpoint", lambda: end)
+    is_clean: list[int] = []
+    trainable.steps(kind, 0)({"begin": 0, "is_clean": is_clean})
+    assert (len(reports), is_clean) == (2, [18])
+    me = "mine_00002"
+    one_more = kind.step
+    monkeypatch.setattr(kind, "step", lambda self: {**one_more(self), "done": True})
+    trainable.steps(kind, 0)({"begin": 0})
+    assert reports[2:] == [(19, None)]
     every = [trainable.checkpoints_every(kind, *given) for given in ((None, None), (4, None),
              (0, None), (4, True))]  # fmt: skip
     assert every == [1, 4, 0, 1]
     assert trainable.checkpoints_every(tune.Trainable, None, True) == 0
+
+
+def test_a_class_saves_only_what_is_read_back_without_running_code(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(trainable, "get_checkpoint", lambda: None)
+    said = r"Counting.save_checkpoint returned a dict that .*value \['value'\] is a numpy.float64"
+    with pytest.raises(UsageError, match=said):
+        trainable.steps(Counting, 1)({"begin": np.float64(1)})
 
 
 def test_bundles_of_resources_are_added_up(tmp_path: Path) -> None:
