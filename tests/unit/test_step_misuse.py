@@ -112,7 +112,8 @@ def test_an_optimizer_whose_state_is_in_parts_is_refused() -> None:
         def consolidate_state_dict(self, to: int = 0) -> None: ...
 
     def loop(model: nn.Module, *_: Any) -> None:
-        prepare_optimizer(InParts(model.parameters(), lr=0.1))
+        prepare_optimizer(InParts(model.parameters(), lr=0.1)).step()  # A plain loop may.
+        next(iter(train.epochs(1)))
 
     with pytest.raises(UsageError, match="InParts keeps a part of its state on each rank"):
         run(loop)

@@ -35,7 +35,6 @@ class ObjectRegistry:
     def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Let an optimizer step once for each step; UsageError if it is prepared already."""
         usage_errors.check_early("prepare_optimizer", self.has_begun)
-        usage_errors.check_whole(optimizer)
         adopt_optimizer(optimizer, cast("EngineSteps", self))
         self.state.optimizers.append(optimizer)
 

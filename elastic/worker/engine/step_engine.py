@@ -244,6 +244,7 @@ class StepEngine(ObjectRegistry):
         usage_errors.check_forward(self.state.models)
         self._sync_norms = usage_errors.sync_norms(self.state.models)
         usage_errors.check_sync_norms(self._sync_norms)
+        usage_errors.check_whole(self.state.optimizers)
         self._units = self.state.units()
         units, activity = list(self._units.values()), self._context.activity
         self.recovery = recovery_of(self.state, self.recovery)

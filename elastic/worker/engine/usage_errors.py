@@ -35,18 +35,19 @@ def check_early(what: str, has_begun: bool) -> None:
         )
 
 
-def check_whole(optimizer: object) -> None:
+def check_whole(optimizers: Sequence[object]) -> None:
     """Refuse an optimizer of which each rank has a part, as torch's ZeroRedundancyOptimizer.
 
     Raises:
-        UsageError: it is one.
+        UsageError: one of them is one.
     """
-    if hasattr(optimizer, "consolidate_state_dict"):
-        raise UsageError(
-            f"prepare_optimizer: {type(optimizer).__name__} keeps a part of its state on each "
-            f"rank, which would be lost with it: prepare the optimizer that it is made of, for all "
-            f"parameters, or shard the model by prepare_model(model, parallel_strategy='fsdp')"
-        )
+    for optimizer in optimizers:
+        if hasattr(optimizer, "consolidate_state_dict"):
+            raise UsageError(
+                f"train.epochs: {type(optimizer).__name__} keeps a part of its state on each rank, "
+                f"which would be lost with it: prepare the optimizer that it is made of, for all "
+                f"parameters, or shard the model by prepare_model(model, parallel_strategy='fsdp')"
+            )
 
 
 def outside_epochs() -> UsageError:
