@@ -8,6 +8,7 @@ that another thread raises in this one is delivered.
 from __future__ import annotations
 
 import logging
+import random
 import time
 from collections.abc import Callable
 from typing import TypeVar
@@ -43,6 +44,8 @@ def with_timeout(action: Callable[[], T], patience_s: float, what: str) -> T:
     """
     if patience_s <= 0:
         return action()
+    # Not the global generator: the user's functions draw from that. Nor one that forks share.
+    dice = random.Random()
 
     def log_retry(state: tenacity.RetryCallState) -> None:
         error = state.outcome.exception() if state.outcome else None
@@ -51,9 +54,10 @@ def with_timeout(action: Callable[[], T], patience_s: float, what: str) -> T:
             what, state.attempt_number, state.upcoming_sleep, reason_of(error) if error else "",
         )  # fmt: skip
 
+    longest = tenacity.wait_exponential(multiplier=FIRST_PAUSE_S, max=PAUSE_S_MAX)
     attempts = tenacity.Retrying(
         retry=tenacity.retry_if_exception(is_passing),
-        wait=tenacity.wait_random_exponential(multiplier=FIRST_PAUSE_S, max=PAUSE_S_MAX),
+        wait=lambda state: dice.uniform(0, longest(state)),
         stop=tenacity.stop_before_delay(patience_s),
         sleep=_pause,
         before_sleep=log_retry,
