@@ -352,7 +352,7 @@ class EntryKind(Enum):
     """The kind of code that a worker runs."""
 
     FUNCTION = "function"
-    """`payload` is a pickled (train function, config) pair."""
+    """`payload` is what `pack` returned: a train function, its config, and more."""
     SCRIPT = "script"
     MODULE = "module"
 
@@ -364,8 +364,8 @@ class Entry:
     Attributes:
         kind: what `target` and `payload` mean.
         target: path of the script, dotted name of the module, or the function's name for people.
-        args: command line arguments for a script or a module; of a function those of its driver.
-        payload: the pickled function and its config.
+        args: command line arguments for a script or a module.
+        payload: the pickled arguments of a function's driver, then the function and its config.
         working_dir: directory to run in, "" for the agent's own.
         python_path: directories put before sys.path.
         env: (name, value) pairs for the worker's environment.

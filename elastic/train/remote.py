@@ -26,7 +26,6 @@ import json
 import os
 import pickle
 import secrets
-import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -134,7 +133,6 @@ class RemoteFunction:
         entry = Entry(
             kind=EntryKind.FUNCTION,
             target=target,
-            args=tuple(sys.argv[1:]),
             payload=pack(functools.partial(call, self._function, args, named, key), None, {}),
             working_dir=os.getcwd(),
             python_path=python_path(),

@@ -682,7 +682,6 @@ class DataParallelTrainer:
         entry = Entry(
             kind=EntryKind.FUNCTION,
             target=getattr(function, "__qualname__", repr(function)),
-            args=tuple(sys.argv[1:]),
             payload=pack(function, self.train_loop_config, self._options()),
             working_dir=os.getcwd(),
             python_path=python_path(),

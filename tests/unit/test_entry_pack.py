@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import pickle
+import sys
 import traceback
 from typing import Any
 
@@ -20,7 +22,9 @@ def made() -> Any:
 
 
 def test_a_traceback_of_a_function_that_was_sent_names_file_and_line() -> None:
-    function, config, options = pickle.loads(pack(made(), {"lr": 1}, {"a": "<dynamic-code>"}))
+    packed = io.BytesIO(pack(made(), {"lr": 1}, {"a": "<dynamic-code>"}))
+    assert pickle.load(packed) == sys.argv[1:]
+    function, config, options = pickle.load(packed)
     assert (config, options) == ({"lr": 1}, {"a": "<dynamic-code>"})
     try:
         function()

@@ -14,6 +14,7 @@ import pytest
 from elastic.core.world import Entry, EntryKind
 from elastic.errors import UsageError
 from elastic.train.torch import TorchTrainer
+from elastic.wire.codec_jobs import submit_request
 from elastic.worker.process import entry
 from tests.patience import DEADLINE_S
 
@@ -49,7 +50,8 @@ def test_what_cannot_be_pickled_is_refused_with_what_to_do() -> None:
 def test_a_payload_of_something_else_is_refused() -> None:
     import cloudpickle
 
-    wrong = Entry(EntryKind.FUNCTION, "f", payload=cloudpickle.dumps((7, None, {})))
+    packed = cloudpickle.dumps([]) + cloudpickle.dumps((7, None, {}))
+    wrong = Entry(EntryKind.FUNCTION, "f", payload=packed)
     with pytest.raises(UsageError, match="is a int"):
         entry.load(wrong)
 
@@ -157,10 +159,13 @@ def test_modules_of_a_function_read_the_arguments_of_its_driver(
 
         return list(also_reads_arguments.NAMES)
 
-    monkeypatch.setattr(sys, "argv", ["train.py", "--lr", "0.1"])
-    job = TorchTrainer(function)._spec("run").entry
+    monkeypatch.setattr(sys, "argv", ["train.py", "--key", "\udcff"])  # A byte that is no UTF-8.
+    spec = TorchTrainer(function)._spec("run")
+    submit_request(spec)
+    job = spec.entry
+    assert not job.args  # Everyone sees these.
     monkeypatch.setattr(sys, "argv", ["worker", "--of-our-own"])
-    assert entry.load(job)().run() == ["--lr", "0.1"]
+    assert entry.load(job)().run() == ["--key", "\udcff"]
     del sys.modules["also_reads_arguments"]
 
 

@@ -13,6 +13,7 @@ import inspect
 import io
 import logging
 import os
+import pickle
 import runpy
 import sys
 import threading
@@ -64,13 +65,17 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
 
 def pack(function: Callable[..., Any], config: Any, options: Mapping[str, Any]) -> bytes:
-    """Return the payload of a FUNCTION entry.
+    """Return the payload of a FUNCTION entry, with the arguments of this process.
+
+    They come first: modules may read them while the function is unpickled. They are not the
+    entry's `args`, which everyone sees: they may be secret, or no Unicode.
 
     Raises:
         UsageError: something in it cannot be pickled.
     """
     try:
-        packed = io.BytesIO()
+        packed = io.BytesIO(pickle.dumps(sys.argv[1:]))
+        packed.seek(0, io.SEEK_END)
         _Pickler(packed).dump((function, config, dict(options)))
         return packed.getvalue()
     except Exception as error:
@@ -109,7 +114,6 @@ def load(entry: Entry, *, imports_ahead: bool = True) -> Callable[[], EntryCall]
     for directory in reversed(entry.python_path):
         put_first(directory)
     if entry.kind is EntryKind.FUNCTION:
-        sys.argv = [RUN_NAME, *entry.args]  # As its modules read it in the driver.
         _function_call(entry)  # An import error is known before the group forms.
         return lambda: _function_call(entry)
     run: Callable[[], None]
@@ -141,7 +145,9 @@ def end_script() -> None:
 
 
 def _function_call(entry: Entry) -> EntryCall:
-    function, config, options = cloudpickle.loads(entry.payload)
+    packed = io.BytesIO(entry.payload)
+    sys.argv = [RUN_NAME, *pickle.load(packed)]  # As its modules read it in the driver.
+    function, config, options = pickle.load(packed)
     if not callable(function):
         raise UsageError(f"the train function of {entry.target} is a {type(function).__name__}")
     if level := options.get("log_level"):
