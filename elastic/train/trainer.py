@@ -478,7 +478,10 @@ class DataParallelTrainer:
     def _submit_feeders(
         self, client: Client, cluster: ClusterConnection, spec: JobSpec, secret: FeederSecret
     ) -> None:
-        """Submit the job that feeds this one, or stop this one."""
+        """Submit the job that feeds this one, which trains without if the cluster takes no more.
+
+        If that is for another reason, such as resources that no node has, this one is stopped.
+        """
         from elastic.client.jobs import new_job_id
         from elastic.train.cluster import check_fits
         from elastic.train.feeding import feeders_of
@@ -488,6 +491,8 @@ class DataParallelTrainer:
             if cluster.is_embedded:
                 check_fits(feeders, [known.node for known in client.status().view.nodes])
             client.submit(feeders)
+        except (Unavailable, Refused) as error:
+            print_stderr(f"run {spec.name} trains without feeders: {error}")
         except BaseException:
             _stop(client, spec, "its feeders were not accepted")
             raise

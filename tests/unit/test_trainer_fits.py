@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 import elastic.client.jobs
 import elastic.train.cluster
-from elastic import train
+from elastic import data, train
 from elastic.client.embedded import ClusterConnection
-from elastic.core.world import Node, NodeId, Resources
-from elastic.errors import UsageError
+from elastic.core.world import JobId, Node, NodeId, Resources
+from elastic.errors import Refused, UsageError
 from elastic.train.torch import TorchTrainer
 
 
@@ -97,3 +98,28 @@ def test_a_cluster_that_can_grow_is_not_judged(tmp_path: Path, cluster: ClusterC
     cluster.processes.clear()
     with pytest.raises(Submitted):
         fit(tmp_path, use_gpu=True)
+
+
+def test_a_run_whose_feeders_are_not_taken_trains_without(
+    cluster: ClusterConnection,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    taken: list[Any] = []
+
+    def submit(_: FakeClient, spec: Any) -> None:
+        if spec.feeds:
+            raise Refused("too many jobs")
+        taken.append(spec)
+
+    monkeypatch.setattr(FakeClient, "submit", submit)
+    trainer = TorchTrainer(
+        lambda: None,
+        datasets={"train": data.range(4)},
+        dataset_config=train.DataConfig(num_feeders=1, feeder_resources={"CPU": 1}),
+        run_config=train.RunConfig(name="r", storage_path=tmp_path),
+    )
+    spec = dataclasses.replace(trainer.job_spec(), job_id=JobId("j"))
+    assert trainer.submit(spec, cast("Any", FakeClient()), cluster) == taken[0]
+    assert "run r trains without feeders: too many jobs" in capsys.readouterr().err
