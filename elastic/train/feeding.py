@@ -7,6 +7,7 @@ of the others: their group exists only to have one of them write down the addres
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -14,7 +15,7 @@ from typing import Any
 
 from elastic.core.config import PRIORITY_MAX, JobSpec
 from elastic.core.world import EntryKind, JobId, Resources, Strategy
-from elastic.errors import UsageError
+from elastic.errors import StorageError, StorageNotShared
 from elastic.storage.files import Files
 from elastic.train.config import DataConfig
 from elastic.train.session import require_engine
@@ -82,21 +83,26 @@ def feed(config: Mapping[str, Any]) -> None:
     context, engine = current(), require_engine("feeders")
     files = Files(config["run_path"])
     if context is None or not files.exists("run.json"):
-        raise UsageError(
+        raise StorageNotShared(
             f"the run directory {config['run_path']} is not on this node: feeders need it to say "
             f"where they are; use a storage path that all nodes share"
         )
-    for left in files.list(f"{FOLDER}/*.json"):  # By attempts that are over.
-        if left != addresses_file(config["job_id"]):
-            files.delete(left)
+    name = addresses_file(config["job_id"])
+    # By attempts that are over.
+    left = [one for one in files.list(f"{FOLDER}/*.json") if one != name]
     torch.set_num_threads(1)
     reach = context.reach
     tls = PeerTls.at(context.tls)
     server = FeederServer(reach.host, config["secret"].key, tls=tls, ports=reach.ports)
 
+    at_once = Files(config["run_path"], patience_s=0.0)  # It may be asked to leave meanwhile.
+
     def write(endpoints: tuple[bytes, ...]) -> None:
         listed = [json.loads(one) for one in endpoints]
-        files.write(addresses_file(config["job_id"]), json.dumps(listed).encode())
+        at_once.write(name, json.dumps(listed).encode())
+        while left:
+            with contextlib.suppress(StorageError):  # Gone, or the next attempt deletes it.
+                at_once.delete(left.pop())
 
     engine.stay(json.dumps(server.endpoint).encode(), write)
 

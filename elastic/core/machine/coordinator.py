@@ -285,8 +285,6 @@ class CoordinatorMachine:
             job = JobState(spec, cluster.sequence, JobPhase.PENDING, cluster.now_ns)
             job.reason, job.submitter = "submitted", event.submitter
             job.unix_ahead_ns = cluster.unix_ahead_ns
-            if spec.feeds:
-                job.bounds = (spec.min_workers, spec.min_workers)
             cluster.jobs[job.job_id] = job
             cluster.do(Persist((job.record(),)), Reply(event.request_id, "", job.job_id))
             cluster.note(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from elastic.core.events.coordinator import Persist
+from elastic.core.machine.job_parts import Growth
 from elastic.core.machine.jobs import ClusterState, JobState
 from elastic.core.policy import feeding
 
@@ -18,22 +18,25 @@ def settle(cluster: ClusterState, job: JobState) -> int | None:
     fed = cluster.jobs.get(job.spec.feeds)
     if fed is None or not job.is_open:
         return None
-    members = [fed.workers[one] for one in fed.member_ids() if one in fed.workers]
+    trains = fed.is_open and fed.newest.training_since_ns is not None
+    members = [fed.workers[one] for one in fed.member_ids() if one in fed.workers] if trains else []
+    before, limits = job.growth, job.limits
     decision = feeding.decide(
-        job.limits,
-        highest=job.spec.max_workers,
+        limits,
+        highest=job.permitted[1],
         running=len(job.member_ids()),
         since_ns=job.newest.training_since_ns,
+        measured_ns=min((one.measured_ns for one in members), default=0),
         data_wait_ns=sum(one.telemetry.data_wait_ns for one in members),
         wall_ns=sum(one.telemetry.wall_ns for one in members),
+        share_before=before.share if before.fed == fed.generation else None,
         now_ns=cluster.now_ns,
     )
-    if decision.value != job.limits.max_workers:
-        job.bounds = (job.limits.min_workers, decision.value)
-        cluster.do(Persist((job.record(),)))
-        low, high = job.bounds
+    if decision.value is not None:
+        job.growth = Growth(limits.max_workers + 1, fed.generation, decision.value)
         cluster.note(
-            "job_scaled", job.job_id, min_workers=low, max_workers=high, reason=decision.reason
-        )
+            "job_scaled", job.job_id, min_workers=limits.min_workers,
+            max_workers=job.growth.workers, reason=decision.reason,
+        )  # fmt: skip
         cluster.touch_active()
     return decision.wake_ns

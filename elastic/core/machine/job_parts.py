@@ -205,3 +205,18 @@ class JobReports:
     metrics: str = ""
     newest: tuple[Generation, int] = (NO_GENERATION, -1)
     micro_batches: int = 0
+
+
+@dataclass(frozen=True)
+class Growth:
+    """How far a job that feeds another one has grown; as far as its newest group after a restart.
+
+    Attributes:
+        workers: it has at most so many, or its min.
+        fed: generation of the job that it feeds when it last grew.
+        share: of that one's steps that waited for data then.
+    """
+
+    workers: int = 0
+    fed: Generation = NO_GENERATION
+    share: float = 0.0

@@ -17,7 +17,13 @@ from elastic.core.events.coordinator import (
 )
 from elastic.core.machine.copy_book import CopyBook
 from elastic.core.machine.event_history import note
-from elastic.core.machine.job_parts import JobOutcome, JobRelease, JobReports, NewestGroup
+from elastic.core.machine.job_parts import (
+    Growth,
+    JobOutcome,
+    JobRelease,
+    JobReports,
+    NewestGroup,
+)
 from elastic.core.machine.link_book import LinkBook
 from elastic.core.machine.nodes import LIVE, PRESENT, NodeBook, NodeState
 from elastic.core.machine.transitions import JOB, GroupPhase, check_move
@@ -57,6 +63,7 @@ class WorkerState:
         shown_ns: when its stacks were requested because it was late, -1 for never.
         account: its time by category.
         telemetry: of its newest steps in the newest group.
+        measured_ns: when that came, 0 for never.
     """
 
     report: WorkerReport
@@ -70,6 +77,7 @@ class WorkerState:
     reported_ns: int = -1
     shown_ns: int = -1
     telemetry: Telemetry = field(default_factory=Telemetry)
+    measured_ns: int = 0
 
     def update(self, report: WorkerReport, now_ns: int) -> None:
         """Record a newer report."""
@@ -97,6 +105,7 @@ class JobState:
         unix_ahead_ns: the wall clock minus the machine's, at the start; None if unknown.
         ledger: the time of its workers by category.
         former: workers that are gone, the newest of them.
+        growth: how far it has grown, if it feeds another one.
     """
 
     spec: JobSpec
@@ -121,6 +130,7 @@ class JobState:
     unix_ahead_ns: int | None = None
     ledger: Ledger = field(default_factory=Ledger)
     former: tuple[FormerWorker, ...] = ()
+    growth: Growth = field(default_factory=Growth)
 
     @property
     def is_open(self) -> bool:
@@ -130,10 +140,17 @@ class JobState:
     @property
     def limits(self) -> JobSpec:
         """Return the spec with the current bounds; workers get the original spec."""
-        if self.bounds is None:
+        low, high = self.permitted
+        if self.spec.feeds:
+            high = min(high, max(low, self.growth.workers))
+        if (low, high) == (self.spec.min_workers, self.spec.max_workers):
             return self.spec
-        low, high = self.bounds
         return replace(self.spec, min_workers=low, max_workers=high)
+
+    @property
+    def permitted(self) -> tuple[int, int]:
+        """Return the bounds that a user set, within which a job that feeds another one grows."""
+        return self.bounds or (self.spec.min_workers, self.spec.max_workers)
 
     @property
     def job_id(self) -> JobId:
@@ -261,9 +278,10 @@ class JobState:
     def _leave_by_ns(self) -> int | None:
         """Return when members that were asked to release their slots are cut off, None for never.
 
-        Never before there is a checkpoint from which the job can continue.
+        Never before there is a checkpoint from which the job can continue, if it needs one.
         """
-        is_bounded = self.release.is_leaving and self.release.yields_to and self.reports.checkpoints
+        can_go_on = bool(self.reports.checkpoints or self.spec.feeds)
+        is_bounded = self.release.is_leaving and self.release.yields_to and can_go_on
         return self.release.deadline_ns if is_bounded else None
 
     def is_late(self, now_ns: int) -> bool:

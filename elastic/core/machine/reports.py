@@ -149,6 +149,7 @@ def take_progress(cluster: ClusterState, progress: Progress) -> None:
     if progress.generation != job.generation:
         return
     worker.steps, worker.telemetry = progress.steps, telemetry
+    worker.measured_ns = cluster.now_ns
     if progress.steps and job.outcome.history.losses:
         forgive(job)
     if progress.worker_id in job.newest.first_steps or not progress.first_step_unix_ns:

@@ -118,13 +118,12 @@ def on_scale(cluster: ClusterState, event: ScaleRequested) -> None:
     job = _active(cluster, event)
     if job is None:
         return
-    limits = job.limits
-    low, high = event.min_workers or limits.min_workers, event.max_workers or limits.max_workers
+    low, high = event.min_workers or job.permitted[0], event.max_workers or job.permitted[1]
     refusal = _refuse_bounds(job, low, high)
     if refusal:
         cluster.do(Reply(event.request_id, "invalid", refusal))
         return
-    if (low, high) != (limits.min_workers, limits.max_workers):
+    if (low, high) != job.permitted:
         job.bounds = (low, high)
         cluster.do(Persist((job.record(),)))
         cluster.note("job_scaled", job.job_id, min_workers=low, max_workers=high)

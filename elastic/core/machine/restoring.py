@@ -7,7 +7,13 @@ count from now.
 from __future__ import annotations
 
 from elastic.core.events.coordinator import JobRecord
-from elastic.core.machine.job_parts import JobOutcome, JobRelease, JobReports, NewestGroup
+from elastic.core.machine.job_parts import (
+    Growth,
+    JobOutcome,
+    JobRelease,
+    JobReports,
+    NewestGroup,
+)
 from elastic.core.machine.jobs import JobState
 from elastic.core.machine.link_book import LinkBook
 from elastic.core.machine.transitions import GroupPhase, ReleasePhase
@@ -66,5 +72,6 @@ def restore(record: JobRecord, now_ns: int, unix_ahead_ns: int | None = None) ->
         links=LinkBook(nowhere_ns=now_ns),
         unix_ahead_ns=unix_ahead_ns,
         former=record.former,
+        growth=Growth(len(record.group.members) if record.group else 0),
         ledger=Ledger([*record.goodput.times()]),
     )

@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from copy import deepcopy
+from math import inf
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -36,7 +37,7 @@ from elastic.core.telemetry import (
     RESTORE,
     USER,
 )
-from elastic.errors import GroupError, InvariantViolation, UsageError, check
+from elastic.errors import GroupError, InvariantViolation, StorageError, UsageError, check
 from elastic.worker.base.interrupt import GroupChanged
 from elastic.worker.base.mailboxes import WAIT_SLICE_S
 from elastic.worker.base.timing import COMPUTE, TimingSample
@@ -86,6 +87,9 @@ from elastic.worker.state.train_state import State
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+AGAIN_S = 5.0
+"""Until what storage did not take is written again."""
 
 
 class StepEngine(ObjectRegistry):
@@ -179,7 +183,8 @@ class StepEngine(ObjectRegistry):
 
         Args:
             mine: what the other members are to know of this one; not empty.
-            entered: called on rank 0 in each group, with everyone's, by rank.
+            entered: called on rank 0 in each group, with everyone's, by rank; again after a
+                while if storage fails, since that is no reason to end.
         """
         self._groups.declare(in_place=True)
         self._groups.defer(True)
@@ -187,17 +192,24 @@ class StepEngine(ObjectRegistry):
             self._context.join()
         while True:
             generation, error = self._context.generation, None
+            write_at = inf
             try:
                 connect(default_group(), self._context.reach)
                 members = share_bytes(default_group(), mine)
-                if self._context.world_rank == 0:
-                    entered(members)
+                write_at = 0.0 if self._context.world_rank == 0 else inf
             except (RuntimeError, GroupError) as failure:
                 if not (self._is_called_back() or is_group_broken(failure)):
                     raise
                 error = None if self._is_called_back() else failure
             request = None
             while error is None and request is None and not self._is_called_back():
+                if time.monotonic() >= write_at:
+                    try:
+                        entered(members)
+                        write_at = inf
+                    except StorageError as failure:
+                        log.warning("not_written pause_s=%.0f error=%r", AGAIN_S, str(failure))
+                        write_at = time.monotonic() + AGAIN_S
                 time.sleep(WAIT_SLICE_S)
                 request = self._context.link.leave_request(generation)
             self._groups.rejoin(generation, error, request is not None)
