@@ -26,6 +26,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from math import inf
 from typing import Protocol
 
 import cloudpickle
@@ -48,6 +49,8 @@ LOOK_S = 0.5
 TIMEOUT_TIMES, TIMEOUT_S = 3.0, 1.0
 """The timeout of a reply is three times the usual duration, at least a second; then the batch is
 computed here, so that a hung feeder does not block training."""
+USUAL_S_MAX = 10.0
+"""Limit of that duration: a feeder that was frozen for minutes is not to be waited for as long."""
 AHEAD_BYTES_MAX = 256 * 1024**2
 """Rows that no feeder has begun with, and batches that are not needed yet, held here."""
 
@@ -129,6 +132,7 @@ class Feeders:
         self._positions: dict[int, Position] = {}
         self._num_bytes = 0
         self._usual_s = 0.0
+        self._own_s = inf
         self._waited_s, self._measured = 0.0, time.monotonic()
         threading.Thread(target=self._look, name="elastic-feeders", daemon=True).start()
 
@@ -170,18 +174,21 @@ class Feeders:
         """Wait for a requested batch; None if it must be computed here.
 
         That is so if no feeder has begun it, after a timeout, and after an error in the feeder, to
-        show it in this process. What was requested for earlier positions is dropped: since the
-        group has changed, another rank may have needed it.
+        show it in this process. A begun one may lie behind those of other training processes, so
+        it is waited for no longer than it takes here. What was requested for earlier positions is
+        dropped: since the group has changed, another rank may have needed it.
         """
+        began = time.monotonic()
         with self._changed:
             for earlier in [one for one, when in self._positions.items() if when < position]:
                 self._drop(earlier)
             while key in self._since:
                 patience = max(TIMEOUT_S, TIMEOUT_TIMES * self._usual_s)
-                if time.monotonic() - self._since[key] > patience:
-                    log.info("feeder_slow: a batch is computed here after %.1f s", patience)
+                left_s = min(self._since[key] + patience, began + self._own_s) - time.monotonic()
+                if left_s <= 0:
+                    log.info("feeder_slow: a batch is computed here")
                     break
-                self._changed.wait(WAIT_SLICE_S)
+                self._changed.wait(min(left_s, WAIT_SLICE_S))
             answer = self._answers.get(key)
             self._drop(key)
             if answer is None:
@@ -197,6 +204,10 @@ class Feeders:
         self._positions.pop(key, None)
         self._since.pop(key, None)
         self._num_bytes -= len(self._queue.pop(key, b"")) + len(self._answers.pop(key, b""))
+
+    def note_own(self, seconds: float) -> None:
+        """Take how long this process took to compute a batch."""
+        self._own_s = seconds
 
     def note_wait(self, seconds: float) -> None:
         """Count time in which training waited for a batch; if it is much, there are to be more."""
@@ -303,7 +314,8 @@ class Feeders:
             self._reported.discard(name)
             since = self._since.pop(key, None)
             if since is not None and not self._is_closed:
-                self._usual_s = max(0.9 * self._usual_s, time.monotonic() - since)
+                took_s = min(time.monotonic() - since, USUAL_S_MAX)
+                self._usual_s = max(0.9 * self._usual_s, took_s)
                 self._answers[key] = answer
                 self._num_bytes += len(answer)
             self._changed.notify_all()

@@ -96,7 +96,9 @@ class Rows:
         seed, position = _seed(self.lanes.seed, epoch, places), self._position(epoch, places)
         batch = feeders.take(seed, position)
         if batch is None:
+            alone = time.monotonic()
             batch = self.compute(epoch, places)
+            feeders.note_own(time.monotonic() - alone)
         feeders.note_wait(time.monotonic() - began)
         return batch
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import pickle
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -23,6 +25,7 @@ import torch
 from torch import nn
 
 from elastic import data, train
+from elastic.data import feeder as feeder_module
 from elastic.data import feeder_network
 from elastic.data import feeders as feeders_module
 from elastic.data.feeder import BatchServer
@@ -328,6 +331,44 @@ def test_feeders_that_die_or_raise_lose_nothing(table: Path) -> None:
     with pytest.raises(ValueError, match="777 is odd"):
         rows.__getitems__(order[775:800])
     rows.close()
+
+
+class Silent:
+    """A source of a feeder that accepts requests, and replies to none."""
+
+    highest = 1
+
+    def __init__(self) -> None:
+        self.ours, self.theirs = socket.socketpair()
+
+    def names(self) -> list[str]:
+        return ["silent"]
+
+    def start(self, name: str) -> Silent:
+        feeder_module.send(self.theirs, pickle.dumps((True, None)))
+        return self
+
+    def connect(self, number: int) -> Any:
+        return self.ours
+
+    def grow(self) -> None: ...
+
+    def close(self) -> None:
+        self.theirs.close()
+
+
+def test_a_begun_batch_is_waited_for_no_longer_than_it_takes_here(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(feeders_module, "TIMEOUT_S", float("inf"))
+    monkeypatch.setattr(feeders_module, "CONNECTIONS", 1)
+    feeders = Feeders([()], Silent())
+    wait_for(lambda: feeders.num_ready, "the feeder")
+    feeders.request(1, [], (0, 0))
+    wait_for(lambda: feeders._since, "the request's begin")
+    feeders.note_own(0.01)
+    assert feeders.take(1, (0, 0)) is None
+    feeders.close()
 
 
 def test_one_more_process_runs_while_training_waits(monkeypatch: pytest.MonkeyPatch) -> None:
