@@ -60,12 +60,10 @@ class AggregateFn:
                 "AggregateFn: expected a name, and either accumulate_row or accumulate_block"
             )
         self.name = name
-        self._init, self._row, self._block, self._finalize_value = (
-            init,
-            accumulate_row,
-            accumulate_block,
-            finalize,
-        )
+        self._init = init
+        self._row = accumulate_row
+        self._block = accumulate_block
+        self._finalize_value = finalize
 
     def of(self, key: Any, table: Any) -> Any:
         """Return the result for the rows of a group."""

@@ -500,8 +500,11 @@ class CustomKBinsDiscretizer(_OfColumns):
             output_columns: where the numbers go.
         """
         super().__init__(columns, output_columns)
-        self.bins, self.right, self.include_lowest = bins, right, include_lowest
-        self.duplicates, self.dtypes = duplicates, dict(dtypes or {})
+        self.bins = bins
+        self.right = right
+        self.include_lowest = include_lowest
+        self.duplicates = duplicates
+        self.dtypes = dict(dtypes or {})
 
     def _edges(self, name: str) -> Any:
         return self.bins[name] if isinstance(self.bins, Mapping) else self.bins

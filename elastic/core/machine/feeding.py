@@ -35,8 +35,11 @@ def settle(cluster: ClusterState, job: JobState) -> int | None:
     if decision.value is not None:
         job.growth = Growth(limits.max_workers + 1, fed.generation, decision.value)
         cluster.note(
-            "job_scaled", job.job_id, min_workers=limits.min_workers,
-            max_workers=job.growth.workers, reason=decision.reason,
-        )  # fmt: skip
+            "job_scaled",
+            job.job_id,
+            min_workers=limits.min_workers,
+            max_workers=job.growth.workers,
+            reason=decision.reason,
+        )
         cluster.touch_active()
     return decision.wake_ns

@@ -149,7 +149,9 @@ class JobRelease:
     def reset(self) -> None:
         """Reset the progress of a pause or preemption, for the next time."""
         self.move(ReleasePhase.NONE)
-        self.pause_request, self.deadline_ns, self.request_again_ns = 0, None, 0
+        self.pause_request = 0
+        self.deadline_ns = None
+        self.request_again_ns = 0
 
 
 @dataclass
