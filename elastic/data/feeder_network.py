@@ -164,7 +164,12 @@ class FeederServer:
             if not self._threads.acquire(timeout=1.0):
                 sock.close()  # It tries again.
                 continue
-            threading.Thread(target=self._serve, args=(sock, str(peer[0])), daemon=True).start()
+            thread = threading.Thread(target=self._serve, args=(sock, str(peer[0])), daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:  # There is no thread to be had; it tries again.
+                self._threads.release()
+                sock.close()
 
     def _serve(self, raw: socket.socket, host: str) -> None:
         begun: list[socket.socket] = []
