@@ -15,6 +15,7 @@ from accelerate import Accelerator
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel, ManualOptimBoringModel
+from packaging.version import Version
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
@@ -291,6 +292,14 @@ def fit(module: Any) -> None:
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     trainer = Trainer(accelerator="cpu", strategy=strategy, plugins=plugins, max_epochs=1, **quiet)  # type: ignore[arg-type]
     prepare_trainer(trainer).fit(module)
+
+
+def test_a_release_whose_trainer_has_another_loop_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(of_transformers, "OLDEST", Version("99.0"))
+    with pytest.raises(UsageError, match=r"transformers 5\..*: expected 99\.0 or newer"):
+        of_transformers.prepare_trainer(object.__new__(of_transformers.Trainer))
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
+from packaging.version import Version
 from torch import nn
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback, TrainingArguments
@@ -51,13 +53,15 @@ __all__ = [
     "prepare_trainer",
 ]
 
+OLDEST = Version("5.8")
+"""Of transformers; that of the extra `hf`."""
 OF_THIS_WORKER = ("is_local_process_zero", "is_world_process_zero")
 """Fields of a `TrainerState` that belong to the worker, not to the run."""
 COUNTED = (
     "_tr_loss", "_total_loss_scalar", "_globalstep_last_logged", "_initial_global_step",
     "_initial_num_input_tokens_seen", "current_flos",
 )  # fmt: skip
-"""Counters of a Trainer outside of its state."""
+"""Counters of a Trainer outside of its state; a release has those that it needs."""
 
 
 def prepare_trainer(trainer: Trainer, *, global_batch_size: int | None = None) -> Trainer:
@@ -97,6 +101,12 @@ def prepare_trainer(trainer: Trainer, *, global_batch_size: int | None = None) -
         )
     if isinstance(trainer, _InSteps):
         raise UsageError("prepare_trainer: this trainer is prepared already")
+    if Version(transformers.__version__) < OLDEST:
+        raise UsageError(
+            f"prepare_trainer: transformers {transformers.__version__}: expected {OLDEST} or "
+            f"newer, whose Trainer runs each epoch in a method of its own and accumulates no "
+            f"gradients in its Accelerator: pip install 'transformers>={OLDEST}'"
+        )
     see_one_process(trainer.accelerator, "prepare_trainer")
     args = trainer.args
     if args.auto_find_batch_size:
@@ -145,7 +155,7 @@ class _Run(TrainerCallback):
         state = dataclasses.asdict(trainer.state)
         return {
             "state": {name: value for name, value in state.items() if name not in OF_THIS_WORKER},
-            "counted": {name: _plain(getattr(trainer, name)) for name in COUNTED},
+            "counted": {n: _plain(getattr(trainer, n)) for n in COUNTED if hasattr(trainer, n)},
             "stops": trainer.control.should_training_stop,
             "callbacks": [one.state()["attributes"] for one in self._with_state()],
         }
