@@ -8,7 +8,7 @@ consistencies, in turns, several rounds of each, so that whatever else the machi
 them. Prints, of the exchange alone, its time beside gloo's all_reduce; then medians of the rounds'
 step times, their ratio to DDP's, and the bytes of gradients that a rank sends per step.
 
-    python bench/step.py --exchange-only --world 2 --world 3 --world 4
+    python bench/step.py --only exchange --world 2 --world 3 --world 4
 """
 
 from __future__ import annotations
@@ -254,21 +254,22 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--elements", type=int, action="append", help="of gradients exchanged")
     parser.add_argument("--device", default="cpu", help="cuda: all ranks share the first GPU")
-    parser.add_argument("--exchange-only", action="store_true", help="no steps")
+    parser.add_argument("--only", choices=("exchange", "steps"), help="half of it")
     args = parser.parse_args()
     console = Console(highlight=False, width=170)
     console.print(
         f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, gloo on "
         f"loopback, one thread for each rank; medians of {args.rounds} rounds"
     )
-    if args.device == "cpu":
+    if args.device == "cpu" and args.only != "steps":
         print_exchange_only(console, args.world or [2, 3, 4], args.elements or EXCHANGED)
-    if args.exchange_only:
+    if args.only == "exchange":
         return
-    table = Table(title=f"steps on {args.device}; load of the machine {os.getloadavg()[0]:.1f}")
-    for name in ("workers", "model", "variant", "step", "to DDP", "sent per step"):
-        table.add_column(name, justify="left" if name in ("model", "variant") else "right")
     for world in args.world or [2, 3]:
+        load = os.getloadavg()[0]
+        table = Table(title=f"steps on {args.device}; load of the machine {load:.1f}")
+        for name in ("workers", "model", "variant", "step", "to DDP", "sent per step"):
+            table.add_column(name, justify="left" if name in ("model", "variant") else "right")
         found = measure(world, args.rounds, args.device)
         for size in SIZES:
             base = statistics.median(seconds for seconds, _ in found[size, "ddp"])
@@ -279,7 +280,7 @@ def main() -> None:
                     str(world), size, variant, f"{seconds * 1e3:.2f} ms",
                     f"{seconds / base:.3f}", f"{sent / 1e6:.2f} MB" if sent else "-",
                 )  # fmt: skip
-    console.print(table)
+        console.print(table)
 
 
 if __name__ == "__main__":
