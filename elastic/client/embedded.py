@@ -22,6 +22,7 @@ from pathlib import Path
 
 from elastic.errors import Unavailable
 from elastic.runtime.access import Access
+from elastic.runtime.eventlog import for_owner
 from elastic.runtime.ready import address_in
 
 START_TIMEOUT_S = 60.0
@@ -155,7 +156,7 @@ def child_environment() -> dict[str, str]:
 
 def _spawn(cluster: ClusterConnection, tether_fd: int, name: str, module: str, *args: str) -> None:
     directory = cluster.directory or Path()
-    with (directory / f"{name}.log").open("wb") as log:
+    with open(directory / f"{name}.log", "wb", opener=for_owner) as log:
         process = subprocess.Popen(
             [sys.executable, "-m", module, *args, "--tether-fd", str(tether_fd)],
             env=child_environment(),

@@ -27,6 +27,7 @@ from elastic.client.embedded import START_TIMEOUT_S, child_environment
 from elastic.core.world import NodePhase
 from elastic.errors import Unavailable, UsageError
 from elastic.runtime.access import find_access
+from elastic.runtime.eventlog import for_owner
 from elastic.storage.run_record import RunOwner
 
 if TYPE_CHECKING:
@@ -216,7 +217,7 @@ def _has_this_node(client: Client) -> bool:
 
 def _spawn(started: StartedCluster, part: str, module: str, *args: str) -> StartedCluster:
     path = folder() / f"{part}.log"
-    with path.open("wb") as log:
+    with open(path, "wb", opener=for_owner) as log:
         process = subprocess.Popen(
             [sys.executable, "-m", module, *args],
             env=child_environment(),

@@ -31,6 +31,7 @@ from elastic.core.view import ClusterView, JobView
 from elastic.core.world import NodePhase
 from elastic.errors import ElasticError, Refused, Unavailable
 from elastic.runtime.access import find_access
+from elastic.runtime.eventlog import for_owner
 from elastic.wire.codec_jobs import TimedNote
 
 TIMEOUT_S = 60.0
@@ -220,7 +221,7 @@ class LocalCluster:
         if self._tether is None:
             self._tether = os.pipe()
         theirs = self._tether[0]
-        with (self.directory / f"{name}.log").open("ab") as log:
+        with open(self.directory / f"{name}.log", "ab", opener=for_owner) as log:
             return subprocess.Popen(
                 [sys.executable, "-m", module, *args, "--tether-fd", str(theirs)],
                 pass_fds=(theirs,),

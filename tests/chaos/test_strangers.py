@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import random
 import re
@@ -11,9 +12,10 @@ import struct
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -26,21 +28,30 @@ from elastic.worker.group import store_wire
 from elastic.worker.group.group_store import GroupStore, StoreAddress
 from tests.chaos.shared import end, job_of, train_with
 from tests.integration.locked import authority, certificate
+from tests.patience import DEADLINE_S
 
 Address = tuple[str, int]
 CONNECT_S = 0.3
 """What is shut does not even refuse."""
 CROWD = 400
 TLS_ALERT = b"\x15\x03"
+TOKEN = "a-long-random-word"
+NOBODY = 65534
 
 
-def listening(pids: list[int]) -> list[Address]:
-    """Return where processes listen: what any user of a machine may read of all others."""
+def sockets_of(pids: list[int]) -> set[str]:
+    """Return the inodes of the sockets of processes."""
     inodes = set()
     for pid in pids:
         for link in Path(f"/proc/{pid}/fd").iterdir():
             with contextlib.suppress(OSError):
                 inodes.update(re.findall(r"socket:\[(\d+)\]", os.readlink(link)))
+    return inodes
+
+
+def listening(pids: list[int]) -> list[Address]:
+    """Return where processes listen: what any user of a machine may read of all others."""
+    inodes = sockets_of(pids)
     found = []
     for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
         fields = line.split()
@@ -211,7 +222,7 @@ def guarded(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[LocalClu
     if request.param == "token":
         locks = {"token_file": tmp_path / "token"}
         locks["token_file"].touch(0o600)
-        locks["token_file"].write_text("a-long-random-word")
+        locks["token_file"].write_text(TOKEN)
     else:
         locks = {"tls_dir": authority(tmp_path / "pki")}
         for name in ("n1", "n2"):
@@ -251,6 +262,92 @@ def test_a_stranger_on_the_workers_ports_has_no_effect(
     logs = [path.read_text(errors="replace") for path in cluster.directory.rglob("*.log")]
     assert any("stranger_turned_away" in log for log in logs)
     assert not any("Traceback" in log for log in logs)
+    end(cluster, job, job_id)
+
+
+def unix_sockets(pids: list[int]) -> list[str]:
+    """Return the names of these processes' Unix sockets, as `connect` takes them."""
+    inodes = sockets_of(pids)
+    found = []
+    for line in Path("/proc/net/unix").read_text().splitlines()[1:]:
+        fields = line.split(maxsplit=7)
+        if len(fields) == 8 and fields[6] in inodes:
+            found.append(re.sub("^@", "\0", fields[7]))
+    return found
+
+
+def intrude(pids: list[int], names: list[str], folder: Path, secret: str) -> Iterator[str]:
+    """Yield what another user of the machine may do to processes and read of their files."""
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            os.kill(pid, 0)
+            yield f"signal {pid}"
+        for name in ("environ", "maps", "mem", "stack"):
+            with contextlib.suppress(OSError), open(f"/proc/{pid}/{name}", "rb") as file:
+                file.read(1)
+                yield f"read /proc/{pid}/{name}"
+        with contextlib.suppress(OSError):
+            os.listdir(f"/proc/{pid}/fd")
+            yield f"list the files of {pid}"
+        command = Path(f"/proc/{pid}/cmdline").read_text()
+        if secret in command or re.search("[0-9a-f]{32}", command):
+            yield f"read a secret in {command}"
+    for name in names:
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as sock:
+            sock.connect(name)
+            yield f"connect to {name}"
+    for path in (Path(root, name) for root, _, files in os.walk(folder) for name in files):
+        with contextlib.suppress(OSError):
+            if secret in path.read_text(errors="replace"):
+                yield f"read the secret in {path}"
+        if path.suffix in (".log", ".key", ".jsonl") and os.access(path, os.R_OK):
+            yield f"read {path}"
+        if os.access(path, os.W_OK):
+            yield f"write {path}"
+
+
+def as_another_user(
+    stranger: Stranger, pids: list[int], names: list[str], folder: Path
+) -> dict[str, Any]:
+    """Attack as a user who has no rights here; return what was got hold of, by attack."""
+    "".encode(
+        "idna"
+    )  # Loaded by sockets when first used, and this user may not read Python's files.
+    os.setgroups([])
+    os.setgid(NOBODY)
+    os.setuid(NOBODY)
+    found = {attack.__name__: attack() for attack in stranger.attacks()}
+    return {**found, "intrude": "; ".join(intrude(pids, names, folder, TOKEN))}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+@pytest.mark.parametrize("guarded", ["token"], indirect=True)
+def test_another_user_of_the_machine_gets_hold_of_nothing(
+    guarded: LocalCluster, tmp_path: Path
+) -> None:
+    for path in (tmp_path, *tmp_path.parents[:2]):  # pytest's own folders let nobody in.
+        path.chmod(0o755)
+    cluster = guarded
+    job = job_of("guarded", tmp_path / "guarded", min_workers=2, max_workers=2)
+    job_id = cluster.submit(job.spec)
+    view = cluster.wait(job_id, lambda v: train_with(2, v), "two workers that train")
+    workers = pids_of(view)
+    assert cluster.coordinator is not None
+    every = [cluster.coordinator.pid, *workers, *(agent.pid for agent in cluster.agents.values())]
+    leader = view.record.group.members[0].store_address  # type: ignore[union-attr]
+    host, _, port = leader.rpartition(":")
+    address = (host, int(port))
+    stranger = Stranger(listening(every[1:]), address, job_id, view.record.generation)
+    sockets = unix_sockets(every)
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as other:
+        found = other.submit(as_another_user, stranger, every, sockets, cluster.directory).result(
+            DEADLINE_S
+        )
+    assert len(found) == 14
+    assert not any(found.values()), found
+    view = cluster.job(job_id)
+    assert (view.record.failures, view.record.losses, pids_of(view)) == (0, 0, workers)
     end(cluster, job, job_id)
 
 
