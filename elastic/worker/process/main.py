@@ -115,7 +115,9 @@ def set_up_process() -> None:
     faulthandler.register(STACKS_SIGNAL, all_threads=True)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(line_buffering=True, errors="backslashreplace")
+            # One write for each line, also with PYTHONUNBUFFERED: a stack dump, or another thread's
+            # line, must not come between a line and its end.
+            stream.reconfigure(line_buffering=True, write_through=False, errors="backslashreplace")
 
 
 def set_up_logs() -> None:
