@@ -20,6 +20,12 @@ TOTAL_S = "time_total_s"
 """What Ray calls the seconds of a report since its trial began."""
 
 
+TRIAL_EVENTS = frozenset(
+    ["started", "began", "reported", "resized", "decided", "resumed", "left", "ended"]
+)
+"""Kinds of lines about one trial."""
+
+
 class TrialState(Enum):
     """The state of a trial."""
 
@@ -103,6 +109,7 @@ class Trial:
         verdict: why it must end, "" for not.
         started_unix_ns: when its first job began to run; until then, when that was submitted.
         has_begun: its first job has begun to run.
+        size: JSON of the scaling config of its job, if its function's trainer asked for one.
     """
 
     number: int
@@ -121,6 +128,7 @@ class Trial:
     started_unix_ns: int = 0
     has_begun: bool = False
     trainable_name: str = ""
+    size: str = ""
 
     @property
     def trial_id(self) -> str:
@@ -169,6 +177,8 @@ class Study:
         settings: from the first line: trainable, metric, mode, seed, num_samples.
         order: (kind, trial) of proposals and ends, in order, to be replayed to a search.
         is_exhausted: the search has no more proposals.
+        size: JSON of what the newest trial asked for whose function fits a trainer of another size
+            than its job had; "" for none. Later trials begin with it.
         over: why the study ended, "" while it runs.
     """
 
@@ -178,6 +188,7 @@ class Study:
     owner: Mapping[str, Any] | None = None
     is_exhausted: bool = False
     over: str = ""
+    size: str = ""
 
     @property
     def metric(self) -> str:
@@ -207,7 +218,7 @@ class Study:
             self.over = str(event["reason"])
         elif kind == "proposed":
             self._propose(event)
-        elif kind in ("started", "began", "reported", "decided", "resumed", "left", "ended"):
+        elif kind in TRIAL_EVENTS:
             trial = self.trials[int(event["trial"])]
             getattr(self, f"_{kind}")(trial, event)
 
@@ -225,6 +236,7 @@ class Study:
         begun = TrialAttempt(
             str(event["job"]), str(event["run"]), begins, str(event.get("from", ""))
         )
+        trial.size = str(event.get("size", ""))
         if trial.attempts and trial.attempt.run == begun.run:
             trial.attempts.pop()  # The same run continues as another job.
         trial.attempts.append(begun)
@@ -246,6 +258,11 @@ class Study:
                 str(event.get("checkpoint", "")),
             )
         )
+
+    def _resized(self, trial: Trial, event: Event) -> None:
+        trial.size = self.size = str(event["size"])
+        trial.attempts.append(TrialAttempt("", str(event["run"])))
+        trial.state = TrialState.PENDING
 
     def _decided(self, trial: Trial, event: Event) -> None:
         trial.rungs.update({int(at): float(v) for at, v in event.get("rungs", {}).items()})

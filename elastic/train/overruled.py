@@ -1,6 +1,7 @@
 """Reports settings of a script that the command line which started its job overrides.
 
-In the job of a function, which has no command line, sizes that it lacks are refused.
+In the job of a function, which has no command line, sizes that it lacks are refused. Only the
+function of a trial gets a job of the size that a trainer in it asks for, see `OtherSize`.
 
 Rule: only differences are reported, once per process. Values of environment variables may be
 secrets, and are not printed.
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextvars import ContextVar
 from dataclasses import MISSING, fields
 from typing import TYPE_CHECKING, Any
 
@@ -48,6 +50,29 @@ OPTIONS: Mapping[str, str] = {
 _is_reported = False
 
 
+class OtherSize(BaseException):
+    """A trainer is fitted in a trial whose job has not the workers that it asks for.
+
+    It ends the function, past the user's `except Exception`, and the study submits the trial again
+    as a job of this size.
+    """
+
+    def __init__(self, scaling: ScalingConfig) -> None:
+        super().__init__(f"the trial is submitted again with {scaling}")
+        self.scaling = scaling
+
+
+size_of_trial: ContextVar[ScalingConfig | None] = ContextVar("size_of_trial", default=None)
+"""What the job of the trial that runs here was submitted with, if that follows its trainer's."""
+
+
+def check_trial(scaling: ScalingConfig) -> None:
+    """Raise OtherSize if this is a trial's function and a trainer in it asks for another size."""
+    known = size_of_trial.get()
+    if known is not None and scaling.max_workers and scaling != known:
+        raise OtherSize(scaling)
+
+
 def check_size(context: WorkerContext, scaling: ScalingConfig) -> None:
     """Refuse a trainer in a function's job that has not the workers, GPUs or storage it needs.
 
@@ -69,10 +94,9 @@ def check_size(context: WorkerContext, scaling: ScalingConfig) -> None:
     if lacks:
         raise UsageError(
             f"TorchTrainer.fit in a function that is a job itself ({context.job_name}) trains on "
-            f"that job's workers; the trainer asks for {'; '.join(lacks)}. Of a trial, give the "
-            f"TorchTrainer itself to Tuner: tune.Tuner(trainer, param_space={{'train_loop_config': "
-            f"...}}); scaling_config may stand in param_space, too. Of an elastic.remote function, "
-            f"call trainer.fit() in the script"
+            f"that job's workers; the trainer asks for {'; '.join(lacks)}. In a trial, leave out "
+            f"tune.with_resources, and the trial's job gets what its trainer asks for. Of an "
+            f"elastic.remote function, call trainer.fit() in the script"
         )
 
 

@@ -50,7 +50,7 @@ from elastic.train.expecting import refuse
 from elastic.train.failures import failed_on_cluster, failures_of
 from elastic.train.here import as_raised, environment, failed_here, warn_unused
 from elastic.train.metrics import as_reported
-from elastic.train.overruled import check_size, warn_overruled
+from elastic.train.overruled import check_size, check_trial, warn_overruled
 from elastic.train.result import Result, committed_in, kept_of, result_of
 from elastic.train.session import beginning_from, is_driver
 from elastic.train.stopping import StopRule
@@ -256,7 +256,8 @@ class DataParallelTrainer:
         once, and so does an error in a callback. Where `elastic submit` runs the script, each
         worker trains in place, and the command line's options apply: a line on stderr lists those
         of the script that do not. In a function that is a job itself (a trial, an `elastic.remote`
-        call) it trains in place, too, and a trainer that needs more workers is refused.
+        call) it trains in place, too: a trial is submitted again with the trainer's
+        `scaling_config`, in a call a trainer that needs more workers is refused.
 
         A run whose name exists already is resumed, with a line on stderr: the train function
         starts from its newest reported checkpoint, after a success too, and finds nothing left to
@@ -306,6 +307,7 @@ class DataParallelTrainer:
         from elastic.worker.engine.outcome import result_json
         from elastic.worker.process.entry import call_with_config
 
+        check_trial(self.scaling_config)
         check_size(context, self.scaling_config)
         warn_overruled(context, self.scaling_config, self.run_config, self.torch_config)
         if context.engine is not None:

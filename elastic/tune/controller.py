@@ -45,9 +45,10 @@ from elastic.tune.callback import Callbacks
 from elastic.tune.following import Events, Following, Watch
 from elastic.tune.schedulers import TrialScheduler
 from elastic.tune.search import Exhausted, Searcher
+from elastic.tune.session import SIZE
 from elastic.tune.stopper import Stopper
 from elastic.tune.taking import TAKEN, next_run, take_newest
-from elastic.tune.trials import Recipe, from_log, room_for, to_log
+from elastic.tune.trials import Recipe, from_json, from_log, room_for, to_log
 from elastic.wire.codec_jobs import JobEvent
 
 if TYPE_CHECKING:
@@ -58,6 +59,9 @@ if TYPE_CHECKING:
 TICK_S = 0.25
 POLL_S = 2.0
 """Seconds between polls of the cluster for its nodes and of storage for a stop request."""
+SIZES_MAX = 3
+"""How often a trial is submitted again because its trainer asks for another size."""
+OTHERS_CHECKPOINT = "its trial continues from another one's checkpoint"
 SAME_FAILURES_MAX = 10
 """The study ends after so many trials with the same failure, if none has reported yet."""
 
@@ -278,7 +282,8 @@ class Controller:
         """Submit a trial's job, in the run directory of its newest attempt."""
         known = trial.attempts[-1] if trial.attempts else TrialAttempt("", trial.name)
         config = from_log(trial.config, trial.pickled)
-        trainer = self._plan.recipe.trainer(known.run, config, known.resume_from)
+        size = trial.size or self.study.size
+        trainer = self._plan.recipe.trainer(known.run, config, known.resume_from, size)
         spec = replace(trainer.job_spec(self._cluster.env), job_id=new_job_id())
         self._check(trial, spec)
         self._log.add(
@@ -290,6 +295,7 @@ class Controller:
                 "unix_ns": self._clock.unix_ns(),
                 "begins": dict(known.begins),
                 "from": known.resume_from,
+                "size": size,
             }
         )
         trainer.submit(spec, self._client, self._cluster)
@@ -384,6 +390,9 @@ class Controller:
                 self._take_report(trial, place, row, unix_ns)
 
     def _take_report(self, trial: Trial, number: int, row: Mapping[str, Any], unix_ns: int) -> None:
+        if SIZE in row["metrics"]:
+            self._resize(trial, str(row["metrics"][SIZE]))
+            return
         seconds = round(max(0, unix_ns - trial.started_unix_ns) / 1e9, 3)
         self._log.add(
             {
@@ -488,9 +497,28 @@ class Controller:
         self._leave(old)
         self._start(trial)
 
-    def _leave(self, attempt: TrialAttempt) -> None:
+    def _resize(self, trial: Trial, size: str) -> None:
+        """Submit a trial again, as a job of the size that the trainer in its function asks for."""
+        if sum(attempt.resume_from == "" for attempt in trial.attempts) > SIZES_MAX:
+            raise UsageError(
+                f"trial {trial.label} fits a TorchTrainer of another size each time: expected a "
+                f"scaling_config that follows from the trial's config"
+            )
+        run, old = next_run(trial), trial.attempt
+        self._log.add({"e": "resized", "trial": trial.number, "run": run, "size": size})
+        number = from_json(size).num_workers
+        self._view.moved(f"trial {trial.label}: its trainer asks for num_workers={number}")
+        self._leave(old, "its trainer asks for a job of another size")
+        self._count_room()
+        if self._has_room():
+            self._start(trial)
+
+    def _leave(
+        self,
+        attempt: TrialAttempt,
+        reason: str = "its trial continues from another one's checkpoint",
+    ) -> None:
         """Stop the job of a run that its trial has replaced by another run."""
-        reason = "its trial continues from another one's checkpoint"
         with contextlib.suppress(Refused, NotFound):
             self._client.stop(attempt.job_id, reason, now=True)
         run_path = self._log.files.folder(attempt.run).path
@@ -631,6 +659,7 @@ class Controller:
         if self.study.trials:
             trial = self.study.trials[-1]
             config = from_log(trial.config, trial.pickled)
-            spec = self._plan.recipe.trainer(trial.name, config).job_spec()
+            recipe, size = self._plan.recipe, trial.size or self.study.size
+            spec = recipe.trainer(trial.name, config, size=size).job_spec()
             self._nodes = self._client.status().view.nodes
             self._room = room_for(spec, self._nodes)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -12,6 +13,8 @@ import cloudpickle
 from elastic.errors import UsageError
 from elastic.storage.files import Files
 from elastic.train.checkpoint import Checkpoint
+from elastic.train.config import ScalingConfig
+from elastic.train.overruled import OtherSize, size_of_trial
 from elastic.train.session import UNSAID, TrainContext, get_checkpoint, require_context
 from elastic.train.session import report as train_report
 from elastic.worker.process.entry import call_with_config
@@ -20,6 +23,8 @@ __all__ = ["TrialFunction", "TuneContext", "get_checkpoint", "get_context", "rep
 
 SINGLE = "_metric"
 """Ray's name for the metric of a function that returns a number."""
+SIZE = "_scaling_config"
+"""In a report that asks for a job of another size: its ScalingConfig in JSON."""
 
 
 def report(metrics: Mapping[str, Any], *, checkpoint: Checkpoint | None = None) -> None:
@@ -141,21 +146,27 @@ class Objective:
     Attributes:
         function: called with the config.
         parameters_path: (directory, file) of the pickled further arguments, None for none.
+        scaling: what the trial's job was submitted with, None if the user has chosen it.
     """
 
     function: Callable[..., Any]
     parameters_path: tuple[str, str] | None = None
+    scaling: ScalingConfig | None = None
 
     def __call__(self, config: Mapping[str, Any]) -> Any:
-        """Run the trial.
+        """Run the trial; report what a trainer in it asks for, if its job has another size.
 
         Raises:
             UsageError: its return value is not a valid report.
         """
-        if self.parameters_path is None:
-            value = call_with_config(self.function, config)
-        else:
-            value = self.function(config, **_parameters(*self.parameters_path))
+        size_of_trial.set(self.scaling)
+        try:
+            if self.parameters_path is None:
+                value = call_with_config(self.function, config)
+            else:
+                value = self.function(config, **_parameters(*self.parameters_path))
+        except OtherSize as other:
+            value = {SIZE: json.dumps(asdict(other.scaling))}
         if isinstance(value, Mapping):
             report(value)
         elif isinstance(value, (int, float)) and not isinstance(value, bool):

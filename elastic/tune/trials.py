@@ -67,7 +67,7 @@ class Recipe:
             self._stored = (self._path, PARAMETERS)
 
     def trainer(
-        self, run: str, config: Mapping[str, Any], resume_from: str = ""
+        self, run: str, config: Mapping[str, Any], resume_from: str = "", size: str = ""
     ) -> DataParallelTrainer:
         """Return the trainer of a trial.
 
@@ -75,6 +75,7 @@ class Recipe:
             run: name of the job and of its run directory.
             config: the proposed config.
             resume_from: path of another trial's checkpoint, "" for none.
+            size: JSON of the scaling config that the function's own trainer asked for, "" for none.
 
         Raises:
             UsageError: the config has keys or values that a trainer does not accept.
@@ -100,10 +101,13 @@ class Recipe:
             one.resume_from_checkpoint = begins or one.resume_from_checkpoint
             return one
         resources = self._trainable.resources
+        scaling = _scaling(resources(config) if callable(resources) else resources)
+        if size:
+            scaling = from_json(size)
         return DataParallelTrainer(
-            Objective(self._function(), self._stored),
+            Objective(self._function(), self._stored, scaling if resources is None else None),
             train_loop_config=dict(config),
-            scaling_config=_scaling(resources(config) if callable(resources) else resources),
+            scaling_config=scaling,
             run_config=run_config,
             resume_from_checkpoint=begins,
         )
@@ -139,6 +143,15 @@ def split_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], ScalingConf
             f"everything for the train function inside of {LOOP!r}, or no {LOOP!r} at all"
         )
     return dict(config[LOOP]), scaling
+
+
+def from_json(text: str) -> ScalingConfig:
+    """Return the scaling config that a trial reported."""
+    values = json.loads(text)
+    number = values.pop("num_workers")
+    return ScalingConfig(
+        num_workers=tuple(number) if isinstance(number, list) else number, **values
+    )
 
 
 def _scaling(resources: Any) -> ScalingConfig:

@@ -9,7 +9,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from elastic import tune
+from elastic import train, tune
+from elastic.train.torch import TorchTrainer
+from elastic.tune.integration.ray_train import TuneReportCallback
 
 TRIALS = 12
 REPORTS = 4
@@ -28,6 +30,24 @@ def objective(config: dict[str, Any]) -> None:
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / "state.json").write_text(json.dumps([number + 1, total]))
             tune.report({"total": total}, checkpoint=tune.Checkpoint.from_directory(folder))
+
+
+def report_size(config: dict[str, Any]) -> None:
+    size = train.get_context().get_world_size()
+    train.report({"total": config["rate"] * size, "size": size})
+
+
+def fit_a_trainer(config: dict[str, Any]) -> None:
+    name = f"of-{tune.get_context().get_trial_id()}"
+    trainer = TorchTrainer(
+        report_size,
+        train_loop_config=config,
+        scaling_config=train.ScalingConfig(num_workers=config["workers"]),
+        run_config=train.RunConfig(name=name, callbacks=[TuneReportCallback()]),
+    )
+    result = trainer.fit()
+    assert result.metrics is not None
+    tune.report({**result.metrics, "is_fitted": True})
 
 
 def main() -> None:

@@ -11,11 +11,12 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import elastic
 from elastic import tune
 from elastic.core.study import TrialState
 from elastic.storage.study_log import StudyLog
 from elastic.testing.local_cluster import LocalCluster
-from tests.chaos.study import TRIALS, objective
+from tests.chaos.study import TRIALS, fit_a_trainer, objective
 from tests.patience import DEADLINE_S, wait_for
 
 REPORTED_APART = ["time_total_s", "logdir"]
@@ -74,3 +75,24 @@ def test_driver_and_node_are_killed_and_every_trial_runs_once(tmp_path: Path) ->
     assert best.checkpoint is not None
     assert best.metrics is not None
     assert len(best.best_checkpoints) == best.metrics["training_iteration"]
+
+
+def test_a_trial_gets_the_workers_that_the_trainer_in_its_function_asks_for(
+    cluster: LocalCluster, tmp_path: Path
+) -> None:
+    tuner = tune.Tuner(
+        fit_a_trainer,
+        param_space={"rate": 2.0, "workers": tune.grid_search([1, 2, 3])},
+        tune_config=tune.TuneConfig(metric="total", mode="max"),
+        run_config=tune.RunConfig(name="nested", storage_path=str(tmp_path), verbose=0),
+    )
+    with elastic.init(cluster.address):
+        grid = tuner.fit()
+    found = {one.config["workers"]: one.metrics for one in grid if one.config and one.metrics}
+    for workers in (1, 2, 3):
+        assert found[workers]["total"] == 2.0 * workers
+        assert found[workers]["is_fitted"]
+        assert found[workers]["training_iteration"] == 2
+    assert grid.get_best_result().config == {"rate": 2.0, "workers": 3}
+    lines = map(json.loads, (tmp_path / "nested" / "study.jsonl").read_text().splitlines())
+    assert sorted(line["trial"] for line in lines if line["e"] == "resized") == [1, 2]

@@ -100,7 +100,7 @@ def test_a_trainer_in_a_trial_or_a_remote_call_is_refused_what_that_lacks(
     function = EntryKind.FUNCTION
     inside = context(max_workers=1, entry_kind=function, is_local=False, run_path=run_path)
     monkeypatch.setattr(worker_context, "current", lambda: inside)
-    with pytest.raises(UsageError, match=rf"{expected}.*Tuner\(trainer, param_space="):
+    with pytest.raises(UsageError, match=rf"{expected}.*leave out tune\.with_resources"):
         trainer.fit()
     overruled.check_size(context(max_workers=2, entry_kind=EntryKind.SCRIPT), scaling)
     fits = train.ScalingConfig(num_workers=(1, 8))

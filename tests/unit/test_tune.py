@@ -583,7 +583,7 @@ class OneSlotCluster:
     def __init__(self) -> None:
         self.submitted: list[str] = []
 
-    def trainer(self, run: str, config: Any, resume_from: str = "") -> Any:
+    def trainer(self, run: str, config: Any, resume_from: str = "", size: str = "") -> Any:
         trainable = as_trainable(print)
         made = Recipe(trainable, RunConfig(), "/nowhere").trainer(run, config, resume_from)
         made.submit = lambda spec, *rest: self.submitted.append(spec.name)  # type: ignore
