@@ -23,8 +23,9 @@ import anyio
 from frames import GrpcStream
 
 from elastic.core.config import AgentConfig, ns
-from elastic.core.messages import Hello, WorkerUpdate
+from elastic.core.messages import Hello, Progress, WorkerUpdate
 from elastic.core.policy.pacing import answer_after_ns
+from elastic.core.telemetry import Goodput, Telemetry
 from elastic.core.world import (
     ExitCause,
     ExitKind,
@@ -44,6 +45,7 @@ from elastic.wire.generated.elastic.v1 import agent_pb2
 CLIENTS = ("frames", "grpc")
 """Who speaks for an agent: frames.py, or gRPC's own client as in a real agent."""
 MEMBER_NS = ns(AgentConfig.spread_s_per_member)
+STEPS_PER_S = 20
 
 
 class FramesClient:
@@ -141,7 +143,7 @@ class PlayedAgent:
     def __init__(self, number: int, tally: Tally, make: type[FramesClient | GrpcClient]) -> None:
         self.node = Node(NodeId(f"n{number:05d}"), 1, "127.0.0.1", 1)
         self.report: WorkerReport | None = None
-        self.welcome_ns = self.generation = 0
+        self.welcome_ns = self.generation = self.rank = 0
         self._tally = tally
         self._make = make
         self._client: FramesClient | GrpcClient | None = None
@@ -211,7 +213,7 @@ class PlayedAgent:
         """Count it, and say that the worker trains when it is its turn, as real agents do."""
         assert self.report is not None
         if self.generation != place.generation:
-            self.generation = place.generation
+            self.generation, self.rank = place.generation, place.rank
             self._tally.receives(self.generation, size)
         report = self.report = replace(
             self.report, phase=WorkerPhase.TRAINING, generation=self.generation, in_place=True
@@ -231,6 +233,37 @@ class PlayedAgent:
         self.report = report
         if self._client is not None:
             self._client.send(encode_agent_message(WorkerUpdate(report)))
+
+    async def send_telemetry(self) -> None:
+        """Report steps once a second, as a worker does that trains."""
+        await asyncio.sleep((hash(self.node.node_id) % 1000) / 1000)
+        steps = 0
+        while not self._gone:
+            if self.report is not None and self._client is not None:
+                steps += STEPS_PER_S
+                self._client.send(encode_agent_message(self._progress(self.report, steps)))
+            await asyncio.sleep(1.0)
+
+    def _progress(self, report: WorkerReport, steps: int) -> Progress:
+        wait_ms = 50 + steps * 7919 % 100
+        logged = json.dumps({"loss": 1 / steps, "accuracy": 1 - 1 / steps})
+        telemetry = Telemetry(
+            steps=STEPS_PER_S,
+            wall_ns=10**9,
+            data_wait_ns=wait_ms * 10**6 // 4,
+            compute_ns=(1000 - wait_ms) * 10**6,
+            exchange_ns=wait_ms * 10**6,
+            straggler_wait_ns=wait_ms * 10**6 // 2,
+            bytes_sent=STEPS_PER_S << 20,
+            samples=STEPS_PER_S * 64,
+            straggler=steps % 7,
+            step=steps,
+            num_epochs=10,
+            num_steps=10**6,
+            logged="" if self.rank else logged,
+        )
+        spent = Goodput(productive_ns=steps * 45 * 10**6, straggler_wait_ns=steps * 5 * 10**6)
+        return Progress(report.worker_id, self.generation, steps, time.time_ns(), spent, telemetry)
 
     def lose_worker(self) -> None:
         """Let the worker be killed."""
@@ -257,6 +290,8 @@ def answer(command: list[str], agents: list[PlayedAgent], tally: Tally) -> Any:
         over = tally.over.get(newest[0] - 1, (0, 0))
         known = {"told": newest, "last_ns": tally.last_ns, "bytes": tally.bytes_in}
         return {**known, "over": over}
+    if command[0] == "telemetry":
+        return len(agents)
     if command[0] == "welcome":
         welcome = [agent.welcome_ns for agent in agents if not agent.is_gone()]
         return sum(moment > int(command[1]) for moment in welcome), max(welcome)
@@ -278,7 +313,10 @@ async def hold(
     loop = asyncio.get_running_loop()
     tasks = [asyncio.create_task(agent.live(address, gate, silence_s)) for agent in agents]
     while line := await loop.run_in_executor(None, sys.stdin.readline):
-        print(json.dumps(answer(line.split(), agents, tally)), flush=True)
+        command = line.split()
+        if command[0] == "telemetry":
+            tasks += [asyncio.create_task(agent.send_telemetry()) for agent in agents]
+        print(json.dumps(answer(command, agents, tally)), flush=True)
     for task in tasks:
         task.cancel()
 

@@ -21,21 +21,29 @@ The processor time of the coordinator and of all agents stands beside the second
     storm      the coordinator is killed and started anew: until the last agent is welcome again
     bytes      of an announcement
 
+With `--page` something else is measured: what a job's page and the telemetry that it shows cost the
+coordinator while all agents train, in percent of a core, and the bytes that a browser receives.
+
 In brackets: processor seconds of the coordinator and of the agents until then (in a storm without
 the agents'), and commits of the store until all is quiet again.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
 import resource
+import socket
 import sqlite3
+import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -62,6 +70,7 @@ CONNECTING_AT_ONCE = 400
 share two cores with the pings of those that are connected, which must be answered in time."""
 WAIT_S = 300.0
 POLL_S = 0.05
+PAGE_ROUNDS = 3
 SETTLE_S = 3.0
 REST_S = 10.0
 NICE = 10
@@ -161,10 +170,12 @@ class Crowd:
 class Coordinator:
     """A real coordinator."""
 
-    def __init__(self, folder: Path, silence_s: float) -> None:
+    def __init__(self, folder: Path, silence_s: float, *, has_page: bool = False) -> None:
         self._folder = folder
-        self._silence_s = silence_s
-        self.address = "127.0.0.1:0"
+        self._more = ["--silence", str(silence_s)]
+        if has_page:
+            self._more += ["--http", "127.0.0.1:0"]
+        self.address, self.page = "127.0.0.1:0", ""
         self.start()
 
     def start(self) -> None:
@@ -175,7 +186,7 @@ class Coordinator:
             [
                 *(sys.executable, "-m", "elastic.coord.cli", "serve", "--listen", self.address),
                 *("--store", f"sqlite:{self._folder}/coord.sqlite", "--ready-file", str(ready)),
-                *("--log-level", "error", "--silence", str(self._silence_s)),
+                *("--log-level", "error", *self._more),
             ],
             stdout=subprocess.DEVNULL,
         )
@@ -185,7 +196,7 @@ class Coordinator:
                 raise click.ClickException("the coordinator did not start")
             time.sleep(POLL_S)
         words = dict(word.partition("=")[::2] for word in ready.read_text().split())
-        self.address = words["address"]
+        self.address, self.page = words["address"], words.get("page", "")
         self.usage = psutil.Process(self.process.pid)
 
     def kill(self) -> None:
@@ -278,6 +289,72 @@ def _deaths(
     return [told, f"{found[len(found) // 2]}"], generation
 
 
+class Reader:
+    """A browser that has a job's page open."""
+
+    def __init__(self, url: str) -> None:
+        self.received = 0
+        self._answer = urllib.request.urlopen(url, timeout=WAIT_S)
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+
+    def _read(self) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            while data := self._answer.read1(1 << 16):
+                self.received += len(data)
+
+    def close(self) -> None:
+        """Close the page."""
+        self._answer.fp.raw._sock.shutdown(socket.SHUT_RDWR)
+        self._thread.join()
+
+
+def measure_page(agents: int, how: How) -> list[str]:
+    """Return a row of the page's table."""
+
+    def cpu_percent(seconds: float = REST_S) -> float:
+        time.sleep(SETTLE_S)
+        before, began = coordinator.cpu_s(), time.monotonic()
+        time.sleep(seconds)
+        return 100 * (coordinator.cpu_s() - before) / (time.monotonic() - began)
+
+    with tempfile.TemporaryDirectory() as folder:
+        coordinator = Coordinator(Path(folder), how.silence_s, has_page=True)
+        crowd = Crowd(coordinator.address, agents, how)
+        try:
+            crowd.wait_welcome(agents)
+            with Client(coordinator.address) as client:
+                job_id = client.submit(spec_of(agents))
+            crowd.wait_generation(agents)
+            found = [[cpu_percent() for _ in range(PAGE_ROUNDS)], [], []]
+            crowd.ask("telemetry")
+            rates = []
+            for _ in range(PAGE_ROUNDS):
+                found[1].append(cpu_percent())
+                reader = Reader(f"{coordinator.page.rstrip('/')}/jobs/{job_id}/stream")
+                time.sleep(SETTLE_S)
+                before, began = reader.received, time.monotonic()
+                found[2].append(cpu_percent())
+                rates.append((reader.received - before) / (time.monotonic() - began) / 1e3)
+                reader.close()
+            cells = [f"{statistics.median(one):.1f} %" for one in found]
+            return [f"{agents}", *cells, f"{statistics.median(rates):.1f}"]
+        finally:
+            crowd.close()
+            coordinator.kill()
+
+
+def spec_of(agents: int) -> JobSpec:
+    """Return a job of all agents."""
+    return JobSpec(
+        job_id=JobId(""),
+        name="scale",
+        entry=Entry(EntryKind.SCRIPT, "train.py"),
+        min_workers=agents // 2,
+        max_workers=agents,
+    )
+
+
 def _cells(
     coordinator: Coordinator, crowd: Crowd, agents: int, deaths: int, *, storm: bool
 ) -> list[str]:
@@ -285,15 +362,7 @@ def _cells(
     rest = _rest(coordinator, crowd)
     with phase(coordinator, crowd) as submit, Client(coordinator.address) as client:
         began_ns = time.monotonic_ns()
-        entry = Entry(EntryKind.SCRIPT, "train.py")
-        spec = JobSpec(
-            job_id=JobId(""),
-            name="scale",
-            entry=entry,
-            min_workers=agents // 2,
-            max_workers=agents,
-        )
-        client.submit(spec)
+        client.submit(spec_of(agents))
         last_ns, generation = crowd.wait_generation(agents)
         submit.ends(began_ns, last_ns)
     size = crowd.largest_message()
@@ -335,11 +404,24 @@ def check_files(agents: int) -> None:
 @click.option("--client", type=click.Choice(CLIENTS), default="frames", show_default=True)
 @click.option("--at-once", type=int, default=CONNECTING_AT_ONCE, help="Agents that connect.")
 @click.option("--deaths", type=click.IntRange(1), default=1, help="Of workers: the median counts.")
+@click.option("--page", is_flag=True, help="What telemetry and an open page cost, instead.")
 def main(
-    counts: tuple[int, ...], storm: bool, silence: float, client: str, at_once: int, deaths: int
+    counts: tuple[int, ...],
+    storm: bool,
+    silence: float,
+    client: str,
+    at_once: int,
+    deaths: int,
+    page: bool,
 ) -> None:
     """Measure a coordinator with many agents."""
     check_files(max(counts, default=0))
+    if page:
+        table = Table("agents", "they train", "with telemetry", "and the page open", "page, KB/s")
+        for agents in counts or (1000,):
+            table.add_row(*measure_page(agents, How(silence, client, at_once)))
+        Console().print(table)
+        return
     table = Table(
         "agents", "rest", "MiB", "submit", "death", "next group", "node", "storm", "bytes"
     )
