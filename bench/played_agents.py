@@ -24,7 +24,7 @@ from frames import GrpcStream
 
 from elastic.core.config import AgentConfig, ns
 from elastic.core.messages import Hello, Progress, WorkerUpdate
-from elastic.core.policy.pacing import answer_after_ns
+from elastic.core.policy.pacing import answer_after_ns, telemetry_every_ns
 from elastic.core.telemetry import Goodput, Telemetry
 from elastic.core.world import (
     ExitCause,
@@ -143,7 +143,7 @@ class PlayedAgent:
     def __init__(self, number: int, tally: Tally, make: type[FramesClient | GrpcClient]) -> None:
         self.node = Node(NodeId(f"n{number:05d}"), 1, "127.0.0.1", 1)
         self.report: WorkerReport | None = None
-        self.welcome_ns = self.generation = self.rank = 0
+        self.welcome_ns = self.generation = self.rank = self.world_size = 0
         self._tally = tally
         self._make = make
         self._client: FramesClient | GrpcClient | None = None
@@ -213,7 +213,8 @@ class PlayedAgent:
         """Count it, and say that the worker trains when it is its turn, as real agents do."""
         assert self.report is not None
         if self.generation != place.generation:
-            self.generation, self.rank = place.generation, place.rank
+            self.generation = place.generation
+            self.rank, self.world_size = place.rank, place.world_size
             self._tally.receives(self.generation, size)
         report = self.report = replace(
             self.report, phase=WorkerPhase.TRAINING, generation=self.generation, in_place=True
@@ -235,14 +236,16 @@ class PlayedAgent:
             self._client.send(encode_agent_message(WorkerUpdate(report)))
 
     async def send_telemetry(self) -> None:
-        """Report steps once a second, as a worker does that trains."""
-        await asyncio.sleep((hash(self.node.node_id) % 1000) / 1000)
+        """Report steps as often as an agent passes them on."""
+        every_ns = telemetry_every_ns(self.rank, self.world_size, MEMBER_NS)
+        every_s = max(1.0, every_ns / 1e9)
+        await asyncio.sleep(every_s * (hash(self.node.node_id) % 1000) / 1000)
         steps = 0
         while not self._gone:
             if self.report is not None and self._client is not None:
                 steps += STEPS_PER_S
                 self._client.send(encode_agent_message(self._progress(self.report, steps)))
-            await asyncio.sleep(1.0)
+            await asyncio.sleep(every_s)
 
     def _progress(self, report: WorkerReport, steps: int) -> Progress:
         wait_ms = 50 + steps * 7919 % 100

@@ -31,6 +31,7 @@ the agents'), and commits of the store until all is quiet again.
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import os
 import platform
@@ -299,7 +300,7 @@ class Reader:
         self._thread.start()
 
     def _read(self) -> None:
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(OSError, ValueError, http.client.HTTPException):
             while data := self._answer.read1(1 << 16):
                 self.received += len(data)
 

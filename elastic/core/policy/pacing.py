@@ -13,8 +13,10 @@ LEAST_NS = NS_PER_S // 50
 """A group that needs less time in all sends at once."""
 MOST_NS = 2 * NS_PER_S
 """The largest group is done after twice this: a member silent for too long counts as hung."""
-TELEMETRY_SPREADS = 10
-"""Telemetry may take a tenth of the coordinator's time."""
+TELEMETRY_SPREADS = 300
+"""Telemetry of a large group takes a few hundredths of the coordinator's time."""
+TELEMETRY_MOST_NS = 30 * NS_PER_S
+"""In the largest groups it takes more, so that what people see is not older."""
 WAITING_NS = NS_PER_S // 4
 FORMING_NS, FORMING_NS_PER_MEMBER = NS_PER_S // 2, NS_PER_S // 1000
 WAITING_NS_PER_MEMBER = NS_PER_S // 5000
@@ -43,7 +45,9 @@ def telemetry_every_ns(rank: int, world_size: int, member_ns: int) -> int:
     second.
     """
     is_small = world_size * member_ns < LEAST_NS
-    return 0 if is_small or rank == 0 else world_size * member_ns * TELEMETRY_SPREADS
+    if is_small or rank == 0:
+        return 0
+    return min(world_size * member_ns * TELEMETRY_SPREADS, TELEMETRY_MOST_NS)
 
 
 def waiting_is_long_after_ns(world_size: int) -> int:
