@@ -38,10 +38,10 @@ lint: $(INSTALLED)  ## style, format and types
 	$(call check,$(BIN)/ruff format --quiet --check .)
 	$(call check,$(BIN)/mypy --no-error-summary)
 
-# Tests that share a cluster are one process's (tests/conftest.py). Where twenty tests fail, others
-# would, too.
+# Tests of one file are one process's: they share clusters and other fixtures. Where twenty tests
+# fail, others would, too.
 pytest: $(INSTALLED)  ## the tests without the checks
-	@$(BIN)/python -m pytest -m "not slow and not gpu" -n logical --dist loadgroup \
+	@$(BIN)/python -m pytest -m "not slow and not gpu" -n logical --dist loadfile \
 		--no-loadscope-reorder --durations 10 --maxfail 20 $(PYTEST_FLAGS) tests
 
 chaos: $(INSTALLED)  ## the tests that take minutes or hours

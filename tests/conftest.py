@@ -37,8 +37,6 @@ from tests.patience import (
 MARKS = "ELASTIC_TEST_MARKS"
 SEED = "ELASTIC_TEST_SEED"
 LINES_AT_ONCE = 15
-# Parts in which the tests of a file share a cluster, and so must run in one process.
-SHARING = ("chaos", "integration", "gpu")
 # The longest parts first: the short ones at the end then balance the load of the cores.
 PARTS = ("chaos", "integration", "simulation", "property", "scenarios", "unit", "tidy")
 # Seconds between checks of a test's watchdog.
@@ -124,12 +122,9 @@ class SaysAtOnce:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Order the tests by part, and group those that share a cluster."""
+    """Order the tests by part."""
     ranks = {part: rank for rank, part in enumerate(PARTS)}
     items.sort(key=lambda item: ranks.get(part_of(item.nodeid), len(PARTS)))
-    for item in items:
-        if part_of(item.nodeid) in SHARING:
-            item.add_marker(pytest.mark.xdist_group(item.path.stem))
 
 
 def part_of(nodeid: str) -> str:
