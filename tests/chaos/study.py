@@ -13,7 +13,7 @@ from elastic import train, tune
 from elastic.train.torch import TorchTrainer
 from elastic.tune.integration.ray_train import TuneReportCallback
 
-TRIALS = 12
+TRIALS = 8
 REPORTS = 4
 REPORT_S = 0.15
 

@@ -64,6 +64,7 @@ def assert_each_row_once(ledger: Path, epochs: int) -> None:
     assert found == [(epoch, ROWS, ROWS, 0, ROWS - 1) for epoch in range(epochs)]
 
 
+@pytest.mark.slow
 def test_killed_workers_and_feeders_cost_no_row_and_no_bit(
     cluster: LocalCluster, table: Path, tmp_path: Path
 ) -> None:
@@ -91,6 +92,13 @@ def test_killed_workers_and_feeders_cost_no_row_and_no_bit(
     assert_each_row_once(ledger, verdict.metrics["epochs"])
 
 
+def steps_with(workers: int, view: JobView) -> bool:
+    """Return whether so many train in a later generation than the first."""
+    group = view.record.group
+    is_whole = group is not None and group.generation > 1 and len(group.members) == workers
+    return view.record.phase in ENDED or (is_whole and all(w.steps for w in view.workers))
+
+
 def feeding(run: Path, pids: Iterable[int]) -> set[int]:
     """Return those of these processes that are feeders to which a trainer is connected."""
     lists = [json.loads(path.read_text()) for path in run.glob("feeders/*.json")]
@@ -105,7 +113,7 @@ def feeding(run: Path, pids: Iterable[int]) -> set[int]:
 
 
 @pytest.mark.parametrize("workers", [2, pytest.param(1, marks=pytest.mark.slow)])
-def test_feeders_on_other_nodes_that_are_killed_cost_no_row_and_no_bit(
+def test_workers_and_feeders_on_other_nodes_that_are_killed_cost_no_row_and_no_bit(
     cluster: LocalCluster, table: Path, tmp_path: Path, workers: int
 ) -> None:
     """Each node that has no trainer has a feeder."""
@@ -142,6 +150,8 @@ def test_feeders_on_other_nodes_that_are_killed_cost_no_row_and_no_bit(
             killed.add(min(found))
             os.kill(min(found), signal.SIGKILL)
         assert cluster.job(fed).record.generation == 1
+        os.kill(min(cluster.worker_pids(fed).values()), signal.SIGKILL)
+        cluster.wait(fed, lambda v: steps_with(workers, v), "a worker that goes on")
     finally:
         job.finish.touch()
         assert driver.wait(DEADLINE_S) == 0

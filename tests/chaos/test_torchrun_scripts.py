@@ -87,6 +87,7 @@ def test_an_error_that_record_wrote_down_is_told_once_and_last(
     assert "environment" in written.read_text()
 
 
+@pytest.mark.slow
 def test_scripts_that_end_their_process_with_success_have_finished(
     launched: Callable[..., Script], tmp_path: Path
 ) -> None:
