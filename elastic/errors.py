@@ -279,6 +279,10 @@ class GroupError(ElasticError):
     """A torch.distributed group could not be formed, or was broken while in use."""
 
 
+class GroupBroken(GroupError, RuntimeError):
+    """A member of the group cannot be reached any more: a RuntimeError, as torch's own is."""
+
+
 class InvariantViolation(ElasticError):
     """What must hold did not hold: a bug in this package, never the user's fault.
 

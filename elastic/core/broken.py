@@ -1,7 +1,7 @@
 """Detects from the text of an error that a collective failed because its group broke.
 
-Rule: the texts are those of gloo and NCCL, and of our own sockets. A traceback that ends with one
-of them means that another process failed.
+Rule: the texts are those of gloo and NCCL; our own code raises `GroupBroken`. A traceback that ends
+with one of them means that another process failed.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 BROKEN_WORDS = (
     "gloo/transport",
     "[gloo]",
-    "mesh: ",
     "Connection closed by peer",
     "Connection reset by peer",
     "Application timeout caused pair closure",
@@ -25,13 +24,14 @@ BROKEN_TYPES = (
     "torch.distributed.DistNetworkError",
     "torch.distributed.DistStoreError",
     "elastic.errors.GroupError",
+    "elastic.errors.GroupBroken",
 )
 """Exceptions whose type means the same, with their names in tracebacks."""
 
 
 def broken_words_in(text: str) -> bool:
-    """Return whether a text has one of `BROKEN_WORDS`."""
-    return any(word in text for word in BROKEN_WORDS)
+    """Return whether a text, such as a traceback, has one of these words or types."""
+    return any(word in text for word in (*BROKEN_WORDS, *BROKEN_TYPES))
 
 
 def reports_of_broken(line: str) -> bool:

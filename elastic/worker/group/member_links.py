@@ -30,7 +30,7 @@ from elastic.core.policy.exchange_plan import (
     shape_of,
     tree_plan,
 )
-from elastic.errors import InvariantViolation
+from elastic.errors import GroupBroken, InvariantViolation
 from elastic.runtime.worker_ports import remedy
 from elastic.worker.group.peer_sockets import PeerAddress, PeerEndpoint, PeerSockets
 from elastic.worker.group.shared_memory import PeerMemory
@@ -117,7 +117,7 @@ class MemberLinks:
             Whether we can read the memory of all others of our node; `share` if all members can.
 
         Raises:
-            RuntimeError: a member could not be reached.
+            GroupBroken: a member could not be reached.
         """
         self._entries = entries
         nodes = [0]
@@ -130,7 +130,7 @@ class MemberLinks:
         try:
             self.mesh.join(self.rank, [entry.endpoint for entry in entries], partners=wanted)
         except OSError as error:
-            raise RuntimeError(
+            raise GroupBroken(
                 f"mesh: rank {self.rank} at {self.entry.endpoint.address} could not connect to all "
                 f"others ({error}): Connection closed; members must reach each other at the "
                 f"addresses that their agents announce (--host)"
@@ -170,7 +170,7 @@ class MemberLinks:
         """Advance all exchanges as far as possible; never blocks.
 
         Raises:
-            RuntimeError: the group broke.
+            GroupBroken: the group broke.
         """
         self.mesh.poll()
         self._call()
@@ -179,7 +179,7 @@ class MemberLinks:
         """Advance all exchanges until `is_there` returns true.
 
         Raises:
-            RuntimeError: the group broke, or nothing came in time.
+            GroupBroken: the group broke, or nothing came in time.
         """
         self.mesh.wait_until(is_there, meanwhile=self._call)
 
@@ -187,7 +187,7 @@ class MemberLinks:
         """Wait for an expected message, and advance all exchanges meanwhile.
 
         Raises:
-            RuntimeError: the group broke, or nothing came in time.
+            GroupBroken: the group broke, or nothing came in time.
         """
         self.mesh.wait(rank, tag, self._call)
 
@@ -242,14 +242,14 @@ def open_links(group: Any, reach: PeerAddress) -> MemberLinks:
     """Return our links in this group; their `entry` must be sent to all members before `join`.
 
     Raises:
-        RuntimeError: this machine does not have the address, or no port to listen on.
+        GroupBroken: this machine does not have the address, or no port to listen on.
     """
     known = _links.get(group) or _open.get(group)
     if known is None:
         try:
             known = _open[group] = MemberLinks(group.rank(), group.size(), reach)
         except OSError as error:
-            raise RuntimeError(
+            raise GroupBroken(
                 f"mesh: Connection closed: rank {group.rank()} cannot listen on {reach.host} "
                 f"({error}); {remedy(error)}"
             ) from error
@@ -260,7 +260,7 @@ def join_links(group: Any, entries: Sequence[MemberEntry]) -> None:
     """Connect to our partners in this group, unless that is done; all members do so.
 
     Raises:
-        RuntimeError: the group broke, or a member cannot be reached.
+        GroupBroken: the group broke, or a member cannot be reached.
     """
     if group in _links:
         return
@@ -280,7 +280,7 @@ def connect(group: Any, reach: PeerAddress) -> None:
     Members that train over `train.epochs()` have connected before; those of plain loops may not.
 
     Raises:
-        RuntimeError: the group broke, or a member cannot be reached.
+        GroupBroken: the group broke, or a member cannot be reached.
     """
     if group.size() == 1 or group in _links:
         return

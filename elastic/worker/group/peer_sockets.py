@@ -28,6 +28,7 @@ from dataclasses import dataclass, field
 from ipaddress import IPv6Address, ip_address
 from weakref import WeakSet
 
+from elastic.errors import GroupBroken
 from elastic.runtime.worker_ports import ANY_PORT, PortRange, listen_within
 
 HEADER = struct.Struct("<qq")
@@ -130,7 +131,7 @@ class _PeerConnection:
     arrived: set[int] = field(default_factory=set)
     early: dict[int, deque[bytearray]] = field(default_factory=dict)
     early_into: bytearray | None = None
-    broken: RuntimeError | None = None
+    broken: GroupBroken | None = None
 
 
 class PeerSockets:
@@ -300,7 +301,7 @@ class PeerSockets:
             data: views of bytes, sent one after the other.
 
         Raises:
-            RuntimeError: the group broke.
+            GroupBroken: the group broke.
         """
         peer = self._peers[rank]
         if peer.broken is not None:
@@ -326,7 +327,7 @@ class PeerSockets:
             then: called once it is received; if None, use `wait`.
 
         Raises:
-            RuntimeError: it was received already, with another length.
+            GroupBroken: it was received already, with another length.
         """
         peer = self._peers[rank]
         early = peer.early.get(tag)
@@ -339,7 +340,7 @@ class PeerSockets:
         """Wait for a message that is expected; see `wait_until`.
 
         Raises:
-            RuntimeError: the group broke, or nothing came in time.
+            GroupBroken: the group broke, or nothing came in time.
         """
         peer = self._peers[rank]
         self.wait_until(lambda: tag in peer.arrived, [rank], meanwhile)
@@ -359,7 +360,7 @@ class PeerSockets:
             meanwhile: called whenever something was received.
 
         Raises:
-            RuntimeError: the group broke, or nothing came in time.
+            GroupBroken: the group broke, or nothing came in time.
         """
         deadline = time.monotonic() + self._timeout_s
         while True:
@@ -377,7 +378,7 @@ class PeerSockets:
         """Wait until the kernel has taken everything that was sent.
 
         Raises:
-            RuntimeError: the group broke, or a peer does not read.
+            GroupBroken: the group broke, or a peer does not read.
         """
         deadline = time.monotonic() + self._timeout_s
         while any(peer.unsent for peer in self._peers.values()):
@@ -387,7 +388,7 @@ class PeerSockets:
         """Receive what is there, and send what there is room for; never blocks.
 
         Raises:
-            RuntimeError: the group broke.
+            GroupBroken: the group broke.
         """
         while self._poll_once(0.0, None):
             pass
@@ -405,9 +406,7 @@ class PeerSockets:
         left_s = deadline - time.monotonic() if what is not None else 0.0
         ready = self._poll.poll(min(max(0.0, left_s), POLL_S_MAX) * 1e3)
         if not ready and what is not None and time.monotonic() >= deadline:
-            raise RuntimeError(
-                f"mesh: timed out after {self._timeout_s:.0f} s waiting for {what()}"
-            )
+            raise GroupBroken(f"mesh: timed out after {self._timeout_s:.0f} s waiting for {what()}")
         for number, event in ready:
             peer = self._by_number[number]
             if peer.unsent and event & ~select.POLLIN:
@@ -458,7 +457,7 @@ class PeerSockets:
             peer.into = [*data]
             return
         if not 0 < size <= BYTES_MAX:
-            raise RuntimeError(f"mesh: rank {peer.rank} announces a message of {size} bytes")
+            raise GroupBroken(f"mesh: rank {peer.rank} announces a message of {size} bytes")
         peer.early_into = bytearray(size)
         peer.into = [memoryview(peer.early_into)]
 
@@ -555,14 +554,14 @@ def _arrived(peer: _PeerConnection, tag: int, then: Callable[[], None] | None) -
 
 def _check_length(peer: _PeerConnection, tag: int, size: int, expected: int) -> None:
     if size != expected:
-        raise RuntimeError(
+        raise GroupBroken(
             f"mesh: rank {peer.rank} sent {size} bytes with tag {tag}, expected {expected}"
         )
 
 
-def _broken(peer: _PeerConnection, error: OSError | None) -> RuntimeError:
+def _broken(peer: _PeerConnection, error: OSError | None) -> GroupBroken:
     why = f" ({error})" if error is not None else ""
-    return RuntimeError(f"mesh: Connection closed by peer, rank {peer.rank}{why}")
+    return GroupBroken(f"mesh: Connection closed by peer, rank {peer.rank}{why}")
 
 
 def _left_s(deadline: float) -> float:

@@ -16,6 +16,8 @@ import weakref
 
 import torch
 
+from elastic.errors import GroupBroken
+
 PAGE = mmap.PAGESIZE
 Where = tuple[int, int, int]
 """Descriptor and inode of a file in its owner's process, and the tensor's offset in it."""
@@ -71,7 +73,7 @@ class PeerMemory:
             dtype: their type.
 
         Raises:
-            RuntimeError: the process is gone.
+            GroupBroken: the process is gone.
         """
         known = self._seen.get(where)
         if known is None:
@@ -92,5 +94,5 @@ class PeerMemory:
             os.close(fd)
         return torch.frombuffer(mapped, dtype=dtype)
 
-    def _is_gone(self) -> RuntimeError:
-        return RuntimeError(f"shared memory: Connection closed by peer, process {self._pid}")
+    def _is_gone(self) -> GroupBroken:
+        return GroupBroken(f"shared memory: Connection closed by peer, process {self._pid}")

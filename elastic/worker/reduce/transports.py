@@ -22,7 +22,13 @@ Message = tuple[int, int, Sequence[torch.Tensor]]
 
 
 class Transport(Protocol):
-    """Point-to-point messages, and the waits for them.
+    """Point-to-point messages, and the waits for them: all that an exchange needs of one.
+
+    Where a member is gone, its methods raise `GroupBroken`, or what torch's own collectives raise;
+    any other exception counts as the user's error and fails the job. A wait ends so, too, when
+    another thread calls `ProcessGroups.abort`: a transport with connections of its own registers
+    them with the group as `MemberLinks` does, which also counts the bytes that come (a group in
+    which nothing comes for long is taken for stuck).
 
     Attributes:
         has_tags: tags match messages; otherwise their order does, so that all ranks must begin
@@ -55,11 +61,11 @@ class Transport(Protocol):
         ...
 
     def wait_until(self, is_there: Callable[[], bool]) -> None:
-        """Get further until something is there; raises RuntimeError if the group broke."""
+        """Get further until something is there; raises GroupBroken if a member is gone."""
         ...
 
     def flush(self) -> None:
-        """Wait until nothing of ours is on its way; raises RuntimeError if the group broke."""
+        """Wait until nothing of ours is on its way; raises GroupBroken if a member is gone."""
         ...
 
 
