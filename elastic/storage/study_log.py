@@ -1,6 +1,7 @@
 """The log of a study: STUDY/study.jsonl, one JSON object a line, append-only.
 
-    STUDY/study.jsonl           proposed, started, reported, decided, ended (see `core/study`)
+    STUDY/study.jsonl           all kinds of lines: `core.study.Study.apply`; of losses of
+                                workers, which are its job's, it has none
     STUDY/study/00000012.jsonl  the same in parts, on object stores, which have no append
     STUDY/stop.json             a request to stop the study
     STUDY/NAME/                 the run directory of a trial

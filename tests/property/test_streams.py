@@ -88,7 +88,7 @@ def test_any_history_of_world_sizes_trains_with_the_same_samples(run: dict[str, 
             cursor, world_size = Cursor(epoch, step), len(members)
             if not is_dealt:
                 for rank, one in enumerate(members):
-                    one.loader.deal(cursor, deal(rank, world_size, v))
+                    one.loader.take_span(cursor, deal(rank, world_size, v))
             is_dealt = True
             try:
                 done = [one.step(cursor, rank, world_size) for rank, one in enumerate(members)]

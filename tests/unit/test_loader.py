@@ -107,11 +107,11 @@ def test_any_sequence_of_deals_yields_exactly_the_samples_of_the_plan(data: st.D
     for cursor, held, count in data.draw(st.lists(deals(loader.epochs), min_size=1, max_size=4)):
         # A step that broke in the middle is done again, then by others.
         for span in (held, held, (held[0], v)):
-            loader.deal(cursor, span)
+            loader.take_span(cursor, span)
             plan = expected(loader.epochs, cursor, span)
             assert [taken(loader) for _ in range(count)] == list(islice(plan, count))
             # As it stands at the beginning of a step.
-            loader.deal(cursor, span)
+            loader.take_span(cursor, span)
     loader.close()
 
 
@@ -120,7 +120,7 @@ def test_a_sampler_may_be_longer_than_the_data_and_repeat_samples() -> None:
         DataLoader(Numbers(2), batch_size=2, sampler=[1, 1, 0, 1]), num_micro_batches=1, seed=0
     )
     assert loader.epochs.steps == 2
-    loader.deal(Cursor(), (0, 1))
+    loader.take_span(Cursor(), (0, 1))
     assert [taken(loader)[3] for _ in range(2)] == [[1, 1], [0, 1]]
 
 
@@ -147,7 +147,7 @@ def test_any_sampler_orders_an_epoch_alike_on_all_ranks_whenever_it_is_asked(
         loader = MicroBatchLoader(
             DataLoader(Numbers(10), batch_size=1, sampler=sampler), num_micro_batches=1, seed=5
         )
-        loader.deal(Cursor(epoch, 0), (0, 1))
+        loader.take_span(Cursor(epoch, 0), (0, 1))
         return [taken(loader)[3][0] for _ in range(loader.epochs.steps)]
 
     first, second = order(0), order(1)
@@ -189,7 +189,7 @@ def test_a_sampler_whose_length_is_another_is_refused_when_it_is_read() -> None:
     loader = MicroBatchLoader(
         DataLoader(DATA, batch_size=2, sampler=Lying(DATA)), num_micro_batches=2, seed=0
     )
-    loader.deal(Cursor(), (0, 1))
+    loader.take_span(Cursor(), (0, 1))
     with pytest.raises(UsageError, match=r"Lying\) gave 10 samples in epoch 0.* was 12"):
         loader.next()
 
@@ -207,14 +207,14 @@ def test_a_sampler_whose_length_is_another_is_refused_when_it_is_read() -> None:
 def test_a_deal_of_what_does_not_exist_is_a_bug(cursor: Cursor, held: tuple[int, int]) -> None:
     loader = MicroBatchLoader(DataLoader(DATA, batch_size=2), num_micro_batches=2, seed=0)
     with pytest.raises(InvariantViolation):
-        loader.deal(cursor, held)
+        loader.take_span(cursor, held)
 
 
 def test_nothing_is_read_before_a_deal_or_after_the_end() -> None:
     loader = MicroBatchLoader(DataLoader(DATA), num_micro_batches=1, seed=0)
     with pytest.raises(InvariantViolation, match="before micro-batches were dealt"):
         loader.next()
-    loader.deal(Cursor(), (0, 1))
+    loader.take_span(Cursor(), (0, 1))
     loader.next()
     loader.close()
     loader.close()

@@ -88,7 +88,7 @@ def test_processes_outlive_deals_and_epochs_and_end_with_the_loader(tmp_path: Pa
         for _ in range(40):
             first = draw.randrange(V)
             cursor = Cursor(draw.randrange(3), draw.randrange(loader.epochs.steps))
-            loader.deal(cursor, (first, draw.randrange(first, V) + 1))
+            loader.take_span(cursor, (first, draw.randrange(first, V) + 1))
             for _, pids in take(loader, draw.randrange(12)):
                 readers |= pids
         assert len(readers) == 2
@@ -100,7 +100,7 @@ def test_a_timeout_is_an_error_after_which_the_same_is_tried_again(tmp_path: Pat
     slow = tmp_path / "waits-6"
     slow.touch()
     with loading(Recorded(tmp_path), timeout=0.3) as loader:
-        loader.deal(Cursor(), (0, 4))
+        loader.take_span(Cursor(), (0, 4))
         assert len(list(take(loader, 3))) == 3
         with pytest.raises(RuntimeError, match="timed out"):
             loader.next()
@@ -123,7 +123,7 @@ def test_after_an_interrupt_of_the_dataset_itself_the_same_is_tried_again(tmp_pa
     leaves = tmp_path / "leaves-3"
     leaves.touch()
     with loading(Interrupted(tmp_path), num_workers=0) as loader:
-        loader.deal(Cursor(), (0, 4))
+        loader.take_span(Cursor(), (0, 4))
         assert len(list(take(loader, 1))) == 1
         with pytest.raises(Leaving):
             loader.next()

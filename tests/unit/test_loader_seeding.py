@@ -96,7 +96,7 @@ Seen = dict[tuple[int, int], list[float]]
 
 def seen(loader: MicroBatchLoader, held: tuple[int, int], count: int) -> Seen:
     """What was drawn, by (epoch, sample)."""
-    loader.deal(Cursor(), held)
+    loader.take_span(Cursor(), held)
     found: Seen = {}
     for _ in range(count):
         batch = loader.next()
@@ -135,7 +135,7 @@ def test_what_is_drawn_for_a_whole_micro_batch_depends_on_its_samples_alone(
     found: list[dict[Any, str]] = []
     for held, workers in (((0, V), 0), ((1, 3), num_workers)):
         with loading(data, num_workers=workers, **kept) as loader:
-            loader.deal(Cursor(), held)
+            loader.take_span(Cursor(), held)
             batches = [loader.next() for _ in range(5 * (held[1] - held[0]))]
         found.append({(one.cursor, one.micro_batch): str(one.value) for one in batches})
     everything, part = found

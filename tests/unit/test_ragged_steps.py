@@ -75,7 +75,7 @@ def test_a_collate_fn_may_empty_the_samples_of_a_step_that_is_done_again() -> No
     loader = loader_of(Stream(lambda n: {"id": n}, 10), collate_fn=emptied)
     first = []
     for _ in range(2):
-        loader.deal(Cursor(), (0, 4))
+        loader.take_span(Cursor(), (0, 4))
         first.append([loader.next().value for _ in range(4)])
     assert first == [[[0, 4], [1, 5], [2, 6], [3, 7]]] * 2
     # Behind the end there is the last sample, which is whole as well.

@@ -55,7 +55,7 @@ def reads(folder: Path) -> list[tuple[int, int]]:
 def test_an_empty_dataset_is_refused() -> None:
     for dataset in (Numbers([]), Sharded([])):
         loader = loader_of(dataset)
-        loader.deal(Cursor(), (0, 2))
+        loader.take_span(Cursor(), (0, 2))
         with pytest.raises(UsageError, match=r"yields no sample in epoch 0.*at least 1"):
             loader.next()
 
@@ -69,7 +69,7 @@ def test_what_fails_late_begins_at_a_snapshot_again(tmp_path: Path, num_workers:
     torn.touch()
     loader = loader_of(Placed(IDS, tmp_path), num_workers=num_workers)
     try:
-        loader.deal(Cursor(), (0, 1))
+        loader.take_span(Cursor(), (0, 1))
         take(loader, 10)
         (tmp_path / "reads").unlink()
         with pytest.raises(ValueError, match="sample 88 is torn"):
@@ -83,11 +83,11 @@ def test_what_fails_late_begins_at_a_snapshot_again(tmp_path: Path, num_workers:
 
 def test_a_snapshot_that_leads_elsewhere_is_not_used(caplog: pytest.LogCaptureFixture) -> None:
     first = loader_of(Forgetful(IDS))
-    first.deal(Cursor(), (0, V))
+    first.take_span(Cursor(), (0, V))
     take(first, 10 * V)
     heir = loader_of(Forgetful(IDS))
     heir._book.put(first._book.take(Cursor(0, 9)))
-    heir.deal(Cursor(0, 9), (0, 1))
+    heir.take_span(Cursor(0, 9), (0, 1))
     with caplog.at_level(logging.WARNING):
         assert take(heir, 1) == [steps_of(streams_of(IDS), 2)[9][0]]
     assert "stream_state_refused" in caplog.text
@@ -96,7 +96,7 @@ def test_a_snapshot_that_leads_elsewhere_is_not_used(caplog: pytest.LogCaptureFi
 def test_members_hear_of_each_others_streams_and_of_the_end() -> None:
     mine, theirs = StreamBook(), StreamBook()
     loader = loader_of(Placed(IDS), book=mine)
-    loader.deal(Cursor(), (0, 2))
+    loader.take_span(Cursor(), (0, 2))
     take(loader, 20)
     mine.end(0, 13)
     theirs.receive([b"", mine.sent(Cursor(0, 9))])
@@ -116,7 +116,7 @@ class Opaque(Placed):
 def test_states_that_cannot_be_sent_are_kept_and_said_so(caplog: pytest.LogCaptureFixture) -> None:
     book = StreamBook()
     loader = loader_of(Opaque(IDS), book=book)
-    loader.deal(Cursor(), (0, 1))
+    loader.take_span(Cursor(), (0, 1))
     take(loader, 10)
     with caplog.at_level(logging.WARNING):
         other = StreamBook()
@@ -161,7 +161,7 @@ def test_hugging_faces_streams_are_read_once_and_can_be_continued(
         assert loader.epochs.cut is cut
         try:
             loader._book.put(state or {})
-            loader.deal(Cursor(1, start), held)
+            loader.take_span(Cursor(1, start), held)
             # Shards differ by a few samples: one stream is over before another.
             found = take(loader, (28 - start) * (held[1] - held[0]))
             return found, loader._book.take(Cursor(1, 18))
@@ -219,7 +219,7 @@ class Uncopied(Placed):
 def test_what_cannot_be_streams_is_refused(dataset: Any, options: Any, says: str) -> None:
     def read() -> None:
         loader = loader_of(dataset, **options)
-        loader.deal(Cursor(), (0, 1))
+        loader.take_span(Cursor(), (0, 1))
         loader.next()
 
     with pytest.raises(UsageError, match=says):

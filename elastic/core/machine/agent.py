@@ -33,7 +33,12 @@ from elastic.core.events.shared import Tick
 from elastic.core.machine import agent_orders
 from elastic.core.machine.agent_departure import EXIT_DRAINED
 from elastic.core.machine.agent_parts import AgentBooks
-from elastic.core.machine.agent_processes import KILLABLE, ProcessState, describe_exit, judge_exit
+from elastic.core.machine.agent_processes import (
+    KILLABLE,
+    ProcessState,
+    cause_of_exit,
+    describe_exit,
+)
 from elastic.core.machine.agent_workers import AgentWorker
 from elastic.core.machine.event_history import EventHistory, note
 from elastic.core.machine.transitions import ConnectionPhase, ProcessPhase
@@ -253,7 +258,7 @@ class AgentMachine:
         books.processes.exited(process)
         worker = books.workers.get(process.worker_id)
         if worker is not None:
-            cause = judge_exit(process, cause)
+            cause = cause_of_exit(process, cause)
             if books.workers.finished_by(worker, cause):
                 books.note(worker, "worker_ended_itself", process=process.process_id)
             else:

@@ -317,7 +317,7 @@ def script_job(spec: JobSpec | None) -> JobId:
     return spec.job_id if spec is not None and is_script else ANY_JOB
 
 
-def judge_exit(process: ProcessState, cause: ExitCause) -> ExitCause:
+def cause_of_exit(process: ProcessState, cause: ExitCause) -> ExitCause:
     """Return the cause of an exit: ours if we ordered it, else that of the operating system.
 
     A process that we were about to kill as hung, but that ended with a code, was not hung.

@@ -28,7 +28,7 @@ WORK_FRESH_NS = 15 * NS_PER_S
 """The same for reports of work, which it repeats every five seconds."""
 STUCK_TIMES = 2
 """Factor on the hang timeout if all wait, or all have stalled. A worker counts its wait from the
-last received bytes (`worker.base.activity.Flow`): a slow network is not a cut one."""
+last received bytes (`worker.base.activity.PeerTraffic`): a slow network is not a cut one."""
 FIRST_TIMES = 10
 """Factor on the hang timeout for a process without a committed step: compilers, devices and
 libraries start in it, some in native code without visible progress."""

@@ -52,7 +52,7 @@ class TransferPlan:
         return dict(self.sender_of).get(rank)
 
 
-def plan_transfers(standings: Sequence[RunPosition]) -> Decision[TransferPlan]:
+def plan_transfers(positions: Sequence[RunPosition]) -> Decision[TransferPlan]:
     """Decide which members send the state to which others.
 
     If no member has state yet, the run begins: all members get rank 0's initial weights.
@@ -64,50 +64,50 @@ def plan_transfers(standings: Sequence[RunPosition]) -> Decision[TransferPlan]:
     collectives would wait for members that are through with it.
 
     Args:
-        standings: by rank; at least one.
+        positions: by rank; at least one.
     """
-    steps = max(standing.steps for standing in standings)
+    steps = max(position.steps for position in positions)
 
-    def weights(standing: RunPosition) -> tuple[bool, Cursor]:
-        cursor = standing.cursor
-        if steps and cursor.step >= steps and standing.is_inside:
+    def weights(position: RunPosition) -> tuple[bool, Cursor]:
+        cursor = position.cursor
+        if steps and cursor.step >= steps and position.is_inside:
             cursor = Cursor(cursor.epoch + 1, 0)
-        return standing.has_state, cursor
+        return position.has_state, cursor
 
-    best = max(weights(standing) for standing in standings)
-    holders = [rank for rank, one in enumerate(standings) if weights(one) == best]
+    best = max(weights(position) for position in positions)
+    holders = [rank for rank, one in enumerate(positions) if weights(one) == best]
     if not best[0]:
         holders = [0]
-    furthest = max(standings[rank].cursor for rank in holders)
-    senders = [rank for rank in holders if standings[rank].cursor == furthest]
-    behind = [rank for rank in range(len(standings)) if rank not in holders]
+    furthest = max(positions[rank].cursor for rank in holders)
+    senders = [rank for rank in holders if positions[rank].cursor == furthest]
+    behind = [rank for rank in range(len(positions)) if rank not in holders]
     pairs = tuple((rank, senders[index % len(senders)]) for index, rank in enumerate(behind))
     cursors = tuple(
-        standing.cursor if rank in holders else furthest for rank, standing in enumerate(standings)
+        position.cursor if rank in holders else furthest for rank, position in enumerate(positions)
     )
     where = f"epoch {furthest.epoch} step {furthest.step}"
     if not pairs:
         return Decision(
-            TransferPlan(pairs, cursors), f"all {len(standings)} members are at {where}"
+            TransferPlan(pairs, cursors), f"all {len(positions)} members are at {where}"
         )
     names = ", ".join(f"{rank} from {sender}" for rank, sender in pairs)
     return Decision(TransferPlan(pairs, cursors), f"ranks receive the state of {where}: {names}")
 
 
-def next_places(standings: Sequence[RunPosition], transfers: TransferPlan) -> tuple[Cursor, ...]:
+def next_places(positions: Sequence[RunPosition], transfers: TransferPlan) -> tuple[Cursor, ...]:
     """Return the first cursor at which each member will run code of its own again, by rank.
 
     A member inside a pass has run all code at its cursor: it continues with the next step. One that
     begins, or that receives the state of another epoch, runs the code before that epoch's pass.
 
     Args:
-        standings: as given to `plan_transfers`.
+        positions: as given to `plan_transfers`.
         transfers: its result.
     """
-    steps = max(standing.steps for standing in standings)
+    steps = max(position.steps for position in positions)
     places = []
-    for standing, cursor in zip(standings, transfers.cursors, strict=True):
-        is_inside = standing.is_inside and standing.cursor.epoch == cursor.epoch
+    for position, cursor in zip(positions, transfers.cursors, strict=True):
+        is_inside = position.is_inside and position.cursor.epoch == cursor.epoch
         # While the end is unknown to all, no member is past it.
         has_more = cursor.step < steps or not steps
         places.append(Cursor(cursor.epoch, cursor.step + 1) if is_inside and has_more else cursor)

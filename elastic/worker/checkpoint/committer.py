@@ -1,13 +1,16 @@
 """How a checkpoint comes to count: one order, for automatic and for reported ones.
 
+    0. snapshot   an automatic one only: the state is in memory that outlives the worker, and its
+                  slot is marked; the other slot has the one before it
     1. parts      every member's files, each under its name only once it is whole and on the disk
     2. votes      every member has reported its part complete: a note beside it for a snapshot,
                   which is written while groups change (`checkpoint_writer`), a vote in the
                   group's store for a report, whose members are all there (`report_votes`)
-    3. prepared   `_PREPARED`: the marker's text, which names every file with its checksum
+    3. prepared   rank 0's files for all, then `_PREPARED`: the marker's text, which names every
+                  file with its checksum
     4. record     the coordinator has the path among its records, which are durable, for a
                   generation that is current
-    5. marker     `_COMMITTED`: the same text
+    5. marker     `_COMMITTED`: the same text; then `_PREPARED` is deleted
     6. pruning    what the policy drops; of each, the marker goes before its first file
 
 The record makes a checkpoint count; the marker shows the same to readers that have only storage.

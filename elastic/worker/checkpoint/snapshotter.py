@@ -277,7 +277,7 @@ class Snapshotter:
             steps: committed in the run.
             request: the number of the request that this serves.
             about: values that people want to see beside it.
-            aliases: see `checkpoint_files.write_rest`.
+            aliases: see `checkpoint_files.write_shared_files`.
             own: see `replica_checksums.state_prints`.
             durable: False to leave it in memory only.
             still: what does not change before the caller has called `settle`, and may be copied

@@ -67,9 +67,9 @@ def weight_of(weigh: Weigh | None, value: Any, count: int) -> float:
 class MicroBatchLoader:
     """Yields the micro-batches that a rank holds, step after step, over the ends of epochs.
 
-    What was prefetched before a deal and is wanted after it is kept. What was handed out already,
-    and is wanted again because its step is done again, is read again: the training loop may have
-    changed its tensors.
+    What was prefetched before the span changed and is wanted after it is kept. What was handed out
+    already, and is wanted again because its step is done again, is read again: the training loop
+    may have changed its tensors.
 
     Attributes:
         epochs: how the data is cut into steps and micro-batches.
@@ -109,7 +109,7 @@ class MicroBatchLoader:
         self._sampler = sampler
         self._feed = SampleFeed(loader, _ByNumber(loader, seed, sampler), seed=seed)
 
-    def deal(self, cursor: Cursor, held: Span) -> None:
+    def take_span(self, cursor: Cursor, held: Span) -> None:
         """Let `next` continue here: these micro-batches of this step, then those of the next step.
 
         Args:
@@ -210,7 +210,7 @@ class _Piece(NamedTuple):
 
 
 class _Order:
-    """The endless order in which one deal wants micro-batches.
+    """The endless order in which a rank with one span wants micro-batches.
 
     Attributes:
         key: the one that is wanted now.
@@ -227,7 +227,7 @@ class _Order:
         return self._held[0]
 
     def is_at(self, cursor: Cursor, held: Span) -> bool:
-        """Return whether this is the order of such a deal, as it is now."""
+        """Return whether this is the order of such a span, as it is now."""
         return self._held == held and self.key == (cursor.epoch, cursor.step, held[0])
 
     def wants(self, key: Key) -> bool:

@@ -93,7 +93,7 @@ class StreamLoader:
 
     # ------------------------------------------------------------------- as the engine sees it
 
-    def deal(self, cursor: Cursor, held: Span) -> None:
+    def take_span(self, cursor: Cursor, held: Span) -> None:
         """Let `next` continue here: these streams from this step on.
 
         Args:
@@ -198,7 +198,7 @@ def _at(cursor: Cursor) -> tuple[int, int]:
 
 
 class _Order:
-    """The endless order in which one deal wants micro-batches; it knows of no end of an epoch."""
+    """The order in which a rank with one span wants micro-batches, without ends of epochs."""
 
     def __init__(self, cursor: Cursor, held: Span) -> None:
         self.key: Key = (cursor.epoch, cursor.step, held[0])

@@ -89,18 +89,18 @@ def synchronize(
     check_alike(members)
     if group.size() > 1:
         join_links(group, [one.entry for one in members])
-    standings = [one.standing for one in members]
+    positions = [one.standing for one in members]
     memories = tuple(one.memory for one in members)
-    if not begins and not any(one.has_state for one in standings):
+    if not begins and not any(one.has_state for one in positions):
         return SyncResult(None, (), (), 0, nobody_has_state=True, memories=memories)
-    plan = plan_transfers(standings).value
+    plan = plan_transfers(positions).value
     with record_function("elastic::transfer"):
         state, num_bytes = transfer(group, plan, take)
     source = plan.source_of(group.rank())
     if source is not None and members[source].threads != threads:
         torch.set_num_threads(members[source].threads)
     parts = _share_all(group, shared, [one.num_shared for one in members])
-    places = next_places(standings, plan)
+    places = next_places(positions, plan)
     return SyncResult(state, plan.cursors, places, num_bytes, shared=parts, memories=memories)
 
 

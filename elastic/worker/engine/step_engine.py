@@ -457,7 +457,7 @@ class StepEngine(ObjectRegistry):
             return
         place = self._context
         held = deal(place.world_rank, place.world_size, loader.epochs.num_micro_batches)
-        loader.deal(self.cursor, held)
+        loader.take_span(self.cursor, held)
 
     def _open_iteration(self, loader: MicroBatches) -> Any:
         """Return the next micro-batch, with everything set for it."""
@@ -478,7 +478,7 @@ class StepEngine(ObjectRegistry):
             row = StepMetadata(
                 request is not None, self.cursor, self._stepped, *flags, rates=self._rates,
                 busy_ns=float(timing.busy_ns),
-                print=self._watch.step_checksum(
+                checksum=self._watch.step_checksum(
                     self._checkpoints.steps, place.world_size, loader.order_print(self.cursor.epoch)
                 ),
             )  # fmt: skip
@@ -500,10 +500,10 @@ class StepEngine(ObjectRegistry):
         is_inside = self._phase in (*OPEN, IterationPhase.COMPUTING)
         if self._batch is None or self._share is None or not is_inside:
             return
-        deal = self._share.deal
-        if deal.num_micro_batches % deal.world_size and not self.state.is_sharded:
+        partition = self._share.partition
+        if partition.num_micro_batches % partition.world_size and not self.state.is_sharded:
             raise usage_errors.collective_inside(
-                self.cursor, deal.num_micro_batches, deal.world_size
+                self.cursor, partition.num_micro_batches, partition.world_size
             )
 
     def _close_iteration(self, is_first: bool) -> None:
@@ -546,10 +546,10 @@ class StepEngine(ObjectRegistry):
 
     def _note_step(self) -> None:
         if self._noted != self.cursor:
-            self._context.timing.note_step(self._check)
+            self._context.timing.note_step(self._timing_sample)
         self._context.activity.has_stepped = True
 
-    def _check(self) -> TimingSample:
+    def _timing_sample(self) -> TimingSample:
         """Return what is reported of this loop about once a second."""
         epoch, step = self.cursor.epoch, self.cursor.step
         loader, rank = self._loader, self._context.world_rank
@@ -624,10 +624,10 @@ class StepEngine(ObjectRegistry):
         for unit in self._units.values():
             reducer.unit_stepped(unit)  # What backward gives from here on is of no step.
         logged, place = self.logbook.take_micro_batches(), self._context
-        deal = MicroBatchPartition(
+        partition = MicroBatchPartition(
             place.world_rank, place.world_size, self._the_loader().epochs.num_micro_batches
         )
-        totals = self._together(lambda: self._values.totals(deal, logged))
+        totals = self._together(lambda: self._values.totals(partition, logged))
         if totals is None:
             self._make_void()
             return False
@@ -681,11 +681,11 @@ class StepEngine(ObjectRegistry):
         if not self._context.timing.steps:
             # Reported at once: from now on this group's members have the newest state.
             self._noted = self.cursor
-            self._context.timing.note_step(self._check)
+            self._context.timing.note_step(self._timing_sample)
 
     def _ranks_differ(self) -> bool:
         """Return whether the rows of a step show that ranks differ; then it is void."""
-        if not differ([row.print for row in read_rows(self._the_reducer().rows)]):
+        if not differ([row.checksum for row in read_rows(self._the_reducer().rows)]):
             return False
         self._together(self._heal)
         return True

@@ -33,11 +33,13 @@ class StepValues:
         self._rows: dict[MicroBatchPartition, MetadataExchange] = {}
         self._warned = False
 
-    def totals(self, deal: MicroBatchPartition, of_micro_batches: Mapping[int, Totals]) -> Totals:
+    def totals(
+        self, partition: MicroBatchPartition, of_micro_batches: Mapping[int, Totals]
+    ) -> Totals:
         """Return (sum, weight) of each name over all micro-batches of a step, the same everywhere.
 
         Args:
-            deal: who held which micro-batches.
+            partition: who held which micro-batches.
             of_micro_batches: what ours have logged, by number.
 
         Raises:
@@ -50,20 +52,20 @@ class StepValues:
             (number, number + 1): _numbers(totals, names)
             for number, totals in of_micro_batches.items()
         }
-        for part in deal.mine:
+        for part in partition.mine:
             for one in additions_in(part):
                 sums[one.total] = sums[one.left] + sums[one.right]
         size = PAIR * VALUES_MAX
-        if deal not in self._rows:
-            most = max(len(parts) for parts in deal.parts)
-            self._rows[deal] = MetadataExchange(
-                deal.rank, deal.world_size, self._group, 1 + most * size
+        if partition not in self._rows:
+            most = max(len(parts) for parts in partition.parts)
+            self._rows[partition] = MetadataExchange(
+                partition.rank, partition.world_size, self._group, 1 + most * size
             )
         mine = [fingerprint(names)]
-        for part in deal.mine:
+        for part in partition.mine:
             mine += [*sums[part], *[0.0] * (size - PAIR * len(names))]
-        self._rows[deal].start(mine)
-        rows = self._rows[deal].finish()
+        self._rows[partition].start(mine)
+        rows = self._rows[partition].finish()
         if any(row[0] != mine[0] for row in rows):
             if not self._warned:
                 self._warned = True
@@ -73,13 +75,13 @@ class StepValues:
                 )
             return {}
         every: dict[Span, NDArray[np.float64]] = {}
-        for row, parts in zip(rows, deal.parts, strict=True):
+        for row, parts in zip(rows, partition.parts, strict=True):
             for place, part in enumerate(parts):
                 begin = 1 + place * size
                 every[part] = np.array(row[begin : begin + PAIR * len(names)])
-        for left, right, total in deal.additions:
+        for left, right, total in partition.additions:
             every[total] = every[left] + every[right]
-        pairs = every[0, deal.num_micro_batches].reshape(-1, PAIR).tolist()
+        pairs = every[0, partition.num_micro_batches].reshape(-1, PAIR).tolist()
         return {name: (total, weight) for name, (total, weight) in zip(names, pairs, strict=True)}
 
 

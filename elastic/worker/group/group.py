@@ -2,8 +2,8 @@
 
 Rule: the main thread never waits inside torch for something that only a peer can end. Connecting
 and forming run in a thread that can be left behind; a collective is freed by shutting the group's
-sockets down, or given up once they are closed (see `waits`). So `abort`, from any thread at any
-moment, gives the main thread back within milliseconds, and the old group is dropped, never
+sockets down, or given up once they are closed (see `abortable_wait`). So `abort`, from any thread
+at any moment, gives the main thread back within milliseconds, and the old group is dropped, never
 destroyed, on the way to the next one.
 """
 

@@ -1,4 +1,4 @@
-"""All that a rank keeps for the steps of one deal: sums, an exchange for each bucket, the rows.
+"""What a rank keeps for the steps of one partition: sums, exchanges by bucket, the rows.
 
 Rule: every rank starts and finishes the exchanges of the same buckets, in whatever order, and the
 rows come with the first of them, be it inside its messages or beside them.
@@ -20,12 +20,12 @@ from elastic.worker.reduce.tree_exchange import MicroBatchPartition, make_exchan
 class SubtreeSums:
     """What one rank has added up of one bucket: whole subtrees, as they become complete."""
 
-    def __init__(self, bucket: Bucket, deal: MicroBatchPartition) -> None:
+    def __init__(self, bucket: Bucket, partition: MicroBatchPartition) -> None:
         self._bucket = bucket
         self._flats: dict[Span, FlatTensor] = {}
         self._before: dict[Span, FlatTensor] | None = None
         self._additions: dict[int, list[tuple[Span, Span, Span]]] = {}
-        for part in deal.mine:
+        for part in partition.mine:
             for one in additions_in(part):
                 after = self._additions.setdefault(one.right[1] - 1, [])
                 after.append((one.left, one.right, one.total))
@@ -76,30 +76,35 @@ class SubtreeSums:
 
 
 class BucketExchanges:
-    """What the steps of one deal need within one group.
+    """What the steps of one partition need within one group.
 
     Attributes:
-        deal: who holds what.
+        partition: who holds what.
         sums: what this rank has added up, by bucket.
         of: the exchanges, by bucket.
     """
 
     def __init__(
-        self, buckets: Sequence[Bucket], deal: MicroBatchPartition, group: Any, *, is_bitwise: bool
+        self,
+        buckets: Sequence[Bucket],
+        partition: MicroBatchPartition,
+        group: Any,
+        *,
+        is_bitwise: bool,
     ) -> None:
         """Allocate everything.
 
         Args:
             buckets: of all units.
-            deal: who holds what.
+            partition: who holds what.
             group: the process group, None for a group of one.
             is_bitwise: add in the order of the tree.
         """
-        self.deal = deal
-        self.sums = [SubtreeSums(bucket, deal) for bucket in buckets]
+        self.partition = partition
+        self.sums = [SubtreeSums(bucket, partition) for bucket in buckets]
         self.of = [
             make_exchange(
-                deal,
+                partition,
                 bucket.empty_like_total(),
                 group,
                 is_bitwise=is_bitwise,
@@ -109,7 +114,9 @@ class BucketExchanges:
         ]
         # Rows ride in the messages of small buckets, if whatever comes first is one.
         rides = all(one.carries_rows for one in self.of)
-        self._rows = None if rides else MetadataExchange(deal.rank, deal.world_size, group)
+        self._rows = (
+            None if rides else MetadataExchange(partition.rank, partition.world_size, group)
+        )
         self._metadata_rows: list[Row] = []
         self._has_sent_row = False
 

@@ -1,5 +1,9 @@
 """When a step is final: the device has finished it, and the group was found whole after that.
 
+On CPU a call that has returned is finished, and what arrives over our connections is whole: a rank
+that has all sums commits, one that has not finds the step void, and receives the state of those
+that have when the next group forms. The gate is open. It is also open without other ranks.
+
 On a device every call returns early: the host has started the exchange of gradients, waited for it,
 and could start the optimizer, long before the first byte has arrived. If a member dies then, the
 group is aborted, which ends the exchange without an error and with partial sums. So between its
@@ -19,7 +23,7 @@ exchange and its optimizer a step passes this gate, in this order:
 `p.grad` is shown after 3: ranks whose forward took other branches reach it in other rounds, and
 cannot wait for each other there. Weights, optimizer state and cursor change, and buffers are kept,
 only after 4. A snapshot copies committed state, and is marked only after the device has finished
-the copy. What is durable depends on marks.
+the copy: of two slots in memory the newest that is marked is used.
 
 Why a kill between any two lines loses nothing. Before a member has sent its confirmation, no rank
 passes: all find the step void, restore buffers, have changed neither weights nor optimizer state
@@ -28,9 +32,6 @@ received all confirmations and others not: the former commit the step, the latte
 the next group forms they receive the state of those ahead, or all repeat the step if none of those
 is left. After the commit the state is what any run has after this step: a snapshot of it that is
 complete may be used, whatever happened to the group.
-
-On CPU a call that has returned is finished, and what arrives over our connections is whole: the
-gate is open. It is also open without other ranks.
 """
 
 from __future__ import annotations

@@ -236,11 +236,11 @@ class ModelBuffers:
             self._leaves[number] = torch.cat(parts)
             self._names[number] = tuple(sorted(self._changed))
 
-    def settle(self, deal: MicroBatchPartition, samples: int) -> None:
+    def settle(self, partition: MicroBatchPartition, samples: int) -> None:
         """Make the buffers what they are after the step.
 
         Args:
-            deal: who held which micro-batches.
+            partition: who held which micro-batches.
             samples: of the step.
 
         Raises:
@@ -249,25 +249,25 @@ class ModelBuffers:
         """
         if self._changed:
             names = tuple(sorted(self._changed))
-            first, last = deal.mine[0][0], deal.mine[-1][1]
+            first, last = partition.mine[0][0], partition.mine[-1][1]
             if any(self._names.get(number) != names for number in range(first, last)):
                 raise UsageError(
                     f"forward changes buffers of the model ({', '.join(names[:3])}) in some "
                     f"micro-batches of a step and not in others, so that they cannot be averaged; "
                     f"let it change the same ones in every micro-batch"
                 )
-            sums = {part: self._sum(part) for part in deal.mine}
-            exchange = self._exchange(deal, names, next(iter(sums.values())))
+            sums = {part: self._sum(part) for part in partition.mine}
+            exchange = self._exchange(partition, names, next(iter(sums.values())))
             exchange.start(sums, divisor=1.0)
             exchange.finish(1.0)
             self._put(exchange.total, samples)
 
     def _exchange(
-        self, deal: MicroBatchPartition, names: tuple[str, ...], like: torch.Tensor
+        self, partition: MicroBatchPartition, names: tuple[str, ...], like: torch.Tensor
     ) -> Exchange:
-        if (deal, names) not in self._exchanges:
-            self._exchanges[deal, names] = make_exchange(deal, like, self._group)
-        return self._exchanges[deal, names]
+        if (partition, names) not in self._exchanges:
+            self._exchanges[partition, names] = make_exchange(partition, like, self._group)
+        return self._exchanges[partition, names]
 
     def _that_changed(self) -> list[_Kept]:
         return [kept for kept in self._kept if kept.has_changed()]

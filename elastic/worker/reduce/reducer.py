@@ -187,8 +187,8 @@ class Reducer:
             control: at most `ROW` - `OWN` - `SHARE_NUMBERS` numbers, which all ranks get to see
                 in `rows`.
         """
-        if self._exchanges is None or share.deal != self._exchanges.deal:
-            self._exchanges = self._exchanges_of(share.deal)
+        if self._exchanges is None or share.partition != self._exchanges.partition:
+            self._exchanges = self._exchanges_of(share.partition)
         elif not self._is_void:
             self._keeps_leaves = self._calls_several
         self._exchanges.begin_step()
@@ -284,7 +284,7 @@ class Reducer:
             return False
         self._buffers.end_micro_batch(self._number, share.counts[self._number])
         own = self._gate.record()
-        self._guarded(lambda: self._buffers.settle(share.deal, share.samples))
+        self._guarded(lambda: self._buffers.settle(share.partition, share.samples))
         self._guarded(lambda: self._gate.wait_all(own), waits=False)
         return self.broken is None and is_good()
 
@@ -475,13 +475,13 @@ class Reducer:
             self._leaves[bucket.number] = None
         self._buffers.end_micro_batch(number, share.counts[number])
 
-    def _exchanges_of(self, deal: MicroBatchPartition) -> BucketExchanges:
-        """Return what a step needs in this group; made once for each way to deal."""
-        if deal not in self._made:
-            self._made[deal] = BucketExchanges(
-                self._buckets, deal, self._group, is_bitwise=self._is_bitwise
+    def _exchanges_of(self, partition: MicroBatchPartition) -> BucketExchanges:
+        """Return what a step needs in this group; made once for each partition."""
+        if partition not in self._made:
+            self._made[partition] = BucketExchanges(
+                self._buckets, partition, self._group, is_bitwise=self._is_bitwise
             )
-        return self._made[deal]
+        return self._made[partition]
 
     def _take_assigned(self, number: int) -> None:
         """Take what a loop has put into `p.grad` without backward, as from `autograd.grad`."""

@@ -132,7 +132,7 @@ class ShardedReducer:
         """End the micro-batch before, and begin this one."""
         share = self._the_share()
         weight = share.weight(number) or 0.0
-        self._begin(number, weight * share.deal.world_size / share.deal.num_micro_batches)
+        self._begin(number, weight * share.partition.world_size / share.partition.num_micro_batches)
         self._is_last = number == share.held[1] - 1
 
     def begin_padding(self) -> None:
@@ -194,7 +194,7 @@ class ShardedReducer:
             return False
         self._buffers.end_micro_batch(self._number, share.counts[self._number])
         own = self._gate.record()
-        self._guarded(lambda: self._buffers.settle(share.deal, share.samples))
+        self._guarded(lambda: self._buffers.settle(share.partition, share.samples))
         self._guarded(lambda: self._gate.wait_all(own), waits=False)
         return self.broken is None and is_good()
 
@@ -275,7 +275,7 @@ class ShardedReducer:
         else:
             divisor = share.divisor
         # 1, but for a step with fewer samples than others.
-        self._factor = share.deal.num_micro_batches / divisor
+        self._factor = share.partition.num_micro_batches / divisor
         self.rows = [one[1 + SHARE_NUMBERS :] for one in self.rows]
 
     def _show(self, number: int) -> None:
@@ -353,7 +353,7 @@ class Padding:
     def begin_step(self, share: StepShare | WeighedShare) -> None:
         """Find out how many this rank owes before its first micro-batch."""
         first, last = share.held
-        most = -(-share.deal.num_micro_batches // share.deal.world_size)
+        most = -(-share.partition.num_micro_batches // share.partition.world_size)
         self._left = most - (last - first) if self._reducer is not None else 0
 
     def pad(self, batch: MicroBatch) -> MicroBatch | None:

@@ -44,7 +44,7 @@ class StepMetadata:
         busy: it has no room for one.
         releases: it knows that all leave after the step, and come back later or never.
         rates: fingerprint of the learning rates that they stepped by, 0 before the first step.
-        print: checksum of a part of the weights before this step, 0 for none; see `divergence`.
+        checksum: checksum of a part of the weights before this step, 0 for none; see `divergence`.
         busy_ns: how long it worked between its last two exchanges, 0 if not known; see `timing`.
         cursor: the step that its gradients belong to.
         stepped: bits of the optimizers that stepped last in this group, 0 before the first step.
@@ -59,7 +59,7 @@ class StepMetadata:
     busy: bool = False
     releases: bool = False
     rates: int = 0
-    print: int = 0
+    checksum: int = 0
     busy_ns: float = 0.0
 
     def numbers(self) -> list[float]:
@@ -71,7 +71,7 @@ class StepMetadata:
             + self.busy * BUSY
             + self.releases * RELEASES
         )
-        head = (flags, where, self.stepped, self.rates, *halves(self.print), self.busy_ns)
+        head = (flags, where, self.stepped, self.rates, *halves(self.checksum), self.busy_ns)
         return [*map(float, head), *self.values]
 
     @staticmethod

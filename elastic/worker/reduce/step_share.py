@@ -88,7 +88,7 @@ class StepShare:
         return count / self.micro_batch if count else None
 
     @cached_property
-    def deal(self) -> MicroBatchPartition:
+    def partition(self) -> MicroBatchPartition:
         """Return how the micro-batches are dealt out."""
         return MicroBatchPartition(self.rank, self.world_size, self.num_micro_batches)
 
@@ -128,7 +128,7 @@ class WeighedShare:
     """The same in a step whose micro-batches define what they count, once they are read.
 
     Attributes:
-        deal: how the micro-batches are dealt out.
+        partition: how the micro-batches are dealt out.
         held: the micro-batches that this rank computes.
         counts: samples of each micro-batch; 0 for those that are not ours, or not read yet.
         samples: of the step; 0 until all ranks have sent theirs.
@@ -154,7 +154,7 @@ class WeighedShare:
             num_micro_batches: V.
         """
         self._cursor, self._micro_batch = cursor, micro_batch
-        self.deal = MicroBatchPartition(rank, world_size, num_micro_batches)
+        self.partition = MicroBatchPartition(rank, world_size, num_micro_batches)
         self.held = deal(rank, world_size, num_micro_batches)
         self.counts = [0] * num_micro_batches
         self.samples, self.tokens = 0, 0

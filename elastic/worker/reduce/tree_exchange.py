@@ -116,7 +116,7 @@ class TreeExchange:
 
     def __init__(
         self,
-        deal: MicroBatchPartition,
+        partition: MicroBatchPartition,
         like: torch.Tensor,
         group: Any,
         *,
@@ -126,7 +126,7 @@ class TreeExchange:
         """Allocate what is received, and expect the first messages.
 
         Args:
-            deal: who holds what.
+            partition: who holds what.
             like: a flat tensor of the bucket's size, type and device.
             group: the process group; None for a group of one.
             is_bitwise: False to add what is ours first, whatever the tree is: fewer bytes.
@@ -138,8 +138,10 @@ class TreeExchange:
         self.bytes_sent = 0
         self._is_bitwise = is_bitwise
         if not is_bitwise:
-            deal = MicroBatchPartition(deal.rank, deal.world_size, deal.world_size)
-        self._deal, self._memory = deal, memory
+            partition = MicroBatchPartition(
+                partition.rank, partition.world_size, partition.world_size
+            )
+        self._partition, self._memory = partition, memory
         self._size = like.numel()
         self._transport: Transport | None = None
         self._peers: dict[int, PeerMemory] = {}
@@ -148,16 +150,16 @@ class TreeExchange:
         if group is not None:
             links = links_of(group)
             tag = links.next_tag()
-            most = max(len(parts) for parts in deal.parts)
-            is_small = most * like.nbytes * (deal.world_size - 1) <= ONE_PHASE_BYTES
-            if is_small and deal.world_size <= FEW:
+            most = max(len(parts) for parts in partition.parts)
+            is_small = most * like.nbytes * (partition.world_size - 1) <= ONE_PHASE_BYTES
+            if is_small and partition.world_size <= FEW:
                 self._plan = whole_plan(
-                    deal.rank, deal.world_size, deal.num_micro_batches, self._size
+                    partition.rank, partition.world_size, partition.num_micro_batches, self._size
                 )
             else:
                 grain = MESSAGE_BYTES // like.itemsize
                 self._plan = tree_plan(
-                    deal.rank, deal.num_micro_batches, links.shape, self._size, grain
+                    partition.rank, partition.num_micro_batches, links.shape, self._size, grain
                 )
             accelerator = accelerator_of(like.device)
             begin = accelerator.messages(group) if accelerator is not None else None
@@ -168,13 +170,17 @@ class TreeExchange:
             self._peers = links.memory if memory is not None else {}
         self.has_tags = self._transport is None or self._transport.has_tags
         self._row = torch.zeros(ROW, dtype=torch.float64)
-        self._row_of: dict[int, torch.Tensor] = {deal.rank: self._row}
+        self._row_of: dict[int, torch.Tensor] = {partition.rank: self._row}
         self._keep_places(like)
         self._stages = [
             self._stage(one, tag + 2 * one.depth + gathers, like, gathers=bool(gathers))
             for gathers, rounds in enumerate((self._plan.reduce, self._plan.gather))
             for one in rounds
         ]
+        # Where all of a node read each other's slices, they divide them as they copy them.
+        self._copies_divide = bool(self._plan.gather) and all(
+            self._reads_in_place(stage.round) for stage in self._stages
+        )
         self._at = 0
         self._has_sent = False
         self._is_on = False
@@ -200,7 +206,7 @@ class TreeExchange:
 
     def _reads_in_place(self, one: ExchangeRound) -> bool:
         # A rank without a slice would not receive the others' places.
-        has_slices = self._size >= self._deal.world_size
+        has_slices = self._size >= self._partition.world_size
         return one.is_local and self._memory is not None and bool(self._peers) and has_slices
 
     def _stage(self, one: ExchangeRound, tag: int, like: torch.Tensor, *, gathers: bool) -> _Stage:
@@ -266,7 +272,7 @@ class TreeExchange:
             RuntimeError: the group broke.
         """
         if not self._is_bitwise:
-            sums = {self._deal.mine[0]: self._add_ours(list(sums.values()))}
+            sums = {self._partition.mine[0]: self._add_ours(list(sums.values()))}
         if self.carries_rows:
             fill_row(self._row.numpy(), row)
         self._values = dict(sums)
@@ -309,7 +315,8 @@ class TreeExchange:
     def _advance(self) -> None:
         """Do all that what has come allows."""
         while self._is_on:
-            if self._at == len(self._plan.reduce) and not self._has_sent:
+            begins_gather = self._at == len(self._plan.reduce) and not self._has_sent
+            if begins_gather and not self._copies_divide:
                 if self._divisor is None:
                     return
                 self._divide(self._divisor)
@@ -324,6 +331,8 @@ class TreeExchange:
             if stage.missing:
                 return
             if stage.gathers:
+                if self._copies_divide and self._divisor is None:
+                    return
                 self._take_totals(stage)
             else:
                 self._add(stage)
@@ -384,7 +393,7 @@ class TreeExchange:
                     values[part] = tensor[one.first : one.last]
         else:
             values.update(stage.scratch)
-        whole = self._deal.num_micro_batches
+        whole = self._partition.num_micro_batches
         for left, right, total in one.additions:
             one_sum, other = values.pop(left), values.pop(right)
             if total == (0, whole):
@@ -418,7 +427,7 @@ class TreeExchange:
         """Have the total of our slice where it is handed round from."""
         if self._plan.first == self._plan.last:
             return
-        summed = self._values[0, self._deal.num_micro_batches]
+        summed = self._values[0, self._partition.num_micro_batches]
         if not self._stages:
             torch.div(summed, divisor, out=self.total)
         elif divisor != 1.0:
@@ -428,9 +437,15 @@ class TreeExchange:
         """Read the slices of our node; those that are sent come to their places by themselves."""
         if not self._reads_in_place(stage.round):
             return
-        self.total[self._land_first : self._land_first + self._land.numel()].copy_(self._land)
-        for move in stage.round.receives:
-            self.total[move.first : move.last].copy_(self._lands[move.rank])
+        first = self._land_first
+        slices = [(first, first + self._land.numel(), self._land)]
+        slices += [(m.first, m.last, self._lands[m.rank]) for m in stage.round.receives]
+        divisor = self._divisor if self._copies_divide else None
+        for first, last, summed in slices:
+            if divisor is None or divisor == 1.0:
+                self.total[first:last].copy_(summed)
+            else:
+                torch.div(summed, divisor, out=self.total[first:last])
 
     def _add_ours(self, ours: list[torch.Tensor]) -> torch.Tensor:
         like, memory = ours[0], self._memory
@@ -454,12 +469,17 @@ class StagedExchange:
     """
 
     def __init__(
-        self, deal: MicroBatchPartition, like: torch.Tensor, group: Any, *, is_bitwise: bool = True
+        self,
+        partition: MicroBatchPartition,
+        like: torch.Tensor,
+        group: Any,
+        *,
+        is_bitwise: bool = True,
     ) -> None:
         self.total = torch.empty_like(like)
         host = torch.empty(like.shape, dtype=like.dtype)
-        self._exchange = TreeExchange(deal, host, group, is_bitwise=is_bitwise)
-        self._host = {part: torch.empty_like(host, pin_memory=True) for part in deal.mine}
+        self._exchange = TreeExchange(partition, host, group, is_bitwise=is_bitwise)
+        self._host = {part: torch.empty_like(host, pin_memory=True) for part in partition.mine}
         self.carries_rows, self.has_tags = self._exchange.carries_rows, True
 
     @property
@@ -503,13 +523,13 @@ class SumExchange:
         has_tags: False, torch matches collectives by their order.
     """
 
-    def __init__(self, deal: MicroBatchPartition, like: torch.Tensor, group: Any) -> None:
+    def __init__(self, partition: MicroBatchPartition, like: torch.Tensor, group: Any) -> None:
         self.has_tags = False
         self.total = torch.empty_like(like)
         self.rows: list[Row] = []
         self.carries_rows = False
         self.bytes_sent = 0
-        self._deal = deal
+        self._partition = partition
         self._group = group
         self._work: Any = None
 
@@ -521,13 +541,13 @@ class SumExchange:
     ) -> None:
         """Add up what is ours, and begin to add up everyone's."""
         del row, divisor
-        first, *more = self._deal.mine
+        first, *more = self._partition.mine
         self.total.copy_(sums[first])
         for part in more:
             self.total.add_(sums[part])
         if self._group is not None:
             self._work = dist.all_reduce(self.total, group=self._group, async_op=True)
-            world = self._deal.world_size
+            world = self._partition.world_size
             self.bytes_sent += 2 * (world - 1) * self.total.nbytes // world
 
     def wait_rows(self) -> list[Row]:
@@ -549,7 +569,7 @@ Exchange = TreeExchange | StagedExchange | SumExchange
 
 
 def make_exchange(
-    deal: MicroBatchPartition,
+    partition: MicroBatchPartition,
     like: torch.Tensor,
     group: Any,
     *,
@@ -559,7 +579,7 @@ def make_exchange(
     """Return an exchange of tensors like this one; the same kind on every rank.
 
     Args:
-        deal: who holds what.
+        partition: who holds what.
         like: a flat tensor of the size, type and device of what is exchanged.
         group: the process group; None for a group of one.
         is_bitwise: add in the order of the tree.
@@ -567,7 +587,7 @@ def make_exchange(
     """
     accelerator = accelerator_of(like.device)
     if accelerator is None or group is None:
-        return TreeExchange(deal, like, group, is_bitwise=is_bitwise, memory=memory)
+        return TreeExchange(partition, like, group, is_bitwise=is_bitwise, memory=memory)
     if accelerator.messages(group) is None:
-        return StagedExchange(deal, like, group, is_bitwise=is_bitwise)
-    return (TreeExchange if is_bitwise else SumExchange)(deal, like, group)
+        return StagedExchange(partition, like, group, is_bitwise=is_bitwise)
+    return (TreeExchange if is_bitwise else SumExchange)(partition, like, group)
