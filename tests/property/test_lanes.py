@@ -113,7 +113,7 @@ def test_steps_have_the_same_rows_whatever_the_group_was(lanes: Lanes, sizes: li
     alone = loader()
     steps, v = alone.epochs.steps, lanes.num_lanes
     expected: dict[tuple[int, int, int], list[int]] = {}
-    alone.deal(Cursor(), (0, v))
+    alone.take_span(Cursor(), (0, v))
     for _ in range(2 * steps * v):
         batch = alone.next()
         if batch.count:
@@ -128,7 +128,7 @@ def test_steps_have_the_same_rows_whatever_the_group_was(lanes: Lanes, sizes: li
         cursor, world = Cursor(*divmod(number, steps)), min(v, sizes[number % len(sizes)])
         for rank in range(world):
             member, held = loader(), deal(rank, world, v)
-            member.deal(cursor, held)
+            member.take_span(cursor, held)
             for _ in range(*held):
                 batch = member.next()
                 if batch.count:
