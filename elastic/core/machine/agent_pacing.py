@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from elastic.core.config import AgentConfig, ns
 from elastic.core.messages import LeaveGroup, Progress
-from elastic.core.policy.pacing import answer_after_ns, telemetry_every_ns
+from elastic.core.policy.pacing import TELEMETRY_SPREADS, answer_after_ns, telemetry_every_ns
 from elastic.core.world import Assignment, Generation, WorkerId, WorkerPhase, WorkerReport
 
 
@@ -41,32 +41,44 @@ class Pacer:
         self._member_ns = ns(config.spread_s_per_member)
         self._turns: dict[WorkerId, SendSlot] = {}
 
-    def announced(self, place: Assignment, now_ns: int) -> None:
-        """Assign slots to a worker whose group is announced to it."""
+    def announced(self, place: Assignment, now_ns: int) -> Progress | None:
+        """Assign slots to a worker whose group is announced to it; return its delayed progress."""
         known = self._turns.get(place.worker_id)
         if known is not None and known.generation == place.generation:
-            return
+            return None
         after_ns = answer_after_ns(place.rank, place.world_size, self._member_ns)
-        self._turns.pop(place.worker_id, None)
+        held = self.forget(place.worker_id)
         if after_ns:
             every_ns = telemetry_every_ns(place.rank, place.world_size, self._member_ns)
             at_ns = now_ns + after_ns
             self._turns[place.worker_id] = SendSlot(
                 place.generation, after_ns, at_ns, at_ns, every_ns
             )
+        return held
 
     def leave_requested(self, order: LeaveGroup, now_ns: int) -> None:
         """Delay a worker's report that it left its group at once, if another group follows.
 
-        By twice the time: its report about the next group replaces this one.
+        By twice the time: its report about the next group replaces this one. Its last progress in
+        this group is not delayed: it has all the time that was spent there.
         """
         turn = self._turns.get(order.worker_id)
         if turn is not None and order.generation == turn.generation:
+            turn.progress_at_ns = now_ns
             turn.out_at_ns = now_ns + 2 * turn.after_ns if order.follows else 0
 
-    def forget(self, worker_id: WorkerId) -> None:
-        """Remove the slots of a worker that is gone."""
-        self._turns.pop(worker_id, None)
+    def forget(self, worker_id: WorkerId) -> Progress | None:
+        """Remove the slots of a worker that is gone; return its delayed progress."""
+        turn = self._turns.pop(worker_id, None)
+        return turn.progress if turn is not None else None
+
+    def release(self, report: WorkerReport) -> Progress | None:
+        """Return the delayed progress of a worker whose report says that it trains no more."""
+        turn = self._turns.get(report.worker_id)
+        if turn is None or report.phase in (WorkerPhase.FORMING, WorkerPhase.TRAINING):
+            return None
+        held, turn.progress = turn.progress, None
+        return held
 
     def answer_at_ns(self, report: WorkerReport) -> int:
         """Return until when a worker's report may be delayed, 0 if it may not."""
@@ -83,8 +95,10 @@ class Pacer:
         turn = self._turns.get(progress.worker_id)
         if turn is None or progress.generation != turn.generation:
             return False
-        if turn.progress is None and now_ns >= turn.progress_at_ns:
-            turn.progress_at_ns = now_ns + turn.every_ns
+        if now_ns >= turn.progress_at_ns:
+            # That of the first step is reported soon: until then people wait for it.
+            every_ns = turn.every_ns if progress.steps else turn.every_ns // TELEMETRY_SPREADS
+            turn.progress, turn.progress_at_ns = None, now_ns + every_ns
             return False
         turn.progress = progress
         return True

@@ -86,7 +86,7 @@ class AgentBooks:
     def exit_worker(self, worker: AgentWorker, cause: ExitCause) -> None:
         """Record and report that a worker is gone."""
         process_id = worker.process_id
-        self.spreading.forget(worker.worker_id)
+        self.send_held(self.spreading.forget(worker.worker_id))
         self.workers.exited(worker, cause)
         self.note(
             worker,
@@ -155,6 +155,11 @@ class AgentBooks:
         if self.connection.is_registered():
             self.connection.send(message)
 
+    def send_held(self, progress: Progress | None) -> None:
+        """Send a worker's delayed progress, if there is one, before it counts no more."""
+        if progress is not None:
+            self.send(progress)
+
     def next_deadline_ns(self) -> int | None:
         """Return when the next delayed report is due; None while disconnected."""
         if not self.connection.is_registered():
@@ -167,6 +172,7 @@ class AgentBooks:
         if not self.connection.is_registered():
             return
         for worker in self.workers.take_changed(self.now_ns):
+            self.send_held(self.spreading.release(worker.report))
             self.connection.send(WorkerUpdate(worker.report))
         for progress in self.spreading.take_due(self.now_ns):
             self.connection.send(progress)
