@@ -1,9 +1,9 @@
 """Ends a process whose main thread is blocked for good inside torch's C++.
 
-`waits` makes Python's waits end with their group. DistributedDataParallel and some operators wait
-in C++, where no exception can be raised; if gloo never completes such a wait, only the end of the
-process or the group's timeout (half an hour) ends it. The process then kills itself, a minute
-before the coordinator would.
+`abortable_wait` makes Python's waits end with their group. DistributedDataParallel and some
+operators wait in C++, where no exception can be raised; if gloo never completes such a wait, only
+the end of the process or the group's timeout (half an hour) ends it. The process then kills itself,
+a minute before the coordinator would.
 
 Rule: kill only if all of these hold. The group is over and all of its connections are closed. No
 gloo thread runs, and one of them waits with a timeout (idle ones wait without). The main thread
