@@ -1,4 +1,4 @@
-"""Runs a study: `study.py STORAGE NAME [restore]`; its trials go on from their checkpoints."""
+"""Runs a study: `study.py STORAGE TRIALS [restore]`; its trials go on from their checkpoints."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from elastic import train, tune
 from elastic.train.torch import TorchTrainer
 from elastic.tune.integration.ray_train import TuneReportCallback
 
-TRIALS = 8
+NAME = "mystudy"
 REPORTS = 4
 REPORT_S = 0.15
 
@@ -51,18 +51,18 @@ def fit_a_trainer(config: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    storage, name = sys.argv[1:3]
+    storage, trials = sys.argv[1:3]
     if sys.argv[3:] == ["restore"]:
-        tuner = tune.Tuner.restore(f"{storage}/{name}", objective)
+        tuner = tune.Tuner.restore(f"{storage}/{NAME}", objective)
     else:
         tuner = tune.Tuner(
             objective,
             param_space={"rate": tune.uniform(0.0, 1.0), "half": tune.grid_search([0, 1])},
             tune_config=tune.TuneConfig(
-                metric="total", mode="max", num_samples=TRIALS // 2, seed=11
+                metric="total", mode="max", num_samples=int(trials) // 2, seed=11
             ),
             run_config=tune.RunConfig(
-                name=name, storage_path=storage, stop=lambda trial, result: result["total"] > 8
+                name=NAME, storage_path=storage, stop=lambda trial, result: result["total"] > 8
             ),
         )
     tuner.fit()
