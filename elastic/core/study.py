@@ -109,7 +109,8 @@ class Trial:
         verdict: why it must end, "" for not.
         started_unix_ns: when its first job began to run; until then, when that was submitted.
         has_begun: its first job has begun to run.
-        size: JSON of the scaling config of its job, if its function's trainer asked for one.
+        size, sizes: JSON of the scaling config of its job, if its function's trainer asked for one,
+            and how often it asked since it began anew.
     """
 
     number: int
@@ -129,6 +130,7 @@ class Trial:
     has_begun: bool = False
     trainable_name: str = ""
     size: str = ""
+    sizes: int = 0
 
     @property
     def trial_id(self) -> str:
@@ -177,8 +179,8 @@ class Study:
         settings: from the first line: trainable, metric, mode, seed, num_samples.
         order: (kind, trial) of proposals and ends, in order, to be replayed to a search.
         is_exhausted: the search has no more proposals.
-        size: JSON of what the newest trial asked for whose function fits a trainer of another size
-            than its job had; "" for none. Later trials begin with it.
+        size: JSON of the scaling config of the newest job whose function's trainer had asked for
+            one; "" for none. Later trials begin with it.
         over: why the study ended, "" while it runs.
     """
 
@@ -237,6 +239,7 @@ class Study:
             str(event["job"]), str(event["run"]), begins, str(event.get("from", ""))
         )
         trial.size = str(event.get("size", ""))
+        self.size = trial.size or self.size
         if trial.attempts and trial.attempt.run == begun.run:
             trial.attempts.pop()  # The same run continues as another job.
         trial.attempts.append(begun)
@@ -260,9 +263,11 @@ class Study:
         )
 
     def _resized(self, trial: Trial, event: Event) -> None:
-        trial.size = self.size = str(event["size"])
-        trial.attempts.append(TrialAttempt("", str(event["run"])))
-        trial.state = TrialState.PENDING
+        last = trial.attempt
+        trial.size, trial.sizes = str(event["size"]), trial.sizes + 1
+        trial.attempts.append(TrialAttempt("", str(event["run"]), last.begins, last.resume_from))
+        if trial.state is not TrialState.PAUSED:
+            trial.state = TrialState.PENDING
 
     def _decided(self, trial: Trial, event: Event) -> None:
         trial.rungs.update({int(at): float(v) for at, v in event.get("rungs", {}).items()})
@@ -275,7 +280,7 @@ class Study:
             trial.config, trial.pickled = event.get("config"), str(event.get("pickled", ""))
             begins = {str(event["checkpoint"]): trial.iteration}
             trial.attempts.append(TrialAttempt("", str(event["run"]), begins, str(event["from"])))
-            trial.state = TrialState.PENDING
+            trial.state, trial.sizes = TrialState.PENDING, 0
         trial.reason = str(event.get("reason", ""))
 
     def _resumed(self, trial: Trial, event: Event) -> None:
@@ -287,7 +292,7 @@ class Study:
             trial.state, trial.error, trial.verdict = TrialState.PENDING, None, ""
         trial.attempts[-1] = replace(trial.attempt, job_id="")
         if event.get("anew"):
-            trial.reports, trial.rungs = [], {}
+            trial.reports, trial.rungs, trial.sizes = [], {}, 0
             trial.attempts.append(TrialAttempt("", f"{trial.name}-{len(trial.attempts) + 1}"))
 
     def _ended(self, trial: Trial, event: Event) -> None:

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from contextvars import ContextVar
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from elastic.client.submission import run_path_of
@@ -54,23 +53,40 @@ class OtherSize(BaseException):
     """A trainer is fitted in a trial whose job has not the workers that it asks for.
 
     It ends the function, past the user's `except Exception`, and the study submits the trial again
-    as a job of this size.
+    as a job of this size; also if the function catches it.
     """
 
     def __init__(self, scaling: ScalingConfig) -> None:
         super().__init__(f"the trial is submitted again with {scaling}")
-        self.scaling = scaling
 
 
-size_of_trial: ContextVar[ScalingConfig | None] = ContextVar("size_of_trial", default=None)
-"""What the job of the trial that runs here was submitted with, if that follows its trainer's."""
+@dataclass
+class TrialSize:
+    """The size of the job of the trial that this process runs, if it follows the trainer's.
+
+    Attributes:
+        known: what the job was submitted with, None if the user has chosen that.
+        asked: what a trainer has asked for instead.
+    """
+
+    known: ScalingConfig | None = None
+    asked: ScalingConfig | None = None
+
+
+size_of_trial = TrialSize()
 
 
 def check_trial(scaling: ScalingConfig) -> None:
     """Raise OtherSize if this is a trial's function and a trainer in it asks for another size."""
-    known = size_of_trial.get()
-    if known is not None and scaling.max_workers and scaling != known:
-        raise OtherSize(scaling)
+    known = size_of_trial.known
+    if known is None or scaling == known:
+        return
+    if not scaling.max_workers:  # It trains in this process, of which there is to be one.
+        if known.max_workers == 1:
+            return
+        scaling = ScalingConfig()
+    size_of_trial.asked = scaling
+    raise OtherSize(scaling)
 
 
 def check_size(context: WorkerContext, scaling: ScalingConfig) -> None:

@@ -61,7 +61,7 @@ POLL_S = 2.0
 """Seconds between polls of the cluster for its nodes and of storage for a stop request."""
 SIZES_MAX = 3
 """How often a trial is submitted again because its trainer asks for another size."""
-OTHERS_CHECKPOINT = "its trial continues from another one's checkpoint"
+GOES_ON = "its trial continues as another job"
 SAME_FAILURES_MAX = 10
 """The study ends after so many trials with the same failure, if none has reported yet."""
 
@@ -285,7 +285,13 @@ class Controller:
         size = trial.size or self.study.size
         trainer = self._plan.recipe.trainer(known.run, config, known.resume_from, size)
         spec = replace(trainer.job_spec(self._cluster.env), job_id=new_job_id())
-        self._check(trial, spec)
+        try:
+            self._check(trial, spec)
+        except UsageError as error:
+            if not trial.size:
+                raise
+            self._fail(trial, str(error))  # Other trials may ask for less.
+            return
         self._log.add(
             {
                 "e": "started",
@@ -383,16 +389,16 @@ class Controller:
         attempts = {number: len(self.study.trials[number].attempts) for number in numbers}
         for unix_ns, number, _, row in rows:
             trial = self.study.trials[number]
-            if trial.verdict or len(trial.attempts) != attempts[number]:
+            if trial.is_over or trial.verdict or len(trial.attempts) != attempts[number]:
                 continue  # An earlier report already led to a decision.
+            if SIZE in row["metrics"]:
+                self._resize(trial, str(row["metrics"][SIZE]))
+                continue
             place = self._following[number].numbering.take(row)
             if place > trial.iteration:
                 self._take_report(trial, place, row, unix_ns)
 
     def _take_report(self, trial: Trial, number: int, row: Mapping[str, Any], unix_ns: int) -> None:
-        if SIZE in row["metrics"]:
-            self._resize(trial, str(row["metrics"][SIZE]))
-            return
         seconds = round(max(0, unix_ns - trial.started_unix_ns) / 1e9, 3)
         self._log.add(
             {
@@ -494,30 +500,37 @@ class Controller:
         event.update({"donor": donor.number, "run": run}, **to_log(config))
         self._log.add({**event, "checkpoint": taken.name, "from": taken.path})
         self._view.moved(f"trial {trial.label}: {event['reason']}: {config_line(config)}")
-        self._leave(old)
+        self._leave(old, "its trial continues from another one's checkpoint")
         self._start(trial)
 
     def _resize(self, trial: Trial, size: str) -> None:
-        """Submit a trial again, as a job of the size that the trainer in its function asks for."""
-        if sum(attempt.resume_from == "" for attempt in trial.attempts) > SIZES_MAX:
-            raise UsageError(
-                f"trial {trial.label} fits a TorchTrainer of another size each time: expected a "
-                f"scaling_config that follows from the trial's config"
-            )
-        run, old = next_run(trial), trial.attempt
-        self._log.add({"e": "resized", "trial": trial.number, "run": run, "size": size})
+        """Submit a trial again, as a job of the size that the trainer in its function asks for.
+
+        `_fill` starts it, unless the study has been told to stop meanwhile.
+        """
+        old, reason = trial.attempt, "its trainer asks for a job of another size"
+        self._unfollow(trial)
+        if trial.sizes == SIZES_MAX:
+            self._leave(old, reason)
+            self._fail(trial, f"it fits trainers of more than {SIZES_MAX} sizes, one after another")
+            return
+        event = {"e": "resized", "trial": trial.number, "run": next_run(trial), "size": size}
+        self._log.add(event)
+        self._leave(old, reason)
         number = from_json(size).num_workers
         self._view.moved(f"trial {trial.label}: its trainer asks for num_workers={number}")
-        self._leave(old, "its trainer asks for a job of another size")
-        self._count_room()
-        if self._has_room():
-            self._start(trial)
 
-    def _leave(
-        self,
-        attempt: TrialAttempt,
-        reason: str = "its trial continues from another one's checkpoint",
-    ) -> None:
+    def _fail(self, trial: Trial, message: str) -> None:
+        error = {"error_type": "UsageError", "message": message, "traceback": "", "worker": ""}
+        self._end(trial, TrialState.FAILED, message, error)
+
+    def _unfollow(self, trial: Trial) -> None:
+        following = self._following.pop(trial.number, None)
+        if following is not None:
+            following.watch.close()
+        self._view.workers.pop(trial.number, None)
+
+    def _leave(self, attempt: TrialAttempt, reason: str = GOES_ON) -> None:
         """Stop the job of a run that its trial has replaced by another run."""
         with contextlib.suppress(Refused, NotFound):
             self._client.stop(attempt.job_id, reason, now=True)
@@ -566,8 +579,8 @@ class Controller:
         record = view.record
         path = self._log.files.folder(trial.attempt.run).path
         self._read({trial.number}, is_over=True)
-        if trial.attempt.job_id != record.spec.job_id:
-            return  # After its last report, the trial continues in another run.
+        if trial.is_over or trial.attempt.job_id != record.spec.job_id:
+            return  # After its last report, the trial continues in another run, or has failed.
         phase, reason, error = record.phase, record.reason, None
         state = TrialState(phase.value)
         if trial.verdict and phase is not JobPhase.FAILED:
@@ -584,8 +597,9 @@ class Controller:
             if failure is not None:
                 error = {**asdict(failure), "worker": record.failed_worker}
         elif phase is JobPhase.SUCCEEDED and not trial.reports:
-            state, reason = TrialState.FAILED, f"it ended without reporting {self._wanted()}"
-            error = {"error_type": "UsageError", "message": reason, "traceback": "", "worker": ""}
+            note_end(path, record.spec.job_id, phase, "")
+            self._fail(trial, f"it ended without reporting {self._wanted()}")
+            return
         elif phase is JobPhase.SUCCEEDED:
             reason = ""
         note_end(path, record.spec.job_id, phase, reason)
@@ -606,10 +620,7 @@ class Controller:
         if error is not None:
             event["error"] = dict(error)
         self._log.add(event)
-        following = self._following.pop(trial.number, None)
-        if following is not None:
-            following.watch.close()
-        self._view.workers.pop(trial.number, None)
+        self._unfollow(trial)
         self._report_search(trial)
         value = trial.value(self.study.metric)
         shown = f", {self.study.metric}={value:.4g}" if value is not None else ""

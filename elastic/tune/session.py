@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
@@ -14,7 +15,7 @@ from elastic.errors import UsageError
 from elastic.storage.files import Files
 from elastic.train.checkpoint import Checkpoint
 from elastic.train.config import ScalingConfig
-from elastic.train.overruled import OtherSize, size_of_trial
+from elastic.train.overruled import size_of_trial
 from elastic.train.session import UNSAID, TrainContext, get_checkpoint, require_context
 from elastic.train.session import report as train_report
 from elastic.worker.process.entry import call_with_config
@@ -33,7 +34,8 @@ def report(metrics: Mapping[str, Any], *, checkpoint: Checkpoint | None = None) 
     Without a checkpoint it does not block. If a scheduler or stopper then ends the trial, its
     worker is stopped soon after; later reports do not count.
     """
-    train_report(metrics, UNSAID if checkpoint is None else checkpoint)
+    if size_of_trial.asked is None:  # Otherwise this is the trial's code that cleans up.
+        train_report(metrics, UNSAID if checkpoint is None else checkpoint)
 
 
 @dataclass(frozen=True)
@@ -45,12 +47,12 @@ class TuneContext(TrainContext):
         return self.worker.job_name.rpartition("_")[0] or self.worker.job_name
 
     def get_trial_id(self) -> str:
-        """Return the trial's name: study and number."""
-        return self.worker.job_name
+        """Return the trial's name, study and number, in each of its jobs."""
+        return re.sub(r"(_\d{5,})-\d+$", r"\1", self.worker.job_name)
 
     def get_trial_name(self) -> str:
         """Return the trial's name: study and number."""
-        return self.worker.job_name
+        return self.get_trial_id()
 
 
 def get_context() -> TuneContext:
@@ -159,14 +161,22 @@ class Objective:
         Raises:
             UsageError: its return value is not a valid report.
         """
-        size_of_trial.set(self.scaling)
+        size = size_of_trial
+        size.known, size.asked = self.scaling, None
         try:
             if self.parameters_path is None:
                 value = call_with_config(self.function, config)
             else:
                 value = self.function(config, **_parameters(*self.parameters_path))
-        except OtherSize as other:
-            value = {SIZE: json.dumps(asdict(other.scaling))}
+        except BaseException:
+            if size.asked is None:
+                raise
+        finally:
+            asked = size.asked
+            size.known = size.asked = None
+        if asked is not None:
+            train_report({SIZE: json.dumps(asdict(asked), default=float)}, UNSAID)
+            return None
         if isinstance(value, Mapping):
             report(value)
         elif isinstance(value, (int, float)) and not isinstance(value, bool):

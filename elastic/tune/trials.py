@@ -101,11 +101,10 @@ class Recipe:
             one.resume_from_checkpoint = begins or one.resume_from_checkpoint
             return one
         resources = self._trainable.resources
-        scaling = _scaling(resources(config) if callable(resources) else resources)
-        if size:
-            scaling = from_json(size)
+        chosen = resources(config) if callable(resources) else resources
+        scaling = from_json(size) if size and chosen is None else _scaling(chosen)
         return DataParallelTrainer(
-            Objective(self._function(), self._stored, scaling if resources is None else None),
+            Objective(self._function(), self._stored, scaling if chosen is None else None),
             train_loop_config=dict(config),
             scaling_config=scaling,
             run_config=run_config,

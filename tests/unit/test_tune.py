@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
-from dataclasses import replace
+from dataclasses import asdict, replace
 from importlib import import_module
 from pathlib import Path
 from random import Random
@@ -21,26 +22,27 @@ from hypothesis import strategies as st
 from elastic import tune
 from elastic.client.cli import main
 from elastic.core.events.shared import Note
-from elastic.core.study import TrialAttempt
+from elastic.core.study import TrialAttempt, TrialState
 from elastic.core.view import NodeView
 from elastic.core.world import Failure, JobPhase, Node, NodePhase
 from elastic.errors import ConfigError, UsageError
 from elastic.storage.metrics import Numbering
 from elastic.storage.study_log import StudyLog
 from elastic.train import FailureConfig, RunConfig, ScalingConfig
+from elastic.train.overruled import check_trial
 from elastic.train.torch import TorchTrainer
+from elastic.tune import session, trainable
 from elastic.tune import space as spaces
-from elastic.tune import trainable
 from elastic.tune.callback import Callbacks
-from elastic.tune.controller import Controller, Plan
+from elastic.tune.controller import SIZES_MAX, Controller, Plan
 from elastic.tune.integration.ray_train import TuneReportCallback
 from elastic.tune.result_grid import ResultGrid
 from elastic.tune.schedulers import MedianStoppingRule, PopulationBasedTraining
 from elastic.tune.search import BasicVariantGenerator, ConcurrencyLimiter, Repeater, Searcher
 from elastic.tune.search.optuna import OptunaSearch
-from elastic.tune.session import as_trainable
+from elastic.tune.session import SIZE, Objective, as_trainable
 from elastic.tune.stopper import TrialPlateauStopper
-from elastic.tune.trials import Recipe, from_log, to_log
+from elastic.tune.trials import Recipe, from_json, from_log, to_log
 from elastic.wire.codec_jobs import TimedNote
 from elastic.worker.engine import context as worker_context
 
@@ -590,7 +592,10 @@ class OneSlotCluster:
         return made
 
     def watch(self, job_id: str) -> Any:
-        return iter(())
+        return (event for event in ())
+
+    def stop(self, job_id: str, reason: str, *, now: bool = False) -> None:
+        pass
 
     def status(self) -> Any:
         slots = Node("n1", incarnation=1, host="h", num_slots=1)
@@ -611,6 +616,53 @@ def test_one_trial_more_than_run_waits_in_the_queue(tmp_path: Path, limit: int, 
     controller = Controller(log, plan, cluster, SimpleNamespace(is_embedded=False, env={}))  # type: ignore[arg-type]
     controller._fill()
     assert cluster.submitted == [f"mine_{number:05d}" for number in range(count)]
+
+
+def test_a_trial_that_asks_for_another_size_waits_for_its_turn_and_ends_with_the_study(
+    tmp_path: Path,
+) -> None:
+    log = StudyLog(str(tmp_path / "mine"))
+    log.add({"e": "study", "settings": {"name": "mine", "trainable": "t", "seed": 1}})
+    cluster, two = OneSlotCluster(), json.dumps(asdict(ScalingConfig(num_workers=2)))
+    plan = tune.Tuner(print, tune_config=tune.TuneConfig(num_samples=2))._plan(log, cluster)  # type: ignore[arg-type]
+    controller = Controller(log, plan, cluster, SimpleNamespace(is_embedded=False, env={}))  # type: ignore[arg-type]
+    controller._fill()
+    first, second = log.study.trials
+    for number in range(2, 2 + SIZES_MAX):
+        controller._resize(first, two)
+        assert (first.state, first.number in controller._following) == (TrialState.PENDING, False)
+        controller._fill()
+        assert cluster.submitted[-1] == f"mine_00000-{number}"
+    controller._resize(first, two)
+    assert (first.state, first.reason[:22]) == (TrialState.FAILED, "it fits trainers of mo")
+    controller._resize(second, two)
+    controller._stop_all("enough")
+    controller._fill()
+    assert (second.state, second.reason) == (TrialState.STOPPED, "enough")
+    assert controller._is_done()
+
+
+def test_what_a_function_does_with_a_refused_size_does_not_count(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reported: list[Any] = []
+    monkeypatch.setattr(session, "train_report", lambda metrics, _: reported.append(metrics))
+
+    def fits(config: Any) -> float:
+        try:
+            check_trial(ScalingConfig(num_workers=config["workers"]))
+        except BaseException:
+            tune.report({"loss": math.inf})
+        return 0.5
+
+    objective = Objective(fits, scaling=ScalingConfig())
+    for workers in (3, 1, 0):
+        objective({"workers": workers})
+    asked, *others = reported
+    assert from_json(asked[SIZE]) == ScalingConfig(num_workers=3)
+    assert others == [{"_metric": 0.5}] * 2
+    Objective(fits, scaling=ScalingConfig(num_workers=3))({"workers": 0})
+    assert from_json(reported[-1][SIZE]) == ScalingConfig()
 
 
 def test_a_trials_lost_worker_is_shown_and_one_that_ends_by_order_is_not(
