@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from elastic.core.config import AgentConfig
 from elastic.core.messages import Announce, LeaveGroup, Progress, Pulse, WorkerUpdate
+from elastic.core.policy.pacing import telemetry_every_ns
 from elastic.core.world import Assignment, WorkerPhase
 from tests.unit.agent_under_test import JOB, W1, Agent, S, reported_by, with_worker
 
@@ -37,13 +38,33 @@ def test_of_progress_in_a_large_group_the_newest_is_told_in_turn() -> None:
     assert not agent.sent(Progress)
     while not agent.sent(Progress):
         agent.at_deadline()
-    assert agent.now_ns - reported_ns == 1000 * MEMBER_NS * 10
-    # Of the group before, nothing waits any more.
+    assert agent.now_ns - reported_ns == telemetry_every_ns(7, 1000, MEMBER_NS) == 30 * S
+    # Of the group before, nothing waits any more, and nothing is lost.
     agent.process(1, Progress(W1, 3, 5, 5))
+    assert not agent.sent(Progress)
     agent.hear(LeaveGroup(W1, 3, at_boundary=False, reason="over"))
+    assert agent.sent(Progress) == [Progress(W1, 3, 5, 5)]
+    agent.process(1, Progress(W1, 3, 6, 5))
     agent.hear(Announce(Assignment(JOB, W1, 4, 0, 2, 0, 1, 0, 2, "h:1")))
+    assert agent.sent(Progress) == [Progress(W1, 3, 6, 5)]
     agent.process(1, Progress(W1, 4, 1, 6))
     assert agent.sent(Progress) == [Progress(W1, 4, 1, 6)]
+
+
+def test_a_first_step_does_not_wait_for_long_and_the_last_progress_comes_before_the_end() -> None:
+    agent = in_group_of(1000)
+    agent.process(1, Progress(W1, 3, 0))
+    agent.at_deadline()
+    assert agent.sent(Progress) == [Progress(W1, 3, 0)]
+    reported_ns = agent.now_ns
+    agent.process(1, Progress(W1, 3, 1, 5))
+    agent.at_deadline()
+    assert agent.sent(Progress) == [Progress(W1, 3, 1, 5)]
+    assert agent.now_ns - reported_ns <= S
+    agent.process(1, Progress(W1, 3, 2, 5))
+    agent.process(1, reported_by(W1, WorkerPhase.FINISHED, 3))
+    kinds = [type(one) for one in agent.sent() if isinstance(one, (Progress, WorkerUpdate))]
+    assert kinds == [Progress, WorkerUpdate]
 
 
 def test_rank_0_of_a_large_group_tells_how_far_it_is_as_often_as_it_says_it() -> None:

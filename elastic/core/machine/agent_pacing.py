@@ -33,6 +33,11 @@ class SendSlot:
     out_at_ns: int = 0
     progress: Progress | None = None
 
+    def sends(self, progress: Progress, now_ns: int) -> None:
+        """Set when the next one is due: that of the first step soon, since people wait for it."""
+        every_ns = self.every_ns if progress.steps else self.every_ns // TELEMETRY_SPREADS
+        self.progress, self.progress_at_ns = None, now_ns + every_ns
+
 
 class Pacer:
     """The send slots of all workers in large groups."""
@@ -96,9 +101,7 @@ class Pacer:
         if turn is None or progress.generation != turn.generation:
             return False
         if now_ns >= turn.progress_at_ns:
-            # That of the first step is reported soon: until then people wait for it.
-            every_ns = turn.every_ns if progress.steps else turn.every_ns // TELEMETRY_SPREADS
-            turn.progress, turn.progress_at_ns = None, now_ns + every_ns
+            turn.sends(progress, now_ns)
             return False
         turn.progress = progress
         return True
@@ -108,7 +111,7 @@ class Pacer:
         for turn in self._turns.values():
             if turn.progress is not None and now_ns >= turn.progress_at_ns:
                 found.append(turn.progress)
-                turn.progress, turn.progress_at_ns = None, now_ns + turn.every_ns
+                turn.sends(turn.progress, now_ns)
         return found
 
     def next_deadline_ns(self) -> int | None:
