@@ -36,6 +36,8 @@ from elastic.tune.trials import LOOP, Recipe, split_config
 from elastic.worker.engine import context as worker_context
 
 TUNER_FILE = "tuner.pkl"
+RESTART_S = 120.0
+"""A study waits so long for its coordinator to come back."""
 AHEAD = 1
 """Trials that wait in the queue of the cluster for a slot, where proposals do not need results."""
 NAME_CHARS_MAX = 80
@@ -189,6 +191,9 @@ class Tuner:
         with Client(cluster.address, cluster.access) as client:
             if cluster.is_embedded:
                 check_fits(spec, [known.node for known in client.status().view.nodes])
+            else:
+                client.status()  # Raises at once if none answers; later it may be restarted.
+                client.wait_for_answers(RESTART_S)
             if self._path:
                 self._go_on(log)
             else:
