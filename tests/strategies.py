@@ -28,7 +28,7 @@ WIDE = ("index", "number", "steps", "sequence", "incarnation")
 """Whole numbers that count for ever; all others fit into 32 bits."""
 
 TEXTS = st.text(max_size=20)
-NAMES = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", fullmatch=True)
+NAMES = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._=-]{0,99}", fullmatch=True)
 
 
 def whole_numbers(name: str) -> st.SearchStrategy[int]:

@@ -15,7 +15,7 @@ from elastic.errors import ConfigError
 
 NS_PER_S = 1_000_000_000
 DRAIN_TIMEOUT_S_MAX = 30 * 24 * 3600.0
-NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=-]{0,99}")
 ENTRY_BYTES_MAX = 16 * 1024 * 1024
 """A pickled train function larger than this carries data that belongs in a file."""
 PRIORITY_MAX = 1000
@@ -50,7 +50,7 @@ def check_name(what: str, name: str) -> None:
     """
     if not NAME_PATTERN.fullmatch(name):
         raise ConfigError(
-            f"{what} name {name!r}: expected 1 to 100 letters, digits, '.', '_' or '-', "
+            f"{what} name {name!r}: expected 1 to 100 letters, digits, '.', '_', '=' or '-', "
             f"beginning with a letter or digit"
         )
 
