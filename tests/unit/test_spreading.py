@@ -45,8 +45,8 @@ def test_of_progress_in_a_large_group_the_newest_is_told_in_turn() -> None:
     agent.hear(LeaveGroup(W1, 3, at_boundary=False, reason="over"))
     assert agent.sent(Progress) == [Progress(W1, 3, 5, 5)]
     agent.process(1, Progress(W1, 3, 6, 5))
-    agent.hear(Announce(Assignment(JOB, W1, 4, 0, 2, 0, 1, 0, 2, "h:1")))
     assert agent.sent(Progress) == [Progress(W1, 3, 6, 5)]
+    agent.hear(Announce(Assignment(JOB, W1, 4, 0, 2, 0, 1, 0, 2, "h:1")))
     agent.process(1, Progress(W1, 4, 1, 6))
     assert agent.sent(Progress) == [Progress(W1, 4, 1, 6)]
 

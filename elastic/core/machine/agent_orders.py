@@ -154,7 +154,7 @@ def _forward(
         if worker.devices:
             devices = books.workers.devices_of(worker.report.job_id)
             message = Announce(replace(message.assignment, node_devices=devices))
-        books.send_held(books.spreading.announced(message.assignment, books.now_ns))
+        books.spreading.announced(message.assignment, books.now_ns)
     elif isinstance(message, LeaveGroup) and not message.at_boundary:
         books.spreading.leave_requested(message, books.now_ns)
         if not message.follows and books.workers.is_changed(worker):

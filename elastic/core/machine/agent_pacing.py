@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from elastic.core.config import AgentConfig, ns
 from elastic.core.messages import LeaveGroup, Progress
-from elastic.core.policy.pacing import TELEMETRY_SPREADS, answer_after_ns, telemetry_every_ns
+from elastic.core.policy.pacing import answer_after_ns, telemetry_every_ns
 from elastic.core.world import Assignment, Generation, WorkerId, WorkerPhase, WorkerReport
 
 
@@ -23,6 +23,7 @@ class SendSlot:
         out_at_ns: for the report that it left its group, while the next one is being computed.
         progress_at_ns, every_ns: for its next progress, and the interval after that.
         progress: the delayed progress.
+        has_stepped: it has reported a step.
     """
 
     generation: Generation
@@ -33,10 +34,7 @@ class SendSlot:
     out_at_ns: int = 0
     progress: Progress | None = None
 
-    def sends(self, progress: Progress, now_ns: int) -> None:
-        """Set when the next one is due: that of the first step soon, since people wait for it."""
-        every_ns = self.every_ns if progress.steps else self.every_ns // TELEMETRY_SPREADS
-        self.progress, self.progress_at_ns = None, now_ns + every_ns
+    has_stepped: bool = False
 
 
 class Pacer:
@@ -46,30 +44,33 @@ class Pacer:
         self._member_ns = ns(config.spread_s_per_member)
         self._turns: dict[WorkerId, SendSlot] = {}
 
-    def announced(self, place: Assignment, now_ns: int) -> Progress | None:
-        """Assign slots to a worker whose group is announced to it; return its delayed progress."""
+    def announced(self, place: Assignment, now_ns: int) -> None:
+        """Assign slots to a worker whose group is announced to it.
+
+        What it spent until now is in its next progress, too.
+        """
         known = self._turns.get(place.worker_id)
         if known is not None and known.generation == place.generation:
-            return None
+            return
         after_ns = answer_after_ns(place.rank, place.world_size, self._member_ns)
-        held = self.forget(place.worker_id)
+        self.forget(place.worker_id)
         if after_ns:
             every_ns = telemetry_every_ns(place.rank, place.world_size, self._member_ns)
             at_ns = now_ns + after_ns
             self._turns[place.worker_id] = SendSlot(
                 place.generation, after_ns, at_ns, at_ns, every_ns
             )
-        return held
 
     def leave_requested(self, order: LeaveGroup, now_ns: int) -> None:
         """Delay a worker's report that it left its group at once, if another group follows.
 
-        By twice the time: its report about the next group replaces this one. Its last progress in
-        this group is not delayed: it has all the time that was spent there.
+        By twice the time: its report about the next group replaces this one. If none follows, its
+        last progress is not delayed: it has all the time that was spent.
         """
         turn = self._turns.get(order.worker_id)
         if turn is not None and order.generation == turn.generation:
-            turn.progress_at_ns = now_ns
+            if not order.follows:
+                turn.every_ns, turn.progress_at_ns = 0, now_ns
             turn.out_at_ns = now_ns + 2 * turn.after_ns if order.follows else 0
 
     def forget(self, worker_id: WorkerId) -> Progress | None:
@@ -100,8 +101,11 @@ class Pacer:
         turn = self._turns.get(progress.worker_id)
         if turn is None or progress.generation != turn.generation:
             return False
+        if progress.steps and not turn.has_stepped:  # People wait for the first step.
+            turn.has_stepped = True
+            turn.progress_at_ns = min(turn.progress_at_ns, now_ns + turn.after_ns)
         if now_ns >= turn.progress_at_ns:
-            turn.sends(progress, now_ns)
+            turn.progress, turn.progress_at_ns = None, now_ns + turn.every_ns
             return False
         turn.progress = progress
         return True
@@ -111,7 +115,7 @@ class Pacer:
         for turn in self._turns.values():
             if turn.progress is not None and now_ns >= turn.progress_at_ns:
                 found.append(turn.progress)
-                turn.sends(turn.progress, now_ns)
+                turn.progress, turn.progress_at_ns = None, now_ns + turn.every_ns
         return found
 
     def next_deadline_ns(self) -> int | None:
