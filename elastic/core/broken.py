@@ -30,9 +30,9 @@ BROKEN_TYPES = (
 
 
 def broken_words_in(text: str) -> bool:
-    """Return whether a text, such as a traceback, has one of these words, or an error of ours."""
-    ours = any(line.startswith("elastic.errors.GroupBroken: ") for line in text.splitlines())
-    return ours or any(word in text for word in BROKEN_WORDS)
+    """Return whether a text has one of these words, or is a traceback that ends with a type."""
+    last = text.rstrip().rpartition("\n")[2]
+    return last.startswith(BROKEN_TYPES) or any(word in text for word in BROKEN_WORDS)
 
 
 def reports_of_broken(line: str) -> bool:
