@@ -2,9 +2,10 @@
 
     python -m bench.tune --trials 100 --seconds 1
 
-Each trial sleeps. Overhead is the time that a slot was not asleep, for each trial: from the end of
-one trial's function to the beginning of the next one's in the same slot. Its parts are read from
-the study's log. The first trial of each slot is left out: it waits for the cluster to come up.
+Beside Ray Tune, where it is installed. Each trial sleeps. Overhead is the time that a slot was not
+asleep, for each trial: from the end of one trial's function to the beginning of the next one's in
+the same slot. Its parts are read from the study's log. The first trial of each slot is left out: it
+waits for the cluster to come up.
 """
 
 from __future__ import annotations
@@ -13,8 +14,12 @@ import json
 import os
 import platform
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
+from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +29,10 @@ from rich.table import Table
 
 import elastic
 from elastic import tune
+
+RAY_JOB = Path(__file__).with_name("peers") / "ray_tune_job.py"
+RAY_TRIALS = 20
+"""Each takes it seconds."""
 
 
 def trial(config: dict[str, Any]) -> None:
@@ -49,6 +58,25 @@ def main(trials: int, seconds: float, slots: int) -> None:
         if grid.num_errors:
             raise click.ClickException(str(grid.errors[0]))
         show(read(Path(grid.experiment_path)), seconds, slots)
+    if find_spec("ray") is None:
+        print("Ray Tune is not installed (pip install -r bench/requirements-peers.txt).")
+        return
+    with tempfile.TemporaryDirectory() as storage:
+        show_ray(min(trials, RAY_TRIALS), seconds, slots, storage)
+
+
+def show_ray(trials: int, seconds: float, slots: int, storage: str) -> None:
+    """Run the same trials under Ray Tune, and print the same two figures of them."""
+    words = [str(trials), str(seconds), str(slots), storage]
+    done = subprocess.run(
+        [sys.executable, str(RAY_JOB), *words], stdout=subprocess.PIPE, text=True, check=True
+    )
+    times = json.loads(done.stdout.splitlines()[-1])
+    ends = sorted(slept for _, slept in times)
+    begins = sorted(began for began, _ in times)[slots:]
+    median = statistics.median(b - e for e, b in zip(ends, begins, strict=False))
+    print(f"Ray Tune: function to function {1e3 * median:.0f} ms, median of {len(begins)}")
+    print_mean(times, seconds, slots)
 
 
 def read(path: Path) -> dict[int, dict[str, float]]:
@@ -88,12 +116,15 @@ def show(times: dict[int, dict[str, float]], seconds: float, slots: int) -> None
     console = Console()
     console.print(f"{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
     console.print(table)
-    # From the first function's beginning: before that the cluster came up.
-    wall_s = max(one["slept"] for one in times.values()) - min(o["began"] for o in times.values())
+    print_mean([(one["began"], one["slept"]) for one in times.values()], seconds, slots)
+
+
+def print_mean(times: Sequence[tuple[float, float]], seconds: float, slots: int) -> None:
+    """Print the overhead from the first function's beginning: before that the cluster came up."""
+    began, slept = zip(*times, strict=True)
+    wall_s = max(slept) - min(began)
     mean = wall_s * slots / len(times) - seconds
-    console.print(
-        f"{len(times)} trials of {seconds:g} s in {wall_s:.1f} s: {mean:.3f} s of a slot each"
-    )
+    print(f"{len(times)} trials of {seconds:g} s in {wall_s:.1f} s: {mean:.3f} s of a slot each")
 
 
 if __name__ == "__main__":
