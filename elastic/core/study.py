@@ -292,7 +292,8 @@ class Study:
             trial.state, trial.error, trial.verdict = TrialState.PENDING, None, ""
         trial.attempts[-1] = replace(trial.attempt, job_id="")
         if event.get("anew"):
-            trial.reports, trial.rungs, trial.sizes = [], {}, 0
+            trial.reports, trial.rungs = [], {}
+            trial.size, trial.sizes = "", 0
             trial.attempts.append(TrialAttempt("", f"{trial.name}-{len(trial.attempts) + 1}"))
 
     def _ended(self, trial: Trial, event: Event) -> None:

@@ -166,8 +166,9 @@ class Controller:
 
     def _abandon(self) -> None:
         """Stop all jobs after an error: without this driver no process judges their trials."""
+        self._client.wait_for_answers(0.0)
         for trial in self.study.trials:
-            if trial.attempts and not trial.is_over:
+            if trial.attempts and trial.attempt.job_id and not trial.is_over:
                 with contextlib.suppress(ElasticError):
                     self._client.stop(trial.attempt.job_id, "its study ended", now=True)
                     self._log.add({"e": "left", "trial": trial.number})
@@ -236,15 +237,19 @@ class Controller:
                     self._end(trial, TrialState.STOPPED, self._stop_reason)
             return
         for trial in self.study.trials:
-            if trial.state is TrialState.PENDING and self._has_room():
+            if trial.state is TrialState.PENDING and self._may_start():
                 self._start(trial)
-        while not self.study.is_exhausted and self._has_room():
+        while not self.study.is_exhausted and self._may_start():
             trial_or_none = self._propose()
             if trial_or_none is None:
                 return
             if not self._room:
                 self._count_room()
             self._start(trial_or_none)
+
+    def _may_start(self) -> bool:
+        """Return whether there is room; a trial that fails at its start may end the study."""
+        return not self._stop_reason and self._has_room()
 
     def _has_room(self) -> bool:
         room = self._room + self._plan.ahead if self._room else 1
@@ -288,7 +293,7 @@ class Controller:
         try:
             self._check(trial, spec)
         except UsageError as error:
-            if not trial.size:
+            if not trial.sizes:
                 raise
             self._fail(trial, str(error))  # Other trials may ask for less.
             return
@@ -312,6 +317,7 @@ class Controller:
     def _check(self, trial: Trial, spec: JobSpec) -> None:
         """Raise UsageError for a job that an embedded cluster can never place."""
         if self._cluster.is_embedded:
+            self._nodes = self._nodes or self._client.status().view.nodes
             try:
                 check_fits(spec, [view.node for view in self._nodes])
             except UsageError as error:
