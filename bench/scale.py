@@ -247,16 +247,25 @@ def phase(coordinator: Coordinator, crowd: Crowd) -> Iterator[Phase]:
     found.commits = coordinator.revision() - revision
 
 
-def measure(agents: int, how: How, *, storm: bool) -> list[str]:
-    """Return a row of the table."""
+@contextmanager
+def running(
+    agents: int, how: How, *, has_page: bool = False
+) -> Iterator[tuple[Coordinator, Crowd]]:
+    """Start a coordinator and its agents, and end them."""
     with tempfile.TemporaryDirectory() as folder:
-        coordinator = Coordinator(Path(folder), how.silence_s)
+        coordinator = Coordinator(Path(folder), how.silence_s, has_page=has_page)
         crowd = Crowd(coordinator.address, agents, how)
         try:
-            return [f"{agents}", *_cells(coordinator, crowd, agents, how.deaths, storm=storm)]
+            yield coordinator, crowd
         finally:
             crowd.close()
             coordinator.kill()
+
+
+def measure(agents: int, how: How, *, storm: bool) -> list[str]:
+    """Return a row of the table."""
+    with running(agents, how) as (coordinator, crowd):
+        return [f"{agents}", *_cells(coordinator, crowd, agents, how.deaths, storm=storm)]
 
 
 def _rest(coordinator: Coordinator, crowd: Crowd) -> list[str]:
@@ -319,30 +328,24 @@ def measure_page(agents: int, how: How) -> list[str]:
         time.sleep(seconds)
         return 100 * (coordinator.cpu_s() - before) / (time.monotonic() - began)
 
-    with tempfile.TemporaryDirectory() as folder:
-        coordinator = Coordinator(Path(folder), how.silence_s, has_page=True)
-        crowd = Crowd(coordinator.address, agents, how)
-        try:
-            crowd.wait_welcome(agents)
-            with Client(coordinator.address) as client:
-                job_id = client.submit(spec_of(agents))
-            crowd.wait_generation(agents)
-            found = [[cpu_percent() for _ in range(PAGE_ROUNDS)], [], []]
-            crowd.ask("telemetry")
-            rates = []
-            for _ in range(PAGE_ROUNDS):
-                found[1].append(cpu_percent())
-                reader = Reader(f"{coordinator.page.rstrip('/')}/jobs/{job_id}/stream")
-                time.sleep(SETTLE_S)
-                before, began = reader.received, time.monotonic()
-                found[2].append(cpu_percent())
-                rates.append((reader.received - before) / (time.monotonic() - began) / 1e3)
-                reader.close()
-            cells = [f"{statistics.median(one):.1f} %" for one in found]
-            return [f"{agents}", *cells, f"{statistics.median(rates):.1f}"]
-        finally:
-            crowd.close()
-            coordinator.kill()
+    with running(agents, how, has_page=True) as (coordinator, crowd):
+        crowd.wait_welcome(agents)
+        with Client(coordinator.address) as client:
+            job_id = client.submit(spec_of(agents))
+        crowd.wait_generation(agents)
+        found = [[cpu_percent() for _ in range(PAGE_ROUNDS)], [], []]
+        crowd.ask("telemetry")
+        rates = []
+        for _ in range(PAGE_ROUNDS):
+            found[1].append(cpu_percent())
+            reader = Reader(f"{coordinator.page.rstrip('/')}/jobs/{job_id}/stream")
+            time.sleep(SETTLE_S)
+            before, began = reader.received, time.monotonic()
+            found[2].append(cpu_percent())
+            rates.append((reader.received - before) / (time.monotonic() - began) / 1e3)
+            reader.close()
+        cells = [f"{statistics.median(one):.1f} %" for one in found]
+        return [f"{agents}", *cells, f"{statistics.median(rates):.1f}"]
 
 
 def spec_of(agents: int) -> JobSpec:
