@@ -207,6 +207,10 @@ class Study:
         """Return what a value is multiplied with so that greater is better."""
         return -1.0 if self.settings.get("mode") == "min" else 1.0
 
+    def size_of(self, trial: Trial) -> str:
+        """Return the size with which a trial's next job begins, "" for the one of the study."""
+        return trial.size or self.size
+
     def apply(self, event: Event) -> None:
         """Apply a line; ignore one of an unknown kind, from a later version."""
         kind = event.get("e")

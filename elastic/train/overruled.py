@@ -1,7 +1,8 @@
 """Reports settings of a script that the command line which started its job overrides.
 
 In the job of a function, which has no command line, sizes that it lacks are refused. Only the
-function of a trial gets a job of the size that a trainer in it asks for, see `OtherSize`.
+function of a trial gets a job of the size that a trainer in it asks for; see
+`TrialResizeRequested`.
 
 Rule: only differences are reported, once per process. Values of environment variables may be
 secrets, and are not printed.
@@ -49,7 +50,7 @@ OPTIONS: Mapping[str, str] = {
 _is_reported = False
 
 
-class OtherSize(BaseException):
+class TrialResizeRequested(BaseException):
     """A trainer is fitted in a trial whose job has not the workers that it asks for.
 
     It ends the function, past the user's `except Exception`, and the study submits the trial again
@@ -77,7 +78,7 @@ size_of_trial = TrialSize()
 
 
 def check_trial(scaling: ScalingConfig) -> None:
-    """Raise OtherSize if this is a trial's function and a trainer in it asks for another size."""
+    """Raise TrialResizeRequested if a trainer in a trial's function asks for another size."""
     known = size_of_trial.known
     if known is None or scaling == known:
         return
@@ -86,7 +87,7 @@ def check_trial(scaling: ScalingConfig) -> None:
             return
         scaling = ScalingConfig()
     size_of_trial.asked = scaling
-    raise OtherSize(scaling)
+    raise TrialResizeRequested(scaling)
 
 
 def check_size(context: WorkerContext, scaling: ScalingConfig) -> None:

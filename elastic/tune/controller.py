@@ -287,7 +287,7 @@ class Controller:
         """Submit a trial's job, in the run directory of its newest attempt."""
         known = trial.attempts[-1] if trial.attempts else TrialAttempt("", trial.name)
         config = from_log(trial.config, trial.pickled)
-        size = trial.size or self.study.size
+        size = self.study.size_of(trial)
         trainer = self._plan.recipe.trainer(known.run, config, known.resume_from, size)
         spec = replace(trainer.job_spec(self._cluster.env), job_id=new_job_id())
         try:
@@ -676,7 +676,7 @@ class Controller:
         if self.study.trials:
             trial = self.study.trials[-1]
             config = from_log(trial.config, trial.pickled)
-            recipe, size = self._plan.recipe, trial.size or self.study.size
-            spec = recipe.trainer(trial.name, config, size=size).job_spec()
+            size = self.study.size_of(trial)
+            spec = self._plan.recipe.trainer(trial.name, config, size=size).job_spec()
             self._nodes = self._client.status().view.nodes
             self._room = room_for(spec, self._nodes)

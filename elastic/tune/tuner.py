@@ -189,10 +189,10 @@ class Tuner:
         spec = recipe.trainer("trial", self._some_config()).job_spec()
         cluster = require_cluster(spec.min_workers, spec.max_workers)
         with Client(cluster.address, cluster.access) as client:
+            nodes = client.status().view.nodes  # Raises at once if no coordinator answers.
             if cluster.is_embedded:
-                check_fits(spec, [known.node for known in client.status().view.nodes])
+                check_fits(spec, [known.node for known in nodes])
             else:
-                client.status()  # Raises at once if none answers; later it may be restarted.
                 client.wait_for_answers(RESTART_S)
             if self._path:
                 self._go_on(log)

@@ -33,7 +33,6 @@ class SendSlot:
     every_ns: int
     out_at_ns: int = 0
     progress: Progress | None = None
-
     has_stepped: bool = False
 
 
