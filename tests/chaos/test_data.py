@@ -9,18 +9,14 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
 from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path
 
-import duckdb
-import numpy as np
 import psutil
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from elastic.core.view import JobView
@@ -28,68 +24,36 @@ from elastic.core.world import ENDED
 from elastic.testing.local_cluster import LocalCluster
 from tests.chaos.conftest import NODES
 from tests.chaos.scripts import ROOT
-from tests.chaos.test_streams import trains_in
 from tests.harness.chaos_jobs import chaos_job, with_arguments, with_script
+from tests.harness.histories import (
+    SCRIPT,
+    check_each_row_once,
+    draw_history,
+    run_history,
+    write_table,
+)
 from tests.patience import DEADLINE_S, wait_for
 
-SCRIPT = Path(__file__).with_name("data_job.py")
-ROWS = 1000
 KILLS = 3
-
-
-def feeders_of(pid: int) -> list[psutil.Process]:
-    children = psutil.Process(pid).children()
-    return [one for one in children if "elastic.data.feeder" in one.cmdline()]
+HISTORIES = 10
 
 
 @pytest.fixture
 def table(tmp_path: Path) -> Path:
-    """1,000 rows in four files."""
     folder = tmp_path / "table"
-    folder.mkdir()
-    for number in range(4):
-        ids = np.arange(number * 250, number * 250 + 250)
-        pq.write_table(pa.table({"id": ids}), folder / f"{number}.parquet", row_group_size=20)
+    write_table(folder)
     return folder
 
 
-def assert_each_row_once(ledger: Path, epochs: int) -> None:
-    """Count the rows; a step that is done again has the same ones."""
-    found = duckdb.sql(
-        f"""select epoch, count(*), count(distinct id), min(id), max(id) from (
-            select distinct * from read_csv('{ledger}/*.csv', header=false,
-                columns={{'epoch': 'int', 'step': 'int', 'id': 'int'}})
-        ) group by epoch order by epoch"""
-    ).fetchall()
-    assert found == [(epoch, ROWS, ROWS, 0, ROWS - 1) for epoch in range(epochs)]
-
-
 @pytest.mark.slow
-def test_killed_workers_and_feeders_cost_no_row_and_no_bit(
-    cluster: LocalCluster, table: Path, tmp_path: Path
+def test_random_histories_train_the_same_rows_to_the_same_bits(
+    cluster: LocalCluster, table: Path, tmp_path: Path, fresh_seed: int
 ) -> None:
-    ledger = tmp_path / "ledger"
-    ledger.mkdir()
-    job = chaos_job("steps", "data", workers=3, directory=tmp_path)
-    job = with_arguments(with_script(job, SCRIPT), "--table", str(table))
-    # What is only for the run that is disturbed.
-    more = ("--ledger", str(ledger), "--feeders", "1")
-    entry = replace(job.spec.entry, args=(*job.spec.entry.args, *more))
-    job_id = cluster.submit(replace(job.spec, entry=entry))
-    view = cluster.wait(job_id, lambda v: trains_in(1, v), "three workers")
-    victim, other, _ = sorted(cluster.worker_pids(job_id).values())
-    wait_for(lambda: feeders_of(other), "a feeder")
-    for process in feeders_of(other):
-        process.kill()
-    generation = view.record.generation
-    os.kill(victim, signal.SIGKILL)
-    # One of two without the victim, and one with whoever replaces it.
-    cluster.wait(job_id, lambda v: trains_in(generation + 2, v), "three again")
-    job.finish.touch()
-    view = cluster.wait(job_id, lambda v: v.record.phase in ENDED, "the end")
-    cluster.wait(job_id, lambda v: not v.workers, "its processes' end")
-    verdict = job.check(view)
-    assert_each_row_once(ledger, verdict.metrics["epochs"])
+    rng = random.Random(fresh_seed)
+    for number in range(HISTORIES):
+        directory = tmp_path / str(number)
+        directory.mkdir()
+        run_history(cluster, draw_history(rng, len(NODES)), table, directory)
 
 
 def steps_with(workers: int, view: JobView) -> bool:
@@ -155,5 +119,5 @@ def test_workers_and_feeders_on_other_nodes_that_are_killed_cost_no_row_and_no_b
     finally:
         job.finish.touch()
         assert driver.wait(DEADLINE_S) == 0
-    assert_each_row_once(ledger, job.check(cluster.job(fed)).metrics["epochs"])
+    check_each_row_once(ledger, job.check(cluster.job(fed)).metrics["epochs"])
     assert cluster.wait(feeders, lambda v: not v.workers, "their end").record.phase in ENDED

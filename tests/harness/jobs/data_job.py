@@ -21,8 +21,8 @@ from elastic import data, train
 from elastic.train.torch import TorchTrainer, prepare_model, prepare_optimizer
 from tests.harness.jobs.steps_job import CLASSES, WithLedger, digest, is_over, trace
 
-V = 8
-"""Micro-batches of a step: global batch 32, 4 in a micro-batch."""
+MICRO_BATCH = 4
+"""Rows."""
 
 
 def with_noise(batch: dict[str, Any]) -> dict[str, Any]:
@@ -45,7 +45,11 @@ def train_func(config: dict[str, Any]) -> dict[str, Any]:
     shard = train.get_dataset_shard("train")
     steps = 0
     for epoch in train.epochs(config["epochs"]):
-        for batch in shard.iter_torch_batches(batch_size=4, global_batch_size=4 * V):
+        sizes = {
+            "batch_size": MICRO_BATCH,
+            "global_batch_size": MICRO_BATCH * config["micro_batches"],
+        }
+        for batch in shard.iter_torch_batches(**sizes):
             if config["pace"]:
                 time.sleep(config["pace"])  # Stands for a model that takes longer.
             if ledger is not None:
@@ -82,6 +86,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=0, help="of a job; 0 trains here")
     parser.add_argument("--storage", help="folder of the run of that job")
     parser.add_argument("--ledger", default="", help="folder for the ids that are trained with")
+    parser.add_argument("--micro-batches", type=int, default=8, help="of a step")
     parser.add_argument("--width", type=int, default=32)
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--samples", type=int, default=1000)
