@@ -24,7 +24,7 @@ from frames import GrpcStream
 
 from elastic.core.config import AgentConfig, ns
 from elastic.core.messages import Hello, Progress, WorkerUpdate
-from elastic.core.policy.pacing import answer_after_ns, telemetry_every_ns
+from elastic.core.policy.pacing import answer_after_ns, telemetry_every_ns, telemetry_offset_ns
 from elastic.core.telemetry import Goodput, Telemetry
 from elastic.core.world import (
     ExitCause,
@@ -236,10 +236,10 @@ class PlayedAgent:
             self._client.send(encode_agent_message(WorkerUpdate(report)))
 
     async def send_telemetry(self) -> None:
-        """Report steps as often as an agent passes them on."""
+        """Report steps as often, and in the same turn, as an agent passes them on."""
         every_ns = telemetry_every_ns(self.rank, self.world_size, MEMBER_NS)
         every_s = max(1.0, every_ns / 1e9)
-        await asyncio.sleep(every_s * (hash(self.node.node_id) % 1000) / 1000)
+        await asyncio.sleep(telemetry_offset_ns(self.rank, self.world_size, every_ns) / 1e9)
         steps = 0
         while not self._gone:
             if self.report is not None and self._client is not None:

@@ -97,6 +97,7 @@ def _welcomed(books: AgentBooks, message: Welcome) -> None:
             return
         for reported in books.reports.all():
             books.connection.send(reported)
+        books.spreading.reconnected(books.now_ns)
 
 
 def _start(books: AgentBooks, message: StartWorker) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from elastic.core.config import AgentConfig, ns
 from elastic.core.messages import LeaveGroup, Progress
-from elastic.core.policy.pacing import answer_after_ns, telemetry_every_ns
+from elastic.core.policy.pacing import answer_after_ns, telemetry_every_ns, telemetry_offset_ns
 from elastic.core.world import Assignment, Generation, WorkerId, WorkerPhase, WorkerReport
 
 
@@ -21,7 +21,10 @@ class SendSlot:
         after_ns: delay between an order and its turn to reply.
         answer_at_ns: for the report that it forms or trains.
         out_at_ns: for the report that it left its group, while the next one is being computed.
-        progress_at_ns, every_ns: for its next progress, and the interval after that.
+        progress_at_ns: for its next progress.
+        every_ns: interval of its progress, 0 for none.
+        offset_ns: of its turn in this interval.
+        turn_ns: one moment of those at which its progress is sent, `every_ns` apart.
         progress: the delayed progress.
         has_stepped: it has reported a step.
     """
@@ -31,9 +34,18 @@ class SendSlot:
     answer_at_ns: int
     progress_at_ns: int
     every_ns: int
+    offset_ns: int
+    turn_ns: int
     out_at_ns: int = 0
     progress: Progress | None = None
     has_stepped: bool = False
+
+    def sent(self, now_ns: int) -> None:
+        """Set when the progress after this one is due."""
+        self.progress, self.progress_at_ns = None, now_ns
+        if self.every_ns:
+            turns = (now_ns - self.turn_ns) // self.every_ns + 1
+            self.progress_at_ns = self.turn_ns + turns * self.every_ns
 
 
 class Pacer:
@@ -57,7 +69,13 @@ class Pacer:
             every_ns = telemetry_every_ns(place.rank, place.world_size, self._member_ns)
             at_ns = now_ns + after_ns
             self._turns[place.worker_id] = SendSlot(
-                place.generation, after_ns, at_ns, at_ns, every_ns
+                generation=place.generation,
+                after_ns=after_ns,
+                answer_at_ns=at_ns,
+                progress_at_ns=at_ns,
+                every_ns=every_ns,
+                offset_ns=telemetry_offset_ns(place.rank, place.world_size, every_ns),
+                turn_ns=at_ns,
             )
 
     def leave_requested(self, order: LeaveGroup, now_ns: int) -> None:
@@ -103,18 +121,25 @@ class Pacer:
         if progress.steps and not turn.has_stepped:  # People wait for the first step.
             turn.has_stepped = True
             turn.progress_at_ns = min(turn.progress_at_ns, now_ns + turn.after_ns)
+            # All members make it at the same time: each counts its turns from there.
+            turn.turn_ns = now_ns + turn.offset_ns
         if now_ns >= turn.progress_at_ns:
-            turn.progress, turn.progress_at_ns = None, now_ns + turn.every_ns
+            turn.sent(now_ns)
             return False
         turn.progress = progress
         return True
+
+    def reconnected(self, now_ns: int) -> None:
+        """Let all report soon: a coordinator that was restarted knows no progress."""
+        for turn in self._turns.values():
+            turn.progress_at_ns = min(turn.progress_at_ns, now_ns + turn.after_ns)
 
     def take_due(self, now_ns: int) -> list[Progress]:
         found = []
         for turn in self._turns.values():
             if turn.progress is not None and now_ns >= turn.progress_at_ns:
                 found.append(turn.progress)
-                turn.progress, turn.progress_at_ns = None, now_ns + turn.every_ns
+                turn.sent(now_ns)
         return found
 
     def next_deadline_ns(self) -> int | None:

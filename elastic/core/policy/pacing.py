@@ -50,6 +50,16 @@ def telemetry_every_ns(rank: int, world_size: int, member_ns: int) -> int:
     return min(world_size * member_ns * TELEMETRY_SPREADS, TELEMETRY_MOST_NS)
 
 
+def telemetry_offset_ns(rank: int, world_size: int, every_ns: int) -> int:
+    """Return when in the interval a member sends its progress.
+
+    Once a second some neighbours do, all at the same time: a coordinator that is woken for each
+    message alone takes several times as long.
+    """
+    seconds = every_ns // NS_PER_S
+    return NS_PER_S * (rank * seconds // world_size)
+
+
 def waiting_is_long_after_ns(world_size: int) -> int:
     """Return how long a member waits for its peers before it reports it.
 
