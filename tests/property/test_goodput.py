@@ -6,7 +6,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic.core.policy.goodput import REPORTED, Account, Ledger, Situation, category, split
-from elastic.core.telemetry import BELOW_MIN, DRAIN, FIELDS, PRODUCTIVE, REDONE, START, Goodput
+from elastic.core.telemetry import (
+    BELOW_MIN,
+    DRAIN,
+    FIELDS,
+    PRODUCTIVE,
+    REDONE,
+    REFORM,
+    START,
+    Goodput,
+)
 from elastic.core.world import WorkerPhase
 
 times = st.lists(st.integers(0, 10**12), min_size=len(FIELDS), max_size=len(FIELDS))
@@ -39,7 +48,8 @@ def test_categories_sum_to_what_was_allocated(
                 ledger.move(account, value, now_ns)  # type: ignore[arg-type]
             else:
                 ledger.add_report(account, Goodput(*value), (0, turn), now_ns)  # type: ignore[misc]
-            reported_ns = ledger.total().allocated_ns + now_ns - account.since_ns
+            unreported_ns = account.late_ns + now_ns - account.since_ns
+            reported_ns = ledger.total().allocated_ns + unreported_ns
             assert reported_ns == allocated_ns + now_ns - begins_ns
             assert ledger.total().allocated_ns >= before_ns  # A counter never falls.
         ledger.close(account, now_ns, is_lost=is_lost)
@@ -66,6 +76,18 @@ def test_steps_that_a_run_went_back_for_are_no_progress() -> None:
     ledger.add_report(account, Goodput(productive_ns=10), (0, 8), 30)
     assert ledger.charged[PRODUCTIVE] == 5 + 2
     assert ledger.charged[REDONE] == 3
+
+
+def test_what_is_reported_after_a_change_of_the_group_counts_as_what_it_was() -> None:
+    ledger, account = Ledger(), Account(REPORTED, 0)
+    ledger.move(account, REFORM, 30)
+    ledger.move(account, REPORTED, 32)
+    ledger.add_report(account, Goodput(productive_ns=29), (0, 7), 33)
+    assert (ledger.charged[PRODUCTIVE], ledger.charged[REFORM]) == (29, 2 + 1)
+    ledger.move(account, REFORM, 40)
+    ledger.close(account, 41, is_lost=True)
+    assert ledger.charged[REDONE] == 40 - 32
+    assert ledger.total().allocated_ns == 41
 
 
 def test_who_waits_is_told_from_who_starts_or_ends() -> None:

@@ -1,12 +1,12 @@
 """Goodput accounting: each nanosecond of each worker is charged to exactly one category.
 
 The coordinator sees when a worker starts, waits, trains and ends. Only the worker knows how the
-time inside a train function is spent, and reports it about once a second. So the account of a
-training worker lags: unreported time is not charged until it is reported or the worker does
-something else.
+time inside a train function is spent, and reports it about once a second, in a large group every
+half minute. So the account of a training worker lags: unreported time is not charged until it is
+reported, maybe from the next group, or the worker is gone.
 
-Rule: the time charged to a worker is exactly that from its start to `since_ns`, whatever workers
-report and whenever that arrives.
+Rule: the time charged to a worker and its `late_ns` are exactly the time from its start to
+`since_ns`, whatever workers report and whenever that arrives.
 """
 
 from __future__ import annotations
@@ -61,15 +61,6 @@ def category(now: Situation) -> int:
     return REFORM if now.has_trained else START
 
 
-def unreported_category(following: int) -> int:
-    """Return the category for time that a worker had not reported when it stopped training.
-
-    Args:
-        following: the category of what it does next; `REDONE` if it is gone.
-    """
-    return REFORM if following in (BELOW_MIN, START) else following
-
-
 def split(reported: Sequence[int], before: Sequence[int], room_ns: int) -> tuple[int, ...]:
     """Return the time to charge to each category, `room_ns` in all at most.
 
@@ -94,13 +85,15 @@ class Account:
 
     Attributes:
         category: of its time now.
-        since_ns: its time up to here is charged.
+        since_ns: its time up to here is charged, except `late_ns`.
+        late_ns: of that, it trained in an earlier group and has not reported it.
         reported: its reported time so far; None for one that already trained when first reported.
         has_trained: it has been in a group.
     """
 
     category: int
     since_ns: int
+    late_ns: int = 0
     reported: tuple[int, ...] | None = NOTHING
     has_trained: bool = False
 
@@ -127,6 +120,7 @@ class Ledger:
         """Return the goodput at `now_ns`, and the nanoseconds that workers have not reported."""
         charged, unreported_ns = [*self.charged], 0
         for account in accounts:
+            unreported_ns += account.late_ns
             if account.category == REPORTED:
                 unreported_ns += now_ns - account.since_ns
             else:
@@ -140,17 +134,21 @@ class Ledger:
     def move(self, account: Account, to: int, now_ns: int) -> None:
         """Charge a worker's time until now, and change its category."""
         if account.category != to:
-            self._charge(account, unreported_category(to), now_ns)
+            self._charge(account, now_ns)
             account.category = to
             account.has_trained = account.has_trained or to == REPORTED
 
     def close(self, account: Account, now_ns: int, *, is_lost: bool) -> None:
         """Charge the remaining time of a worker that is gone; a lost one's work is repeated."""
-        self._charge(account, REDONE if is_lost else DRAIN, now_ns)
+        self._charge(account, now_ns)
+        self.charged[REDONE if is_lost else DRAIN] += account.late_ns
+        account.late_ns = 0
 
-    def _charge(self, account: Account, unreported_to: int, now_ns: int) -> None:
-        place = unreported_to if account.category == REPORTED else account.category
-        self.charged[place] += now_ns - account.since_ns
+    def _charge(self, account: Account, now_ns: int) -> None:
+        if account.category == REPORTED:
+            account.late_ns += now_ns - account.since_ns
+        else:
+            self.charged[account.category] += now_ns - account.since_ns
         account.since_ns = now_ns
 
     def add_report(
@@ -166,9 +164,15 @@ class Ledger:
         """
         times, before = reported.times(), account.reported
         account.reported = times if before is None else tuple(map(max, times, before))
-        if account.category == REPORTED and before is not None:
-            parts = list(split(times, before, now_ns - account.since_ns))
-            account.since_ns += sum(parts)
+        if before is not None:
+            trains_ns = now_ns - account.since_ns if account.category == REPORTED else 0
+            parts = list(split(times, before, account.late_ns + trains_ns))
+            late_ns = min(sum(parts), account.late_ns)
+            account.since_ns += sum(parts) - late_ns
+            account.late_ns -= late_ns
+            if trains_ns:  # What it never reports of an earlier group, it spent on leaving it.
+                self.charged[REFORM] += account.late_ns
+                account.late_ns = 0
             if place <= self.again_until and any(place):
                 parts[REDONE] += parts[PRODUCTIVE]
                 parts[PRODUCTIVE] = 0
