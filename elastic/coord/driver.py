@@ -45,7 +45,7 @@ from elastic.core.events.coordinator import (
 )
 from elastic.core.events.shared import Note, Tick
 from elastic.core.messages import AgentMessage, Hello, Welcome
-from elastic.core.view import ClusterView
+from elastic.core.view import ClusterView, JobSample
 from elastic.core.world import JobId, Member
 from elastic.errors import Unavailable
 from elastic.runtime.clock import Clock
@@ -82,6 +82,10 @@ class Machine(Protocol):
 
     def view(self, now_ns: int) -> ClusterView:
         """Return all that the status shows."""
+        ...
+
+    def samples(self) -> tuple[JobSample, ...]:
+        """Return what the history keeps of each job."""
         ...
 
     def first_member(self, job_id: JobId) -> Member | None:
@@ -272,6 +276,10 @@ class Driver:
         if self._view is None:
             self._view = self._machine.view(now_ns)
         return replace(self._view, now_ns=now_ns)
+
+    def samples(self) -> tuple[JobSample, ...]:
+        """Return what the history keeps of each job now."""
+        return self._machine.samples()
 
     def waits_for_store(self) -> str:
         """Return "waiting for the store since 12 s", "" when nothing waits for long."""

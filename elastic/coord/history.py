@@ -9,13 +9,13 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from elastic.core.config import NS_PER_S
 from elastic.core.telemetry import Telemetry
-from elastic.core.view import ClusterView, JobView
-from elastic.core.world import JobId, JobPhase
+from elastic.core.view import JobSample
+from elastic.core.world import Group, JobId
 from elastic.runtime.exposition import Histogram
 from elastic.wire.codec_jobs import TimedNote
 
@@ -151,16 +151,13 @@ class JobHistory:
         elif name == "checkpoint_refused":
             self.refused_checkpoints += 1
 
-    def sample(self, job: JobView, unix_ns: int) -> None:
-        """Sample the job's state and telemetry, once a second."""
-        group, before = job.record.group, self._seen
-        if group is None or job.record.phase is not JobPhase.RUNNING:
-            return
+    def sample(self, group: Group, telemetry: Telemetry, unix_ns: int) -> None:
+        """Sample the size of a group that trains, and its telemetry, once a second."""
+        before, self._seen = self._seen, telemetry
         if not self.spans:  # It was formed in an earlier term.
             size, reason = len(group.members), group.reason
             self.spans.append(Span(group.generation, "", reason, size, unix_ns, unix_ns, unix_ns))
         self.add(WORLD_SIZE, unix_ns / NS_PER_S, float(len(group.members)))
-        telemetry, self._seen = job.telemetry, job.telemetry
         if telemetry == before or not telemetry.steps:
             return
         self.add(RATE, unix_ns / NS_PER_S, round(telemetry.per_second(telemetry.steps), 4))
@@ -252,12 +249,12 @@ class History:
                 self.queue_waits.add((timed.unix_ns - job.submitted_ns) / NS_PER_S)
                 job.submitted_ns = 0
 
-    def sample(self, view: ClusterView, unix_ns: int) -> None:
+    def sample(self, samples: Sequence[JobSample], unix_ns: int) -> None:
         """Sample all jobs, once a second, and drop those that the coordinator forgot."""
-        known = {job.record.spec.job_id: job for job in view.jobs}
+        known = {one.job_id for one in samples}
         for job_id in [job_id for job_id in self._jobs if job_id not in known]:
             del self._jobs[job_id]
-        for job_id, job in known.items():
-            if job.record.phase is JobPhase.RUNNING:
-                history = self._jobs.setdefault(job_id, JobHistory())
-                history.sample(job, unix_ns)
+        for one in samples:
+            if one.group is not None:
+                history = self._jobs.setdefault(one.job_id, JobHistory())
+                history.sample(one.group, one.telemetry, unix_ns)

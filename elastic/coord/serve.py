@@ -59,8 +59,6 @@ log = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 5.0
 POLL_S = 1.0
-SAMPLING_SHARE, SAMPLED_S_MAX = 0.02, 10.0
-"""Of the time, for samples of the history; and the longest pause between two."""
 PREFIX = "coord"
 WILDCARDS = ("0.0.0.0", "::")
 
@@ -452,16 +450,11 @@ async def run_until_one_ends(parts: Sequence[Part]) -> None:
 
 
 async def check_for_ever(history: History, driver: Driver, clock: Clock) -> None:
-    """Have the history sample all jobs, once a second; never returns.
-
-    A view of a thousand workers takes tens of milliseconds: large clusters are sampled less often.
-    """
+    """Have the history sample all jobs, once a second; never returns."""
     await driver.wait_recovered()
     while True:
-        began_ns = clock.monotonic_ns()
-        history.sample(driver.view(), clock.unix_ns())
-        took_s = (clock.monotonic_ns() - began_ns) / 1e9
-        await anyio.sleep(min(max(POLL_S, took_s / SAMPLING_SHARE), SAMPLED_S_MAX))
+        history.sample(driver.samples(), clock.unix_ns())
+        await anyio.sleep(POLL_S)
 
 
 def advertised(address: str) -> str:

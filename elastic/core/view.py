@@ -7,7 +7,15 @@ from functools import cached_property
 
 from elastic.core.events.coordinator import Cordon, JobRecord
 from elastic.core.telemetry import Telemetry
-from elastic.core.world import Generation, Node, NodeId, NodePhase, WorkerReport
+from elastic.core.world import (
+    Generation,
+    Group,
+    JobId,
+    Node,
+    NodeId,
+    NodePhase,
+    WorkerReport,
+)
 
 NOTHING_REPORTED = Telemetry()
 
@@ -93,6 +101,20 @@ class JobView:
             if is_earlier and worker.telemetry != NOTHING_REPORTED:
                 first = worker
         return first.telemetry if first is not None else NOTHING_REPORTED
+
+
+@dataclass(frozen=True)
+class JobSample:
+    """What the history keeps of a job each second; takes no time for each worker, as a view does.
+
+    Attributes:
+        group: that trains, None for none.
+        telemetry: as in `JobView`.
+    """
+
+    job_id: JobId
+    group: Group | None
+    telemetry: Telemetry
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ from elastic.core.messages import (
     Release,
     Welcome,
 )
-from elastic.core.view import ClusterView
+from elastic.core.view import ClusterView, JobSample
 from elastic.core.world import JobId, Member, Node, NodeId, WorkerId
 from elastic.errors import InvariantViolation
 from elastic.runtime.clock import SystemClock
@@ -69,6 +69,9 @@ class ScriptedMachine:
 
     def view(self, now_ns: int) -> ClusterView:
         return ClusterView(now_ns, (), ())
+
+    def samples(self) -> tuple[JobSample, ...]:
+        return ()
 
     def first_member(self, job_id: JobId) -> Member | None:
         return None

@@ -25,7 +25,7 @@ from elastic.core.events.coordinator import (
     StopRequested,
     SubmitRequested,
 )
-from elastic.core.view import ClusterView, JobView
+from elastic.core.view import ClusterView, JobSample, JobView
 from elastic.core.world import JobId, JobPhase, Member
 from elastic.errors import Fenced, Refused, StoreUnavailable, Unavailable
 from elastic.runtime.clock import SystemClock
@@ -96,6 +96,9 @@ class Machine:
 
     def view(self, now_ns: int) -> ClusterView:
         return ClusterView(now_ns, (), tuple(JobView(job, "", 0, ()) for job in self.jobs.values()))
+
+    def samples(self) -> tuple[JobSample, ...]:
+        return ()
 
     def first_member(self, job_id: JobId) -> Member | None:
         return None

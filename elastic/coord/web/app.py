@@ -45,11 +45,14 @@ from elastic.coord.web.parts import Changes, Page
 from elastic.coord.web.studies import Studies
 from elastic.core.messages import PROTOCOL
 from elastic.core.view import ClusterView, JobView
+from elastic.core.world import JobId
 from elastic.errors import ElasticError, NotFound
 from elastic.runtime.exposition import CONTENT_TYPE, Histogram
 from elastic.wire.codec_jobs import ClusterStatus
 
 TICK_S = 1.0
+PAGE_SHARE, PAGE_KEPT_S_MAX = 0.01, 5.0
+"""Of the time, for making a page that is open; and the longest time for which it is kept."""
 POINTS_PER_TICK = 500
 ASSETS = {
     "page.css": "text/css",
@@ -101,19 +104,18 @@ class Site:
 
     # ------------------------------------------------------------------------------- pages
 
-    async def _check(self) -> tuple[ClusterView, str, History]:
-        view, standby = await self.context.read_view()
+    def _history(self, job_id: JobId) -> JobHistory:
         tenure = self.context.leader_state.tenure
         history = tenure.history if tenure is not None else None
-        return view, standby, history or History()
+        return (history or History()).of(job_id)
 
     async def _find(self, request: Request) -> tuple[ClusterView, JobView, JobHistory]:
-        view, _, history = await self._check()
+        view, _ = await self.context.read_view()
         job = find_job(view, request.path_params["job"])
-        return view, job, history.of(job.record.spec.job_id)
+        return view, job, self._history(job.record.spec.job_id)
 
     async def _front(self, _: Request) -> Page:
-        view, standby, _history = await self._check()
+        view, standby = await self.context.read_view()
         context = self.context
         about = f"coordinator {context.name}, version {__version__}, store {context.store}"
         about = f"{standby}; {about}" if standby else about
@@ -131,14 +133,19 @@ class Site:
         return await self.studies.page(request.path_params["study"])
 
     async def _page(self, make: Callable[[Request], Any], request: Request) -> Page:
-        """Return a page; it is made at most once in half a tick for all viewers."""
+        """Return a page, made for all viewers at most once in half a tick.
+
+        That of a thousand workers takes tens of milliseconds: it is made less often.
+        """
         key = request.scope["path"].removesuffix("/stream") or "/"
         now_ns = self.context.clock.monotonic_ns()
-        made_ns, page = self._made.get(key, (0, None))
-        if page is None or now_ns - made_ns > TICK_S * 0.5e9:
+        until_ns, page = self._made.get(key, (0, None))
+        if page is None or now_ns > until_ns:
             page = await make(request)
-            self._made[key] = now_ns, page
-            for old in [k for k, (when, _) in self._made.items() if now_ns - when > 10e9]:
+            took_ns = self.context.clock.monotonic_ns() - now_ns
+            kept_ns = min(max(TICK_S * 0.5e9, took_ns / PAGE_SHARE), PAGE_KEPT_S_MAX * 1e9)
+            self._made[key] = now_ns + int(kept_ns), page
+            for old in [k for k, (until, _) in self._made.items() if now_ns > until + 10e9]:
                 del self._made[old]
         return page
 
@@ -167,12 +174,15 @@ class Site:
         changes = Changes()
         seen = request.headers.get("last-event-id") or request.query_params.get("seq", "0")
         number = int(seen) if seen.isdecimal() else 0
+        job_id = JobId("")
+        if "job" in request.path_params:
+            job_id = (await self._find(request))[1].record.spec.job_id
         while True:
             page = await self._page(make, request)
             for message in changes.take(page.parts()):
                 yield f"data: {message}\n\n"
             if page.charts and changes.budget > 0:
-                _, _, history = await self._find(request)
+                history = self._history(job_id)
                 if number > history.number:  # It counts points of an earlier leader.
                     number = 0
                 recent = [point for point in history.recent if point[0] > number]
@@ -206,7 +216,7 @@ class Site:
         return _events(request, output_stream(self.context, job_id, query))
 
     async def _status_json(self, _: Request) -> Response:
-        view, standby, _history = await self._check()
+        view, standby = await self.context.read_view()
         context = self.context
         status = ClusterStatus(
             context.name, __version__, PROTOCOL, context.store, context.uptime_ns(), view, standby,

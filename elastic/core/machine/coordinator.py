@@ -52,7 +52,7 @@ from elastic.core.machine.nodes import NodeState
 from elastic.core.machine.restoring import restore
 from elastic.core.messages import ProbeAck, Progress, Pulse
 from elastic.core.policy import placement
-from elastic.core.view import ClusterView
+from elastic.core.view import ClusterView, JobSample
 from elastic.core.world import JobId, JobPhase, Member, Node, NodeId, NodePhase
 from elastic.errors import InvariantViolation, check
 
@@ -131,6 +131,10 @@ class CoordinatorMachine:
             tuple(job.view(now_ns) for job in self._cluster.jobs.values()),
             self._cluster.book.record().cordons,
         )
+
+    def samples(self) -> tuple[JobSample, ...]:
+        """Return what the history keeps each second."""
+        return tuple(job.sample() for job in self._cluster.jobs.values())
 
     def first_member(self, job_id: JobId) -> Member | None:
         """Return rank 0 of a job's group, None while it has no group that trains."""

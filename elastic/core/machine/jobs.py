@@ -34,7 +34,7 @@ from elastic.core.policy.hang import MainThreadState
 from elastic.core.policy.membership import Candidate, CurrentGroup
 from elastic.core.policy.ranks import RankPlace, assign_ranks
 from elastic.core.telemetry import START, Telemetry
-from elastic.core.view import JobView, WorkerView
+from elastic.core.view import NOTHING_REPORTED, JobSample, JobView, WorkerView
 from elastic.core.world import (
     ENDED,
     NO_GENERATION,
@@ -334,6 +334,14 @@ class JobState:
             goodput=self.ledger.total(),
             former=self.former,
         )
+
+    def sample(self) -> JobSample:
+        """Return what is kept of it each second."""
+        group = self.group if self.phase is JobPhase.RUNNING else None
+        members = group.members if group is not None else ()
+        present = (self.workers.get(one.worker_id) for one in members)
+        reported = (w.telemetry for w in present if w and w.telemetry != NOTHING_REPORTED)
+        return JobSample(self.spec.job_id, group, next(reported, NOTHING_REPORTED))
 
     def view(self, now_ns: int) -> JobView:
         """Return the job for the status; an ended one shows STOPPING until its workers are gone."""
