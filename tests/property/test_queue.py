@@ -55,53 +55,53 @@ def room_lists(draw: st.DrawFn, *, plain: bool) -> list[NodeCapacity]:
 class Small:
     """A cluster in which everything that was planned has happened by the next look."""
 
-    rooms: list[NodeCapacity]
-    claims: list[Demand] = field(default_factory=list)
+    nodes: list[NodeCapacity]
+    demands: list[Demand] = field(default_factory=list)
     serial: int = 0
     is_whole: bool = False
 
     def look(self) -> dict[JobId, Allocation]:
-        decision = queue.decide(self.claims, self._rooms_now())
+        decision = queue.decide(self.demands, self._nodes_now())
         return {grant.job_id: grant for grant in decision.value}
 
-    def _rooms_now(self) -> list[NodeCapacity]:
-        held = Counter(node_id for claim in self.claims for _, node_id in claim.held_slots)
-        return [replace(r, free_slots=max(0, r.slots - held[r.node_id])) for r in self.rooms]
+    def _nodes_now(self) -> list[NodeCapacity]:
+        held = Counter(node_id for demand in self.demands for _, node_id in demand.held_slots)
+        return [replace(r, free_slots=max(0, r.slots - held[r.node_id])) for r in self.nodes]
 
     def carry_out(self, grants: dict[JobId, Allocation]) -> None:
-        for index, claim in enumerate(self.claims):
-            grant = grants[claim.spec.job_id]
+        for index, demand in enumerate(self.demands):
+            grant = grants[demand.spec.job_id]
             assert self.is_whole or not grant.yields_to
-            seats = [seat for seat in claim.held_slots if seat[0] not in grant.yields]
+            seats = [seat for seat in demand.held_slots if seat[0] not in grant.yields]
             for node_id, count in grant.starts:
                 for _ in range(count):
                     self.serial += 1
                     seats.append((WorkerId(f"{node_id}/{self.serial}"), node_id))
-            trains = len(seats) >= claim.spec.min_workers
-            self.claims[index] = replace(
-                claim,
+            trains = len(seats) >= demand.spec.min_workers
+            self.demands[index] = replace(
+                demand,
                 held_slots=tuple(seats),
                 trains=trains,
-                keeps_state=claim.keeps_state or trains,
+                keeps_state=demand.keeps_state or trains,
             )
 
     def check(self, before: Sequence[Demand]) -> None:
-        held = Counter(node_id for claim in self.claims for _, node_id in claim.held_slots)
+        held = Counter(node_id for demand in self.demands for _, node_id in demand.held_slots)
         gpus = Counter(
-            n for c in self.claims for _, n in c.held_slots if c.spec.resources_per_worker == GPU
+            n for c in self.demands for _, n in c.held_slots if c.spec.resources_per_worker == GPU
         )
-        for room in self.rooms:
+        for room in self.nodes:
             assert held[room.node_id] <= room.slots
             assert gpus[room.node_id] <= room.resources.amount("GPU")
-        for old, claim in zip(before, self.claims, strict=True):
-            spec, size = claim.spec, len(claim.held_slots)
+        for old, demand in zip(before, self.demands, strict=True):
+            spec, size = demand.spec, len(demand.held_slots)
             assert size <= spec.max_workers
-            assert size % spec.workers_per_replica == 0 or not claim.trains
+            assert size % spec.workers_per_replica == 0 or not demand.trains
             assert size == 0 or size >= spec.min_workers, "holds something below min"
-            first = max((c.spec.priority for c in self.claims), default=0)
-            taken_down = old.trains and not claim.trains
+            first = max((c.spec.priority for c in self.demands), default=0)
+            taken_down = old.trains and not demand.trains
             assert not taken_down or (self.is_whole and spec.priority < first)
-            nodes = [node_id for _, node_id in claim.held_slots]
+            nodes = [node_id for _, node_id in demand.held_slots]
             if spec.strategy is Strategy.STRICT_PACK:
                 assert len(set(nodes)) <= 1
             if spec.strategy is Strategy.STRICT_SPREAD:
@@ -109,12 +109,12 @@ class Small:
 
     def to_rest(self) -> None:
         for _ in range(ROUNDS_TO_REST):
-            before = list(self.claims)
+            before = list(self.demands)
             self.carry_out(self.look())
             self.check(before)
-            if before == self.claims:
+            if before == self.demands:
                 return
-        raise AssertionError(f"grows and shrinks in turn: {self.claims}")
+        raise AssertionError(f"grows and shrinks in turn: {self.demands}")
 
 
 @LIMITS
@@ -122,11 +122,11 @@ class Small:
 def test_arrivals_and_ends_keep_all_guarantees_and_come_to_rest(data: st.DataObject) -> None:
     small = Small(data.draw(room_lists(plain=False)))
     for number in range(data.draw(st.integers(1, 6))):
-        if small.claims and data.draw(st.booleans()):
-            small.claims.remove(data.draw(st.sampled_from(small.claims)))
+        if small.demands and data.draw(st.booleans()):
+            small.demands.remove(data.draw(st.sampled_from(small.demands)))
         else:
             spec = data.draw(specs(number, plain=False))
-            small.claims.append(Demand(spec, sequence=number, in_place=True))
+            small.demands.append(Demand(spec, sequence=number, in_place=True))
         small.to_rest()
 
 
@@ -137,12 +137,12 @@ def test_jobs_that_give_way_come_to_rest_too_and_only_for_greater_priorities(
 ) -> None:
     small = Small(data.draw(room_lists(plain=False)), is_whole=True)
     for number in range(data.draw(st.integers(1, 6))):
-        if small.claims and data.draw(st.booleans()):
-            small.claims.remove(data.draw(st.sampled_from(small.claims)))
+        if small.demands and data.draw(st.booleans()):
+            small.demands.remove(data.draw(st.sampled_from(small.demands)))
         else:
             spec = data.draw(specs(number, plain=False))
             stays = data.draw(st.sampled_from(["", "", "stays"]))
-            small.claims.append(Demand(spec, sequence=number, in_place=True, stays=stays))
+            small.demands.append(Demand(spec, sequence=number, in_place=True, stays=stays))
         small.to_rest()
 
 
@@ -152,23 +152,23 @@ def test_on_equal_slots_nobody_waits_while_lower_ones_hold_what_it_needs(
     data: st.DataObject,
 ) -> None:
     small = Small(data.draw(room_lists(plain=True)), is_whole=True)
-    slots = sum(room.slots for room in small.rooms)
+    slots = sum(room.slots for room in small.nodes)
     for number in range(data.draw(st.integers(1, 6))):
         spec = data.draw(specs(number, plain=True))
-        small.claims.append(Demand(spec, sequence=number, in_place=True, stays=""))
+        small.demands.append(Demand(spec, sequence=number, in_place=True, stays=""))
         small.to_rest()
-        running = {c.spec.job_id: c for c in small.claims if c.trains}
-        for claim in small.claims:
-            if claim.spec.job_id in running or claim.spec.min_workers > slots:
+        running = {c.spec.job_id: c for c in small.demands if c.trains}
+        for demand in small.demands:
+            if demand.spec.job_id in running or demand.spec.min_workers > slots:
                 continue
-            equals = [c for c in running.values() if c.spec.priority >= claim.spec.priority]
+            equals = [c for c in running.values() if c.spec.priority >= demand.spec.priority]
             mins = sum(c.spec.min_workers for c in equals)
             ahead = any(
-                c.spec.priority >= claim.spec.priority and c.spec.min_workers <= slots
-                for c in small.claims
-                if c.spec.job_id not in running and c is not claim
+                c.spec.priority >= demand.spec.priority and c.spec.min_workers <= slots
+                for c in small.demands
+                if c.spec.job_id not in running and c is not demand
             )
-            assert ahead or mins + claim.spec.min_workers > slots
+            assert ahead or mins + demand.spec.min_workers > slots
 
 
 @LIMITS
@@ -189,13 +189,13 @@ def test_no_more_give_way_than_it_takes(sizes: list[int], need: int) -> None:
 @LIMITS
 @given(st.data())
 def test_the_order_of_claims_and_rooms_does_not_matter(data: st.DataObject) -> None:
-    rooms = data.draw(room_lists(plain=False))
-    claims = [
+    nodes = data.draw(room_lists(plain=False))
+    demands = [
         Demand(data.draw(specs(number, plain=False)), sequence=number)
         for number in range(data.draw(st.integers(0, 4)))
     ]
-    expected = queue.decide(claims, rooms)
-    shuffled = queue.decide(data.draw(st.permutations(claims)), data.draw(st.permutations(rooms)))
+    expected = queue.decide(demands, nodes)
+    shuffled = queue.decide(data.draw(st.permutations(demands)), data.draw(st.permutations(nodes)))
     assert shuffled == expected
 
 
@@ -205,67 +205,67 @@ def test_a_job_that_fits_alone_runs_before_any_that_came_later_with_no_greater_p
     data: st.DataObject,
 ) -> None:
     """Small jobs come and go for ever; as soon as the first ones have ended it is its turn."""
-    rooms = list(data.draw(room_lists(plain=True)))
-    slots = sum(room.slots for room in rooms)
-    small = Small(rooms)
+    nodes = list(data.draw(room_lists(plain=True)))
+    slots = sum(room.slots for room in nodes)
+    small = Small(nodes)
     for number in range(data.draw(st.integers(0, 3))):
-        small.claims.append(Demand(data.draw(specs(number, plain=True)), sequence=number))
+        small.demands.append(Demand(data.draw(specs(number, plain=True)), sequence=number))
     small.to_rest()
-    first = {claim.spec.job_id for claim in small.claims}
+    first = {demand.spec.job_id for demand in small.demands}
     big = replace(
         data.draw(specs(10, plain=True)), min_workers=max(1, slots), max_workers=max(1, slots)
     )
-    small.claims.append(Demand(big, sequence=10))
+    small.demands.append(Demand(big, sequence=10))
     for number in range(11, 17):
         later = data.draw(specs(number, plain=True))
         later = replace(later, priority=min(later.priority, big.priority))
-        small.claims.append(Demand(later, sequence=number))
+        small.demands.append(Demand(later, sequence=number))
         small.to_rest()
-        running = [claim for claim in small.claims if claim.trains]
-        if not any(claim.spec.job_id in first for claim in small.claims):
+        running = [demand for demand in small.demands if demand.trains]
+        if not any(demand.spec.job_id in first for demand in small.demands):
             assert slots == 0 or any(c.spec.job_id == big.job_id for c in running)
             return
         # One of the first ends in each round, waiting or not.
-        gone = next(claim for claim in small.claims if claim.spec.job_id in first)
-        small.claims.remove(gone)
+        gone = next(demand for demand in small.demands if demand.spec.job_id in first)
+        small.demands.remove(gone)
         small.to_rest()
 
 
-def naive(claims: Sequence[Demand], slots: int) -> dict[str, int]:
+def naive(demands: Sequence[Demand], slots: int) -> dict[str, int]:
     """Count equal slots for jobs of which none runs yet, by the rules of the docstring."""
-    sizes = {claim.spec.job_id: 0 for claim in claims}
+    sizes = {demand.spec.job_id: 0 for demand in demands}
 
-    def turn(claim: Demand, *, counting: bool) -> tuple[int, ...]:
-        mine = sizes[claim.spec.job_id] if counting else 0
-        return -claim.spec.priority, mine, claim.sequence
+    def turn(demand: Demand, *, counting: bool) -> tuple[int, ...]:
+        mine = sizes[demand.spec.job_id] if counting else 0
+        return -demand.spec.priority, mine, demand.sequence
 
-    def give(claim: Demand, count: int) -> bool:
+    def give(demand: Demand, count: int) -> bool:
         if sum(sizes.values()) + count > slots:
             return False
-        sizes[claim.spec.job_id] += count
+        sizes[demand.spec.job_id] += count
         return True
 
     is_kept = False
-    for claim in sorted(claims, key=lambda c: turn(c, counting=False)):
-        low = claim.spec.min_workers
-        if low <= slots and (is_kept or not give(claim, low)):
+    for demand in sorted(demands, key=lambda c: turn(c, counting=False)):
+        low = demand.spec.min_workers
+        if low <= slots and (is_kept or not give(demand, low)):
             is_kept = True
-    able = [claim for claim in claims if sizes[claim.spec.job_id]]
+    able = [demand for demand in demands if sizes[demand.spec.job_id]]
     while able:
-        claim = min(able, key=lambda c: turn(c, counting=True))
-        if sizes[claim.spec.job_id] >= claim.spec.max_workers or not give(claim, 1):
-            able.remove(claim)
+        demand = min(able, key=lambda c: turn(c, counting=True))
+        if sizes[demand.spec.job_id] >= demand.spec.max_workers or not give(demand, 1):
+            able.remove(demand)
     return dict(sizes)
 
 
 @LIMITS
 @given(st.data())
 def test_on_equal_slots_the_sizes_are_those_of_naive_arithmetic(data: st.DataObject) -> None:
-    rooms = data.draw(room_lists(plain=True))
-    claims = [
+    nodes = data.draw(room_lists(plain=True))
+    demands = [
         Demand(data.draw(specs(number, plain=True)), sequence=number)
         for number in range(data.draw(st.integers(0, 6)))
     ]
-    grants = queue.decide(claims, rooms).value
+    grants = queue.decide(demands, nodes).value
     sizes = {grant.job_id: grant.size for grant in grants}
-    assert sizes == naive(claims, sum(room.slots for room in rooms))
+    assert sizes == naive(demands, sum(room.slots for room in nodes))

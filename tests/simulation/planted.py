@@ -108,7 +108,7 @@ def forms_groups_below_min(patch: Patch) -> None:
 def forms_groups_above_max(patch: Patch) -> None:
     """All workers that are ready join."""
     honest_choose, honest_place = membership.choose, placement.place
-    honest_claim = queueing.claim_of
+    honest_demand = queueing.demand_of
 
     def roomier(spec: Any) -> Any:
         return dataclasses.replace(spec, max_workers=spec.max_workers + spec.workers_per_replica)
@@ -116,11 +116,11 @@ def forms_groups_above_max(patch: Patch) -> None:
     patch.setattr(membership, "choose", lambda spec, *a, **k: honest_choose(roomier(spec), *a, **k))
     patch.setattr(placement, "place", lambda spec, *a: honest_place(roomier(spec), *a))
 
-    def claim_of(*args: Any) -> Any:
-        claim = honest_claim(*args)
-        return dataclasses.replace(claim, spec=roomier(claim.spec))
+    def demand_of(*args: Any) -> Any:
+        demand = honest_demand(*args)
+        return dataclasses.replace(demand, spec=roomier(demand.spec))
 
-    patch.setattr(queueing, "claim_of", claim_of)
+    patch.setattr(queueing, "demand_of", demand_of)
     patch.setattr(reconcile, "_stop_surplus", lambda cluster, job: None)
 
 

@@ -201,15 +201,15 @@ def takes_a_job_down_before_the_others_can_go_too(patch: Patch) -> None:
 @bug
 def takes_jobs_down_for_anybody(patch: Patch) -> None:
     """All jobs are preempted as if they had the lowest priority."""
-    honest = queueing.claim_of
+    honest = queueing.demand_of
 
-    def claim_of(cluster: Any, job: Any) -> Any:
-        claim = honest(cluster, job)
-        if not claim.trains:
-            return claim
-        return dataclasses.replace(claim, spec=dataclasses.replace(claim.spec, priority=-1000))
+    def demand_of(cluster: Any, job: Any) -> Any:
+        demand = honest(cluster, job)
+        if not demand.trains:
+            return demand
+        return dataclasses.replace(demand, spec=dataclasses.replace(demand.spec, priority=-1000))
 
-    patch.setattr(queueing, "claim_of", claim_of)
+    patch.setattr(queueing, "demand_of", demand_of)
 
 
 @bug

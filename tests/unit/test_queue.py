@@ -15,7 +15,7 @@ from tests.strategies import SCRIPT
 GPU = Resources.of({"GPU": 1})
 
 
-def claim(
+def demand(
     job: str, low: int, high: int | None = None, *, seats: str = "", **changes: Any
 ) -> Demand:
     """A job; `seats` are the nodes of its workers, and whoever has min of them trains."""
@@ -38,20 +38,20 @@ def room(node: str, slots: int, free: int | None = None, **changes: Any) -> Node
     return NodeCapacity(NodeId(node), slots, gpus, slots if free is None else free, **changes)
 
 
-def grants(*claims: Demand, rooms: list[NodeCapacity]) -> Any:
-    return {str(g.job_id): g for g in decide(claims, rooms).value}
+def grants(*demands: Demand, nodes: list[NodeCapacity]) -> Any:
+    return {str(g.job_id): g for g in decide(demands, nodes).value}
 
 
 def test_in_vain_says_what_keeps_it_from_nodes_that_nobody_holds() -> None:
     strategy = Strategy.STRICT_PACK
-    away = claim("b", 2, away=1, strategy=strategy, keeps_state=True)
-    found = grants(away, claim("c", 1), rooms=[room("n1", 2)])
+    away = demand("b", 2, away=1, strategy=strategy, keeps_state=True)
+    found = grants(away, demand("c", 1), nodes=[room("n1", 2)])
     assert found["b"].reason == (
         "needs 1 worker by STRICT_PACK, and no other job is in its way: workers of its own (1) "
         "are on nodes that do not answer; waits for that to change"
     )
-    out = replace(claim("b", 2), out=frozenset({NodeId("n2")}))
-    found = grants(out, claim("c", 1), rooms=[room("n1", 1), room("n2", 1)])
+    out = replace(demand("b", 2), out=frozenset({NodeId("n2")}))
+    found = grants(out, demand("c", 1), nodes=[room("n1", 1), room("n2", 1)])
     assert found["b"].reason == (
         "needs 2 workers by PACK, and no other job is in its way: none may start on n2, cut off "
         "from its other nodes; waits for that to change"

@@ -88,14 +88,14 @@ def _grants(cluster: ClusterState, jobs: list[JobState]) -> dict[JobId, Allocati
     """Return the allocation of each job; empty if there is only one job."""
     if len(jobs) < 2:
         return {}
-    rooms = [room_of(cluster, state) for state in cluster.book.ordered() if state.may_host()]
-    claims = [claim_of(cluster, job) for job in jobs]
-    decision = queue.decide(claims, rooms, now_ns=cluster.now_ns)
+    nodes = [capacity_of(cluster, state) for state in cluster.book.ordered() if state.may_host()]
+    demands = [demand_of(cluster, job) for job in jobs]
+    decision = queue.decide(demands, nodes, now_ns=cluster.now_ns)
     cluster.replan_at_ns = decision.wake_ns
     return {grant.job_id: grant for grant in decision.value}
 
 
-def room_of(cluster: ClusterState, state: NodeState) -> NodeCapacity:
+def capacity_of(cluster: ClusterState, state: NodeState) -> NodeCapacity:
     """Return a node as the plan sees it."""
     return NodeCapacity(
         node_id=state.node.node_id,
@@ -108,7 +108,7 @@ def room_of(cluster: ClusterState, state: NodeState) -> NodeCapacity:
     )
 
 
-def claim_of(cluster: ClusterState, job: JobState) -> Demand:
+def demand_of(cluster: ClusterState, job: JobState) -> Demand:
     """Return a job as the plan sees it."""
     alive = {w: job.workers[w] for w in _by_preference(job) if job.workers[w].stop_cause is None}
     nodes = {worker_id: cluster.node_of(worker) for worker_id, worker in alive.items()}

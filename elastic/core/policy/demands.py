@@ -82,7 +82,7 @@ class AllocationDraft:
         starts, num_starts: new workers by node, and in all.
     """
 
-    claim: Demand
+    demand: Demand
     kept: dict[WorkerId, NodeId] = field(default_factory=dict)
     tried: int = 0
     starts: dict[NodeId, int] = field(default_factory=dict)
@@ -95,7 +95,7 @@ class AllocationDraft:
     @property
     def size(self) -> int:
         """Return how many workers it has in the plan so far."""
-        return len(self.kept) + self.claim.away + self.num_starts
+        return len(self.kept) + self.demand.away + self.num_starts
 
     def hosting(self) -> dict[NodeId, int]:
         """Return how many of its workers are counted on each node."""
@@ -112,12 +112,12 @@ class AllocationDraft:
 
     def unkept(self) -> list[HeldSlot]:
         """Return its seats that are not counted yet."""
-        return [slot for slot in self.claim.held_slots if slot[0] not in self.kept]
+        return [slot for slot in self.demand.held_slots if slot[0] not in self.kept]
 
 
-def rank(claim: Demand) -> tuple[int, int]:
+def rank(demand: Demand) -> tuple[int, int]:
     """Return the sort key of jobs: priority, then age."""
-    return -claim.spec.priority, claim.sequence
+    return -demand.spec.priority, demand.sequence
 
 
 def listed(names: Sequence[str]) -> str:
@@ -125,25 +125,25 @@ def listed(names: Sequence[str]) -> str:
     return ", ".join(names[:NAMED_MAX]) + (", ..." if len(names) > NAMED_MAX else "")
 
 
-def named(claim: Demand) -> str:
+def named(demand: Demand) -> str:
     """Return "j-1 (priority 10)"."""
-    return f"{claim.spec.job_id} (priority {claim.spec.priority})"
+    return f"{demand.spec.job_id} (priority {demand.spec.priority})"
 
 
 def over(first: AllocationDraft, draft: AllocationDraft) -> str:
     """Return "j-1 (priority 10 over 0)"."""
-    spec = first.claim.spec
-    return f"{spec.job_id} (priority {spec.priority} over {draft.claim.spec.priority})"
+    spec = first.demand.spec
+    return f"{spec.job_id} (priority {spec.priority} over {draft.demand.spec.priority})"
 
 
 def gives(draft: AllocationDraft) -> str:
     """Return a phrase for what a training job releases, and when."""
-    claim, count = draft.claim, len(draft.unkept())
+    demand, count = draft.demand, len(draft.unkept())
     if draft.yields_to is not None:
-        how = "a checkpoint is written" if claim.in_place else "it has reported a checkpoint"
-        return f"{named(claim)} gives way with all {count} as soon as {how}"
-    where = "step boundary" if claim.in_place else "report"
-    return f"{named(claim)} gives {count} back at its next {where}"
+        how = "a checkpoint is written" if demand.in_place else "it has reported a checkpoint"
+        return f"{named(demand)} gives way with all {count} as soon as {how}"
+    where = "step boundary" if demand.in_place else "report"
+    return f"{named(demand)} gives {count} back at its next {where}"
 
 
 def holders(held: Sequence[tuple[AllocationDraft, int]]) -> str:
@@ -152,29 +152,29 @@ def holders(held: Sequence[tuple[AllocationDraft, int]]) -> str:
     Args:
         held: jobs that keep some.
     """
-    mins = [(d, n) for d, n in held if d.is_admitted and not d.claim.is_ending]
-    parts = [f"{named(d.claim)} keeps {n}" for d, n in mins[:NAMED_MAX]]
+    mins = [(d, n) for d, n in held if d.is_admitted and not d.demand.is_ending]
+    parts = [f"{named(d.demand)} keeps {n}" for d, n in mins[:NAMED_MAX]]
     clauses = []
     if parts:
         more = f" and {len(mins) - NAMED_MAX} more" if len(mins) > NAMED_MAX else ""
         right = "is its min" if len(mins) == 1 else "are their mins"
         clauses.append(f"{', '.join(parts)}{more}, which {right}")
     # A job that trains keeps what it has while others of its workers leave or are lost.
-    others = [(d, n) for d, n in held if not d.is_admitted or d.claim.is_ending]
+    others = [(d, n) for d, n in held if not d.is_admitted or d.demand.is_ending]
     for d, n in others[:NAMED_MAX]:
-        why = ", and is about to end" if d.claim.is_ending else ", and lacks workers itself"
-        clauses.append(f"{named(d.claim)} keeps {n}{why}")
+        why = ", and is about to end" if d.demand.is_ending else ", and lacks workers itself"
+        clauses.append(f"{named(d.demand)} keeps {n}{why}")
     return "; ".join(clauses)
 
 
-def blocker(claim: Demand) -> str:
+def blocker(demand: Demand) -> str:
     """Return a phrase for why a job cannot use nodes on which no other job has workers."""
     clauses = []
-    if claim.away:
-        clauses.append(f"workers of its own ({claim.away}) are on nodes that do not answer")
-    if claim.out:
+    if demand.away:
+        clauses.append(f"workers of its own ({demand.away}) are on nodes that do not answer")
+    if demand.out:
         clauses.append(
-            f"none may start on {listed(sorted(claim.out))}, cut off from its other nodes"
+            f"none may start on {listed(sorted(demand.out))}, cut off from its other nodes"
         )
     return " and ".join(clauses) or "the nodes on which its workers are have no more room"
 
@@ -187,8 +187,8 @@ def workers(spec: JobSpec, count: int) -> str:
 
 def behind(draft: AllocationDraft, ahead: AllocationDraft) -> str:
     """Return a phrase that free slots are reserved for another job."""
-    spec = draft.claim.spec
+    spec = draft.demand.spec
     return (
-        f"needs {workers(spec, spec.min_workers)}; free slots are kept for {named(ahead.claim)}, "
-        f"which comes first and needs {ahead.claim.spec.min_workers}"
+        f"needs {workers(spec, spec.min_workers)}; free slots are kept for {named(ahead.demand)}, "
+        f"which comes first and needs {ahead.demand.spec.min_workers}"
     )

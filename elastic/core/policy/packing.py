@@ -59,11 +59,11 @@ class WorkerShape:
     """The nodes usable for workers of one kind.
 
     Attributes:
-        rooms: the nodes that could ever take one of them, by id.
+        nodes: the nodes that could ever take one of them, by id.
         capacity: how many each of these takes when it is empty.
     """
 
-    rooms: tuple[NodeCapacity, ...]
+    nodes: tuple[NodeCapacity, ...]
     capacity: Mapping[NodeId, int]
 
     def fitting(self, spec: JobSpec) -> int:
@@ -85,11 +85,11 @@ class FreeCapacity:
         idle: slots of each node that no process holds, minus the new workers placed there.
     """
 
-    def __init__(self, rooms: Sequence[NodeCapacity]) -> None:
-        self.rooms = {room.node_id: room for room in sorted(rooms, key=lambda r: r.node_id)}
-        self.slots = {node_id: room.slots for node_id, room in self.rooms.items()}
-        self.idle = {node_id: room.free_slots for node_id, room in self.rooms.items()}
-        self._free = {n: dict(room.resources.milli) for n, room in self.rooms.items()}
+    def __init__(self, nodes: Sequence[NodeCapacity]) -> None:
+        self.nodes = {node.node_id: node for node in sorted(nodes, key=lambda r: r.node_id)}
+        self.slots = {node_id: node.slots for node_id, node in self.nodes.items()}
+        self.idle = {node_id: node.free_slots for node_id, node in self.nodes.items()}
+        self._free = {n: dict(node.resources.milli) for n, node in self.nodes.items()}
         self._shapes: dict[tuple[object, ...], WorkerShape] = {}
 
     def shape(self, spec: JobSpec) -> WorkerShape:
@@ -97,8 +97,8 @@ class FreeCapacity:
         key = (spec.resources_per_worker, spec.accelerator_type, spec.label_selector)
         if key not in self._shapes:
             need = spec.resources_per_worker
-            rooms = tuple(r for r in self.rooms.values() if r.matches(spec) and r.capacity(need))
-            self._shapes[key] = WorkerShape(rooms, {r.node_id: r.capacity(need) for r in rooms})
+            nodes = tuple(r for r in self.nodes.values() if r.matches(spec) and r.capacity(need))
+            self._shapes[key] = WorkerShape(nodes, {r.node_id: r.capacity(need) for r in nodes})
         return self._shapes[key]
 
     def capacity(self, node_id: NodeId, need: Resources) -> int:
@@ -156,16 +156,16 @@ class WorkerPlacer:
         self._spec = spec
         self._space = space
         self.hosting = dict(hosting)
-        rooms = [r for r in space.shape(spec).rooms if r.node_id not in barred]
+        nodes = [r for r in space.shape(spec).nodes if r.node_id not in barred]
         if spec.strategy is Strategy.STRICT_PACK:
-            rooms = self._one_room(rooms, pinned=pinned)
+            nodes = self._one_node(nodes, pinned=pinned)
         self._spreads = spec.strategy in (Strategy.SPREAD, Strategy.STRICT_SPREAD)
         self._loads: dict[str, int] = {}
         for node_id, count in self.hosting.items():
             zone = self._zone(node_id)
             self._loads[zone] = self._loads.get(zone, 0) + count
         self._heaps: dict[str, list[tuple[Key, NodeId]]] = {}
-        for r in rooms:
+        for r in nodes:
             self._heaps.setdefault(self._zone(r.node_id), []).append(
                 (self._key(r.node_id), r.node_id)
             )
@@ -227,27 +227,27 @@ class WorkerPlacer:
 
     def _zone(self, node_id: NodeId) -> str:
         """Return what counts as the node's zone; for PACK all nodes are in one."""
-        room = self._space.rooms.get(node_id)
-        return zone_of(room.labels) if self._spreads and room is not None else NO_ZONE
+        node = self._space.nodes.get(node_id)
+        return zone_of(node.labels) if self._spreads and node is not None else NO_ZONE
 
     def _key(self, node_id: NodeId) -> Key:
-        load, room = self.hosting.get(node_id, 0), self._space.slots[node_id]
-        return int(self._space.idle[node_id] <= 0), load if self._spreads else -load, -room
+        load, slots = self.hosting.get(node_id, 0), self._space.slots[node_id]
+        return int(self._space.idle[node_id] <= 0), load if self._spreads else -load, -slots
 
     def _ranked(self, zone: str, key: Key, node_id: NodeId) -> Ranked:
-        is_taken, load, room = key
-        return is_taken, self._loads.get(zone, 0) if self._spreads else 0, load, room, node_id
+        is_taken, load, slots = key
+        return is_taken, self._loads.get(zone, 0) if self._spreads else 0, load, slots, node_id
 
-    def _one_room(self, rooms: Sequence[NodeCapacity], *, pinned: bool) -> list[NodeCapacity]:
+    def _one_node(self, nodes: Sequence[NodeCapacity], *, pinned: bool) -> list[NodeCapacity]:
         """Return the node that hosts the job already, else the one that fits most of it."""
-        hosting = [r for r in rooms if self.hosting.get(r.node_id)]
+        hosting = [r for r in nodes if self.hosting.get(r.node_id)]
         if hosting or pinned:
             return hosting[:1]
         need, low = self._spec.resources_per_worker, self._spec.min_workers
 
-        def rank(room: NodeCapacity) -> tuple[int, int, int, NodeId]:
-            fits = self._space.capacity(room.node_id, need)
-            idle = min(fits, self._space.idle[room.node_id])
-            return -min(fits, low), -min(idle, low), -fits, room.node_id
+        def rank(node: NodeCapacity) -> tuple[int, int, int, NodeId]:
+            fits = self._space.capacity(node.node_id, need)
+            idle = min(fits, self._space.idle[node.node_id])
+            return -min(fits, low), -min(idle, low), -fits, node.node_id
 
-        return sorted(rooms, key=rank)[:1]
+        return sorted(nodes, key=rank)[:1]

@@ -45,24 +45,24 @@ from elastic.core.world import NodeId
 
 
 def decide(
-    claims: Sequence[Demand], rooms: Sequence[NodeCapacity], *, now_ns: int = 0
+    demands: Sequence[Demand], nodes: Sequence[NodeCapacity], *, now_ns: int = 0
 ) -> Decision[tuple[Allocation, ...]]:
     """Divide the cluster.
 
     Args:
-        claims: every job that has not ended and is not paused, in any order.
-        rooms: the nodes on which workers may start, in any order.
+        demands: every job that has not ended and is not paused, in any order.
+        nodes: the nodes on which workers may start, in any order.
         now_ns: the moment, on the clock of `Demand.passed_over_until_ns`.
 
     Returns:
-        One allocation for each claim, by order of submission; when to decide again if a job waits
+        One allocation for each demand, by order of submission; when to decide again if a job waits
         for one that is passed over for a while.
 
     Guarantees (tests/property/test_queue.py):
         No node is overcommitted. An admitted job has min, in whole replicas; a training job keeps
         it, except for one of higher priority. A plan that was carried out is planned again.
     """
-    plan = _Plan(sorted(claims, key=lambda c: c.sequence), rooms, now_ns)
+    plan = _Plan(sorted(demands, key=lambda c: c.sequence), nodes, now_ns)
     plan.keep_training()
     plan.admit_waiting()
     plan.keep_survivors()
@@ -76,37 +76,37 @@ class _Plan:
     """All drafts, and the free capacity of the nodes."""
 
     def __init__(
-        self, claims: Sequence[Demand], rooms: Sequence[NodeCapacity], now_ns: int
+        self, demands: Sequence[Demand], nodes: Sequence[NodeCapacity], now_ns: int
     ) -> None:
         self.now_ns = now_ns
         self.wake_ns: int | None = None
-        self.drafts = [AllocationDraft(claim) for claim in claims]
-        self.space = FreeCapacity(rooms)
+        self.drafts = [AllocationDraft(demand) for demand in demands]
+        self.space = FreeCapacity(nodes)
         self._barred: dict[NodeId, AllocationDraft] = {}
 
     # ------------------------------------------------------------ the four steps
 
     def keep_training(self) -> None:
         """Keep min workers of training jobs, and all workers of jobs that are about to end."""
-        for draft in sorted(self.drafts, key=lambda d: rank(d.claim)):
-            claim = draft.claim
-            if not claim.trains and not claim.is_ending:
+        for draft in sorted(self.drafts, key=lambda d: rank(d.demand)):
+            demand = draft.demand
+            if not demand.trains and not demand.is_ending:
                 continue
             # Workers on nodes that do not answer do not count here: they may be lost.
             self._keep_workers(
-                draft, len(claim.held_slots) if claim.is_ending else claim.spec.min_workers
+                draft, len(demand.held_slots) if demand.is_ending else demand.spec.min_workers
             )
-            draft.is_admitted = claim.is_ending or draft.size >= claim.spec.min_workers
+            draft.is_admitted = demand.is_ending or draft.size >= demand.spec.min_workers
 
     def admit_waiting(self) -> None:
         """Give waiting jobs their min, in order; reserve free slots for those that do not fit."""
         waiting = [draft for draft in self.drafts if not draft.is_admitted]
         for draft in self._by_turn(waiting):
-            spec = draft.claim.spec
+            spec = draft.demand.spec
             need = spec.min_workers - draft.size
             shape = self.space.shape(spec)
-            cordoned = sum(1 for _, n in draft.claim.held_slots if self.space.rooms[n].cordoned)
-            if shape.fitting(spec) + cordoned + draft.claim.away < spec.min_workers:
+            cordoned = sum(1 for _, n in draft.demand.held_slots if self.space.nodes[n].cordoned)
+            if shape.fitting(spec) + cordoned + draft.demand.away < spec.min_workers:
                 continue  # It never fits on these nodes: placement reports what is missing.
             ahead = next((self._barred[n] for n in shape.capacity if n in self._barred), None)
             can_have = any(node_id not in self._barred for node_id in shape.capacity)
@@ -126,15 +126,15 @@ class _Plan:
         if draft.yields_to is not None:
             return False  # It still trains; once it waits it may preempt others.
         able = []
-        for other in sorted(self.drafts, key=lambda d: rank(d.claim), reverse=True):
-            claim = other.claim
-            is_lower = claim.spec.priority < draft.claim.spec.priority
-            if not (is_lower and claim.trains) or claim.is_ending:
+        for other in sorted(self.drafts, key=lambda d: rank(d.demand), reverse=True):
+            demand = other.demand
+            is_lower = demand.spec.priority < draft.demand.spec.priority
+            if not (is_lower and demand.trains) or demand.is_ending:
                 continue
-            if claim.stays or not other.kept:
+            if demand.stays or not other.kept:
                 continue
-            if claim.passed_over_until_ns > self.now_ns:
-                self._wake_at(claim.passed_over_until_ns)
+            if demand.passed_over_until_ns > self.now_ns:
+                self._wake_at(demand.passed_over_until_ns)
                 continue
             able.append(other)
 
@@ -169,11 +169,11 @@ class _Plan:
             self._release(draft, kept)
             for node_id, count in draft.starts.items():
                 for _ in range(count - starts.get(node_id, 0)):
-                    self.space.give(node_id, draft.claim.spec.resources_per_worker, is_new=True)
+                    self.space.give(node_id, draft.demand.spec.resources_per_worker, is_new=True)
             draft.starts, draft.num_starts = starts, num_starts
         for victim, before in zip(victims, slots, strict=True):
             for node_id in before.values():
-                self.space.take(node_id, victim.claim.spec.resources_per_worker, is_new=False)
+                self.space.take(node_id, victim.demand.spec.resources_per_worker, is_new=False)
             victim.kept = before
         return fits
 
@@ -182,7 +182,7 @@ class _Plan:
         over = list(draft.kept)[count:]
         for worker_id in over:
             node_id = draft.kept.pop(worker_id)
-            self.space.give(node_id, draft.claim.spec.resources_per_worker, is_new=False)
+            self.space.give(node_id, draft.demand.spec.resources_per_worker, is_new=False)
         draft.dealer = None
 
     def _wake_at(self, moment: int) -> None:
@@ -193,15 +193,15 @@ class _Plan:
         self._barred = {}
         for draft in self.drafts:
             draft.tried = 0
-            if draft.is_admitted or draft.claim.trains or not draft.claim.keeps_state:
+            if draft.is_admitted or draft.demand.trains or not draft.demand.keeps_state:
                 continue
-            self._keep_workers(draft, len(draft.claim.held_slots))
+            self._keep_workers(draft, len(draft.demand.held_slots))
 
     def extend(self) -> None:
         """Distribute the remaining slots, one replica at a time."""
-        able = [d for d in self.drafts if d.is_admitted and not d.claim.is_ending]
+        able = [d for d in self.drafts if d.is_admitted and not d.demand.is_ending]
         for draft in self._by_turn(able, again=True):
-            spec = draft.claim.spec
+            spec = draft.demand.spec
             step = spec.workers_per_replica
             # After a loss a job may hold a part of a replica.
             step -= draft.size % step
@@ -228,13 +228,13 @@ class _Plan:
 
     def _turn(self, draft: AllocationDraft) -> tuple[int, int, int]:
         size = draft.size if self._size_counts else 0
-        return -draft.claim.spec.priority, size, draft.claim.sequence
+        return -draft.demand.spec.priority, size, draft.demand.sequence
 
     # ------------------------------------------------------------ seats and nodes
 
     def _keep_workers(self, draft: AllocationDraft, limit: int) -> int:
         """Count up to `limit` of its workers where they are; return how many."""
-        need, slots, count = draft.claim.spec.resources_per_worker, draft.claim.held_slots, 0
+        need, slots, count = draft.demand.spec.resources_per_worker, draft.demand.held_slots, 0
         while count < limit and draft.tried < len(slots):
             worker_id, node_id = slots[draft.tried]
             draft.tried += 1
@@ -251,7 +251,7 @@ class _Plan:
 
     def _place(self, draft: AllocationDraft, count: int) -> bool:
         """Give `count` more workers, its own seats first; all of them or none."""
-        spec = draft.claim.spec
+        spec = draft.demand.spec
         need = spec.resources_per_worker
         rank_infos_before, tried_before = len(draft.kept), draft.tried
         missing = count - self._keep_workers(draft, count)
@@ -274,12 +274,12 @@ class _Plan:
 
     def _choose(self, draft: AllocationDraft, count: int) -> list[NodeId]:
         """Take capacity for up to `count` new workers; return their nodes."""
-        spec = draft.claim.spec
+        spec = draft.demand.spec
         if draft.dealer is None:
-            claim = draft.claim
-            barred = {**self._barred, **dict.fromkeys(claim.out)} if claim.out else self._barred
+            demand = draft.demand
+            barred = {**self._barred, **dict.fromkeys(demand.out)} if demand.out else self._barred
             draft.dealer = WorkerPlacer(
-                spec, self.space, draft.hosting(), barred=barred, pinned=claim.away > 0
+                spec, self.space, draft.hosting(), barred=barred, pinned=demand.away > 0
             )
         chosen: list[NodeId] = []
         while len(chosen) < count:
@@ -295,10 +295,10 @@ class _Plan:
 
     def grant(self, draft: AllocationDraft) -> Allocation:
         reason = draft.reason
-        if draft.is_admitted and not draft.claim.trains:
+        if draft.is_admitted and not draft.demand.trains:
             reason = self._waits_for_slots(draft)
         return Allocation(
-            job_id=draft.claim.spec.job_id,
+            job_id=draft.demand.spec.job_id,
             size=draft.size,
             starts=tuple(sorted(draft.starts.items())) if draft.is_admitted else (),
             yields=tuple(worker_id for worker_id, _ in draft.unkept()),
@@ -308,15 +308,15 @@ class _Plan:
 
     def _waits_for_slots(self, draft: AllocationDraft) -> str:
         """Return which jobs release the slots that an admitted job still lacks, "" for none."""
-        spec = draft.claim.spec
-        need = spec.min_workers - len(draft.kept) - draft.claim.away
+        spec = draft.demand.spec
+        need = spec.min_workers - len(draft.kept) - draft.demand.away
         free = sum(
-            min(count, self.space.rooms[node_id].free_slots)
+            min(count, self.space.nodes[node_id].free_slots)
             for node_id, count in draft.starts.items()
         )
         if free >= need:
             return ""
-        givers = [d for d in self.drafts if d.claim.trains and d.unkept()]
+        givers = [d for d in self.drafts if d.demand.trains and d.unkept()]
         parts = [gives(d) for d in givers[:NAMED_MAX]]
         if not parts:
             parts = ["the others come free as workers that are told to end do so"]
@@ -324,22 +324,22 @@ class _Plan:
 
     def _in_vain(self, draft: AllocationDraft) -> str:
         """Return what a job that does not fit lacks."""
-        spec = draft.claim.spec
+        spec = draft.demand.spec
         shape = self.space.shape(spec)
-        need = spec.min_workers - len(draft.kept) - draft.claim.away
+        need = spec.min_workers - len(draft.kept) - draft.demand.away
         left = together(
             spec.strategy,
             [
                 self.space.capacity(n, spec.resources_per_worker)
                 for n in shape.capacity
-                if n not in draft.claim.out
+                if n not in draft.demand.out
             ],
         )
         held = [(d, n) for d in self.drafts if d is not draft and (n := d.holds(shape.capacity))]
         if not held:
             return (
                 f"needs {workers(spec, need)} by {spec.strategy.value}, and no other job is in its "
-                f"way: {blocker(draft.claim)}; waits for that to change"
+                f"way: {blocker(draft.demand)}; waits for that to change"
             )
         return (
             f"needs {workers(spec, need)} by {spec.strategy.value}, {left} can be had: "
@@ -350,11 +350,11 @@ class _Plan:
     def _who_stays(self, draft: AllocationDraft) -> str:
         """Return why jobs of lower priority are not preempted for it."""
         lower = [
-            f"; {named(d.claim)} {d.claim.stays or d.claim.passed_over_why}"
+            f"; {named(d.demand)} {d.demand.stays or d.demand.passed_over_why}"
             for d in self.drafts
             if d.is_admitted
-            and d.claim.trains
-            and d.claim.spec.priority < draft.claim.spec.priority
-            and (d.claim.stays or d.claim.passed_over_until_ns > self.now_ns)
+            and d.demand.trains
+            and d.demand.spec.priority < draft.demand.spec.priority
+            and (d.demand.stays or d.demand.passed_over_until_ns > self.now_ns)
         ]
         return "".join(lower[:NAMED_MAX])
