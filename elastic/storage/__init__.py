@@ -1,1 +1,9 @@
-"""Durable storage through fsspec: run directories, and checkpoints that count once marked."""
+"""Durable storage through fsspec: run directories, and checkpoints that count once recorded.
+
+What is where:
+
+    files         files (any file system), local_file, outputs (atomic), retry, faults, names
+    a run         run_directory, run_record (`run.json`), events, metrics, study_log, summed
+    checkpoints   marker (shows that it is recorded), integrity, verify, validation
+    trackers      trackers, event_file
+"""

@@ -10,8 +10,9 @@ from tests.tidy.tree import ROOT, parsed
 PAGE = ROOT / "docs" / "walks.md"
 ANSWERS = ROOT / "docs" / "explain" / "architecture.md"
 MAPPED = (
-    "core/machine", "core/policy", "worker/base", "worker/checkpoint", "worker/data",
-    "worker/engine", "worker/group", "worker/process", "worker/reduce", "worker/state",
+    "agent", "client", "coord", "core/machine", "core/policy", "storage",
+    "worker/base", "worker/checkpoint", "worker/data", "worker/engine", "worker/group",
+    "worker/process", "worker/reduce", "worker/state",
 )  # fmt: skip
 """Packages whose docstring says what is where."""
 PLACE = re.compile(r"\b([\w/]+\.py):([\w.]*\w)")

@@ -277,8 +277,7 @@ def order_drain(cluster: ClusterState, state: NodeState, reason: str, timeout_ns
 def _report_drain(cluster: ClusterState, state: NodeState) -> None:
     """Notify an agent that its node drains.
 
-    Its time includes the stop grace: the coordinator ends the workers before, and the agent does
-    so only without it.
+    The agent itself ends workers that are still there a stop grace before the time is over.
     """
     if state.session is None:
         return
