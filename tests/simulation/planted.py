@@ -287,10 +287,10 @@ def takes_probed_nodes_for_silent(patch: Patch) -> None:
     honest = suspicion.received
 
     def received(cluster: Any, state: Any) -> None:
-        asked_ns = cluster.probes.get(state.node.node_id)
+        asked_ns = cluster.probes.sent.get(state.node.node_id)
         honest(cluster, state)
         if asked_ns is not None:
-            cluster.probes[state.node.node_id] = asked_ns
+            cluster.probes.sent[state.node.node_id] = asked_ns
 
     patch.setattr(suspicion, "received", received)
 

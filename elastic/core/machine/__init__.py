@@ -9,7 +9,8 @@ What is where:
     groups        announcing, leaving (of draining nodes), early_leave, links, timeouts
     failures      suspicion, node_liveness, health, charges
     checkpoints   saves (requests for them), copies (on other nodes)
-    state         jobs, job_parts, nodes, copy_book, link_book, report_coalescing, restoring
+    state         jobs, job_parts, cluster_parts, nodes, copy_book, link_book,
+                  report_coalescing, restoring
     agent         agent takes each event, agent_orders those of the coordinator. Its state is
                   agent_parts: agent_connection, agent_departure, agent_processes,
                   agent_spawning, agent_workers, agent_copies, agent_pacing

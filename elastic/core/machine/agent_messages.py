@@ -75,7 +75,8 @@ def on_connected(cluster: ClusterState, event: AgentConnected) -> None:
         cluster.note("agent_refused", node=node.node_id, reason=refusal.reason)
         return
     state = _enter(cluster, event)
-    cluster.do(SendAgent(event.session, Welcome(cluster.name, cluster.term, cluster.history)))
+    term = cluster.term
+    cluster.do(SendAgent(event.session, Welcome(cluster.name, term.number, term.history)))
     if event.hello.draining:
         start_drain(cluster, state, event.hello.drain_reason, event.hello.drain_timeout_ns)
     elif state.draining:
@@ -120,7 +121,7 @@ def _enter(cluster: ClusterState, event: AgentConnected) -> NodeState:
     book = cluster.book
     state = book.nodes.get(node.node_id)
     if state is None or state.phase in (NodePhase.LOST, NodePhase.LEFT):
-        serial = state.last_serial if state is not None else cluster.first_serial
+        serial = state.last_serial if state is not None else cluster.term.first_number
         copies_before = state.copies if state is not None else ()
         before, state = (
             state,
@@ -376,12 +377,12 @@ def take_report(cluster: ClusterState, state: NodeState, report: WorkerReport) -
     if report.micro_batches > 0 and report.generation == job.generation:
         requests.on_cut(cluster, job, report.micro_batches)
     if was_in_place is not None and job.is_in_place() is not was_in_place:
-        cluster.replan = True  # It can be saved at any step, so it may be preempted.
+        cluster.queue.is_outdated = True  # It can be saved at any step, so it may be preempted.
         if was_in_place and job.release.stopping:
             job.release.deadline_ns = None  # What follows the loop has a time of its own.
     if report.phase is WorkerPhase.FINISHED and report.generation == job.generation:
         job.outcome.finished[report.worker_id] = report.result
-        cluster.replan = True
+        cluster.queue.is_outdated = True
     if not report_coalescing.may_wait(cluster, job, worker, before):
         cluster.touch(job)
     if node_liveness.is_broken(job, worker) and job.is_open:

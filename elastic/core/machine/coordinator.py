@@ -46,6 +46,7 @@ from elastic.core.machine import (
     saves,
     suspicion,
 )
+from elastic.core.machine.cluster_parts import Term
 from elastic.core.machine.event_history import EventHistory
 from elastic.core.machine.jobs import ClusterState, JobState
 from elastic.core.machine.nodes import NodeState
@@ -53,7 +54,7 @@ from elastic.core.machine.restoring import restore
 from elastic.core.messages import ProbeAck, Progress, Pulse
 from elastic.core.policy import placement
 from elastic.core.view import ClusterView, JobSample
-from elastic.core.world import JobId, JobPhase, Member, Node, NodeId, NodePhase
+from elastic.core.world import ENDED, JobId, JobPhase, Member, Node, NodeId, NodePhase
 from elastic.errors import InvariantViolation, check
 
 HOLD_AFTER_RESTART_S = 2.0
@@ -63,9 +64,6 @@ GONE_NODES_MAX = 1000
 PLANS_MAX = 100
 """Limit of replanning in one step. The queue is planned again after its last plan was carried
 out, usually once or twice."""
-SERIALS_PER_TERM = 1_000_000
-"""Worker n1/2000007 is the seventh that node n1 started under the third coordinator. More than a
-node starts in a term: the next coordinator does not know the ids that this one has used."""
 
 
 class CoordinatorMachine:
@@ -119,7 +117,7 @@ class CoordinatorMachine:
         node = self._cluster.book.next_deadline_ns()
         if node is not None:
             moments.append(node)
-        others = (self._cluster.check_by_ns, self._cluster.replan_at_ns)
+        others = (self._cluster.probes.check_by_ns, self._cluster.queue.outdated_at_ns)
         moments += [moment for moment in others if moment is not None]
         return min(moments, default=None)
 
@@ -224,21 +222,23 @@ class CoordinatorMachine:
         cluster = self._cluster
         check(not self._recovered, "Recovered came twice")
         self._recovered = True
-        cluster.term, cluster.history = event.term, event.history
-        cluster.secret = event.secret
-        cluster.unix_ahead_ns = event.unix_ns - cluster.now_ns if event.unix_ns else None
+        has_active = any(record.phase not in ENDED for record in event.jobs)
+        cluster.term = Term(
+            event.term,
+            event.history,
+            event.secret,
+            unix_ahead_ns=event.unix_ns - cluster.now_ns if event.unix_ns else None,
+            hold_until_ns=cluster.now_ns + ns(HOLD_AFTER_RESTART_S) if has_active else 0,
+        )
         cluster.book.recovered_ns = cluster.now_ns
         cluster.book.await_until_ns = cluster.now_ns + ns(cluster.config.adoption_s_max)
-        cluster.first_serial = (event.term - 1) * SERIALS_PER_TERM
-        cluster.first_save = (event.term - 1) * saves.REQUESTS_PER_TERM
         cluster.sequence = max((record.sequence for record in event.jobs), default=0)
         cluster.book.cordons = {c.node_id: c.reason for c in event.nodes.cordons}
         for record in sorted(event.jobs, key=lambda r: r.sequence):
-            job = restore(record, cluster.now_ns, cluster.unix_ahead_ns)
+            job = restore(record, cluster.now_ns, cluster.term.unix_ahead_ns)
             cluster.jobs[job.job_id] = job
             if job.has_ended():
                 continue
-            cluster.hold_until_ns = cluster.now_ns + ns(HOLD_AFTER_RESTART_S)
             job.copies.not_before_ns = cluster.now_ns + ns(cluster.config.adoption_grace_s)
             for member in _awaited_members(job):
                 state = self._await_node(member.node_id)
@@ -257,7 +257,7 @@ class CoordinatorMachine:
                 cluster.now_ns,
                 lost_at_ns=cluster.now_ns + ns(cluster.config.adoption_grace_s),
                 unconfirmed=True,
-                last_serial=cluster.first_serial,
+                last_serial=cluster.term.first_number,
                 reason="known from the journal, has not come back yet",
             )
             cluster.book.nodes[node_id] = state
@@ -288,7 +288,7 @@ class CoordinatorMachine:
             cluster.sequence += 1
             job = JobState(spec, cluster.sequence, JobPhase.PENDING, cluster.now_ns)
             job.reason, job.submitter = "submitted", event.submitter
-            job.unix_ahead_ns = cluster.unix_ahead_ns
+            job.unix_ahead_ns = cluster.term.unix_ahead_ns
             cluster.jobs[job.job_id] = job
             cluster.do(Persist((job.record(),)), Reply(event.request_id, "", job.job_id))
             cluster.note(
@@ -299,7 +299,7 @@ class CoordinatorMachine:
                 max_workers=spec.max_workers,
             )
             cluster.touch(job)
-            cluster.replan = True
+            cluster.queue.is_outdated = True
 
     def _drain(self, event: NodeDrainRequested) -> None:
         state = self._cluster.book.nodes.get(event.node_id)

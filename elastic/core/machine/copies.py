@@ -53,7 +53,7 @@ class StateLocation(NamedTuple):
 
 def key_of(cluster: ClusterState, job_id: JobId) -> str:
     """Return the secret with which agents and workers of a job authenticate to each other."""
-    return hashlib.blake2b(job_id.encode(), key=cluster.secret, digest_size=32).hexdigest()
+    return hashlib.blake2b(job_id.encode(), key=cluster.term.secret, digest_size=32).hexdigest()
 
 
 def addresses(cluster: ClusterState, job: JobState) -> tuple[StateLocation, ...]:
@@ -146,7 +146,7 @@ def settle(cluster: ClusterState, job: JobState) -> int | None:
     if not job.is_open or not copies.every_n_steps:
         return None  # No snapshots are taken, and held copies may be needed.
     # After a restart, nodes are about to report their copies; meanwhile they still receive them.
-    not_before_ns = cluster.hold_until_ns if copies.held else copies.not_before_ns
+    not_before_ns = cluster.term.hold_until_ns if copies.held else copies.not_before_ns
     if not any(node for node, _ in copies.holders.values()) and cluster.now_ns < not_before_ns:
         return not_before_ns
     senders = _senders(cluster, job)

@@ -50,7 +50,7 @@ def end_quarantines(cluster: ClusterState) -> None:
 
 
 def _replan(cluster: ClusterState) -> None:
-    cluster.replan = True
+    cluster.queue.is_outdated = True
     cluster.touch_active()
 
 

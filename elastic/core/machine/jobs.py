@@ -15,6 +15,7 @@ from elastic.core.events.coordinator import (
     FormerWorker,
     JobRecord,
 )
+from elastic.core.machine.cluster_parts import ProbeBook, QueuePlan, Term
 from elastic.core.machine.copy_book import CopyBook
 from elastic.core.machine.event_history import note
 from elastic.core.machine.job_parts import (
@@ -28,7 +29,6 @@ from elastic.core.machine.link_book import LinkBook
 from elastic.core.machine.nodes import LIVE, PRESENT, NodeBook, NodeState
 from elastic.core.machine.transitions import JOB, GroupPhase, check_move
 from elastic.core.policy import goodput
-from elastic.core.policy.demands import Allocation
 from elastic.core.policy.goodput import Account, Ledger
 from elastic.core.policy.hang import MainThreadState
 from elastic.core.policy.membership import Candidate, CurrentGroup
@@ -372,47 +372,23 @@ class ClusterState:
     Attributes:
         owner: the job of each known worker.
         dirty: jobs to evaluate before the step ends, in order of first mention.
-        term, history: the term, and the id of its store; see `Welcome`.
-        first_serial: first number for workers of a node; a later term starts higher, so that a
-            coordinator does not reuse an id that it has forgotten.
-        polls: jobs whose members wait for each other, and when to check each again.
-        probes: nodes with an unanswered probe: when it was sent, its timeout.
-        num_probes: number of probes sent so far.
-        secret: the keys of copies are derived from it.
-        first_save, num_saves: first number for checkpoint requests; how many were made.
-        check_by_ns: the deadline that the machine returned for a check or probe, None for never.
+        num_saves: how many checkpoint requests were made in this term.
         num_checked: sessions checked in this round of checks.
-        hold_until_ns: after a restart no worker is started before, so that agents can report
-            what already runs.
-        grants: the queue's allocation for each job; a job that is not in it has no rival.
-        replan: something changed that the queue depends on.
-        replan_at_ns: when time alone changes the queue's result, None for never.
-        unix_ahead_ns: the wall clock minus the machine's, at the start; None if unknown.
+        sequence: number of the job that was submitted last.
     """
 
     config: CoordinatorConfig
     name: str
+    term: Term = field(default_factory=Term)
     book: NodeBook = field(default_factory=NodeBook)
     jobs: dict[JobId, JobState] = field(default_factory=dict)
     owner: dict[WorkerId, JobId] = field(default_factory=dict)
     dirty: dict[JobId, None] = field(default_factory=dict)
-    polls: dict[JobId, int] = field(default_factory=dict)
-    probes: dict[NodeId, tuple[int, int]] = field(default_factory=dict)
-    num_probes: int = 0
-    secret: bytes = field(default=b"", repr=False)
-    first_save: int = 0
+    queue: QueuePlan = field(default_factory=QueuePlan)
+    probes: ProbeBook = field(default_factory=ProbeBook)
     num_saves: int = 0
-    check_by_ns: int | None = None
     num_checked: int = 0
     sequence: int = 0
-    term: int = 1
-    history: str = ""
-    first_serial: int = 0
-    hold_until_ns: int = 0
-    grants: dict[JobId, Allocation] = field(default_factory=dict)
-    replan: bool = False
-    replan_at_ns: int | None = None
-    unix_ahead_ns: int | None = None
     now_ns: int = 0
     effects: list[CoordinatorEffect] = field(default_factory=list)
 
@@ -430,7 +406,7 @@ class ClusterState:
 
     def touch_active(self) -> None:
         """Evaluate every job that has not ended: capacity changed."""
-        self.replan = True
+        self.queue.is_outdated = True
         for job in self.active():
             self.touch(job)
 
@@ -455,7 +431,7 @@ class ClusterState:
         job.workers[report.worker_id] = worker
         self.charge(job, worker)
         self.owner[report.worker_id] = job.job_id
-        self.replan = True
+        self.queue.is_outdated = True
         state.held[report.worker_id] = job.spec.resources_per_worker
         state.saw_worker(report.worker_id)
         return worker

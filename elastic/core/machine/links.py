@@ -163,7 +163,7 @@ def _keep_out(cluster: ClusterState, job: JobState) -> None:
     links.out = out
     if job.is_open and not workers.keys().isdisjoint(links.out):
         job.newest.stuck = job.newest.stuck or explain(job)
-    cluster.replan = True
+    cluster.queue.is_outdated = True
     cluster.touch(job)
 
 

@@ -91,7 +91,7 @@ def _mind_time(cluster: ClusterState, job: JobState) -> None:
         return
     now_ns = cluster.now_ns
     if _is_counted_on(cluster, job):
-        cluster.replan = True
+        cluster.queue.is_outdated = True
     if job.release.phase is ReleasePhase.SAVING:
         if now_ns >= job.release.request_again_ns:
             saves.request_checkpoint(cluster, job)
@@ -128,7 +128,7 @@ def _train_on(cluster: ClusterState, job: JobState) -> None:
     """Cancel a preemption that would lose all work: the queue chooses another job, or waits."""
     cluster.note("gives_way_in_vain", job.job_id, to=job.release.yields_to)
     job.release.passed_over_until_ns = cluster.now_ns + eviction.retry_ns(cluster.config)
-    cluster.replan = True
+    cluster.queue.is_outdated = True
 
 
 def _co_preempted(cluster: ClusterState, job: JobState) -> list[JobState]:
@@ -147,7 +147,7 @@ def _co_preempted(cluster: ClusterState, job: JobState) -> list[JobState]:
 
 def _is_counted_on(cluster: ClusterState, job: JobState) -> bool:
     """Return whether it pauses, and the queue has already allocated its slots to others."""
-    return job.release.paused and job.job_id not in cluster.grants
+    return job.release.paused and job.job_id not in cluster.queue.grants
 
 
 def _touch_co_preempted(cluster: ClusterState, job: JobState) -> None:

@@ -21,15 +21,15 @@ from elastic.core.world import JobId, NodeId, Strategy, WorkerId, WorkerPhase
 
 def plan(cluster: ClusterState) -> None:
     """Compute the plan again if an input changed, and touch the affected jobs."""
-    if cluster.replan_at_ns is not None and cluster.now_ns >= cluster.replan_at_ns:
-        cluster.replan = True
-    if not cluster.replan:
+    if cluster.queue.outdated_at_ns is not None and cluster.now_ns >= cluster.queue.outdated_at_ns:
+        cluster.queue.is_outdated = True
+    if not cluster.queue.is_outdated:
         return
-    if cluster.now_ns < cluster.hold_until_ns:
+    if cluster.now_ns < cluster.term.hold_until_ns:
         # After a restart most nodes are still away: a plan without them would move every job.
-        cluster.replan_at_ns = cluster.hold_until_ns
+        cluster.queue.outdated_at_ns = cluster.term.hold_until_ns
         return
-    cluster.replan, cluster.replan_at_ns = False, None
+    cluster.queue.is_outdated, cluster.queue.outdated_at_ns = False, None
     # Slots of a job that pauses come free by themselves, if that does not take too long.
     jobs = [
         job for job in cluster.active() if not job.release.paused or job.is_late(cluster.now_ns)
@@ -37,7 +37,7 @@ def plan(cluster: ClusterState) -> None:
     grants = _grants(cluster, jobs)
     gave_way = [_room_made(cluster, job) for job in cluster.active()]
     for job in cluster.active():
-        before, now = cluster.grants.get(job.job_id), grants.get(job.job_id)
+        before, now = cluster.queue.grants.get(job.job_id), grants.get(job.job_id)
         for_whom = now.yields_to if now is not None else ""
         if before == now and job.release.yields_to == for_whom:
             continue  # Before the first plan a job may be preempted as restored from the journal.
@@ -48,7 +48,7 @@ def plan(cluster: ClusterState) -> None:
         cluster.touch(job)
         if yields and job.is_open and is_new:
             cluster.note("gives_back", job.job_id, workers=" ".join(yields))
-    cluster.grants = grants
+    cluster.queue.grants = grants
     if gave_way != [_room_made(cluster, job) for job in cluster.active()]:
         for job in cluster.active():
             if job.release.yields_to:
@@ -57,7 +57,7 @@ def plan(cluster: ClusterState) -> None:
 
 def _room_made(cluster: ClusterState, job: JobState) -> tuple[str, bool]:
     """Return what other preempted jobs depend on: whether it leaves, or is counted on to."""
-    return job.release.yields_to, job.job_id in cluster.grants
+    return job.release.yields_to, job.job_id in cluster.queue.grants
 
 
 def _make_room(cluster: ClusterState, job: JobState, for_whom: str) -> None:
@@ -91,7 +91,7 @@ def _grants(cluster: ClusterState, jobs: list[JobState]) -> dict[JobId, Allocati
     nodes = [capacity_of(cluster, state) for state in cluster.book.ordered() if state.may_host()]
     demands = [demand_of(cluster, job) for job in jobs]
     decision = queue.decide(demands, nodes, now_ns=cluster.now_ns)
-    cluster.replan_at_ns = decision.wake_ns
+    cluster.queue.outdated_at_ns = decision.wake_ns
     return {grant.job_id: grant for grant in decision.value}
 
 
@@ -185,7 +185,7 @@ def place(
 
 def explain(cluster: ClusterState, job: JobState, hosting: Mapping[NodeId, int], have: int) -> str:
     """Return why `place` chooses nothing, and what would let workers start."""
-    grant = cluster.grants.get(job.job_id)
+    grant = cluster.queue.grants.get(job.job_id)
     reason = grant.reason if grant is not None else ""
     if not reason and have >= job.limits.min_workers:
         return job.waits_for  # Not for more workers: it has the group's own reason.
@@ -199,7 +199,7 @@ def _place(
     cluster: ClusterState, job: JobState, hosting: Mapping[NodeId, int], have: int
 ) -> Decision[tuple[NodeId, ...]]:
     """Place the plan's workers on free slots; the reason considers only nodes with free slots."""
-    grant = cluster.grants.get(job.job_id)
+    grant = cluster.queue.grants.get(job.job_id)
     if grant is not None and not grant.starts:
         return Decision((), "the plan has no new workers for it")
     planned = None if grant is None else dict(grant.starts)

@@ -126,7 +126,7 @@ def stop_worker(
         return
     worker.stop_cause = cause
     cluster.charge(job, worker)
-    cluster.replan = True
+    cluster.queue.is_outdated = True
     send_worker(cluster, worker, stop_order(cluster, job, worker))
 
 
@@ -269,12 +269,12 @@ def _form(cluster: ClusterState, job: JobState, plan: GroupPlan, reason: str) ->
     job.newest.announced_ns, job.newest.training_since_ns = cluster.now_ns, None
     soonest_s = min(cluster.config.form_timeout_s, job.spec.hang_timeout_s or inf)
     wake(job, cluster.now_ns + ns(soonest_s))
-    cluster.polls[job.job_id] = cluster.now_ns + forming_is_long_after_ns(len(places))
+    cluster.probes.polls[job.job_id] = cluster.now_ns + forming_is_long_after_ns(len(places))
     job.newest.holders = former if job.newest.first_steps else job.newest.holders
     job.newest.first_steps, job.outcome.finished = {}, {}
     job.release.preempted_by = ""
     job.reason = reason
-    cluster.replan = True
+    cluster.queue.is_outdated = True
     job.ledger.group_formed()
     for worker in job.workers.values():
         cluster.charge(job, worker)
@@ -305,7 +305,7 @@ def _form(cluster: ClusterState, job: JobState, plan: GroupPlan, reason: str) ->
 def _key_of_group(cluster: ClusterState, job: JobState) -> str:
     """Return the secret with which members of the newest group authenticate to each other."""
     name = f"group\n{job.job_id}\n{job.generation}".encode()
-    return hashlib.blake2b(name, key=cluster.secret, digest_size=32).hexdigest()
+    return hashlib.blake2b(name, key=cluster.term.secret, digest_size=32).hexdigest()
 
 
 def request_leave(cluster: ClusterState, job: JobState, plan: GroupPlan, reason: str) -> None:
@@ -331,7 +331,7 @@ def _suspend(cluster: ClusterState, job: JobState, plan: GroupPlan, reason: str)
     """Order the members to leave at once; they keep their state and wait, or are replaced."""
     job.newest.move(GroupPhase.NONE)
     job.newest.anew_ns = cluster.now_ns if plan.members else None
-    cluster.replan = True
+    cluster.queue.is_outdated = True
     job.newest.announced_ns = cluster.now_ns
     job.reason = reason
     for worker in job.workers.values():
@@ -451,7 +451,7 @@ def _start_workers(cluster: ClusterState, job: JobState) -> bool:
         have -= sum(1 for w in alive if job.is_to_leave(w, cluster.node_of(w)))
     if have >= job.limits.max_workers:
         return False
-    not_before = max(job.restart_at_ns, cluster.hold_until_ns)
+    not_before = max(job.restart_at_ns, cluster.term.hold_until_ns)
     if cluster.now_ns < not_before:
         wake(job, not_before)
         return False
@@ -559,7 +559,7 @@ def _watch_health(cluster: ClusterState, job: JobState) -> None:
     if is_training and job.newest.training_since_ns is None:
         job.newest.training_since_ns = cluster.now_ns
         if not timeouts.does_somebody_wait(cluster, job):
-            cluster.polls.pop(job.job_id, None)
+            cluster.probes.polls.pop(job.job_id, None)
         took_ms = (cluster.now_ns - job.newest.announced_ns) // 1_000_000
         cluster.note("group_training", job.job_id, generation=job.generation, took_ms=took_ms)
     if job.newest.training_since_ns is not None and job.outcome.history.losses:

@@ -79,7 +79,7 @@ def _record(cluster: ClusterState, job: JobState, report: Report) -> None:
     if any(c.path == record.path for c in job.reports.checkpoints):
         return  # A repetition, perhaps in a later generation: the reply was lost.
     # With its first checkpoint it may be preempted.
-    cluster.replan = cluster.replan or not job.reports.checkpoints
+    cluster.queue.is_outdated = cluster.queue.is_outdated or not job.reports.checkpoints
     # In order of reports, not of arrival: a repeated or late one is not the newest. Automatic
     # ones come from one thread, in order; their index may restart.
     records = (*job.reports.checkpoints, record)
@@ -178,6 +178,8 @@ def _pause_ns(cluster: ClusterState, job: JobState, last_unix_ns: int) -> int | 
     if job.newest.paused_ns is None:
         return None
     received_ns = cluster.now_ns - job.newest.paused_ns
-    if cluster.unix_ahead_ns is None:
+    if cluster.term.unix_ahead_ns is None:
         return received_ns
-    return min(received_ns, max(0, last_unix_ns - cluster.unix_ahead_ns - job.newest.paused_ns))
+    return min(
+        received_ns, max(0, last_unix_ns - cluster.term.unix_ahead_ns - job.newest.paused_ns)
+    )

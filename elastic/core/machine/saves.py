@@ -14,9 +14,6 @@ from elastic.core.machine.transitions import ReleasePhase
 from elastic.core.messages import SaveState
 from elastic.core.world import JobPhase
 
-REQUESTS_PER_TERM = 1_000_000
-"""Request 2000007 is the seventh of the third term."""
-
 
 def on_requested(cluster: ClusterState, event: CheckpointRequested) -> None:
     """Record the request and send it to the group, or refuse it with the reason."""
@@ -34,7 +31,7 @@ def on_requested(cluster: ClusterState, event: CheckpointRequested) -> None:
 def request_checkpoint(cluster: ClusterState, job: JobState, **why: str) -> None:
     """Request a checkpoint of the group; `why` has fields for the event log."""
     cluster.num_saves += 1
-    job.reports.save_request = cluster.first_save + cluster.num_saves
+    job.reports.save_request = cluster.term.first_number + cluster.num_saves
     for worker_id in job.member_ids():
         if worker_id in job.workers:
             remind(cluster, job, job.workers[worker_id])

@@ -35,7 +35,7 @@ LATE_NS = NS_PER_S // 10
 def received(cluster: ClusterState, state: NodeState) -> None:
     """Record that an agent sent a message: it is alive."""
     state.received_ns = cluster.now_ns
-    cluster.probes.pop(state.node.node_id, None)
+    cluster.probes.sent.pop(state.node.node_id, None)
 
 
 def take_pulse(cluster: ClusterState, state: NodeState, pulse: Pulse) -> None:
@@ -64,26 +64,26 @@ def take_pulse(cluster: ClusterState, state: NodeState, pulse: Pulse) -> None:
         # Others wait for it while they form the next group, and cannot report that.
         cluster.touch(job)
     elif job.is_open and timeouts.may_wait(cluster, job, worker):
-        due_ns = cluster.polls.get(job.job_id)
+        due_ns = cluster.probes.polls.get(job.job_id)
         if due_ns is None or due_ns > now_ns + POLL_NS:
-            cluster.polls[job.job_id] = now_ns
+            cluster.probes.polls[job.job_id] = now_ns
 
 
 def check(cluster: ClusterState) -> None:
     """Check the jobs that are due: probe their nodes, judge their members."""
-    for job_id in [j for j, due_ns in cluster.polls.items() if due_ns <= cluster.now_ns]:
+    for job_id in [j for j, due_ns in cluster.probes.polls.items() if due_ns <= cluster.now_ns]:
         job = cluster.jobs.get(job_id)
         if job is not None and timeouts.does_somebody_wait(cluster, job):
-            cluster.polls[job_id] = cluster.now_ns + POLL_NS
+            cluster.probes.polls[job_id] = cluster.now_ns + POLL_NS
             _probe(cluster, job, QUIET_NS, ns(cluster.config.probe_timeout_s))
             _judge(cluster, job)
         elif job is not None and _is_forming(job):
             long_ns = forming_is_long_after_ns(len(job.member_ids()))
-            cluster.polls[job_id] = cluster.now_ns + long_ns
+            cluster.probes.polls[job_id] = cluster.now_ns + long_ns
             _probe(cluster, job, long_ns, FORMING_PROBES * ns(cluster.config.probe_timeout_s))
             links.check_into(cluster, job, job.links.nowhere_ns)
         else:
-            del cluster.polls[job_id]
+            del cluster.probes.polls[job_id]
             if job is not None:
                 job.newest.hung.clear()
                 job.newest.works = ""
@@ -95,12 +95,12 @@ def silent(cluster: ClusterState) -> list[tuple[NodeState, str]]:
     A tick comes after all messages queued before it was due, so a reply in the queue counts.
     """
     found = []
-    for node_id, (sent_ns, timeout_ns) in list(cluster.probes.items()):
+    for node_id, (sent_ns, timeout_ns) in list(cluster.probes.sent.items()):
         state = cluster.book.nodes.get(node_id)
         if state is None or state.session is None:
-            del cluster.probes[node_id]
+            del cluster.probes.sent[node_id]
         elif cluster.now_ns - sent_ns >= timeout_ns:
-            del cluster.probes[node_id]
+            del cluster.probes.sent[node_id]
             limit = f"{timeout_ns / NS_PER_S:g} s"
             why = f"its agent did not answer a probe within {limit} while members waited"
             last = (cluster.now_ns - state.received_ns) / NS_PER_S
@@ -111,8 +111,8 @@ def silent(cluster: ClusterState) -> list[tuple[NodeState, str]]:
 
 def plan_check(cluster: ClusterState) -> None:
     """Record when the next check or the timeout of a probe is due."""
-    moments = [*cluster.polls.values(), *map(sum, cluster.probes.values())]
-    cluster.check_by_ns = min(moments, default=None)
+    moments = [*cluster.probes.polls.values(), *map(sum, cluster.probes.sent.values())]
+    cluster.probes.check_by_ns = min(moments, default=None)
 
 
 def forgive_own_sleep(cluster: ClusterState) -> None:
@@ -120,15 +120,16 @@ def forgive_own_sleep(cluster: ClusterState) -> None:
 
     Also those of groups decided before: their announcements may not have been sent.
     """
-    for job_id, due_ns in cluster.polls.items():
+    for job_id, due_ns in cluster.probes.polls.items():
         job = cluster.jobs.get(job_id) if cluster.now_ns > due_ns + LATE_NS else None
         if job is not None and job.is_open:
             long_ns = forming_is_long_after_ns(len(job.member_ids()))
             if due_ns == job.newest.announced_ns + long_ns:  # It was not checked yet.
                 _begin_anew(cluster, job)
-    if cluster.check_by_ns is not None and cluster.now_ns > cluster.check_by_ns + LATE_NS:
-        for node_id, (_, timeout_ns) in cluster.probes.items():
-            cluster.probes[node_id] = cluster.now_ns, timeout_ns
+    check_by_ns = cluster.probes.check_by_ns
+    if check_by_ns is not None and cluster.now_ns > check_by_ns + LATE_NS:
+        for node_id, (_, timeout_ns) in cluster.probes.sent.items():
+            cluster.probes.sent[node_id] = cluster.now_ns, timeout_ns
 
 
 def _begin_anew(cluster: ClusterState, job: JobState) -> None:
@@ -160,11 +161,11 @@ def _probe(cluster: ClusterState, job: JobState, quiet_ns: int, timeout_ns: int)
         node = cluster.node_of(worker) if worker is not None else None
         if node is None or node.session is None or cluster.now_ns - node.received_ns < quiet_ns:
             continue
-        sent_ns, has_ns = cluster.probes.get(node.node.node_id, (0, 0))
+        sent_ns, has_ns = cluster.probes.sent.get(node.node.node_id, (0, 0))
         if not has_ns or sent_ns + has_ns > cluster.now_ns + timeout_ns:
-            cluster.num_probes += 1
-            cluster.probes[node.node.node_id] = cluster.now_ns, timeout_ns
-            cluster.do(SendAgent(node.session, Probe(cluster.num_probes)))
+            cluster.probes.num_sent += 1
+            cluster.probes.sent[node.node.node_id] = cluster.now_ns, timeout_ns
+            cluster.do(SendAgent(node.session, Probe(cluster.probes.num_sent)))
 
 
 # ---------------------------------------------------------------- hung members

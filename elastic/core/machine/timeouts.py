@@ -45,8 +45,10 @@ def first_out_ns(job: JobState) -> int | None:
 def watch_forming(cluster: ClusterState, job: JobState) -> None:
     """Schedule the check of a slowly forming group; after a restart, once all nodes are back."""
     members = _members(job)
-    if job.job_id not in cluster.polls and not any(cluster.node_of(w).unconfirmed for w in members):
-        cluster.polls[job.job_id] = cluster.now_ns + forming_is_long_after_ns(len(members))
+    if job.job_id not in cluster.probes.polls and not any(
+        cluster.node_of(w).unconfirmed for w in members
+    ):
+        cluster.probes.polls[job.job_id] = cluster.now_ns + forming_is_long_after_ns(len(members))
 
 
 def does_somebody_wait(cluster: ClusterState, job: JobState) -> bool:
