@@ -33,7 +33,7 @@ from elastic.core.machine import (
 )
 from elastic.core.machine.announcing import announcement, send_worker
 from elastic.core.machine.jobs import ClusterState, JobState, WorkerState
-from elastic.core.machine.nodes import NodeState
+from elastic.core.machine.nodes import NodeDrain, NodeState
 from elastic.core.machine.reconcile import end_job, remind_of_leavers, stop_order
 from elastic.core.machine.transitions import GroupPhase
 from elastic.core.messages import (
@@ -79,7 +79,7 @@ def on_connected(cluster: ClusterState, event: AgentConnected) -> None:
     cluster.do(SendAgent(event.session, Welcome(cluster.name, term.number, term.history)))
     if event.hello.draining:
         start_drain(cluster, state, event.hello.drain_reason, event.hello.drain_timeout_ns)
-    elif state.draining:
+    elif state.drain.is_on:
         _report_drain(cluster, state)
     copies.take_held(cluster, state, event.hello.copies)
     _compare(cluster, state, event.hello)
@@ -97,7 +97,7 @@ def on_connected(cluster: ClusterState, event: AgentConnected) -> None:
 def _refuse(cluster: ClusterState, hello: Hello) -> Refusal | None:
     """Return why this agent may not register, None if it may."""
     known = cluster.book.nodes.get(hello.node.node_id)
-    if known is None or known.unconfirmed:
+    if known is None or known.absence.is_unconfirmed:
         return None
     if hello.node.incarnation < known.node.incarnation:
         return Refusal(
@@ -132,12 +132,10 @@ def _enter(cluster: ClusterState, event: AgentConnected) -> NodeState:
         book.nodes[node.node_id] = state
         if before is not None and before.node.incarnation == node.incarnation:
             # Only its link was lost: its faults persist.
-            state.faults, state.faulty_why = before.faults, before.faulty_why
-            state.faulty_until_ns = before.faulty_until_ns
-    elif not state.unconfirmed and state.node.incarnation != node.incarnation:
+            state.faults = before.faults
+    elif not state.absence.is_unconfirmed and state.node.incarnation != node.incarnation:
         lose_node_workers(cluster, state, "its agent was started anew")
-        state.draining, state.released, state.leave_by_ns = False, False, None
-        state.announced = ""
+        state.drain = NodeDrain()
         health.forgive(cluster, state)
     if state.session is not None:
         cluster.do(CloseSession(state.session, "replaced by a newer connection"))
@@ -147,8 +145,8 @@ def _enter(cluster: ClusterState, event: AgentConnected) -> NodeState:
     state.reports_due = max(0, event.hello.reports_due)
     health.take_problems(cluster, state, event.hello.problems)
     suspicion.received(cluster, state)
-    phase = NodePhase.DRAINING if state.draining else NodePhase.READY
-    state.move(phase, cluster.now_ns, state.reason if state.draining else "")
+    phase = NodePhase.DRAINING if state.drain.is_on else NodePhase.READY
+    state.move(phase, cluster.now_ns, state.reason if state.drain.is_on else "")
     return state
 
 
@@ -215,14 +213,14 @@ def on_disconnected(cluster: ClusterState, event: AgentDisconnected) -> None:
     if state is None:
         return
     cluster.book.unbind(state)
-    if state.released:
+    if state.drain.is_released:
         state.move(NodePhase.LEFT, cluster.now_ns, state.reason)
-        state.draining = False
+        state.drain.is_on = False
         lose_node_workers(cluster, state, "its node left")
         cluster.note("node_left", node=state.node.node_id, reason=state.reason)
     else:
         state.move(NodePhase.DISCONNECTED, cluster.now_ns, event.reason)
-        state.lost_at_ns = cluster.now_ns + ns(cluster.config.node_grace_s)
+        state.absence.lost_at_ns = cluster.now_ns + ns(cluster.config.node_grace_s)
         if node_liveness.is_for_our_sake(cluster, state):
             node_liveness.extend_grace(cluster, state)
         cluster.note("node_disconnected", node=state.node.node_id, reason=event.reason)
@@ -236,21 +234,21 @@ def give_up(cluster: ClusterState, state: NodeState, reason: str) -> None:
     if state.session is not None:
         cluster.do(CloseSession(state.session, reason))
         on_disconnected(cluster, AgentDisconnected(state.session, reason))
-        if not state.grace_extended:
-            state.lost_at_ns = cluster.now_ns
+        if not state.absence.is_extended:
+            state.absence.lost_at_ns = cluster.now_ns
 
 
 def start_drain(cluster: ClusterState, state: NodeState, reason: str, timeout_ns: int) -> None:
     """Begin the drain of a node: its workers leave at a boundary, or at the deadline."""
     leave_by_ns = cluster.now_ns + timeout_ns
-    if state.draining and state.leave_by_ns is not None:
-        if leave_by_ns < state.leave_by_ns:
-            state.leave_by_ns = leave_by_ns
+    drain = state.drain
+    if drain.is_on and drain.by_ns is not None:
+        if leave_by_ns < drain.by_ns:
+            drain.by_ns = leave_by_ns
             _report_groups(cluster, state)
         cluster.touch_active()
         return
-    state.draining, state.leave_by_ns = True, leave_by_ns
-    state.announced = reason or "told to leave"
+    drain.is_on, drain.by_ns, drain.announced = True, leave_by_ns, reason or "told to leave"
     _report_groups(cluster, state)
     if state.is_live():
         state.move(NodePhase.DRAINING, cluster.now_ns, reason)
@@ -272,7 +270,7 @@ def order_drain(cluster: ClusterState, state: NodeState, reason: str, timeout_ns
     """
     start_drain(cluster, state, reason, timeout_ns)
     _report_drain(cluster, state)
-    return max(0, (state.leave_by_ns or 0) - cluster.now_ns)
+    return max(0, (state.drain.by_ns or 0) - cluster.now_ns)
 
 
 def _report_drain(cluster: ClusterState, state: NodeState) -> None:
@@ -282,8 +280,8 @@ def _report_drain(cluster: ClusterState, state: NodeState) -> None:
     """
     if state.session is None:
         return
-    left_ns = max(ns(cluster.config.stop_grace_s), (state.leave_by_ns or 0) - cluster.now_ns)
-    cluster.do(SendAgent(state.session, Drain(state.announced, left_ns)))
+    left_ns = max(ns(cluster.config.stop_grace_s), (state.drain.by_ns or 0) - cluster.now_ns)
+    cluster.do(SendAgent(state.session, Drain(state.drain.announced, left_ns)))
 
 
 def _report_groups(cluster: ClusterState, state: NodeState) -> None:
@@ -433,7 +431,7 @@ def lose_worker(
         cause,
         failure,
         cluster.config,
-        announced=node.announced if node else "",
+        announced=node.drain.announced if node else "",
     )
     judgement = decision.value
     is_users = judgement.history.failures > job.outcome.history.failures

@@ -49,7 +49,7 @@ from elastic.core.machine import (
 from elastic.core.machine.cluster_parts import Term
 from elastic.core.machine.event_history import EventHistory
 from elastic.core.machine.jobs import ClusterState, JobState
-from elastic.core.machine.nodes import NodeState
+from elastic.core.machine.nodes import NodeAbsence, NodeState
 from elastic.core.machine.restoring import restore
 from elastic.core.messages import ProbeAck, Progress, Pulse
 from elastic.core.policy import placement
@@ -255,8 +255,10 @@ class CoordinatorMachine:
                 Node(node_id, incarnation=0, host="", num_slots=0),
                 NodePhase.DISCONNECTED,
                 cluster.now_ns,
-                lost_at_ns=cluster.now_ns + ns(cluster.config.adoption_grace_s),
-                unconfirmed=True,
+                absence=NodeAbsence(
+                    lost_at_ns=cluster.now_ns + ns(cluster.config.adoption_grace_s),
+                    is_unconfirmed=True,
+                ),
                 last_serial=cluster.term.first_number,
                 reason="known from the journal, has not come back yet",
             )

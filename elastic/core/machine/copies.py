@@ -300,7 +300,7 @@ def kept_for(cluster: ClusterState, state: NodeState, known: dict[JobId, CopyCov
     Returns:
         "" if it may go, or its time is over.
     """
-    if state.leave_by_ns is None or cluster.now_ns >= state.leave_by_ns:
+    if state.drain.by_ns is None or cluster.now_ns >= state.drain.by_ns:
         return ""
     node_id = state.node.node_id
     for job in cluster.active():
@@ -352,7 +352,7 @@ def _without_group(cluster: ClusterState, job: JobState, spread: CopyCoverage) -
     for at, by in job.copies.held.items():
         for source, age in by.items() if at in present else ():
             found[source] = max(age, found.get(source, age))
-            if not present[at].draining:
+            if not present[at].drain.is_on:
                 staying[source] = max(age, staying.get(source, age))
     lost = [found.get(at, replication.NO_COPY) for at in _members(job) if at not in present]
     base = min(lost, default=replication.NO_COPY)
@@ -364,7 +364,7 @@ def _without_group(cluster: ClusterState, job: JobState, spread: CopyCoverage) -
         not job.copies.is_sharded
         and job.newest.training_since_ns is not None
         and any(
-            w.stop_cause is None and w.report.in_place and not present[w.node_id].draining
+            w.stop_cause is None and w.report.in_place and not present[w.node_id].drain.is_on
             for w in waiting
             if w.node_id in present
         )
@@ -480,7 +480,7 @@ def _place(
         zone=zone_of(state.node.labels),
         is_present=state.is_present(),
         is_live=state.is_live(),
-        is_leaving=state.draining,
+        is_leaving=state.drain.is_on,
         takes_copies=bool(state.copy_endpoint.at),
         has_members=node_id in members,
         copy=job.copies.newest(node_id, source),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from elastic.core.config import ns
 from elastic.core.machine.jobs import ClusterState
-from elastic.core.machine.nodes import NodeState
+from elastic.core.machine.nodes import NodeFaults, NodeState
 from elastic.core.policy import health as policy
 from elastic.core.world import ExitCause
 
@@ -31,8 +31,7 @@ def take_problems(cluster: ClusterState, state: NodeState, problems: tuple[str, 
 
 def forgive(cluster: ClusterState, state: NodeState) -> None:
     """Forget the faults of a node's workers: by an operator, or because its agent is new."""
-    state.faults.clear()
-    state.faulty_until_ns = 0
+    state.faults = NodeFaults()
     if state.node.node_id in cluster.book.faulty:
         del cluster.book.faulty[state.node.node_id]
         cluster.note("node_healthy", node=state.node.node_id)
@@ -43,7 +42,7 @@ def end_quarantines(cluster: ClusterState) -> None:
     """Let workers start again on nodes whose time in quarantine is over."""
     for node_id in [*cluster.book.faulty]:
         state = cluster.book.nodes[node_id]
-        if state.faulty_until_ns <= cluster.now_ns:
+        if state.faults.until_ns <= cluster.now_ns:
             del cluster.book.faulty[node_id]
             cluster.note("node_healthy", node=node_id)
             _replan(cluster)
@@ -56,19 +55,20 @@ def _replan(cluster: ClusterState) -> None:
 
 def take_exit(cluster: ClusterState, state: NodeState, cause: ExitCause, *, ordered: bool) -> None:
     """Count an exit that may be the node's fault, and apply the policy."""
-    if not policy.is_fault(cause, ordered=ordered) or not state.is_live() or state.draining:
+    if not policy.is_fault(cause, ordered=ordered) or not state.is_live() or state.drain.is_on:
         return
     now_ns, config = cluster.now_ns, cluster.config
-    state.faults = [*state.faults[1 - FAULTS_KEPT :], now_ns]
+    faults = state.faults
+    faults.moments = [*faults.moments[1 - FAULTS_KEPT :], now_ns]
     since_ns = now_ns - ns(config.fault_window_s)
     elsewhere = [
-        sum(moment > since_ns for moment in other.faults)
+        sum(moment > since_ns for moment in other.faults.moments)
         for other in cluster.book.ordered()
         if other is not state and other.is_live()
     ]
-    decision = policy.judge_faults(state.faults, elsewhere, now_ns, config)
-    if decision.value > state.faulty_until_ns:
-        state.faulty_until_ns, state.faulty_why = decision.value, decision.reason
+    decision = policy.judge_faults(faults.moments, elsewhere, now_ns, config)
+    if decision.value > faults.until_ns:
+        faults.until_ns, faults.why = decision.value, decision.reason
         cluster.book.faulty[state.node.node_id] = None
         _replan(cluster)
         cluster.note(

@@ -230,7 +230,7 @@ class JobState:
         )
         for worker_id, worker in self.workers.items():
             node, report = nodes[worker.node_id], worker.report
-            is_out = node.draining or worker.node_id in self.links.out
+            is_out = node.drain.is_on or worker.node_id in self.links.out
             leaves = is_out or (gives_some and self.gives_back(worker_id))
             found[worker_id] = Candidate(
                 worker_id,
@@ -242,7 +242,7 @@ class JobState:
                 reachable=node.phase in LIVE,
                 awaited=node.is_awaited(),
                 leaving=leaves,
-                leave_by_ns=node.leave_by_ns if node.draining else by_ns,
+                leave_by_ns=node.drain.by_ns if node.drain.is_on else by_ns,
                 spent=report.spent,
                 has_state=worker_id in holders,
             )
@@ -263,7 +263,7 @@ class JobState:
 
     def is_to_leave(self, worker: WorkerState, node: NodeState) -> bool:
         """Return whether a worker cannot be in a group, at least for now."""
-        is_out = node.draining or worker.node_id in self.links.out
+        is_out = node.drain.is_on or worker.node_id in self.links.out
         return is_out or self.gives_back(worker.report.worker_id)
 
     def gives_back(self, worker_id: WorkerId) -> bool:
@@ -441,7 +441,7 @@ class ClusterState:
         node = self.book.nodes.get(worker.node_id)
         now = goodput.Situation(
             phase=worker.report.phase,
-            is_leaving=worker.stop_cause is not None or (node is not None and node.draining),
+            is_leaving=worker.stop_cause is not None or (node is not None and node.drain.is_on),
             has_trained=worker.account.has_trained,
             has_group=job.is_open,
         )

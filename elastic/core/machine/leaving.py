@@ -36,14 +36,14 @@ def news(cluster: ClusterState, job: JobState) -> Preemption | None:
     nodes = nodes_of(cluster, job)
     if not nodes or job.group is None:
         return None
-    first = min(nodes, key=lambda state: (state.leave_by_ns or 0, state.node.node_id))
+    first = min(nodes, key=lambda state: (state.drain.by_ns or 0, state.node.node_id))
     ranks: dict[NodeId, list[int]] = {state.node.node_id: [] for state in nodes}
     for member in job.group.members:
         if member.node_id in ranks:
             ranks[member.node_id].append(member.rank)
     leaving = tuple(LeavingNode(name, tuple(numbers)) for name, numbers in ranks.items())
-    left_ns = max(0, (first.leave_by_ns or 0) - cluster.now_ns)
-    return Preemption(WorkerId(""), job.generation, left_ns, first.announced, leaving)
+    left_ns = max(0, (first.drain.by_ns or 0) - cluster.now_ns)
+    return Preemption(WorkerId(""), job.generation, left_ns, first.drain.announced, leaving)
 
 
 def exhausts_budget(cluster: ClusterState, job: JobState, staying: Iterable[WorkerId]) -> bool:
@@ -58,7 +58,7 @@ def exhausts_budget(cluster: ClusterState, job: JobState, staying: Iterable[Work
     taken = [
         name
         for name in gone
-        if (state := cluster.book.nodes.get(name)) is not None and state.announced
+        if (state := cluster.book.nodes.get(name)) is not None and state.drain.announced
     ]
     if not taken:
         return False
@@ -83,7 +83,7 @@ def save_is_due(cluster: ClusterState, job: JobState) -> Decision[bool]:
     wanted = membership.choose(job.limits, job.current(), candidates, interrupting=True)
     # Others may replace them, but only members that stay have the state.
     can_go_on = any(job.is_member(worker_id) for worker_id in wanted)
-    leave_by_ns = min(state.leave_by_ns or 0 for state in nodes)
+    leave_by_ns = min(state.drain.by_ns or 0 for state in nodes)
     return policy.save_before(
         leave_by_ns, last_ns=job.newest.saved_before_ns, now_ns=cluster.now_ns, can_go_on=can_go_on
     )

@@ -34,7 +34,7 @@ def on_woke(cluster: ClusterState, event: WokeFromSuspend) -> None:
         if state.is_away() or state.since_ns < cluster.now_ns - event.slept_ns:
             # It was away before: only a short grace, or repeated suspends would extend it for ever.
             until_ns = cluster.now_ns + ns(AWAY_GRACE_S)
-            state.lost_at_ns = max(state.lost_at_ns or 0, until_ns)
+            state.absence.lost_at_ns = max(state.absence.lost_at_ns or 0, until_ns)
         else:
             extend_grace(cluster, state)
             check_broken_groups(cluster, state)
@@ -57,9 +57,9 @@ def is_for_our_sake(cluster: ClusterState, state: NodeState) -> bool:
 
 def extend_grace(cluster: ClusterState, state: NodeState) -> None:
     """Wait for a node whose stream ended because of our suspend, as after our restart."""
-    state.grace_extended = True
+    state.absence.is_extended = True
     until_ns = cluster.now_ns + ns(cluster.config.adoption_grace_s)
-    state.lost_at_ns = max(state.lost_at_ns or 0, until_ns)
+    state.absence.lost_at_ns = max(state.absence.lost_at_ns or 0, until_ns)
 
 
 def check_broken_groups(cluster: ClusterState, state: NodeState) -> None:
@@ -70,7 +70,7 @@ def check_broken_groups(cluster: ClusterState, state: NodeState) -> None:
             continue
         members = [job.workers[w] for w in job.member_ids() if w in job.workers]
         if any(is_broken(job, member) for member in members):
-            state.lost_at_ns = cluster.now_ns + _timeout_ns(state)
+            state.absence.lost_at_ns = cluster.now_ns + _timeout_ns(state)
 
 
 def is_broken(job: JobState, worker: WorkerState) -> bool:
@@ -84,10 +84,11 @@ def suspect_silent_nodes(cluster: ClusterState, job: JobState, *, only_away: boo
     for worker_id in job.member_ids():
         worker = job.workers.get(worker_id)
         node = cluster.node_of(worker) if worker else None
-        if node is None or node.phase is not NodePhase.DISCONNECTED or node.lost_at_ns is None:
+        if node is None or node.phase is not NodePhase.DISCONNECTED:
             continue
-        if node.is_away() or not only_away:
-            node.lost_at_ns = min(node.lost_at_ns, cluster.now_ns + _timeout_ns(node))
+        lost_at_ns = node.absence.lost_at_ns
+        if lost_at_ns is not None and (node.is_away() or not only_away):
+            node.absence.lost_at_ns = min(lost_at_ns, cluster.now_ns + _timeout_ns(node))
 
 
 def _timeout_ns(state: NodeState) -> int:

@@ -24,26 +24,64 @@ one, or this part (one fourth) of the time they have taken. Thousands need a whi
 
 
 @dataclass
+class NodeAbsence:
+    """How long a node whose stream has ended is waited for; over once its agent connects.
+
+    Attributes:
+        lost_at_ns: when it is given up.
+        is_unconfirmed: it is known only from the journal.
+        is_extended: its stream ended while this coordinator was suspended.
+    """
+
+    lost_at_ns: int | None = None
+    is_unconfirmed: bool = False
+    is_extended: bool = False
+
+
+@dataclass
+class NodeDrain:
+    """The drain of a node, in one incarnation of its agent.
+
+    Attributes:
+        is_on: the node drains, or is away while it does.
+        by_ns: when its workers must be out of their groups.
+        announced: its reason, "" for none; kept when the node is gone, because losses with it are
+            not charged.
+        is_released: its agent was notified that it may end.
+        kept_for: why it was not, though it runs nothing any more.
+    """
+
+    is_on: bool = False
+    by_ns: int | None = None
+    announced: str = ""
+    is_released: bool = False
+    kept_for: str = ""
+
+
+@dataclass
+class NodeFaults:
+    """The faults of a node's workers, which keep new ones away for a time.
+
+    Attributes:
+        moments: when workers hung, crashed or did not start here, oldest first.
+        until_ns: no new workers start here before, because of those, for `why`.
+    """
+
+    moments: list[int] = field(default_factory=list)
+    until_ns: int = 0
+    why: str = ""
+
+
+@dataclass
 class NodeState:
     """One node as the coordinator knows it.
 
     Attributes:
         session: the open stream, None while disconnected, lost or gone.
         held: resources of each worker on the node, of all jobs.
-        lost_at_ns: when a disconnected node is given up.
-        leave_by_ns: when a draining node's workers must be out of their groups.
-        unconfirmed: known only from the journal; its agent has not come back yet.
-        grace_extended: its stream ended while this coordinator was suspended; its agent has not
-            come back yet.
         reports_due: reports that its agent announced in its Hello and that have not come yet.
         received_ns: when its agent last sent a message.
-        announced: reason of its announced drain, "" for none in this incarnation of its agent; kept
-            when the node is gone, because losses with it are not charged.
         problems: faults reported by its agent.
-        faults: when workers hung, crashed or did not start here, oldest first.
-        faulty_until_ns: no new workers start here before, because of those, for `faulty_why`.
-        released: its agent was notified that it may end.
-        kept_for: why it was not, though it runs nothing any more.
         last_serial: of the workers started here, in any incarnation of the agent.
         copies: jobs of which it holds copies, as last reported.
         copy_endpoint: where its agent receives and serves copies.
@@ -52,30 +90,22 @@ class NodeState:
     node: Node
     phase: NodePhase
     since_ns: int
+    reason: str = ""
     session: SessionId | None = None
-    held: dict[WorkerId, Resources] = field(default_factory=dict)
-    lost_at_ns: int | None = None
-    leave_by_ns: int | None = None
-    draining: bool = False
-    announced: str = ""
+    absence: NodeAbsence = field(default_factory=NodeAbsence)
+    drain: NodeDrain = field(default_factory=NodeDrain)
+    faults: NodeFaults = field(default_factory=NodeFaults)
     problems: tuple[str, ...] = ()
-    faults: list[int] = field(default_factory=list)
-    faulty_until_ns: int = 0
-    faulty_why: str = ""
+    held: dict[WorkerId, Resources] = field(default_factory=dict)
     reports_due: int = 0
     received_ns: int = 0
-    released: bool = False
-    kept_for: str = ""
-    unconfirmed: bool = False
-    grace_extended: bool = False
-    reason: str = ""
     last_serial: int = 0
     copies: tuple[JobId, ...] = ()
     copy_endpoint: CopyEndpoint = NO_ENDPOINT
 
     def is_kept(self) -> bool:
         """Return whether it stays only because of the state in its memory."""
-        return self.phase is NodePhase.DRAINING and bool(self.kept_for) and not self.held
+        return self.phase is NodePhase.DRAINING and bool(self.drain.kept_for) and not self.held
 
     def next_worker_id(self) -> WorkerId:
         self.last_serial += 1
@@ -105,7 +135,7 @@ class NodeState:
 
     def may_host(self) -> bool:
         """Return whether new workers may run on the node."""
-        return self.is_live() and not self.draining
+        return self.is_live() and not self.drain.is_on
 
     def is_awaited(self) -> bool:
         """Return whether its agent still has to report what happened while it was away."""
@@ -113,7 +143,7 @@ class NodeState:
 
     def is_away(self) -> bool:
         """Return whether it may be alive, and is disconnected because of this coordinator."""
-        return self.unconfirmed or self.grace_extended
+        return self.absence.is_unconfirmed or self.absence.is_extended
 
     def is_present(self) -> bool:
         """Return whether its workers still count as alive."""
@@ -121,11 +151,11 @@ class NodeState:
 
     def quarantine(self, now_ns: int) -> str:
         """Return why no new workers may start here, "" if they may."""
-        if not self.problems and now_ns >= self.faulty_until_ns:
+        if not self.problems and now_ns >= self.faults.until_ns:
             return ""
         reasons = [*self.problems]
-        if now_ns < self.faulty_until_ns:
-            reasons.append(self.faulty_why)
+        if now_ns < self.faults.until_ns:
+            reasons.append(self.faults.why)
         return "; ".join(reasons)
 
     def free_slots(self) -> int:
@@ -155,7 +185,7 @@ class NodeState:
     def view(self, now_ns: int) -> NodeView:
         quarantine = self.quarantine(now_ns) if self.is_present() else ""
         quarantined = f"quarantined: {quarantine}" if quarantine else ""
-        kept = self.kept_for if self.is_kept() else ""
+        kept = self.drain.kept_for if self.is_kept() else ""
         reason = "; ".join(part for part in (self.reason, kept, quarantined) if part)
         free_slots = self.free_slots() if self.may_host() else 0
         return NodeView(self.node, self.phase, self.since_ns, free_slots, reason)
@@ -199,19 +229,20 @@ class NodeBook:
 
     def came(self, state: NodeState, now_ns: int) -> None:
         """Record that the node's agent has connected: it is not lost."""
-        if state.unconfirmed:
+        if state.absence.is_unconfirmed:
             self.returned_ns = now_ns
-        state.unconfirmed, state.grace_extended, state.lost_at_ns = False, False, None
+        state.absence = NodeAbsence()
 
     def lost_at_ns(self, state: NodeState) -> int | None:
         """Return when a disconnected node is given up, None if it is not disconnected."""
-        if state.phase is not NodePhase.DISCONNECTED or state.lost_at_ns is None:
+        absence = state.absence
+        if state.phase is not NodePhase.DISCONNECTED or absence.lost_at_ns is None:
             return None
-        if not state.unconfirmed:
-            return state.lost_at_ns
+        if not absence.is_unconfirmed:
+            return absence.lost_at_ns
         took_ns = self.returned_ns - self.recovered_ns
         until_ns = self.returned_ns + max(ns(RETURN_PAUSE_S), took_ns // RETURN_PART)
-        return max(state.lost_at_ns, min(until_ns, self.await_until_ns))
+        return max(absence.lost_at_ns, min(until_ns, self.await_until_ns))
 
     def unbind(self, state: NodeState) -> None:
         """Forget the node's session."""
@@ -240,11 +271,11 @@ class NodeBook:
     def settle(self, state: NodeState) -> None:
         """Record whether time may still change this node (it drains, or its stream broke)."""
         node_id = state.node.node_id
-        if state.draining:
+        if state.drain.is_on:
             self.leaving[node_id] = None
         else:
             self.leaving.pop(node_id, None)
-        if state.phase is NodePhase.DISCONNECTED or state.draining:
+        if state.phase is NodePhase.DISCONNECTED or state.drain.is_on:
             self.unsettled[node_id] = None
         else:
             self.unsettled.pop(node_id, None)
@@ -257,9 +288,9 @@ class NodeBook:
         """Return when the next node is given up, released, or out of quarantine."""
         unsettled = [self.nodes[node_id] for node_id in self.unsettled]
         moments = [moment for one in unsettled if (moment := self.lost_at_ns(one)) is not None]
-        kept = [state.leave_by_ns for state in unsettled if state.is_kept()]
+        kept = [state.drain.by_ns for state in unsettled if state.is_kept()]
         moments += [moment for moment in kept if moment is not None]
-        moments += [self.nodes[name].faulty_until_ns for name in self.faulty]
+        moments += [self.nodes[name].faults.until_ns for name in self.faulty]
         return min(moments, default=None)
 
     def closed(self, state: NodeState, now_ns: int) -> str:

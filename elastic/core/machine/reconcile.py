@@ -487,17 +487,19 @@ def _stop_leavers(cluster: ClusterState, job: JobState) -> None:
     holders = job.state_holders()
     gives_back = job.must_release_workers() or bool(job.release.yields)
     waits = not (job.is_open or gives_back) and all(
-        cluster.node_of(job.workers[w]).draining for w in holders
+        cluster.node_of(job.workers[w]).drain.is_on for w in holders
     )
     for worker_id in sorted(job.workers):
         node = cluster.node_of(job.workers[worker_id])
         if job.is_open and job.is_member(worker_id):
             continue
-        leave_by_ns = node.leave_by_ns or 0
+        leave_by_ns = node.drain.by_ns or 0
         if waits and worker_id in holders and cluster.now_ns < leave_by_ns:
             wake(job, leave_by_ns)
-        elif node.draining or worker_id in job.release.yields:
-            detail = f"node drains: {node.reason}" if node.draining else "given back to another job"
+        elif node.drain.is_on or worker_id in job.release.yields:
+            detail = (
+                f"node drains: {node.reason}" if node.drain.is_on else "given back to another job"
+            )
             stop_worker(cluster, job, worker_id, ExitCause(ExitKind.STOPPED, detail=detail))
 
 
@@ -513,7 +515,7 @@ def _stop_surplus(cluster: ClusterState, job: JobState) -> None:
         worker_id
         for worker_id, worker in sorted(job.workers.items())
         if worker.stop_cause is None
-        and not cluster.node_of(worker).draining
+        and not cluster.node_of(worker).drain.is_on
         and not job.gives_back(worker_id)
     ]
     holders = job.state_holders()
@@ -551,7 +553,7 @@ def _watch_health(cluster: ClusterState, job: JobState) -> None:
         w
         and w.report.phase in training
         and w.report.generation == job.generation
-        and not cluster.node_of(w).unconfirmed
+        and not cluster.node_of(w).absence.is_unconfirmed
         for w in members
     )
     if not is_training and job.newest.training_since_ns is None:

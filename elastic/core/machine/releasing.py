@@ -23,7 +23,7 @@ def settle_nodes(cluster: ClusterState) -> None:
         if lost_at_ns is not None and cluster.now_ns >= lost_at_ns:
             why = state.reason or "its agent did not come back"
             state.move(NodePhase.LOST, cluster.now_ns, why)
-            state.draining = False
+            state.drain.is_on = False
             cluster.note("node_lost", node=state.node.node_id, reason=why)
             lose_node_workers(cluster, state, why)
             cluster.touch_active()
@@ -39,14 +39,15 @@ def _release(
 
     Called after all jobs were reconciled: before, copies may still get another holder.
     """
-    if state.released:
+    drain = state.drain
+    if drain.is_released:
         return
-    before, state.kept_for = state.kept_for, copies.kept_for(cluster, state, known)
-    if state.kept_for:
-        if state.kept_for != before:
-            cluster.note("node_kept", node=state.node.node_id, reason=state.kept_for)
+    before, drain.kept_for = drain.kept_for, copies.kept_for(cluster, state, known)
+    if drain.kept_for:
+        if drain.kept_for != before:
+            cluster.note("node_kept", node=state.node.node_id, reason=drain.kept_for)
         return
-    state.released = True
+    drain.is_released = True
     if state.session is not None:
         cluster.do(SendAgent(state.session, Release(state.reason)))
     cluster.note("node_released", node=state.node.node_id)

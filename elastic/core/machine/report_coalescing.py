@@ -61,7 +61,7 @@ def _kind(
     if (
         worker.stop_cause is not None
         or job.must_release_workers()
-        or cluster.node_of(worker).draining
+        or cluster.node_of(worker).drain.is_on
     ):
         return None
     if not job.is_open:
@@ -87,7 +87,7 @@ def _is_behind(cluster: ClusterState, job: JobState, worker: WorkerState) -> boo
     return (
         report.generation != job.generation
         or report.phase in (WorkerPhase.FORMING, WorkerPhase.READY)
-        or cluster.node_of(worker).unconfirmed
+        or cluster.node_of(worker).absence.is_unconfirmed
     )
 
 

@@ -72,7 +72,7 @@ def _may_be_in_place(cluster: ClusterState, job: JobState) -> bool:
     """Return whether it trains in a loop, or that is not known yet after a restart of ours."""
     members = (job.workers.get(worker_id) for worker_id in job.member_ids() if job.is_open)
     return job.is_in_place() or any(
-        worker is not None and cluster.node_of(worker).unconfirmed for worker in members
+        worker is not None and cluster.node_of(worker).absence.is_unconfirmed for worker in members
     )
 
 

@@ -46,7 +46,7 @@ def watch_forming(cluster: ClusterState, job: JobState) -> None:
     """Schedule the check of a slowly forming group; after a restart, once all nodes are back."""
     members = _members(job)
     if job.job_id not in cluster.probes.polls and not any(
-        cluster.node_of(w).unconfirmed for w in members
+        cluster.node_of(w).absence.is_unconfirmed for w in members
     ):
         cluster.probes.polls[job.job_id] = cluster.now_ns + forming_is_long_after_ns(len(members))
 
