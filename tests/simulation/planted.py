@@ -58,10 +58,14 @@ def reuses_the_generation_when_a_worker_is_lost(patch: Patch) -> None:
 
     def form(cluster: Any, job: Any, plan: Any, reason: str) -> None:
         if job.generation and plan.cause == "lost":
-            job.generation -= 1
+            job.newest.group = _of_the_generation_before(job.newest.group)
         honest(cluster, job, plan, reason)
 
     patch.setattr(reconcile, "_form", form)
+
+
+def _of_the_generation_before(group: Group) -> Group:
+    return dataclasses.replace(group, generation=group.generation - 1)
 
 
 @bug
@@ -71,7 +75,8 @@ def forgets_the_generation_after_a_restart(patch: Patch) -> None:
 
     def restore(record: Any, *clocks: Any) -> Any:
         job = honest(record, *clocks)
-        job.generation = max(0, job.generation - 1)
+        if job.generation:
+            job.newest.group = _of_the_generation_before(job.newest.group)
         return job
 
     patch.setattr(coordinator, "restore", restore)
@@ -218,8 +223,8 @@ def persists_the_members_in_another_order(patch: Patch) -> None:
     """The durable group and the announced one differ."""
     honest = jobs.JobState.record
 
-    def record(self: Any) -> Any:
-        kept = honest(self)
+    def record(self: Any, *clock: Any) -> Any:
+        kept = honest(self, *clock)
         if kept.group is None:
             return kept
         turned = Group(kept.group.generation, tuple(reversed(kept.group.members)))

@@ -15,7 +15,6 @@ from elastic.core.events.coordinator import (
     AgentDisconnected,
     AgentMessageReceived,
     CloseSession,
-    Persist,
     SendAgent,
 )
 from elastic.core.link_messages import LinksTried
@@ -289,7 +288,7 @@ def _report_groups(cluster: ClusterState, state: NodeState) -> None:
     for worker_id in sorted(state.held):
         job = cluster.job_of(worker_id)
         if job is not None:
-            job.newest.has_news_of_leavers = True
+            job.newest.leavers.is_news = True
 
 
 def lose_node_workers(cluster: ClusterState, state: NodeState, why: str) -> None:
@@ -410,13 +409,13 @@ def lose_worker(
     cluster.note("worker_gone", job.job_id, worker=worker_id, rank=rank, cause=what)
     if rank >= 0 and job.is_open:
         _note_pause(cluster, job, worker_id)
-        job.newest.lost.append(f"{worker_id} (rank {rank}) {what}")
+        job.newest.interruption.lost.append(f"{worker_id} (rank {rank}) {what}")
     failure = failure or worker.report.failure
     has_failed = job.phase is JobPhase.FAILED  # Others may fail at the same time.
     if failure is not None and (has_failed or worker.stop_cause is None):
         is_news = job.outcome.note_failure(job.generation, rank, failure)
         if has_failed and is_news:
-            cluster.do(Persist((job.record(),)))
+            cluster.persist(job)
     if job.has_ended() or not charge:
         return
     if worker.stop_cause is not None:
@@ -445,15 +444,15 @@ def lose_worker(
     if judgement.job_fails:
         end_job(cluster, job, JobPhase.FAILED, decision.reason)
         return
-    job.restart_at_ns = max(job.restart_at_ns, cluster.now_ns + judgement.delay_ns)
+    job.outcome.restart_at_ns = max(job.outcome.restart_at_ns, cluster.now_ns + judgement.delay_ns)
     if is_users:
-        cluster.do(Persist((job.record(),)))
+        cluster.persist(job)
 
 
 def _note_pause(cluster: ClusterState, job: JobState, worker_id: WorkerId) -> None:
     """Record when training was interrupted, because a member left the newest group."""
-    if job.is_member(worker_id) and job.newest.paused_ns is None:
-        job.newest.paused_ns = cluster.now_ns
+    if job.is_member(worker_id) and job.newest.interruption.since_ns is None:
+        job.newest.interruption.since_ns = cluster.now_ns
 
 
 def placeholder(job: JobState, worker_id: WorkerId) -> WorkerReport:

@@ -70,7 +70,7 @@ def announcement(cluster: ClusterState, job: JobState, worker_id: WorkerId) -> A
 
 def announcer(cluster: ClusterState, job: JobState) -> Callable[[RankPlace], Announce]:
     """Return a function from a place to its announcement; shared fields are computed once."""
-    group = job.group
+    group = job.newest.group
     if group is None:
         raise InvariantViolation(f"job {job.job_id} has no group to announce")
     places = job.places()

@@ -23,7 +23,6 @@ from elastic.core.events.coordinator import (
     NodeCordonRequested,
     NodeDrainRequested,
     PauseRequested,
-    Persist,
     Recovered,
     Reply,
     ResumeRequested,
@@ -48,6 +47,7 @@ from elastic.core.machine import (
 )
 from elastic.core.machine.cluster_parts import Term
 from elastic.core.machine.event_history import EventHistory
+from elastic.core.machine.job_parts import JobSubmission
 from elastic.core.machine.jobs import ClusterState, JobState
 from elastic.core.machine.nodes import NodeAbsence, NodeState
 from elastic.core.machine.restoring import restore
@@ -126,7 +126,10 @@ class CoordinatorMachine:
         return ClusterView(
             now_ns,
             self._cluster.book.views(now_ns),
-            tuple(job.view(now_ns) for job in self._cluster.jobs.values()),
+            tuple(
+                job.view(now_ns, self._cluster.term.unix_ahead_ns)
+                for job in self._cluster.jobs.values()
+            ),
             self._cluster.book.record().cordons,
         )
 
@@ -137,7 +140,7 @@ class CoordinatorMachine:
     def first_member(self, job_id: JobId) -> Member | None:
         """Return rank 0 of a job's group, None while it has no group that trains."""
         job = self._cluster.jobs.get(job_id)
-        return job.group.members[0] if job is not None and job.is_open and job.group else None
+        return job.members[0] if job is not None and job.is_open else None
 
     def _take(self, event: CoordinatorEvent) -> None:
         cluster = self._cluster
@@ -288,11 +291,11 @@ class CoordinatorMachine:
             cluster.do(Reply(event.request_id, "", spec.job_id))
         else:
             cluster.sequence += 1
-            job = JobState(spec, cluster.sequence, JobPhase.PENDING, cluster.now_ns)
-            job.reason, job.submitter = "submitted", event.submitter
-            job.unix_ahead_ns = cluster.term.unix_ahead_ns
+            submission = JobSubmission(cluster.sequence, event.submitter)
+            job = JobState(spec, submission, JobPhase.PENDING, cluster.now_ns, "submitted")
             cluster.jobs[job.job_id] = job
-            cluster.do(Persist((job.record(),)), Reply(event.request_id, "", job.job_id))
+            cluster.persist(job)
+            cluster.do(Reply(event.request_id, "", job.job_id))
             cluster.note(
                 "job_submitted",
                 job.job_id,
@@ -325,14 +328,12 @@ def _awaited_members(job: JobState) -> list[Member]:
     Those of a suspended group wait with its state, so that no other may form without them; but
     those of a job that was paused or preempted were ordered to end.
     """
-    if job.group is None:
-        return []
     if job.is_open:
-        return [*job.group.members]
+        return [*job.members]
     if job.release.paused or job.release.preempted_by:
         return []
-    gone = {one.worker_id for one in job.former}
-    return [member for member in job.group.members if member.worker_id not in gone]
+    gone = {one.worker_id for one in job.outcome.former}
+    return [member for member in job.members if member.worker_id not in gone]
 
 
 def _without_payload(event: CoordinatorEvent) -> CoordinatorEvent:

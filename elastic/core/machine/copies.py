@@ -181,7 +181,7 @@ def _senders(cluster: ClusterState, job: JobState) -> dict[NodeId, NodeState]:
     leader = job.workers.get(job.member_ids()[0])
     if not job.copies.is_sharded:
         return {ALL_ALIKE: cluster.node_of(leader)} if leader is not None else {}
-    members = job.group.members if job.group is not None else ()
+    members = job.members
     nodes = [cluster.book.nodes.get(member.node_id) for member in members]
     return {state.node.node_id: state for state in nodes if state is not None}
 
@@ -467,7 +467,7 @@ def _near(
 
 
 def _members(job: JobState) -> frozenset[NodeId]:
-    return frozenset(m.node_id for m in job.group.members) if job.group else frozenset()
+    return frozenset(m.node_id for m in job.members)
 
 
 def _place(

@@ -20,7 +20,7 @@ def settle(cluster: ClusterState, job: JobState) -> int | None:
         return None
     trains = fed.is_open and fed.newest.training_since_ns is not None
     members = [fed.workers[one] for one in fed.member_ids() if one in fed.workers] if trains else []
-    before, limits = job.growth, job.limits
+    before, limits = job.size.growth, job.limits
     decision = feeding.decide(
         limits,
         highest=job.permitted[1],
@@ -33,12 +33,12 @@ def settle(cluster: ClusterState, job: JobState) -> int | None:
         now_ns=cluster.now_ns,
     )
     if decision.value is not None:
-        job.growth = Growth(limits.max_workers + 1, fed.generation, decision.value)
+        job.size.growth = Growth(limits.max_workers + 1, fed.generation, decision.value)
         cluster.note(
             "job_scaled",
             job.job_id,
             min_workers=limits.min_workers,
-            max_workers=job.growth.workers,
+            max_workers=job.size.growth.workers,
             reason=decision.reason,
         )
         cluster.touch_active()

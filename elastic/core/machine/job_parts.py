@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from elastic.core.events.coordinator import RankFailure
+from elastic.core.events.coordinator import FormerWorker, RankFailure
 from elastic.core.machine.transitions import GROUP, RELEASE, GroupPhase, ReleasePhase, check_move
 from elastic.core.policy.failure import FailureHistory
 from elastic.core.policy.ranks import RankPlace
@@ -51,10 +51,53 @@ class ReportWave:
 
 
 @dataclass
+class GroupHang:
+    """Members of a group that keep the others waiting.
+
+    Attributes:
+        stuck: why the group can never continue, "" if it can.
+        culprits: members that are about to be killed as hung, and since when their stacks are
+            written.
+        works: work of a member for which the others have waited long; for people.
+    """
+
+    stuck: str = ""
+    culprits: dict[WorkerId, int] = field(default_factory=dict)
+    works: str = ""
+
+
+@dataclass
+class LeavingNodes:
+    """What was done about nodes of a group that leave.
+
+    Attributes:
+        is_news: its members were not notified yet of one of them.
+        saved_ns: when a checkpoint was last requested because it needs them.
+    """
+
+    is_news: bool = False
+    saved_ns: int | None = None
+
+
+@dataclass
+class Interruption:
+    """How training is interrupted, until each member of a group has done a step.
+
+    Attributes:
+        since_ns: when it began, None while training is not interrupted.
+        lost: members lost meanwhile, and how; for people.
+    """
+
+    since_ns: int | None = None
+    lost: list[str] = field(default_factory=list)
+
+
+@dataclass
 class NewestGroup:
     """What is known of a job's newest group, in this term.
 
     Attributes:
+        group: its members by rank; None before the first one.
         anew_ns: since when its members are replaced by new processes, which all start together;
             None if they are not.
         announced_ns: when it was announced, or ordered to leave.
@@ -64,17 +107,11 @@ class NewestGroup:
             coordinator.
         has_looped: a member was in a loop that can be saved at any step, in this group or before.
         ends_announced: the newest generation notified of its end before the next was computed.
-        stuck: why it can never continue, "" if it can.
-        hung: members that are about to be killed as hung, and since when their stacks are written.
-        works: work of a member for which the others have waited long; for people.
         placed: the ranks of its members, computed once.
-        has_news_of_leavers: its members were not notified yet of one of their nodes that leaves.
-        saved_before_ns: when a checkpoint was last requested because it needs leaving nodes.
         wave: reports of its workers that are spread over time now, None for none.
-        paused_ns: since when training is interrupted for another group, None while it is not.
-        lost: members lost meanwhile, and how; for people.
     """
 
+    group: Group | None = None
     phase: GroupPhase = GroupPhase.NONE
     anew_ns: int | None = None
     announced_ns: int = 0
@@ -83,15 +120,11 @@ class NewestGroup:
     holders: frozenset[WorkerId] = frozenset()
     has_looped: bool = False
     ends_announced: Generation = NO_GENERATION
-    stuck: str = ""
-    hung: dict[WorkerId, int] = field(default_factory=dict)
-    works: str = ""
+    hang: GroupHang = field(default_factory=GroupHang)
+    leavers: LeavingNodes = field(default_factory=LeavingNodes)
+    interruption: Interruption = field(default_factory=Interruption)
     placed: tuple[Group, tuple[RankPlace, ...]] | None = None
-    has_news_of_leavers: bool = False
-    saved_before_ns: int | None = None
     wave: ReportWave | None = None
-    paused_ns: int | None = None
-    lost: list[str] = field(default_factory=list)
 
     def move(self, phase: GroupPhase) -> None:
         """Enter a phase; raise InvariantViolation if that move is not allowed."""
@@ -166,6 +199,8 @@ class JobOutcome:
         preemptions: how many nodes an announced drain took from its groups; a separate budget.
         finished: results of the train function, by finished member; kept after it is gone.
         result: that of rank 0, once the job has succeeded.
+        former: workers that are gone, the newest of them.
+        restart_at_ns: no worker is started before (back-off).
     """
 
     failure: Failure | None = None
@@ -178,6 +213,8 @@ class JobOutcome:
     preemptions: int = 0
     finished: dict[WorkerId, str] = field(default_factory=dict)
     result: str = ""
+    former: tuple[FormerWorker, ...] = ()
+    restart_at_ns: int = 0
 
     def note_failure(self, generation: Generation, rank: int, failure: Failure) -> bool:
         """Record a failure of a member of the present group; return whether it is new."""
@@ -222,3 +259,29 @@ class Growth:
     workers: int = 0
     fed: Generation = NO_GENERATION
     share: float = 0.0
+
+
+@dataclass
+class JobSize:
+    """Within which bounds a job has workers, beside those of its spec.
+
+    Attributes:
+        bounds: (min, max) workers that a user set after the submission, None for those of the spec.
+        growth: how far it has grown, if it feeds another one.
+    """
+
+    bounds: tuple[int, int] | None = None
+    growth: Growth = field(default_factory=Growth)
+
+
+@dataclass(frozen=True)
+class JobSubmission:
+    """What the coordinator noted when it took the job.
+
+    Attributes:
+        sequence: its number among all jobs of the cluster.
+        submitter: name of the token or certificate, "" if callers are not identified.
+    """
+
+    sequence: int
+    submitter: str = ""

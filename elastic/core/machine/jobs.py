@@ -14,15 +14,18 @@ from elastic.core.events.coordinator import (
     CoordinatorEffect,
     FormerWorker,
     JobRecord,
+    Persist,
 )
 from elastic.core.machine.cluster_parts import ProbeBook, QueuePlan, Term
 from elastic.core.machine.copy_book import CopyBook
 from elastic.core.machine.event_history import note
 from elastic.core.machine.job_parts import (
-    Growth,
+    Interruption,
     JobOutcome,
     JobRelease,
     JobReports,
+    JobSize,
+    JobSubmission,
     NewestGroup,
 )
 from elastic.core.machine.link_book import LinkBook
@@ -40,9 +43,9 @@ from elastic.core.world import (
     NO_GENERATION,
     ExitCause,
     Generation,
-    Group,
     JobId,
     JobPhase,
+    Member,
     NodeId,
     WorkerId,
     WorkerPhase,
@@ -93,48 +96,44 @@ class JobState:
     """One job.
 
     Attributes:
-        group, generation: the newest group; see `newest` for what is known of it.
         reason: why it is in its phase; for people.
         waits_for: what keeps the next group from forming, "" while there is a group.
-        restart_at_ns: no worker is started before (back-off).
         wake_ns: when this job must be evaluated again.
-        bounds: (min, max) workers that a user set after the submission, None for those of the spec.
-        submitter: name of the token or certificate, "" if callers are not identified.
         copies: which nodes hold, or should hold, copies of its state.
         links: which of its nodes do not reach each other.
-        unix_ahead_ns: the wall clock minus the machine's, at the start; None if unknown.
         ledger: the time of its workers by category.
-        former: workers that are gone, the newest of them.
-        growth: how far it has grown, if it feeds another one.
     """
 
     spec: JobSpec
-    sequence: int
+    submission: JobSubmission
     phase: JobPhase
     since_ns: int
-    generation: Generation = NO_GENERATION
-    group: Group | None = None
+    reason: str = ""
+    waits_for: str = ""
+    wake_ns: int | None = None
+    size: JobSize = field(default_factory=JobSize)
     newest: NewestGroup = field(default_factory=NewestGroup)
     release: JobRelease = field(default_factory=JobRelease)
     outcome: JobOutcome = field(default_factory=JobOutcome)
     reports: JobReports = field(default_factory=JobReports)
     workers: dict[WorkerId, WorkerState] = field(default_factory=dict)
-    reason: str = ""
-    waits_for: str = ""
-    restart_at_ns: int = 0
-    wake_ns: int | None = None
-    bounds: tuple[int, int] | None = None
-    submitter: str = ""
     copies: CopyBook = field(default_factory=CopyBook)
     links: LinkBook = field(default_factory=LinkBook)
-    unix_ahead_ns: int | None = None
     ledger: Ledger = field(default_factory=Ledger)
-    former: tuple[FormerWorker, ...] = ()
-    growth: Growth = field(default_factory=Growth)
+
+    @property
+    def generation(self) -> Generation:
+        """Return the number of the newest group, `NO_GENERATION` before the first one."""
+        return self.newest.group.generation if self.newest.group else NO_GENERATION
+
+    @property
+    def members(self) -> tuple[Member, ...]:
+        """Return the newest group's members by rank."""
+        return self.newest.group.members if self.newest.group else ()
 
     @property
     def is_open(self) -> bool:
-        """Return whether `group` was announced, and its members were not ordered to end."""
+        """Return whether its group was announced, and its members were not ordered to end."""
         return self.newest.phase is not GroupPhase.NONE
 
     @property
@@ -142,7 +141,7 @@ class JobState:
         """Return the spec with the current bounds; workers get the original spec."""
         low, high = self.permitted
         if self.spec.feeds:
-            high = min(high, max(low, self.growth.workers))
+            high = min(high, max(low, self.size.growth.workers))
         if (low, high) == (self.spec.min_workers, self.spec.max_workers):
             return self.spec
         return replace(self.spec, min_workers=low, max_workers=high)
@@ -150,7 +149,7 @@ class JobState:
     @property
     def permitted(self) -> tuple[int, int]:
         """Return the bounds that a user set, within which a job that feeds another one grows."""
-        return self.bounds or (self.spec.min_workers, self.spec.max_workers)
+        return self.size.bounds or (self.spec.min_workers, self.spec.max_workers)
 
     @property
     def job_id(self) -> JobId:
@@ -166,24 +165,26 @@ class JobState:
             check_move(JOB, f"job {self.job_id}", self.phase, phase)
             self.phase = phase
             if phase is JobPhase.PAUSED:
-                self.newest.paused_ns, self.newest.lost = None, []
+                self.newest.interruption = Interruption()
             self.since_ns = now_ns
 
     def member_ids(self) -> tuple[WorkerId, ...]:
-        """Return the newest group's members by rank."""
-        return self.group.worker_ids() if self.group else ()
+        """Return the ids of the newest group's members by rank."""
+        return self.newest.group.worker_ids() if self.newest.group else ()
 
     def rank_of(self, worker_id: WorkerId) -> int:
         """Return the worker's rank in the newest group, -1 if it has none."""
-        return self.group.ranks.get(worker_id, -1) if self.group else -1
+        group = self.newest.group
+        return group.ranks.get(worker_id, -1) if group else -1
 
     def is_member(self, worker_id: WorkerId) -> bool:
         """Return whether the worker is in the newest group."""
-        return self.group is not None and worker_id in self.group.ranks
+        group = self.newest.group
+        return group is not None and worker_id in group.ranks
 
     def places(self) -> tuple[RankPlace, ...]:
         """Return the rank assignment of the newest group's members, by rank."""
-        group = self.group
+        group = self.newest.group
         if group is None:
             return ()
         if self.newest.placed is None or self.newest.placed[0] is not group:
@@ -203,7 +204,7 @@ class JobState:
             self.is_open,
             self.newest.is_asked_to_leave,
             self.newest.phase is GroupPhase.SAVING,
-            stuck=self.newest.stuck,
+            stuck=self.newest.hang.stuck,
             in_place=self.is_in_place(),
             has_trained=self.newest.training_since_ns is not None,
             is_over=self.is_end_announced(),
@@ -303,14 +304,18 @@ class JobState:
         """Return the path of the newest automatic checkpoint that is recorded, "" for none."""
         return next((c.path for c in reversed(self.reports.checkpoints) if c.automatic), "")
 
-    def record(self) -> JobRecord:
-        """Return the job's durable state."""
-        ahead_ns = self.unix_ahead_ns
+    def record(self, unix_ahead_ns: int | None) -> JobRecord:
+        """Return the job's durable state.
+
+        Args:
+            unix_ahead_ns: the wall clock minus the machine's, None if unknown.
+        """
+        bounds = self.size.bounds or (0, 0)
         return JobRecord(
             spec=self.spec,
             phase=self.phase,
             generation=self.generation,
-            group=self.group,
+            group=self.newest.group,
             failures=self.outcome.history.failures,
             losses=self.outcome.history.losses,
             preemptions=self.outcome.preemptions,
@@ -321,18 +326,18 @@ class JobState:
             rank_failures=self.outcome.rank_failures,
             result=self.outcome.result,
             metrics=self.reports.metrics,
-            sequence=self.sequence,
-            min_workers=self.bounds[0] if self.bounds else 0,
-            max_workers=self.bounds[1] if self.bounds else 0,
+            sequence=self.submission.sequence,
+            min_workers=bounds[0],
+            max_workers=bounds[1],
             paused=self.release.paused,
             stopping=self.release.stopping,
             preempted_by=self.release.preempted_by,
-            submitter=self.submitter,
+            submitter=self.submission.submitter,
             is_save_requested=self.newest.phase is GroupPhase.SAVING,
             leaves_for=self.release.yields_to if self.release.is_leaving and self.is_open else "",
-            since_unix_ns=0 if ahead_ns is None else self.since_ns + ahead_ns,
+            since_unix_ns=0 if unix_ahead_ns is None else self.since_ns + unix_ahead_ns,
             goodput=self.ledger.total(),
-            former=self.former,
+            former=self.outcome.former,
         )
 
     def sample(self) -> JobSample:
@@ -343,24 +348,24 @@ class JobState:
         reported = (w.telemetry for w in present if w and w.telemetry != NOTHING_REPORTED)
         return JobSample(self.spec.job_id, group, next(reported, NOTHING_REPORTED))
 
-    def view(self, now_ns: int) -> JobView:
+    def view(self, now_ns: int, unix_ahead_ns: int | None) -> JobView:
         """Return the job for the status; an ended one shows STOPPING until its workers are gone."""
         accounts = (worker.account for worker in self.workers.values())
         known, unreported_ns = self.ledger.at(accounts, now_ns)
-        record = replace(self.record(), goodput=known)
+        record = replace(self.record(unix_ahead_ns), goodput=known)
         reason = self.reason
         if self.has_ended() and self.workers:
             reason = f"{reason} ({self.phase.value}, {len(self.workers)} workers are ending)"
             record = replace(record, phase=JobPhase.STOPPING)
-        elif self.newest.works and self.is_open:
-            reason = f"{reason}; {self.newest.works}" if reason else self.newest.works
+        elif (works := self.newest.hang.works) and self.is_open:
+            reason = f"{reason}; {works}" if reason else works
         workers = tuple(
             WorkerView(
                 w.report, w.node_id, self.rank_of(worker_id), w.since_ns, w.steps, w.telemetry
             )
             for worker_id, w in sorted(self.workers.items())
         )
-        first = self.group.members[0].node_id if self.is_open and self.group else NodeId("")
+        first = self.members[0].node_id if self.is_open else NodeId("")
         copies = self.copies.view(first)
         return JobView(record, reason, self.since_ns, workers, copies, unreported_ns)
 
@@ -395,6 +400,10 @@ class ClusterState:
     def do(self, *effects: CoordinatorEffect) -> None:
         """Add effects, in this order."""
         self.effects.extend(effects)
+
+    def persist(self, job: JobState) -> None:
+        """Make a job's state durable before the effects that follow."""
+        self.do(Persist((job.record(self.term.unix_ahead_ns),)))
 
     def note(self, name: str, job_id: str = "", **fields: object) -> None:
         """Add a line for the event log."""
@@ -452,7 +461,7 @@ class ClusterState:
         worker = job.workers.pop(worker_id)
         is_lost = worker.stop_cause is None and not job.has_ended()
         gone = FormerWorker(worker_id, job.rank_of(worker_id), worker.report.generation)
-        job.former = (*job.former, gone)[-FORMER_MAX:]
+        job.outcome.former = (*job.outcome.former, gone)[-FORMER_MAX:]
         job.ledger.close(worker.account, self.now_ns, is_lost=is_lost)
         self.owner.pop(worker_id, None)
         node = self.book.nodes.get(worker.node_id)

@@ -22,9 +22,9 @@ def nodes_of(cluster: ClusterState, job: JobState) -> list[NodeState]:
     It iterates over the draining nodes, which are few or none, because it is called very often.
     """
     book = cluster.book
-    if not book.leaving or not job.is_open or job.group is None:
+    if not book.leaving or not job.is_open:
         return []
-    members = {member.node_id for member in job.group.members}
+    members = {member.node_id for member in job.members}
     return [book.nodes[name] for name in sorted(book.leaving) if name in members]
 
 
@@ -34,11 +34,11 @@ def news(cluster: ClusterState, job: JobState) -> Preemption | None:
     Its worker id is still empty.
     """
     nodes = nodes_of(cluster, job)
-    if not nodes or job.group is None:
+    if not nodes:
         return None
     first = min(nodes, key=lambda state: (state.drain.by_ns or 0, state.node.node_id))
     ranks: dict[NodeId, list[int]] = {state.node.node_id: [] for state in nodes}
-    for member in job.group.members:
+    for member in job.members:
         if member.node_id in ranks:
             ranks[member.node_id].append(member.rank)
     leaving = tuple(LeavingNode(name, tuple(numbers)) for name, numbers in ranks.items())
@@ -51,10 +51,10 @@ def exhausts_budget(cluster: ClusterState, job: JobState, staying: Iterable[Work
 
     Counted when the group is replaced, so that the count is durable with the next group.
     """
-    if not job.is_open or job.group is None:
+    if not job.is_open:
         return False
     kept = frozenset(staying)
-    gone = sorted({m.node_id for m in job.group.members if m.worker_id not in kept})
+    gone = sorted({m.node_id for m in job.members if m.worker_id not in kept})
     taken = [
         name
         for name in gone
@@ -76,7 +76,7 @@ def save_is_due(cluster: ClusterState, job: JobState) -> Decision[bool]:
     """Decide whether a checkpoint must be taken now because of nodes that leave."""
     nodes = nodes_of(cluster, job)
     if not nodes or not job.spec.run_path:
-        job.newest.saved_before_ns = None
+        job.newest.leavers.saved_ns = None
         return Decision(False, "no node of the group leaves")
     found = job.candidates(cluster.book)
     candidates = {worker_id: found[worker_id] for worker_id in sorted(found)}
@@ -85,5 +85,5 @@ def save_is_due(cluster: ClusterState, job: JobState) -> Decision[bool]:
     can_go_on = any(job.is_member(worker_id) for worker_id in wanted)
     leave_by_ns = min(state.drain.by_ns or 0 for state in nodes)
     return policy.save_before(
-        leave_by_ns, last_ns=job.newest.saved_before_ns, now_ns=cluster.now_ns, can_go_on=can_go_on
+        leave_by_ns, last_ns=job.newest.leavers.saved_ns, now_ns=cluster.now_ns, can_go_on=can_go_on
     )

@@ -162,7 +162,7 @@ def _keep_out(cluster: ClusterState, job: JobState) -> None:
         return
     links.out = out
     if job.is_open and not workers.keys().isdisjoint(links.out):
-        job.newest.stuck = job.newest.stuck or explain(job)
+        job.newest.hang.stuck = job.newest.hang.stuck or explain(job)
     cluster.queue.is_outdated = True
     cluster.touch(job)
 

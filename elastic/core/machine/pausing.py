@@ -14,7 +14,6 @@ them can, so that none leaves for nothing.
 from __future__ import annotations
 
 from elastic.core.config import ns
-from elastic.core.events.coordinator import Persist
 from elastic.core.machine import reconcile, saves
 from elastic.core.machine.jobs import ClusterState, JobState
 from elastic.core.machine.transitions import ReleasePhase
@@ -222,7 +221,7 @@ def _pause(cluster: ClusterState, job: JobState) -> None:
     job.waits_for = ""
     job.reason = f"paused by a user: elastic resume {job.job_id}"
     job.reports.save_request, job.wake_ns = 0, None
-    cluster.do(Persist((job.record(),)))
+    cluster.persist(job)
     cluster.note("job_paused", job.job_id, generation=job.generation)
 
 
@@ -231,7 +230,7 @@ def _wait_again(cluster: ClusterState, job: JobState) -> None:
     job.release.preempted_by = job.release.yields_to
     job.reason = f"waiting: preempted by {job.release.preempted_by}; its workers end"
     job.reports.save_request = 0
-    cluster.do(Persist((job.record(),)))
+    cluster.persist(job)
     cluster.note(
         "job_preempted", job.job_id, by=job.release.preempted_by, generation=job.generation
     )

@@ -132,7 +132,7 @@ def demand_of(cluster: ClusterState, job: JobState) -> Demand:
         limits = replace(limits, max_workers=limits.max_workers + more)
     return Demand(
         spec=limits,
-        sequence=job.sequence,
+        sequence=job.submission.sequence,
         held_slots=tuple((w, nodes[w].node.node_id) for w in alive if nodes[w].may_host()),
         away=sum(1 for w in alive if not nodes[w].is_live()),
         out=frozenset(job.links.out),

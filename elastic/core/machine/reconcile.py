@@ -12,7 +12,6 @@ from dataclasses import replace
 from math import inf
 
 from elastic.core.config import ns
-from elastic.core.events.coordinator import Persist
 from elastic.core.machine import (
     announcing,
     copies,
@@ -38,7 +37,9 @@ from elastic.core.world import (
     NO_GENERATION,
     ExitCause,
     ExitKind,
+    Generation,
     Group,
+    JobId,
     JobPhase,
     Member,
     NodeId,
@@ -68,9 +69,9 @@ def reconcile_job(cluster: ClusterState, job: JobState) -> None:
         job.wake_ns = cluster.now_ns + 1
         return
     wake(job, links.settle(cluster, job))
-    if job.newest.has_news_of_leavers:
+    if job.newest.leavers.is_news:
         # Once for all that came together: a cloud may take a thousand nodes at once.
-        job.newest.has_news_of_leavers = False
+        job.newest.leavers.is_news = False
         remind_of_leavers(cluster, job, job.member_ids())
     if job.newest.anew_ns is not None:
         # A member whose process is spent gets a successor before the next group is decided. Else
@@ -111,7 +112,7 @@ def end_job(cluster: ClusterState, job: JobState, phase: JobPhase, reason: str) 
     if phase is JobPhase.SUCCEEDED:
         job.outcome.failure, job.outcome.failed_worker, job.outcome.rank_failures = None, "", ()
         job.outcome.result = job.outcome.finished[job.member_ids()[0]]
-    cluster.do(Persist((job.record(),)))
+    cluster.persist(job)
     cluster.note("job_ended", job.job_id, phase=phase.value, reason=reason)
     cluster.touch(job)
     cluster.touch_active()
@@ -250,19 +251,18 @@ def _form(cluster: ClusterState, job: JobState, plan: GroupPlan, reason: str) ->
     places = assign_ranks(plan.members, node_of, job.member_ids())
     former = frozenset(job.member_ids())
     before = former if job.is_open else frozenset()
-    job.generation += 1
-    job.group = Group(
-        generation=job.generation,
+    job.newest.group = Group(
+        generation=job.generation + 1,
         members=tuple(
             Member(p.worker_id, p.node_id, p.rank, job.workers[p.worker_id].report.store_address)
             for p in places
         ),
         reason=plan.cause,
-        key=_key_of_group(cluster, job),
+        key=_key_of_group(cluster, job.job_id, job.generation + 1),
     )
-    job.newest.placed = job.group, places
+    job.newest.placed = job.newest.group, places
     job.newest.move(GroupPhase.OPEN)
-    job.newest.stuck = ""
+    job.newest.hang.stuck = ""
     job.newest.anew_ns = None
     if plan.cause != "broken" or job.newest.training_since_ns is not None:
         job.links.nowhere_ns = cluster.now_ns
@@ -280,7 +280,7 @@ def _form(cluster: ClusterState, job: JobState, plan: GroupPlan, reason: str) ->
         cluster.charge(job, worker)
     invariants.check_bounds(job)
     job.move(JobPhase.RUNNING, cluster.now_ns)
-    cluster.do(Persist((job.record(),)))
+    cluster.persist(job)
     announce = announcing.announcer(cluster, job)
     for place in places:
         worker = job.workers[place.worker_id]
@@ -302,9 +302,9 @@ def _form(cluster: ClusterState, job: JobState, plan: GroupPlan, reason: str) ->
     )
 
 
-def _key_of_group(cluster: ClusterState, job: JobState) -> str:
-    """Return the secret with which members of the newest group authenticate to each other."""
-    name = f"group\n{job.job_id}\n{job.generation}".encode()
+def _key_of_group(cluster: ClusterState, job_id: JobId, generation: Generation) -> str:
+    """Return the secret with which the members of a group authenticate to each other."""
+    name = f"group\n{job_id}\n{generation}".encode()
     return hashlib.blake2b(name, key=cluster.term.secret, digest_size=32).hexdigest()
 
 
@@ -321,7 +321,7 @@ def request_leave(cluster: ClusterState, job: JobState, plan: GroupPlan, reason:
         leave = LeaveGroup(worker_id, job.generation, True, plan.cause, saves=plan.saves)
         send_worker(cluster, worker, leave)
     if is_news:
-        cluster.do(Persist((job.record(),)))
+        cluster.persist(job)
     cluster.note(
         "change_planned", job.job_id, generation=job.generation, cause=plan.cause, reason=reason
     )
@@ -337,7 +337,7 @@ def _suspend(cluster: ClusterState, job: JobState, plan: GroupPlan, reason: str)
     for worker in job.workers.values():
         cluster.charge(job, worker)
     job.move(JobPhase.PENDING, cluster.now_ns)
-    cluster.do(Persist((job.record(),)))
+    cluster.persist(job)
     for worker_id in job.member_ids():
         if worker_id in job.workers:
             leave = LeaveGroup(worker_id, job.generation, False, plan.cause)
@@ -430,7 +430,7 @@ def _save_before_they_leave(cluster: ClusterState, job: JobState) -> None:
     wake(job, decision.wake_ns)
     if not decision.value:
         return
-    job.newest.saved_before_ns = cluster.now_ns
+    job.newest.leavers.saved_ns = cluster.now_ns
     wake(job, leaving.save_is_due(cluster, job).wake_ns)
     saves.request_checkpoint(cluster, job, reason=decision.reason)
 
@@ -451,7 +451,7 @@ def _start_workers(cluster: ClusterState, job: JobState) -> bool:
         have -= sum(1 for w in alive if job.is_to_leave(w, cluster.node_of(w)))
     if have >= job.limits.max_workers:
         return False
-    not_before = max(job.restart_at_ns, cluster.term.hold_until_ns)
+    not_before = max(job.outcome.restart_at_ns, cluster.term.hold_until_ns)
     if cluster.now_ns < not_before:
         wake(job, not_before)
         return False
@@ -542,7 +542,7 @@ def _stop_all(cluster: ClusterState, job: JobState) -> None:
 
 def _watch_health(cluster: ClusterState, job: JobState) -> None:
     """Note when the whole group trains, and forgive losses once it has trained long enough."""
-    if not job.is_open or job.group is None:
+    if not job.is_open:
         return
     if job.newest.training_since_ns is not None and not job.outcome.history.losses:
         return
@@ -581,7 +581,7 @@ def forgive(job: JobState) -> None:
     job.outcome.history = type(job.outcome.history)(
         job.outcome.history.failures, 0, job.outcome.history.last
     )
-    job.restart_at_ns = 0
+    job.outcome.restart_at_ns = 0
 
 
 def wake(job: JobState, moment: int | None) -> None:

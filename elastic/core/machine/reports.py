@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from elastic.core.events.coordinator import Persist, SendAgent
+from elastic.core.events.coordinator import SendAgent
 from elastic.core.machine import saves
+from elastic.core.machine.job_parts import Interruption
 from elastic.core.machine.jobs import ClusterState, JobState
 from elastic.core.machine.reconcile import forgive
 from elastic.core.messages import Progress, Report, ReportAck, is_metrics
@@ -88,7 +89,7 @@ def _record(cluster: ClusterState, job: JobState, report: Report) -> None:
     )
     _keep(job, order)
     if record in job.reports.checkpoints:
-        cluster.do(Persist((job.record(),)))
+        cluster.persist(job)
         cluster.note("checkpoint_recorded", job.job_id, path=report.checkpoint)
         if record.automatic:
             saves.served(job, record.request)
@@ -106,7 +107,7 @@ def _take_validation(cluster: ClusterState, job: JobState, report: Report) -> No
         return
     settled = replace(known[0], metrics=report.metrics, status=report.status)
     _keep(job, [settled if c is known[0] else c for c in job.reports.checkpoints])
-    cluster.do(Persist((job.record(),)))
+    cluster.persist(job)
     cluster.note(
         "checkpoint_validated", job.job_id, path=report.checkpoint, status=report.status.value
     )
@@ -157,16 +158,17 @@ def take_progress(cluster: ClusterState, progress: Progress) -> None:
     job.newest.first_steps[progress.worker_id] = progress.first_step_unix_ns
     if len(job.newest.first_steps) < len(job.member_ids()):
         return
+    group = job.newest.group
     if set(job.member_ids()) <= set(job.newest.first_steps):
         last = max(job.newest.first_steps[w] for w in job.member_ids())
         pause_ns = _pause_ns(cluster, job, last)
         cluster.note(
             "first_step", job.job_id, generation=job.generation, unix_ns=last,
-            world_size=len(job.member_ids()), cause=job.group.reason if job.group else "",
+            world_size=len(job.members), cause=group.reason if group is not None else "",
             pause_s=None if pause_ns is None else f"{pause_ns / 1e9:.3f}",
-            lost="; ".join(job.newest.lost),
+            lost="; ".join(job.newest.interruption.lost),
         )  # fmt: skip
-        job.newest.paused_ns, job.newest.lost = None, []
+        job.newest.interruption = Interruption()
 
 
 def _pause_ns(cluster: ClusterState, job: JobState, last_unix_ns: int) -> int | None:
@@ -175,11 +177,10 @@ def _pause_ns(cluster: ClusterState, job: JobState, last_unix_ns: int) -> int | 
     It counts from when the coordinator noticed. The end is the step's reported time, because in
     large groups the reports themselves are delayed.
     """
-    if job.newest.paused_ns is None:
+    since_ns, ahead_ns = job.newest.interruption.since_ns, cluster.term.unix_ahead_ns
+    if since_ns is None:
         return None
-    received_ns = cluster.now_ns - job.newest.paused_ns
-    if cluster.term.unix_ahead_ns is None:
+    received_ns = cluster.now_ns - since_ns
+    if ahead_ns is None:
         return received_ns
-    return min(
-        received_ns, max(0, last_unix_ns - cluster.term.unix_ahead_ns - job.newest.paused_ns)
-    )
+    return min(received_ns, max(0, last_unix_ns - ahead_ns - since_ns))

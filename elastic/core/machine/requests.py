@@ -8,7 +8,6 @@ from __future__ import annotations
 from elastic.core.events.coordinator import (
     NodeCordonRequested,
     PauseRequested,
-    Persist,
     PersistNodes,
     Reply,
     ResumeRequested,
@@ -60,7 +59,7 @@ def on_stop(cluster: ClusterState, event: StopRequested) -> None:
         if not job.release.stopping:
             job.release.reset()
             job.release.paused, job.release.stopping = True, reason
-            cluster.do(Persist((job.record(),)))
+            cluster.persist(job)
             cluster.note("stop_requested", job.job_id, generation=job.generation, reason=reason)
             cluster.touch_active()
     else:
@@ -90,7 +89,7 @@ def on_pause(cluster: ClusterState, event: PauseRequested) -> None:
     if not job.release.paused:
         job.release.reset()
         job.release.paused = True
-        cluster.do(Persist((job.record(),)))
+        cluster.persist(job)
         cluster.note("pause_requested", job.job_id, generation=job.generation)
         cluster.touch_active()
     cluster.do(Reply(event.request_id, "", job.job_id))
@@ -107,7 +106,7 @@ def on_resume(cluster: ClusterState, event: ResumeRequested) -> None:
         if job.phase is JobPhase.PAUSED:
             job.move(JobPhase.PENDING, cluster.now_ns)
             job.reason = "resumed"
-        cluster.do(Persist((job.record(),)))
+        cluster.persist(job)
         cluster.note("job_resumed", job.job_id, generation=job.generation)
         cluster.touch_active()
     cluster.do(Reply(event.request_id, "", job.job_id))
@@ -124,8 +123,8 @@ def on_scale(cluster: ClusterState, event: ScaleRequested) -> None:
         cluster.do(Reply(event.request_id, "invalid", refusal))
         return
     if (low, high) != job.permitted:
-        job.bounds = (low, high)
-        cluster.do(Persist((job.record(),)))
+        job.size.bounds = (low, high)
+        cluster.persist(job)
         cluster.note("job_scaled", job.job_id, min_workers=low, max_workers=high)
         cluster.touch_active()
     cluster.do(Reply(event.request_id, "", job.job_id))
@@ -168,12 +167,12 @@ def on_cut(cluster: ClusterState, job: JobState, micro_batches: int) -> None:
     if job.reports.micro_batches == micro_batches:
         return
     job.reports.micro_batches = micro_batches
-    if job.bounds is None:
+    if job.size.bounds is None:
         return
-    bounds = scaling.within(_shape(job), *job.bounds)
-    if bounds != job.bounds:
-        job.bounds = bounds
-        cluster.do(Persist((job.record(),)))
+    bounds = scaling.within(_shape(job), *job.size.bounds)
+    if bounds != job.size.bounds:
+        job.size.bounds = bounds
+        cluster.persist(job)
         cluster.note("job_scaled", job.job_id, min_workers=bounds[0], max_workers=bounds[1])
         cluster.touch_active()
 

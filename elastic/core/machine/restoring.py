@@ -12,6 +12,8 @@ from elastic.core.machine.job_parts import (
     JobOutcome,
     JobRelease,
     JobReports,
+    JobSize,
+    JobSubmission,
     NewestGroup,
 )
 from elastic.core.machine.jobs import JobState
@@ -38,12 +40,11 @@ def restore(record: JobRecord, now_ns: int, unix_ahead_ns: int | None = None) ->
     group_phase = GroupPhase.OPEN if is_open else GroupPhase.NONE
     return JobState(
         spec=record.spec,
-        sequence=record.sequence,
+        submission=JobSubmission(record.sequence, record.submitter),
         phase=record.phase,
         since_ns=since_ns,
-        generation=record.generation,
-        group=record.group,
         newest=NewestGroup(
+            group=record.group,
             phase=GroupPhase.SAVING if leaves else group_phase,
             announced_ns=now_ns,
         ),
@@ -64,14 +65,14 @@ def restore(record: JobRecord, now_ns: int, unix_ahead_ns: int | None = None) ->
             history=FailureHistory(record.failures, record.losses),
             preemptions=record.preemptions,
             result=record.result,
+            former=record.former,
         ),
         reports=JobReports(checkpoints=record.checkpoints, metrics=record.metrics),
         reason=record.reason,
-        bounds=record.bounds if record.min_workers or record.max_workers else None,
-        submitter=record.submitter,
+        size=JobSize(
+            record.bounds if record.min_workers or record.max_workers else None,
+            Growth(len(record.group.members) if record.group else 0),
+        ),
         links=LinkBook(nowhere_ns=now_ns),
-        unix_ahead_ns=unix_ahead_ns,
-        former=record.former,
-        growth=Growth(len(record.group.members) if record.group else 0),
         ledger=Ledger([*record.goodput.times()]),
     )

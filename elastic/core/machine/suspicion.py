@@ -85,8 +85,8 @@ def check(cluster: ClusterState) -> None:
         else:
             del cluster.probes.polls[job_id]
             if job is not None:
-                job.newest.hung.clear()
-                job.newest.works = ""
+                job.newest.hang.culprits.clear()
+                job.newest.hang.works = ""
 
 
 def silent(cluster: ClusterState) -> list[tuple[NodeState, str]]:
@@ -190,7 +190,7 @@ def _judge(cluster: ClusterState, job: JobState) -> None:
         1 for m in members if m.main_thread and m.main_thread.waits(job.generation, cluster.now_ns)
     )
     works = decision.value.works
-    job.newest.works = f"{works}; {waiting} of {len(members)} wait for it" if works else ""
+    job.newest.hang.works = f"{works}; {waiting} of {len(members)} wait for it" if works else ""
     # Also before a member is judged hung: one that waits over a cut link, undetected, makes no
     # progress. And while a group forms: members with all their links already train, and wait for
     # the two without.
@@ -202,12 +202,12 @@ def _judge(cluster: ClusterState, job: JobState) -> None:
     culprits = decision.value.culprits
     seconds = f"{(cluster.now_ns - decision.value.since_ns) / NS_PER_S:.1f}"
     # A member that moves after all is not killed, however late.
-    job.newest.hung = {
-        worker_id: at for worker_id, at in job.newest.hung.items() if worker_id in culprits
+    job.newest.hang.culprits = {
+        worker_id: at for worker_id, at in job.newest.hang.culprits.items() if worker_id in culprits
     }
-    fresh = [worker_id for worker_id in culprits if worker_id not in job.newest.hung]
+    fresh = [worker_id for worker_id in culprits if worker_id not in job.newest.hang.culprits]
     for worker_id in fresh:
-        job.newest.hung[worker_id] = cluster.now_ns
+        job.newest.hang.culprits[worker_id] = cluster.now_ns
         worker = job.workers[worker_id]
         main_thread = worker.main_thread
         cluster.note(
@@ -223,7 +223,7 @@ def _judge(cluster: ClusterState, job: JobState) -> None:
     if fresh:
         timeouts.show_all(cluster, job, decision.reason)
     for worker_id in culprits:
-        if cluster.now_ns - job.newest.hung[worker_id] >= timeouts.DUMP_NS:
+        if cluster.now_ns - job.newest.hang.culprits[worker_id] >= timeouts.DUMP_NS:
             detail = f"did not move for {seconds} s: {decision.reason}"
             stop_worker(cluster, job, worker_id, ExitCause(ExitKind.HUNG, detail=detail))
             cluster.touch(job)
@@ -231,9 +231,9 @@ def _judge(cluster: ClusterState, job: JobState) -> None:
 
 def _unstick(cluster: ClusterState, job: JobState, why: str) -> None:
     """Request the stacks of all members, and mark the group as stuck, so that it is replaced."""
-    if job.newest.stuck:
+    if job.newest.hang.stuck:
         return
-    job.newest.stuck = why
+    job.newest.hang.stuck = why
     cluster.note("group_stuck", job.job_id, generation=job.generation, reason=why)
     timeouts.show_all(cluster, job, why)
     cluster.touch(job)
