@@ -78,6 +78,7 @@ def feed(config: Mapping[str, Any]) -> None:
 
     from elastic.data.feeder_network import FOLDER, FeederServer, addresses_file
     from elastic.runtime.peer_tls import PeerTls
+    from elastic.worker.engine.bystander import stay
     from elastic.worker.engine.context import current
 
     context, engine = current(), require_engine("feeders")
@@ -104,7 +105,7 @@ def feed(config: Mapping[str, Any]) -> None:
             with contextlib.suppress(StorageError):  # Gone, or the next attempt deletes it.
                 at_once.delete(left.pop())
 
-    engine.stay(json.dumps(server.endpoint).encode(), write)
+    stay(engine, json.dumps(server.endpoint).encode(), write)
 
 
 def source_of(config: DataConfig, secret: FeederSecret | None) -> Callable[[], Any] | None:

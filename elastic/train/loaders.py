@@ -284,7 +284,7 @@ class PreparedLoader:
 
     def _micro_batches(self, engine: StepEngine) -> MicroBatches:
         if self._by_step is None:
-            seed, number = _seed_of(self._users, engine.seed), self._num_micro_batches
+            seed, number = _seed_of(self._users, engine.options.seed), self._num_micro_batches
             if self._streams is not None:
                 self._by_step = StreamLoader(
                     self._users,
@@ -329,7 +329,7 @@ class PreparedLoader:
         if engine is not None and engine.keeps:
             # By the place in the run: a worker that has joined has counted other passes.
             batches.epoch = engine.cursor.epoch
-            seed = engine.evaluation_seed(_seed_of(self._users, engine.seed))
+            seed = engine.evaluation_seed(_seed_of(self._users, engine.options.seed))
         else:
             batches.epoch = self._next_epoch()
         sizes = batches.sizes()

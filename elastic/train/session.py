@@ -440,7 +440,7 @@ class TrainContext:
 
     def get_metadata(self) -> dict[str, Any]:
         """Return the trainer's `metadata`."""
-        return dict(require_engine("train.get_context").metadata)
+        return dict(require_engine("train.get_context").options.metadata)
 
     def get_trial_name(self) -> str:
         """Return the run's name: a run is Ray's trial."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import random
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -63,7 +64,7 @@ def enable_reproducibility(seed: int = 0) -> None:
     torch.manual_seed(seed)
     context = worker_context.current()
     if context is not None and context.engine is not None:
-        context.engine.seed = seed
+        context.engine.options = replace(context.engine.options, seed=seed)
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False
 

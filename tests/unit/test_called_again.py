@@ -113,7 +113,7 @@ class Life:
         if not self._leaves(number) or (engine.cursor, number) in self._left:
             return
         self._left.add((engine.cursor, number))
-        home: Any = engine._groups
+        home: Any = engine.groups
         if not self._by_order:
             home.broken = self._generation
             raise Left("Connection closed by peer")

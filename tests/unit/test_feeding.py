@@ -12,7 +12,7 @@ from elastic.core.messages import LeaveGroup, Progress, StartWorker, StopWorker
 from elastic.core.telemetry import Telemetry
 from elastic.core.world import JobId, JobPhase, WorkerId, WorkerPhase
 from elastic.errors import StorageError
-from elastic.worker.engine import step_engine
+from elastic.worker.engine import bystander
 from tests.unit.coordinator_under_test import STOPPED, Coordinator
 
 FED, FEEDERS = "fed", "feeders"
@@ -153,15 +153,15 @@ def test_a_feeder_goes_on_while_storage_does_not_take_its_address(
         raise StorageError("full") if len(tries) == 1 else Written
 
     for name in ("connect", "default_group"):
-        monkeypatch.setattr(step_engine, name, lambda *_: None)
-    monkeypatch.setattr(step_engine, "share_bytes", lambda _, mine: (mine,))
-    monkeypatch.setattr(step_engine, "AGAIN_S", 0.0)
+        monkeypatch.setattr(bystander, name, lambda *_: None)
+    monkeypatch.setattr(bystander, "share_bytes", lambda _, mine: (mine,))
+    monkeypatch.setattr(bystander, "AGAIN_S", 0.0)
     link = SimpleNamespace(leave_request=lambda _: None)
     engine: Any = SimpleNamespace(
-        _groups=SimpleNamespace(declare=lambda in_place: None, defer=lambda _: None),
-        _context=SimpleNamespace(join=None, generation=1, reach=None, world_rank=0, link=link),
-        _is_called_back=lambda: False,
+        groups=SimpleNamespace(declare=lambda in_place: None, defer=lambda _: None),
+        context=SimpleNamespace(join=None, generation=1, reach=None, world_rank=0, link=link),
+        is_called_back=lambda: False,
     )
     with pytest.raises(Written):
-        step_engine.StepEngine.stay(engine, b"here", write)
+        bystander.stay(engine, b"here", write)
     assert tries == 2 * [(b"here",)]

@@ -113,7 +113,7 @@ def test_values_that_were_shared_count_once_with_the_next_step_also_after_a_rest
 @pytest.mark.usefixtures("inside")
 def test_values_of_a_step_that_is_done_again_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
     loop, seen, is_over = Loop.make(), [], [False]
-    home: Any = current().engine._groups  # type: ignore[union-attr]
+    home: Any = current().engine.groups  # type: ignore[union-attr]
 
     def rejoin(*_: Any) -> None:
         is_over[0] = False

@@ -152,8 +152,8 @@ def leaving(asked: bool) -> list[tuple[int, dict[str, float]]]:
         if dist.get_rank() == 1:  # Another process has its place now.
             engine.logbook.receive(engine.logbook.latest, ["loss"])
 
-    engine._context.link.leave_request = leave_request
-    engine._groups.rejoin = rejoin
+    engine.context.link.leave_request = leave_request
+    engine.groups.rejoin = rejoin
     for _ in train.epochs(1):
         for _, x, y in batches:
             known.append((engine.cursor.step, train.get_logged()))

@@ -19,6 +19,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +122,8 @@ def prepare_trainer(trainer: Trainer, *, global_batch_size: int | None = None) -
     size = global_batch_size or of_shard or size * args.gradient_accumulation_steps * workers
     args.gradient_accumulation_steps = 1
     args.average_tokens_across_devices = False  # Micro-batches are weighted by their tokens.
-    engine.seed = args.seed if args.data_seed is None else args.data_seed
+    seed = args.seed if args.data_seed is None else args.data_seed
+    engine.options = replace(engine.options, seed=seed)
     cls = type(trainer)
     trainer.__class__ = type(cls.__name__, (_InSteps, cls), {"__module__": cls.__module__})
     trainer._elastic = _Run(trainer, size)  # type: ignore[attr-defined]

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from elastic.worker.engine import usage_errors
+from elastic.worker.engine.engine_parts import RunningLoop
 from elastic.worker.engine.prepared_optimizers import EngineSteps, adopt_optimizer, adopt_scheduler
 from elastic.worker.state.train_state import Stateful, TrainState
 
@@ -20,12 +21,16 @@ class ObjectRegistry:
 
     Attributes:
         state: the prepared and registered objects.
-        has_begun: the loop over epochs runs, so that nothing is taken any more.
     """
 
     def __init__(self) -> None:
         self.state = TrainState()
-        self.has_begun = False
+        self._loop: RunningLoop | None = None
+
+    @property
+    def has_begun(self) -> bool:
+        """Return whether the loop over epochs runs, so that nothing is taken any more."""
+        return self._loop is not None
 
     def add_model(self, model: nn.Module) -> None:
         """Let a model's parameters and buffers be part of the run's state."""

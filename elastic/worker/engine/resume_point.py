@@ -43,19 +43,22 @@ class ResumePoint:
 
     Attributes:
         is_whole: it is; what is kept does not count then.
+        given: what an earlier call of the train function has reached in this process, None once
+            the loop continues from it.
         calls_late: the loop calls collectives of its own after its optimizers have stepped.
     """
 
-    def __init__(self, state: TrainState, watch: Divergence, *, calls_late: bool) -> None:
+    def __init__(self, state: TrainState, watch: Divergence, given: ResumeState | None) -> None:
         """Begin whole.
 
         Args:
             state: the prepared and registered objects.
             watch: knows the checksums of their weights.
-            calls_late: an earlier call of the train function did.
+            given: what an earlier call of the train function has reached, None if nothing.
         """
         self.is_whole = True
-        self.calls_late = calls_late
+        self.given = given
+        self.calls_late = given is not None and given.calls_late
         self._state, self._watch = state, watch
         self._kept: ResumeState | None = None
         # Checksums of weights that are not part of the copy, None if they are.

@@ -20,8 +20,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from copy import deepcopy
-from math import inf
-from typing import Any, NoReturn, TypeVar
+from dataclasses import replace
+from typing import Any, TypeVar
 
 import torch
 from torch.profiler import record_function
@@ -37,9 +37,8 @@ from elastic.core.telemetry import (
     RESTORE,
     USER,
 )
-from elastic.errors import GroupError, InvariantViolation, StorageError, UsageError, check
+from elastic.errors import GroupError, InvariantViolation, UsageError, check
 from elastic.worker.base.interrupt import GroupChanged
-from elastic.worker.base.mailboxes import WAIT_SLICE_S
 from elastic.worker.base.timing import COMPUTE, TimingSample
 from elastic.worker.data.seeding import seed_everything, seed_step
 from elastic.worker.data.stream_book import StreamBook
@@ -48,8 +47,15 @@ from elastic.worker.engine import usage_errors
 from elastic.worker.engine.checkpoint_schedule import CheckpointScheduler
 from elastic.worker.engine.context import WorkerContext
 from elastic.worker.engine.divergence import Divergence, differ
-from elastic.worker.engine.group_sync import share_book, share_bytes, share_latest
-from elastic.worker.engine.logbook import Logbook, PlaceCounter
+from elastic.worker.engine.engine_parts import (
+    EngineOptions,
+    EpochLoop,
+    Iteration,
+    PresentGroup,
+    RunningLoop,
+)
+from elastic.worker.engine.group_sync import share_book, share_latest
+from elastic.worker.engine.logbook import Logbook
 from elastic.worker.engine.outcome import is_group_broken
 from elastic.worker.engine.preparation import ObjectRegistry
 from elastic.worker.engine.prepared_optimizers import (
@@ -68,9 +74,8 @@ from elastic.worker.engine.step_values import StepValues
 from elastic.worker.engine.whole_step import WholeStep
 from elastic.worker.group.abortable_wait import checked
 from elastic.worker.group.c10d import default_group
-from elastic.worker.group.member_links import connect
-from elastic.worker.reduce.reducer import OptimizerUnit, Reducer
-from elastic.worker.reduce.sharded_reduce import Padding, ShardedReducer, make_reducer, recovery_of
+from elastic.worker.reduce.reducer import Reducer
+from elastic.worker.reduce.sharded_reduce import ShardedReducer, make_reducer, recovery_of
 from elastic.worker.reduce.step_metadata import (
     StepMetadata,
     halves,
@@ -79,7 +84,7 @@ from elastic.worker.reduce.step_metadata import (
     send_metadata,
     whole,
 )
-from elastic.worker.reduce.step_share import MicroBatch, StepShare, WeighedShare
+from elastic.worker.reduce.step_share import StepShare, WeighedShare
 from elastic.worker.reduce.tree_exchange import MicroBatchPartition
 from elastic.worker.state.pending_steps import PendingOptimizerSteps, has_gradients
 from elastic.worker.state.train_state import State
@@ -87,9 +92,6 @@ from elastic.worker.state.train_state import State
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-AGAIN_S = 5.0
-"""Until what storage did not take is written again."""
 
 
 class StepEngine(ObjectRegistry):
@@ -100,14 +102,12 @@ class StepEngine(ObjectRegistry):
         state: the prepared and registered objects.
         logbook: what `train.log` was given.
         has_begun: the loop over epochs runs, so that groups change in place.
+        groups: where groups come from.
+        options: what the user chose.
         keeps: what is reached stays in this process: the loop has run, or the user has it called
             again here.
-        seed: of shuffling, unless the loader brings its own.
-        recovery: how this worker comes into the next group, as in `FailureConfig`.
         at_close: what is to be done at the end of the call.
-        metadata: of the trainer, for the script.
         streams: what is known of a dataset that is read as streams.
-        data: how the data is cut, None while no loader was read.
     """
 
     def __init__(self, groups: GroupProvider, *, resume_state: ResumeState | None = None) -> None:
@@ -118,105 +118,48 @@ class StepEngine(ObjectRegistry):
             resume_state: what an earlier call of the train function has reached in this process.
         """
         super().__init__()
+        self.groups = groups
         self.cursor = Cursor()
         self.logbook = Logbook()
         # Loaders that are asked for the steps of an epoch before the loop know of it from then on.
         self.streams = resume_state.streams if resume_state is not None else StreamBook()
-        self.seed, self.recovery = 0, "auto"
-        self._groups, self._resume_state = groups, resume_state
+        self.options = EngineOptions()
         self.keeps = resume_state is not None
+        self.at_close = ExitStack()
         self._place: WorkerContext | None = None
-        self._consistency = "bitwise"
-        self.metadata: dict[str, Any] = {}
-        self._has_state, self._phase = False, IterationPhase.OUTSIDE
-        self._reducer: Reducer | ShardedReducer | None = None
-        self._units: dict[int, OptimizerUnit] = {}
         self._checkpoints = CheckpointScheduler(self.state, self.logbook, self.streams)
-        self._loader: MicroBatches | None = None
-        self.data: Data | None = None
-        self._batch: MicroBatch | None = None
-        self._epoch: int | None = None
-        self._error: BaseException | None = None
-        self._leaves, self._ends, self._stepped, self._rates = False, False, 0, 0
-        self._noted: Cursor | None = None  # What was reported before its iteration was over.
-        self._passed: int | None = None
-        self._share: StepShare | WeighedShare | None = None
-        self._num_epochs = 0
-        # Where each member of this group runs code of its own next; what we have reported and
-        # evaluated in it.
-        self._places: tuple[Cursor, ...] = ()
-        self._reports, self._evaluations = PlaceCounter(), PlaceCounter()
-        self._due, self._padding = PendingOptimizerSteps(), Padding()
-        self._values, self._by_steps = StepValues(None), False
-        self._watch, self._meets = Divergence(self.state), False
-        self._sync_norms: Mapping[str, torch.nn.SyncBatchNorm] = {}
-        self._to_step: list[torch.optim.Optimizer] = []  # To step, in this iteration.
-        calls_late = resume_state is not None and resume_state.calls_late
-        self._resume_point = ResumePoint(self.state, self._watch, calls_late=calls_late)
-        self._stack, self.at_close = ExitStack(), ExitStack()
+        self._due = PendingOptimizerSteps()
+        self._watch = Divergence(self.state)
+        self._resume_point = ResumePoint(self.state, self._watch, resume_state)
+        self._has_state = False
+        self._epochs = EpochLoop()
+        self._group = PresentGroup()
+        self._iteration = Iteration()
+        self._phase = IterationPhase.OUTSIDE
 
     def configure(self, options: Mapping[str, Any]) -> None:
         """Take what the user chose, from what is known of this call."""
-        self._consistency = str(options.get("consistency", self._consistency))
-        self.metadata = dict(options.get("metadata", self.metadata))
-        self.recovery = str(options.get("recovery", self.recovery))
+        self.options = self.options.with_those_of(options)
         self._checkpoints.configure(options)
-        if self.recovery == "reenter" and not self.keeps:
+        if self.options.recovery == "reenter" and not self.keeps:
             self.keeps = True
-            self._groups.declare(in_place=False)
+            self.groups.declare(in_place=False)
 
     def enter(self, context: WorkerContext) -> None:
         self._place = context
         self._checkpoints.enter(context)
         if context.reporter is not None:
-            context.reporter.add_metadata(self.metadata)
+            context.reporter.add_metadata(dict(self.options.metadata))
 
     def close(self) -> None:
         """The call of the train function is over, however it ended; again is no harm."""
         self._end()
         self.at_close.close()
 
-    def stay(self, mine: bytes, entered: Callable[[tuple[bytes, ...]], None]) -> NoReturn:
-        """Be in each group of the job without any step, until the process ends.
-
-        For a process that serves others meanwhile, and has no state.
-
-        Args:
-            mine: what the other members are to know of this one; not empty.
-            entered: called on rank 0 in each group, with everyone's, by rank; again after a
-                while if storage fails, since that is no reason to end.
-        """
-        self._groups.declare(in_place=True)
-        self._groups.defer(True)
-        if self._context.join is not None:
-            self._context.join()
-        while True:
-            generation, error = self._context.generation, None
-            write_at = inf
-            try:
-                connect(default_group(), self._context.reach)
-                members = share_bytes(default_group(), mine)
-                write_at = 0.0 if self._context.world_rank == 0 else inf
-            except (RuntimeError, GroupError) as failure:
-                if not (self._is_called_back() or is_group_broken(failure)):
-                    raise
-                error = None if self._is_called_back() else failure
-            request = None
-            while error is None and request is None and not self._is_called_back():
-                if time.monotonic() >= write_at:
-                    try:
-                        entered(members)
-                        write_at = inf
-                    except StorageError as failure:
-                        log.warning("not_written pause_s=%.0f error=%r", AGAIN_S, str(failure))
-                        write_at = time.monotonic() + AGAIN_S
-                time.sleep(WAIT_SLICE_S)
-                request = self._context.link.leave_request(generation)
-            self._groups.rejoin(generation, error, request is not None)
-
-    def bytes_sent(self) -> int:
-        """Return the bytes of gradients that this rank has sent in its present group."""
-        return self._the_reducer().bytes_sent
+    @property
+    def data(self) -> Data | None:
+        """Return how the data is cut, None while no loader was read."""
+        return self._epochs.data
 
     # ------------------------------------------------------------------- epochs
 
@@ -231,19 +174,19 @@ class StepEngine(ObjectRegistry):
         self.cursor = max(self.cursor, Cursor(start, step))
         if not self.state.optimizers:
             raise usage_errors.no_optimizer()
-        self._num_epochs = total
+        self._epochs.total = total
         self._begin()
         try:
             while self.cursor.epoch < total:
-                epoch = self._epoch = self.cursor.epoch
+                epoch = self._epochs.epoch = self.cursor.epoch
                 # A member that joins later runs this code, too, and with the same random numbers.
-                seed_everything(epoch_seed(self.seed, epoch, is_over=False))
+                seed_everything(epoch_seed(self.options.seed, epoch, is_over=False))
                 yield epoch
                 if self.cursor.epoch == epoch:
                     self.cursor = Cursor(epoch + 1, 0)
                 self._set_whole()
-            with self._context.timing.spending(CHECKPOINT_STALL):
-                holds = not (self._resume_point.is_small or self._context.is_local)
+            with self.context.timing.spending(CHECKPOINT_STALL):
+                holds = not (self._resume_point.is_small or self.context.is_local)
                 self._checkpoints.at_end(self.cursor, self.data, self._is_broken, holds=holds)
             self._keep_for_code_behind()
         finally:
@@ -254,57 +197,60 @@ class StepEngine(ObjectRegistry):
         if self.has_begun:
             raise UsageError("train.epochs: a loop over it is running already")
         usage_errors.check_forward(self.state.models)
-        self._sync_norms = usage_errors.sync_norms(self.state.models)
-        usage_errors.check_sync_norms(self._sync_norms)
+        sync_norms = usage_errors.sync_norms(self.state.models)
+        usage_errors.check_sync_norms(sync_norms)
         usage_errors.check_whole(self.state.optimizers)
-        self._units = self.state.units()
-        units, activity = list(self._units.values()), self._context.activity
-        self.recovery = recovery_of(self.state, self.recovery)
-        self._reducer, self._padding = make_reducer(
-            self.state,
-            units,
-            consistency=self._consistency,
-            activity=activity,
-            is_over=lambda: self._groups.is_group_over(self._context.generation),
-        )
-        self._stack.enter_context(scalers_know(self))
-        self._stack.enter_context(modules_know(self._reducer.parameters_zeroed))
-        names = self._watch.begin()
-        self._stack.enter_context(unprepared_refused(names, lambda: self._due.is_stepping))
-        self._stack.enter_context(data_waits(self._checkpoints.settle))
-        self._stack.enter_context(captures_wait(self._checkpoints.settle))
-        self._stack.enter_context(checked(self._check_collective))
-        self.has_begun = self.keeps = True
-        self._groups.declare(in_place=self._is_in_place)
-        self._groups.defer(self._is_in_place)
-        if self._context.join is not None:
-            self._context.join()  # Everything is built: from here on the others may wait for us.
-        resume_state = self._resume_state
+        recovery = recovery_of(self.state, self.options.recovery)
+        self.options = replace(self.options, recovery=recovery)
+        self._loop, self.keeps = self._make_loop(sync_norms), True
+        self.groups.declare(in_place=self.options.is_in_place)
+        self.groups.defer(self.options.is_in_place)
+        if self.context.join is not None:
+            self.context.join()  # Everything is built: from here on the others may wait for us.
+        resume_state = self._resume_point.given
         if resume_state is not None:
             # An interrupt between two tensors would leave a state of no step.
-            with self._context.shielded():
+            with self.context.shielded():
                 self.state.put(resume_state.state)
                 self.cursor, self.logbook = resume_state.cursor, resume_state.logbook
                 self._checkpoints.go_on(resume_state.logbook, resume_state.steps)
-                self._has_state, self._resume_state = True, None
-            if resume_state.generation == self._context.generation:
-                self._places = resume_state.places
+                self._has_state, self._resume_point.given = True, None
+            if resume_state.generation == self.context.generation:
+                self._group.places = resume_state.places
                 self._attach()
                 return
         self._change_group(is_first=True)
 
+    def _make_loop(self, sync_norms: Mapping[str, torch.nn.SyncBatchNorm]) -> RunningLoop:
+        units = self.state.units()
+        reducer, padding = make_reducer(
+            self.state,
+            list(units.values()),
+            consistency=self.options.consistency,
+            activity=self.context.activity,
+            is_over=lambda: self.groups.is_group_over(self.context.generation),
+        )
+        with ExitStack() as patches:
+            patches.enter_context(scalers_know(self))
+            patches.enter_context(modules_know(reducer.parameters_zeroed))
+            names = self._watch.begin()
+            patches.enter_context(unprepared_refused(names, lambda: self._due.is_stepping))
+            patches.enter_context(data_waits(self._checkpoints.settle))
+            patches.enter_context(captures_wait(self._checkpoints.settle))
+            patches.enter_context(checked(self._check_collective))
+            return RunningLoop(reducer, padding, units, sync_norms, patches.pop_all())
+
     def _end(self) -> None:
         """The loop is left: from here on the train function is like any other."""
-        if not self.has_begun:
+        if self._loop is None:
             return  # Also when a generator of a call that is long over is finalized.
         self._phase = IterationPhase.OUTSIDE
-        self._epoch = self._passed = None
+        self._epochs.epoch = self._epochs.passed = None
         self._settle_snapshot()
-        self._the_reducer().close()
-        self._reducer, self.has_begun = None, False
-        self._stack.close()
-        self._groups.declare(in_place=False)
-        self._groups.defer(False)
+        self._loop.close()
+        self._loop = None
+        self.groups.declare(in_place=False)
+        self.groups.defer(False)
 
     # ------------------------------------------------------------------- micro-batches
 
@@ -314,7 +260,7 @@ class StepEngine(ObjectRegistry):
         Raises:
             UsageError: not inside the loop over epochs, or while another loader is read.
         """
-        self._by_steps = False
+        self._epochs.by_steps = False
         return self._iterations(loader, lambda: self._open_iteration(loader))
 
     def steps(self, loader: MicroBatches, moved: Callable[[Any], Any]) -> Iterator[WholeStep]:
@@ -327,7 +273,7 @@ class StepEngine(ObjectRegistry):
         Raises:
             UsageError: as `micro_batches`, or a step was not computed or not stepped.
         """
-        self._by_steps = True
+        self._epochs.by_steps = True
         return self._iterations(loader, lambda: WholeStep(self, loader, moved))
 
     def _iterations(self, loader: MicroBatches, give: Callable[[], T]) -> Iterator[T]:
@@ -337,21 +283,21 @@ class StepEngine(ObjectRegistry):
             while True:
                 self._close_iteration(is_first)
                 is_first = False
-                if self._ends:
+                if self._epochs.ends:
                     self._go_to_end(loader)
-                if self._leaves or self._phase is IterationPhase.VOID or self._is_broken():
+                if self._group.leaves or self._phase is IterationPhase.VOID or self._is_broken():
                     self._change_group()
                 if self.cursor.epoch != epoch:
                     # The others are in a later epoch: their code after this one has run, ours not.
                     raise ReenterRequested(
-                        "the others are in a later epoch", self._context.generation
+                        "the others are in a later epoch", self.context.generation
                     )
                 if loader.has_step(self.cursor):
                     yield give()
                     continue
                 self._settle_snapshot()
                 if self._pass_gate():
-                    self._passed, is_over = epoch, True
+                    self._epochs.passed, is_over = epoch, True
                     break
         except GeneratorExit:
             is_over = self.has_begun  # By a `break`, or by what the loop's body raises.
@@ -362,19 +308,20 @@ class StepEngine(ObjectRegistry):
                 self._due.end()
                 self.logbook.commit_step()  # The loop was left after a step.
             self.state.put_late()
-            self._phase, self._batch, self._ends = IterationPhase.OUTSIDE, None, False
-            self._padding.forget()
+            self._phase, self._iteration = IterationPhase.OUTSIDE, Iteration()
+            self._epochs.ends = False
             self._forget_step()
-            if self._reducer is not None:
-                self._reducer.release_gradients()
+            if self._loop is not None:
+                self._loop.padding.forget()
+                self._loop.reducer.release_gradients()
             if is_over:
                 # Who has received the last step from others has drawn other numbers in it.
-                seed_everything(epoch_seed(self.seed, epoch, is_over=True))
+                seed_everything(epoch_seed(self.options.seed, epoch, is_over=True))
             if is_over and self._resume_point.is_whole:
                 self._keep_for_code_behind()
             # User code between epochs may take as long as it likes.
-            self._context.activity.reset()
-            self._context.timing.switch(USER)
+            self.context.activity.reset()
+            self.context.timing.switch(USER)
 
     def compute(self, loader: MicroBatches) -> Iterator[Any]:
         """Yield our micro-batches of one step, until all of it that needs others is done.
@@ -388,27 +335,28 @@ class StepEngine(ObjectRegistry):
             value = self._open_iteration(loader)
             is_last, self._phase = self._phase is IterationPhase.DUE, IterationPhase.COMPUTING
             yield value
-            self._context.activity.beats += 1
-            if self._batch is not None and not self._padding.is_under_way:
-                self.logbook.end_micro_batch(self._batch.micro_batch)
-            self._batch = None
+            self.context.activity.beats += 1
+            batch = self._iteration.batch
+            if batch is not None and not self._the_loop().padding.is_under_way:
+                self.logbook.end_micro_batch(batch.micro_batch)
+            self._iteration.batch = None
             if not self._is_broken() and (not is_last or self._settle()):
                 continue
             with self.state.registered_later():
                 self._change_group()
             if self.cursor != here:
                 self._phase = IterationPhase.ADOPTED
-                self._units_show_zeros()
+                self._the_loop().show_zeros()
                 return
 
     def add_up(self, values: Mapping[str, Any]) -> None:
         """Add these up over the micro-batches of the step at hand; see `WholeStep.add`."""
-        if self._batch is not None:
-            self.logbook.add_up(values, counts=self._batch.count > 0)
+        if self._iteration.batch is not None:
+            self.logbook.add_up(values, counts=self._iteration.batch.count > 0)
 
     def end_epoch(self) -> None:
         """Let the step at hand be the epoch's last one; see `WholeStep.end_epoch`."""
-        self._ends = (
+        self._epochs.ends = (
             self._phase is not IterationPhase.OUTSIDE
         )  # Without a step at hand it is over already.
 
@@ -419,7 +367,7 @@ class StepEngine(ObjectRegistry):
 
     def takes_closures(self) -> bool:
         """Return whether a step is at hand that its receiver has not begun to compute."""
-        return self._by_steps and self._phase is IterationPhase.OUTSIDE
+        return self._epochs.by_steps and self._phase is IterationPhase.OUTSIDE
 
     def has_computed(self) -> bool:
         """Return whether we have done all of the step at hand that needs other ranks."""
@@ -431,66 +379,77 @@ class StepEngine(ObjectRegistry):
 
     def _go_to_end(self, loader: MicroBatches) -> None:
         """Leave the rest of the epoch out; who joins here finds nothing left in it."""
-        self._ends, epoch = False, self.cursor.epoch
+        self._epochs.ends, epoch = False, self.cursor.epoch
         if not loader.steps_of(epoch):
             self.streams.end(epoch, self.cursor.step)
         self.cursor = Cursor(epoch, loader.steps_of(epoch))
 
     def _open_pass(self, loader: MicroBatches) -> int:
-        if self._epoch is None:
+        if self._epochs.epoch is None:
             raise usage_errors.outside_epochs()
         if self._phase is not IterationPhase.OUTSIDE:
             raise usage_errors.two_at_once()
-        if self._passed == self._epoch:
-            raise usage_errors.read_again(self._epoch)
-        self.state.check_known(self._units)
+        if self._epochs.passed == self._epochs.epoch:
+            raise usage_errors.read_again(self._epochs.epoch)
+        self.state.check_known(self._the_loop().units)
         self._set_whole()
-        self._loader, self.data = loader, loader.epochs
+        self._epochs.loader = loader
         self._checkpoints.check_data(loader.epochs, self.cursor)
         self._deal()
-        return self._epoch
+        return self._epochs.epoch
 
     def _deal(self) -> None:
         """Ask the loader for our micro-batches of the present group."""
-        loader = self._loader
+        loader = self._epochs.loader
         if loader is None or not loader.has_step(self.cursor):
             return
-        place = self._context
+        place = self.context
         held = deal(place.world_rank, place.world_size, loader.epochs.num_micro_batches)
         loader.take_span(self.cursor, held)
 
     def _open_iteration(self, loader: MicroBatches) -> Any:
         """Return the next micro-batch, with everything set for it."""
-        usage_errors.check_sync_norms(self._sync_norms)  # `train()` may come after the beginning.
-        timing = self._context.timing
+        loop = self._the_loop()
+        usage_errors.check_sync_norms(loop.sync_norms)  # `train()` may come after the beginning.
+        timing, place = self.context.timing, self.context
         timing.switch(DATA_WAIT)
-        is_again, batch = self._padding.is_under_way, self._padding.take(loader.next)
+        is_again, batch = loop.padding.is_under_way, loop.padding.take(loader.next)
         timing.switch(COMPUTE)
         check(batch.cursor == self.cursor, f"micro-batch of {batch.cursor}, not of {self.cursor}")
-        reducer, epochs, place = self._the_reducer(), loader.epochs, self._context
         share = loader.share(batch, place.world_rank, place.world_size)
         first, last = share.held
-        if batch.micro_batch == first and not is_again:
-            self._context.activity.at(self.cursor.epoch, self.cursor.step)
-            self._share = share
-            request = place.link.leave_request(place.generation)  # Once: it may change.
-            flags = tuple(self.logbook.row()), *self._checkpoints.flags(request)
-            row = StepMetadata(
-                request is not None, self.cursor, self._stepped, *flags, rates=self._rates,
-                busy_ns=float(timing.busy_ns),
-                checksum=self._watch.step_checksum(
-                    self._checkpoints.steps, place.world_size, loader.order_print(self.cursor.epoch)
-                ),
-            )  # fmt: skip
-            reducer.begin_step(share, row.numbers())
-            self._padding.begin_step(share)
-        is_last, padded = batch.micro_batch == last - 1, self._padding.pad(batch)
+        begins_step = batch.micro_batch == first and not is_again
+        if begins_step:
+            self._begin_step(loader, share)
+        is_last, padded = batch.micro_batch == last - 1, loop.padding.pad(batch)
         if padded is None:
-            reducer.begin_micro_batch(batch.micro_batch)
-        self._batch, self._to_step = padded or batch, []
+            loop.reducer.begin_micro_batch(batch.micro_batch)
+        self._iteration = Iteration(
+            padded or batch, share if begins_step else self._iteration.share
+        )
         self._phase = IterationPhase.DUE if is_last and padded is None else IterationPhase.GATHERING
-        seed_everything(micro_batch_seed(epochs.seed, self.cursor, batch.micro_batch))
-        return self._batch.value
+        seed_everything(micro_batch_seed(loader.epochs.seed, self.cursor, batch.micro_batch))
+        return (padded or batch).value
+
+    def _begin_step(self, loader: MicroBatches, share: StepShare | WeighedShare) -> None:
+        """Send the others what they are to know of us with this step, and get ready to reduce."""
+        loop, place = self._the_loop(), self.context
+        place.activity.at(self.cursor.epoch, self.cursor.step)
+        request = place.link.leave_request(place.generation)  # Once: it may change.
+        flags = tuple(self.logbook.row()), *self._checkpoints.flags(request)
+        row = StepMetadata(
+            request is not None,
+            self.cursor,
+            self._group.stepped,
+            *flags,
+            rates=self._group.rates,
+            busy_ns=float(place.timing.busy_ns),
+            checksum=self._watch.step_checksum(
+                self._checkpoints.steps, place.world_size, loader.order_print(self.cursor.epoch)
+            ),
+        )
+        loop.reducer.begin_step(share, row.numbers())
+        loop.padding.begin_step(share)
 
     def _check_collective(self) -> None:
         """Refuse one that the loop calls for each micro-batch, if ranks have unequally many.
@@ -498,9 +457,9 @@ class StepEngine(ObjectRegistry):
         Some would wait in it for others that are in the exchange of gradients, and wait for them.
         """
         is_inside = self._phase in (*OPEN, IterationPhase.COMPUTING)
-        if self._batch is None or self._share is None or not is_inside:
+        if self._iteration.batch is None or self._iteration.share is None or not is_inside:
             return
-        partition = self._share.partition
+        partition = self._iteration.share.partition
         if partition.num_micro_batches % partition.world_size and not self.state.is_sharded:
             raise usage_errors.collective_inside(
                 self.cursor, partition.num_micro_batches, partition.world_size
@@ -508,11 +467,11 @@ class StepEngine(ObjectRegistry):
 
     def _close_iteration(self, is_first: bool) -> None:
         """The loop asks for more: the user's code for the last micro-batch, or step, is through."""
-        self._batch = None
-        self._context.activity.beats += 1
+        self._iteration.batch = None
+        self.context.activity.beats += 1
         if self._phase in (IterationPhase.DUE, IterationPhase.SETTLED) and len(self._due):
             self._commit()  # Of several optimizers not all were asked to step.
-        elif self._phase in OPEN and not (self._to_step or self._is_broken()):
+        elif self._phase in OPEN and not (self._iteration.asked or self._is_broken()):
             raise usage_errors.not_stepped(self.cursor)
         elif self._phase is IterationPhase.SETTLED:
             raise usage_errors.step_not_stepped(self.cursor)
@@ -524,40 +483,45 @@ class StepEngine(ObjectRegistry):
             self._forget_step()
             self._phase = IterationPhase.OUTSIDE
         if self._phase is IterationPhase.COMMITTED:
-            self._note_step()
-            self._due.end()
-            self.logbook.commit_step()  # Only now: plain loops log after `optimizer.step()`.
-            self._phase = IterationPhase.OUTSIDE
-            self._set_whole()
-            if self._checkpoints.is_due or self._leaves:
-                self._together(self._share_logged)
-            if self._error is None and self.streams.is_due(self.cursor, self._checkpoints.is_due):
-                self._together(lambda: share_book(default_group(), self.streams, self.cursor))
-            before = self._context.timing.switch(CHECKPOINT_STALL)
-            self._checkpoints.at_boundary(self.cursor, self.data, self._is_broken, goes_on=True)
-            self._context.timing.switch(before)
-        elif is_first and self._leaves:  # All have left the loop by a `break` behind that step.
+            self._close_step()
+        elif is_first and self._group.leaves:
+            # All have left the loop by a `break` behind that step.
             self._together(self._share_logged)
+
+    def _close_step(self) -> None:
+        """The user's code for a committed step is through: we are at a boundary."""
+        self._note_step()
+        self._due.end()
+        self.logbook.commit_step()  # Only now: plain loops log after `optimizer.step()`.
+        self._phase = IterationPhase.OUTSIDE
+        self._set_whole()
+        if self._checkpoints.is_due or self._group.leaves:
+            self._together(self._share_logged)
+        shares_book = self.streams.is_due(self.cursor, self._checkpoints.is_due)
+        if self._group.error is None and shares_book:
+            self._together(lambda: share_book(default_group(), self.streams, self.cursor))
+        with self.context.timing.spending(CHECKPOINT_STALL):
+            self._checkpoints.at_boundary(self.cursor, self.data, self._is_broken, goes_on=True)
 
     def _settle_snapshot(self) -> None:
         """Wait for what is copied of the state, before it or the script's place changes."""
-        with self._context.timing.spending(CHECKPOINT_STALL):
+        with self.context.timing.spending(CHECKPOINT_STALL):
             self._checkpoints.settle()
 
     def _note_step(self) -> None:
-        if self._noted != self.cursor:
-            self._context.timing.note_step(self._timing_sample)
-        self._context.activity.has_stepped = True
+        if self._group.noted != self.cursor:
+            self.context.timing.note_step(self._timing_sample)
+        self.context.activity.has_stepped = True
 
     def _timing_sample(self) -> TimingSample:
         """Return what is reported of this loop about once a second."""
         epoch, step = self.cursor.epoch, self.cursor.step
-        loader, rank = self._loader, self._context.world_rank
+        loader, rank = self._epochs.loader, self.context.world_rank
         return TimingSample(
             bytes_sent=self._the_reducer().bytes_sent,
             epoch=epoch,
             step=step,
-            num_epochs=self._num_epochs,
+            num_epochs=self._epochs.total,
             num_steps=loader.steps_of(epoch) or 0 if loader is not None else 0,
             logged=self.logbook.latest_json() if rank == 0 else "",
         )
@@ -571,7 +535,7 @@ class StepEngine(ObjectRegistry):
             UsageError: it would change the weights of this rank alone, or not at all.
         """
         if self.has_begun and self._phase is not IterationPhase.OUTSIDE:
-            if optimizer in self._to_step and self._phase not in (
+            if optimizer in self._iteration.asked and self._phase not in (
                 IterationPhase.VOID,
                 IterationPhase.ADOPTED,
             ):
@@ -580,20 +544,21 @@ class StepEngine(ObjectRegistry):
                 raise usage_errors.stepped_inside(optimizer)
             self._take_step(optimizer, real)
             return
-        if self._epoch is not None and has_gradients(optimizer):
+        if self._epochs.epoch is not None and has_gradients(optimizer):
             raise usage_errors.stepped_outside(optimizer, self.state.models)
         real()
 
     def optimizer_skipped(self, optimizer: Any) -> None:
         """Count a step that a scaler left out, because gradients overflowed."""
-        if optimizer not in self._to_step and self._phase is not IterationPhase.OUTSIDE:
+        if optimizer not in self._iteration.asked and self._phase is not IterationPhase.OUTSIDE:
             self._take_step(optimizer, lambda: None)
 
     def _take_step(self, optimizer: torch.optim.Optimizer, real: Callable[[], Any]) -> None:
-        if self._phase is IterationPhase.COMMITTED and self._to_step:
+        if self._phase is IterationPhase.COMMITTED and self._iteration.asked:
             raise usage_errors.stepped_late(optimizer)
-        self._to_step.append(optimizer)
-        unit, reducer = self._units[id(optimizer)], self._the_reducer()
+        self._iteration.asked.append(optimizer)
+        units, reducer = self._the_loop().units, self._the_reducer()
+        unit = units[id(optimizer)]
         if self._phase is IterationPhase.GATHERING:
             reducer.unit_stepped(unit)
         if self._phase not in (IterationPhase.DUE, IterationPhase.SETTLED):
@@ -603,31 +568,31 @@ class StepEngine(ObjectRegistry):
             return
         reducer.unit_stepped(unit)
         self._due.add(optimizer, real)
-        if len(self._due) < len(self._units):
-            self._due.hold_back(optimizer, (p for u in self._units.values() for p in u.shared))
+        if len(self._due) < len(units):
+            self._due.hold_back(optimizer, (p for u in units.values() for p in u.shared))
         else:
             self._commit()
 
     def optimizer_zeroed(self, optimizer: Any) -> None:
         """Forget what was gathered for an optimizer that has not stepped in this iteration."""
         if self.has_begun and self._phase is not IterationPhase.OUTSIDE:
-            self._the_reducer().unit_zeroed(self._units[id(optimizer)])
+            self._the_reducer().unit_zeroed(self._the_loop().units[id(optimizer)])
 
     def _settle(self) -> bool:
         """Have all of a step that needs other ranks: after that, to commit it is a local matter."""
-        reducer = self._the_reducer()
-        if not all(reducer.settle(unit) for unit in self._units.values()):
+        reducer, units = self._the_reducer(), self._the_loop().units.values()
+        if not all(reducer.settle(unit) for unit in units):
             self._make_void()
             return False
         if self._ranks_differ():
             return False
-        for unit in self._units.values():
+        for unit in units:
             reducer.unit_stepped(unit)  # What backward gives from here on is of no step.
-        logged, place = self.logbook.take_micro_batches(), self._context
+        logged, place = self.logbook.take_micro_batches(), self.context
         partition = MicroBatchPartition(
-            place.world_rank, place.world_size, self._the_loader().epochs.num_micro_batches
+            place.world_rank, place.world_size, self._epochs.the_loader().epochs.num_micro_batches
         )
-        totals = self._together(lambda: self._values.totals(partition, logged))
+        totals = self._together(lambda: self._group.values.totals(partition, logged))
         if totals is None:
             self._make_void()
             return False
@@ -635,7 +600,7 @@ class StepEngine(ObjectRegistry):
             if not self._settle_buffers():
                 return False
             self.logbook.take_totals(totals)
-            self._phase, self._to_step = IterationPhase.SETTLED, []
+            self._phase, self._iteration.asked = IterationPhase.SETTLED, []
             return True
 
     def _settle_buffers(self) -> bool:
@@ -648,15 +613,15 @@ class StepEngine(ObjectRegistry):
 
     def _commit(self) -> None:
         """Apply the step. Members that could not are sent the state of those that could."""
-        self.state.check_still_known(self._units)
-        rows, share = read_rows(self._the_reducer().rows), self._share
+        self.state.check_still_known(self._the_loop().units)
+        rows, share = read_rows(self._the_reducer().rows), self._iteration.share
         busy, samples = [row.busy_ns for row in rows], share.samples if share is not None else 0
-        self._context.timing.exchanged(busy, samples, share.tokens if share is not None else 0)
+        self.context.timing.exchanged(busy, samples, share.tokens if share is not None else 0)
         if self._phase is not IterationPhase.SETTLED and self._ranks_differ():
             return
         # No interrupt in the middle of a step. If it raises, `_has_state` stays False, and this
         # member receives the state from another one.
-        with self._context.shielded(), record_function("elastic::commit"):
+        with self.context.shielded(), record_function("elastic::commit"):
             if self._phase is not IterationPhase.SETTLED and not self._settle_buffers():
                 return
             self._settle_snapshot()
@@ -666,22 +631,22 @@ class StepEngine(ObjectRegistry):
             self._resume_point.begin_code(follows_commit=True)
             self._has_state = False
             self._the_reducer().keep_buffers()
-            self._stepped = self._due.bits(self.state.optimizers)
-            self._rates = rates_print(self.state.optimizers)
+            self._group.stepped = self._due.bits(self.state.optimizers)
+            self._group.rates = rates_print(self.state.optimizers)
             seed_step(self.data, self.cursor, self.state.shard_number)
             self._due.do()
             self.cursor = Cursor(self.cursor.epoch, self.cursor.step + 1)
             self._phase, self._has_state = IterationPhase.COMMITTED, True
-            self._leaves = any(row.requests for row in rows)
+            self._group.leaves = any(row.requests for row in rows)
             self._checkpoints.committed(rows)
             self.logbook.take_rows([row.values for row in rows])
             # Only the script's own collectives count, not those of its optimizers.
             self._resume_point.begin_code(follows_commit=True)
-            self._groups.defer(True)
-        if not self._context.timing.steps:
+            self.groups.defer(True)
+        if not self.context.timing.steps:
             # Reported at once: from now on this group's members have the newest state.
-            self._noted = self.cursor
-            self._context.timing.note_step(self._timing_sample)
+            self._group.noted = self.cursor
+            self.context.timing.note_step(self._timing_sample)
 
     def _ranks_differ(self) -> bool:
         """Return whether the rows of a step show that ranks differ; then it is void."""
@@ -698,13 +663,13 @@ class StepEngine(ObjectRegistry):
             UsageError: most ranks have not the same.
         """
         self._the_reducer().abandon()  # Buffers are what they were before the step.
-        self._batch = None
+        self._iteration.batch = None
         differing = self._watch.settle(default_group(), self.cursor)
-        self._has_state = self._context.world_rank not in differing
-        self._phase, self._meets = IterationPhase.VOID, True  # All of us, in this group.
+        self._has_state = self.context.world_rank not in differing
+        self._phase, self._group.meets = IterationPhase.VOID, True  # All of us, in this group.
 
     def _make_void(self) -> None:
-        self._error = self._error or self._the_reducer().broken
+        self._group.error = self._group.error or self._the_reducer().broken
         self._the_reducer().abandon()
         self._phase = IterationPhase.VOID
 
@@ -719,7 +684,7 @@ class StepEngine(ObjectRegistry):
     def is_due(self, optimizer: Any) -> bool:
         """Return whether the gradients of this optimizer are those that it steps with."""
         if self._phase is IterationPhase.DUE:
-            is_settled = self._the_reducer().settle(self._units[id(optimizer)])
+            is_settled = self._the_reducer().settle(self._the_loop().units[id(optimizer)])
             if not is_settled or self._is_broken():
                 self._make_void()
         return self._phase in (IterationPhase.OUTSIDE, IterationPhase.DUE, IterationPhase.SETTLED)
@@ -740,7 +705,7 @@ class StepEngine(ObjectRegistry):
 
     def iteration(self) -> object:
         """Return what differs once the loop has gone on, or has stepped."""
-        return self.cursor, self._phase, id(self._batch)
+        return self.cursor, self._phase, id(self._iteration.batch)
 
     def once(self, call: Callable[[], Any], *, thing: object = None) -> Any:
         """Do for the step what a loop asks for in each iteration: now, with it, or not at all."""
@@ -755,12 +720,12 @@ class StepEngine(ObjectRegistry):
 
     def is_prepared(self, optimizer: Any) -> bool:
         """Return whether this optimizer takes part."""
-        return id(optimizer) in self._units
+        return self._loop is not None and id(optimizer) in self._loop.units
 
     def log(self, values: Mapping[str, Any]) -> None:
         """Average these over the step; see `train.log`."""
-        if self._batch is not None:
-            self.logbook.add(values, self._batch.weight)
+        if self._iteration.batch is not None:
+            self.logbook.add(values, self._iteration.batch.weight)
         elif self._phase in (IterationPhase.SETTLED, IterationPhase.COMMITTED):
             self.logbook.add(values, 1.0)  # Of a whole step, once.
 
@@ -769,10 +734,10 @@ class StepEngine(ObjectRegistry):
         if not self.has_stepped():
             return  # The report of a step is made once, where its gradients are complete.
         # Members that had come further when this group was formed have made this report before.
-        voters = sum(1 for one in self._places if one <= self.cursor)
-        epoch, step, number = self.cursor.epoch, self.cursor.step, self._reports.next(self.cursor)
-        where = f"e{epoch:05d}-s{step:07d}-{number}"
-        reporter = self._context.the_reporter()
+        voters = sum(1 for one in self._group.places if one <= self.cursor)
+        number = self._group.reports.next(self.cursor)
+        where = f"e{self.cursor.epoch:05d}-s{self.cursor.step:07d}-{number}"
+        reporter = self.context.the_reporter()
         reporter.report_in_place(metrics, checkpoint, name, where=where, voters=voters)
 
     def evaluation_seed(self, seed: int) -> int:
@@ -781,15 +746,16 @@ class StepEngine(ObjectRegistry):
         Args:
             seed: of the loader.
         """
-        return evaluation_seed(seed, self.cursor, self._evaluations.next(self.cursor))
+        return evaluation_seed(seed, self.cursor, self._group.evaluations.next(self.cursor))
 
     # ------------------------------------------------------------------- groups
 
     def _is_broken(self) -> bool:
-        return self._the_reducer().broken is not None or self._is_called_back()
+        return self._the_reducer().broken is not None or self.is_called_back()
 
-    def _is_called_back(self) -> bool:
-        return self._groups.is_called_back(self._context.generation)
+    def is_called_back(self) -> bool:
+        """Return whether the present group is over by order."""
+        return self.groups.is_called_back(self.context.generation)
 
     def _change_group(self, *, is_first: bool = False) -> None:
         """Join the newest group, until one stands in which all have the same state.
@@ -798,40 +764,40 @@ class StepEngine(ObjectRegistry):
         """
         began = time.monotonic()
         reducer = self._the_reducer()
-        error = self._error or reducer.broken
-        if error is not None and not (self._is_called_back() or is_group_broken(error)):
+        error = self._group.error or reducer.broken
+        if error is not None and not (self.is_called_back() or is_group_broken(error)):
             raise error  # Not the others' fault: again it would be no better.
-        at_boundary = self._leaves and error is None
-        timing = self._context.timing
+        at_boundary = self._group.leaves and error is None
+        timing = self.context.timing
         if not is_first:
             timing.void()
         self._forget_step()
         self._phase = IterationPhase.OUTSIDE
-        stays, self._meets = is_first or self._meets, False
+        stays = is_first or self._group.meets
         while True:
             reducer.attach(None)
             if not stays:
                 if at_boundary:
                     with timing.spending(CHECKPOINT_STALL):
                         self._checkpoints.before_leaving(
-                            self.cursor, self.data, self._is_called_back
+                            self.cursor, self.data, self.is_called_back
                         )
-                if self.recovery in ("reenter", "restart"):
-                    raise GroupChanged("the group changes", self._context.generation) from error
-                self._groups.rejoin(self._context.generation, error, at_boundary)
+                if self.options.recovery in ("reenter", "restart"):
+                    raise GroupChanged("the group changes", self.context.generation) from error
+                self.groups.rejoin(self.context.generation, error, at_boundary)
             stays = at_boundary = False
-            self._leaves, self._error = False, None
+            self._group = PresentGroup()
             timing.switch(REFORM if self._has_state else RESTORE)
             try:
                 num_bytes = self._agree()
                 break
             except (RuntimeError, GroupError) as failure:
-                if not (self._is_called_back() or is_group_broken(failure)):
+                if not (self.is_called_back() or is_group_broken(failure)):
                     raise
-                error = None if self._is_called_back() else failure
+                error = None if self.is_called_back() else failure
         self._attach()
         timing.switch(USER)
-        place = self._context
+        place = self.context
         log.info(
             "%s generation=%d world_size=%d epoch=%d step=%d bytes=%d ms=%.1f",
             "met" if is_first else "recovered rung=in_place", place.generation, place.world_size,
@@ -841,9 +807,7 @@ class StepEngine(ObjectRegistry):
     def _attach(self) -> None:
         group = default_group()
         self._the_reducer().attach(group)
-        self._values = StepValues(group if group.size() > 1 else None)
-        self._stepped, self._rates = 0, 0
-        self._reports, self._evaluations = PlaceCounter(), PlaceCounter()
+        self._group.values = StepValues(group if group.size() > 1 else None)
         self._watch.begin()
         self._deal()
 
@@ -853,22 +817,22 @@ class StepEngine(ObjectRegistry):
         Returns:
             Bytes that we sent or received.
         """
-        steps = (self._loader or self.streams).steps_of(self.cursor.epoch)
+        steps = (self._epochs.loader or self.streams).steps_of(self.cursor.epoch)
         position = RunPosition(
-            self._has_state, self.cursor, steps, self._epoch == self.cursor.epoch
+            self._has_state, self.cursor, steps, self._epochs.epoch == self.cursor.epoch
         )
-        with self._context.activity.waiting():
-            units, reach = list(self._units.values()), self._context.reach
+        with self.context.activity.waiting():
+            units, reach = list(self._the_loop().units.values()), self.context.reach
             met, self.cursor = catch_up(
                 self._checkpoints, position, self.data, units, reach, put=self._put
             )
-        self._has_state, self._places = True, met.places
+        self._has_state, self._group.places = True, met.places
         share_latest(default_group(), met.cursors, self.logbook)
         return met.num_bytes
 
     def _put(self, state: State) -> Cursor:
         """Make this our state; what an error leaves of it is not offered."""
-        with self._context.shielded():
+        with self.context.shielded():
             self._has_state = False
             self.cursor = self._checkpoints.put(state)
             self._has_state = True
@@ -881,9 +845,9 @@ class StepEngine(ObjectRegistry):
         A member that reaches the code after the loop can then be followed by all others, which
         have the same state.
         """
-        if max(self._places, default=self.cursor) > self.cursor:
+        if max(self._group.places, default=self.cursor) > self.cursor:
             return True  # Others of this group have passed it in the one before.
-        all_of_it = halves(self._watch.of_all(self._context.world_size))
+        all_of_it = halves(self._watch.of_all(self.context.world_size))
         row = [*map(float, all_of_it), *self.logbook.row()]
         rows = self._together(lambda: send_metadata(default_group(), row))
         if rows is not None and differ([whole(*row[:2]) for row in rows]):
@@ -899,12 +863,12 @@ class StepEngine(ObjectRegistry):
     def _together(self, exchange: Callable[[], Any]) -> Any:
         """Do what all members do here; None if the group broke."""
         try:
-            with self._context.activity.waiting():
+            with self.context.activity.waiting():
                 return exchange()
         except RuntimeError as error:
-            if not (self._is_called_back() or is_group_broken(error)):
+            if not (self.is_called_back() or is_group_broken(error)):
                 raise
-            self._error, self._phase = error, IterationPhase.VOID
+            self._group.error, self._phase = error, IterationPhase.VOID
             return None
 
     def resume_state(
@@ -918,17 +882,17 @@ class StepEngine(ObjectRegistry):
                 left after a commit.
         """
         # What is sharded comes from the memory of all nodes, or from storage.
-        if self._resume_state is not None or self.state.is_sharded:
-            return self._resume_state
+        if self._resume_point.given is not None or self.state.is_sharded:
+            return self._resume_point.given
         point = self._resume_point
         if not point.is_whole and (has_raised or point.has_copy):
             return point.copy()
         if not self._has_state:
             return None
-        if self._reducer is not None:
-            self._reducer.release_gradients()  # Buffers are those of the last commit again.
+        if self._loop is not None:
+            self._loop.reducer.release_gradients()  # Buffers are those of the last commit again.
         self.logbook.forget_step()
-        agreed = self._context.generation if in_this_group else 0
+        agreed = self.context.generation if in_this_group else 0
         return self._resume_from(self.state.take(), self.logbook, agreed)
 
     def _resume_from(self, state: State, logbook: Logbook, agreed: int = 0) -> ResumeState:
@@ -937,7 +901,7 @@ class StepEngine(ObjectRegistry):
             self.cursor,
             logbook,
             agreed,
-            self._places,
+            self._group.places,
             self._checkpoints.steps,
             self.streams,
             self._resume_point.calls_late,
@@ -952,14 +916,13 @@ class StepEngine(ObjectRegistry):
         """
         self._resume_point.end_code(self._check_collectives)
         if self.has_begun:
-            self._groups.defer(self._is_in_place)
+            self.groups.defer(self.options.is_in_place)
 
     def _check_collectives(self) -> None:
         """Raise GroupChanged if the script's collectives have failed: no state is ours then."""
         has_state, self._has_state = self._has_state, False
-        units = self._units.values()
-        devices = [one.device for unit in units for _, one in unit.parameters]
-        check_collectives(self._groups, self._context, devices)
+        devices = [parameter.device for parameter in self._the_loop().parameters()]
+        check_collectives(self.groups, self.context, devices)
         self._has_state = has_state
 
     def _keep_for_code_behind(self) -> None:
@@ -968,7 +931,7 @@ class StepEngine(ObjectRegistry):
         self._resume_point.begin_code(follows_commit=False)
 
     def _keep(self) -> None:
-        if self._context.is_local:
+        if self.context.is_local:
             return  # No function is called again.
 
         def resume_from(state: State) -> ResumeState:
@@ -979,27 +942,16 @@ class StepEngine(ObjectRegistry):
         self._resume_point.keep(resume_from, self._the_reducer().before_step)
 
     @property
-    def _is_in_place(self) -> bool:
-        return self.recovery in ("auto", "in_place")
-
-    @property
-    def _context(self) -> WorkerContext:
+    def context(self) -> WorkerContext:
+        """Return our place in the present group."""
         if self._place is None:
             raise InvariantViolation("the step engine is asked before a group stands")
         return self._place
 
-    def _the_loader(self) -> MicroBatches:
-        if self._loader is None:
-            raise InvariantViolation("no loader is read")
-        return self._loader
-
-    def _units_show_zeros(self) -> None:
-        """Let loops read gradients of a step that others have done."""
-        for unit in self._units.values():
-            for _, parameter in unit.parameters:
-                parameter.grad = torch.zeros_like(parameter)
+    def _the_loop(self) -> RunningLoop:
+        if self._loop is None:
+            raise UsageError("the loop over train.epochs() is over")
+        return self._loop
 
     def _the_reducer(self) -> Reducer | ShardedReducer:
-        if self._reducer is None:
-            raise UsageError("the loop over train.epochs() is over")
-        return self._reducer
+        return self._the_loop().reducer

@@ -416,7 +416,7 @@ class Runner:
         is_broken = isinstance(event, TrainRaised) and event.group_broken
         if self._engine is None or not (is_broken or isinstance(event, TrainLeft)):
             return event
-        recovery = self._engine.recovery
+        recovery = self._engine.options.recovery
         why = "the train function was left" + (": its group broke" if is_broken else "")
         if recovery == "in_place":
             text = (
@@ -439,7 +439,12 @@ class Runner:
         engine, context = self._engine, current()
         if context is not None and outcome.is_group_broken(error):
             self._failed_generation = context.generation
-        if engine is None or context is None or engine.keeps or engine.recovery == "in_place":
+        if (
+            engine is None
+            or context is None
+            or engine.keeps
+            or engine.options.recovery == "in_place"
+        ):
             return  # A loop continues by itself; who asked for nothing else is to get the error.
         generation = context.generation
         is_over = self._mailboxes.was_aborted(generation) or self._groups.peer_hung_up()

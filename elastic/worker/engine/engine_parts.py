@@ -1,0 +1,160 @@
+"""The parts of the step engine's state, each as long-lived as what it is named after.
+
+Rule: where a group, a loop or an iteration begins anew, the part is replaced as a whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from elastic.core.policy.cursor import Cursor
+from elastic.core.policy.streams import Data
+from elastic.errors import InvariantViolation
+from elastic.worker.data.streams import MicroBatches
+from elastic.worker.engine.logbook import PlaceCounter
+from elastic.worker.engine.step_values import StepValues
+from elastic.worker.reduce.reducer import OptimizerUnit, Reducer
+from elastic.worker.reduce.sharded_reduce import Padding, ShardedReducer
+from elastic.worker.reduce.step_share import MicroBatch, StepShare, WeighedShare
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """What the user chose for one call of the train function.
+
+    Attributes:
+        seed: of shuffling, unless the loader brings its own.
+        consistency: how gradients are added up, as in `RunConfig`.
+        recovery: how this worker comes into the next group, as in `FailureConfig`.
+        metadata: of the trainer, for the script.
+    """
+
+    seed: int = 0
+    consistency: str = "bitwise"
+    recovery: str = "auto"
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+    def with_those_of(self, options: Mapping[str, Any]) -> EngineOptions:
+        """Return these, with what the library passed along with the train function."""
+        return replace(
+            self,
+            consistency=str(options.get("consistency", self.consistency)),
+            recovery=str(options.get("recovery", self.recovery)),
+            metadata=dict(options.get("metadata", self.metadata)),
+        )
+
+    @property
+    def is_in_place(self) -> bool:
+        """Return whether the loop goes on in the next group, without being called again."""
+        return self.recovery in ("auto", "in_place")
+
+
+@dataclass(frozen=True)
+class RunningLoop:
+    """What is there while a loop over epochs runs, from its beginning to its end.
+
+    Attributes:
+        units: by the id of their optimizer.
+        sync_norms: modules that exchange statistics by themselves, by name.
+        patches: of torch, undone at the end.
+    """
+
+    reducer: Reducer | ShardedReducer
+    padding: Padding
+    units: dict[int, OptimizerUnit]
+    sync_norms: Mapping[str, torch.nn.SyncBatchNorm]
+    patches: ExitStack
+
+    def parameters(self) -> Iterator[torch.Tensor]:
+        """Yield all parameters that are trained."""
+        for unit in self.units.values():
+            for _, parameter in unit.parameters:
+                yield parameter
+
+    def show_zeros(self) -> None:
+        """Let loops read gradients of a step that others have done."""
+        for parameter in self.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+
+    def close(self) -> None:
+        self.reducer.close()
+        self.patches.close()
+
+
+@dataclass
+class EpochLoop:
+    """How far the loop over epochs has come.
+
+    Attributes:
+        total: epochs of the whole run.
+        epoch: whose code runs, None outside of the loop.
+        passed: the epoch whose data was read to its end, None for none.
+        loader: that was read last.
+        by_steps: it is read as whole steps, see `train.steps`.
+        ends: the step at hand is the epoch's last one.
+    """
+
+    total: int = 0
+    epoch: int | None = None
+    passed: int | None = None
+    loader: MicroBatches | None = None
+    by_steps: bool = False
+    ends: bool = False
+
+    @property
+    def data(self) -> Data | None:
+        """Return how the data is cut, None while no loader was read."""
+        return self.loader.epochs if self.loader is not None else None
+
+    def the_loader(self) -> MicroBatches:
+        if self.loader is None:
+            raise InvariantViolation("no loader is read")
+        return self.loader
+
+
+@dataclass
+class Iteration:
+    """One iteration of the loop over micro-batches.
+
+    Attributes:
+        batch: the micro-batch at hand, None between two.
+        share: our part of the step that it belongs to.
+        asked: optimizers that were asked to step in it.
+    """
+
+    batch: MicroBatch | None = None
+    share: StepShare | WeighedShare | None = None
+    asked: list[torch.optim.Optimizer] = field(default_factory=list)
+
+
+@dataclass
+class PresentGroup:
+    """What the engine knows of the group that it is in; the next one begins with nothing of it.
+
+    Attributes:
+        places: where each member runs code of its own next, by rank.
+        values: how the steps' values are averaged.
+        reports, evaluations: counts what we have reported and evaluated in it.
+        stepped: which optimizers had gradients in its newest step, as bits.
+        rates: a print of their learning rates then.
+        noted: the step that was reported before its iteration was over, None for none.
+        leaves: all members leave it at this boundary.
+        error: what broke it, None if nothing did, or if the reducer knows.
+        meets: ranks differ, as all of them know, and they meet again in it.
+    """
+
+    places: tuple[Cursor, ...] = ()
+    values: StepValues = field(default_factory=lambda: StepValues(None))
+    reports: PlaceCounter = field(default_factory=PlaceCounter)
+    evaluations: PlaceCounter = field(default_factory=PlaceCounter)
+    stepped: int = 0
+    rates: int = 0
+    noted: Cursor | None = None
+    leaves: bool = False
+    error: BaseException | None = None
+    meets: bool = False
