@@ -342,7 +342,7 @@ class JobState:
 
     def sample(self) -> JobSample:
         """Return what is kept of it each second."""
-        group = self.group if self.phase is JobPhase.RUNNING else None
+        group = self.newest.group if self.phase is JobPhase.RUNNING else None
         members = group.members if group is not None else ()
         present = (self.workers.get(one.worker_id) for one in members)
         reported = (w.telemetry for w in present if w and w.telemetry != NOTHING_REPORTED)
