@@ -267,11 +267,8 @@ class Study:
         )
 
     def _resized(self, trial: Trial, event: Event) -> None:
-        last = trial.attempt
+        self._left(trial, event)
         trial.size, trial.sizes = str(event["size"]), trial.sizes + 1
-        trial.attempts.append(TrialAttempt("", str(event["run"]), last.begins, last.resume_from))
-        if trial.state is not TrialState.PAUSED:
-            trial.state = TrialState.PENDING
 
     def _decided(self, trial: Trial, event: Event) -> None:
         trial.rungs.update({int(at): float(v) for at, v in event.get("rungs", {}).items()})

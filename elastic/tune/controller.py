@@ -45,7 +45,7 @@ from elastic.tune.callback import Callbacks
 from elastic.tune.following import Events, Following, Watch
 from elastic.tune.schedulers import TrialScheduler
 from elastic.tune.search import Exhausted, Searcher
-from elastic.tune.session import SIZE
+from elastic.tune.session import size_asked_by
 from elastic.tune.stopper import Stopper
 from elastic.tune.taking import TAKEN, next_run, take_newest
 from elastic.tune.trials import Recipe, from_json, from_log, room_for, to_log
@@ -397,9 +397,6 @@ class Controller:
             trial = self.study.trials[number]
             if trial.is_over or trial.verdict or len(trial.attempts) != attempts[number]:
                 continue  # An earlier report already led to a decision.
-            if SIZE in row["metrics"]:
-                self._resize(trial, str(row["metrics"][SIZE]))
-                continue
             place = self._following[number].numbering.take(row)
             if place > trial.iteration:
                 self._take_report(trial, place, row, unix_ns)
@@ -510,19 +507,20 @@ class Controller:
         self._start(trial)
 
     def _resize(self, trial: Trial, size: str) -> None:
-        """Submit a trial again, as a job of the size that the trainer in its function asks for.
+        """Let `_fill` continue a trial as a job of the size that its function's trainer asks for.
 
-        `_fill` starts it, unless the study has been told to stop meanwhile.
+        Unless the study has been told to stop meanwhile.
         """
-        old, reason = trial.attempt, "its trainer asks for a job of another size"
-        self._unfollow(trial)
         if trial.sizes == SIZES_MAX:
-            self._leave(old, reason)
-            self._fail(trial, f"it fits trainers of more than {SIZES_MAX} sizes, one after another")
+            self._fail(
+                trial,
+                f"its trainers have asked for another size {SIZES_MAX + 1} times: give all that "
+                f"the function fits the same scaling_config, or set the size with "
+                f"tune.with_resources",
+            )
             return
-        event = {"e": "resized", "trial": trial.number, "run": next_run(trial), "size": size}
-        self._log.add(event)
-        self._leave(old, reason)
+        self._log.add({"e": "resized", "trial": trial.number, "size": size})
+        self._unfollow(trial)
         number = from_json(size).num_workers
         self._view.moved(f"trial {trial.label}: its trainer asks for num_workers={number}")
 
@@ -602,6 +600,10 @@ class Controller:
             error = {"error_type": "", "message": reason, "traceback": "", "worker": ""}
             if failure is not None:
                 error = {**asdict(failure), "worker": record.failed_worker}
+        elif phase is JobPhase.SUCCEEDED and (size := size_asked_by(record.result)):
+            note_end(path, record.spec.job_id, JobPhase.STOPPED, GOES_ON)
+            self._resize(trial, size)
+            return
         elif phase is JobPhase.SUCCEEDED and not trial.reports:
             note_end(path, record.spec.job_id, phase, "")
             self._fail(trial, f"it ended without reporting {self._wanted()}")

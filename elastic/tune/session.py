@@ -25,7 +25,7 @@ __all__ = ["TrialFunction", "TuneContext", "get_checkpoint", "get_context", "rep
 SINGLE = "_metric"
 """Ray's name for the metric of a function that returns a number."""
 SIZE = "_scaling_config"
-"""In a report that asks for a job of another size: its ScalingConfig in JSON."""
+"""In the result of a job that asks for one of another size: the ScalingConfig, as JSON text."""
 
 
 def report(metrics: Mapping[str, Any], *, checkpoint: Checkpoint | None = None) -> None:
@@ -156,7 +156,11 @@ class Objective:
     scaling: ScalingConfig | None = None
 
     def __call__(self, config: Mapping[str, Any]) -> Any:
-        """Run the trial; report what a trainer in it asks for, if its job has another size.
+        """Run the trial.
+
+        Returns:
+            What a trainer in it asks for if its job has another size, see `size_asked_by`: storage
+            has no part in it, and the job has ended, so that the next one may have its directory.
 
         Raises:
             UsageError: its return value is not a valid report.
@@ -175,13 +179,18 @@ class Objective:
             asked = size.asked
             size.known = size.asked = None
         if asked is not None:
-            train_report({SIZE: json.dumps(asdict(asked), default=float)}, UNSAID)
-            return None
+            return {SIZE: json.dumps(asdict(asked), default=float)}
         if isinstance(value, Mapping):
             report(value)
         elif isinstance(value, (int, float)) and not isinstance(value, bool):
             report({SINGLE: value})
         return None
+
+
+def size_asked_by(result: str) -> str:
+    """Return the size that a trial's job has asked for by its result, "" for none."""
+    value = json.loads(result) if result else None
+    return str(value.get(SIZE, "")) if isinstance(value, dict) else ""
 
 
 @lru_cache(maxsize=1)

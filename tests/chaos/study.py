@@ -39,6 +39,11 @@ def report_size(config: dict[str, Any]) -> None:
 
 def fit_a_trainer(config: dict[str, Any]) -> None:
     name = f"of-{tune.get_context().get_trial_id()}"
+    resumes = tune.get_checkpoint() is not None
+    if not resumes:
+        with tempfile.TemporaryDirectory() as folder:
+            (Path(folder) / "state.json").write_text("[]")
+            tune.report({"total": 0.0}, checkpoint=tune.Checkpoint.from_directory(folder))
     trainer = TorchTrainer(
         report_size,
         train_loop_config=config,
@@ -47,7 +52,7 @@ def fit_a_trainer(config: dict[str, Any]) -> None:
     )
     result = trainer.fit()
     assert result.metrics is not None
-    tune.report({**result.metrics, "is_fitted": True})
+    tune.report({**result.metrics, "is_fitted": True, "resumes": resumes})
 
 
 def main() -> None:

@@ -138,7 +138,8 @@ def test_a_trial_gets_the_workers_that_the_trainer_in_its_function_asks_for(
     for workers in (1, 2, 3):
         assert found[workers]["total"] == 2.0 * workers
         assert found[workers]["is_fitted"]
-        assert found[workers]["training_iteration"] == 2
+        assert found[workers]["resumes"] == (workers > 1)  # From what it saved at another size.
+        assert found[workers]["training_iteration"] == 3
     assert grid.get_best_result().config == {"rate": 2.0, "workers": 3}
     lines = map(json.loads, (tmp_path / "nested" / "study.jsonl").read_text().splitlines())
     assert sorted(line["trial"] for line in lines if line["e"] == "resized") == [1, 2]

@@ -40,7 +40,7 @@ from elastic.tune.result_grid import ResultGrid
 from elastic.tune.schedulers import MedianStoppingRule, PopulationBasedTraining
 from elastic.tune.search import BasicVariantGenerator, ConcurrencyLimiter, Repeater, Searcher
 from elastic.tune.search.optuna import OptunaSearch
-from elastic.tune.session import SIZE, Objective, as_trainable
+from elastic.tune.session import SIZE, Objective, as_trainable, size_asked_by
 from elastic.tune.stopper import TrialPlateauStopper
 from elastic.tune.trials import Recipe, from_json, from_log, to_log
 from elastic.wire.codec_jobs import TimedNote
@@ -618,24 +618,34 @@ def test_one_trial_more_than_run_waits_in_the_queue(tmp_path: Path, limit: int, 
     assert cluster.submitted == [f"mine_{number:05d}" for number in range(count)]
 
 
+def asks_for_two(controller: Controller, trial: Any) -> None:
+    """Tell the controller that the trial's job has ended, and asks for two workers."""
+    two = json.dumps(asdict(ScalingConfig(num_workers=2)))
+    spec, result = SimpleNamespace(job_id=trial.attempt.job_id), json.dumps({SIZE: two})
+    record = SimpleNamespace(spec=spec, phase=JobPhase.SUCCEEDED, reason="", result=result)
+    controller._take_end(trial, SimpleNamespace(record=record))  # type: ignore[arg-type]
+
+
 def test_a_trial_that_asks_for_another_size_waits_for_its_turn_and_ends_with_the_study(
     tmp_path: Path,
 ) -> None:
     log = StudyLog(str(tmp_path / "mine"))
     log.add({"e": "study", "settings": {"name": "mine", "trainable": "t", "seed": 1}})
-    cluster, two = OneSlotCluster(), json.dumps(asdict(ScalingConfig(num_workers=2)))
+    cluster = OneSlotCluster()
     plan = tune.Tuner(print, tune_config=tune.TuneConfig(num_samples=2))._plan(log, cluster)  # type: ignore[arg-type]
     controller = Controller(log, plan, cluster, SimpleNamespace(is_embedded=False, env={}))  # type: ignore[arg-type]
     controller._fill()
     first, second = log.study.trials
-    for number in range(2, 2 + SIZES_MAX):
-        controller._resize(first, two)
+    for _ in range(SIZES_MAX):
+        asks_for_two(controller, first)
         assert (first.state, first.number in controller._following) == (TrialState.PENDING, False)
         controller._fill()
-        assert cluster.submitted[-1] == f"mine_00000-{number}"
-    controller._resize(first, two)
-    assert (first.state, first.reason[:22]) == (TrialState.FAILED, "it fits trainers of mo")
-    controller._resize(second, two)
+    # In its own run directory, whose checkpoints it continues from.
+    assert cluster.submitted == ["mine_00000", "mine_00001", *["mine_00000"] * SIZES_MAX]
+    assert (len(first.attempts), from_json(first.size).num_workers) == (1, 2)
+    asks_for_two(controller, first)
+    assert (first.state, first.reason[:22]) == (TrialState.FAILED, "its trainers have aske")
+    asks_for_two(controller, second)
     controller._stop_all("enough")
     controller._fill()
     assert (second.state, second.reason) == (TrialState.STOPPED, "enough")
@@ -655,14 +665,15 @@ def test_what_a_function_does_with_a_refused_size_does_not_count(
             tune.report({"loss": math.inf})
         return 0.5
 
-    objective = Objective(fits, scaling=ScalingConfig())
-    for workers in (3, 1, 0):
-        objective({"workers": workers})
-    asked, *others = reported
-    assert from_json(asked[SIZE]) == ScalingConfig(num_workers=3)
-    assert others == [{"_metric": 0.5}] * 2
-    Objective(fits, scaling=ScalingConfig(num_workers=3))({"workers": 0})
-    assert from_json(reported[-1][SIZE]) == ScalingConfig()
+    def asked(workers: int, known: ScalingConfig) -> ScalingConfig | None:
+        result = json.dumps(Objective(fits, scaling=known)({"workers": workers}))
+        return from_json(size) if (size := size_asked_by(result)) else None
+
+    assert asked(3, ScalingConfig()) == ScalingConfig(num_workers=3)
+    assert reported == []
+    assert asked(1, ScalingConfig()) is asked(0, ScalingConfig()) is None
+    assert reported == [{"_metric": 0.5}] * 2
+    assert asked(0, ScalingConfig(num_workers=3)) == ScalingConfig()
 
 
 def test_a_trials_lost_worker_is_shown_and_one_that_ends_by_order_is_not(
