@@ -179,8 +179,8 @@ class Study:
         settings: from the first line: trainable, metric, mode, seed, num_samples.
         order: (kind, trial) of proposals and ends, in order, to be replayed to a search.
         is_exhausted: the search has no more proposals.
-        size: JSON of the scaling config of the newest job whose function's trainer had asked for
-            one; "" for none. Later trials begin with it.
+        size: JSON of the scaling config of the newest report whose function's trainer had asked for
+            one; "" for none. Later trials begin with it: it is known to find room.
         over: why the study ended, "" while it runs.
     """
 
@@ -206,10 +206,6 @@ class Study:
     def sign(self) -> float:
         """Return what a value is multiplied with so that greater is better."""
         return -1.0 if self.settings.get("mode") == "min" else 1.0
-
-    def size_of(self, trial: Trial) -> str:
-        """Return the size with which a trial's next job begins, "" for the one of the study."""
-        return trial.size or self.size
 
     def apply(self, event: Event) -> None:
         """Apply a line; ignore one of an unknown kind, from a later version."""
@@ -243,7 +239,6 @@ class Study:
             str(event["job"]), str(event["run"]), begins, str(event.get("from", ""))
         )
         trial.size = str(event.get("size", ""))
-        self.size = trial.size or self.size
         if trial.attempts and trial.attempt.run == begun.run:
             trial.attempts.pop()  # The same run continues as another job.
         trial.attempts.append(begun)
@@ -255,6 +250,7 @@ class Study:
             trial.has_begun, trial.started_unix_ns = True, int(event["unix_ns"])
 
     def _reported(self, trial: Trial, event: Event) -> None:
+        self.size = trial.size or self.size
         place = (int(event["generation"]), int(event["index"]))
         trial.reports.append(
             TrialReport(

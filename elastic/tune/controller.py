@@ -287,7 +287,7 @@ class Controller:
         """Submit a trial's job, in the run directory of its newest attempt."""
         known = trial.attempts[-1] if trial.attempts else TrialAttempt("", trial.name)
         config = from_log(trial.config, trial.pickled)
-        size = self.study.size_of(trial)
+        size = trial.size or self.study.size
         trainer = self._plan.recipe.trainer(known.run, config, known.resume_from, size)
         spec = replace(trainer.job_spec(self._cluster.env), job_id=new_job_id())
         try:
@@ -674,11 +674,13 @@ class Controller:
             self._stop_all(f"stopped by a user: {reason}")
 
     def _count_room(self) -> None:
-        """Count how many trials the cluster has room for, by the newest trial's resources."""
+        """Count how many trials the cluster has room for, by the newest trial's resources.
+
+        Not by a size that its function asks for: it may be one for which there is never room.
+        """
         if self.study.trials:
             trial = self.study.trials[-1]
             config = from_log(trial.config, trial.pickled)
-            size = self.study.size_of(trial)
-            spec = self._plan.recipe.trainer(trial.name, config, size=size).job_spec()
+            spec = self._plan.recipe.trainer(trial.name, config, size=self.study.size).job_spec()
             self._nodes = self._client.status().view.nodes
             self._room = room_for(spec, self._nodes)

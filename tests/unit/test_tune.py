@@ -579,15 +579,16 @@ def test_run_raises_for_failed_trials_and_names_what_it_does_not_take(
         tune.run(print, confg={})
 
 
-class OneSlotCluster:
+class PlayedCluster:
     """A client and a recipe in one: it takes all jobs, and tells nothing of them."""
 
-    def __init__(self) -> None:
+    def __init__(self, slots: int = 1) -> None:
         self.submitted: list[str] = []
+        self.slots = slots
 
     def trainer(self, run: str, config: Any, resume_from: str = "", size: str = "") -> Any:
         trainable = as_trainable(print)
-        made = Recipe(trainable, RunConfig(), "/nowhere").trainer(run, config, resume_from)
+        made = Recipe(trainable, RunConfig(), "/nowhere").trainer(run, config, resume_from, size)
         made.submit = lambda spec, *rest: self.submitted.append(spec.name)  # type: ignore
         return made
 
@@ -598,7 +599,7 @@ class OneSlotCluster:
         pass
 
     def status(self) -> Any:
-        slots = Node("n1", incarnation=1, host="h", num_slots=1)
+        slots = Node("n1", incarnation=1, host="h", num_slots=self.slots)
         return SimpleNamespace(view=SimpleNamespace(nodes=[NodeView(slots, NodePhase.READY, 0, 1)]))
 
 
@@ -610,7 +611,7 @@ def test_one_trial_more_than_run_waits_in_the_queue(tmp_path: Path, limit: int, 
         print,
         tune_config=tune.TuneConfig(num_samples=5, max_concurrent_trials=limit, seed=1),
     )
-    cluster = OneSlotCluster()
+    cluster = PlayedCluster()
     log.study.settings["seed"] = 1
     plan = tuner._plan(log, cluster)  # type: ignore[arg-type]
     controller = Controller(log, plan, cluster, SimpleNamespace(is_embedded=False, env={}))  # type: ignore[arg-type]
@@ -631,7 +632,7 @@ def test_a_trial_that_asks_for_another_size_waits_for_its_turn_and_ends_with_the
 ) -> None:
     log = StudyLog(str(tmp_path / "mine"))
     log.add({"e": "study", "settings": {"name": "mine", "trainable": "t", "seed": 1}})
-    cluster = OneSlotCluster()
+    cluster = PlayedCluster(slots=4)
     plan = tune.Tuner(print, tune_config=tune.TuneConfig(num_samples=2))._plan(log, cluster)  # type: ignore[arg-type]
     controller = Controller(log, plan, cluster, SimpleNamespace(is_embedded=False, env={}))  # type: ignore[arg-type]
     controller._fill()
@@ -646,10 +647,22 @@ def test_a_trial_that_asks_for_another_size_waits_for_its_turn_and_ends_with_the
     asks_for_two(controller, first)
     assert (first.state, first.reason[:22]) == (TrialState.FAILED, "its trainers have aske")
     asks_for_two(controller, second)
+    controller._count_room()
+    assert controller._room == 4  # No less for a size that may never be placed.
     controller._stop_all("enough")
     controller._fill()
     assert (second.state, second.reason) == (TrialState.STOPPED, "enough")
     assert controller._is_done()
+
+
+def test_later_trials_begin_with_a_size_once_a_trial_has_reported_with_it(study: StudyLog) -> None:
+    trial = study.study.trials[1]
+    study.add({"e": "resized", "trial": 1, "size": "16"})
+    study.add({"e": "started", "trial": 1, "job": "j-7", "run": trial.name, "size": "16"})
+    assert (trial.size, study.study.size) == ("16", "")  # There may never be room for it.
+    line = {"e": "reported", "trial": 1, "n": 3, "metrics": {}, "generation": 1, "index": 0}
+    study.add(line)
+    assert study.study.size == "16"
 
 
 def test_what_a_function_does_with_a_refused_size_does_not_count(
@@ -681,7 +694,7 @@ def test_a_trials_lost_worker_is_shown_and_one_that_ends_by_order_is_not(
 ) -> None:
     log = StudyLog(str(tmp_path / "mine"))
     log.add({"e": "study", "settings": {"name": "mine", "trainable": "t", "seed": 1}})
-    cluster = OneSlotCluster()
+    cluster = PlayedCluster()
     plan = tune.Tuner(print)._plan(log, cluster)  # type: ignore[arg-type]
     controller = Controller(log, plan, cluster, SimpleNamespace(is_embedded=False, env={}))  # type: ignore[arg-type]
     controller._fill()
