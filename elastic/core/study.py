@@ -110,7 +110,7 @@ class Trial:
         started_unix_ns: when its first job began to run; until then, when that was submitted.
         has_begun: its first job has begun to run.
         size, sizes: JSON of the scaling config of its job, if its function's trainer asked for one,
-            and how often it asked since it began anew.
+            and how often it asked since the study was opened or its config was changed.
     """
 
     number: int
@@ -214,6 +214,10 @@ class Study:
             self.settings = dict(event["settings"])
         elif kind == "opened":
             self.owner, self.over = event.get("owner"), ""
+            # Perhaps on another cluster, where these have no room, or are not what is asked for.
+            self.size = ""
+            for trial in self.trials:
+                trial.size, trial.sizes = "", 0
         elif kind == "exhausted":
             self.is_exhausted = True
         elif kind == "over":
@@ -290,7 +294,6 @@ class Study:
         trial.attempts[-1] = replace(trial.attempt, job_id="")
         if event.get("anew"):
             trial.reports, trial.rungs = [], {}
-            trial.size, trial.sizes = "", 0
             trial.attempts.append(TrialAttempt("", f"{trial.name}-{len(trial.attempts) + 1}"))
 
     def _ended(self, trial: Trial, event: Event) -> None:

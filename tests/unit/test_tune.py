@@ -663,6 +663,10 @@ def test_later_trials_begin_with_a_size_once_a_trial_has_reported_with_it(study:
     line = {"e": "reported", "trial": 1, "n": 3, "metrics": {}, "generation": 1, "index": 0}
     study.add(line)
     assert study.study.size == "16"
+    # A driver on another cluster asks anew, also for a trial that has failed by what it asked.
+    study.add({"e": "ended", "trial": 1, "phase": "failed", "error": {"message": "no room"}})
+    study.add({"e": "left", "trial": 1, "anew": False}, {"e": "opened"})
+    assert (trial.size, trial.sizes, study.study.size) == ("", 0, "")
 
 
 def test_what_a_function_does_with_a_refused_size_does_not_count(
