@@ -423,7 +423,7 @@ class Controller:
         )
         if self._plan.stopper(trial.name, metrics):
             self._carry_out(trial, Decision(TrialDecision(TrialAction.STOP), self._met(metrics)))
-        elif trial.state is TrialState.RUNNING:
+        elif trial.state is TrialState.RUNNING and not self._stop_reason:
             self._carry_out(trial, self._plan.scheduler.judge(self.study, trial))
         if self._plan.stopper.stop_all() and not self._stop_reason:
             self._stop_all("its stopper has had enough")
@@ -556,9 +556,11 @@ class Controller:
 
     def _settle(self) -> None:
         """Apply the scheduler's decisions about paused trials."""
-        if self._stop_reason or not any(t.state is TrialState.PAUSED for t in self.study.trials):
+        if not any(t.state is TrialState.PAUSED for t in self.study.trials):
             return
         for number, decision in self._plan.scheduler.settle(self.study):
+            if self._stop_reason:
+                return  # Perhaps only now: a trial that fails at its start may end the study.
             trial = self.study.trials[number]
             if decision.value.act is TrialAction.STOP:
                 self._carry_out(trial, decision)

@@ -22,6 +22,8 @@ from hypothesis import strategies as st
 from elastic import tune
 from elastic.client.cli import main
 from elastic.core.events.shared import Note
+from elastic.core.policy.decision import Decision
+from elastic.core.policy.tuning import decision as tuning
 from elastic.core.study import TrialAttempt, TrialState
 from elastic.core.view import NodeView
 from elastic.core.world import Failure, JobPhase, Node, NodePhase
@@ -41,7 +43,7 @@ from elastic.tune.schedulers import MedianStoppingRule, PopulationBasedTraining
 from elastic.tune.search import BasicVariantGenerator, ConcurrencyLimiter, Repeater, Searcher
 from elastic.tune.search.optuna import OptunaSearch
 from elastic.tune.session import SIZE, Objective, as_trainable, size_asked_by
-from elastic.tune.stopper import TrialPlateauStopper
+from elastic.tune.stopper import TrialPlateauStopper, as_stopper
 from elastic.tune.trials import Recipe, from_json, from_log, to_log
 from elastic.wire.codec_jobs import TimedNote
 from elastic.worker.engine import context as worker_context
@@ -617,6 +619,39 @@ def test_one_trial_more_than_run_waits_in_the_queue(tmp_path: Path, limit: int, 
     controller = Controller(log, plan, cluster, SimpleNamespace(is_embedded=False, env={}))  # type: ignore[arg-type]
     controller._fill()
     assert cluster.submitted == [f"mine_{number:05d}" for number in range(count)]
+
+
+def test_a_study_that_is_told_to_stop_continues_no_trial(study: StudyLog) -> None:
+    two = json.dumps(asdict(ScalingConfig(num_workers=2)))
+    for number in (3, 4):
+        name = f"mine_{number:05d}"
+        study.add({"e": "proposed", "trial": number, "name": name, "config": {}})
+        study.add({"e": "started", "trial": number, "job": f"j-{number}", "run": name})
+        study.add({"e": "decided", "trial": number, "what": "pause"})
+        study.add({"e": "resized", "trial": number, "size": two})
+    resume = Decision(tuning.GO_ON, "the best of its rung")
+    scheduler: Any = SimpleNamespace(
+        settle=lambda _: [(3, resume), (4, resume)],
+        judge=lambda *_: pytest.fail("it judges a trial of a study that ends"),
+    )
+    cluster: Any = PlayedCluster()
+    plan = Plan(
+        recipe=cluster,
+        search=BasicVariantGenerator(),
+        scheduler=scheduler,
+        stopper=as_stopper(None),
+        callbacks=Callbacks(()),
+        fail_fast=True,
+        is_quiet=True,
+    )
+    controller = Controller(study, plan, cluster, SimpleNamespace(is_embedded=True, env={}))  # type: ignore[arg-type]
+    controller._settle()  # The first has no room for two workers, which ends the study.
+    assert [trial.state.value for trial in study.study.trials[3:]] == ["failed", "paused"]
+    controller._take_report(study.study.trials[1], 3, row(1, 3) | {"metrics": {"loss": 1.0}}, 0)
+    controller._settle()
+    controller._fill()
+    assert [trial.state.value for trial in study.study.trials[3:]] == ["failed", "stopped"]
+    assert cluster.submitted == []
 
 
 def asks_for_two(controller: Controller, trial: Any) -> None:
