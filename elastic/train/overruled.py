@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, fields
 from typing import TYPE_CHECKING, Any
 
 from elastic.client.submission import run_path_of
@@ -20,6 +20,7 @@ from elastic.core.world import EntryKind
 from elastic.errors import UsageError
 from elastic.train.beginning import print_stderr
 from elastic.train.config import RunConfig, ScalingConfig, TorchConfig
+from elastic.train.session import size_of_trial
 
 if TYPE_CHECKING:
     from elastic.worker.engine.context import WorkerContext
@@ -59,22 +60,6 @@ class TrialResizeRequested(BaseException):
 
     def __init__(self, scaling: ScalingConfig) -> None:
         super().__init__(f"the trial is submitted again with {scaling}")
-
-
-@dataclass
-class TrialSize:
-    """The size of the job of the trial that this process runs, if it follows the trainer's.
-
-    Attributes:
-        known: what the job was submitted with, None if the user has chosen that.
-        asked: what a trainer has asked for instead.
-    """
-
-    known: ScalingConfig | None = None
-    asked: ScalingConfig | None = None
-
-
-size_of_trial = TrialSize()
 
 
 def check_trial(scaling: ScalingConfig) -> None:

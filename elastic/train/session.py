@@ -33,6 +33,7 @@ from elastic.worker.engine import context as worker_context
 from elastic.worker.engine.context import WorkerContext
 
 if TYPE_CHECKING:
+    from elastic.train.config import ScalingConfig
     from elastic.train.validation import ValidationTaskConfig
     from elastic.worker.engine.step_engine import StepEngine
 
@@ -133,6 +134,21 @@ def is_driver() -> bool:
     return torchrun_rank() in (None, 0)
 
 
+@dataclass
+class TrialSize:
+    """The size of the job of the trial that this process runs, if it follows the trainer's.
+
+    Attributes:
+        known: what the job was submitted with, None if the user has chosen that.
+        asked: what a trainer has asked for instead.
+    """
+
+    known: ScalingConfig | None = None
+    asked: ScalingConfig | None = None
+
+
+size_of_trial = TrialSize()
+
 UNSAID: Any = object()
 """Default of a report's `checkpoint`, to distinguish a missing argument from None."""
 
@@ -188,6 +204,8 @@ def report(
         StorageError: the checkpoint could not be stored; the run directory keeps the last one.
     """
     context = require_place("train.report")
+    if size_of_trial.asked is not None:
+        return  # This is code that cleans up after a trainer that is not to train here.
     engine = context.engine
     if engine is not None and engine.has_begun:
         if not engine.step_is_done():

@@ -15,8 +15,13 @@ from elastic.errors import UsageError
 from elastic.storage.files import Files
 from elastic.train.checkpoint import Checkpoint
 from elastic.train.config import ScalingConfig
-from elastic.train.overruled import size_of_trial
-from elastic.train.session import UNSAID, TrainContext, get_checkpoint, require_context
+from elastic.train.session import (
+    UNSAID,
+    TrainContext,
+    get_checkpoint,
+    require_context,
+    size_of_trial,
+)
 from elastic.train.session import report as train_report
 from elastic.worker.process.entry import call_with_config
 
@@ -34,8 +39,7 @@ def report(metrics: Mapping[str, Any], *, checkpoint: Checkpoint | None = None) 
     Without a checkpoint it does not block. If a scheduler or stopper then ends the trial, its
     worker is stopped soon after; later reports do not count.
     """
-    if size_of_trial.asked is None:  # Otherwise this is the trial's code that cleans up.
-        train_report(metrics, UNSAID if checkpoint is None else checkpoint)
+    train_report(metrics, UNSAID if checkpoint is None else checkpoint)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic import tune
+from elastic import train, tune
 from elastic.client.cli import main
 from elastic.core.events.shared import Note
 from elastic.core.policy.decision import Decision
@@ -33,8 +33,8 @@ from elastic.storage.study_log import StudyLog
 from elastic.train import FailureConfig, RunConfig, ScalingConfig
 from elastic.train.overruled import check_trial
 from elastic.train.torch import TorchTrainer
-from elastic.tune import session, trainable
 from elastic.tune import space as spaces
+from elastic.tune import trainable
 from elastic.tune.callback import Callbacks
 from elastic.tune.controller import SIZES_MAX, Controller, Plan
 from elastic.tune.integration.ray_train import TuneReportCallback
@@ -708,13 +708,19 @@ def test_what_a_function_does_with_a_refused_size_does_not_count(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     reported: list[Any] = []
-    monkeypatch.setattr(session, "train_report", lambda metrics, _: reported.append(metrics))
+
+    def take(text: str, *_: Any, **__: Any) -> None:
+        reported.append(json.loads(text))
+
+    worker = SimpleNamespace(join=None, engine=None, report=take)
+    monkeypatch.setattr(worker_context, "current", lambda: worker)
 
     def fits(config: Any) -> float:
         try:
             check_trial(ScalingConfig(num_workers=config["workers"]))
         except BaseException:
             tune.report({"loss": math.inf})
+            train.report({"seconds": 1.0})
         return 0.5
 
     def asked(workers: int, known: ScalingConfig) -> ScalingConfig | None:
