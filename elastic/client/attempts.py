@@ -25,6 +25,7 @@ from elastic.errors import ConfigError, NameTaken, StorageError
 from elastic.runtime.clock import SystemClock
 from elastic.storage.files import Files
 from elastic.storage.integrity import newest_valid, place_of
+from elastic.storage.options import options_of
 from elastic.storage.run_directory import RunDirectory
 from elastic.storage.run_record import (
     RunOwner,
@@ -227,7 +228,7 @@ def _take_back(
 def _make_directory(run_path: str) -> bool:
     """Create the directory if it is missing; return whether it existed."""
     try:
-        fs, root = url_to_fs(run_path)
+        fs, root = url_to_fs(run_path, **options_of(run_path))
     except (ImportError, ValueError) as error:
         raise ConfigError(
             f"storage path {run_path}: {error}; expected a directory or a URL that fsspec knows"

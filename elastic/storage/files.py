@@ -26,6 +26,7 @@ from elastic.storage import outputs
 from elastic.storage.faults import is_about_credentials, reason_of
 from elastic.storage.marker import StoredFile
 from elastic.storage.names import check_inside
+from elastic.storage.options import options_of
 from elastic.storage.outputs import CHUNK_BYTES, OutputFile
 from elastic.storage.retry import TIMEOUT_S, with_timeout
 
@@ -460,9 +461,11 @@ def _opened(path: str) -> tuple[Any, str]:
 
 def _options(path: str) -> dict[str, Any]:
     """Return options to open the file system with, beside the user's own configuration."""
-    scheme = path.partition("://")[0]
-    if scheme not in ("s3", "s3a") or "config_kwargs" in fsspec.config.conf.get(scheme, {}):
-        return {}
+    scheme, given = path.partition("://")[0], options_of(path)
+    configured = {**fsspec.config.conf.get(scheme, {}), **given}
+    if scheme not in ("s3", "s3a") or "config_kwargs" in configured:
+        return given
     # Disable botocore's own retries (up to a minute, repeated by s3fs), so that `patience_s` alone
     # sets the total. s3fs's own pauses, two seconds in all, remain.
-    return {"config_kwargs": {"retries": {"mode": "standard", "total_max_attempts": 1}}}
+    once = {"retries": {"mode": "standard", "total_max_attempts": 1}}
+    return {**given, "config_kwargs": once}

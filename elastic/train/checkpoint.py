@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import fsspec
-from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
 from elastic.core.world import CheckpointStatus
@@ -28,7 +27,7 @@ from elastic.storage.integrity import read_marker, verify
 from elastic.storage.marker import METADATA, OURS, CheckpointMarker
 from elastic.storage.run_directory import read_metadata
 from elastic.train.dict_checkpoint import read_dict, write_dict
-from elastic.train.filesystems import as_fsspec
+from elastic.train.filesystems import as_fsspec, opened, without_query
 
 log = logging.getLogger(__name__)
 
@@ -68,8 +67,7 @@ class Checkpoint:
             filesystem: of fsspec or pyarrow; found from the URL if not given.
         """
         if filesystem is None:
-            filesystem, found = url_to_fs(str(path))
-            self.path = str(found)
+            filesystem, self.path = opened(without_query(str(path)), "Checkpoint")
         else:
             filesystem, self.path = as_fsspec(filesystem, str(path))
         self.filesystem: fsspec.AbstractFileSystem = filesystem

@@ -29,7 +29,7 @@ from elastic.train.expecting import (
     take_int,
     take_seconds,
 )
-from elastic.train.filesystems import url_in
+from elastic.train.filesystems import url_in, without_query
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -343,7 +343,7 @@ class RunConfig:
         storage_path: parent of the run directory, a path or any fsspec URL; default
             "~/elastic_results".
         storage_filesystem: of fsspec or pyarrow, in which `storage_path` is a path. Workers open
-            it by its URL; other settings, such as keys, must come from their environment.
+            its URL with the options that it was made with, such as keys.
         failure_config, checkpoint_config: see there; None for the default ones.
         callbacks: called in the driver: a list of `UserCallback`s, or of objects with
             `after_report(metrics)`, for what rank 0 reports, and `after_event(name, fields)`,
@@ -427,12 +427,8 @@ class RunConfig:
             url = url_in(self.storage_filesystem, str(self.storage_path or ""))
             object.__setattr__(self, "storage_path", url)
             object.__setattr__(self, "storage_filesystem", None)
-        if "://" in str(self.storage_path) and "?" in str(self.storage_path):
-            raise ConfigError(
-                f"RunConfig: storage_path={self.storage_path!r}: settings after ? are not read: "
-                f"put them into the environment of the script and of the nodes, such as "
-                f"AWS_ENDPOINT_URL_S3 and AWS_DEFAULT_REGION"
-            )
+        if isinstance(self.storage_path, str):
+            object.__setattr__(self, "storage_path", without_query(self.storage_path))
         if isinstance(self.storage_path, Path) and re.match(r"\w+:/", str(self.storage_path)):
             raise ConfigError(
                 f"RunConfig: storage_path={self.storage_path!r}: pathlib takes a slash out of a "

@@ -20,7 +20,7 @@ from elastic.storage.metrics import has_metrics
 from elastic.storage.run_directory import RunDirectory
 from elastic.storage.run_record import RunPhase, read_run
 from elastic.train.checkpoint import Checkpoint
-from elastic.train.filesystems import url_in
+from elastic.train.filesystems import url_in, without_query
 from elastic.train.metrics import as_reported, from_json
 
 
@@ -73,7 +73,9 @@ class Result:
         """
         if storage_filesystem is not None:
             path = url_in(storage_filesystem, str(path))
-        run_path = str(path) if "://" in str(path) else str(Path(path).expanduser().absolute())
+        run_path = without_query(str(path)).rstrip("/")
+        if "://" not in run_path:
+            run_path = str(Path(path).expanduser().absolute())
         files = Files(run_path)
         record = read_run(files)
         if record is None and not has_metrics(files):

@@ -474,14 +474,17 @@ class TrainContext:
 
 
 class Storage(str):
-    """The run directory as an fsspec path, with Ray's names for its parts."""
+    """The run directory as an fsspec path, with Ray's names for its parts.
+
+    Those are paths in `storage_filesystem`: without the "s3://" of a URL, as in Ray.
+    """
 
     __slots__ = ()
 
     @property
     def experiment_fs_path(self) -> str:
-        """Return the run directory."""
-        return str(self)
+        """Return the path of the run directory."""
+        return Files(str(self)).root
 
     @property
     def storage_filesystem(self) -> Any:
@@ -490,7 +493,7 @@ class Storage(str):
 
     def build_checkpoint_path_from_name(self, checkpoint_name: str) -> str:
         """Return the path of a checkpoint of this name, for example to write it for NO_UPLOAD."""
-        return RunDirectory(str(self)).checkpoint_path(checkpoint_name)
+        return Files(RunDirectory(str(self)).checkpoint_path(checkpoint_name)).root
 
 
 def get_context() -> TrainContext:

@@ -27,6 +27,7 @@ from elastic.core.config import VIRTUAL_LOCAL_RANK, JobSpec
 from elastic.core.world import Entry, EntryKind, JobId, JobPhase, Strategy, sorted_pairs
 from elastic.errors import ElasticError, NameTaken, Refused, Unavailable, UsageError
 from elastic.storage.files import Files
+from elastic.storage.options import as_environment
 from elastic.storage.run_record import RunOwner, RunPhase, read_run
 from elastic.train.beginning import (
     absolute,
@@ -331,7 +332,8 @@ class DataParallelTrainer:
 
         run = self._local_run()
         warn_unused(self.run_config.failure_config)
-        with environment(self.run_config.worker_env), local_group(run):
+        variables = {**as_environment(), **(self.run_config.worker_env or {})}
+        with environment(variables), local_group(run):
             begun = json.loads(from_rank_zero(lambda: json.dumps(self._begin_here())))
             run = replace(run, **begun)
             runner = self._reports(run.job_name, run.job_id, run.run_path)
@@ -692,7 +694,9 @@ class DataParallelTrainer:
             payload=pack(function, self.train_loop_config, self._options()),
             working_dir=os.getcwd(),
             python_path=python_path(),
-            env=sorted_pairs({**env, **virtual, **(self.run_config.worker_env or {})}),
+            env=sorted_pairs(
+                {**as_environment(), **env, **virtual, **(self.run_config.worker_env or {})}
+            ),
         )
         return JobSpec(
             job_id=JobId(""),

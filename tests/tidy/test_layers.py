@@ -92,6 +92,7 @@ ENVIRONMENT_READERS: dict[str, str] = {
     "elastic/client/embedded.py": "hands on what is not said of the daemons of other clusters",
     "elastic/testing/local_cluster.py": "hands its own environment on to the daemons it starts",
     "elastic/worker/process/validation_process.py": "a process starts here",
+    "elastic/worker/process/tracking_process.py": "a process starts here",
     "elastic/worker/process/program.py": "hands its environment on to the program",
     "elastic/worker/process/local.py": "a run without an agent",
     "elastic/coord/__init__.py": "sets what gRPC reads at its import, unless a user has set it",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import datetime
+import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +12,10 @@ import fsspec
 import numpy
 import pytest
 from fsspec.implementations.dirfs import DirFileSystem
+from pyarrow.fs import FSSpecHandler, PyFileSystem, S3FileSystem
 
 from elastic.errors import ConfigError, StorageError, UsageError
+from elastic.storage.options import VARIABLE, as_environment, options_of, remember, take
 from elastic.train import (
     Checkpoint,
     CheckpointConfig,
@@ -25,6 +29,8 @@ from elastic.train import (
     SyncConfig,
 )
 from elastic.train.config import TorchConfig
+
+s3 = fsspec.get_filesystem_class("s3")
 
 
 @pytest.mark.parametrize(
@@ -50,7 +56,8 @@ from elastic.train.config import TorchConfig
         (lambda: RunConfig(stop={"loss": "small"}), "stop=.*small.*a dict of numbers by metric"),
         (lambda: RunConfig(log_to_file="a/b"), "log_to_file='a/b': expected True, the name"),
         (lambda: RunConfig(storage_path="b/runs", storage_filesystem="s3"), "'s3': expected a fi"),
-        (lambda: RunConfig(storage_path="s3://b/c?endpoint_override=http://h"), "ENDPOINT_URL_S3"),
+        (lambda: RunConfig(storage_path="s3://b/c?color=red"), "no settings after .*region"),
+        (lambda: RunConfig(storage_path="gs://b/c?region=x"), "no settings after "),
         (lambda: RunConfig(worker_runtime_env={"pip": ["x"]}), "'pip'"),
         (lambda: LoggingConfig(log_level="LOUD"), "log_level='LOUD': expected one of DEBUG"),
         (lambda: SyncConfig(upload_dir="s3://b"), "upload_dir='s3://b': expected None"),
@@ -298,6 +305,75 @@ def test_without_a_number_there_is_no_best_checkpoint() -> None:
         result(1).get_best_checkpoint("loss")
     with pytest.raises(UsageError, match="mode='low'"):
         result(1).get_best_checkpoint("score", "low")
+
+
+@pytest.mark.parametrize(
+    ("run", "url", "options"),
+    [
+        (
+            lambda: RunConfig(
+                storage_path="b/runs",
+                storage_filesystem=PyFileSystem(
+                    FSSpecHandler(s3(key="k", endpoint_url="http://h"))
+                ),
+            ),
+            "s3://b/runs",
+            {"key": "k", "endpoint_url": "http://h"},
+        ),
+        (
+            lambda: RunConfig(
+                storage_path="c",
+                storage_filesystem=S3FileSystem(
+                    access_key="k", secret_key="s", endpoint_override="h:1", region="x"
+                ),
+            ),
+            "s3://c",
+            {
+                "key": "k",
+                "secret": "s",
+                "endpoint_url": "https://h:1",
+                "client_kwargs": {"region_name": "x"},
+            },
+        ),
+        (
+            lambda: RunConfig(storage_path="s3://d/e?endpoint_override=http://h:2&region=x"),
+            "s3://d/e",
+            {"endpoint_url": "http://h:2", "client_kwargs": {"region_name": "x"}},
+        ),
+        (
+            lambda: RunConfig(storage_path="f/", storage_filesystem=s3(anon=True)),
+            "s3://f",
+            {"anon": True},
+        ),
+    ],
+)
+def test_what_a_file_system_was_made_with_goes_with_its_url(
+    run: Callable[[], RunConfig], url: str, options: dict[str, Any]
+) -> None:
+    assert str(run().storage_path).rstrip("/") == url
+    assert options_of(f"{url}/name/checkpoints") == options_of(url) == options
+    assert options_of(f"{url}elsewhere") == {}
+    assert json.loads(as_environment()[VARIABLE])[url] == options
+    remember(url, {})
+    assert url not in as_environment().get(VARIABLE, "")
+    take({VARIABLE: json.dumps({url: options})})
+    assert options_of(url) == options
+    remember(url, {})
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: s3(session=object()), "session=<object>.*expected text"),
+        (lambda: s3(True), "without names.*s3fs.S3FileSystem"),
+        (lambda: S3FileSystem(role_arn="arn"), "role_arn.*AWS_PROFILE"),
+    ],
+)
+def test_a_file_system_that_workers_cannot_open_is_refused(
+    make: Callable[[], Any], says: str
+) -> None:
+    with pytest.raises(ConfigError, match=says):
+        RunConfig(storage_path="b", storage_filesystem=make())
 
 
 def test_a_file_system_is_named_by_its_url(tmp_path: Path) -> None:

@@ -45,6 +45,7 @@ from elastic.errors import ConfigError, GroupError, InvariantViolation, ProgramF
 from elastic.runtime import worker_ports
 from elastic.runtime.clock import Clock
 from elastic.runtime.worker_ports import ANY_PORT, PortRange
+from elastic.storage import options as storage_options
 from elastic.storage.run_directory import RunDirectory
 from elastic.worker.base.interrupt import GroupChanged, Interrupter
 from elastic.worker.base.mailboxes import Mailboxes
@@ -158,6 +159,7 @@ class Runner:
             devices = self._devices = VisibleDevices(assign)
             os.environ.update(environment.for_job(assign, self._started_with) | devices.env())
             self._assign = assign
+            storage_options.take(dict(spec.entry.env))
             self._ports = PortRange.of(self._started_with.get(worker_ports.VARIABLE, ""))
             self._server = StoreServer(assign.host, self._ports)
             self._run_directory = RunDirectory(spec.run_path) if spec.run_path else None

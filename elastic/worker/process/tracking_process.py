@@ -15,6 +15,7 @@ import time
 import click
 
 from elastic.errors import ConfigError
+from elastic.storage import options as storage_options
 from elastic.storage.trackers import TrackerSpec, Tracking, parse_trackers
 from elastic.worker.process.main import EXIT_AGENT_GONE, die_with_parent, name_process, set_up_logs
 
@@ -73,6 +74,7 @@ def main(parent: int, run: str, wanted: str) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     set_up_logs()
+    storage_options.take(os.environ)
     feeds = [TrackerFeed(run, spec) for spec in parse_trackers(wanted)]
     while True:
         is_last = bool(select.select([sys.stdin], [], [], POLL_S)[0])

@@ -14,6 +14,7 @@ import traceback
 
 import click
 
+from elastic.storage import options as storage_options
 from elastic.worker.process.main import (
     EXIT_AGENT_GONE,
     die_with_parent,
@@ -65,6 +66,7 @@ def main(parent: int, found_fd: int) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = seen.split(",")[own]
     for name in PLACE:
         os.environ.pop(name, None)
+    storage_options.take(os.environ)
     try:
         found = {"metrics": json.loads(_find())}
     except BaseException as error:  # SystemExit of user code is no success either.
