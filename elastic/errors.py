@@ -195,7 +195,7 @@ class TrainingFailed(ElasticError):
         result: what the run left behind all the same (an `elastic.train.Result`), if known.
     """
 
-    result: object = None
+    result: Any = None
 
     def __init__(self, reason: str, *, worker: str = "", traceback: str = "") -> None:
         """Keep the parts apart, so that callers can show the traceback once and last."""

@@ -19,6 +19,7 @@ from elastic.train.metrics import as_reported
 
 if TYPE_CHECKING:
     from elastic.train.config import RunConfig, ScalingConfig
+    from elastic.train.result import Result
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,15 @@ class TrainRunContext:
 
 class UserCallback:
     """Base class of callbacks in the driver; override the methods that you need."""
+
+    def before_run(self, run_context: TrainRunContext) -> None:
+        """Prepare for the reports of a run: it is submitted, or about to begin in this process."""
+
+    def after_run(self, run_context: TrainRunContext, result: Result) -> None:
+        """Handle the end of a run; `result.error` is None if it has succeeded.
+
+        Not called where `fit` ends without a result, as after Ctrl-C.
+        """
 
     def after_report(
         self,
@@ -106,10 +116,12 @@ class CallbackRunner:
         return bool(self._callbacks)
 
     def begin(self) -> None:
-        """Skip the reports of earlier attempts."""
+        """Skip the reports of earlier attempts, and call `before_run`."""
         if self._callbacks:
             for rank in range(max(1, self._context.scaling_config.max_workers)):
                 self._reader(rank).read()
+        for callback in self._callbacks:
+            callback.before_run(self._context)
 
     def poll(self) -> None:
         """Deliver the reports that all ranks have made by now."""
@@ -137,6 +149,11 @@ class CallbackRunner:
         if self._callbacks:
             self._read()
             self._deliver(is_over=True)
+
+    def ended(self, result: Result) -> None:
+        """Call `after_run`."""
+        for callback in self._callbacks:
+            callback.after_run(self._context, result)
 
     def _reader(self, rank: int) -> MetricsReader:
         if rank not in self._readers:

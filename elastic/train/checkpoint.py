@@ -248,8 +248,10 @@ class Checkpoint:
         return self.path if self.is_local else str(self.filesystem.unstrip_protocol(self.path))
 
     def __repr__(self) -> str:
-        """Show its path."""
-        return f"Checkpoint(path={self.path!r})"
+        """Show its place, as Ray does."""
+        protocol = self.filesystem.protocol
+        kind = protocol if isinstance(protocol, str) else protocol[0]
+        return f"Checkpoint(filesystem={'local' if self.is_local else kind}, path={self.path})"
 
     def __eq__(self, other: object) -> bool:
         """Two checkpoints are equal if their path and kind of file system are."""

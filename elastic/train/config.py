@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -527,9 +527,8 @@ class DataConfig:
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
         names = self.datasets_to_split
-        if names != "all" and (
-            isinstance(names, str) or not all(isinstance(one, str) for one in names)
-        ):
+        is_list = isinstance(names, (Sequence, Set)) and not isinstance(names, str)
+        if names != "all" and not (is_list and all(isinstance(one, str) for one in names)):
             refuse(self, "datasets_to_split", "'all', or a list of names of datasets")
         take_int(self, "shuffle_memory", "bytes, 1 or more", low=1)
         number = self.num_feeders

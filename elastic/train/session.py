@@ -156,7 +156,6 @@ UNSAID: Any = object()
 def report(
     metrics: Mapping[str, Any],
     checkpoint: Checkpoint | None = UNSAID,
-    *,
     checkpoint_dir_name: str | None = None,
     checkpoint_upload_mode: CheckpointUploadMode = CheckpointUploadMode.SYNC,
     delete_local_checkpoint_after_upload: bool | None = None,

@@ -337,17 +337,26 @@ class DataParallelTrainer:
             begun = json.loads(from_rank_zero(lambda: json.dumps(self._begin_here())))
             run = replace(run, **begun)
             runner = self._reports(run.job_name, run.job_id, run.run_path)
+            failed = None
             try:
                 with end_noted(run), self._offering():
+                    runner.begin()
                     outcome = self._stopping.run_here(self.train_loop_per_worker, run, run_local)
             except (Exception, SystemExit) as error:
                 raised = {torchrun_rank() or 0: as_raised(error)}
                 runner.failed(1, lambda: raised)
                 # The traceback is in the text, as for a run on a cluster.
-                raise failed_here(run, error) from None
+                failed = failed_here(run, error)
             finally:
                 runner.finish()
-        return result_of(run.run_path, outcome.checkpoints, outcome.result, goodput=outcome.goodput)
+        if failed is not None:
+            runner.ended(failed.result)
+            raise failed
+        result = result_of(
+            run.run_path, outcome.checkpoints, outcome.result, goodput=outcome.goodput
+        )
+        runner.ended(result)
+        return result
 
     def _fit_on_cluster(self) -> Result:
         """Submit the job, follow it, and return its result."""
@@ -385,6 +394,7 @@ class DataParallelTrainer:
                         client.stop(job_id, reason)
 
             try:
+                runner.begin()
                 view = follow(
                     client,
                     job_id,
@@ -408,7 +418,7 @@ class DataParallelTrainer:
         if has_come:
             note_end(spec.run_path, spec.job_id, view.record.phase, view.record.reason)
             raise KeyboardInterrupt(f"run {spec.name} has stopped; {self._going_on(view)}")
-        return self._finish(spec, view)
+        return self._finish(spec, view, runner)
 
     def _going_on(self, view: JobView) -> str:
         from elastic.client.text_format import where_it_goes_on
@@ -546,19 +556,21 @@ class DataParallelTrainer:
             }
         )
 
-    def _finish(self, spec: JobSpec, view: JobView) -> Result:
+    def _finish(self, spec: JobSpec, view: JobView, runner: CallbackRunner) -> Result:
         record = view.record
         phase = record.phase
         if phase is JobPhase.STOPPED and self._stopping.is_met:
             phase = JobPhase.SUCCEEDED
         note_end(spec.run_path, spec.job_id, phase, record.reason)
-        if phase is JobPhase.SUCCEEDED:
-            return result_of(spec.run_path, kept_of(record), record.result, goodput=record.goodput)
-        error = failed_on_cluster(record)
-        error.result = result_of(
+        error = failed_on_cluster(record) if phase is not JobPhase.SUCCEEDED else None
+        result = result_of(
             spec.run_path, kept_of(record), record.result, error, goodput=record.goodput
         )
-        raise error
+        runner.ended(result)
+        if error is not None:
+            error.result = result
+            raise error
+        return result
 
     def _keep_output(self, client: Client, spec: JobSpec) -> None:
         """Write the output of all workers into the run directory, if `log_to_file` is set."""
@@ -581,7 +593,6 @@ class DataParallelTrainer:
             name, job_id, run_path, self.run_config, self.scaling_config, self.train_loop_config
         )
         self._reporting = CallbackRunner(callbacks, context)
-        self._reporting.begin()
         return self._reporting
 
     def _on_report(self, metrics: dict[str, Any]) -> None:

@@ -56,6 +56,7 @@ s3 = fsspec.get_filesystem_class("s3")
         (lambda: RunConfig(stop={"loss": "small"}), "stop=.*small.*a dict of numbers by metric"),
         (lambda: RunConfig(log_to_file="a/b"), "log_to_file='a/b': expected True, the name"),
         (lambda: RunConfig(storage_path="b/runs", storage_filesystem="s3"), "'s3': expected a fi"),
+        (lambda: DataConfig(datasets_to_split={}), "={}: expected 'all', or a list"),
         (lambda: RunConfig(storage_path="s3://b/c?color=red"), "no settings after .*region"),
         (lambda: RunConfig(storage_path="gs://b/c?region=x"), "no settings after "),
         (lambda: RunConfig(worker_runtime_env={"pip": ["x"]}), "'pip'"),
@@ -382,6 +383,8 @@ def test_a_file_system_is_named_by_its_url(tmp_path: Path) -> None:
     assert (run.storage_path, run.storage_filesystem) == ("memory:///runs", None)
     assert RunConfig(storage_path=tmp_path, storage_filesystem=local).storage_path == str(tmp_path)
     assert Checkpoint(tmp_path, local) == Checkpoint(tmp_path)
+    assert repr(Checkpoint(tmp_path)) == f"Checkpoint(filesystem=local, path={tmp_path})"
+    assert repr(Checkpoint("memory://a")) == "Checkpoint(filesystem=memory, path=/a)"
     below = DirFileSystem(path=str(tmp_path), fs=local)
     assert RunConfig(storage_path="b", storage_filesystem=below).storage_path == f"{tmp_path}/b"
     with pytest.raises(ConfigError, match="expected a path in storage_filesystem"):

@@ -19,6 +19,14 @@ class Heard(train.UserCallback):
     def __init__(self) -> None:
         self.reports: list[tuple[list[dict[str, Any]], str]] = []
         self.errors: list[dict[int, Exception]] = []
+        self.ends: list[Any] = []
+
+    def before_run(self, run_context: Any) -> None:
+        assert not self.reports
+        self.ends.append(run_context.run_name)
+
+    def after_run(self, run_context: Any, result: Any) -> None:
+        self.ends.append((len(self.reports), len(self.errors), result))
 
     def after_report(self, run_context: Any, metrics: Any, checkpoint: Any) -> None:
         self.reports.append((metrics, checkpoint.path.rpartition("/")[2] if checkpoint else ""))
@@ -30,7 +38,8 @@ class Heard(train.UserCallback):
 
 def count(config: dict[str, Any]) -> None:
     for number in range(config["reports"]):
-        train.report({"n": number}, checkpoint=train.Checkpoint.from_dict({"n": number}))
+        checkpoint = train.Checkpoint.from_dict({"n": number})
+        train.report({"n": number}, checkpoint, f"checkpoint-{number}")
     if config["fails"]:
         raise ValueError("as planned")
 
@@ -50,6 +59,19 @@ def test_reports_checkpoints_and_the_failure_are_heard_in_order(tmp_path: Path) 
     assert error == caught.value.worker_failures
     assert isinstance(error[0], ValueError)
     assert isinstance(caught.value, train.TrainingFailedError)
+    assert received.ends == ["r", (3, 1, caught.value.result)]
+    assert caught.value.result.error is caught.value
+
+
+def test_after_run_gets_the_result_once_all_reports_were_delivered(tmp_path: Path) -> None:
+    received = Heard()
+    result = TorchTrainer(
+        count,
+        train_loop_config={"reports": 1, "fails": False},
+        scaling_config=train.ScalingConfig(num_workers=0),
+        run_config=train.RunConfig(name="r", storage_path=tmp_path, callbacks=[received]),
+    ).fit()
+    assert received.ends == ["r", (1, 0, result)]
 
 
 def test_a_report_is_told_once_all_ranks_have_made_it_and_its_checkpoint_counts(
