@@ -70,5 +70,12 @@ def failed_here(run: LocalRun, error: BaseException) -> WorkerGroupError:
         {torchrun_rank() or 0: as_raised(error)},
         traceback=failure.traceback,
     )
-    failed.result = result_of(run.run_path, committed_in(run.run_path), "", failed)
+    failed.result = result_of(
+        run.run_path,
+        committed_in(run.run_path),
+        "",
+        failed,
+        score_attribute=run.score_attribute,
+        score_order=run.score_order,
+    )
     return failed

@@ -35,8 +35,9 @@ class Result:
         checkpoint: the newest reported one; of a run that reported none, the newest that was taken
             automatically; None if there is neither.
         path: the run directory.
-        best_checkpoints: (checkpoint, metrics) of all reported ones that were kept, oldest first,
-            including those of earlier attempts of the run.
+        best_checkpoints: (checkpoint, metrics) of all reported ones that were kept, including
+            those of earlier attempts of the run; oldest first, or from `fit` of a run with a
+            `checkpoint_score_attribute` the worst first, so that the last is the best.
         history: every report of rank 0, oldest first: metrics, and generation, index, unix_ns; in
             a loop over `train.epochs()` also `at`, the place in the run; of reports repeated at
             the same place only the last, and rank 1's where rank 0 was lost before its own.
@@ -215,6 +216,9 @@ def result_of(
     returned: str,
     error: ElasticError | None = None,
     goodput: Goodput | None = None,
+    *,
+    score_attribute: str = "",
+    score_order: str = "max",
 ) -> Result:
     """Build a result from the run directory and the outcome of the run.
 
@@ -224,19 +228,23 @@ def result_of(
         returned: JSON of rank 0's return value, "" for none.
         error: why the run failed.
         goodput: where the time of its workers went, if that is known.
+        score_attribute: metric by which `best_checkpoints` are ordered, "" for by age.
+        score_order: "max" or "min" is best.
     """
     history = read_history(run_path) if run_path else []
-    kept = [(Checkpoint(c.path), from_json(c.metrics)) for c in checkpoints if not c.automatic]
     metrics = history[-1]["metrics"] if history else None
     reported = [record for record in checkpoints if not record.automatic]
     if metrics is not None and reported and _came_with(history[-1], reported[-1]):
-        metrics = {**metrics, **kept[-1][1]}
-    found = [c for c, _ in kept] or [Checkpoint(c.path) for c in checkpoints if c.automatic]
+        metrics = {**metrics, **from_json(reported[-1].metrics)}
+    found = reported or checkpoints
+    checkpoint = Checkpoint(found[-1].path) if found else None
+    if score_attribute:
+        reported.sort(key=lambda one: retention.score(one, score_attribute, score_order))
     return Result(
         metrics=metrics,
-        checkpoint=found[-1] if found else None,
+        checkpoint=checkpoint,
         path=run_path,
-        best_checkpoints=kept,
+        best_checkpoints=[(Checkpoint(c.path), from_json(c.metrics)) for c in reported],
         history=history,
         return_value=json.loads(returned) if returned else None,
         error=error,

@@ -319,7 +319,7 @@ class DataParallelTrainer:
             value = call_with_config(self.train_loop_per_worker, self.train_loop_config)
         returned = result_json(value)
         kept = committed_in(context.run_path)
-        return result_of(context.run_path, kept, returned)
+        return result_of(context.run_path, kept, returned, **self._ranking())
 
     def _fit_in_this_process(self) -> Result:
         """Train in this process, alone or under torchrun, with the same reports and checkpoints."""
@@ -353,7 +353,11 @@ class DataParallelTrainer:
             runner.ended(failed.result)
             raise failed
         result = result_of(
-            run.run_path, outcome.checkpoints, outcome.result, goodput=outcome.goodput
+            run.run_path,
+            outcome.checkpoints,
+            outcome.result,
+            goodput=outcome.goodput,
+            **self._ranking(),
         )
         runner.ended(result)
         return result
@@ -564,7 +568,12 @@ class DataParallelTrainer:
         note_end(spec.run_path, spec.job_id, phase, record.reason)
         error = failed_on_cluster(record) if phase is not JobPhase.SUCCEEDED else None
         result = result_of(
-            spec.run_path, kept_of(record), record.result, error, goodput=record.goodput
+            spec.run_path,
+            kept_of(record),
+            record.result,
+            error,
+            goodput=record.goodput,
+            **self._ranking(),
         )
         runner.ended(result)
         if error is not None:
@@ -664,10 +673,17 @@ class DataParallelTrainer:
             backend=self.torch_config.backend or "auto",
             timeout_s=self.torch_config.timeout_s,
             num_to_keep=checkpoints.num_to_keep or -1,
-            score_attribute=checkpoints.checkpoint_score_attribute or "",
-            score_order=checkpoints.checkpoint_score_order,
+            **self._ranking(),
             on_report=self._on_report,
         )
+
+    def _ranking(self) -> dict[str, Any]:
+        """Return the metric that ranks checkpoints, "" for none, and which end of it is best."""
+        checkpoints = self.run_config.checkpoint_config
+        return {
+            "score_attribute": checkpoints.checkpoint_score_attribute or "",
+            "score_order": checkpoints.checkpoint_score_order,
+        }
 
     def _options(self) -> dict[str, Any]:
         """Return the part of this trainer's configuration that the step engine needs."""
@@ -729,8 +745,7 @@ class DataParallelTrainer:
             priority=self.run_config.priority,
             non_preemptible=not self.run_config.preemptible,
             num_to_keep=checkpoints.num_to_keep or -1,
-            score_attribute=checkpoints.checkpoint_score_attribute or "",
-            score_order=checkpoints.checkpoint_score_order,
+            **self._ranking(),
         )
 
 

@@ -166,6 +166,28 @@ def test_the_same_name_after_success_finds_nothing_left_to_do(tmp_path: Path) ->
     assert trained == [0, 1, 2]
 
 
+@pytest.mark.parametrize(("order", "left"), [("min", [5, 3]), ("max", [5, 7])])
+def test_the_last_of_the_best_checkpoints_is_the_best(
+    tmp_path: Path, order: str, left: list[int]
+) -> None:
+    def report_losses() -> None:
+        for loss in (math.nan, 3, 7, 5):
+            train.report({"loss": loss}, train.Checkpoint.from_dict({"loss": loss}))
+        if order == "max":
+            raise ValueError("as planned")
+
+    config = train.CheckpointConfig(
+        num_to_keep=2, checkpoint_score_attribute="loss", checkpoint_score_order=order
+    )
+    try:
+        result = trainer(report_losses, tmp_path, name="r", checkpoint_config=config).fit()
+    except TrainingFailed as error:
+        result = error.result
+    assert [metrics["loss"] for _, metrics in result.best_checkpoints] == left
+    assert result.checkpoint is not None
+    assert result.checkpoint.to_dict() == {"loss": 5}
+
+
 def test_a_directory_is_not_copied_into_itself(tmp_path: Path) -> None:
     def save_all() -> None:
         context = train.get_context()

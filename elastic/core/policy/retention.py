@@ -61,9 +61,7 @@ def _best(
     pending = {i for i, r in enumerate(records) if r.status is CheckpointStatus.PENDING_VALIDATION}
     order = [i for i in range(newest - 1, -1, -1) if i not in pending]
     if score_attribute:
-        order.sort(
-            key=lambda i: (_score(records[i], score_attribute, score_order), i), reverse=True
-        )
+        order.sort(key=lambda i: (score(records[i], score_attribute, score_order), i), reverse=True)
     kept = {newest, *pending, *order[: num_to_keep - 1]}
     return tuple(record for i, record in enumerate(records) if i in kept)
 
@@ -78,7 +76,14 @@ def superfluous_automatic(names: Sequence[str], num_to_keep: int) -> tuple[str, 
     return tuple(names[: -max(AUTOMATIC_KEPT, num_to_keep)])
 
 
-def _score(record: CheckpointRecord, attribute: str, order: str) -> float:
+def score(record: CheckpointRecord, attribute: str, order: str) -> float:
+    """Return how good a checkpoint is: more is better; -inf without a number for this metric.
+
+    Args:
+        record: of the checkpoint.
+        attribute: the metric.
+        order: "max" or "min" is best.
+    """
     try:
         value = float(json.loads(record.metrics)[attribute])
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
