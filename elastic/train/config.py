@@ -343,7 +343,7 @@ class RunConfig:
         storage_path: parent of the run directory, a path or any fsspec URL; default
             "~/elastic_results".
         storage_filesystem: of fsspec or pyarrow, in which `storage_path` is a path. Workers open
-            its URL with the options that it was made with, such as keys.
+            its URL with the options that it was made with, such as keys; of pyarrow's, S3's.
         failure_config, checkpoint_config: see there; None for the default ones.
         callbacks: called in the driver: a list of `UserCallback`s, or of objects with
             `after_report(metrics)`, for what rank 0 reports, and `after_event(name, fields)`,
