@@ -36,6 +36,7 @@ from elastic.data.batches import (
     to_table,
 )
 from elastic.data.context import MixStoppingCondition, RandomSeedConfig, seed_of
+from elastic.data.expressions import Expr, Unnested, expression_of
 from elastic.data.gathering import Gather, Groups, InMemory, explained
 from elastic.data.moments import Moments, floats_of
 from elastic.data.nodes import Apply, Mix, Node, Read, Shuffle, Slice, Union, Zip
@@ -50,7 +51,6 @@ from elastic.data.operations import (
     Operation,
     Sample,
     WithColumns,
-    expression_of,
     shown,
 )
 from elastic.data.parquet import Parquet
@@ -246,7 +246,7 @@ class Dataset:
 
     def filter(
         self,
-        fn: Callable[..., bool] | str | None = None,
+        fn: Callable[..., bool] | Expr | str | None = None,
         expr: Any = None,
         *,
         on_error: str = "raise",
@@ -255,20 +255,20 @@ class Dataset:
         """Keep the rows for which a function or an expression is true.
 
         Args:
-            fn: takes a row as a dict; or the text of an expression.
-            expr: of pyarrow.compute, such as `pc.field("age") > 30`, or its text, "age > 30".
+            fn: takes a row as a dict; or an expression.
+            expr: such as `col("age") > 30`, of `elastic.data.expressions` or pyarrow.compute, or
+                its text, "age > 30".
             on_error: "skip" to leave out rows for which `fn` raises.
             others: Ray's placement arguments, without effect here.
         """
         check_others("filter", others)
         check_on_error(on_error, "filter")
-        if isinstance(fn, str):
-            fn, expr = None, fn if expr is None else expr
         if (fn is None) == (expr is None):
             raise UsageError("filter: expected either a function or expr=...")
-        if fn is not None:
-            return self._apply(MapRows("filter", Function(fn), on_error))
-        return self._apply(FilterBy(expression_of(expr) if isinstance(expr, str) else expr))
+        given = fn if expr is None else expr
+        if callable(given):
+            return self._apply(MapRows("filter", Function(given), on_error))
+        return self._apply(FilterBy(expression_of(given, "filter: expr")))
 
     def add_column(
         self, col: str, fn: Callable[[Any], Any], *, batch_format: str = "pandas", **others: Any
@@ -287,16 +287,30 @@ class Dataset:
         """
         return self.with_columns({column_name: expr}, **others)
 
-    def with_columns(self, exprs: Mapping[str, Any], **others: Any) -> Dataset:
-        """Add or replace columns, as `with_column`; each sees the columns of before."""
+    def with_columns(
+        self,
+        exprs: Mapping[str, Any] | Unnested,
+        *more: Mapping[str, Any] | Unnested,
+        **others: Any,
+    ) -> Dataset:
+        """Add or replace columns, as `with_column`; each sees the columns of before.
+
+        Args:
+            exprs: expressions by the names of their columns, or `unnest(expression)`.
+            more: such, too.
+            others: Ray's placement arguments, without effect here.
+        """
         check_others("with_columns", others)
-        wrong = [name for name, one in exprs.items() if type(one).__name__ != "Expression"]
-        if wrong:
-            raise UsageError(
-                f"with_columns: {wrong[0]}={exprs[wrong[0]]!r}: expected an expression such as "
-                f"col('x') * 2, of elastic.data.expressions"
-            )
-        return self._apply(WithColumns(dict(exprs)))
+        pairs: list[tuple[str | None, Expr]] = []
+        for one in (exprs, *more):
+            if isinstance(one, Unnested):
+                pairs.append((None, one.expression))
+            else:
+                pairs += [
+                    (name, expression_of(expr, f"with_columns: {name}"))
+                    for name, expr in one.items()
+                ]
+        return self._apply(WithColumns(pairs))
 
     def select_columns(self, cols: str | Sequence[str], **others: Any) -> Dataset:
         """Keep these columns only; of parquet files no others are read."""

@@ -24,8 +24,9 @@ from elastic.data.batches import (
     of_rows,
     to_table,
 )
+from elastic.data.expressions import expression_of
 from elastic.data.nodes import Node
-from elastic.data.operations import Function, MapBatches
+from elastic.data.operations import Function, MapBatches, WithColumns
 from elastic.errors import UsageError
 
 if TYPE_CHECKING:
@@ -219,6 +220,11 @@ class Groups:
         )
         each = MapBatches(function, None, check_format(batch_format, "map_groups"), "map_groups")
         return self._engine._gather("map_groups", partial(_mapped, keys=self._keys, each=each))
+
+    def with_column(self, column_name: str, expr: Any, **others: Any) -> Dataset:
+        """Add a column, as `Dataset.with_column`; a `udf` is called with the rows of a group."""
+        work = WithColumns([(column_name, expression_of(expr, f"with_column: {column_name}"))])
+        return self.map_groups(work.apply, batch_format="pyarrow", **others)
 
     def _each(self, kind: Any, on: str | Sequence[str] | None, **options: Any) -> Dataset:
         columns = self._engine._dataset.columns() if on is None else names_of(on)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -33,6 +33,9 @@ from elastic.data.batches import (
     to_table,
 )
 from elastic.errors import UsageError
+
+if TYPE_CHECKING:
+    from elastic.data.expressions import Expr
 
 ROWS_AT_ONCE = 1024
 """Default batch size of functions of batches."""
@@ -62,13 +65,13 @@ class Function:
         """Return its name for messages."""
         return getattr(self.given, "__name__", type(self.given).__name__)
 
-    def __call__(self, value: Any) -> Any:
+    def __call__(self, *values: Any, **more: Any) -> Any:
         """Call it; the first call creates the instance of a class."""
         if self._called is None:
             self._called = self.given
             if inspect.isclass(self.given):
                 self._called = self.given(*self.constructor_args, **self.constructor_kwargs)
-        return self._called(value, *self.args, **self.kwargs)
+        return self._called(*values, *self.args, **self.kwargs, **more)
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickle without the instance: each process creates its own."""
@@ -208,60 +211,91 @@ def _own(column: Any) -> Any:
 
 
 @dataclass
-class FilterBy(Operation):
-    """`filter` by a pyarrow expression, or by its text."""
+class Evaluated(Operation):
+    """Base class: an operation by expressions, see expressions.py."""
 
-    expression: Any
+    def apply(self, batch: Batch) -> Batch:
+        """Return the rows after the operation.
+
+        Raises:
+            UsageError: an expression names a column that is not there, or cannot be computed.
+        """
+        return self._at(to_table(batch), 0)
+
+    def stream(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """Apply the operation to all rows, which expressions may number."""
+        first = 0
+        for batch in batches:
+            if count := num_rows(batch):
+                yield self._at(to_table(batch), first)
+                first += count
+
+    def _at(self, table: Any, first: int) -> Any:
+        raise NotImplementedError
+
+    def _values(self, expression: Expr, table: Any, first: int) -> Any:
+        """Return a value for each row of a table, whose first row has this number."""
+        pa = arrow()
+        try:
+            found = expression.of(table, first)
+        except (pa.ArrowInvalid, pa.ArrowNotImplementedError, pa.ArrowTypeError) as error:
+            kinds = ", ".join(f"{one.name}: {one.type}" for one in table.schema)
+            why = str(error).splitlines()[0]
+            raise UsageError(f"{self!r} is not possible with the columns {kinds}: {why}") from error
+        if isinstance(found, pa.Scalar):
+            return pa.repeat(found, table.num_rows)
+        if len(found) != table.num_rows:
+            raise UsageError(
+                f"{self!r}: {expression!r} returned {len(found)} values for {table.num_rows} rows"
+            )
+        return found
+
+
+@dataclass
+class FilterBy(Evaluated):
+    """`filter` by an expression."""
+
+    expression: Expr
 
     def __repr__(self) -> str:
-        return f"filter({self.expression})"
+        return f"filter({self.expression!r})"
 
     @property
     def keeps_rows(self) -> bool:
         """Return False: rows are removed."""
         return False
 
-    def apply(self, batch: Batch) -> Batch:
-        """Return the rows for which the expression is true.
-
-        Raises:
-            UsageError: it names a column that is not there, or compares what cannot be compared.
-        """
-        table, pa = to_table(batch), arrow()
-        try:
-            return table.filter(self.expression)
-        except (pa.ArrowInvalid, pa.ArrowNotImplementedError, pa.ArrowTypeError) as error:
-            raise _impossible(repr(self), table, error) from error
+    def _at(self, table: Any, first: int) -> Any:
+        return table.filter(self._values(self.expression, table, first))
 
 
 @dataclass
-class WithColumns(Operation):
-    """`with_column`: columns computed by pyarrow expressions."""
+class WithColumns(Evaluated):
+    """`with_columns`: columns by their names; without a name, the fields of structs."""
 
-    expressions: Mapping[str, Any]
+    expressions: Sequence[tuple[str | None, Expr]]
 
     def __repr__(self) -> str:
-        return f"with_columns({', '.join(self.expressions)})"
+        named = (name or f"*{expression!r}" for name, expression in self.expressions)
+        return f"with_columns({', '.join(named)})"
 
-    def apply(self, batch: Batch) -> Batch:
-        """Return the same rows with these columns, in the place of such that are there.
+    @property
+    def keeps_rows(self) -> bool:
+        """Return whether it may be applied to rows whose numbers are unknown."""
+        return not any(expression.numbers_rows for _, expression in self.expressions)
 
-        Raises:
-            UsageError: an expression names a column that is not there, or cannot be computed.
-        """
-        table, pa = to_table(batch), arrow()
-        field = __import__("pyarrow.compute").compute.field
-        columns = {name: field(name) for name in table.column_names} | dict(self.expressions)
-        try:
-            return __import__("pyarrow.dataset").dataset.dataset(table).to_table(columns=columns)
-        except (pa.ArrowInvalid, pa.ArrowNotImplementedError, pa.ArrowTypeError) as error:
-            raise _impossible(repr(self), table, error) from error
-
-
-def _impossible(what: str, table: Any, error: Exception) -> UsageError:
-    kinds = ", ".join(f"{one.name}: {one.type}" for one in table.schema)
-    why = str(error).splitlines()[0]
-    return UsageError(f"{what} is not possible with the columns {kinds}: {why}")
+    def _at(self, table: Any, first: int) -> Any:
+        columns = {name: table.column(name) for name in table.column_names}
+        for name, expression in self.expressions:
+            found = self._values(expression, table, first)
+            if name is not None:
+                columns[name] = found
+                continue
+            if not arrow().types.is_struct(found.type):
+                raise UsageError(f"{self!r}: unnest of {found.type}: expected structs")
+            fields = arrow().chunked_array(found).flatten()
+            columns |= dict(zip((one.name for one in found.type), fields, strict=True))
+        return arrow().table(columns)
 
 
 @dataclass
@@ -428,52 +462,3 @@ def row_slice(batches: Iterator[Batch], start: int, stop: int | None) -> Iterato
         seen += count
         if stop is not None and seen >= stop:
             return
-
-
-def expression_of(text: str) -> Any:
-    """Parse text such as "age > 30 and name == 'x'" into a pyarrow expression.
-
-    Raises:
-        UsageError: the text is not valid.
-    """
-    import ast
-
-    compute = __import__("pyarrow.compute").compute
-    names: dict[type, Callable[..., Any]] = {
-        ast.Gt: lambda a, b: a > b, ast.GtE: lambda a, b: a >= b, ast.Lt: lambda a, b: a < b,
-        ast.LtE: lambda a, b: a <= b, ast.Eq: lambda a, b: a == b, ast.NotEq: lambda a, b: a != b,
-        ast.And: lambda a, b: a & b, ast.Or: lambda a, b: a | b, ast.Add: lambda a, b: a + b,
-        ast.Sub: lambda a, b: a - b, ast.Mult: lambda a, b: a * b, ast.Div: lambda a, b: a / b,
-        ast.In: lambda a, b: a.isin(b),
-    }  # fmt: skip
-
-    def visit(node: ast.AST) -> Any:
-        if isinstance(node, ast.Expression):
-            return visit(node.body)
-        if isinstance(node, ast.Name):
-            return compute.field(node.id)
-        if isinstance(node, (ast.Constant, ast.List, ast.Tuple)):
-            return ast.literal_eval(node)
-        if isinstance(node, ast.BoolOp):
-            values = [visit(one) for one in node.values]
-            found = values[0]
-            for one in values[1:]:
-                found = names[type(node.op)](found, one)
-            return found
-        if isinstance(node, ast.UnaryOp):
-            return ~visit(node.operand) if isinstance(node.op, ast.Not) else -visit(node.operand)
-        if isinstance(node, ast.BinOp) and type(node.op) in names:
-            return names[type(node.op)](visit(node.left), visit(node.right))
-        if isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in names:
-            return names[type(node.ops[0])](visit(node.left), visit(node.comparators[0]))
-        raise UsageError(
-            f"filter(expr={text!r}): {ast.unparse(node)!r} is not understood: expected comparisons "
-            f"of columns with constants, joined by 'and', 'or', 'not'; or pass a "
-            f"pyarrow.compute expression, or a function"
-        )
-
-    try:
-        found = visit(ast.parse(text, mode="eval"))
-    except SyntaxError as error:
-        raise UsageError(f"filter(expr={text!r}): {error}") from error
-    return arrow() and found

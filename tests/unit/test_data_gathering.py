@@ -11,7 +11,6 @@ import pytest
 
 from elastic import data
 from elastic.data import aggregate as by
-from elastic.data.expressions import col, lit
 from elastic.errors import UsageError
 
 JOINS = {"inner": "inner", "left_outer": "left", "right_outer": "right", "full_outer": "outer"}
@@ -134,14 +133,6 @@ def test_datasets_are_interleaved_by_weight_each_row_once() -> None:
     assert sum(value < 20 for value in column(large, "id")[:30]) == 30
 
 
-def test_expressions_make_columns_and_choose_rows() -> None:
-    ds = data.range(4).with_column("y", col("id") * 2).filter(expr=col("y") > 2)
-    assert ds.with_columns({"z": lit(1), "id": col("id") + 1}).take_all() == [
-        {"id": 3, "y": 4, "z": 1},
-        {"id": 4, "y": 6, "z": 1},
-    ]
-
-
 def test_parts_of_a_stratified_split_have_the_same_proportions() -> None:
     ds = data.range(100).map(lambda row: {**row, "g": row["id"] % 5 == 0})
     train, test = ds.train_test_split(0.25, stratify="g")
@@ -167,8 +158,6 @@ def test_what_cannot_be_done_is_said_with_the_column() -> None:
         (lambda: ds.using("arrow", memory=1).sort("a").take(), r"using\('dask'\).sort.*\[dask\]"),
         (lambda: ds.using("arrow", address="x"), "address: expected memory"),
         (lambda: ds.mix(ds, weights=[1]), "weights=.* of 2 datasets: expected a number above 0"),
-        (lambda: ds.with_column("y", col("no")).take(), r"with_columns\(y\) is not possible.*no"),
-        (lambda: ds.with_column("y", 3), "y=3: expected an expression such as"),
     ]:
         with pytest.raises(UsageError, match=says):
             act()

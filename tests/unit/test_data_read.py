@@ -279,7 +279,7 @@ def test_wrong_use_says_what_to_write() -> None:
     ds = data.range(4)
     for call, hint in (
         (lambda: ds.using("spark"), "expected 'arrow' or 'dask'"),
-        (lambda: ds.filter("age > 1").take(), r"filter\(\(age > 1\)\).*columns id: int64.*age"),
+        (lambda: ds.filter("age > 1").take(), r"no column 'age'; expected some of \['id'\]"),
         (lambda: list(ds.iter_torch_batches(dtypes={"x": None})), "dtypes: there is no column 'x'"),
         (lambda: ds.map(lambda row: 3).take(1), r"returned a int: expected a dict"),
         (lambda: ds.map_batches(lambda b: {"a": [1], "b": [1, 2]}).take(1), "different lengths"),
