@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from elastic.data.reading import (
         from_arrow,
         from_dask,
+        from_duckdb,
         from_huggingface,
         from_items,
         from_numpy,
@@ -34,9 +35,12 @@ if TYPE_CHECKING:
         read_csv,
         read_images,
         read_json,
+        read_lance,
         read_numpy,
         read_parquet,
+        read_sql,
         read_text,
+        read_webdataset,
     )
 
 __all__ = [
@@ -49,6 +53,7 @@ __all__ = [
     "TaskPoolStrategy",
     "from_arrow",
     "from_dask",
+    "from_duckdb",
     "from_huggingface",
     "from_items",
     "from_numpy",
@@ -61,9 +66,12 @@ __all__ = [
     "read_csv",
     "read_images",
     "read_json",
+    "read_lance",
     "read_numpy",
     "read_parquet",
+    "read_sql",
     "read_text",
+    "read_webdataset",
 ]
 _HOME = {
     "ActorPoolStrategy": "compute",
@@ -82,7 +90,6 @@ _NOT_HERE = {
     "Preprocessor": "Dataset.map_batches with a function, or a class",
     **dict.fromkeys(
         (
-            "read_sql",
             "read_bigquery",
             "read_clickhouse",
             "read_databricks_tables",
@@ -97,13 +104,12 @@ _NOT_HERE = {
             "read_delta_sharing_tables",
             "read_hudi",
             "read_iceberg",
-            "read_lance",
             "read_unity_catalog",
         ),
         "read with the format's own package, and data.from_arrow(...); or read_parquet",
     ),
     **dict.fromkeys(
-        ("read_audio", "read_avro", "read_mcap", "read_videos", "read_webdataset", "read_zarr"),
+        ("read_audio", "read_avro", "read_mcap", "read_videos", "read_zarr"),
         "data.read_binary_files(...).map(decode)",
     ),
     **dict.fromkeys(

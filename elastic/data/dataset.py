@@ -36,6 +36,7 @@ from elastic.data.batches import (
     to_table,
 )
 from elastic.data.context import MixStoppingCondition, RandomSeedConfig, seed_of
+from elastic.data.databases import Lance
 from elastic.data.expressions import Expr, Unnested, expression_of
 from elastic.data.gathering import Gather, Groups, InMemory, explained
 from elastic.data.moments import Moments, floats_of
@@ -56,6 +57,7 @@ from elastic.data.operations import (
 from elastic.data.parquet import Parquet
 from elastic.data.sources import FileSource, Memory, check_on_error
 from elastic.data.table import counted, in_memory, table_of
+from elastic.data.webdataset import coders_of, encoded, write_tar
 from elastic.data.writing import Sink, write_parquet
 from elastic.errors import UsageError
 
@@ -117,7 +119,6 @@ NOT_HERE = {
             "write_sql",
             "write_tfrecords",
             "write_turbopuffer",
-            "write_webdataset",
         ),
         _DATABASES,
     ),
@@ -313,11 +314,11 @@ class Dataset:
         return self._apply(WithColumns(pairs))
 
     def select_columns(self, cols: str | Sequence[str], **others: Any) -> Dataset:
-        """Keep these columns only; of parquet files no others are read."""
+        """Keep these columns only; of parquet files and Lance tables no others are read."""
         check_others("select_columns", others)
         names, node = names_of(cols), self._node
         source = node.source if isinstance(node, Read) else None
-        if isinstance(source, Parquet) and source.columns is None:
+        if isinstance(source, (Parquet, Lance)) and source.columns is None:
             return Dataset(Read((), replace(source, columns=tuple(names))))
         return self._apply(Columns("select_columns", names))
 
@@ -855,6 +856,23 @@ class Dataset:
             Image.fromarray(row[column]).save(held, format=file_format)
             with files.writing(f"{number:06d}.{file_format}") as output:
                 output.write(held.getvalue())
+
+    def write_webdataset(
+        self, path: str | os.PathLike[str], *, encoder: Any = True, **others: Any
+    ) -> None:
+        """Write all rows as samples to a tar file in a folder, named by "__key__" or their numbers.
+
+        Args:
+            path: of the folder.
+            encoder: True: values become bytes by the names of columns, as `read_webdataset` decodes
+                them; a function of a sample, or several; None if they are bytes.
+            others: Ray's, without effect here.
+        """
+        check_others("write_webdataset", others, *WRITERS)
+        encoders = coders_of(encoder, encoded)
+        self._write_one(
+            path, "tar", lambda output, _: write_tar(Sink(output.write), self.iter_rows(), encoders)
+        )
 
     def _write_one(self, path: Any, ending: str, write: Callable[..., None]) -> None:
         from elastic.storage.files import Files

@@ -15,7 +15,7 @@ from elastic.data.batches import arrow, to_table
 from elastic.data.files import DataError, File, check_unchanged
 from elastic.data.nodes import Node, Read
 from elastic.data.parquet import Parquet
-from elastic.data.sources import Block, FileSource, Memory
+from elastic.data.sources import Block, Memory
 from elastic.data.table import Part, Table, table_of
 from elastic.data.writing import Sink, write_parquet
 from elastic.errors import UsageError
@@ -94,11 +94,9 @@ def _kept_part(run: Files, saved: dict[str, Any]) -> Part:
 def _sources_of(node: Node) -> tuple[File, ...]:
     """Return all source files of a dataset; rows in memory are a file with a checksum."""
     if isinstance(node, Read):
-        if isinstance(node.source, FileSource):
-            return node.source.listing().files
         if isinstance(node.source, Memory):
             return (_file_of(node.source),)
-        return ()
+        return node.source.listing().files
     return tuple(file for parent in node.parents for file in _sources_of(parent))
 
 

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from elastic.data.batches import arrow, of_rows, pandas, taken_from
+from elastic.data.databases import Lance, Sql
 from elastic.data.dataset import Dataset, check_others
 from elastic.data.formats import Binary, Csv, Lines, Numpy
 from elastic.data.nodes import Apply, Read
 from elastic.data.operations import Decode, Fetch
 from elastic.data.parquet import Parquet
 from elastic.data.sources import HuggingFace, Memory, Range, Source
+from elastic.data.webdataset import Tar, coders_of, decoded
 from elastic.errors import UsageError
 
 NO_EFFECT = frozenset({
@@ -203,6 +205,93 @@ def read_images(
     return Dataset(Apply((Read((), files),), Decode(size, mode, drops_path=not include_paths)))
 
 
+def read_webdataset(
+    paths: Any,
+    *,
+    decoder: Any = True,
+    fileselect: Any = None,
+    filerename: Any = None,
+    suffixes: Any = None,
+    include_paths: bool = False,
+    file_extensions: Any = ("tar", "tar.gz", "tgz"),
+    **others: Any,
+) -> Dataset:
+    """Read tar files of samples: a row for each, with "__key__" and a column for each ending.
+
+    Args:
+        paths: as in `read_parquet`.
+        decoder: of samples, when rows are read: True by the endings of columns (text, numbers,
+            JSON, images, arrays, tensors); "PIL" for images of Pillow; None for bytes; a function
+            that takes and returns a dict; or several of these.
+        fileselect: members to read, by patterns, or a function of their names.
+        filerename: a function that renames members first, or several.
+        suffixes: endings to read, by names, patterns or a function. By default those of the first
+            sample are the columns, and a sample with another one is an error.
+        include_paths: add a column "path".
+        file_extensions: of the files in a folder.
+        others: as in `read_parquet`; on_error="skip" leaves out the rest of a file after an error.
+    """
+    others.pop("verbose_open", None)
+    renames = filerename if isinstance(filerename, (list, tuple)) else [filerename]
+    ds = _of(
+        Tar(
+            **_files("read_webdataset", paths, file_extensions, others),
+            fileselect=[fileselect] if isinstance(fileselect, str) else fileselect,
+            filerename=[one for one in renames if one is not None],
+            suffixes=[suffixes] if isinstance(suffixes, str) else suffixes,
+            with_paths=include_paths,
+        )
+    )
+    for decode in coders_of(decoder, decoded):
+        ds = ds.map(decode)
+    return ds
+
+
+def read_lance(
+    uri: str | Sequence[str],
+    *,
+    version: int | str | None = None,
+    columns: Sequence[str] | None = None,
+    filter: str | None = None,  # noqa: A002
+    storage_options: dict[str, Any] | None = None,
+    **others: Any,
+) -> Dataset:
+    """Read a Lance table, or several, with random access; needs pylance.
+
+    Args:
+        uri: of the table.
+        version: a number or a tag; None for the newest version.
+        columns: those to read, None for all.
+        filter: SQL of a condition on rows; without random access.
+        storage_options: of Lance.
+        others: Ray's placement arguments, without effect here.
+    """
+    check_others("read_lance", others)
+    names = None if columns is None else tuple(columns)
+    first, *more = (
+        _of(Lance("read_lance", str(one), version, names, filter, storage_options))
+        for one in ([uri] if isinstance(uri, (str, os.PathLike)) else uri)
+    )
+    return first.union(*more) if more else first
+
+
+def read_sql(
+    sql: str, connection_factory: Callable[[], Any], *, sql_params: Any = None, **others: Any
+) -> Dataset:
+    """Read the rows of a query, in the order in which the database returns them.
+
+        data.read_sql("SELECT * FROM movie", lambda: sqlite3.connect("movies.db"))
+
+    Args:
+        sql: the query.
+        connection_factory: returns a connection as PEP 249 has them, of sqlite3, DuckDB, ....
+        sql_params: of the query.
+        others: Ray's placement arguments and shards, without effect here.
+    """
+    check_others("read_sql", others, "shard_keys", "shard_hash_fn")
+    return _of(Sql("read_sql", sql, connection_factory, sql_params))
+
+
 # ------------------------------------------------------------------------------ in memory
 
 
@@ -255,6 +344,11 @@ def from_polars(frames: Any) -> Dataset:
     """Return the rows of a Polars DataFrame, or of several."""
     several = frames if isinstance(frames, (list, tuple)) else [frames]
     return from_arrow([one.to_arrow() for one in several])
+
+
+def from_duckdb(relation: Any) -> Dataset:
+    """Return the rows of a DuckDB relation, computed and held in memory; see `read_sql`."""
+    return _of(Memory("from_duckdb", batches=[arrow().table(relation)]))
 
 
 def from_torch(dataset: Any, **others: Any) -> Dataset:

@@ -290,7 +290,7 @@ def test_wrong_use_says_what_to_write() -> None:
         (lambda: ds.train_test_split(0.0), "test_size=0.0 of 4 rows"),
         (lambda: ds.read_parquet(), "no attribute"),
         (lambda: ds.to_tf("x", "y"), "Dataset.to_tf: Ray has it.*iter_torch_batches"),
-        (lambda: data.read_sql("x"), "elastic.data.read_sql: Ray has it.*from_pandas"),
+        (lambda: data.read_mongo("x"), "elastic.data.read_mongo: Ray has it.*from_pandas"),
     ):  # fmt: skip
         with pytest.raises((UsageError, AttributeError, ImportError), match=hint):
             call()
