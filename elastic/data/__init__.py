@@ -16,7 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from elastic.data.compute import ActorPoolStrategy, TaskPoolStrategy
-    from elastic.data.context import DataContext, MixStoppingCondition, RandomSeedConfig
+    from elastic.data.context import (
+        DataContext,
+        FileShuffleConfig,
+        MixStoppingCondition,
+        RandomSeedConfig,
+    )
     from elastic.data.dataset import Dataset
     from elastic.data.iterator import DataIterator
     from elastic.data.reading import (
@@ -48,6 +53,7 @@ __all__ = [
     "DataContext",
     "DataIterator",
     "Dataset",
+    "FileShuffleConfig",
     "MixStoppingCondition",
     "RandomSeedConfig",
     "TaskPoolStrategy",
@@ -78,6 +84,7 @@ _HOME = {
     "DataContext": "context",
     "DataIterator": "iterator",
     "Dataset": "dataset",
+    "FileShuffleConfig": "context",
     "MixStoppingCondition": "context",
     "RandomSeedConfig": "context",
     "TaskPoolStrategy": "compute",

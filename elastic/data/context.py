@@ -25,6 +25,11 @@ class RandomSeedConfig:
     reseed_after_execution: bool = True
 
 
+@dataclass(frozen=True)
+class FileShuffleConfig(RandomSeedConfig):
+    """A seed for the order of files: `read_parquet(path, shuffle=FileShuffleConfig(seed=1))`."""
+
+
 def seed_of(given: int | RandomSeedConfig | None) -> int:
     """Return a seed; None is 0."""
     return (given.seed if isinstance(given, RandomSeedConfig) else given) or 0

@@ -15,6 +15,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import fsspec
 import numpy as np
 
 from elastic.data.batches import (
@@ -58,8 +59,9 @@ from elastic.data.parquet import Parquet
 from elastic.data.sources import FileSource, Memory, check_on_error
 from elastic.data.table import counted, in_memory, table_of
 from elastic.data.webdataset import coders_of, encoded, write_tar
-from elastic.data.writing import Sink, write_parquet
+from elastic.data.writing import Sink, write_parquet, write_partitions
 from elastic.errors import UsageError
+from elastic.storage.files import Files
 
 if TYPE_CHECKING:
     from elastic.data.aggregate import AggregateFn
@@ -81,6 +83,11 @@ NO_EFFECT = frozenset(
         "override_num_blocks",
         "parallelism",
         "udf_modifying_row_count",
+        "resources",
+        "label_selector",
+        "fallback_strategy",
+        "accelerator_type",
+        "max_calls",
     }
 )
 """Ray's arguments for placement and resources: accepted without effect."""
@@ -416,11 +423,14 @@ class Dataset:
         del locality_hints
         if not isinstance(n, int) or n < 1:
             raise UsageError(f"split: n={n!r}: expected an int from 1 on")
-        rows = self.count()
+        rows = self._rows()
         kept = rows - rows % n if equal else rows
-        ends = [kept * one // n for one in range(n + 1)]
+        ends: list[int | None] = [kept * one // n for one in range(n + 1)]
+        if not equal:  # A function of batches may return more rows.
+            ends[-1] = None
         return [
-            Dataset(Slice((self._node,), start, stop)) for start, stop in itertools.pairwise(ends)
+            Dataset(Slice((self._node,), start or 0, stop))
+            for start, stop in itertools.pairwise(ends)
         ]
 
     def split_at_indices(self, indices: Sequence[int]) -> list[Dataset]:
@@ -433,7 +443,7 @@ class Dataset:
 
     def split_proportionately(self, proportions: Sequence[float]) -> list[Dataset]:
         """Split the rows into datasets of these fractions, and one with the remainder."""
-        rows, ends, total = self.count(), [], 0.0
+        rows, ends, total = self._rows(), [], 0.0
         for share in proportions:
             total += share
             ends.append(int(rows * total))
@@ -461,7 +471,7 @@ class Dataset:
                 raise UsageError("train_test_split: expected either shuffle=True or stratify=...")
             return self._stratified(stratify, test_size)
         whole = self.random_shuffle(seed=seed) if shuffle else self
-        rows = self.count()
+        rows = self._rows()
         tested = int(rows * test_size) if isinstance(test_size, float) else test_size
         if not 0 < tested < rows:
             raise UsageError(
@@ -472,7 +482,7 @@ class Dataset:
         return train, test
 
     def _stratified(self, column: str, test_size: int | float) -> tuple[Dataset, Dataset]:
-        fraction = test_size if isinstance(test_size, float) else test_size / max(1, self.count())
+        fraction = test_size if isinstance(test_size, float) else test_size / max(1, self._rows())
         if not 0 < fraction < 1:
             raise UsageError(
                 f"train_test_split: test_size={test_size!r}: expected between 0 and 1, or a number "
@@ -532,10 +542,17 @@ class Dataset:
             print(shown(row))
 
     def count(self) -> int:
-        """Return the number of rows; for parquet files from the footers alone."""
+        """Return the number of rows; of parquet files from the footers alone.
+
+        Functions of `map_batches` are called, because they may return another number of rows.
+        """
         if self._count is None:
-            self._count = counted(self._node)
+            self._count = counted(self._node, by_functions=True)
         return self._count
+
+    def _rows(self) -> int:
+        """Return the number of rows if functions of batches keep it, without calling them."""
+        return counted(self._node, by_functions=False) if self._count is None else self._count
 
     def schema(self) -> Any:
         """Return the pyarrow schema of the first rows; None if there are none."""
@@ -772,16 +789,30 @@ class Dataset:
         found = list(self._node.stream())
         return to_table(joined([to_table(one) for one in found]) if found else of_rows([]))
 
-    def write_parquet(self, path: str | os.PathLike[str], **others: Any) -> None:
-        """Write all rows to parquet files in a folder, in order."""
-        from elastic.storage.files import Files
+    def write_parquet(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        partition_cols: Sequence[str] | None = None,
+        **others: Any,
+    ) -> None:
+        """Write all rows to parquet files in a folder, in order.
 
-        check_others("write_parquet", others, *WRITERS)
-        write_parquet(_watched(self._node.stream(), "write_parquet"), Files(_absolute(path)), "")
+        Args:
+            path: of the folder.
+            partition_cols: columns that become folders like "year=2024" instead.
+            others: filesystem, one of fsspec's that the path is in; Ray's, without effect here.
+        """
+        files = _target("write_parquet", path, others)
+        batches = _watched(self._node.stream(), "write_parquet")
+        if partition_cols:
+            write_partitions(batches, files, names_of(partition_cols))
+        else:
+            write_parquet(batches, files, "")
 
     def write_csv(self, path: str | os.PathLike[str], **others: Any) -> None:
         """Write all rows to a CSV file in a folder."""
-        check_others("write_csv", others, *WRITERS)
+        files = _target("write_csv", path, others)
 
         def write(output: Any, tables: Iterator[Any]) -> None:
             import pyarrow.csv as csv
@@ -794,20 +825,20 @@ class Dataset:
                     for table in tables:
                         writer.write_table(table)
 
-        self._write_one(path, "csv", write)
+        self._write_one(files, "csv", write)
 
     def write_json(self, path: str | os.PathLike[str], **others: Any) -> None:
         """Write all rows to a file in a folder, one JSON object a line."""
         import json
 
-        check_others("write_json", others, *WRITERS)
+        files = _target("write_json", path, others)
 
         def write(output: Any, tables: Iterator[Any]) -> None:
             for table in tables:
                 for row in table.to_pylist():
                     output.write(json.dumps(row, default=str).encode() + b"\n")
 
-        self._write_one(path, "json", write)
+        self._write_one(files, "json", write)
 
     def write_numpy(
         self, path: str | os.PathLike[str], *, column: str | None = None, **others: Any
@@ -817,7 +848,7 @@ class Dataset:
         Raises:
             UsageError: there is no such column, several and no choice, or rows of several shapes.
         """
-        check_others("write_numpy", others, *WRITERS)
+        files = _target("write_numpy", path, others)
         names = self.columns() if column is None else [column]
         if len(names) != 1:
             raise UsageError(f"write_numpy: column={column!r}: expected one of {names}")
@@ -828,7 +859,7 @@ class Dataset:
         def write(output: Any, _: Iterator[Any]) -> None:
             np.lib.format.write_array(output, np.concatenate(rows))
 
-        self._write_one(path, "npy", write)
+        self._write_one(files, "npy", write)
 
     def write_images(
         self,
@@ -847,10 +878,7 @@ class Dataset:
         """
         from PIL import Image
 
-        from elastic.storage.files import Files
-
-        check_others("write_images", others, *WRITERS)
-        files = Files(_absolute(path))
+        files = _target("write_images", path, others)
         for number, row in enumerate(self.select_columns([column]).iter_rows()):
             held = io.BytesIO()
             Image.fromarray(row[column]).save(held, format=file_format)
@@ -868,17 +896,17 @@ class Dataset:
                 them; a function of a sample, or several; None if they are bytes.
             others: Ray's, without effect here.
         """
-        check_others("write_webdataset", others, *WRITERS)
+        files = _target("write_webdataset", path, others)
         encoders = coders_of(encoder, encoded)
         self._write_one(
-            path, "tar", lambda output, _: write_tar(Sink(output.write), self.iter_rows(), encoders)
+            files,
+            "tar",
+            lambda output, _: write_tar(Sink(output.write), self.iter_rows(), encoders),
         )
 
-    def _write_one(self, path: Any, ending: str, write: Callable[..., None]) -> None:
-        from elastic.storage.files import Files
-
+    def _write_one(self, files: Files, ending: str, write: Callable[..., None]) -> None:
         tables = (to_table(b) for b in _watched(self._node.stream(), f"write_{ending}"))
-        with Files(_absolute(path)).writing(f"part-00000.{ending}") as output:
+        with files.writing(f"part-00000.{ending}") as output:
             write(output, tables)
 
     # --------------------------------------------------------------------- engines
@@ -992,6 +1020,25 @@ def check_others(what: str, others: Mapping[str, Any], *more: str) -> None:
     unknown = sorted(set(others) - NO_EFFECT - set(more))
     if unknown:
         raise UsageError(f"Dataset.{what}: unknown arguments: {', '.join(unknown)}")
+
+
+def _target(what: str, path: str | os.PathLike[str], others: dict[str, Any]) -> Files:
+    """Return the folder to write to.
+
+    Raises:
+        UsageError: an argument is unknown.
+    """
+    filesystem = others.pop("filesystem", None)
+    check_others(what, others, *WRITERS)
+    if filesystem is None:
+        return Files(_absolute(path))
+    if not hasattr(filesystem, "unstrip_protocol"):
+        raise UsageError(
+            f"Dataset.{what}: filesystem is a {type(filesystem).__name__}: expected one of "
+            f"fsspec's; or leave it out, and pass a URL"
+        )
+    text = os.fspath(path)
+    return Files(fsspec.core.strip_protocol(text) if "://" in text else text, filesystem)
 
 
 def _absolute(path: str | os.PathLike[str]) -> str:

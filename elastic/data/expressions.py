@@ -14,7 +14,6 @@ import copy
 import functools
 import inspect
 import operator
-import os
 import uuid as uuids
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
+from fsspec.implementations.arrow import ArrowFSWrapper
 
 from elastic.data.batches import arrow, check_columns
 from elastic.data.files import DataError, filesystem_of
@@ -427,7 +427,7 @@ def download(uri_column_name: str, *, filesystem: Any = None) -> Expr:
 
     Args:
         uri_column_name: of fsspec's paths, such as "s3://bucket/key"; of a missing one is None.
-        filesystem: one of fsspec's, None for that of each path.
+        filesystem: one of fsspec's or pyarrow's, None for that of each path.
     """
     return Call(_downloaded, col(uri_column_name), filesystem=filesystem)
 
@@ -751,11 +751,13 @@ def _downloaded(uris: Any, *, filesystem: Any) -> Any:
         if uri is None:
             return None
         try:
-            fs, path = (filesystem, os.fspath(uri)) if filesystem else filesystem_of(uri)
+            fs, path = (filesystem, uri) if filesystem is not None else filesystem_of(uri)
             return bytes(fs.cat_file(path))
         except Exception as error:
             raise DataError(f"download: cannot read {uri}: {reason_of(error)}") from error
 
+    if filesystem is not None and not hasattr(filesystem, "cat_file"):
+        filesystem = ArrowFSWrapper(filesystem)
     with ThreadPoolExecutor(DOWNLOADS) as pool:
         found: Sequence[bytes | None] = list(pool.map(content, uris.to_pylist()))
     return arrow().array(found, arrow().binary())

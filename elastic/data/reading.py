@@ -9,7 +9,9 @@ from typing import Any
 import numpy as np
 
 from elastic.data.batches import arrow, of_rows, pandas, taken_from
+from elastic.data.context import FileShuffleConfig, seed_of
 from elastic.data.databases import Lance, Sql
+from elastic.data.dataset import NO_EFFECT as PLACEMENT
 from elastic.data.dataset import Dataset, check_others
 from elastic.data.formats import Binary, Csv, Lines, Numpy
 from elastic.data.nodes import Apply, Read
@@ -19,11 +21,9 @@ from elastic.data.sources import HuggingFace, Memory, Range, Source
 from elastic.data.webdataset import Tar, coders_of, decoded
 from elastic.errors import UsageError
 
-NO_EFFECT = frozenset({
-    "parallelism", "override_num_blocks", "concurrency", "ray_remote_args", "num_cpus", "num_gpus",
-    "memory", "meta_provider", "arrow_open_stream_args", "shuffle", "ignore_missing_paths",
-    "tensor_column_schema",
-})  # fmt: skip
+NO_EFFECT = PLACEMENT | {
+    "meta_provider", "arrow_open_stream_args", "ignore_missing_paths", "tensor_column_schema",
+}  # fmt: skip
 """Ray's arguments for placement and metadata: accepted without effect."""
 IMAGES = ("png", "jpg", "jpeg", "tif", "tiff", "bmp", "gif", "webp")
 
@@ -46,6 +46,12 @@ def _files(
             f"elastic.data.{what}: partitioning={partitioning!r}: expected 'hive' (folders like "
             f"year=2024 are columns) or None"
         )
+    shuffle = others.pop("shuffle", None)
+    if not (shuffle in (None, "files") or isinstance(shuffle, FileShuffleConfig)):
+        raise UsageError(
+            f"elastic.data.{what}: shuffle={shuffle!r}: expected 'files', or a FileShuffleConfig; "
+            f"rows are shuffled by ds.random_shuffle(seed=...)"
+        )
     options, filesystem = others.pop("storage_options", None), others.pop("filesystem", None)
     if filesystem is not None:
         paths, options = _in_filesystem(what, paths, filesystem)
@@ -56,6 +62,7 @@ def _files(
         "options": options,
         "on_error": others.pop("on_error", "raise"),
         "has_partitions": partitioning is not None,
+        "shuffle": None if shuffle is None else seed_of(0 if shuffle == "files" else shuffle),
     }
     unknown = sorted(set(others) - NO_EFFECT)
     if unknown:
@@ -93,8 +100,9 @@ def read_parquet(
         file_extensions: of the files in a folder.
         others: storage_options, a dict for the file system; on_error, "skip" to leave out files
             that are broken or have another schema; partitioning, by default "hive": folders like
-            "year=2024" are columns of texts, None: they are not; Ray's placement arguments, without
-            effect.
+            "year=2024" are columns of texts, None: they are not; shuffle, "files" or
+            FileShuffleConfig(seed=1): a random order of the files, the same in each epoch; Ray's
+            placement arguments, without effect.
     """
     files = _files("read_parquet", paths, file_extensions, others, "hive")
     return _of(Parquet(**files, columns=None if columns is None else tuple(columns)))

@@ -7,6 +7,7 @@ rows are needed by number, they are written to parquet files first (`table.py`).
 from __future__ import annotations
 
 import logging
+import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -127,6 +128,7 @@ class FileSource(Source):
         options: for the file system.
         on_error: "raise" or "skip".
         has_partitions: folders like "year=2024" in a file's path are columns of its rows.
+        shuffle: seed of a random order of the files, None for that of their names.
     """
 
     paths: Any = ()
@@ -134,6 +136,7 @@ class FileSource(Source):
     options: dict[str, Any] | None = None
     on_error: str = "raise"
     has_partitions: bool = False
+    shuffle: int | None = None
 
     def __post_init__(self) -> None:
         """Check `on_error`."""
@@ -151,6 +154,8 @@ class FileSource(Source):
             DataError: folders give some of them other columns than the first.
         """
         found = find_files(self.paths, self.extensions, self.options)
+        if self.shuffle is not None:
+            random.Random(self.shuffle).shuffle(found)
         names = [*self.partitions(found[0])] if found else []
         for file in found:
             if [*self.partitions(file)] != names:

@@ -8,6 +8,7 @@ read.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -16,7 +17,7 @@ from elastic.data.batches import num_rows
 from elastic.data.files import File
 from elastic.data.lanes import Lanes
 from elastic.data.nodes import Apply, Node, Read, Shuffle, Slice, Union
-from elastic.data.operations import Operation
+from elastic.data.operations import MapBatches, Operation
 from elastic.data.sources import Block, Memory, Source
 
 SHUFFLE_BYTES = 512 * 1024**2
@@ -171,8 +172,14 @@ def in_memory(node: Node) -> Part:
     return Part(source, (), listing.blocks or ())
 
 
-def counted(node: Node) -> int:
-    """Return the number of rows of a dataset, if possible without reading them."""
+def counted(node: Node, *, by_functions: bool) -> int:
+    """Return the number of rows of a dataset, if possible without reading them.
+
+    Args:
+        node: the dataset.
+        by_functions: call functions of batches, which may return another number of rows; else
+            they are taken to keep it, as training has it.
+    """
 
     class Unknown(Exception):
         pass
@@ -180,7 +187,11 @@ def counted(node: Node) -> int:
     def refuse(node: Node) -> Part:
         raise Unknown
 
-    try:
-        return table_of(node, refuse).rows
-    except Unknown:
-        return sum(num_rows(batch) for batch in node.stream())
+    def calls(node: Node) -> bool:
+        is_one = isinstance(node, Apply) and isinstance(node.operation, MapBatches)
+        return is_one or any(calls(parent) for parent in node.parents)
+
+    if not (by_functions and calls(node)):
+        with contextlib.suppress(Unknown):
+            return table_of(node, refuse).rows
+    return sum(num_rows(batch) for batch in node.stream())

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from elastic.data.batches import Batch, arrow, batched, joined, to_table
+from elastic.data.batches import Batch, arrow, batched, check_columns, joined, to_table
 from elastic.storage.files import Files
 
 GROUP_BYTES, GROUP_ROWS = 8 * 1024**2, 65536
@@ -54,6 +55,38 @@ def write_parquet(batches: Iterator[Batch], files: Files, folder: str) -> int:
             first, count = _write_file(output, first, groups)
         number, rows = number + 1, rows + count
     return rows
+
+
+def write_partitions(batches: Iterator[Batch], files: Files, columns: Sequence[str]) -> None:
+    """Write rows to parquet files in folders of the values of columns, such as "year=2024/".
+
+    Raises:
+        UsageError: there is no such column.
+    """
+    dataset = __import__("pyarrow.dataset").dataset
+    tables = _row_groups(batches)
+    first = next(tables, None)
+    if first is None:
+        return
+    check_columns(columns, first.column_names, "write_parquet: partition_cols")
+    schema = first.schema
+    rows = (
+        batch
+        for table in itertools.chain([first], tables)
+        for batch in table.cast(schema).to_batches()
+    )
+    dataset.write_dataset(
+        arrow().RecordBatchReader.from_batches(schema, rows),
+        files.root,
+        filesystem=files.fs,
+        format="parquet",
+        partitioning=dataset.partitioning(
+            arrow().schema([schema.field(name) for name in columns]), flavor="hive"
+        ),
+        basename_template="part-{i}.parquet",
+        existing_data_behavior="overwrite_or_ignore",
+        preserve_order=True,
+    )
 
 
 def _write_file(output: Any, table: Any, groups: Iterator[Any]) -> tuple[Any, int]:

@@ -9,10 +9,12 @@ from typing import Any
 from uuid import UUID
 
 import cloudpickle
+import fsspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
+from pyarrow.fs import LocalFileSystem
 
 from elastic import data
 from elastic.data import expressions as ex
@@ -169,7 +171,8 @@ def test_rows_are_chosen_by_ours_by_arrows_and_by_text(tmp_path: Path) -> None:
     assert values(pc.field("a") + 1) == [-2, 6, 8]
     (tmp_path / "one").write_bytes(b"1")
     files = [{"f": f"file://{tmp_path}/one"}, {"f": None}]
-    assert values(ex.download("f"), files) == [b"1", None]
+    for filesystem in (None, LocalFileSystem(), fsspec.filesystem("file")):
+        assert values(ex.download("f", filesystem=filesystem), files) == [b"1", None]
     with pytest.raises(DataError, match=r"download: cannot read .*two"):
         values(ex.download("f"), [{"f": f"{tmp_path}/two"}])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import json
 import os
@@ -9,12 +10,14 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 import torch
+from pyarrow.fs import LocalFileSystem
 
 from elastic import data
 from elastic.data.collate_fn import ArrowBatchCollateFn
@@ -321,3 +324,73 @@ def test_nothing_warns_and_nothing_is_left_open(table: Path) -> None:
         before = len(os.listdir("/proc/self/fd"))
         data.read_parquet(table).random_shuffle().take_all()
         assert len(os.listdir("/proc/self/fd")) <= before + 1
+
+
+def test_rows_that_functions_of_batches_add_are_counted_and_in_some_part() -> None:
+    def twice(batch: Any) -> Any:
+        yield batch
+        yield batch
+
+    ds = data.range(10).map_batches(twice, batch_size=None)
+    assert ds.count() == 20
+    parts = [*ds.split(3), *data.range(10).map_batches(twice).split(3)]
+    assert sum(part.count() for part in parts) == 40
+
+    def refuse(batch: Any) -> Any:
+        raise AssertionError("called to split what is read later")
+
+    train, test = data.range(10).map_batches(refuse).train_test_split(0.2)
+    assert "rows[8:]" in repr(test)
+    assert "rows[0:8]" in repr(train)
+
+
+def test_async_functions_are_waited_for_in_one_loop_of_their_own() -> None:
+    class Client:
+        def __init__(self) -> None:
+            self.lock = asyncio.Lock()  # Of one loop, once it was waited for.
+
+        async def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
+            async with self.lock:
+                await asyncio.sleep(0)
+            return {"id": row["id"] + 1}
+
+    async def split(batch: Any) -> Any:
+        for number in batch["id"]:
+            yield {"id": [number]}
+
+    async def notebook() -> list[int]:
+        return ids_of(data.range(3).map(Client).map_batches(split).take_all())
+
+    assert asyncio.run(notebook()) == [1, 2, 3]
+
+
+def test_files_are_read_in_a_random_order_that_is_always_the_same(table: Path) -> None:
+    def firsts(shuffle: Any) -> list[int]:
+        return ids_of(data.read_parquet(table, shuffle=shuffle).iter_rows())[::40]
+
+    assert firsts(None) == [0, 40, 80]
+    orders = [firsts(data.FileShuffleConfig(seed=seed)) for seed in range(4)]
+    assert all(sorted(order) == [0, 40, 80] for order in orders)
+    assert len({tuple(order) for order in orders}) > 1
+    assert orders == [firsts(data.FileShuffleConfig(seed=seed)) for seed in range(4)]
+    assert firsts("files") == orders[0]
+    with pytest.raises(UsageError, match=r"shuffle=True: expected 'files'.*random_shuffle"):
+        data.read_parquet(table, shuffle=True)
+
+
+def test_rows_are_written_to_folders_and_file_systems_as_asked_for(tmp_path: Path) -> None:
+    rows = [{"id": n, "year": 2020 + n % 2, "place": "a b" if n % 3 else "c"} for n in range(5000)]
+    ds = data.from_items(rows)
+    ds.write_parquet(tmp_path / "out", partition_cols=["year", "place"])
+    assert [one.name for one in sorted((tmp_path / "out").iterdir())] == ["year=2020", "year=2021"]
+    again = data.read_parquet(tmp_path / "out").sort("id").take_all()
+    assert again == [{**row, "year": str(row["year"])} for row in rows]
+    part = data.read_parquet(f"{tmp_path}/out/year=2021/place=c")
+    assert ids_of(part.iter_rows()) == [n for n in range(5000) if n % 2 and not n % 3]
+    with pytest.raises(UsageError, match="partition_cols: there is no column 'month'"):
+        ds.write_parquet(tmp_path / "no", partition_cols=["month"])
+    memory = fsspec.filesystem("memory")
+    ds.limit(3).write_csv("memory://held/rows", filesystem=memory)
+    assert memory.cat("/held/rows/part-00000.csv").startswith(b'"id","year","place"\n0,')
+    with pytest.raises(UsageError, match="filesystem is a LocalFileSystem: expected one of fsspec"):
+        ds.write_json(tmp_path / "no", filesystem=LocalFileSystem())
