@@ -6,6 +6,7 @@ write or iterate read rows as a stream, whose memory does not depend on the size
 
 from __future__ import annotations
 
+import contextlib
 import io
 import itertools
 import os
@@ -123,7 +124,6 @@ NOT_HERE = {
             "write_mongo",
             "write_orc",
             "write_snowflake",
-            "write_sql",
             "write_tfrecords",
             "write_turbopuffer",
         ),
@@ -903,6 +903,23 @@ class Dataset:
             "tar",
             lambda output, _: write_tar(Sink(output.write), self.iter_rows(), encoders),
         )
+
+    def write_sql(self, sql: str, connection_factory: Callable[[], Any], **others: Any) -> None:
+        """Execute a statement for each row, in order, as one transaction.
+
+            ds.write_sql("INSERT INTO film VALUES (?, ?)", lambda: sqlite3.connect("films.db"))
+
+        Args:
+            sql: the statement, with a place for each column, in their order.
+            connection_factory: returns a connection as PEP 249 has them.
+            others: Ray's, without effect here.
+        """
+        check_others("write_sql", others)
+        with contextlib.closing(connection_factory()) as connection:
+            with contextlib.closing(connection.cursor()) as cursor:
+                for batch in batched(self._node.stream(), ROWS_AT_ONCE):
+                    cursor.executemany(sql, [tuple(row.values()) for row in rows_of(batch)])
+            connection.commit()
 
     def _write_one(self, files: Files, ending: str, write: Callable[..., None]) -> None:
         tables = (to_table(b) for b in _watched(self._node.stream(), f"write_{ending}"))

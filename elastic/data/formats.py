@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from elastic.data.batches import Batch, array_of, arrow, batched
+from elastic.data.batches import Batch, array_of, arrow, batched, of_rows
 from elastic.data.files import DataError, File, Reader, chunks
 from elastic.data.parquet import check_schema
 from elastic.data.sources import BLOCK_ROWS, Block, FileSource, Listing
@@ -201,4 +201,5 @@ class Binary(FileSource):
         found = {"bytes": array_of([reader.read(file) for file in some])}
         if self.with_paths:
             found["path"] = array_of([file.path for file in some])
-        return found
+        folders = of_rows([self.partitions(file) for file in some])
+        return {**folders, **found}

@@ -430,7 +430,8 @@ class Decode(Operation):
         columns = to_numpy(batch)
         paths = columns["path"]
         images = [self._decode(*one) for one in zip(columns["bytes"], paths, strict=True)]
-        found = {"image": array_of(images)}
+        rest = {name: values for name, values in columns.items() if name not in ("bytes", "path")}
+        found = {"image": array_of(images), **rest}
         return found if self.drops_path else {**found, "path": paths}
 
     def _decode(self, content: bytes, path: str) -> Any:

@@ -24,9 +24,11 @@ class Parquet(FileSource):
 
     Attributes:
         columns: those to read, None for all.
+        schema: of pyarrow, with the types to which they are cast; None for those of the files.
     """
 
     columns: tuple[str, ...] | None = None
+    schema: Any = None
 
     def __post_init__(self) -> None:
         """Start with an empty cache of footers."""
@@ -113,7 +115,19 @@ class Parquet(FileSource):
         if (block.start, block.stop) != (0, found.num_rows):
             found = found.slice(block.start, block.stop - block.start)
         found = with_columns(found, partitions)
-        return found if self.columns is None else found.select(list(self.columns))
+        if self.columns is not None:
+            found = found.select(list(self.columns))
+        return found if self.schema is None else self._cast(found, file)
+
+    def _cast(self, table: Any, file: File) -> Any:
+        pa = arrow()
+        wanted = {one.name: one for one in self.schema}
+        try:
+            return table.cast(pa.schema([wanted.get(one.name, one) for one in table.schema]))
+        except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
+            raise DataError(
+                f"elastic.data: {file.path} cannot be read with the given schema: {error}"
+            ) from error
 
     def _names_in(self, has: Sequence[str], partitions: Mapping[str, Any]) -> list[str] | None:
         """Return the columns to read from a file; the others are its folders. None for all."""

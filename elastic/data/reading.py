@@ -13,6 +13,7 @@ from elastic.data.context import FileShuffleConfig, seed_of
 from elastic.data.databases import Lance, Sql
 from elastic.data.dataset import NO_EFFECT as PLACEMENT
 from elastic.data.dataset import Dataset, check_others
+from elastic.data.datasource.partitioning import Partitioning
 from elastic.data.formats import Binary, Csv, Lines, Numpy
 from elastic.data.nodes import Apply, Read
 from elastic.data.operations import Decode, Fetch
@@ -40,11 +41,13 @@ def _files(
     partitioning: str | None = None,
 ) -> Any:
     """Return the common arguments of all sources of files; `partitioning` is the default."""
-    partitioning = others.pop("partitioning", partitioning)
-    if partitioning not in (None, "hive"):
+    folders = others.pop("partitioning", partitioning)
+    if folders == "hive":
+        folders = Partitioning("hive")
+    if not (folders is None or isinstance(folders, Partitioning)):
         raise UsageError(
-            f"elastic.data.{what}: partitioning={partitioning!r}: expected 'hive' (folders like "
-            f"year=2024 are columns) or None"
+            f"elastic.data.{what}: partitioning={folders!r}: expected 'hive' (folders like "
+            f"year=2024 are columns), None, or a Partitioning of elastic.data.datasource"
         )
     shuffle = others.pop("shuffle", None)
     if not (shuffle in (None, "files") or isinstance(shuffle, FileShuffleConfig)):
@@ -61,7 +64,7 @@ def _files(
         "extensions": None if ends is None else tuple(ends),
         "options": options,
         "on_error": others.pop("on_error", "raise"),
-        "has_partitions": partitioning is not None,
+        "partitioning": folders,
         "shuffle": None if shuffle is None else seed_of(0 if shuffle == "files" else shuffle),
     }
     unknown = sorted(set(others) - NO_EFFECT)
@@ -89,6 +92,7 @@ def read_parquet(
     paths: Any,
     *,
     columns: Sequence[str] | None = None,
+    schema: Any = None,
     file_extensions: Sequence[str] | None = ("parquet",),
     **others: Any,
 ) -> Dataset:
@@ -97,15 +101,17 @@ def read_parquet(
     Args:
         paths: an fsspec path of a file or folder, a pattern, or several of these.
         columns: those to read, None for all.
+        schema: of pyarrow: the columns to read, and the types to which they are cast.
         file_extensions: of the files in a folder.
         others: storage_options, a dict for the file system; on_error, "skip" to leave out files
             that are broken or have another schema; partitioning, by default "hive": folders like
-            "year=2024" are columns of texts, None: they are not; shuffle, "files" or
-            FileShuffleConfig(seed=1): a random order of the files, the same in each epoch; Ray's
-            placement arguments, without effect.
+            "year=2024" are columns of texts, None: they are not; or a `Partitioning`; shuffle,
+            "files" or FileShuffleConfig(seed=1): a random order of the files, the same in each
+            epoch; Ray's placement arguments, without effect.
     """
     files = _files("read_parquet", paths, file_extensions, others, "hive")
-    return _of(Parquet(**files, columns=None if columns is None else tuple(columns)))
+    names = schema.names if columns is None and schema is not None else columns
+    return _of(Parquet(**files, columns=None if names is None else tuple(names), schema=schema))
 
 
 def read_csv(

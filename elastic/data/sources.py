@@ -11,7 +11,6 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
-from urllib.parse import unquote
 
 import numpy as np
 
@@ -25,12 +24,8 @@ from elastic.data.batches import (
     sliced,
     to_table,
 )
-from elastic.data.files import (
-    DataError,
-    File,
-    Reader,
-    find_files,
-)
+from elastic.data.datasource.partitioning import Partitioning
+from elastic.data.files import DataError, File, Reader, find_files
 from elastic.errors import UsageError
 
 log = logging.getLogger(__name__)
@@ -127,7 +122,7 @@ class FileSource(Source):
         extensions: of the files in a folder.
         options: for the file system.
         on_error: "raise" or "skip".
-        has_partitions: folders like "year=2024" in a file's path are columns of its rows.
+        partitioning: which folders in a file's path are columns of its rows, None for none.
         shuffle: seed of a random order of the files, None for that of their names.
     """
 
@@ -135,7 +130,7 @@ class FileSource(Source):
     extensions: tuple[str, ...] | None = None
     options: dict[str, Any] | None = None
     on_error: str = "raise"
-    has_partitions: bool = False
+    partitioning: Partitioning | None = None
     shuffle: int | None = None
 
     def __post_init__(self) -> None:
@@ -167,9 +162,9 @@ class FileSource(Source):
                 )
         return found
 
-    def partitions(self, file: File) -> dict[str, str | None]:
+    def partitions(self, file: File) -> dict[str, Any]:
         """Return the columns that the folders of a file are, with their value in its rows."""
-        return partitions_of(file.path) if self.has_partitions else {}
+        return {} if self.partitioning is None else self.partitioning.of(file.path)
 
     def _check(self) -> Listing:
         return Listing(tuple(self.files()))
@@ -194,25 +189,16 @@ class FileSource(Source):
         raise NotImplementedError(self.name)
 
 
-def partitions_of(path: str) -> dict[str, str | None]:
-    """Return the columns that folders are: {"year": "2024"} of "a/year=2024/b.parquet" (Hive)."""
-    pairs = [folder.partition("=") for folder in path.split("/")[:-1]]
-    return {
-        name: None if value == "__HIVE_DEFAULT_PARTITION__" else unquote(value)
-        for name, equals, value in pairs
-        if name and equals
-    }
-
-
-def with_columns(batch: Batch, values: Mapping[str, str | None]) -> Batch:
-    """Return a batch with columns of texts, each of one value; those that it has stay."""
+def with_columns(batch: Batch, values: Mapping[str, Any]) -> Batch:
+    """Return a batch with columns of one value each, of a text if it is None; others stay."""
     missing = [name for name in values if name not in columns_of(batch)]
     if not missing:
         return batch
     batch, pa = to_table(batch), arrow()
     for name in missing:
-        column = pa.array([values[name]] * batch.num_rows, pa.string())
-        batch = batch.append_column(name, column)
+        value = values[name]
+        kind = pa.string() if value is None else None
+        batch = batch.append_column(name, pa.repeat(pa.scalar(value, kind), batch.num_rows))
     return batch
 
 

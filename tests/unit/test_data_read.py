@@ -17,10 +17,12 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 import torch
+from PIL import Image
 from pyarrow.fs import LocalFileSystem
 
 from elastic import data
 from elastic.data.collate_fn import ArrowBatchCollateFn
+from elastic.data.datasource.partitioning import Partitioning
 from elastic.data.expressions import lit
 from elastic.data.files import DataError, filesystem_of
 from elastic.errors import UsageError
@@ -78,6 +80,34 @@ def test_folders_of_a_partitioned_table_are_columns(tmp_path: Path) -> None:
         data.read_parquet(root).count()
     with pytest.raises(UsageError, match="partitioning='dir': expected 'hive'"):
         data.read_parquet(root, partitioning="dir")
+
+
+def test_folders_are_columns_by_their_places_and_types(tmp_path: Path) -> None:
+    for name, pixel in (("cat", 1), ("dog", 2)):
+        for number in range(2):
+            folder = tmp_path / "root" / name / str(number)
+            folder.mkdir(parents=True)
+            Image.fromarray(np.full((2, 2), pixel, np.uint8)).save(folder / "a.png")
+    root = f"{tmp_path}/root"
+    classes = Partitioning("dir", root, ["class", "n"], {"n": int})
+    rows = data.read_images(root, partitioning=classes).take_all()
+    assert [(row["class"], row["n"], row["image"][0, 0]) for row in rows] == [
+        ("cat", 0, 1), ("cat", 1, 1), ("dog", 0, 2), ("dog", 1, 2),
+    ]  # fmt: skip
+    texts = tmp_path / "year=2024" / "new=true"
+    texts.mkdir(parents=True)
+    (texts / "a.txt").write_text("x")
+    typed = Partitioning("hive", field_types={"year": int, "new": bool})
+    assert data.read_text(tmp_path / "year=2024", partitioning=typed).take_all() == [
+        {"text": "x", "year": 2024, "new": True}
+    ]
+    with pytest.raises(DataError, match=r"folder new='true': expected int"):
+        data.read_text(texts, partitioning=Partitioning("hive", None, None, {"new": int})).take()
+    with pytest.raises(DataError, match=r"lies in the folders \['cat', '0'\] below"):
+        data.read_images(root, partitioning=Partitioning("dir", root, ["class"])).take()
+    for act in (lambda: Partitioning("dir", root), lambda: Partitioning("tree")):
+        with pytest.raises(UsageError, match="expected"):
+            act()
 
 
 def test_verbs_make_rows_of_rows(table: Path) -> None:
@@ -324,6 +354,14 @@ def test_nothing_warns_and_nothing_is_left_open(table: Path) -> None:
         before = len(os.listdir("/proc/self/fd"))
         data.read_parquet(table).random_shuffle().take_all()
         assert len(os.listdir("/proc/self/fd")) <= before + 1
+
+
+def test_a_schema_chooses_columns_and_casts_them(table: Path) -> None:
+    ds = data.read_parquet(table, schema=pa.schema([("x", pa.float32()), ("id", pa.int8())]))
+    assert ds.schema() == pa.schema([("x", pa.float32()), ("id", pa.int8())])
+    assert ds.take(2)[1] == {"x": 0.5, "id": 1}
+    with pytest.raises(DataError, match=r"0\.parquet cannot be read with the given schema: .*'n9'"):
+        data.read_parquet(table, schema=pa.schema([("name", pa.int64())])).take()
 
 
 def test_rows_that_functions_of_batches_add_are_counted_and_in_some_part() -> None:

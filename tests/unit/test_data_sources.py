@@ -160,6 +160,9 @@ def test_queries_of_databases_are_rows(tmp_path: Path) -> None:
     assert ds.to_arrow().to_pylist() == rows
     assert ds.filter(col("year") > 1975).count() == 1
     kept = run_table(ds, tmp_path / "run")
+    copies = data.range(3000).map(lambda row: {"title": "c", "year": row["id"], "score": None})
+    copies.write_sql("INSERT INTO film VALUES (?, ?, ?)", lambda: sqlite3.connect(path))
+    assert ds.count() == 3002
     path.unlink()
     assert run_table(ds, tmp_path / "run").rows == kept.rows == 2
     query = "SELECT range AS id FROM range(20000) WHERE range >= ?"
