@@ -6,6 +6,7 @@ other form only when an operation needs that one, and rows keep their order.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -96,7 +97,10 @@ def joined(batches: Sequence[Batch]) -> Batch:
     if len(batches) == 1:
         return batches[0]
     if all(not isinstance(one, dict) for one in batches):
-        return arrow().concat_tables(batches, promote_options="permissive")
+        pa = arrow()
+        # Arrays of one shape in a batch, and of several in another, have no common type.
+        with contextlib.suppress(pa.ArrowInvalid, pa.ArrowTypeError):
+            return pa.concat_tables(batches, promote_options="permissive")
     parts = [to_numpy(one) for one in batches]
     return {name: _stacked([part[name] for part in parts]) for name in parts[0]}
 
@@ -186,10 +190,7 @@ def _column(column: Any) -> Any:
         return np.concatenate(parts) if parts else empty
     if pa.types.is_dictionary(kind):
         column = column.cast(kind.value_type)
-    is_list = (
-        pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
-    )
-    if not is_list:
+    if not _is_list(kind):
         return column.to_numpy(zero_copy_only=False)
     values = column.combine_chunks()
     is_flat = pa.types.is_primitive(kind.value_type) and not values.null_count
@@ -198,7 +199,52 @@ def _column(column: Any) -> Any:
         lengths = values.value_lengths().to_numpy(zero_copy_only=False)
         if (lengths == lengths[0]).all() and not flat.null_count:
             return flat.to_numpy(zero_copy_only=False).reshape(len(values), int(lengths[0]))
-    return array_of([np.asarray(one) if one is not None else None for one in column.to_pylist()])
+    return array_of(_of_lists(values))
+
+
+def _is_list(kind: Any) -> bool:
+    types = arrow().types
+    return any((types.is_list(kind), types.is_large_list(kind), types.is_fixed_size_list(kind)))
+
+
+def _of_lists(values: Any) -> list[Any]:
+    """Return an array for each list; a list of lists of different lengths stays one."""
+    leaves, levels = values, []
+    while _is_list(leaves.type):
+        levels.append(leaves)
+        leaves = leaves.flatten()
+    inner = [*levels[1:], leaves]
+    if not arrow().types.is_primitive(leaves.type) or any(one.null_count for one in inner):
+        return [_array_or_list(one) for one in values.to_pylist()]
+    flat = np.array(leaves.to_numpy(zero_copy_only=False))  # Which functions may write to.
+    lengths = [_lengths_in(one) for one in levels]
+    ends = [np.concatenate([[0], np.cumsum(one)]) for one in lengths]
+    found: list[Any] = []
+    for row, is_valid in enumerate(values.is_valid().to_pylist()):
+        start, stop, shape = row, row + 1, []
+        for some, bounds in zip(lengths, ends, strict=True):
+            sizes = some[start:stop]
+            shape.append(int(sizes[0]) if len(sizes) and (sizes == sizes[0]).all() else -len(sizes))
+            start, stop = bounds[start], bounds[stop]
+        if not is_valid:
+            found.append(None)
+        elif min(shape) < 0:
+            found.append(values[row].as_py())
+        else:
+            found.append(flat[start:stop].reshape(shape))
+    return found
+
+
+def _lengths_in(lists: Any) -> Any:
+    compute = importlib.import_module("pyarrow.compute")
+    return compute.fill_null(compute.list_value_length(lists), 0).to_numpy(zero_copy_only=False)
+
+
+def _array_or_list(value: Any) -> Any:
+    try:
+        return None if value is None else np.asarray(value)
+    except ValueError:  # Of lists of different lengths.
+        return value
 
 
 def array_of(values: Sequence[Any]) -> Any:
@@ -259,6 +305,8 @@ def to_table(batch: Batch) -> Any:
             if values.ndim > 1 and values.dtype != object and len(values):
                 whole = np.ascontiguousarray(values)
                 columns[name] = pa.FixedShapeTensorArray.from_numpy_ndarray(whole)
+            elif _are_ragged(values):
+                columns[name] = _nested(values)
             else:
                 plain = values.tolist() if values.dtype == object else values
                 columns[name] = pa.array(plain, from_pandas=True)
@@ -269,6 +317,37 @@ def to_table(batch: Batch) -> Any:
                 f"({error}): turn them into numbers, text, bytes or arrays of one shape"
             ) from error
     return pa.table(columns)
+
+
+def _are_ragged(values: Any) -> bool:
+    """Return whether a column holds numbers in arrays of two dimensions or more."""
+    arrays = [one for one in values if one is not None]
+    return len({one.ndim for one in arrays if isinstance(one, np.ndarray)} - {0, 1}) == 1 and all(
+        isinstance(one, np.ndarray) and one.ndim == arrays[0].ndim and one.dtype.kind in NUMERIC
+        for one in arrays
+    )
+
+
+def _nested(values: Any) -> Any:
+    """Return arrays of several shapes as lists of lists, those of a common length as fixed ones."""
+    pa = arrow()
+    arrays = [one for one in values if one is not None]
+    column = pa.array(np.concatenate([one.reshape(-1) for one in arrays]))
+    for axis in reversed(range(1, arrays[0].ndim)):
+        sizes = {one.shape[axis] for one in arrays}
+        if len(sizes) == 1 and 0 not in sizes:
+            column = pa.FixedSizeListArray.from_arrays(column, sizes.pop())
+            continue
+        lengths = [np.full(int(np.prod(one.shape[:axis])), one.shape[axis]) for one in arrays]
+        column = _of_lengths(np.concatenate(lengths), column, None)
+    rows = np.asarray([0 if one is None else len(one) for one in values])
+    return _of_lengths(rows, column, pa.array([one is None for one in values]))
+
+
+def _of_lengths(lengths: Any, values: Any, mask: Any) -> Any:
+    pa = arrow()
+    ends = pa.array(np.concatenate([[0], np.cumsum(lengths)]), pa.int32())
+    return pa.ListArray.from_arrays(ends, values, mask=mask)
 
 
 def to_pandas(batch: Batch) -> Any:

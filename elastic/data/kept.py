@@ -120,7 +120,7 @@ def write_part(node: Node, files: Files, folder: str) -> Part:
     for left in files.list(f"{folder}/*.parquet"):  # By an attempt that was killed.
         files.delete(left)
     write_parquet(node.stream(), files, folder)
-    source = Parquet("rows kept with the run", paths=f"{files.path}/{folder}")
+    source = Parquet("rows kept with the run", paths=f"{files.path}/{folder}", is_kept=True)
     if not files.list(f"{folder}/*.parquet"):
         return Part(source, (), ())
     listing = source.listing()

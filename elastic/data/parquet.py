@@ -25,10 +25,12 @@ class Parquet(FileSource):
     Attributes:
         columns: those to read, None for all.
         schema: of pyarrow, with the types to which they are cast; None for those of the files.
+        is_kept: written for a run: files may differ in the types of arrays, by their shapes.
     """
 
     columns: tuple[str, ...] | None = None
     schema: Any = None
+    is_kept: bool = False
 
     def __post_init__(self) -> None:
         """Start with an empty cache of footers."""
@@ -53,7 +55,8 @@ class Parquet(FileSource):
                 schema = footer.schema.to_arrow_schema()
                 first = first or (file, schema)
                 names = self._names_in(schema.names, self.partitions(file))
-                check_schema(first, file, schema, names)
+                if not self.is_kept:
+                    check_schema(first, file, schema, names)
             except DataError as error:
                 if not self.skips:
                     raise

@@ -21,11 +21,16 @@ from PIL import Image
 from pyarrow.fs import LocalFileSystem
 
 from elastic import data
+from elastic.data import writing
 from elastic.data.collate_fn import ArrowBatchCollateFn
 from elastic.data.datasource.partitioning import Partitioning
 from elastic.data.expressions import lit
 from elastic.data.files import DataError, filesystem_of
+from elastic.data.kept import write_part
+from elastic.data.table import Table
+from elastic.data.table_reader import TableReader
 from elastic.errors import UsageError
+from elastic.storage.files import Files
 
 
 @pytest.fixture
@@ -221,6 +226,49 @@ def test_arrays_and_images_are_written_and_batches_come_as_asked_for(tmp_path: P
         assert list(rows.iter_torch_batches(collate_fn=Summed())) == [6]
     with pytest.raises(UsageError, match=r"column=None: expected one of \['id', 'x'\]"):
         data.range(2).with_column("x", lit(1)).write_numpy(tmp_path / "two")
+
+
+@pytest.mark.parametrize(
+    "lists",
+    [
+        [[[1], [2, 3]], [[4], [5, 6]]], [[1, 2], None, [3]], [["a"], ["b", "c"]],
+        [[1.5, None], [2]], [[["a"], ["b", "c"]], []], [[], [1]],
+        [[[]], [[1, 2], [3, 4]]], [None, None],
+    ],
+)  # fmt: skip
+def test_lists_of_any_lengths_become_arrays_or_stay_lists(lists: Any) -> None:
+    def plain(value: Any) -> Any:
+        return value.tolist() if isinstance(value, np.ndarray) else value
+
+    found = data.from_arrow(pa.table({"x": pa.array([None, *lists])}).slice(1)).take_all()
+    assert [plain(row["x"]) for row in found] == lists
+
+
+def test_arrays_of_several_shapes_are_kept_with_their_type(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writing, "GROUP_ROWS", 1024)
+    shapes = [(n % 5 + 1, n % 3 + 2, 3) for n in range(40)] + [(2, 2, 3)] * 1100
+
+    def image(row: dict[str, Any]) -> dict[str, Any]:
+        return {"x": np.full(shapes[row["id"]], row["id"] % 200, np.uint8), "id": row["id"]}
+
+    ds = data.range(len(shapes)).map(image)
+    ds.limit(40).write_parquet(tmp_path / "out")
+    again = data.read_parquet(tmp_path / "out")
+    assert str(again.schema().field("x").type) == (
+        "list<element: list<element: fixed_size_list<element: uint8>[3]>>"
+    )
+    # The second row group holds arrays of one shape, so it lies in a file of its own.
+    part = write_part(ds.filter(lambda row: True).node, Files(str(tmp_path)), "kept")
+    table = Table((part,))
+    assert len(part.files) == 2
+    kept = TableReader(table, table.lanes(1, 1)).read(0, np.arange(table.rows))
+    for rows in (again.take_all(), data.from_arrow([kept]).iter_rows()):
+        for row in rows:
+            assert row["x"].dtype == np.uint8
+            assert np.array_equal(row["x"], image(row)["x"])
+            row["x"][:] = 0  # A function may.
 
 
 def test_other_files_become_rows(tmp_path: Path) -> None:
