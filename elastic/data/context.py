@@ -58,9 +58,13 @@ class DataContext(SimpleNamespace):
         finally:
             _current = before
 
-    def copy(self) -> DataContext:
-        """Return a copy, whose settings can be changed by themselves."""
-        return copy.deepcopy(self)
+    def copy(self, **settings: object) -> DataContext:
+        """Return a copy with other settings, which can be changed by themselves."""
+        found = copy.deepcopy(self)
+        found.__dict__.update(settings)
+        return found
 
 
-_current = DataContext(execution_options=SimpleNamespace(preserve_order=True))
+_current = DataContext(
+    execution_options=DataContext(preserve_order=True, resource_limits=DataContext())
+)

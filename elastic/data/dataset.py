@@ -297,14 +297,15 @@ class Dataset:
 
     def with_columns(
         self,
-        exprs: Mapping[str, Any] | Unnested,
-        *more: Mapping[str, Any] | Unnested,
+        exprs: Mapping[str, Any] | Expr | Unnested,
+        *more: Mapping[str, Any] | Expr | Unnested,
         **others: Any,
     ) -> Dataset:
         """Add or replace columns, as `with_column`; each sees the columns of before.
 
         Args:
-            exprs: expressions by the names of their columns, or `unnest(expression)`.
+            exprs: expressions by the names of their columns, one with an alias, or
+                `unnest(expression)`.
             more: such, too.
             others: Ray's placement arguments, without effect here.
         """
@@ -313,6 +314,10 @@ class Dataset:
         for one in (exprs, *more):
             if isinstance(one, Unnested):
                 pairs.append((None, one.expression))
+            elif isinstance(one, Expr):
+                if one.name is None:
+                    raise UsageError(f"with_columns: {one!r}: expected a name: .alias('total')")
+                pairs.append((one.name, one))
             else:
                 pairs += [
                     (name, expression_of(expr, f"with_columns: {name}"))

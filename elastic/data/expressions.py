@@ -80,11 +80,12 @@ class Expr(Functions):
     `fill_null`, `coalesce`, `if_else`, ....
 
     Attributes:
-        name: of the column that it makes, None where `with_column` names it.
+        name: of the column that it makes; None if it has no alias and is no column.
     """
 
     names: ClassVar[Mapping[str, str]] = {"fill_null": "coalesce", "is_not_null": "is_valid"}
     name: str | None = None
+    __array_ufunc__ = None  # NumPy's numbers leave operators to ours.
 
     def __init__(self) -> None:
         """Be what Arrow's functions are called with."""
@@ -494,7 +495,7 @@ def _parsed(text: str, what: str) -> Expr:
             return lit(ast.literal_eval(node))
         if isinstance(node, ast.BoolOp):
             return functools.reduce(_OPERATORS[type(node.op)], map(visit, node.values))
-        if isinstance(node, ast.UnaryOp):
+        if isinstance(node, ast.UnaryOp) and isinstance(node.op, (ast.Not, ast.USub)):
             return ~visit(node.operand) if isinstance(node.op, ast.Not) else -visit(node.operand)
         if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
             return _OPERATORS[type(node.op)](visit(node.left), visit(node.right))

@@ -41,7 +41,8 @@ def test_operators_compute_what_python_does_on_either_side(name: str) -> None:
     act = getattr(operator, name)
     assert values(act(col("a"), col("b"))) == [act(row["a"], row["b"]) for row in ROWS]
     assert values(act(col("a"), 2)) == [act(row["a"], 2) for row in ROWS]
-    assert values(act(7, col("b"))) == [act(7, row["b"]) for row in ROWS]
+    for seven in (7, np.int64(7)):
+        assert values(act(seven, col("b"))) == [act(7, row["b"]) for row in ROWS]
     halves = [{"x": -1.5}, {"x": 2.5}]
     assert values(act(col("x"), 2), halves) == [act(row["x"], 2) for row in halves]
 
@@ -105,8 +106,10 @@ def test_nested_values_are_taken_apart() -> None:
     assert values(col("map").map.keys(), table) == [["k"], None, []]
     assert values(col("map").map.values(), table) == [[1], None, []]
     assert values(col("struct").struct["y"].struct[0], table) == ["u", None, "v"]
-    ds = data.from_arrow(table).with_columns({"w": lit(0)}, ex.unnest(col("struct")))
-    assert ds.columns() == [*table.column_names, "w", "x", "y"]
+    ds = data.from_arrow(table).with_columns(
+        {"w": lit(0)}, ex.unnest(col("struct")), (lit(1) + 1).alias("two")
+    )
+    assert ds.columns() == [*table.column_names, "w", "x", "y", "two"]
     assert ds.sum("x") == 4
 
 
@@ -185,8 +188,10 @@ def test_wrong_expressions_are_named() -> None:
             lambda: ds.with_column("y", -col("s")).take(),
             r"with_columns\(y\) is not possible .*s:",
         ),
+        (lambda: ds.with_columns(col("a") + 1), r"plus\(col\('a'\), 1\): expected a name: .alias"),
         (lambda: ds.with_column("y", 3), "y=3: expected an expression such as"),
         (lambda: ds.filter(expr="a ^ 2"), "'a . 2' is not understood: expected comparisons"),
+        (lambda: ds.filter(expr="+a > 1"), "'.a' is not understood"),
         (lambda: ds.filter(expr="a >"), "filter: expr='a >': invalid syntax"),
         (lambda: ds.with_columns(ex.unnest(col("a"))).take(), "unnest of int64: expected structs"),
         (lambda: ex.unnest("a"), "unnest: got 'a': expected an expression"),

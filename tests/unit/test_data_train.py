@@ -179,12 +179,15 @@ def test_a_script_can_ask_for_a_dataset_that_may_be_missing_and_one_may_be_made_
 def test_settings_of_rays_data_context_are_taken_also_for_a_while() -> None:
     given = data.DataContext.get_current()
     own = given.copy()
-    own.execution_options.label_selector = {"pool": "validation"}
+    options = own.execution_options
+    options.label_selector = {"pool": "validation"}
+    options.resource_limits = options.resource_limits.copy(cpu=10)
     with data.DataContext.current(own):
         assert data.DataContext.get_current() is own
         data.range(3).set_name("validation")
     assert data.DataContext.get_current() is given
     assert not hasattr(given.execution_options, "label_selector")
+    assert not hasattr(given.execution_options.resource_limits, "cpu")
 
 
 # ---------------------------------------------------------- what is read, and from where
