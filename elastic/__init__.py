@@ -9,6 +9,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from elastic.version import __version__
+
 if TYPE_CHECKING:
     from elastic import data, train, tune
     from elastic.train.cluster import (
@@ -20,8 +22,6 @@ if TYPE_CHECKING:
         shutdown,
     )
     from elastic.train.remote import ObjectRef, get, remote
-
-__version__ = "0.1.0"
 
 __all__ = [
     "ObjectRef",

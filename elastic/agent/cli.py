@@ -27,7 +27,6 @@ from pathlib import Path
 import anyio
 import click
 
-from elastic import __version__
 from elastic.agent.address import address_towards_any
 from elastic.agent.address_book import AddressBook
 from elastic.agent.device_health import open_devices
@@ -62,6 +61,7 @@ from elastic.runtime.ready import wait_address
 from elastic.runtime.rpc import parse_endpoint, parse_endpoints
 from elastic.runtime.tether import check_tether
 from elastic.runtime.worker_ports import FLAG, PORTS_OF_A_WORKER, VARIABLE, PortRange
+from elastic.version import __version__
 
 log = logging.getLogger("elastic.agent")
 

@@ -31,7 +31,6 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from elastic import __version__
 from elastic.agent.address import address_towards_any
 from elastic.agent.devices import Devices, find_devices, parse_workers
 from elastic.agent.health import MIB
@@ -43,6 +42,7 @@ from elastic.runtime.access import Access, find_access
 from elastic.runtime.rpc import is_loopback, parse_endpoints
 from elastic.runtime.stream import open_stream
 from elastic.runtime.worker_ports import FLAG, PortRange, ports_needed
+from elastic.version import __version__
 from elastic.wire.codec_stream import ATTACH_METHOD
 
 PIPED_WIDTH = 500

@@ -10,7 +10,6 @@ from __future__ import annotations
 import click
 from click.core import ParameterSource
 
-from elastic import __version__
 from elastic.client import (
     checkpoints,
     daemons,
@@ -27,6 +26,7 @@ from elastic.client import (
 )
 from elastic.client.local_daemons import find_started
 from elastic.client.terminal import ClusterTarget, with_timeout
+from elastic.version import __version__
 
 DEFAULT_ADDRESS = "127.0.0.1:7070"
 

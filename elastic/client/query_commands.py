@@ -14,7 +14,6 @@ from typing import Any
 
 import click
 
-from elastic import __version__
 from elastic.client.jobs import Client
 from elastic.client.output import LineCutter
 from elastic.client.plain import plain_output
@@ -41,6 +40,7 @@ from elastic.client.values import parse_pattern, parse_ranks, parse_since
 from elastic.core.messages import PROTOCOL
 from elastic.core.view import JobView
 from elastic.runtime.clock import SystemClock
+from elastic.version import __version__
 from elastic.wire.codec_jobs import LogChunk
 
 _clock = SystemClock()

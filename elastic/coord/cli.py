@@ -19,7 +19,6 @@ from typing import Any, NoReturn, TypeVar
 import anyio
 import click
 
-from elastic import __version__
 from elastic.client.show import print_cluster, status_as_dict
 from elastic.client.terminal import stdout_console
 from elastic.coord.backup import BackupSummary, back_up, check, restore, salvage
@@ -48,6 +47,7 @@ from elastic.runtime.rpc import (
     parse_endpoint,
     parse_endpoints,
 )
+from elastic.version import __version__
 
 log = logging.getLogger(__name__)
 

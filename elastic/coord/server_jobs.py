@@ -14,7 +14,6 @@ from typing import Protocol
 
 import anyio
 
-from elastic import __version__
 from elastic.coord.log_fanout import MergedOutput
 from elastic.coord.lookup import WorkerOrigin, find_job, has_ended, origins_of
 from elastic.coord.roles import CALLER
@@ -34,6 +33,7 @@ from elastic.core.messages import PROTOCOL, DumpStacks, Profile
 from elastic.core.view import ClusterView, JobView
 from elastic.core.world import JobId, NodeId, WorkerId
 from elastic.errors import NotFound, Refused, UsageError
+from elastic.version import __version__
 from elastic.wire.codec_jobs import (
     ClusterStatus,
     LogChunk,

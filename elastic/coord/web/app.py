@@ -31,7 +31,6 @@ from starlette.responses import (
 )
 from starlette.routing import Route
 
-from elastic import __version__
 from elastic.client.show import job_as_dict, status_as_dict
 from elastic.coord.history import History, JobHistory
 from elastic.coord.lookup import find_job
@@ -48,6 +47,7 @@ from elastic.core.view import ClusterView, JobView
 from elastic.core.world import JobId
 from elastic.errors import ElasticError, NotFound
 from elastic.runtime.exposition import CONTENT_TYPE, Histogram
+from elastic.version import __version__
 from elastic.wire.codec_jobs import ClusterStatus
 
 TICK_S = 1.0

@@ -25,13 +25,13 @@ from typing import Any
 
 import torch
 
-from elastic import __version__
 from elastic.core.events.worker import CheckpointWritten
 from elastic.core.world import JobId, ReportKind
 from elastic.errors import StorageError
 from elastic.runtime.clock import Clock
 from elastic.storage.marker import CheckpointMarker
 from elastic.storage.run_directory import AUTOMATIC, RunDirectory
+from elastic.version import __version__
 from elastic.worker.base.mailboxes import WAIT_SLICE_S
 from elastic.worker.checkpoint.checkpoint_files import (
     Manifest,

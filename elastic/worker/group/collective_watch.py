@@ -27,7 +27,6 @@ from types import FrameType
 
 import torch
 
-import elastic
 from elastic.core.world import CollectiveCount
 from elastic.worker.base.thread_frames import thread_frames
 from elastic.worker.group import abortable_wait, c10d
@@ -38,7 +37,7 @@ LATE_NS = 300_000_000
 """Time between samples further apart does not count: it is not known what was then."""
 
 TORCH = os.path.join(os.path.dirname(torch.__file__), "")
-PACKAGE = os.path.dirname(os.path.abspath(elastic.__file__))
+PACKAGE = os.path.abspath(os.path.join(os.path.dirname(__file__), "..", ".."))
 DISTRIBUTED = "distributed/"
 INSTALLED = (
     *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
