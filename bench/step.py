@@ -35,7 +35,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from elastic import train
 from elastic.train.torch import prepare_data_loader, prepare_model, prepare_optimizer
-from elastic.worker.engine import context as worker_context
+from elastic.worker.engine import train_call
 from elastic.worker.group.c10d import default_group
 from elastic.worker.group.group import GroupSpec, ProcessGroups
 from elastic.worker.group.member_links import connect, links_of
@@ -88,7 +88,7 @@ def loop_of(
     model = prepare_model(model)
     optimizer = prepare_optimizer(torch.optim.SGD(model.parameters(), lr=1e-3))
     loader = prepare_data_loader(DataLoader(data, batch_size=batch, shuffle=True))
-    engine = worker_context.current().engine
+    engine = train_call.current_engine()
     for _ in train.epochs(1):
         for (x,) in loader:
             step(model, optimizer, x.to(device))

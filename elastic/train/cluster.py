@@ -341,8 +341,8 @@ def check_fits(spec: JobSpec, nodes: Sequence[Node]) -> None:
 
 def _is_worker() -> bool:
     """Return whether a train function runs in this process, without importing anything."""
-    context = sys.modules.get("elastic.worker.engine.context")
-    return context is not None and context.current() is not None
+    call = sys.modules.get("elastic.worker.engine.train_call")
+    return call is not None and call.current() is not None
 
 
 def _check_reachable(address: str, access: Access) -> None:

@@ -22,6 +22,7 @@ from elastic.train.config import DataConfig
 from elastic.train.feeding import FeederSecret, source_of
 from elastic.train.session import require_context, require_place, wait_a_moment
 from elastic.worker.engine.context import WorkerContext
+from elastic.worker.engine.train_call import current_engine, is_in_loop
 
 if TYPE_CHECKING:
     from elastic.data.dataset import Dataset
@@ -124,13 +125,14 @@ def get_dataset_shard(
             f"train.get_dataset_shard({name!r}): the trainer has no such dataset: expected one of "
             f"TorchTrainer(datasets={{...}}), which are {', '.join(known) or 'none'}"
         )
-    if _shards_of is not (context.engine or context.job_id):
+    engine = current_engine()
+    if _shards_of is not (engine or context.job_id):
         _shards.clear()
-        _shards_of = context.engine or context.job_id
+        _shards_of = engine or context.job_id
     if name not in _shards:
         _shards[name] = DatasetShard(name, given)
-        if context.engine is not None:
-            context.engine.at_close.callback(_shards[name].close)
+        if engine is not None:
+            engine.at_close.callback(_shards[name].close)
     if state_dict is not None:
         _shards[name].load_state_dict(state_dict)
     return _shards[name]
@@ -322,7 +324,7 @@ class ShardBatches:
     def _is_in_steps(self, context: WorkerContext) -> bool:
         from elastic.train.loaders import is_trained_with
 
-        engine = context.engine
+        engine = current_engine()
         if engine is None or not engine.has_begun:
             return False
         return self._shard._is_split or is_trained_with(engine)
@@ -330,7 +332,7 @@ class ShardBatches:
     def _by_rank(self, context: WorkerContext) -> Iterator[Any]:
         for batch in self._plain(False):
             yield self._make(batch)
-            if context.engine is None or not context.engine.has_begun:
+            if not is_in_loop():
                 context.note_step()
 
     def loader(self, global_batch_size: int | None = None, weigh: Any = None) -> PreparedLoader:

@@ -79,7 +79,7 @@ def feed(config: Mapping[str, Any]) -> None:
     from elastic.data.feeder_network import FOLDER, FeederServer, addresses_file
     from elastic.runtime.peer_tls import PeerTls
     from elastic.worker.engine.bystander import stay
-    from elastic.worker.engine.context import current
+    from elastic.worker.engine.train_call import current
 
     context, engine = current(), require_engine("feeders")
     files = Files(config["run_path"])
@@ -116,7 +116,7 @@ def source_of(config: DataConfig, secret: FeederSecret | None) -> Callable[[], A
         secret: of the feeders' job, None if there is none: then they run beside this worker.
     """
     from elastic.data.feeders import beside
-    from elastic.worker.engine.context import current
+    from elastic.worker.engine.train_call import current
 
     low, high = config.feeder_bounds
     context = current()

@@ -23,13 +23,14 @@ from elastic.train.dealing import Order, Pass, RankBatches, RankSampler, loader_
 from elastic.train.devices import get_device
 from elastic.train.evaluating import begin_pass, forget_pass
 from elastic.train.expecting import is_whole
-from elastic.train.session import require_context, require_place
+from elastic.train.session import require_context, require_engine, require_place
 from elastic.worker.data.loader import MicroBatchLoader, Weigh, is_plain
 from elastic.worker.data.seeding import RandomStates, seed_everything, seeded
 from elastic.worker.data.streams import MicroBatches, StreamLoader
 from elastic.worker.engine.context import WorkerContext
 from elastic.worker.engine.prepared_optimizers import is_training
 from elastic.worker.engine.step_engine import StepEngine
+from elastic.worker.engine.train_call import current_engine, is_in_loop
 from elastic.worker.engine.whole_step import WholeStep
 
 
@@ -244,8 +245,8 @@ class PreparedLoader:
 
     def __iter__(self) -> Iterator[Any]:
         """Begin a pass: of micro-batches, of evaluation or by rank; see the module's rule."""
-        context = require_context("a prepared loader")
-        engine = context.engine
+        require_context("a prepared loader")
+        engine = current_engine()
         if engine is not None and engine.has_begun and is_trained_with(engine):
             return self._moved(engine.micro_batches(self._micro_batches(engine)))
         # Inside that loop a pass without training is an evaluation. Elsewhere only disabled
@@ -258,7 +259,8 @@ class PreparedLoader:
 
     def steps(self) -> Iterator[WholeStep]:
         """Begin a pass in steps; see `train.steps`."""
-        engine = require_context("train.steps").engine
+        require_context("train.steps")
+        engine = current_engine()
         if engine is None or not engine.has_begun:
             raise UsageError(
                 "train.steps: outside the loop over train.epochs(): write "
@@ -268,9 +270,7 @@ class PreparedLoader:
 
     def steps_per_epoch(self) -> int:
         """Return the optimizer steps of an epoch; 0 if that is not known before its end."""
-        engine = require_context("steps_per_epoch").engine
-        if engine is None:
-            raise UsageError("steps_per_epoch: this train function runs without a step engine")
+        engine = require_engine("steps_per_epoch")
         return self._micro_batches(engine).steps_of(engine.cursor.epoch)
 
     def _moved(self, batches: Iterator[Any]) -> Iterator[Any]:
@@ -319,13 +319,13 @@ class PreparedLoader:
             sampler.set_epoch(epoch)
         for batch in self._loader:
             yield batch
-            if context.engine is None or not context.engine.has_begun:
+            if not is_in_loop():
                 context.note_step()
 
     def _evaluate(self, context: WorkerContext) -> Iterator[Any]:
         """Yield this rank's batches of one pass, each sample once."""
         batches, loader = self._by_whole_batches(context)
-        engine, seed = context.engine, None
+        engine, seed = current_engine(), None
         if engine is not None and engine.keeps:
             # By the place in the run: a worker that has joined has counted other passes.
             batches.epoch = engine.cursor.epoch
@@ -410,11 +410,11 @@ class PreparedLoader:
         Under `torch.no_grad()`, and for a loader that was used only to evaluate, this rank's
         batches of an evaluation.
         """
-        context = require_context("len of a prepared loader")
+        require_context("len of a prepared loader")
         evaluates = self.evaluated is not None and self._by_step is None
         if self._deals and (evaluates or not torch.is_grad_enabled()):
             return len(self._by_whole_batches(require_place("len of a prepared loader"))[0])
-        engine = context.engine
+        engine = current_engine()
         if engine is not None and engine.state.optimizers and self._deals:
             return self._micro_batches(engine).steps_of(engine.cursor.epoch)
         if engine is not None and engine.state.optimizers and self._streams is not None:

@@ -29,8 +29,9 @@ from elastic.train.metrics import checked, from_json, to_json
 from elastic.train.uploading import UploadFunction, bring
 from elastic.worker.base.mailboxes import WAIT_SLICE_S
 from elastic.worker.checkpoint.delivery import NO_PART, CheckpointUploadMode
-from elastic.worker.engine import context as worker_context
+from elastic.worker.engine import train_call
 from elastic.worker.engine.context import WorkerContext
+from elastic.worker.engine.train_call import current_engine
 
 if TYPE_CHECKING:
     from elastic.train.config import ScalingConfig
@@ -54,7 +55,7 @@ def require_context(what: str) -> WorkerContext:
     Raises:
         UsageError: this process does not run a train function.
     """
-    context = worker_context.current()
+    context = train_call.current()
     if context is None:
         raise UsageError(
             f"{what} was called outside a train function: pass the function to "
@@ -85,7 +86,8 @@ def require_engine(what: str) -> StepEngine:
     Raises:
         UsageError: this process does not run a train function, or runs it without one.
     """
-    engine = require_context(what).engine
+    require_context(what)
+    engine = current_engine()
     if engine is None:
         raise UsageError(f"{what}: this train function runs without a step engine")
     return engine
@@ -105,7 +107,7 @@ def working(what: str) -> contextlib.AbstractContextManager[None]:
     Args:
         what: a human-readable name.
     """
-    context = worker_context.current()
+    context = train_call.current()
     return _working(context, what) if context is not None else contextlib.nullcontext()
 
 
@@ -127,7 +129,7 @@ def is_driver() -> bool:
     happen once, such as printing the result, with this function. Under torchrun rank 0's process
     is the driver.
     """
-    if worker_context.current() is not None:
+    if train_call.current() is not None:
         return False
     from elastic.worker.process.local import torchrun_rank
 
@@ -205,16 +207,17 @@ def report(
     context = require_place("train.report")
     if size_of_trial.asked is not None:
         return  # This is code that cleans up after a trainer that is not to train here.
-    engine = context.engine
+    engine, send = current_engine(), context.report
     if engine is not None and engine.has_begun:
         if not engine.step_is_done():
             return
+        send = engine.report
         logged = engine.logbook.take_averages().items()
         metrics = {name: x for name, x in logged if name[:1] != "_"} | dict(checked(metrics))
     text = to_json(metrics)
     requested = _requested(context, checkpoint, validation)
     if checkpoint is None or checkpoint is UNSAID:
-        context.report(text, NO_PART if checkpoint is None else None, name=checkpoint_dir_name)
+        send(text, NO_PART if checkpoint is None else None, name=checkpoint_dir_name)
         return
     brought = bring(
         checkpoint,
@@ -223,7 +226,7 @@ def report(
         upload=checkpoint_upload_fn,
         validation=requested,
     )
-    context.report(text, brought, name=checkpoint_dir_name)
+    send(text, brought, name=checkpoint_dir_name)
 
 
 def _requested(
@@ -425,7 +428,8 @@ class TrainContext:
         return self._cursor().step
 
     def _epochs(self) -> Data:
-        engine = require_context("train.get_context").engine
+        require_context("train.get_context")
+        engine = current_engine()
         if engine is None or engine.data is None:
             raise UsageError(
                 "train.get_context: how a step is cut is known once a prepared loader is read in a "
@@ -434,7 +438,8 @@ class TrainContext:
         return engine.data
 
     def _cursor(self) -> Cursor:
-        engine = require_context("train.get_context").engine
+        require_context("train.get_context")
+        engine = current_engine()
         return engine.cursor if engine is not None else Cursor()
 
     def get_trial_dir(self) -> str:

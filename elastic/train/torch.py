@@ -24,9 +24,9 @@ from elastic.train.devices import get_device, get_devices
 from elastic.train.loaders import PreparedLoader, prepare_data_loader
 from elastic.train.session import require_context, require_engine
 from elastic.train.trainer import TorchTrainer
-from elastic.worker.engine import context as worker_context
-from elastic.worker.engine.context import WorkerContext
 from elastic.worker.engine.prepared_optimizers import PreparedModel
+from elastic.worker.engine.step_engine import StepEngine
+from elastic.worker.engine.train_call import current_engine
 from elastic.worker.state.dtensor import is_dtensor
 from elastic.worker.state.sharded_state import has_shards, let_ranks_differ, shard
 
@@ -62,9 +62,9 @@ def enable_reproducibility(seed: int = 0) -> None:
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
-    context = worker_context.current()
-    if context is not None and context.engine is not None:
-        context.engine.options = replace(context.engine.options, seed=seed)
+    engine = current_engine()
+    if engine is not None:
+        engine.options = replace(engine.options, seed=seed)
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False
 
@@ -102,7 +102,8 @@ def prepare_model(
         UsageError: unknown strategy or keyword, or a model that is sharded in a way that cannot
             be saved.
     """
-    context = require_context("prepare_model")
+    require_context("prepare_model")
+    engine = current_engine()
     is_sharded = has_shards([model])
     device = get_device()
     if move_to_device and not is_sharded:
@@ -122,14 +123,14 @@ def prepare_model(
         if not is_sharded:
             shard(model, device.type, kwargs)
         let_ranks_differ(model)
-        if context.engine is not None:
+        if engine is not None:
             # With the same parameter names as other strategies; fully_shard reduces.
-            context.engine.add_model(PreparedModel(model, lambda module: module))
+            engine.add_model(PreparedModel(model, lambda module: module))
         return model
     _check_keywords(kwargs)
     if device.type == "cuda":
         kwargs.setdefault("device_ids", [device.index or 0])
-    return _prepared(context, model, kwargs)
+    return _prepared(engine, model, kwargs)
 
 
 def _check_keywords(kwargs: Mapping[str, Any]) -> None:
@@ -147,7 +148,7 @@ def _check_keywords(kwargs: Mapping[str, Any]) -> None:
         )
 
 
-def _prepared(context: WorkerContext, model: nn.Module, kwargs: dict[str, Any]) -> nn.Module:
+def _prepared(engine: StepEngine | None, model: nn.Module, kwargs: dict[str, Any]) -> nn.Module:
     """Return the model as one that an engine, or DistributedDataParallel, can train."""
 
     def wrap(module: nn.Module) -> nn.Module:
@@ -155,7 +156,6 @@ def _prepared(context: WorkerContext, model: nn.Module, kwargs: dict[str, Any]) 
         return nn.parallel.DistributedDataParallel(module, **kwargs)
 
     prepared = PreparedModel(model, wrap)
-    engine = context.engine
     if engine is not None:
         engine.add_model(prepared)
         prepared.trains_in_steps(lambda: engine.has_begun)

@@ -57,7 +57,7 @@ from elastic.train.session import beginning_from, is_driver
 from elastic.train.stopping import StopRule
 from elastic.train.stored import pack_trainer, read_trainer
 from elastic.train.validation import ValidationConfig
-from elastic.worker.engine import context as worker_context
+from elastic.worker.engine import train_call
 from elastic.worker.process.entry import takes_config
 
 if TYPE_CHECKING:
@@ -279,7 +279,7 @@ class DataParallelTrainer:
                 f"configs write: tune.Tuner(trainer, param_space={{...}}, tune_config=...).fit()"
             )
         self._stopping = StopRule(self.run_config.stop)
-        inside = worker_context.current()
+        inside = train_call.current()
         if inside is not None and not inside.is_local:
             return self._fit_in_place(inside)
         if self.scaling_config.max_workers == 0:
@@ -311,8 +311,9 @@ class DataParallelTrainer:
         check_trial(self.scaling_config)
         check_size(context, self.scaling_config)
         warn_overruled(context, self.scaling_config, self.run_config, self.torch_config)
-        if context.engine is not None:
-            context.engine.configure(self._options())
+        engine = train_call.current_engine()
+        if engine is not None:
+            engine.configure(self._options())
         if context.validator is not None:
             context.validator.configure(self._options()["validation"])
         with beginning_from(self.resume_from_checkpoint), self._offering():

@@ -33,7 +33,7 @@ from elastic.tune.search import BasicVariantGenerator, ConcurrencyLimiter, Searc
 from elastic.tune.session import TrialFunction, as_trainable
 from elastic.tune.stopper import as_stopper
 from elastic.tune.trials import LOOP, Recipe, split_config
-from elastic.worker.engine import context as worker_context
+from elastic.worker.engine import train_call
 
 TUNER_FILE = "tuner.pkl"
 RESTART_S = 120.0
@@ -173,7 +173,7 @@ class Tuner:
             StorageError: the study's directory cannot be written.
             CoordinatorUnreachable: the cluster does not reply.
         """
-        if worker_context.current() is not None:
+        if train_call.current() is not None:
             raise UsageError(
                 "Tuner.fit: this process is a worker of a job, and trials are jobs of their own: "
                 "run the script itself, with ELASTIC_COORD for a cluster that is there"

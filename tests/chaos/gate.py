@@ -19,7 +19,7 @@ from elastic.train.torch import (
     prepare_optimizer,
 )
 from elastic.worker.engine import step_engine as step
-from elastic.worker.engine.context import current
+from elastic.worker.engine.train_call import current, current_engine
 
 EPOCHS = 2
 real = step.send_metadata
@@ -32,7 +32,7 @@ def train_func(config: dict[str, Any]) -> None:
     def send_metadata(group: Any, values: Any) -> Any:
         context = current()
         rows = real(group, values)
-        if context.world_rank == 1 and context.engine.cursor.epoch == epoch_of_fault:
+        if context.world_rank == 1 and current_engine().cursor.epoch == epoch_of_fault:
             try:
                 os.close(os.open(path / "broken", os.O_CREAT | os.O_EXCL))
             except FileExistsError:

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from elastic.worker.engine.context import current
+from elastic.worker.engine.train_call import current
 from elastic.worker.group import accelerators
 from elastic.worker.group.group_resources import GroupResources
 from elastic.worker.group.member_links import MemberLinks, links_of

@@ -26,7 +26,8 @@ from elastic.core.messages import Assign, LeaveGroup, Ping, Pong, ReportAck, Sto
 from elastic.core.policy.hang import FIRST_TIMES
 from elastic.core.world import Entry, EntryKind, WorkerPhase
 from elastic.errors import StorageError
-from elastic.worker.engine.context import WorkerContext, current
+from elastic.worker.engine.context import WorkerContext
+from elastic.worker.engine.train_call import current
 from elastic.worker.process import entry as worker_entry
 from tests.integration.played_agent import HOST, Played, PlayedAgent, announce, spec_of
 from tests.patience import DEADLINE_S

@@ -18,9 +18,9 @@ from elastic.train.torch import (
     prepare_model,
     prepare_optimizer,
 )
-from elastic.worker.engine.context import current, set_current
 from elastic.worker.engine.recovery_modes import GroupProvider, ResumeState
 from elastic.worker.engine.step_engine import StepEngine
+from elastic.worker.engine.train_call import current, current_engine, set_current
 from elastic.worker.process.local import LocalRun, local_context
 
 SAMPLES, SIZE, GLOBAL = 22, 2, 8
@@ -78,12 +78,12 @@ reported: list[dict[str, Any]] = []
 @contextmanager
 def inside_again() -> Iterator[None]:
     """Be called once more, as by a worker of another life."""
-    outer = current()
+    outer, engine = current(), current_engine()
     try:
         with local_context(LocalRun(job_name="again")):
             yield
     finally:
-        set_current(outer)
+        set_current(outer, engine)
 
 
 @contextmanager
@@ -95,9 +95,9 @@ def called(
         here = current()
         assert here is not None
         engine = StepEngine(home, resume_state=resume)
-        place = replace(here, is_local=False, generation=generation, engine=engine)
+        place = replace(here, is_local=False, generation=generation)
         engine.enter(place)
-        set_current(place)
+        set_current(place, engine)
         try:
             yield engine
         finally:

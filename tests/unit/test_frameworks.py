@@ -32,7 +32,7 @@ from elastic.train.lightning import (
     RayLightningEnvironment,
     prepare_trainer,
 )
-from elastic.worker.engine import context as worker_context
+from elastic.worker.engine import train_call
 from tests.chaos import hf_job, lightning_job
 from tests.unit.engine_under_test import data, inside_a_run, inside_again, reported
 
@@ -326,7 +326,7 @@ def test_a_strategy_may_be_created_in_the_driver_and_be_pickled_with_the_functio
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with monkeypatch.context() as driver:
-        driver.setattr(worker_context, "current", lambda: None)
+        driver.setattr(train_call, "current", lambda: None)
         pickled = pickle.dumps(RayDDPStrategy(find_unused_parameters=True))
     trainer = Trainer(accelerator="cpu", strategy=pickle.loads(pickled))
     assert prepare_trainer(trainer).strategy.root_device == torch.device("cpu")

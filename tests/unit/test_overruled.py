@@ -13,7 +13,7 @@ from elastic.errors import UsageError
 from elastic.train import overruled
 from elastic.train.config import TorchConfig
 from elastic.train.torch import TorchTrainer
-from elastic.worker.engine import context as worker_context
+from elastic.worker.engine import train_call
 from elastic.worker.engine.context import WorkerContext
 
 ENVIRON = {"ELASTIC_MIN": "1", "TORCHELASTIC_MAX_RESTARTS": "3"}
@@ -99,7 +99,7 @@ def test_a_trainer_in_a_trial_or_a_remote_call_is_refused_what_that_lacks(
     trainer = TorchTrainer(lambda: None, scaling_config=scaling)
     function = EntryKind.FUNCTION
     inside = context(max_workers=1, entry_kind=function, is_local=False, run_path=run_path)
-    monkeypatch.setattr(worker_context, "current", lambda: inside)
+    monkeypatch.setattr(train_call, "current", lambda: inside)
     with pytest.raises(UsageError, match=rf"{expected}.*leave out tune\.with_resources"):
         trainer.fit()
     overruled.check_size(context(max_workers=2, entry_kind=EntryKind.SCRIPT), scaling)

@@ -23,7 +23,7 @@ from elastic.train.torch import (
     prepare_optimizer,
     prepare_scheduler,
 )
-from elastic.worker.engine.context import current, set_current
+from elastic.worker.engine.train_call import current, current_engine, set_current
 from tests.unit.engine_under_test import (
     GLOBAL,
     SAMPLES,
@@ -390,10 +390,10 @@ def test_a_global_batch_without_a_batch_size_or_for_too_many_workers_is_refused(
         prepare_data_loader(DataLoader(data(), batch_size=None), global_batch_size=8)
     context = current()
     assert context is not None
-    set_current(replace(context, max_workers=5))
+    set_current(replace(context, max_workers=5), current_engine())
     with pytest.raises(UsageError, match="at least 10, one micro-batch for each of at most 5"):
         prepare_data_loader(DataLoader(data(), batch_size=2), global_batch_size=8)
-    set_current(context)
+    set_current(context, current_engine())
 
 
 def test_what_user_code_raises_in_the_loop_comes_out_and_leaves_a_working_process() -> None:
@@ -412,13 +412,13 @@ def test_what_user_code_raises_in_the_loop_comes_out_and_leaves_a_working_proces
     "call", [train.log, train.get_logged, train.register, train.stepped, lambda: train.epochs(1)]
 )
 def test_outside_of_a_train_function_the_loop_has_no_words(call: Callable[[], Any]) -> None:
-    context = current()
+    context, engine = current(), current_engine()
     set_current(None)
     try:
         with pytest.raises(UsageError, match="outside a train function"):
             call()
     finally:
-        set_current(context)
+        set_current(context, engine)
 
 
 def test_the_trainer_takes_a_whole_loop(tmp_path: Path) -> None:
@@ -434,7 +434,7 @@ def test_the_trainer_takes_a_whole_loop(tmp_path: Path) -> None:
             train.report({"epoch": epoch})
         return train.get_logged()["loss"]
 
-    outer = current()
+    outer, engine = current(), current_engine()
     set_current(None)
     try:
         result = TorchTrainer(
@@ -444,7 +444,7 @@ def test_the_trainer_takes_a_whole_loop(tmp_path: Path) -> None:
             run_config=train.RunConfig(name="whole", storage_path=tmp_path),
         ).fit()
     finally:
-        set_current(outer)
+        set_current(outer, engine)
     losses = [row["metrics"]["loss"] for row in result.history]
     assert [row["metrics"]["epoch"] for row in result.history] == list(range(5))
     assert losses[-1] < losses[0] / 2

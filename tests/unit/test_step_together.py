@@ -11,9 +11,9 @@ from torch import nn
 from elastic import train
 from elastic.core.policy.cursor import Cursor
 from elastic.errors import UsageError
-from elastic.worker.engine.context import current
 from elastic.worker.engine.logbook import Logbook
 from elastic.worker.engine.prepared_optimizers import scalers_know
+from elastic.worker.engine.train_call import current_engine
 from elastic.worker.reduce.step_metadata import StepMetadata, rates_print, read_rows
 from elastic.worker.state.train_state import TrainState
 from tests.unit.engine_under_test import (
@@ -113,7 +113,7 @@ def test_values_that_were_shared_count_once_with_the_next_step_also_after_a_rest
 @pytest.mark.usefixtures("inside")
 def test_values_of_a_step_that_is_done_again_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
     loop, seen, is_over = Loop.make(), [], [False]
-    home: Any = current().engine.groups  # type: ignore[union-attr]
+    home: Any = current_engine().groups  # type: ignore[union-attr]
 
     def rejoin(*_: Any) -> None:
         is_over[0] = False

@@ -46,7 +46,7 @@ from elastic.tune.session import SIZE, Objective, as_trainable, size_asked_by
 from elastic.tune.stopper import TrialPlateauStopper, as_stopper
 from elastic.tune.trials import Recipe, from_json, from_log, to_log
 from elastic.wire.codec_jobs import TimedNote
-from elastic.worker.engine import context as worker_context
+from elastic.worker.engine import train_call
 
 optuna.logging.set_verbosity(optuna.logging.ERROR)
 
@@ -542,7 +542,7 @@ def test_without_the_metric_an_analysis_has_no_best_trial_unless_it_has_one_only
 
 
 def test_rays_callback_of_a_trainer_in_a_trial_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_context, "current", object)
+    monkeypatch.setattr(train_call, "current", object)
     callback = TuneReportCallback()
     assert RunConfig(callbacks=[callback]).callbacks == (callback,)
 
@@ -712,8 +712,8 @@ def test_what_a_function_does_with_a_refused_size_does_not_count(
     def take(text: str, *_: Any, **__: Any) -> None:
         reported.append(json.loads(text))
 
-    worker = SimpleNamespace(join=None, engine=None, report=take)
-    monkeypatch.setattr(worker_context, "current", lambda: worker)
+    worker = SimpleNamespace(join=None, report=take)
+    monkeypatch.setattr(train_call, "current", lambda: worker)
 
     def fits(config: Any) -> float:
         try:

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from elastic import train
 from elastic.errors import UsageError
 from elastic.train.torch import prepare_data_loader, prepare_model, prepare_optimizer
-from elastic.worker.engine.context import current
+from elastic.worker.engine.train_call import current_engine
 from tests.unit.engine_under_test import (
     STEPS,
     Loop,
@@ -133,7 +133,7 @@ def test_several_optimizers_and_those_a_step_leaves_out() -> None:
                 step.skip()
                 continue
             pair.of_judge.step()
-    data: Any = current().engine._epochs.loader  # type: ignore[union-attr]
+    data: Any = current_engine()._epochs.loader  # type: ignore[union-attr]
     assert data.epochs.steps == STEPS
     everything = loader.dataset.tensors[1]
     for place in range(STEPS):
@@ -303,7 +303,7 @@ def test_a_step_that_is_left_before_the_optimizer_steps_is_done_again_from_its_b
     with inside_again():
         loop = Loop.make(torch.optim.AdamW, shuffle=True)
         loop.plain.register_buffer("seen", torch.zeros(()))
-        engine: Any = current().engine  # type: ignore[union-attr]
+        engine: Any = current_engine()
         for _ in train.epochs(1):
             for step in train.steps(loop.loader):
                 for _, x, y in step:

@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 
 from elastic.errors import UsageError
-from elastic.worker.engine.context import WorkerContext, current
+from elastic.worker.engine.context import WorkerContext
+from elastic.worker.engine.train_call import current
 from elastic.worker.process.local import LocalRun, local_context, run_local
 from tests.patience import DEADLINE_S
 

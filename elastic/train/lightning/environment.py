@@ -5,7 +5,7 @@ from __future__ import annotations
 from lightning.pytorch.plugins import environments
 
 from elastic.train.session import require_context, require_place
-from elastic.worker.engine.context import current
+from elastic.worker.engine.train_call import current
 
 
 class RayLightningEnvironment(environments.LightningEnvironment):

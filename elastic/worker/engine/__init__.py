@@ -9,5 +9,5 @@ What is where:
     checkpoints   checkpoint_schedule, peer_copies; of a sharded model sharded_choice,
                   sharded_restore
     errors        usage_errors, divergence (ranks differ), outcome
-    the script    context (what it can know of its place)
+    the script    train_call (what runs here), context (what it can know of its place)
 """

@@ -1,7 +1,6 @@
 """What a train function can know of its place in the run, and report about it.
 
-Rule: there is one context per call of the train function, also in a process without an agent;
-`current()` is the only access to it.
+Rule: a call of the train function has one in each group, also in a process without an agent.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from elastic.core.telemetry import CHECKPOINT_STALL
 from elastic.core.world import EntryKind, Generation, JobId, WorkerId
@@ -22,9 +21,6 @@ from elastic.worker.checkpoint.reporting import Reporter
 from elastic.worker.checkpoint.snapshotter import Snapshotter
 from elastic.worker.checkpoint.validating import Validator
 from elastic.worker.group.peer_sockets import PeerAddress
-
-if TYPE_CHECKING:
-    from elastic.worker.engine.step_engine import StepEngine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +52,6 @@ class WorkerContext:
         snapshotter: takes automatic checkpoints, over all calls of the train function.
         validator: has reported checkpoints validated, over all calls of the train function; None
             without a run directory.
-        engine: of this call's training loop.
         join: puts a worker that runs ahead of its group into it, and returns the context there;
             None for one that has its place. Until then rank and world size mean nothing.
         shielded: returns a context manager in which the train function is not interrupted.
@@ -92,7 +87,6 @@ class WorkerContext:
     activity: Activity = field(default_factory=Activity, repr=False)
     snapshotter: Snapshotter | None = field(default=None, repr=False)
     validator: Validator | None = field(default=None, repr=False)
-    engine: StepEngine | None = field(default=None, repr=False)
     join: Callable[[], WorkerContext] | None = field(default=None, repr=False)
     shielded: Callable[[], AbstractContextManager[Any]] = field(default=nullcontext, repr=False)
 
@@ -115,6 +109,8 @@ class WorkerContext:
     ) -> None:
         """Keep metrics, and commit a checkpoint with the other members; see `Reporter.report`.
 
+        Not for a loop of ours: see `StepEngine.report`.
+
         Args:
             metrics: JSON object.
             checkpoint: local directory with this member's files, or how they come to the run
@@ -125,16 +121,13 @@ class WorkerContext:
             StorageError: the checkpoint or the metrics could not be stored.
             GroupChanged: all members leave the group here.
         """
-        if self.engine is not None and self.engine.has_begun:
-            report = self.engine.report
-        else:
-            report = self.the_reporter().report
-            self.timing.sees_no_steps()
-        if checkpoint is None:
-            report(metrics, checkpoint, name)
-            return
-        with self.timing.spending(CHECKPOINT_STALL):
-            report(metrics, checkpoint, name)
+        self.timing.sees_no_steps()
+        with self.stalls(checkpoint):
+            self.the_reporter().report(metrics, checkpoint, name)
+
+    def stalls(self, checkpoint: Any) -> AbstractContextManager[None]:
+        """Return a context in which a report with this checkpoint is made."""
+        return self.timing.spending(CHECKPOINT_STALL) if checkpoint is not None else nullcontext()
 
     def the_reporter(self) -> Reporter:
         check(self.reporter is not None, "a worker without a place in a group reports")
@@ -157,17 +150,3 @@ class WorkerContext:
         it a moment earlier or later: it is a hint, and what all do is agreed in `report`.
         """
         return self.link.leave_request(self.generation) is not None
-
-
-_current: WorkerContext | None = None
-
-
-def current() -> WorkerContext | None:
-    """Return this process's context, None if it does not run a train function."""
-    return _current
-
-
-def set_current(context: WorkerContext | None) -> None:
-    """Begin, or end with None, the time in which `current()` gives this context."""
-    global _current
-    _current = context

@@ -161,6 +161,10 @@ class StepEngine(ObjectRegistry):
         """Return how the data is cut, None while no loader was read."""
         return self._epochs.data
 
+    def bytes_sent(self) -> int:
+        """Return the bytes of gradients that this rank has sent in its present group."""
+        return self._the_reducer().bytes_sent
+
     # ------------------------------------------------------------------- epochs
 
     def epochs(self, total: int, start: int = 0, step: int = 0) -> Iterator[int]:
@@ -729,7 +733,7 @@ class StepEngine(ObjectRegistry):
         elif self._phase in (IterationPhase.SETTLED, IterationPhase.COMMITTED):
             self.logbook.add(values, 1.0)  # Of a whole step, once.
 
-    def report(self, metrics: str, checkpoint: Any, name: str | None) -> None:
+    def report(self, metrics: str, checkpoint: Any = None, *, name: str | None = None) -> None:
         """Report once per step, or once between epochs; see `train.report`."""
         if not self.has_stepped():
             return  # The report of a step is made once, where its gradients are complete.
@@ -738,7 +742,8 @@ class StepEngine(ObjectRegistry):
         number = self._group.reports.next(self.cursor)
         where = f"e{self.cursor.epoch:05d}-s{self.cursor.step:07d}-{number}"
         reporter = self.context.the_reporter()
-        reporter.report_in_place(metrics, checkpoint, name, where=where, voters=voters)
+        with self.context.stalls(checkpoint):
+            reporter.report_in_place(metrics, checkpoint, name, where=where, voters=voters)
 
     def evaluation_seed(self, seed: int) -> int:
         """Return the seed of an evaluation pass that begins here, the same on all ranks.

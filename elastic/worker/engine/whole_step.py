@@ -7,13 +7,45 @@ gradient of the whole step, buffers are those after it, and `optimizer.step()` c
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from elastic.errors import UsageError
 from elastic.worker.data.streams import MicroBatches
+from elastic.worker.engine.logbook import Logbook
 
-if TYPE_CHECKING:
-    from elastic.worker.engine.step_engine import StepEngine
+
+class StepComputer(Protocol):
+    """The engine, as a whole step sees it."""
+
+    logbook: Logbook
+
+    def compute(self, loader: MicroBatches) -> Iterator[Any]:
+        """Yield our micro-batches of the step, until all of it that needs others is done."""
+        ...
+
+    def has_computed(self) -> bool:
+        """Return whether we have done that."""
+        ...
+
+    def is_computed(self) -> bool:
+        """Return whether that is done, by us or by others."""
+        ...
+
+    def log(self, values: Mapping[str, Any]) -> None:
+        """Average these over the step."""
+        ...
+
+    def add_up(self, values: Mapping[str, Any]) -> None:
+        """Add these up over the micro-batches of the step."""
+        ...
+
+    def end_epoch(self) -> None:
+        """Let the step be the epoch's last one."""
+        ...
+
+    def skip(self) -> None:
+        """Let the step count without any optimizer's."""
+        ...
 
 
 class WholeStep:
@@ -41,7 +73,7 @@ class WholeStep:
     """
 
     def __init__(
-        self, engine: StepEngine, loader: MicroBatches, moved: Callable[[Any], Any]
+        self, engine: StepComputer, loader: MicroBatches, moved: Callable[[Any], Any]
     ) -> None:
         self._engine, self._loader, self._moved = engine, loader, moved
         self._is_begun = False

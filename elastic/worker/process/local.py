@@ -47,9 +47,10 @@ from elastic.worker.checkpoint.reporting import Reporter
 from elastic.worker.checkpoint.snapshotter import Snapshotter
 from elastic.worker.checkpoint.validating import Validator
 from elastic.worker.data.seeding import FIRST_SEED, seed_everything
-from elastic.worker.engine.context import WorkerContext, set_current
+from elastic.worker.engine.context import WorkerContext
 from elastic.worker.engine.outcome import NO_RESULT, exit_code_of, result_json
 from elastic.worker.engine.step_engine import StepEngine
+from elastic.worker.engine.train_call import set_current
 from elastic.worker.group.peer_sockets import PeerAddress
 from elastic.worker.process.entry import call_with_config
 
@@ -238,9 +239,9 @@ def local_context(run: LocalRun) -> Iterator[WorkerContext]:
         engine = StepEngine(NoNextGroup())
         engine.configure(run.options)
         try:
-            context = _context(run, NoCoordinator(run.on_report), SystemClock(), engine)
+            context = _context(run, NoCoordinator(run.on_report), SystemClock())
             engine.enter(context)
-            set_current(context)
+            set_current(context, engine)
             seed_everything(FIRST_SEED)
             context.timing.call_begins()
             context.timing.enter(context.worker_id, context.generation, context.link.post)
@@ -331,7 +332,7 @@ def _form(run: LocalRun) -> bool:
     return True
 
 
-def _context(run: LocalRun, link: NoCoordinator, clock: Clock, engine: StepEngine) -> WorkerContext:
+def _context(run: LocalRun, link: NoCoordinator, clock: Clock) -> WorkerContext:
     environ = os.environ
     rank, world_size = dist.get_rank(), dist.get_world_size()
     directory = RunDirectory(run.run_path) if run.run_path else None
@@ -373,7 +374,6 @@ def _context(run: LocalRun, link: NoCoordinator, clock: Clock, engine: StepEngin
         reach=PeerAddress(_own_address(), run.timeout_s),
         config=run.config,
         is_local=True,
-        engine=engine,
         reporter=Reporter(
             place,
             directory,

@@ -34,7 +34,7 @@ from elastic.core.broken import broken_words_in
 from elastic.errors import GroupError, ProgramFailed, UsageError
 from elastic.runtime import worker_ports
 from elastic.runtime.worker_ports import PortRange, listen_within, remedy
-from elastic.worker.engine.context import current
+from elastic.worker.engine.train_call import current
 from elastic.worker.group.resolver import forget_name_servers
 from elastic.worker.process.error_file import VARIABLE as ERROR_FILE
 from elastic.worker.process.main import die_with_parent

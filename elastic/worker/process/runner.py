@@ -59,9 +59,10 @@ from elastic.worker.checkpoint.snapshotter import Snapshotter
 from elastic.worker.checkpoint.validating import Validator
 from elastic.worker.data.seeding import FIRST_SEED, seed_everything
 from elastic.worker.engine import outcome
-from elastic.worker.engine.context import WorkerContext, current, set_current
+from elastic.worker.engine.context import WorkerContext
 from elastic.worker.engine.recovery_modes import ReenterRequested, ResumeState
 from elastic.worker.engine.step_engine import StepEngine
+from elastic.worker.engine.train_call import current, set_current
 from elastic.worker.group import c10d
 from elastic.worker.group.group import GroupSpec, ProcessGroups
 from elastic.worker.group.peer_sockets import PeerAddress
@@ -368,7 +369,7 @@ class Runner:
         context = self._context(assign, assignment)
         if self._engine is not None:
             self._engine.enter(context)
-        set_current(context)
+        set_current(context, self._engine)
         return context
 
     def _check_storage(self, assignment: Assignment) -> None:
@@ -600,7 +601,6 @@ class Runner:
             activity=self._mailboxes.activity,
             snapshotter=self._snapshotter,
             validator=self._validator,
-            engine=self._engine,
             join=self.join if assignment is None else None,
             shielded=self._interrupter.shielded,
         )
