@@ -13,7 +13,6 @@ from elastic.train import refused
 if TYPE_CHECKING:
     from elastic.errors import ControllerError, PreemptionError, WorkerGroupError
     from elastic.errors import TrainingFailed as TrainingFailedError
-    from elastic.train.callbacks import TrainRunContext, UserCallback
     from elastic.train.checkpoint import (
         Checkpoint,
         ReportedCheckpoint,
@@ -29,6 +28,8 @@ if TYPE_CHECKING:
         RunConfig,
         ScalingConfig,
         SyncConfig,
+        TrainRunContext,
+        UserCallback,
     )
     from elastic.train.datasets import TRAIN_DATASET_KEY, get_dataset_shard
     from elastic.train.evaluating import gather_for_metrics
@@ -55,8 +56,8 @@ _HOME = {
     "DataParallelTrainer": "trainer",
     "LoggingConfig": "config",
     "SyncConfig": "config",
-    "TrainRunContext": "callbacks",
-    "UserCallback": "callbacks",
+    "TrainRunContext": "config",
+    "UserCallback": "config",
     "UserExceptionWithTraceback": "failures",
     "Checkpoint": "checkpoint",
     "CheckpointConfig": "config",

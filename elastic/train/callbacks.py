@@ -9,79 +9,17 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from elastic.errors import StorageError
 from elastic.storage.metrics import MetricsReader
 from elastic.storage.run_directory import RunDirectory
 from elastic.train.checkpoint import Checkpoint
+from elastic.train.config import TrainRunContext, UserCallback
 from elastic.train.metrics import as_reported
 
 if TYPE_CHECKING:
-    from elastic.train.config import RunConfig, ScalingConfig
     from elastic.train.result import Result
-
-
-@dataclass(frozen=True)
-class TrainRunContext:
-    """The run that a callback is called for.
-
-    Attributes:
-        run_name: its name.
-        run_id: of this attempt: the job's id.
-        path: the run directory.
-        run_config: the trainer's, as are the next two.
-        scaling_config: how many workers, with what.
-        train_loop_config: the argument of the train function.
-    """
-
-    run_name: str
-    run_id: str
-    path: str
-    run_config: RunConfig
-    scaling_config: ScalingConfig
-    train_loop_config: Any = None
-
-    def get_run_config(self) -> RunConfig:
-        """Return the run's configuration."""
-        return self.run_config
-
-
-class UserCallback:
-    """Base class of callbacks in the driver; override the methods that you need."""
-
-    def before_run(self, run_context: TrainRunContext) -> None:
-        """Prepare for the reports of a run: it is submitted, or about to begin in this process."""
-
-    def after_run(self, run_context: TrainRunContext, result: Result) -> None:
-        """Handle the end of a run; `result.error` is None if it has succeeded.
-
-        Not called where `fit` ends without a result, as after Ctrl-C.
-        """
-
-    def after_report(
-        self,
-        run_context: TrainRunContext,
-        metrics: list[dict[str, Any]],
-        checkpoint: Checkpoint | None,
-    ) -> None:
-        """Handle a report that all ranks have made.
-
-        Args:
-            run_context: of the run.
-            metrics: by rank; {} for a rank that left before it made this report.
-            checkpoint: that came with it, once it is committed.
-        """
-
-    def after_exception(
-        self, run_context: TrainRunContext, worker_exceptions: dict[int, Exception]
-    ) -> None:
-        """Handle a failure of user code, whether the run survives it or not.
-
-        Args:
-            run_context: of the run.
-            worker_exceptions: what the worker that failed first raised, by rank.
-        """
 
 
 @dataclass

@@ -34,6 +34,9 @@ from elastic.train.filesystems import url_in, without_query
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+    from elastic.train.checkpoint import Checkpoint
+    from elastic.train.result import Result
+
 RECOVERIES = ("auto", "in_place", "reenter", "restart")
 NumWorkers = int | tuple[int, int]
 STEPS_MAX = 2**31 - 1
@@ -412,7 +415,7 @@ class RunConfig:
         log_names = self.log_names
         if not all(isinstance(name, str) and name and "/" not in name for name in log_names):
             refuse(self, "log_to_file", "True, the name of a file in the run directory, or a pair")
-        take_callbacks(self, "callbacks")
+        take_callbacks(self, "callbacks", UserCallback)
         expect_environment(self, "worker_env")
         what = f"an int, -{PRIORITY_MAX} to {PRIORITY_MAX}"
         take_int(self, "priority", what, low=-PRIORITY_MAX, high=PRIORITY_MAX)
@@ -568,3 +571,65 @@ class DataConfig:
     def splits(self, name: str) -> bool:
         """Return whether a dataset is split over the workers."""
         return self.datasets_to_split == "all" or name in self.datasets_to_split
+
+
+@dataclass(frozen=True)
+class TrainRunContext:
+    """The run that a callback is called for.
+
+    Attributes:
+        run_name: its name.
+        run_id: of this attempt: the job's id.
+        path: the run directory.
+        run_config: the trainer's, as are the next two.
+        scaling_config: how many workers, with what.
+        train_loop_config: the argument of the train function.
+    """
+
+    run_name: str
+    run_id: str
+    path: str
+    run_config: RunConfig
+    scaling_config: ScalingConfig
+    train_loop_config: Any = None
+
+    def get_run_config(self) -> RunConfig:
+        """Return the run's configuration."""
+        return self.run_config
+
+
+class UserCallback:
+    """Base class of callbacks in the driver; override the methods that you need."""
+
+    def before_run(self, run_context: TrainRunContext) -> None:
+        """Prepare for the reports of a run: it is submitted, or about to begin in this process."""
+
+    def after_run(self, run_context: TrainRunContext, result: Result) -> None:
+        """Handle the end of a run; `result.error` is None if it has succeeded.
+
+        Not called where `fit` ends without a result, as after Ctrl-C.
+        """
+
+    def after_report(
+        self,
+        run_context: TrainRunContext,
+        metrics: list[dict[str, Any]],
+        checkpoint: Checkpoint | None,
+    ) -> None:
+        """Handle a report that all ranks have made.
+
+        Args:
+            run_context: of the run.
+            metrics: by rank; {} for a rank that left before it made this report.
+            checkpoint: that came with it, once it is committed.
+        """
+
+    def after_exception(
+        self, run_context: TrainRunContext, worker_exceptions: dict[int, Exception]
+    ) -> None:
+        """Handle a failure of user code, whether the run survives it or not.
+
+        Args:
+            run_context: of the run.
+            worker_exceptions: what the worker that failed first raised, by rank.
+        """

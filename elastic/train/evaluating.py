@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -17,8 +17,16 @@ from elastic.worker.engine.group_sync import share_bytes
 from elastic.worker.group.c10d import default_group
 from elastic.worker.group.member_links import connect
 
-if TYPE_CHECKING:
-    from elastic.train.loaders import PreparedLoader
+
+class EvaluatedLoader(Protocol):
+    """A prepared loader, as far as it was read to evaluate.
+
+    Attributes:
+        evaluated: its newest pass, None if there was none.
+    """
+
+    evaluated: Pass | None
+
 
 _newest: Pass | None = None
 
@@ -36,7 +44,7 @@ def forget_pass() -> None:
     _newest = None
 
 
-def gather_for_metrics(values: Any, *, loader: PreparedLoader | None = None) -> Any:
+def gather_for_metrics(values: Any, *, loader: EvaluatedLoader | None = None) -> Any:
     """Return the results of all ranks in an evaluation, in the order of the data.
 
         found = []

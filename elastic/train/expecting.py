@@ -13,7 +13,6 @@ from numbers import Integral, Real
 from typing import Any, NoReturn
 
 from elastic.errors import ConfigError
-from elastic.train.callbacks import UserCallback
 
 CALLBACK_METHODS = {"after_report": ("metrics",), "after_event": ("name", "fields")}
 """Methods of a callback, each with its arguments."""
@@ -171,8 +170,13 @@ def expect_environment(config: object, field: str) -> None:
             )
 
 
-def take_callbacks(config: object, field: str) -> None:
+def take_callbacks(config: object, field: str, kind: type) -> None:
     """Keep callbacks as a tuple, after checking that each accepts its arguments.
+
+    Args:
+        config: the configuration.
+        field: its name there.
+        kind: the class of those that need no check.
 
     Raises:
         ConfigError: it is no list, or a callback is invalid; names it.
@@ -183,7 +187,7 @@ def take_callbacks(config: object, field: str) -> None:
     if not isinstance(callbacks, (list, tuple)):
         refuse(config, field, "a list of callbacks, also of a single one: [callback]")
     for number, callback in enumerate(callbacks):
-        receives = isinstance(callback, UserCallback) or hasattr(callback, FOR_TRIALS)
+        receives = isinstance(callback, kind) or hasattr(callback, FOR_TRIALS)
         if not (receives or _can_be_reported(callback)):
             raise ConfigError(
                 f"{type(config).__name__}: {field}[{number}]={callback!r}: expected a "

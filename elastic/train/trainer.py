@@ -38,7 +38,7 @@ from elastic.train.beginning import (
     path_to_begin_from,
     print_stderr,
 )
-from elastic.train.callbacks import CallbackRunner, TrainRunContext, UserCallback
+from elastic.train.callbacks import CallbackRunner
 from elastic.train.checkpoint import Checkpoint, metadata_text
 from elastic.train.config import (
     BackendConfig,
@@ -46,6 +46,8 @@ from elastic.train.config import (
     RunConfig,
     ScalingConfig,
     TorchConfig,
+    TrainRunContext,
+    UserCallback,
 )
 from elastic.train.expecting import refuse
 from elastic.train.failures import failed_on_cluster, failures_of

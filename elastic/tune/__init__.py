@@ -23,8 +23,6 @@ if TYPE_CHECKING:
         get_checkpoint,
         get_context,
         report,
-        with_parameters,
-        with_resources,
     )
     from elastic.tune.space import (
         choice,
@@ -43,6 +41,7 @@ if TYPE_CHECKING:
     )
     from elastic.tune.stopper import Stopper
     from elastic.tune.trainable import Trainable
+    from elastic.tune.trial_function import with_parameters, with_resources
     from elastic.tune.tuner import Tuner
 
 _TRAIN = {
@@ -80,8 +79,8 @@ _HOME = {
     "run": "experiment",
     "sample_from": "space",
     "uniform": "space",
-    "with_parameters": "session",
-    "with_resources": "session",
+    "with_parameters": "trial_function",
+    "with_resources": "trial_function",
 }
 _SUBMODULES = ("integration", "logger", "schedulers", "search", "stopper")
 _NOT_HERE = {

@@ -16,7 +16,7 @@ from elastic.tune.config import TuneConfig
 from elastic.tune.result_grid import ResultGrid
 from elastic.tune.schedulers import TrialScheduler
 from elastic.tune.search import Searcher
-from elastic.tune.session import with_resources
+from elastic.tune.trial_function import with_resources
 from elastic.tune.tuner import Tuner
 
 _SHOWN = "verbose=0 hides the table, which is shown by itself, and callbacks=[...] receive reports"

@@ -22,8 +22,9 @@ from elastic.storage.files import Files
 from elastic.train.checkpoint import Checkpoint
 from elastic.train.config import RunConfig, ScalingConfig
 from elastic.train.trainer import DataParallelTrainer
-from elastic.tune.session import Objective, TrialFunction, parameters_of
+from elastic.tune.session import Objective
 from elastic.tune.trainable import checkpoints_every, steps
+from elastic.tune.trial_function import TrialFunction, parameters_of
 
 if TYPE_CHECKING:
     from elastic.core.config import JobSpec

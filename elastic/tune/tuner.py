@@ -30,8 +30,8 @@ from elastic.tune.controller import Controller, Plan
 from elastic.tune.result_grid import ResultGrid
 from elastic.tune.schedulers import FIFOScheduler, TrialScheduler
 from elastic.tune.search import BasicVariantGenerator, ConcurrencyLimiter, Searcher
-from elastic.tune.session import TrialFunction, as_trainable
 from elastic.tune.stopper import as_stopper
+from elastic.tune.trial_function import TrialFunction, as_trainable
 from elastic.tune.trials import LOOP, Recipe, split_config
 from elastic.worker.engine import train_call
 

@@ -42,8 +42,9 @@ from elastic.tune.result_grid import ResultGrid
 from elastic.tune.schedulers import MedianStoppingRule, PopulationBasedTraining
 from elastic.tune.search import BasicVariantGenerator, ConcurrencyLimiter, Repeater, Searcher
 from elastic.tune.search.optuna import OptunaSearch
-from elastic.tune.session import SIZE, Objective, as_trainable, size_asked_by
+from elastic.tune.session import SIZE, Objective, size_asked_by
 from elastic.tune.stopper import TrialPlateauStopper, as_stopper
+from elastic.tune.trial_function import as_trainable
 from elastic.tune.trials import Recipe, from_json, from_log, to_log
 from elastic.wire.codec_jobs import TimedNote
 from elastic.worker.engine import train_call

@@ -11,7 +11,8 @@ import pytest
 from elastic import train
 from elastic.storage.marker import MARKER
 from elastic.storage.run_directory import RunDirectory
-from elastic.train.callbacks import CallbackRunner, TrainRunContext
+from elastic.train.callbacks import CallbackRunner
+from elastic.train.config import TrainRunContext
 from elastic.train.torch import TorchTrainer
 
 

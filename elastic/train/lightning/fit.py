@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar
+from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from elastic.errors import UsageError
 from elastic.train.loaders import PreparedLoader
 from elastic.train.session import require_engine
 from elastic.worker.engine.whole_step import WholeStep
-
-if TYPE_CHECKING:
-    from elastic.train.lightning.strategy import RayDDPStrategy
 
 LOG_ARGUMENTS = ("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx")
 """Positional arguments of `LightningModule.log`, after the name and the value."""
@@ -89,11 +87,19 @@ class Fit:
         loader: yields the training data.
     """
 
-    def __init__(self, trainer: Trainer, strategy: RayDDPStrategy) -> None:
-        """Start from the run's state; module, optimizer and schedulers must be built."""
+    def __init__(
+        self, trainer: Trainer, strategy: SingleDeviceStrategy, take_place: Callable[[], int]
+    ) -> None:
+        """Start from the run's state; module, optimizer and schedulers must be built.
+
+        Args:
+            trainer: Lightning's.
+            strategy: the trainer's.
+            take_place: tells the strategy its rank in the present group, and returns it.
+        """
         self.logged: dict[str, tuple[Any, dict[str, Any]]] = {}
         self._trainer: Any = trainer
-        self._strategy = strategy
+        self._strategy, self._strategy_takes_place = strategy, take_place
         self._engine = require_engine("RayDDPStrategy")
         self._gradients: list[torch.Tensor | None] = []
         self._steps: Iterator[WholeStep] = iter(())
@@ -208,7 +214,7 @@ class Fit:
     def _take_place(self, *, begins: bool = False) -> None:
         """Update Lightning's rank; a worker that becomes the first one enables progress bars."""
         before = self._strategy.global_rank
-        if self._strategy.take_place() == 0 and before and not begins:
+        if self._strategy_takes_place() == 0 and before and not begins:
             for one in self._trainer.callbacks:
                 if isinstance(one, ProgressBar):
                     one.enable()

@@ -128,7 +128,7 @@ class RayDDPStrategy(strategies.SingleDeviceStrategy):
             return dataloader.whole() if isinstance(dataloader, ShardBatches) else dataloader
         prepared = self._prepared(dataloader)
         if self._fit is None:
-            self._fit = Fit(trainer, self)
+            self._fit = Fit(trainer, self, self.take_place)
         self._fit.loader = prepared
         return Steps(self._fit, prepared)
 

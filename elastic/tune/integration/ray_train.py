@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from elastic.train.callbacks import UserCallback
+from elastic.train.config import UserCallback
 from elastic.train.session import require_context
 
 
