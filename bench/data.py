@@ -98,10 +98,11 @@ def batches_of(variant: str, folder: str, processes: int) -> Iterator[Any]:
 
     if variant in ("elastic.data", PLACED):
         from elastic import data
+        from elastic.data.dataset import Dataset
         from elastic.data.feeder_network import FeedersOnNodes
         from elastic.data.feeders import beside
         from elastic.data.iterator import DataIterator
-        from elastic.data.table import in_memory, table_of
+        from elastic.data.nodes import in_memory, table_of
 
         ds = data.read_parquet(folder).map_batches(costly, batch_size=None)
         table = table_of(ds.random_shuffle(seed=1).node, in_memory)
@@ -109,7 +110,7 @@ def batches_of(variant: str, folder: str, processes: int) -> Iterator[Any]:
         if variant == PLACED and processes:
             run = str(Path(folder).parent)
             feeders = lambda: FeedersOnNodes(run, "bench", "secret", highest=processes)  # noqa: E731
-        iterator = DataIterator(lambda: table, lambda: (0, 1), feeders=feeders)
+        iterator = DataIterator(lambda: table, lambda: (0, 1), Dataset, feeders=feeders)
         yield from iterator.iter_torch_batches(batch_size=BATCH)
         iterator.close()
         return

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import fsspec
 import numpy as np
 
+from elastic.data.arguments import check_others
 from elastic.data.batches import (
     Batch,
     arrow,
@@ -39,10 +40,24 @@ from elastic.data.batches import (
 )
 from elastic.data.context import MixStoppingCondition, RandomSeedConfig, seed_of
 from elastic.data.databases import Lance
+from elastic.data.engines import Engine, engine_of
 from elastic.data.expressions import Expr, Unnested, expression_of
 from elastic.data.gathering import Gather, Groups, InMemory, explained
+from elastic.data.iterator import Collate, DataIterator, torch_dataset
 from elastic.data.moments import Moments, floats_of
-from elastic.data.nodes import Apply, Mix, Node, Read, Shuffle, Slice, Union, Zip
+from elastic.data.nodes import (
+    Apply,
+    Mix,
+    Node,
+    Read,
+    Shuffle,
+    Slice,
+    Union,
+    Zip,
+    counted,
+    in_memory,
+    table_of,
+)
 from elastic.data.operations import (
     ROWS_AT_ONCE,
     AddColumn,
@@ -58,7 +73,6 @@ from elastic.data.operations import (
 )
 from elastic.data.parquet import Parquet
 from elastic.data.sources import FileSource, Memory, check_on_error
-from elastic.data.table import counted, in_memory, table_of
 from elastic.data.webdataset import coders_of, encoded, write_tar
 from elastic.data.writing import Sink, write_parquet, write_partitions
 from elastic.errors import UsageError
@@ -66,32 +80,7 @@ from elastic.storage.files import Files
 
 if TYPE_CHECKING:
     from elastic.data.aggregate import AggregateFn
-    from elastic.data.engines import Engine
-    from elastic.data.iterator import DataIterator
 
-NO_EFFECT = frozenset(
-    {
-        "concurrency",
-        "compute",
-        "num_cpus",
-        "num_gpus",
-        "memory",
-        "ray_remote_args",
-        "zero_copy_batch",
-        "ray_remote_args_fn",
-        "max_retries",
-        "locality_hints",
-        "override_num_blocks",
-        "parallelism",
-        "udf_modifying_row_count",
-        "resources",
-        "label_selector",
-        "fallback_strategy",
-        "accelerator_type",
-        "max_calls",
-    }
-)
-"""Ray's arguments for placement and resources: accepted without effect."""
 WRITERS = ("min_rows_per_file", "max_rows_per_file", "num_rows_per_file", "min_rows_per_write")
 """Ray's sizes of files that are written: accepted without effect."""
 
@@ -169,6 +158,10 @@ class Dataset:
     def node(self) -> Node:
         """Return the node that computes the rows."""
         return self._node
+
+    def over(self, node: Node) -> Dataset:
+        """Return a dataset of the rows of another node."""
+        return Dataset(node)
 
     def _apply(self, operation: Operation) -> Dataset:
         return Dataset(Apply((self._node,), operation))
@@ -504,11 +497,9 @@ class Dataset:
         self, n: int, *, equal: bool = True, locality_hints: Any = None
     ) -> list[DataIterator]:
         """Return n iterators over disjoint parts of the rows, which together cover all."""
-        from elastic.data.iterator import DataIterator
-
         del equal, locality_hints
         table = table_of(self._node, in_memory)
-        return [DataIterator(lambda: table, partial(_fixed, one, n)) for one in range(n)]
+        return [DataIterator(lambda: table, partial(_fixed, one, n), Dataset) for one in range(n)]
 
     def set_name(self, name: str | None) -> None:
         """Of Ray, for its progress display; without effect."""
@@ -758,8 +749,6 @@ class Dataset:
             others: Ray's, without effect here.
         """
         check_others("iter_torch_batches", others, "prefetch_batches", "pin_memory")
-        from elastic.data.iterator import Collate
-
         make = Collate(collate_fn, dtypes, None if device == "auto" else device)
         for batch in self.iter_batches(
             batch_size=batch_size,
@@ -772,8 +761,6 @@ class Dataset:
 
     def to_torch(self, **options: Any) -> Any:
         """Return a torch IterableDataset of batches, with the arguments of `iter_torch_batches`."""
-        from elastic.data.iterator import torch_dataset
-
         return torch_dataset(lambda: self.iter_torch_batches(**options))
 
     def to_pandas(self, limit: int | None = None) -> Any:
@@ -933,7 +920,7 @@ class Dataset:
 
     # --------------------------------------------------------------------- engines
 
-    def using(self, engine: str, **options: Any) -> Engine | InMemory:
+    def using(self, engine: str, **options: Any) -> Engine[Dataset] | InMemory[Dataset]:
         """Return this dataset for an engine that sorts, groups and joins.
 
             ds.using("dask").sort("age")
@@ -946,8 +933,6 @@ class Dataset:
         Raises:
             UsageError: there is no such engine, or its package is missing.
         """
-        from elastic.data.engines import engine_of
-
         return engine_of(engine, self, options)
 
     def sort(
@@ -963,7 +948,9 @@ class Dataset:
         check_others("sort", others, "boundaries")
         return InMemory(self).sort(key, descending)
 
-    def groupby(self, key: str | Sequence[str] | None, num_partitions: int | None = None) -> Groups:
+    def groupby(
+        self, key: str | Sequence[str] | None, num_partitions: int | None = None
+    ) -> Groups[Dataset]:
         """Return groups of rows with equal values in columns, which are computed in memory.
 
         ds.groupby("city").mean("age")
@@ -1031,17 +1018,6 @@ def _one_or_all(on: Any, found: dict[str, Any]) -> Any:
 
 def _fixed(rank: int, world_size: int) -> tuple[int, int]:
     return rank, world_size
-
-
-def check_others(what: str, others: Mapping[str, Any], *more: str) -> None:
-    """Refuse arguments that are neither Ray's nor ours.
-
-    Raises:
-        UsageError: an argument is unknown.
-    """
-    unknown = sorted(set(others) - NO_EFFECT - set(more))
-    if unknown:
-        raise UsageError(f"Dataset.{what}: unknown arguments: {', '.join(unknown)}")
 
 
 def _target(what: str, path: str | os.PathLike[str], others: dict[str, Any]) -> Files:

@@ -14,23 +14,19 @@ import contextlib
 import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Generic
 
 from elastic.data.batches import names_of
-from elastic.data.gathering import InMemory
+from elastic.data.gathering import D, InMemory
 from elastic.data.nodes import Read
 from elastic.data.parquet import Parquet
-from elastic.data.reading import read_parquet
 from elastic.errors import UsageError
-
-if TYPE_CHECKING:
-    from elastic.data.dataset import Dataset
 
 AGGREGATES = ("count", "sum", "mean", "min", "max", "std")
 PARTITION_BYTES = 64 * 1024**2
 
 
-def engine_of(name: str, dataset: Dataset, options: Mapping[str, Any]) -> Engine | InMemory:
+def engine_of(name: str, dataset: D, options: Mapping[str, Any]) -> Engine[D] | InMemory[D]:
     """Return an engine for a dataset.
 
     Raises:
@@ -55,10 +51,10 @@ def engine_of(name: str, dataset: Dataset, options: Mapping[str, Any]) -> Engine
     return Engine(dataset, options.get("address"), options.get("path"))
 
 
-class Engine:
+class Engine(Generic[D]):
     """Operations on a dataset by Dask: each computes at once, and returns a dataset of files."""
 
-    def __init__(self, dataset: Dataset, address: str | None, path: Any) -> None:
+    def __init__(self, dataset: D, address: str | None, path: Any) -> None:
         """Compute nothing yet.
 
         Args:
@@ -70,26 +66,26 @@ class Engine:
         self._address = address
         self._path = path
 
-    def sort(self, key: str | Sequence[str], descending: bool = False) -> Dataset:
+    def sort(self, key: str | Sequence[str], descending: bool = False) -> D:
         """Return the rows sorted by columns."""
         return self._computed(
             lambda frame: frame.sort_values(names_of(key), ascending=not descending)
         )
 
-    def groupby(self, key: str | Sequence[str]) -> Groups:
+    def groupby(self, key: str | Sequence[str]) -> Groups[D]:
         """Return groups of rows with equal values, for aggregation."""
         return Groups(self, names_of(key))
 
     def join(
         self,
-        ds: Dataset,
+        ds: D,
         join_type: str = "inner",
         num_partitions: int | None = None,
         on: str | Sequence[str] = ("id",),
         right_on: str | Sequence[str] | None = None,
         left_suffix: str | None = None,
         right_suffix: str | None = None,
-    ) -> Dataset:
+    ) -> D:
         """Return rows of both datasets with equal keys, as `Dataset.join`; not semi, not anti."""
         del num_partitions
         hows = {"inner": "inner", "full_outer": "outer", "left_outer": "left"}
@@ -110,7 +106,7 @@ class Engine:
             ds,
         )
 
-    def drop_duplicates(self, on: str | Sequence[str] | None = None) -> Dataset:
+    def drop_duplicates(self, on: str | Sequence[str] | None = None) -> D:
         """Keep the first of rows with equal values in these columns, None for all columns."""
         return self._computed(lambda frame: frame.drop_duplicates(subset=on and names_of(on)))
 
@@ -119,11 +115,11 @@ class Engine:
         found = Engine(self._dataset.select_columns([column]), self._address, None)
         return [row[column] for row in found.drop_duplicates().take_all()]
 
-    def repartition(self, num_blocks: int) -> Dataset:
+    def repartition(self, num_blocks: int) -> D:
         """Return the rows in this many files."""
         return self._computed(lambda frame: frame.repartition(npartitions=num_blocks))
 
-    def _computed(self, work: Any, *others: Dataset) -> Dataset:
+    def _computed(self, work: Any, *others: D) -> D:
         import dask.dataframe as frames
 
         target = str(self._path) if self._path is not None else tempfile.mkdtemp("-elastic-dask")
@@ -135,9 +131,9 @@ class Engine:
             work(*given).to_parquet(
                 target, write_index=False, name_function=lambda number: f"part-{number:06d}.parquet"
             )
-        return read_parquet(target)
+        return self._dataset.over(Read((), _written_to(target)))
 
-    def _files(self, dataset: Dataset, folders: contextlib.ExitStack) -> list[str]:
+    def _files(self, dataset: D, folders: contextlib.ExitStack) -> list[str]:
         """Return parquet files with the rows: the source's own, or newly written ones."""
         node = dataset.node
         if isinstance(node, Read) and isinstance(node.source, Parquet) and not node.source.columns:
@@ -149,7 +145,7 @@ class Engine:
         )
         folder = folders.enter_context(tempfile.TemporaryDirectory("-elastic-dask", dir=near))
         dataset.write_parquet(folder)
-        return read_parquet(folder).input_files()
+        return [file.path for file in _written_to(folder).files()]
 
     @contextlib.contextmanager
     def _cluster(self) -> Iterator[None]:
@@ -162,10 +158,10 @@ class Engine:
             yield
 
 
-class Groups:
+class Groups(Generic[D]):
     """Grouped rows; `count`, `sum`, `mean`, `min`, `max` and `std` return a dataset."""
 
-    def __init__(self, engine: Engine, keys: list[str]) -> None:
+    def __init__(self, engine: Engine[D], keys: list[str]) -> None:
         """Group by these columns."""
         self._engine, self._keys = engine, keys
 
@@ -175,7 +171,7 @@ class Groups:
             raise AttributeError(f"groupby(...) has {', '.join(AGGREGATES)}, and no {name!r}")
         return lambda on=None: self._summed(name, on)
 
-    def _summed(self, name: str, on: str | Sequence[str] | None) -> Dataset:
+    def _summed(self, name: str, on: str | Sequence[str] | None) -> D:
         keys = self._keys
 
         def work(frame: Any) -> Any:
@@ -189,3 +185,7 @@ class Groups:
             return found.rename(columns={one: f"{name}({one})" for one in columns}).reset_index()
 
         return self._engine._computed(work)
+
+
+def _written_to(folder: str) -> Parquet:
+    return Parquet("read_parquet", folder, ("parquet",), partitioning=Partitioning("hive"))

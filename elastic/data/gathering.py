@@ -11,9 +11,10 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from elastic.data.aggregate import AggregateFn, Count, Max, Mean, Min, Std, Sum
+from elastic.data.arguments import check_others
 from elastic.data.batches import (
     Batch,
     arrow,
@@ -30,7 +31,7 @@ from elastic.data.operations import Function, MapBatches, WithColumns
 from elastic.errors import UsageError
 
 if TYPE_CHECKING:
-    from elastic.data.dataset import Dataset
+    from typing_extensions import Self
 
 MEMORY_BYTES = 4 * 1024**3
 """Default size of the tables that are sorted, grouped and joined in memory."""
@@ -39,6 +40,46 @@ JOINS = (
     "left_semi", "right_semi", "left_anti", "right_anti",
 )  # fmt: skip
 ROW = "row of the {}"
+
+
+class Gatherable(Protocol):
+    """A dataset, as its engines see it; what they compute is one, too."""
+
+    @property
+    def node(self) -> Node:
+        """Return the node that computes the rows."""
+        ...
+
+    def over(self, node: Node) -> Self:
+        """Return a dataset of the rows of another node."""
+        ...
+
+    def columns(self) -> list[str]:
+        """Return the names of the columns."""
+        ...
+
+    def select_columns(self, cols: str | Sequence[str]) -> Self:
+        """Keep these columns only."""
+        ...
+
+    def input_files(self) -> list[str]:
+        """Return the paths of all files."""
+        ...
+
+    def take_all(self) -> list[dict[str, Any]]:
+        """Return all rows."""
+        ...
+
+    def to_arrow(self) -> Any:
+        """Return all rows as a pyarrow table."""
+        ...
+
+    def write_parquet(self, path: str) -> None:
+        """Write all rows to parquet files in a folder."""
+        ...
+
+
+D = TypeVar("D", bound=Gatherable)
 
 
 @dataclass
@@ -85,14 +126,14 @@ def gathered(node: Node, what: str, memory: int) -> Any:
     return joined(found) if found else to_table(of_rows([]))
 
 
-class InMemory:
+class InMemory(Generic[D]):
     """Operations on a dataset by Arrow, in the memory of the process that requests the rows."""
 
-    def __init__(self, dataset: Dataset, memory: int = MEMORY_BYTES) -> None:
+    def __init__(self, dataset: D, memory: int = MEMORY_BYTES) -> None:
         """Compute nothing yet; `memory` is the limit in bytes."""
         self._dataset, self._memory = dataset, memory
 
-    def sort(self, key: str | Sequence[str], descending: bool | Sequence[bool] = False) -> Dataset:
+    def sort(self, key: str | Sequence[str], descending: bool | Sequence[bool] = False) -> D:
         """Return the rows sorted by columns; missing values come last.
 
         Args:
@@ -108,20 +149,20 @@ class InMemory:
             )
         return self._gather("sort", partial(_sorted, keys=keys, falls=falls))
 
-    def groupby(self, key: str | Sequence[str] | None) -> Groups:
+    def groupby(self, key: str | Sequence[str] | None) -> Groups[D]:
         """Return groups of rows with equal values in columns; None: one group of all rows."""
         return Groups(self, [] if key is None else names_of(key))
 
     def join(
         self,
-        ds: Dataset,
+        ds: D,
         join_type: str = "inner",
         num_partitions: int | None = None,
         on: str | Sequence[str] = ("id",),
         right_on: str | Sequence[str] | None = None,
         left_suffix: str | None = None,
         right_suffix: str | None = None,
-    ) -> Dataset:
+    ) -> D:
         """Return rows of both datasets with equal keys; see `Dataset.join`."""
         del num_partitions
         if join_type not in JOINS:
@@ -135,7 +176,7 @@ class InMemory:
         work = partial(_joined, kind=join_type, keys=(left, right), suffixes=suffixes)
         return self._gather("join", work, ds)
 
-    def drop_duplicates(self, on: str | Sequence[str] | None = None) -> Dataset:
+    def drop_duplicates(self, on: str | Sequence[str] | None = None) -> D:
         """Keep the first of rows with equal values in these columns, None for all columns."""
         return self._gather("drop_duplicates", partial(_distinct, keys=on and names_of(on)))
 
@@ -144,21 +185,19 @@ class InMemory:
         rows = self.groupby(None).aggregate(*functions).to_arrow().to_pylist()
         return rows[0] if rows else {one.name: None for one in functions}
 
-    def _gather(self, name: str, work: Callable[..., Any], *others: Dataset) -> Dataset:
-        from elastic.data.dataset import Dataset
-
+    def _gather(self, name: str, work: Callable[..., Any], *others: D) -> D:
         parents = tuple(one.node for one in (self._dataset, *others))
-        return Dataset(Gather(parents, name, work, self._memory))
+        return self._dataset.over(Gather(parents, name, work, self._memory))
 
 
-class Groups:
+class Groups(Generic[D]):
     """Rows grouped by columns; each method returns a dataset with the groups in their order."""
 
-    def __init__(self, engine: InMemory, keys: list[str]) -> None:
+    def __init__(self, engine: InMemory[D], keys: list[str]) -> None:
         """Group by these columns."""
         self._engine, self._keys = engine, keys
 
-    def aggregate(self, *functions: AggregateFn) -> Dataset:
+    def aggregate(self, *functions: AggregateFn) -> D:
         """Return a row for each group: its keys, and the results of `elastic.data.aggregate`.
 
         Raises:
@@ -174,29 +213,29 @@ class Groups:
         work = partial(_aggregated, keys=self._keys, functions=functions)
         return self._engine._gather("aggregate", work)
 
-    def count(self) -> Dataset:
+    def count(self) -> D:
         """Return the number of rows of each group, as "count()"."""
         return self.aggregate(Count())
 
-    def sum(self, on: str | Sequence[str] | None = None, ignore_nulls: bool = True) -> Dataset:
+    def sum(self, on: str | Sequence[str] | None = None, ignore_nulls: bool = True) -> D:
         """Return sums, as "sum(column)"; of several columns, or None for all but the keys."""
         return self._each(Sum, on, ignore_nulls=ignore_nulls)
 
-    def min(self, on: str | Sequence[str] | None = None, ignore_nulls: bool = True) -> Dataset:
+    def min(self, on: str | Sequence[str] | None = None, ignore_nulls: bool = True) -> D:
         """Return the smallest values, as `sum`."""
         return self._each(Min, on, ignore_nulls=ignore_nulls)
 
-    def max(self, on: str | Sequence[str] | None = None, ignore_nulls: bool = True) -> Dataset:
+    def max(self, on: str | Sequence[str] | None = None, ignore_nulls: bool = True) -> D:
         """Return the largest values, as `sum`."""
         return self._each(Max, on, ignore_nulls=ignore_nulls)
 
-    def mean(self, on: str | Sequence[str] | None = None, ignore_nulls: bool = True) -> Dataset:
+    def mean(self, on: str | Sequence[str] | None = None, ignore_nulls: bool = True) -> D:
         """Return means, as `sum`."""
         return self._each(Mean, on, ignore_nulls=ignore_nulls)
 
     def std(
         self, on: str | Sequence[str] | None = None, ddof: int = 1, ignore_nulls: bool = True
-    ) -> Dataset:
+    ) -> D:
         """Return standard deviations, as `sum`."""
         return self._each(Std, on, ddof=ddof, ignore_nulls=ignore_nulls)
 
@@ -210,10 +249,8 @@ class Groups:
         fn_constructor_args: Sequence[Any] = (),
         fn_constructor_kwargs: Mapping[str, Any] | None = None,
         **others: Any,
-    ) -> Dataset:
+    ) -> D:
         """Apply a function to the rows of each group, as `Dataset.map_batches` does to batches."""
-        from elastic.data.dataset import check_others
-
         check_others("map_groups", others)
         function = Function(
             fn, fn_args, fn_kwargs or {}, fn_constructor_args, fn_constructor_kwargs or {}
@@ -221,12 +258,12 @@ class Groups:
         each = MapBatches(function, None, check_format(batch_format, "map_groups"), "map_groups")
         return self._engine._gather("map_groups", partial(_mapped, keys=self._keys, each=each))
 
-    def with_column(self, column_name: str, expr: Any, **others: Any) -> Dataset:
+    def with_column(self, column_name: str, expr: Any, **others: Any) -> D:
         """Add a column, as `Dataset.with_column`; a `udf` is called with the rows of a group."""
         work = WithColumns([(column_name, expression_of(expr, f"with_column: {column_name}"))])
         return self.map_groups(work.apply, batch_format="pyarrow", **others)
 
-    def _each(self, kind: Any, on: str | Sequence[str] | None, **options: Any) -> Dataset:
+    def _each(self, kind: Any, on: str | Sequence[str] | None, **options: Any) -> D:
         columns = self._engine._dataset.columns() if on is None else names_of(on)
         return self.aggregate(*(kind(one, **options) for one in columns if one not in self._keys))
 

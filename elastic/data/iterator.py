@@ -19,7 +19,9 @@ from elastic.data.lanes import (
     places_of,
     share_of,
 )
+from elastic.data.nodes import Node, Read
 from elastic.data.rows import Rows
+from elastic.data.sources import Memory
 from elastic.data.table import SHUFFLE_BYTES, Table
 from elastic.errors import UsageError
 
@@ -42,6 +44,7 @@ class DataIterator:
         self,
         table: Callable[[], Table],
         place: Callable[[], tuple[int, int]],
+        over: Callable[[Node], Any],
         *,
         max_ranks: int = 1,
         feeders: Callable[[], FeederSource] | None = None,
@@ -52,11 +55,12 @@ class DataIterator:
         Args:
             table: returns the rows.
             place: returns the rank, and the number of ranks; called when a pass starts.
+            over: returns a dataset of the rows of a node.
             max_ranks: maximum number of ranks.
             feeders: makes a source of processes that compute batches ahead, for this rank.
             memory: bytes for rows that are read ahead to be shuffled.
         """
-        self._table_of, self._place = table, place
+        self._table_of, self._place, self._over = table, place, over
         self._max_ranks = max_ranks
         self._feeders = feeders
         self._memory = memory
@@ -198,9 +202,8 @@ class DataIterator:
 
     def materialize(self) -> Any:
         """Return this rank's rows as a dataset in memory."""
-        from elastic.data.reading import from_arrow
-
-        return from_arrow(list(self.iter_batches(batch_format="pyarrow")))
+        batches = list(self.iter_batches(batch_format="pyarrow"))
+        return self._over(Read((), Memory("from_arrow", batches=batches)))
 
     def close(self) -> None:
         """Stop reading ahead."""

@@ -13,10 +13,10 @@ from typing import Any
 
 from elastic.data.batches import arrow, to_table
 from elastic.data.files import DataError, File, check_unchanged
-from elastic.data.nodes import Node, Read
+from elastic.data.nodes import Node, Read, table_of
 from elastic.data.parquet import Parquet
 from elastic.data.sources import Block, Memory
-from elastic.data.table import Part, Table, table_of
+from elastic.data.table import Part, Table
 from elastic.data.writing import Sink, write_parquet
 from elastic.errors import UsageError
 from elastic.storage.files import Files

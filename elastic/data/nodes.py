@@ -1,15 +1,22 @@
-"""The lazy plan of a dataset: a tree of nodes, from sources to operations."""
+"""The lazy plan of a dataset: a tree of nodes, from sources to operations.
+
+Rows of a plan have random access if the sources do (`Source.listing`) and operations keep rows;
+otherwise the rows of such a node are written out once, and the plan continues from there.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from elastic.data.batches import Batch, batched, joined, num_rows, sliced, taken, to_numpy
-from elastic.data.operations import Operation, row_slice
-from elastic.data.sources import Source
+from elastic.data.operations import MapBatches, Operation, row_slice
+from elastic.data.sources import Memory, Source
+from elastic.data.table import Part, Table
+from elastic.data.table_reader import TableReader
 from elastic.errors import UsageError
 
 
@@ -158,10 +165,103 @@ class Shuffle(Node):
 
     def stream(self) -> Iterator[Batch]:
         """Yield all rows in the order of the first epoch."""
-        from elastic.data.table import in_memory, table_of
-        from elastic.data.table_reader import TableReader
-
         table = table_of(self, in_memory)
         reader = TableReader(table, table.lanes(1, 1))
         for start in range(0, table.rows, 1024):
             yield reader.read(0, np.arange(start, min(table.rows, start + 1024)))
+
+
+# ---------------------------------------------------------------------- as a table
+
+Keep = Callable[[Node], Part]
+"""Computes a node, and stores its rows with random access."""
+
+
+def table_of(node: Node, keep: Keep, *, travels: bool = False) -> Table:
+    """Return a dataset as a table.
+
+    Args:
+        node: the dataset.
+        keep: for nodes without random access.
+        travels: other processes will read it, so that rows in memory are stored, too.
+    """
+    operations: tuple[Operation, ...] = ()
+    # Operations that keep rows can be applied after the shuffle.
+    while isinstance(node, Apply) and node.operation.keeps_rows:
+        operations, node = (node.operation, *operations), node.parents[0]
+    shuffle, seed = isinstance(node, Shuffle), 0
+    while isinstance(node, Shuffle):
+        seed, node = node.seed, node.parents[0]
+    parts = [
+        replace(part, operations=(*part.operations, *operations))
+        for part in _parts(node, keep, travels)
+    ]
+    return Table(tuple(part for part in parts if part.blocks), shuffle, seed)
+
+
+def _parts(node: Node, keep: Keep, travels: bool) -> list[Part]:
+    if isinstance(node, Read):
+        listing = node.source.listing()
+        if listing.blocks is None or (travels and isinstance(node.source, Memory)):
+            return [keep(node)]
+        return [Part(node.source, listing.files, listing.blocks)]
+    if isinstance(node, Apply) and node.operation.keeps_rows:
+        more = (node.operation,)
+        return [
+            replace(part, operations=(*part.operations, *more))
+            for part in _parts(node.parents[0], keep, travels)
+        ]
+    if isinstance(node, Slice):
+        return _cut(_parts(node.parents[0], keep, travels), node.start, node.stop)
+    if isinstance(node, Union):
+        return [part for parent in node.parents for part in _parts(parent, keep, travels)]
+    return [keep(node)]
+
+
+def _cut(parts: Sequence[Part], start: int, stop: int | None) -> list[Part]:
+    found, seen = [], 0
+    for part in parts:
+        blocks = []
+        for block in part.blocks:
+            rows = block.stop - block.start
+            low = max(0, start - seen)
+            high = rows if stop is None else min(rows, stop - seen)
+            if low < high:
+                size = block.size * (high - low) // rows
+                begin = block.start
+                blocks.append(replace(block, start=begin + low, stop=begin + high, size=size))
+            seen += rows
+        found.append(replace(part, blocks=tuple(blocks)))
+    return found
+
+
+def in_memory(node: Node) -> Part:
+    """Compute a node, and keep its rows in the memory of this process."""
+    source = Memory("rows in memory", batches=list(node.stream()))
+    listing = source.listing()
+    return Part(source, (), listing.blocks or ())
+
+
+def counted(node: Node, *, by_functions: bool) -> int:
+    """Return the number of rows of a dataset, if possible without reading them.
+
+    Args:
+        node: the dataset.
+        by_functions: call functions of batches, which may return another number of rows; else
+            they are taken to keep it, as training has it.
+    """
+
+    class Unknown(Exception):
+        pass
+
+    def refuse(node: Node) -> Part:
+        raise Unknown
+
+    def calls(node: Node) -> bool:
+        is_one = isinstance(node, Apply) and isinstance(node.operation, MapBatches)
+        return is_one or any(calls(parent) for parent in node.parents)
+
+    if not (by_functions and calls(node)):
+        with contextlib.suppress(Unknown):
+            return table_of(node, refuse).rows
+    return sum(num_rows(batch) for batch in node.stream())

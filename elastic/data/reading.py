@@ -8,11 +8,12 @@ from typing import Any
 
 import numpy as np
 
+from elastic.data.arguments import NO_EFFECT as PLACEMENT
+from elastic.data.arguments import check_others
 from elastic.data.batches import arrow, of_rows, pandas, taken_from
 from elastic.data.context import FileShuffleConfig, seed_of
 from elastic.data.databases import Lance, Sql
-from elastic.data.dataset import NO_EFFECT as PLACEMENT
-from elastic.data.dataset import Dataset, check_others
+from elastic.data.dataset import Dataset
 from elastic.data.datasource.partitioning import Partitioning
 from elastic.data.formats import Binary, Csv, Lines, Numpy
 from elastic.data.nodes import Apply, Read

@@ -1,24 +1,18 @@
 """A dataset as a table of blocks, with random access to rows by number.
 
-Rows of a plan have random access if the sources do (`Source.listing`) and operations keep rows;
-otherwise the rows of such a node are written out once, and the plan continues from there. So a
-table is a list of parts: a source, its files, its blocks, and the operations to apply when rows are
-read.
+It is a list of parts: a source, its files, its blocks, and the operations to apply when rows are
+read. `nodes.table_of` makes one of a plan.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
-from elastic.data.batches import num_rows
 from elastic.data.files import File
 from elastic.data.lanes import Lanes
-from elastic.data.nodes import Apply, Node, Read, Shuffle, Slice, Union
-from elastic.data.operations import MapBatches, Operation
-from elastic.data.sources import Block, Memory, Source
+from elastic.data.operations import Operation
+from elastic.data.sources import Block, Source
 
 SHUFFLE_BYTES = 512 * 1024**2
 """Default memory for the windows of all lanes; see `DataConfig`."""
@@ -101,97 +95,3 @@ class Table:
         if self.is_small:  # Each row is a block, and each lane one window: a full shuffle.
             blocks, window = (1,) * self.rows, self.rows
         return Lanes(blocks, num_lanes, micro_batch, self.seed, window, self.shuffle)
-
-
-Keep = Callable[[Node], Part]
-"""Computes a node, and stores its rows with random access."""
-
-
-def table_of(node: Node, keep: Keep, *, travels: bool = False) -> Table:
-    """Return a dataset as a table.
-
-    Args:
-        node: the dataset.
-        keep: for nodes without random access.
-        travels: other processes will read it, so that rows in memory are stored, too.
-    """
-    operations: tuple[Operation, ...] = ()
-    # Operations that keep rows can be applied after the shuffle.
-    while isinstance(node, Apply) and node.operation.keeps_rows:
-        operations, node = (node.operation, *operations), node.parents[0]
-    shuffle, seed = isinstance(node, Shuffle), 0
-    while isinstance(node, Shuffle):
-        seed, node = node.seed, node.parents[0]
-    parts = [
-        replace(part, operations=(*part.operations, *operations))
-        for part in _parts(node, keep, travels)
-    ]
-    return Table(tuple(part for part in parts if part.blocks), shuffle, seed)
-
-
-def _parts(node: Node, keep: Keep, travels: bool) -> list[Part]:
-    if isinstance(node, Read):
-        listing = node.source.listing()
-        if listing.blocks is None or (travels and isinstance(node.source, Memory)):
-            return [keep(node)]
-        return [Part(node.source, listing.files, listing.blocks)]
-    if isinstance(node, Apply) and node.operation.keeps_rows:
-        more = (node.operation,)
-        return [
-            replace(part, operations=(*part.operations, *more))
-            for part in _parts(node.parents[0], keep, travels)
-        ]
-    if isinstance(node, Slice):
-        return _cut(_parts(node.parents[0], keep, travels), node.start, node.stop)
-    if isinstance(node, Union):
-        return [part for parent in node.parents for part in _parts(parent, keep, travels)]
-    return [keep(node)]
-
-
-def _cut(parts: Sequence[Part], start: int, stop: int | None) -> list[Part]:
-    found, seen = [], 0
-    for part in parts:
-        blocks = []
-        for block in part.blocks:
-            rows = block.stop - block.start
-            low = max(0, start - seen)
-            high = rows if stop is None else min(rows, stop - seen)
-            if low < high:
-                size = block.size * (high - low) // rows
-                begin = block.start
-                blocks.append(replace(block, start=begin + low, stop=begin + high, size=size))
-            seen += rows
-        found.append(replace(part, blocks=tuple(blocks)))
-    return found
-
-
-def in_memory(node: Node) -> Part:
-    """Compute a node, and keep its rows in the memory of this process."""
-    source = Memory("rows in memory", batches=list(node.stream()))
-    listing = source.listing()
-    return Part(source, (), listing.blocks or ())
-
-
-def counted(node: Node, *, by_functions: bool) -> int:
-    """Return the number of rows of a dataset, if possible without reading them.
-
-    Args:
-        node: the dataset.
-        by_functions: call functions of batches, which may return another number of rows; else
-            they are taken to keep it, as training has it.
-    """
-
-    class Unknown(Exception):
-        pass
-
-    def refuse(node: Node) -> Part:
-        raise Unknown
-
-    def calls(node: Node) -> bool:
-        is_one = isinstance(node, Apply) and isinstance(node.operation, MapBatches)
-        return is_one or any(calls(parent) for parent in node.parents)
-
-    if not (by_functions and calls(node)):
-        with contextlib.suppress(Unknown):
-            return table_of(node, refuse).rows
-    return sum(num_rows(batch) for batch in node.stream())

@@ -12,10 +12,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from elastic.data.batches import check_size
+from elastic.data.dataset import Dataset
 from elastic.data.iterator import Again, Collate, DataIterator, check_others
 from elastic.data.kept import table_of_run
+from elastic.data.nodes import in_memory, table_of
 from elastic.data.rows import LaneOrder, Rows
-from elastic.data.table import Table, in_memory, table_of
+from elastic.data.table import Table
 from elastic.errors import UsageError
 from elastic.storage.files import Files
 from elastic.train.config import DataConfig
@@ -25,7 +27,6 @@ from elastic.worker.engine.context import WorkerContext
 from elastic.worker.engine.train_call import current_engine, is_in_loop
 
 if TYPE_CHECKING:
-    from elastic.data.dataset import Dataset
     from elastic.train.loaders import PreparedLoader
     from elastic.worker.engine.whole_step import WholeStep
 
@@ -172,6 +173,7 @@ class DatasetShard(DataIterator):
         super().__init__(
             lambda: _table_of(given, name),
             self._where,
+            Dataset,
             max_ranks=context.max_workers,
             feeders=source_of(given.config, given.secret),
             memory=given.config.shuffle_memory,

@@ -20,10 +20,10 @@ from elastic.data.lanes import (
     places_of,
     share_of,
 )
-from elastic.data.nodes import Read
+from elastic.data.nodes import Read, in_memory, table_of
 from elastic.data.rows import LaneOrder, Rows
 from elastic.data.sources import Memory
-from elastic.data.table import Table, in_memory, table_of
+from elastic.data.table import Table
 from elastic.worker.data.loader import MicroBatchLoader
 
 

@@ -6,6 +6,7 @@ Every import counts: at the top, inside a function, or for the type checker only
 from __future__ import annotations
 
 import ast
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -146,6 +147,25 @@ def test_imports_point_only_downward() -> None:
         and (why := refusal(name, target))
     ]
     assert not wrong, "\n".join(wrong)
+
+
+def module_of(target: str) -> str:
+    """The module of ours that a dotted name is in or names, "" for others' names."""
+    while target and target not in MODULES:
+        target = target.rpartition(".")[0]
+    return target
+
+
+def test_no_imports_form_a_circle() -> None:
+    """What two modules need of each other belongs into one, or below both."""
+    needs = {
+        name: {module for _, target in imports(path) if (module := module_of(target)) != name}
+        for name, path in MODULES.items()
+    }
+    try:
+        TopologicalSorter(needs).prepare()
+    except CycleError as error:
+        pytest.fail(f"each imports the one before it: {', '.join(error.args[1])}")
 
 
 @pytest.mark.parametrize("package", ONLY_IN)

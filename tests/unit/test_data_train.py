@@ -28,13 +28,14 @@ from elastic import data, train
 from elastic.data import feeder as feeder_module
 from elastic.data import feeder_network
 from elastic.data import feeders as feeders_module
+from elastic.data.dataset import Dataset
 from elastic.data.feeder import BatchServer
 from elastic.data.feeder_network import FeederServer, FeedersOnNodes, addresses_file
 from elastic.data.feeders import CONNECTIONS, Feeders, Processes
 from elastic.data.files import DataError
 from elastic.data.iterator import DataIterator
+from elastic.data.nodes import in_memory, table_of
 from elastic.data.rows import LaneOrder, Rows
-from elastic.data.table import in_memory, table_of
 from elastic.errors import ElasticError, TrainingFailed, UsageError
 from elastic.train.torch import TorchTrainer, prepare_model, prepare_optimizer
 from tests.patience import DEADLINE_S, wait_for
@@ -250,7 +251,7 @@ def test_a_plain_pass_goes_on_elsewhere_at_another_size(table: Path) -> None:
     whole = table_of(node, in_memory)
 
     def member(rank: int, world_size: int) -> DataIterator:
-        return DataIterator(lambda: whole, lambda: (rank, world_size))
+        return DataIterator(lambda: whole, lambda: (rank, world_size), Dataset)
 
     seen: list[int] = []
     states = []
@@ -274,7 +275,7 @@ def test_a_plain_pass_goes_on_elsewhere_at_another_size(table: Path) -> None:
 @pytest.mark.parametrize("rows", [64, 65, 66, 127, 130])
 def test_without_a_last_batch_all_ranks_have_equally_many_full_ones(rows: int) -> None:
     whole = table_of(data.from_items([{"id": one} for one in range(rows)]).node, in_memory)
-    ranks = [DataIterator(lambda: whole, lambda rank=rank: (rank, 2)) for rank in range(2)]
+    ranks = [DataIterator(lambda: whole, lambda rank=rank: (rank, 2), Dataset) for rank in range(2)]
     sizes = []
     for iterator in ranks:
         batches = list(iterator.iter_batches(batch_size=32, drop_last=True))
@@ -285,7 +286,7 @@ def test_without_a_last_batch_all_ranks_have_equally_many_full_ones(rows: int) -
 
 def test_a_pass_after_one_that_was_left_early_has_all_rows() -> None:
     whole = table_of(data.range(100).node, in_memory)
-    iterator = DataIterator(lambda: whole, lambda: (0, 1))
+    iterator = DataIterator(lambda: whole, lambda: (0, 1), Dataset)
     next(iter(iterator.iter_torch_batches(batch_size=10)))
     assert iterator.state_dict() == {"epoch": 0, "left": [[10, 100]]}
     assert sum(1 for _ in iterator.iter_rows()) == 100
@@ -297,7 +298,7 @@ def test_a_file_that_changes_while_it_is_read_is_named(tmp_path: Path) -> None:
     pq.write_table(pa.table({"id": np.arange(100)}), path, row_group_size=10)
     whole = table_of(data.read_parquet(path).node, in_memory)
     pq.write_table(pa.table({"id": np.arange(101)}), path, row_group_size=10)
-    iterator = DataIterator(lambda: whole, lambda: (0, 1))
+    iterator = DataIterator(lambda: whole, lambda: (0, 1), Dataset)
     with pytest.raises(DataError, match=r"changed since it was listed: .*a.parquet had"):
         next(iterator.iter_rows())
 

@@ -1,0 +1,43 @@
+"""Which arguments of Ray Data methods of a dataset accept."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from elastic.errors import UsageError
+
+NO_EFFECT = frozenset(
+    {
+        "concurrency",
+        "compute",
+        "num_cpus",
+        "num_gpus",
+        "memory",
+        "ray_remote_args",
+        "zero_copy_batch",
+        "ray_remote_args_fn",
+        "max_retries",
+        "locality_hints",
+        "override_num_blocks",
+        "parallelism",
+        "udf_modifying_row_count",
+        "resources",
+        "label_selector",
+        "fallback_strategy",
+        "accelerator_type",
+        "max_calls",
+    }
+)
+"""Ray's arguments for placement and resources: accepted without effect."""
+
+
+def check_others(what: str, others: Mapping[str, Any], *more: str) -> None:
+    """Refuse arguments that are neither Ray's nor ours.
+
+    Raises:
+        UsageError: an argument is unknown.
+    """
+    unknown = sorted(set(others) - NO_EFFECT - set(more))
+    if unknown:
+        raise UsageError(f"Dataset.{what}: unknown arguments: {', '.join(unknown)}")
