@@ -14,6 +14,7 @@ What is where:
     agent         agent takes each event, agent_orders those of the coordinator. Its state is
                   agent_parts: agent_connection, agent_departure, agent_processes,
                   agent_spawning, agent_workers, agent_copies, agent_pacing
-    worker        worker takes each event; worker_loop, worker_pulse, worker_reports are parts
+    worker        worker takes each event; worker_parts, worker_loop, worker_pulse and
+                  worker_reports are parts
     all three     transitions (tables of legal moves), invariants, event_history
 """

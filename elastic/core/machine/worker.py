@@ -45,6 +45,7 @@ from elastic.core.events.worker import (
 from elastic.core.machine.event_history import EventHistory, note
 from elastic.core.machine.transitions import MAIN, WORKER, MainPhase, check_move
 from elastic.core.machine.worker_loop import LoopState
+from elastic.core.machine.worker_parts import GroupOrders, MemberState
 from elastic.core.machine.worker_pulse import ActivityMonitor
 from elastic.core.machine.worker_reports import ReportBook, refused
 from elastic.core.messages import (
@@ -103,24 +104,12 @@ class WorkerMachine:
         self._pid = 0
         self._assign: Assign | None = None
         self._store_address = ""
-        # The group that the main thread forms, trains in, or left last.
-        self._current: Assignment | None = None
-        # The newest announced one, if the main thread must first finish or leave its work.
-        self._next: Assignment | None = None
-        self._newest: Generation = NO_GENERATION
-        # The order to leave the newest group, if there is one.
-        self._leave: LeaveGroup | None = None
-        # The newest checkpoint request, until the main thread can serve it.
-        self._save: SaveState | None = None
+        self._member = MemberState()
+        self._orders = GroupOrders()
         self._stop: Stop | None = None
-        self._is_cut = False
-        self._has_requested = False
         self._has_trained = False
         self._reports = ReportBook()
         self._failure: Failure | None = None
-        self._result, self._left = "", ""
-        # When to close the group in which the train function has returned, None for never.
-        self._close_group_ns: int | None = None
         # When this process ends whatever its main thread does, None for never.
         self._end_by_ns: int | None = None
         # The script's handler of SIGTERM was called because its node leaves.
@@ -164,9 +153,8 @@ class WorkerMachine:
         """
         if self._main is MainPhase.OVER:
             return None
-        polls = (
-            self._pulses.check_at_ns if self._main is MainPhase.TRAINING else self._close_group_ns
-        )
+        is_training = self._main is MainPhase.TRAINING
+        polls = self._pulses.check_at_ns if is_training else self._member.close_at_ns
         return min((at for at in (polls, self._end_by_ns) if at is not None), default=None)
 
     def _take(self, event: WorkerEvent) -> None:
@@ -230,11 +218,9 @@ class WorkerMachine:
 
     def _announced(self, assignment: Assignment) -> None:
         """Join this group as soon as the main thread is free, and interrupt it for that."""
-        if not self._is_mine(assignment.worker_id) or assignment.generation <= self._newest:
+        if not self._is_mine(assignment.worker_id) or assignment.generation <= self._orders.newest:
             return
-        self._newest = assignment.generation
-        self._next = assignment
-        self._leave = None
+        self._orders = GroupOrders(assignment.generation, assignment)
         if self._main is MainPhase.IDLE:
             self._begin()
         elif self._main is not MainPhase.SETTING_UP:
@@ -247,18 +233,18 @@ class WorkerMachine:
         An order to leave at once a group that was never announced here means that the previous
         one is over as well; if its announcement comes later, it is stale.
         """
-        if not self._is_mine(order.worker_id) or order.generation < self._newest:
+        if not self._is_mine(order.worker_id) or order.generation < self._orders.newest:
             return
-        if order.generation > self._newest:
+        if order.generation > self._orders.newest:
             if order.at_boundary:
                 return
-            self._newest = order.generation
-            self._next = None
-        if self._leave is None or (self._leave.at_boundary and not order.at_boundary):
-            self._leave = order
-        elif order.at_boundary and self._leave.at_boundary and order.saves != self._leave.saves:
+            self._orders = GroupOrders(order.generation)
+        before = self._orders.leave
+        if before is None or (before.at_boundary and not order.at_boundary):
+            self._orders.leave = order
+        elif order.at_boundary and before.at_boundary and order.saves != before.saves:
             # It must now save and pause, not only change groups, or need not any more.
-            self._leave, self._has_requested = order, False
+            self._orders.leave, self._member.has_requested = order, False
         if order.at_boundary:
             self._request()
         elif self._main in (MainPhase.FORMING, MainPhase.TRAINING):
@@ -266,8 +252,8 @@ class WorkerMachine:
 
     def _save_ordered(self, order: SaveState) -> None:
         """Pass on a checkpoint request; one for another group than the newest is stale."""
-        if self._is_mine(order.worker_id) and order.generation == self._newest:
-            self._save = order
+        if self._is_mine(order.worker_id) and order.generation == self._orders.newest:
+            self._orders.save = order
             self._request_save()
 
     def _preemption_reported(self, order: Preemption, is_handled: bool) -> None:
@@ -276,7 +262,7 @@ class WorkerMachine:
         If its own node leaves, a script with a SIGTERM handler gets that signal once: it has no
         other way to save. A loop that continues in place loses nothing with a node.
         """
-        if not self._is_mine(order.worker_id) or order.generation != self._newest:
+        if not self._is_mine(order.worker_id) or order.generation != self._orders.newest:
             return
         self._leavers_in = order.generation
         deadline_ns = self._now_ns + order.timeout_ns
@@ -326,7 +312,7 @@ class WorkerMachine:
         self._store_address = event.address
         self._set_main(MainPhase.IDLE)
         self._become(WorkerPhase.READY)
-        if self._next is not None:
+        if self._orders.next is not None:
             self._begin()
 
     def _setup_failed(self, event: SetupFailed) -> None:
@@ -381,9 +367,9 @@ class WorkerMachine:
 
     def _finished(self, result: str, left: str) -> None:
         """Record that the train function returned, unless a newer group needs it again."""
-        if self._next is None:
-            self._result, self._left = result, left
-            self._close_group_ns = self._now_ns + CLOSE_GROUP_NS
+        if self._orders.next is None:
+            self._member.result, self._member.left = result, left
+            self._member.close_at_ns = self._now_ns + CLOSE_GROUP_NS
             self._set_main(MainPhase.IDLE)
             self._become(WorkerPhase.FINISHED)
             if self._stop is not None:
@@ -402,8 +388,8 @@ class WorkerMachine:
 
     def _close_group(self) -> None:
         """Close the group in which we have finished, so that peers stop waiting for us."""
-        if self._close_group_ns is not None and self._now_ns >= self._close_group_ns:
-            self._close_group_ns = None
+        if self._member.close_at_ns is not None and self._now_ns >= self._member.close_at_ns:
+            self._member.close_at_ns = None
             self._out.append(CloseGroup(self._generation()))
 
     def _reported(self, event: UserReported | CheckpointWritten | Validated) -> None:
@@ -439,9 +425,7 @@ class WorkerMachine:
         if self._is_spent():
             return
         self._out += self._reports.turn_over(self._generation())
-        self._current, self._next = self._next, None
-        self._is_cut = self._has_requested = False
-        self._result, self._left, self._close_group_ns = "", "", None
+        self._member, self._orders.next = MemberState(self._orders.next), None
         self._become(WorkerPhase.FORMING)
         if self._must_leave_now():
             self._become(WorkerPhase.READY)
@@ -454,16 +438,16 @@ class WorkerMachine:
         self._set_main(MainPhase.IDLE)
         if self._stop is not None:
             self._exit(EXIT_DONE, self._stop.reason)
-        elif self._next is not None and not self._is_spent():
+        elif self._orders.next is not None and not self._is_spent():
             self._begin()
         else:
             self._become(WorkerPhase.READY if self._must_leave_now() else otherwise)
 
     def _cut(self, reason: str, *, final: bool = False) -> None:
         """Abort the main thread's group: once, and once more if the process must end."""
-        if self._is_cut and not final:
+        if self._member.is_cut and not final:
             return
-        was_cut, self._is_cut = self._is_cut, True
+        was_cut, self._member.is_cut = self._member.is_cut, True
         # Interrupted first: after its abort an NCCL collective may return garbage without an error,
         # which user code must not see.
         if self._main is MainPhase.TRAINING:
@@ -473,18 +457,18 @@ class WorkerMachine:
 
     def _request(self) -> None:
         """Request once that the next boundary is the last, if that is ordered and we train."""
-        order = self._leave
-        if order is None or not order.at_boundary or self._has_requested or self._is_cut:
+        order, member = self._orders.leave, self._member
+        if order is None or not order.at_boundary or member.has_requested or member.is_cut:
             return
         if self._is_at(MainPhase.TRAINING, order.generation):
-            self._has_requested = True
+            member.has_requested = True
             self._out.append(RequestLeave(order.generation, order.reason, order.saves))
 
     def _request_save(self) -> None:
         """Request a checkpoint of the main thread, once it trains."""
-        order = self._save
+        order = self._orders.save
         if order is not None and self._is_at(MainPhase.TRAINING, order.generation):
-            self._save = None
+            self._orders.save = None
             self._out.append(RequestCheckpoint(order.generation, order.request))
 
     def _fail(self, failure: Failure, code: int) -> None:
@@ -520,23 +504,24 @@ class WorkerMachine:
         return self._assign is not None and worker_id == self._assign.worker_id
 
     def _must_leave_now(self) -> bool:
-        return self._leave is not None and not self._leave.at_boundary
+        return self._orders.leave is not None and not self._orders.leave.at_boundary
 
     def _is_ordered_out(self) -> bool:
         """Return whether the group that the main thread is in is over for us."""
-        return self._stop is not None or self._next is not None or self._must_leave_now()
+        return self._stop is not None or self._orders.next is not None or self._must_leave_now()
 
     def _is_spent(self) -> bool:
         """Return whether the script has run here, and is in no loop that continues in place."""
         return self._has_trained and not self._loop.keeps
 
     def _generation(self) -> Generation:
-        return self._current.generation if self._current is not None else NO_GENERATION
+        assignment = self._member.assignment
+        return assignment.generation if assignment is not None else NO_GENERATION
 
     def _assignment(self) -> Assignment:
-        if self._current is None:
+        if self._member.assignment is None:
             raise InvariantViolation(f"{self._name()}: no group was announced")
-        return self._current
+        return self._member.assignment
 
     def _name(self) -> str:
         return f"worker {self._assign.worker_id}" if self._assign else f"spare {self._pid}"
@@ -554,12 +539,12 @@ class WorkerMachine:
             store_address=self._store_address,
             pid=self._pid,
             failure=self._failure,
-            result=self._result,
+            result=self._member.result,
             in_place=self._loop.in_place,
             copies_every=self._loop.copies.every_n_steps,
             copies_sharded=self._loop.copies.is_sharded,
             micro_batches=self._loop.micro_batches,
-            left=self._left,
+            left=self._member.left,
             spent=self._is_spent(),
         )
         self._out.append(SendPipe(WorkerUpdate(report)))
