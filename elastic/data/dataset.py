@@ -42,6 +42,7 @@ from elastic.data.context import MixStoppingCondition, RandomSeedConfig, seed_of
 from elastic.data.databases import Lance
 from elastic.data.engines import Engine, engine_of
 from elastic.data.expressions import Expr, Unnested, expression_of
+from elastic.data.functions import Function
 from elastic.data.gathering import Gather, Groups, InMemory, explained
 from elastic.data.iterator import Collate, DataIterator, torch_dataset
 from elastic.data.moments import Moments, floats_of
@@ -63,7 +64,6 @@ from elastic.data.operations import (
     AddColumn,
     Columns,
     FilterBy,
-    Function,
     MapBatches,
     MapRows,
     Operation,

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Generic
 
 from elastic.data.batches import names_of
+from elastic.data.datasource.partitioning import Partitioning
 from elastic.data.gathering import D, InMemory
 from elastic.data.nodes import Read
 from elastic.data.parquet import Parquet

@@ -25,7 +25,7 @@ from fsspec.implementations.arrow import ArrowFSWrapper
 
 from elastic.data.batches import arrow, check_columns
 from elastic.data.files import DataError, filesystem_of
-from elastic.data.operations import Function
+from elastic.data.functions import Function
 from elastic.errors import UsageError
 from elastic.storage.faults import reason_of
 

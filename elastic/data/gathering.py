@@ -26,8 +26,9 @@ from elastic.data.batches import (
     to_table,
 )
 from elastic.data.expressions import expression_of
+from elastic.data.functions import Function
 from elastic.data.nodes import Node
-from elastic.data.operations import Function, MapBatches, WithColumns
+from elastic.data.operations import MapBatches, WithColumns
 from elastic.errors import UsageError
 
 if TYPE_CHECKING:

@@ -1,0 +1,62 @@
+"""Functions of the user, and classes of callables, as datasets carry them to other processes."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class Function:
+    """A user's function, or a class of callables, with one instance per process.
+
+    Attributes:
+        given: the function or the class.
+        args, kwargs: for each call, after the batch.
+        constructor_args, constructor_kwargs: for the class.
+    """
+
+    given: Callable[..., Any]
+    args: Sequence[Any] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    constructor_args: Sequence[Any] = ()
+    constructor_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    _called: Any = field(default=None, init=False, repr=False, compare=False)
+    _loop: Any = field(default=None, init=False, repr=False, compare=False)
+
+    @property
+    def name(self) -> str:
+        """Return its name for messages."""
+        return getattr(self.given, "__name__", type(self.given).__name__)
+
+    def __call__(self, *values: Any, **more: Any) -> Any:
+        """Call it, and wait for it if it is async; the first call creates a class's instance."""
+        if self._called is None:
+            self._called = self.given
+            if inspect.isclass(self.given):
+                self._called = self.given(*self.constructor_args, **self.constructor_kwargs)
+        found = self._called(*values, *self.args, **self.kwargs, **more)
+        if inspect.isasyncgen(found):
+            return (one for one in self._awaited(_listed(found)))
+        return self._awaited(found) if inspect.iscoroutine(found) else found
+
+    def _awaited(self, coroutine: Any) -> Any:
+        """Run a coroutine in a loop of this function's own: a notebook has one in this thread."""
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            threading.Thread(
+                target=self._loop.run_forever, name=f"async-{self.name}", daemon=True
+            ).start()
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Pickle without the instance: each process creates its own."""
+        return {**self.__dict__, "_called": None, "_loop": None}
+
+
+async def _listed(generator: Any) -> list[Any]:
+    return [one async for one in generator]
