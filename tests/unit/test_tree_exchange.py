@@ -122,6 +122,7 @@ class Member:
         ("aa", 2),
         ("aaa", 7),
         ("ab", 3),
+        ("aaab", 5),
         ("aabbb", 5),
         ("abbbcddde", 11),
         ("abcdefghijklmmmnnooo", 21),

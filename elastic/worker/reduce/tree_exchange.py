@@ -192,17 +192,22 @@ class TreeExchange:
 
     def _keep_places(self, like: torch.Tensor) -> None:
         """Decide where the slice goes that we hand to our node, or to all."""
-        self._land, self._land_first = self.total, 0
+        self._land = self._shown = self.total
+        self._land_first = 0
         self._lands: dict[int, torch.Tensor] = {}
         self._slice_of: dict[int, Span] = {}
         reduce = self._plan.reduce
         if reduce and self._reads_in_place(reduce[0]) and self._memory is not None:
             first, last = reduce[0].first, reduce[0].last
-            self._land_first = first
             self._slice_of = {
                 one.rank: (one.first, one.last) for one in self._plan.gather[-1].receives
             }
-            self._land = self._memory.empty(max(1, last - first), like.dtype)[: last - first]
+            self._shown = self._memory.empty(max(1, last - first), like.dtype)[: last - first]
+            self._land, self._land_first = self._shown, first
+            # With nodes of different sizes, slices of larger groups need not lie within the node's.
+            low, high = min(one.first for one in reduce), max(one.last for one in reduce)
+            if (low, high) != (first, last):
+                self._land, self._land_first = like.new_empty(high - low), low
 
     def _reads_in_place(self, one: ExchangeRound) -> bool:
         # A rank without a slice would not receive the others' places.
@@ -233,6 +238,10 @@ class TreeExchange:
                     into.append(stage.scratch[part][first:last])
                 stage.receives.append((move.rank, tag, into))
         return stage
+
+    def _node_slice(self) -> Span:
+        """Return the elements that we hand to our node."""
+        return self._plan.reduce[0].first, self._plan.reduce[0].last
 
     def _landed(self, first: int, last: int) -> torch.Tensor:
         return self._land[first - self._land_first : last - self._land_first]
@@ -363,7 +372,9 @@ class TreeExchange:
             return []
         if not stage.gathers:
             parts = [memory.where(self._values[part]) for part in stage.round.sends[0].parts]
-            numbers = [*memory.where(self._land), *(start for *_, start in parts)]
+            numbers = [*memory.where(self._shown), *(start for *_, start in parts)]
+        elif self._shown is not self._land:
+            self._shown.copy_(self._landed(*self._node_slice()))
         message = torch.tensor(numbers, dtype=torch.int64)
         return [(move.rank, stage.tag, [message]) for move in stage.round.sends]
 
@@ -437,8 +448,7 @@ class TreeExchange:
         """Read the slices of our node; those that are sent come to their places by themselves."""
         if not self._reads_in_place(stage.round):
             return
-        first = self._land_first
-        slices = [(first, first + self._land.numel(), self._land)]
+        slices = [(*self._node_slice(), self._shown)]
         slices += [(m.first, m.last, self._lands[m.rank]) for m in stage.round.receives]
         divisor = self._divisor if self._copies_divide else None
         for first, last, summed in slices:
