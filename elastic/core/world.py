@@ -284,6 +284,11 @@ class Group:
         """Return each member's rank."""
         return {member.worker_id: member.rank for member in self.members}
 
+    @cached_property
+    def nodes(self) -> Mapping[WorkerId, NodeId]:
+        """Return each member's node, by rank."""
+        return {member.worker_id: member.node_id for member in self.members}
+
 
 @dataclass(frozen=True)
 class LeavingNode:

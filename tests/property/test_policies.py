@@ -164,11 +164,12 @@ def test_the_same_facts_at_their_wake_up_give_another_answer(
     data=st.data(),
 )
 @LIMITS
-def test_ranks_are_a_permutation_contiguous_by_node_with_survivors_in_their_order(
+def test_ranks_are_a_permutation_contiguous_by_node_with_survivors_first(
     members: list[WorkerId], previous: list[WorkerId], data: st.DataObject
 ) -> None:
     # A group before was ranked by the same rules: its nodes are contiguous.
-    before = [p.worker_id for p in ranks.assign_ranks(previous, NODE_OF)]
+    former = ranks.assign_ranks(previous, NODE_OF)
+    before = {place.worker_id: place.node_id for place in former}
     places = ranks.assign_ranks(members, NODE_OF, before)
     assert ranks.assign_ranks(data.draw(st.permutations(members)), NODE_OF, before) == places
     by_rank = [place.worker_id for place in places]
@@ -187,15 +188,34 @@ def test_ranks_are_a_permutation_contiguous_by_node_with_survivors_in_their_orde
         assert place.local_rank == place.rank - first
 
     survivors = [w for w in before if w in members]
-    assert [w for w in by_rank if w in survivors] == survivors
     if survivors:
-        assert by_rank[0] == survivors[0]
+        assert by_rank[0] in survivors
     for node in nodes:
-        is_new = [w not in survivors for w in by_rank if NODE_OF[w] == node]
-        assert is_new == sorted(is_new)
+        here = [w for w in by_rank if NODE_OF[w] == node]
+        old = [w for w in survivors if NODE_OF[w] == node]
+        assert here == [*old, *sorted(set(here) - set(old))]
     without = [all(w not in survivors for w in by_rank if NODE_OF[w] == node) for node in nodes]
     assert without == sorted(without)
-    assert ranks.assign_ranks(members, NODE_OF, by_rank) == places
+    again = {place.worker_id: place.node_id for place in places}
+    assert ranks.assign_ranks(members, NODE_OF, again) == places
+
+
+@given(st.integers(2, 40), st.integers(1, 3), st.data())
+@LIMITS
+def test_a_lost_node_changes_the_ranks_of_one_other_at_most(
+    num_nodes: int, on_node: int, data: st.DataObject
+) -> None:
+    node_of = {
+        WorkerId(f"w{node}/{number}"): NodeId(f"n{node}")
+        for node in range(num_nodes)
+        for number in range(on_node)
+    }
+    lost = data.draw(st.integers(0, num_nodes - 1))
+    members = [w for w, node in node_of.items() if node != f"n{lost}"]
+    places = ranks.assign_ranks(members, node_of, node_of)
+    old = {worker_id: rank for rank, worker_id in enumerate(node_of)}
+    moved = {place.node_id for place in places if place.rank != old[place.worker_id]}
+    assert moved == ({f"n{num_nodes - 1}"} if lost < num_nodes - 1 else set())
 
 
 # ---------------------------------------------------------------- placement

@@ -188,10 +188,9 @@ class JobState:
         if group is None:
             return ()
         if self.newest.placed is None or self.newest.placed[0] is not group:
-            node_of = {m.worker_id: m.node_id for m in group.members}
             self.newest.placed = (
                 group,
-                assign_ranks(group.worker_ids(), node_of, group.worker_ids()),
+                assign_ranks(group.worker_ids(), group.nodes, group.nodes),
             )
         return self.newest.placed[1]
 

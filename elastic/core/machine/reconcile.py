@@ -248,7 +248,8 @@ def _fails_by_break(cluster: ClusterState, job: JobState) -> bool:
 def _form(cluster: ClusterState, job: JobState, plan: GroupPlan, reason: str) -> None:
     """Number, rank, persist and announce the next group."""
     node_of = {w: job.workers[w].node_id for w in plan.members}
-    places = assign_ranks(plan.members, node_of, job.member_ids())
+    previous = job.newest.group
+    places = assign_ranks(plan.members, node_of, previous.nodes if previous else None)
     former = frozenset(job.member_ids())
     before = former if job.is_open else frozenset()
     job.newest.group = Group(
