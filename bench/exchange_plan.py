@@ -3,13 +3,15 @@
     python bench/exchange_plan.py --workers 64 --workers 1024
 
 Runs the planner that workers run, for every rank of a world, and counts. Nothing is sent. Beside
-each world a ring over the same buckets; below, what is new after a node is lost.
+each world a ring over the same buckets; at the right, whom else a rank exchanges with after a node
+is lost.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rich.console import Console
@@ -23,47 +25,54 @@ from elastic.core.policy.exchange_plan import (
     shape_of,
     tree_plan,
 )
+from elastic.core.policy.ranks import assign_ranks
+from elastic.core.world import NodeId, WorkerId
 
 ELEMENT_BYTES = 4
 
 
 @dataclass(frozen=True)
 class World:
-    """Workers on nodes, some of which may be lost.
+    """Workers on nodes.
 
     Attributes:
-        nodes: slot of each rank's node.
-        num_slots: of nodes.
+        nodes: of each worker, by rank.
         num_micro_batches: V.
     """
 
-    nodes: tuple[int, ...]
-    num_slots: int
+    nodes: Mapping[WorkerId, NodeId]
     num_micro_batches: int
 
     @staticmethod
     def of(workers: int, on_node: int, more: int = 0) -> World:
         """Return a world whose nodes have so many workers each, the last one what is left."""
-        nodes = tuple(rank // on_node for rank in range(workers))
-        return World(nodes, nodes[-1] + 1, workers + more)
+        nodes = {WorkerId(f"w{one}"): NodeId(f"n{one // on_node}") for one in range(workers)}
+        return World(nodes, workers + more)
 
-    def without(self, slot: int) -> World:
-        """Return what is left when a node is lost."""
-        left = tuple(node for node in self.nodes if node != slot)
-        return World(left, self.num_slots, self.num_micro_batches)
+    def without(self, node: NodeId) -> World:
+        """Return what is left when a node is lost, in the ranks that the coordinator assigns."""
+        left = [one for one, where in self.nodes.items() if where != node]
+        places = assign_ranks(left, self.nodes, self.nodes)
+        nodes = {place.worker_id: place.node_id for place in places}
+        return World(nodes, self.num_micro_batches)
 
     def plans(self, size: int) -> list[ExchangePlan]:
         """Return the plan of each rank for a bucket of so many elements."""
-        shape, grain = shape_of(self.nodes, self.num_slots), MESSAGE_BYTES // ELEMENT_BYTES
+        numbers = {node: number for number, node in enumerate(dict.fromkeys(self.nodes.values()))}
+        shape = shape_of([numbers[node] for node in self.nodes.values()])
+        grain = MESSAGE_BYTES // ELEMENT_BYTES
         return [
             tree_plan(rank, self.num_micro_batches, shape, size, grain)
             for rank in range(len(self.nodes))
         ]
 
-    def edges(self, plans: list[ExchangePlan]) -> list[set[tuple[int, int]]]:
-        """Return whom each rank talks to, by slot of the node and place on it."""
-        names = [(node, rank - self.nodes.index(node)) for rank, node in enumerate(self.nodes)]
-        return [{names[other] for other in partners(plan)} for plan in plans]
+    def edges(self, plans: list[ExchangePlan]) -> dict[WorkerId, set[WorkerId]]:
+        """Return whom each worker talks to."""
+        workers = list(self.nodes)
+        return {
+            workers[rank]: {workers[other] for other in partners(plan)}
+            for rank, plan in enumerate(plans)
+        }
 
 
 def row(world: World, parameters: int) -> list[str]:
@@ -88,25 +97,7 @@ def row(world: World, parameters: int) -> list[str]:
         for one in (*plan.reduce, *plan.gather)
         for move in one.sends
     )
-    talks = world.edges(plans)
-    fresh = ""
-    if world.num_slots > 1:
-        after = world.without(world.num_slots // 3)
-        names = [
-            (node, place)
-            for node in sorted(set(after.nodes))
-            for place in range(after.nodes.count(node))
-        ]
-        before = {
-            (node, rank - world.nodes.index(node)): talks[rank]
-            for rank, node in enumerate(world.nodes)
-        }
-        new = [
-            len(now - before[name])
-            for name, now in zip(names, after.edges(after.plans(size)), strict=True)
-        ]
-        fresh = f"{max(new)} / {statistics.mean(new):.1f}"
-    counts = [len(one) for one in talks]
+    counts = [len(one) for one in world.edges(plans).values()]
     return [
         f"{workers:,}",
         f"{world.num_micro_batches:,}",
@@ -116,8 +107,26 @@ def row(world: World, parameters: int) -> list[str]:
         f"{max(sent):.2f} / {statistics.mean(sent):.2f}",
         f"{max(between):.2f} / {statistics.mean(between):.2f}",
         f"{max(counts)} / {statistics.mean(counts):.1f}",
-        fresh,
+        *new_partners(world, plans, size),
     ]
+
+
+def new_partners(world: World, plans: list[ExchangePlan], size: int) -> tuple[str, str]:
+    """Count whom ranks exchange with after a node's loss and did not before.
+
+    Returns:
+        Most and mean of the workers that keep their rank, and most of those that get another.
+    """
+    nodes = list(dict.fromkeys(world.nodes.values()))
+    if len(nodes) == 1:
+        return "", ""
+    after = world.without(nodes[len(nodes) // 3])
+    before, now = world.edges(plans), after.edges(after.plans(size))
+    ranks = {worker: rank for rank, worker in enumerate(world.nodes)}
+    keep, change = [], []
+    for rank, (worker, found) in enumerate(now.items()):
+        (keep if ranks[worker] == rank else change).append(len(found - before[worker]))
+    return f"{max(keep)} / {statistics.mean(keep):.1f}", f"{max(change, default=0)}"
 
 
 def main() -> None:
@@ -130,12 +139,12 @@ def main() -> None:
     console = Console(highlight=False, width=150)
     console.print(
         f"{args.parameters / 1e9:g} B parameters of {ELEMENT_BYTES} bytes, {args.on_node} workers "
-        f"on a node; of all ranks the most, or most / mean"
+        f"on a node; of all ranks the most, or most / mean; between nodes, of the gradient's bytes"
     )
     table = Table()
     for name in (
         "workers", "V", "bucket", "messages (ring)", "smallest", "bytes to ring's",
-        "between nodes, of gradient", "connections", "new after a node's loss",
+        "between nodes", "partners", "new after a node's loss", "for who moves",
     ):  # fmt: skip
         table.add_column(name, justify="right")
     for workers in args.workers or [8, 64, 512, 1024]:

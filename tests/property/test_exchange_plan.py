@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterator
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -21,6 +22,8 @@ from elastic.core.policy.exchange_plan import (
     whole_plan,
 )
 from elastic.core.policy.microbatch import Span, additions_in, deal, subtrees
+from elastic.core.policy.ranks import assign_ranks
+from elastic.core.world import NodeId, WorkerId
 
 Values = NDArray[np.float32]
 Mail = dict[tuple[int, int, str, int], tuple[int, dict[Span, Values]]]
@@ -49,6 +52,7 @@ def test_every_route_gives_the_bits_of_the_plain_tree(world_size: int, seed: int
 @given(st.integers(1, 70), st.integers(0, 2**32))
 def test_everyone_comes_to_have_the_rows_of_everyone(world_size: int, seed: int) -> None:
     shape = drawn_shape(random.Random(seed), world_size)
+    connected = [partners(tree_plan(r, world_size, shape, 1 << 40, 1)) for r in range(world_size)]
     held: list[set[int]] = [{rank} for rank in range(world_size)]
     sent: dict[tuple[int, int], set[int]] = {}
 
@@ -56,6 +60,7 @@ def test_everyone_comes_to_have_the_rows_of_everyone(world_size: int, seed: int)
         for one in rows_plan(rank, shape):
             assert held[rank] == set(range(*one.held))
             for other in one.sends:
+                assert other in connected[rank], "rows take the edges of buckets"
                 sent[rank, other] = set(held[rank])
             for other, ranks in one.receives:
                 while (other, rank) not in sent:
@@ -68,15 +73,54 @@ def test_everyone_comes_to_have_the_rows_of_everyone(world_size: int, seed: int)
     assert all(one == set(range(world_size)) for one in held)
 
 
+@pytest.mark.parametrize("on_node", [1, 2, 4, 8])
+def test_hardly_more_bytes_are_sent_than_in_a_ring(on_node: int) -> None:
+    size, number = 1 << 20, 64
+    for world_size in range(44, number + 1):
+        shape = shape_of([rank // on_node for rank in range(world_size)])
+        sent = [
+            tree_plan(rank, number, shape, size, grain=64).elements_sent
+            for rank in range(world_size)
+        ]
+        of_ring = max(sent) / (2 * size * (world_size - 1) / world_size)
+        assert of_ring <= (1.01 if world_size == number else 1.5), world_size
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(0, 127))
+def test_who_keeps_its_rank_when_a_node_is_lost_keeps_all_partners_but_four(lost: int) -> None:
+    node_of = {WorkerId(f"w{rank}"): NodeId(f"n{rank // 2}") for rank in range(256)}
+    left = [worker for worker, node in node_of.items() if node != f"n{lost}"]
+    places = assign_ranks(left, node_of, node_of)
+    before = talks_of(list(node_of), [rank // 2 for rank in range(256)])
+    now = talks_of([place.worker_id for place in places], [place.node_rank for place in places])
+    old = list(node_of)
+    new = [
+        len(now[place.worker_id] - before[place.worker_id])
+        for place in places
+        if old[place.rank] == place.worker_id
+    ]
+    assert len(new) >= 252, "one node has moved at most"
+    assert max(new) <= 4
+
+
+def talks_of(workers: list[WorkerId], nodes: list[int]) -> dict[WorkerId, set[WorkerId]]:
+    """Return whom each of these, by rank, exchanges with."""
+    shape, size = shape_of(nodes), 1 << 20
+    plans = [tree_plan(rank, len(nodes), shape, size, grain=64) for rank in range(len(nodes))]
+    return {
+        worker: {workers[other] for other in partners(plan)}
+        for worker, plan in zip(workers, plans, strict=True)
+    }
+
+
 def drawn_shape(draw: random.Random, world_size: int) -> GroupShape:
-    """Nodes of any sizes, with holes between them."""
-    slots: list[int] = []
-    node, local = 0, draw.choice([1, 2, 8])
-    while len(slots) < world_size:
-        slots += [node] * (local if draw.random() < 0.8 else draw.randint(1, 9))
-        node += 1 if draw.random() < 0.8 else draw.randint(1, 40)
-    slots = slots[:world_size]
-    return shape_of(slots, draw.choice([None, slots[-1] + 9]), at_once=draw.choice([1, 2, 8]))
+    """Nodes of any sizes."""
+    nodes: list[int] = []
+    local = draw.choice([1, 2, 8])
+    for node in range(world_size):
+        nodes += [node] * (local if draw.random() < 0.8 else draw.randint(1, 9))
+    return shape_of(nodes[:world_size], at_once=draw.choice([1, 2, 8]))
 
 
 def values_of(number: int, size: int) -> Values:

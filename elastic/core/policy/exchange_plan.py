@@ -4,9 +4,9 @@ The order of addition is the tree's over the V micro-batches (see `microbatch`),
 done by one rank per slice. Ranks hold contiguous micro-batches. Groups of ranks are joined
 repeatedly, the ranks of a node first. Before a join each group holds the sums of its own subtrees,
 cut into a slice for each of its ranks; the join cuts them into the slices of the larger group, and
-adds siblings as they meet. At the top each rank holds 1/W of the total; the gather distributes it
-back over the same edges. With two groups in each join this is recursive halving, for any W and in
-the tree's order; with all ranks in one join it is an all-to-all.
+adds siblings as they meet. At the top each rank holds a slice of the total; the gather distributes
+it back over the same edges. With two groups in each join this is recursive halving, for any W and
+in the tree's order; with all ranks in one join it is an all-to-all.
 
 Rule: a plan is a function of (V, the node of each rank, size), the same on all ranks. Neither the
 shape nor the slices are part of the result: every plan gives the plain tree's bits.
@@ -14,16 +14,16 @@ shape nor the slices are part of the result: every plan gives the plain tree's b
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from fractions import Fraction
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
+from math import gcd, lcm
 
-from elastic.core.policy.microbatch import Span, additions_to, deal, subtrees
-from elastic.errors import check
+from elastic.core.policy.microbatch import Span, additions_to, deal, split, subtrees
 
-AT_ONCE = 4
+AT_ONCE = 8
 """Nodes joined in one round: as many bytes as with halving, in fewer rounds."""
 MESSAGE_BYTES = 64 << 10
 """Below this size the cost per message exceeds the cost of its bytes."""
@@ -38,11 +38,13 @@ class GroupShape:
     Attributes:
         ranks: its first rank, and the one after its last.
         groups: two or more, in order; none for a single rank.
+        weight: its part of what is joined, in proportion to that of the groups joined with it.
         is_local: all of its ranks are on one node.
     """
 
     ranks: Span
     groups: tuple[GroupShape, ...] = ()
+    weight: int = 1
     is_local: bool = True
 
     @property
@@ -140,24 +142,18 @@ def bucket_bytes_for(world_size: int) -> int:
     return size
 
 
-def shape_of(
-    nodes: Sequence[int], num_slots: int | None = None, *, at_once: int = AT_ONCE
-) -> GroupShape:
-    """Return how a group is joined: the ranks of each node at once, nodes by halves.
+def shape_of(nodes: Sequence[int], *, at_once: int = AT_ONCE) -> GroupShape:
+    """Return how a group is joined: the ranks of each node at once, then nodes as the tree is.
 
-    Halves are of the slots, not of the present nodes: a lost node leaves a hole, and does not move
-    the middle.
+    Two groups own a half each, also where the second lacks some nodes: there the last ranks own
+    more, as they have more micro-batches. So a node less at the end changes nobody else's slice.
 
     Args:
-        nodes: the slot of each rank's node, ascending by rank.
-        num_slots: how many slots there are, holes at the end included; None for no such holes.
+        nodes: a number for each rank, the same for the ranks of one node, which are adjacent.
         at_once: nodes that are joined in one round.
     """
-    check(
-        len(nodes) > 0 and nodes[0] >= 0 and all(a <= b for a, b in pairwise(nodes)),
-        f"slots of nodes by rank, expected in ascending order: {list(nodes)[:20]}",
-    )
-    return _shape_of(tuple(nodes), num_slots or nodes[-1] + 1, at_once)
+    starts = [rank for rank in range(len(nodes)) if not rank or nodes[rank] != nodes[rank - 1]]
+    return _shape_of((*starts, len(nodes)), at_once)
 
 
 @lru_cache(maxsize=64)
@@ -170,30 +166,41 @@ def flat_shape(world_size: int) -> GroupShape:
 
 
 @lru_cache(maxsize=8)
-def _shape_of(nodes: tuple[int, ...], num_slots: int, at_once: int) -> GroupShape:
-    starts = [rank for rank, node in enumerate(nodes) if not rank or node != nodes[rank - 1]]
-    ends = [*starts[1:], len(nodes)]
-    locals_ = [_node_shape((first, last)) for first, last in zip(starts, ends, strict=True)]
-    slots = [nodes[first] for first in starts]
+def _shape_of(starts: tuple[int, ...], at_once: int) -> GroupShape:
+    """Do so for nodes that begin at these ranks; the last number is that of all ranks."""
+    nodes = [_node_shape(ranks) for ranks in pairwise(starts)]
 
-    def join(low: int, high: int, a: int, b: int) -> GroupShape:
-        """Return the shape of nodes low to high, which have slots a to b."""
-        ranks = locals_[low].ranks[0], locals_[high - 1].ranks[1]
+    def join(low: int, high: int, places: int) -> GroupShape:
+        """Return the shape of nodes low to high.
+
+        Args:
+            low: first node.
+            high: the one after the last.
+            places: of equal slices that their ranks share; at least as many as those.
+        """
+        first, last = starts[low], starts[high]
         if high - low == 1:
-            return locals_[low]
-        if b - a <= at_once or high - low == 2:
-            return GroupShape(ranks, tuple(locals_[low:high]), is_local=False)
-        slot = (a + b) // 2
-        middle = next((n for n in range(low, high) if slots[n] >= slot), high)
-        if not low < middle < high:  # One half is empty.
-            return join(low, high, *((slot, b) if middle == low else (a, slot)))
-        if 3 * min(middle - low, high - middle) < high - low:
-            # Mostly holes on one side: the few nodes there would have to send to all others.
-            middle = (low + high) // 2
-            slot = slots[middle]
-        return GroupShape(ranks, (join(low, middle, a, slot), join(middle, high, slot, b)), False)
+            return replace(nodes[low], weight=places)
+        if high - low <= at_once:
+            ends = [deal(rank, last - first, places)[1] for rank in range(last - first)]
+            bounds = [0, *(ends[start - first - 1] for start in starts[low + 1 : high + 1])]
+            groups = tuple(
+                replace(node, weight=end - begin)
+                for node, (begin, end) in zip(nodes[low:high], pairwise(bounds), strict=True)
+            )
+        else:
+            middle = split((low, high))
+            sizes = [starts[middle] - first, last - starts[middle]]
+            if 2 * (high - middle) < middle - low:
+                # The few on the right would have to send to all others.
+                middle = (low + high) // 2
+                sizes = [starts[middle] - first, last - starts[middle]]
+            else:
+                sizes = [max(sizes)] * 2
+            groups = join(low, middle, sizes[0]), join(middle, high, sizes[1])
+        return GroupShape((first, last), groups, places, is_local=False)
 
-    return join(0, len(locals_), 0, num_slots)
+    return join(0, len(nodes), starts[-1])
 
 
 def _node_shape(ranks: Span) -> GroupShape:
@@ -202,27 +209,57 @@ def _node_shape(ranks: Span) -> GroupShape:
     return GroupShape(ranks, tuple(GroupShape((rank, rank + 1)) for rank in range(*ranks)))
 
 
-@lru_cache(maxsize=4096)
-def _owners(shape: GroupShape) -> tuple[int, ...]:
-    """Return the ranks of a group in the order of their slices.
+@dataclass(frozen=True)
+class _Slices:
+    """Which rank of a group holds what after its join.
 
-    Ranks whose slices have the same place in their groups are adjacent, so that each keeps as much
-    as possible of what it holds.
+    Attributes:
+        owners: ranks, in the order of their slices.
+        ends: where their slices begin, from 0, and the end of the last one, which is the whole.
+        place: of each rank in that order.
     """
-    if not shape.groups:
-        return (shape.ranks[0],)
-    placed = [
-        (Fraction(2 * place + 1, group.world_size), rank)
-        for group in shape.groups
-        for place, rank in enumerate(_owners(group))
-    ]
-    return tuple(rank for _, rank in sorted(placed))
+
+    owners: tuple[int, ...]
+    ends: tuple[int, ...]
+    place: dict[int, int]
+
+    def of(self, rank: int) -> Span:
+        return self.ends[self.place[rank]], self.ends[self.place[rank] + 1]
+
+    def owner(self, end: int) -> int:
+        """Return the rank whose slice begins there or has this within."""
+        return self.owners[bisect_right(self.ends, end) - 1]
 
 
 @lru_cache(maxsize=4096)
-def _places(shape: GroupShape) -> dict[int, int]:
-    """Return which slice of a group each of its ranks owns."""
-    return {rank: place for place, rank in enumerate(_owners(shape))}
+def _slices(shape: GroupShape, whole: int = 0) -> _Slices:
+    """Return the slices of a group.
+
+    They lie as those before lay, by their middles, so that each rank keeps as much as possible of
+    what it holds.
+
+    Args:
+        shape: of the group.
+        whole: what ends are to be counted in parts of, a multiple of that of a group within it;
+            0 for the least in which all are integers.
+    """
+    if whole:
+        own = _slices(shape)
+        factor = whole // own.ends[-1]
+        return replace(own, ends=tuple(end * factor for end in own.ends))
+    if not shape.groups:
+        return _Slices((shape.ranks[0],), (0, 1), {shape.ranks[0]: 0})
+    whole = lcm(*(_slices(group).ends[-1] for group in shape.groups))
+    unit = gcd(*(group.weight for group in shape.groups))
+    placed = []
+    for group in shape.groups:
+        slices = _slices(group, whole)
+        for rank, (first, last) in zip(slices.owners, pairwise(slices.ends), strict=True):
+            placed.append((first + last, rank, (last - first) * group.weight // unit))
+    placed.sort()
+    owners = tuple(rank for _, rank, _ in placed)
+    ends = tuple(accumulate((width for *_, width in placed), initial=0))
+    return _Slices(owners, ends, {rank: place for place, rank in enumerate(owners)})
 
 
 @dataclass(frozen=True)
@@ -232,10 +269,21 @@ class _Cuts:
     size: int
     blocks: int
 
-    def slice(self, place: int, slices: int) -> Span:
-        first = self.blocks * place // slices
-        last = self.blocks * (place + 1) // slices
-        return self.size * first // self.blocks, self.size * last // self.blocks
+    def span(self, ends: Span, whole: int) -> Span:
+        """Return the elements between two ends."""
+        first, last = (self.size * (self.blocks * end // whole) // self.blocks for end in ends)
+        return first, last
+
+    def pieces(self, ends: Span, slices: _Slices) -> Iterator[tuple[int, int, int]]:
+        """Yield (rank, first, last) of the slices that have a part of what is between two ends."""
+        whole = slices.ends[-1]
+        first, last = self.span(ends, whole)
+        for place in range(
+            bisect_right(slices.ends, ends[0]) - 1, bisect_left(slices.ends, ends[1])
+        ):
+            low, high = self.span((slices.ends[place], slices.ends[place + 1]), whole)
+            if max(low, first) < min(high, last):
+                yield slices.owners[place], max(low, first), min(high, last)
 
 
 @lru_cache(maxsize=1024)
@@ -311,20 +359,18 @@ def rows_plan(rank: int, shape: GroupShape) -> tuple[RowsRound, ...]:
     """
     rounds = []
     for group in _joins_of(rank, shape):
-        mine = _group_with(rank, group)
-        place, size = _places(mine)[rank], mine.world_size
-        others = [one for one in group.groups if one is not mine]
+        mine, kept = _group_with(rank, group), _slices(group)
+        whole, (begins, _) = kept.ends[-1], kept.of(rank)
+        first, last = _slices(mine, whole).of(rank)
+        begin_here = kept.owners[bisect_left(kept.ends, first) : bisect_left(kept.ends, last)]
         rounds.append(
             RowsRound(
                 held=mine.ranks,
-                sends=tuple(
-                    other
-                    for one in others
-                    for index, other in enumerate(_owners(one))
-                    if index * size // one.world_size == place
-                ),
+                sends=tuple(one for one in begin_here if one not in range(*mine.ranks)),
                 receives=tuple(
-                    (_owners(one)[place * one.world_size // size], one.ranks) for one in others
+                    (_slices(one, whole).owner(begins), one.ranks)
+                    for one in group.groups
+                    if one is not mine
                 ),
             )
         )
@@ -351,22 +397,18 @@ def _group_with(rank: int, shape: GroupShape) -> GroupShape:
 def _join(
     rank: int, num_micro_batches: int, world: int, group: GroupShape, cuts: _Cuts, depth: int
 ) -> ExchangeRound:
-    mine, slices = _group_with(rank, group), group.world_size
-    held = cuts.slice(_places(mine)[rank], mine.world_size)
-    kept = cuts.slice(_places(group)[rank], slices)
+    mine, slices = _group_with(rank, group), _slices(group)
+    whole = slices.ends[-1]
+    kept = cuts.span(slices.of(rank), whole)
     parts = {one.ranks: _parts(one.ranks, num_micro_batches, world) for one in group.groups}
     sends = [
-        PlannedMessage(_owners(group)[place], first, last, parts[mine.ranks])
-        for place, first, last in _overlaps(
-            held, _places(mine)[rank], mine.world_size, slices, cuts
-        )
+        PlannedMessage(*piece, parts[mine.ranks])
+        for piece in cuts.pieces(_slices(mine, whole).of(rank), slices)
     ]
     receives = [
-        PlannedMessage(_owners(one)[place], first, last, parts[one.ranks])
+        PlannedMessage(*piece, parts[one.ranks])
         for one in group.groups
-        for place, first, last in _overlaps(
-            kept, _places(group)[rank], slices, one.world_size, cuts
-        )
+        for piece in cuts.pieces(slices.of(rank), _slices(one, whole))
     ]
     known = [part for one in group.groups for part in parts[one.ranks]]
     return ExchangeRound(
@@ -382,18 +424,6 @@ def _join(
         is_local=group.is_local,
         depth=depth,
     )
-
-
-def _overlaps(
-    held: Span, place: int, slices: int, others: int, cuts: _Cuts
-) -> Iterator[tuple[int, int, int]]:
-    """Yield (place, first, last) of those of `others` slices that have a part of `held`."""
-    low, high = place * others // slices - 1, -(-(place + 1) * others // slices) + 1
-    for other in range(max(0, low), min(others, high)):
-        first, last = cuts.slice(other, others)
-        first, last = max(first, held[0]), min(last, held[1])
-        if first < last:
-            yield other, first, last
 
 
 @lru_cache(maxsize=8192)

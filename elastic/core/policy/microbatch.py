@@ -23,6 +23,11 @@ Span = tuple[int, int]
 def deal(rank: int, world_size: int, num_micro_batches: int) -> Span:
     """Return the micro-batches of a step that a rank computes, as even as it goes.
 
+    Larger shares come last, after an even number of smaller ones. So where V is near W, a rank with
+    two micro-batches has one subtree of the sum, and most of the groups that ranks are joined in
+    for the exchange (see `exchange_plan`) have one, and send one sum instead of several. Spread
+    over all ranks, the larger shares would leave hardly a group with a whole one.
+
     Args:
         rank: 0 to world_size - 1.
         world_size: 1 to `num_micro_batches`, dividing it or not.
@@ -33,8 +38,11 @@ def deal(rank: int, world_size: int, num_micro_batches: int) -> Span:
     """
     check_world_size(world_size, num_micro_batches)
     check(0 <= rank < world_size, f"rank {rank} of {world_size}")
-    first = rank * num_micro_batches // world_size
-    return first, (rank + 1) * num_micro_batches // world_size
+    least, larger = divmod(num_micro_batches, world_size)
+    smaller = world_size - larger
+    before = smaller - smaller % 2
+    first, last = (one * least + min(max(0, one - before), larger) for one in (rank, rank + 1))
+    return first, last
 
 
 def check_world_size(world_size: int, num_micro_batches: int) -> None:

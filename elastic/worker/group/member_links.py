@@ -26,7 +26,6 @@ from elastic.core.policy.exchange_plan import (
     GroupShape,
     flat_shape,
     partners,
-    rows_plan,
     shape_of,
     tree_plan,
 )
@@ -197,11 +196,8 @@ class MemberLinks:
 
 
 def partners_of(rank: int, shape: GroupShape) -> frozenset[int]:
-    """Return all ranks that a rank communicates with in any exchange."""
-    talks = partners(tree_plan(rank, shape.world_size, shape, FINE, 1))
-    for one in rows_plan(rank, shape):
-        talks |= {*one.sends, *(other for other, _ in one.receives)}
-    return talks
+    """Return all ranks that a rank communicates with in any exchange; rows take the same edges."""
+    return partners(tree_plan(rank, shape.world_size, shape, FINE, 1))
 
 
 def _local_groups(shape: GroupShape) -> list[GroupShape]:
