@@ -42,6 +42,10 @@ class DataContext(SimpleNamespace):
         """Accept a setting."""
         setattr(self, key, value)
 
+    def get_config(self, key: str, default: object = None) -> object:
+        """Return a setting of this process: none is sent to workers."""
+        return getattr(self, key, default)
+
     @staticmethod
     def get_current() -> DataContext:
         """Return the context of this process."""

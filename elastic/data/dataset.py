@@ -609,7 +609,8 @@ class Dataset:
         """Return the sum of a column.
 
         Args:
-            on: a column; several, or None for all: the result is a dict by "sum(column)".
+            on: a column, several, or None for all; of more than one the result is a dict by
+                "sum(column)".
             ignore_nulls: False: the result is None where a value is missing.
         """
         return self._reduced(on, "sum", ignore_nulls)
@@ -644,7 +645,6 @@ class Dataset:
             for name, values in to_numpy(batch).items():
                 found[name].add(floats_of(values))
         return _one_or_all(
-            on,
             {
                 f"{how}({name})": value(one) if ignore_nulls or not one.missing else None
                 for name, one in found.items()
@@ -663,7 +663,6 @@ class Dataset:
                 with explained(how, table, [name]):
                     parts[name].append(reduce(table.column(name)))
         return _one_or_all(
-            on,
             {
                 f"{how}({name})": reduce(arrow().array([v.as_py() for v in values])).as_py()
                 if values
@@ -1012,8 +1011,8 @@ def _part_of(rows: Any, fraction: float, is_first: bool) -> Any:
     return rows.slice(0, cut) if is_first else rows.slice(cut)
 
 
-def _one_or_all(on: Any, found: dict[str, Any]) -> Any:
-    return next(iter(found.values())) if isinstance(on, str) else found
+def _one_or_all(found: dict[str, Any]) -> Any:
+    return next(iter(found.values())) if len(found) == 1 else found
 
 
 def _fixed(rank: int, world_size: int) -> tuple[int, int]:

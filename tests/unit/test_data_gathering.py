@@ -80,6 +80,7 @@ def test_all_rows_are_aggregated_in_one_call_or_column_by_column() -> None:
     assert (ds.sum("b"), ds.sum("b", ignore_nulls=False)) == (40, None)
     assert ds.max(["a", "b"]) == {"max(a)": 2, "max(b)": 9}
     assert ds.mean() == {"mean(a)": 0.9, "mean(b)": pytest.approx(40 / 9)}
+    assert (ds.mean(["a"]), ds.select_columns(["b"]).max()) == (0.9, 9)
     assert ds.unique("b") == [0, 1, 2, 3, 4, None, 6, 7, 8, 9]
     product = by.AggregateFn(
         init=lambda key: 1, accumulate_row=lambda a, row: a * (row["a"] + 1), name="product"

@@ -180,6 +180,8 @@ def test_a_script_can_ask_for_a_dataset_that_may_be_missing_and_one_may_be_made_
 def test_settings_of_rays_data_context_are_taken_also_for_a_while() -> None:
     given = data.DataContext.get_current()
     own = given.copy()
+    own.set_config("pool", "validation")
+    assert (own.get_config("pool"), given.get_config("pool", "none")) == ("validation", "none")
     options = own.execution_options
     options.label_selector = {"pool": "validation"}
     options.resource_limits = options.resource_limits.copy(cpu=10)
