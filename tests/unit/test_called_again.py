@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import hashlib
 import pickle
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from torch.utils.data import DataLoader
 
 from elastic import train
 from elastic.core.policy.cursor import Cursor
+from elastic.errors import UsageError
 from elastic.train.torch import (
     prepare_data_loader,
     prepare_model,
@@ -24,6 +27,7 @@ from elastic.train.torch import (
     prepare_scheduler,
 )
 from elastic.worker.base.interrupt import GroupChanged, Interrupter
+from elastic.worker.engine import step_engine
 from elastic.worker.engine.step_engine import StepEngine
 from elastic.worker.process.local import NoNextGroup
 from tests.unit.engine_under_test import (
@@ -151,6 +155,12 @@ def plain(engine: StepEngine, life: Life) -> None:
         DataLoader(data(), batch_size=SIZE, shuffle=True), global_batch_size=GLOBAL
     )
     for epoch in train.epochs(EPOCHS):
+        by_epoch.step()
+        life.line(engine, 7)
+        with torch.no_grad():
+            net[0].weight[0].mul_(1.5 + epoch)
+        tally.counts.append(epoch)
+        life.line(engine, 8)
         for _, x, y in loader:
             scaler.scale(torch.ones(()))  # It is known from its first use on.
             life.note(engine)
@@ -265,6 +275,66 @@ def test_a_loss_after_a_collective_that_succeeded_takes_nothing_away(
         left = engine.resume_state()
     assert left is not None
     assert left.cursor == Cursor(0, 3)
+
+
+@pytest.mark.parametrize(("epoch", "step"), [(0, 0), (0, 2), (1, 0), (1, 3)])
+def test_code_at_the_head_of_an_epoch_counts_once_in_a_state_that_is_received(
+    epoch: int, step: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its sender has run that code before its first step, and the receiver runs it once more."""
+    sent: dict[str, Any] = {}
+
+    def send(engine: StepEngine) -> None:
+        if engine.cursor == Cursor(epoch, step) and not sent:
+            sent.update(copy.deepcopy(engine._checkpoints.take(engine.cursor, engine.data)))
+
+    def trained(engine: StepEngine) -> float:
+        model = prepare_model(nn.Linear(5, 1))
+        optimizer = prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        loader = prepare_data_loader(DataLoader(data(), batch_size=SIZE), global_batch_size=GLOBAL)
+        for number in train.epochs(EPOCHS):
+            for group in optimizer.param_groups:
+                group["lr"] *= 0.5
+            for _, x, y in loader:
+                send(engine)
+                assert optimizer.param_groups[0]["lr"] == 0.1 * 0.5 ** (number + 1)
+                square(model(x), y).backward()
+                optimizer.step()
+            send(engine)
+        return float(optimizer.param_groups[0]["lr"])
+
+    def received(*_: Any, put: Callable[[Any], Cursor], **__: Any) -> tuple[Any, Cursor]:
+        cursor = put(copy.deepcopy(sent))
+        return SimpleNamespace(cursors=(cursor,), places=(cursor,), num_bytes=0), cursor
+
+    with called(Home(), None, 1) as engine:
+        undisturbed = trained(engine)
+    monkeypatch.setattr(step_engine, "catch_up", received)
+    with called(Home(), None, 2) as engine:
+        assert trained(engine) == undisturbed
+
+
+def test_weights_changed_at_the_head_of_an_epoch_are_refused_where_no_copy_is_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("elastic.worker.engine.resume_point.COPIED_WEIGHTS_BYTES_MAX", 0)
+
+    def trained(engine: StepEngine, life: Life) -> None:
+        model = prepare_model(nn.Linear(5, 1))
+        optimizer = prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        loader = prepare_data_loader(DataLoader(data(), batch_size=SIZE), global_batch_size=GLOBAL)
+        for epoch in train.epochs(EPOCHS):
+            if epoch == 1:
+                nn.init.ones_(model.module.weight)
+            for _, x, y in loader:
+                square(model(x), y).backward()
+                optimizer.step()
+                if engine.cursor.step == 2 and train.stepped():
+                    life.line(engine, engine.cursor.epoch)
+
+    Life(lambda epoch: epoch == 0, by_order=True).live(trained)
+    with pytest.raises(UsageError, match=r"changes weights in epoch 1.* behind the loop"):
+        Life(lambda epoch: epoch == 1, by_order=True).live(trained)
 
 
 @pytest.mark.parametrize("function", [plain, whole_and_left_early])

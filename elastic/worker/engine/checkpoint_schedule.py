@@ -50,6 +50,7 @@ class CheckpointScheduler:
 
     Attributes:
         steps: committed in the run.
+        begun: the last epoch whose code before the pass has run, -1 if none.
         is_due: a snapshot is to be taken at this boundary.
         releases: all members leave at this boundary, and none continues soon.
     """
@@ -62,7 +63,8 @@ class CheckpointScheduler:
             logbook: what it has logged.
             streams: what is known of a dataset that is read as streams.
         """
-        self.steps, self.is_due, self._is_stored, self.releases = 0, False, False, False
+        self.steps, self.begun = 0, -1
+        self.is_due, self._is_stored, self.releases = False, False, False
         self._boundaries, self._steps_here, self._requested_in, self._is_sharded = 0, 0, 0, False
         self._logbook, self._streams = logbook, streams
         self._objects = objects
@@ -80,9 +82,9 @@ class CheckpointScheduler:
         """Return whether every member has rows of the model, and none all of it."""
         return self._objects.is_sharded
 
-    def go_on(self, logbook: Logbook, steps: int) -> None:
+    def go_on(self, logbook: Logbook, steps: int, begun: int) -> None:
         """Continue from where an earlier call of the train function stood."""
-        self._logbook, self.steps = logbook, steps
+        self._logbook, self.steps, self.begun = logbook, steps, begun
 
     def configure(self, options: Mapping[str, Any]) -> None:
         """Take what the user chose."""
@@ -274,6 +276,7 @@ class CheckpointScheduler:
             "logged": self._logbook.state(),
             "streams": self._streams.sent(cursor, all_of_it=True),
             "steps": self.steps,
+            "begun": self.begun,
             "saved": snapshotter.last() if snapshotter is not None else [0, 0, 0],
             "data": _plain(data) if data is not None else dict(self._data),
         }
@@ -292,7 +295,7 @@ class CheckpointScheduler:
             self._objects.put(state["objects"])
         self._logbook.load_state(state["logged"])
         self._streams.receive([state["streams"]])
-        self.steps, self._data = state["steps"], state["data"]
+        self.steps, self.begun, self._data = state["steps"], state["begun"], state["data"]
         if self._snapshotter is not None:
             self._snapshotter.go_on(state["saved"])
         return Cursor(*state["cursor"])

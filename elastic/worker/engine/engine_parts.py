@@ -93,6 +93,7 @@ class EpochLoop:
     Attributes:
         total: epochs of the whole run.
         epoch: whose code runs, None outside of the loop.
+        has_head: the state had what the code before its pass does when that code began to run.
         passed: the epoch whose data was read to its end, None for none.
         loader: that was read last.
         by_steps: it is read as whole steps, see `train.steps`.
@@ -101,6 +102,7 @@ class EpochLoop:
 
     total: int = 0
     epoch: int | None = None
+    has_head: bool = False
     passed: int | None = None
     loader: MicroBatches | None = None
     by_steps: bool = False

@@ -67,6 +67,7 @@ class ResumeState:
         steps: committed in the run.
         streams: what is known of a dataset that is read as streams.
         calls_late: the loop calls collectives of its own after its optimizers have stepped.
+        begun: the last epoch whose code before the pass has run, -1 if none.
     """
 
     state: State
@@ -77,3 +78,4 @@ class ResumeState:
     steps: int = 0
     streams: StreamBook = field(default_factory=StreamBook)
     calls_late: bool = False
+    begun: int = -1

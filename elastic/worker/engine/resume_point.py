@@ -79,16 +79,12 @@ class ResumePoint:
     ) -> None:
         """Keep a copy of the state as it is now, without its weights if those are large.
 
-        Nothing is kept of a state that cannot be had twice.
-
         Args:
             resume_from: returns how a call continues from a copy.
             without_gradients: a context in which buffers are those of the last commit.
         """
         self._kept = self._weights = None
-        if self._state.is_sharded:
-            return  # No function is called again with this.
-        weights = self.is_small
+        weights = self.is_small and not self._state.is_sharded
         try:
             with without_gradients():
                 kept = resume_from(self._state.copied(weights=weights))

@@ -185,6 +185,8 @@ class StepEngine(ObjectRegistry):
                 epoch = self._epochs.epoch = self.cursor.epoch
                 # A member that joins later runs this code, too, and with the same random numbers.
                 seed_everything(epoch_seed(self.options.seed, epoch, is_over=False))
+                self._epochs.has_head = self._checkpoints.begun == epoch
+                self._keep_for_code()
                 yield epoch
                 if self.cursor.epoch == epoch:
                     self.cursor = Cursor(epoch + 1, 0)
@@ -192,7 +194,7 @@ class StepEngine(ObjectRegistry):
             with self.context.timing.spending(CHECKPOINT_STALL):
                 holds = not (self._resume_point.is_small or self.context.is_local)
                 self._checkpoints.at_end(self.cursor, self.data, self._is_broken, holds=holds)
-            self._keep_for_code_behind()
+            self._keep_for_code()
         finally:
             self._end()
 
@@ -217,7 +219,9 @@ class StepEngine(ObjectRegistry):
             with self.context.shielded():
                 self.state.put(resume_state.state)
                 self.cursor, self.logbook = resume_state.cursor, resume_state.logbook
-                self._checkpoints.go_on(resume_state.logbook, resume_state.steps)
+                self._checkpoints.go_on(
+                    resume_state.logbook, resume_state.steps, resume_state.begun
+                )
                 self._has_state, self._resume_point.given = True, None
             if resume_state.generation == self.context.generation:
                 self._group.places = resume_state.places
@@ -322,7 +326,7 @@ class StepEngine(ObjectRegistry):
                 # Who has received the last step from others has drawn other numbers in it.
                 seed_everything(epoch_seed(self.options.seed, epoch, is_over=True))
             if is_over and self._resume_point.is_whole:
-                self._keep_for_code_behind()
+                self._keep_for_code()
             # User code between epochs may take as long as it likes.
             self.context.activity.reset()
             self.context.timing.switch(USER)
@@ -396,11 +400,30 @@ class StepEngine(ObjectRegistry):
         if self._epochs.passed == self._epochs.epoch:
             raise usage_errors.read_again(self._epochs.epoch)
         self.state.check_known(self._the_loop().units)
+        if self._epochs.has_head:
+            self._put_head_back()
         self._set_whole()
+        self._checkpoints.begun = self._epochs.epoch
         self._epochs.loader = loader
         self._checkpoints.check_data(loader.epochs, self.cursor)
         self._deal()
         return self._epochs.epoch
+
+    def _put_head_back(self) -> None:
+        """Undo what the code at the head of this epoch has done to a state that has it already.
+
+        Raises:
+            UsageError: it has changed weights, of which there is no copy.
+        """
+        self._epochs.has_head = False
+        point = self._resume_point
+        if not point.has_copy:
+            return  # The log says why.
+        kept = point.copy()
+        if kept is None:
+            raise usage_errors.weights_changed(self.cursor)
+        with self.context.shielded():
+            self.state.put(kept.state, own=False)
 
     def _deal(self) -> None:
         """Ask the loader for our micro-batches of the present group."""
@@ -910,6 +933,7 @@ class StepEngine(ObjectRegistry):
             self._checkpoints.steps,
             self.streams,
             self._resume_point.calls_late,
+            self._checkpoints.begun,
         )
 
     def _set_whole(self) -> None:
@@ -930,14 +954,15 @@ class StepEngine(ObjectRegistry):
         check_collectives(self.groups, self.context, devices)
         self._has_state = has_state
 
-    def _keep_for_code_behind(self) -> None:
-        """Code of the script's follows, between two passes or behind the last one."""
+    def _keep_for_code(self) -> None:
+        """Code of the script's follows, before a pass or behind it."""
         self._keep()
         self._resume_point.begin_code(follows_commit=False)
 
     def _keep(self) -> None:
-        if self.context.is_local:
-            return  # No function is called again.
+        is_called_again = not (self.context.is_local or self.state.is_sharded)
+        if not (is_called_again or self._epochs.has_head):
+            return
 
         def resume_from(state: State) -> ResumeState:
             logbook = deepcopy(self.logbook)

@@ -75,6 +75,17 @@ def read_again(epoch: int) -> UsageError:
     )
 
 
+def weights_changed(cursor: Cursor) -> UsageError:
+    """Code at the head of an epoch has changed weights of a state that had its changes already."""
+    return UsageError(
+        f"code between 'for epoch in train.epochs(n):' and the loop over batches changes weights "
+        f"in epoch {cursor.epoch}, which this worker goes on with: the state that it has received "
+        f"has that change, and is too large to be copied before it is made again; change weights "
+        f"behind the loop over batches, at the end of the epoch before, which runs once, or before "
+        f"the loop over epochs"
+    )
+
+
 def check_forward(models: Sequence[nn.Module]) -> None:
     """Refuse layers that change their weights in forward, each rank by what it has read.
 

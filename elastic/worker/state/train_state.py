@@ -222,8 +222,12 @@ class TrainState:
             live += [state["registered"][name] for name in modules]
         return deepcopy(state, {id(one): one for one in live})
 
-    def put(self, state: State) -> None:
+    def put(self, state: State, *, own: bool = True) -> None:
         """Make this state ours.
+
+        Args:
+            state: taken from the same objects.
+            own: also of those that each rank may have otherwise.
 
         Raises:
             UsageError: it is the state of other objects; nothing was changed then.
@@ -247,7 +251,8 @@ class TrainState:
             for thing, theirs in zip(getattr(self, kind), state[kind], strict=False):
                 thing.load_state_dict(theirs)
         self._unused_scalers = state["scalers"][len(self.scalers) :]
-        self._late = state["registered"]
+        registered = state["registered"].items()
+        self._late = {name: one for name, one in registered if own or name not in self.own}
         if not self._is_late:
             self.put_late()
 
