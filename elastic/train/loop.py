@@ -30,7 +30,8 @@ def epochs(total: int, *, start: int = 0) -> Iterator[int]:
     """Yield epoch numbers from the run's current epoch up to `total`.
 
     A worker that joins later receives the state of the run here, and continues in the middle of
-    the others' epoch. Models, optimizers and schedulers must be prepared before.
+    the others' epoch. Models, optimizers and schedulers must be prepared before. A call of the
+    train function has one such loop: phases of training are told by the epoch.
 
     Args:
         total: epochs of the whole run, from 0; not of this call.
@@ -38,7 +39,7 @@ def epochs(total: int, *, start: int = 0) -> Iterator[int]:
             train function has loaded.
 
     Raises:
-        UsageError: outside a train function, or no optimizer was prepared.
+        UsageError: outside a train function, no optimizer was prepared, or it is the second loop.
     """
     for name, value in (("total", total), ("start", start)):
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:

@@ -61,21 +61,18 @@ def test_the_context_tells_how_a_step_is_cut() -> None:
     assert len(loop.loader) == STEPS
 
 
-def test_epochs_begin_where_they_are_told_and_go_on_where_they_were() -> None:
-    loop = Loop.make()
+def test_epochs_begin_where_they_are_told() -> None:
+    Loop.make()
+    assert list(train.epochs(4, start=2)) == [2, 3]
 
-    def pass_through(total: int, **start: int) -> list[int]:
-        epochs = []
-        for epoch in train.epochs(total, **start):
-            epochs.append(epoch)
-            for _, x, y in loop.loader:
-                square(loop.model(x), y).backward()
-                loop.optimizer.step()
-        return epochs
 
-    assert pass_through(4, start=2) == [2, 3]
-    assert pass_through(4) == []
-    assert pass_through(6, start=1) == [4, 5]
+def test_a_second_loop_is_refused() -> None:
+    """As for the second fold of a cross-validation: all its epochs would be done."""
+    Loop.make()
+    assert list(train.epochs(2)) == [0, 1]
+    Loop.make()
+    with pytest.raises(UsageError, match=r"a loop over it came before.*train_loop_config=\{'fold'"):
+        next(train.epochs(2))
 
 
 def test_an_epoch_may_be_left_early_and_may_have_no_pass_at_all() -> None:

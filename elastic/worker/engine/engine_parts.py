@@ -98,6 +98,7 @@ class EpochLoop:
         loader: that was read last.
         by_steps: it is read as whole steps, see `train.steps`.
         ends: the step at hand is the epoch's last one.
+        is_over: the loop was left.
     """
 
     total: int = 0
@@ -107,6 +108,7 @@ class EpochLoop:
     loader: MicroBatches | None = None
     by_steps: bool = False
     ends: bool = False
+    is_over: bool = False
 
     @property
     def data(self) -> Data | None:

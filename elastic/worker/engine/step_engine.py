@@ -202,6 +202,8 @@ class StepEngine(ObjectRegistry):
         """Meet the group: everyone's objects are prepared, and get the same state."""
         if self.has_begun:
             raise UsageError("train.epochs: a loop over it is running already")
+        if self._epochs.is_over:
+            raise usage_errors.second_loop()
         usage_errors.check_forward(self.state.models)
         sync_norms = usage_errors.sync_norms(self.state.models)
         usage_errors.check_sync_norms(sync_norms)
@@ -254,6 +256,7 @@ class StepEngine(ObjectRegistry):
             return  # Also when a generator of a call that is long over is finalized.
         self._phase = IterationPhase.OUTSIDE
         self._epochs.epoch = self._epochs.passed = None
+        self._epochs.is_over = True
         self._settle_snapshot()
         self._loop.close()
         self._loop = None

@@ -22,6 +22,19 @@ def no_optimizer() -> UsageError:
     )
 
 
+def second_loop() -> UsageError:
+    """A second loop over epochs began in one call of the train function."""
+    return UsageError(
+        "train.epochs: a loop over it came before in this call of the train function. There can be "
+        "one: it continues at the run's epoch, so that another one finds its epochs done, and a "
+        "worker that joins comes to the first one while the others are in the second. For phases, "
+        "prepare everything before one loop, and choose by its epoch: features.detach() while a "
+        "part is not to be trained, learning rates in param_groups. Models of their own, as the "
+        "folds of a cross-validation, are runs of their own: call TorchTrainer(train_func, "
+        "train_loop_config={'fold': k}, run_config=RunConfig(name=f'fold-{k}')).fit() for each"
+    )
+
+
 def check_early(what: str, has_begun: bool) -> None:
     """Refuse what is prepared inside the loop.
 

@@ -386,5 +386,6 @@ def unknown_parameters(names: list[str]) -> UsageError:
     return UsageError(
         f"{', '.join(names[:3])}{more}: parameters of a prepared optimizer that required no "
         f"gradient, or were not there, when the loop over train.epochs() began, so that their "
-        f"gradients are not reduced: unfreeze and add them before it (freeze them inside it)"
+        f"gradients are not reduced: unfreeze and add them before it (until they are to be "
+        f"trained, detach() what they give)"
     )
