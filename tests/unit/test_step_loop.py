@@ -85,12 +85,45 @@ def test_an_epoch_may_be_left_early_and_may_have_no_pass_at_all() -> None:
         for count, (_, x, y) in enumerate(loop.loader):
             square(loop.model(x), y).backward()
             loop.optimizer.step()
-            if count == V:  # One step, and a bit of the second, which is forgotten.
+            if count == V - 1:
                 break
         assert train.stepped()
     assert epochs == [(0, 0), (1, 0), (2, 0)]
     assert bits(loop.plain) != before
     assert all(p.grad is None for p in loop.plain.parameters()) or train.stepped()
+
+
+def test_leaving_an_epoch_between_micro_batches_of_a_step_is_refused() -> None:
+    """Who counts iterations would leave it after another step at another number of workers."""
+    loop = Loop.make()
+
+    def one_pass(_: int) -> None:
+        for count, (_, x, y) in enumerate(loop.loader):
+            square(loop.model(x), y).backward()
+            loop.optimizer.step()
+            if count == V:
+                break
+
+    with pytest.raises(UsageError, match=r"left in the middle of step 1 of epoch 0.*get_step\(\)"):
+        each(train.epochs(2), one_pass)
+
+
+@pytest.mark.parametrize("follows", ["iterations", "steps"])
+def test_a_learning_rate_may_follow_steps_and_not_iterations(follows: str) -> None:
+    loop, context = Loop.make(), train.get_context()
+
+    def one(numbered: tuple[int, Any]) -> None:
+        it, (_, x, y) = numbered
+        at = it if follows == "iterations" else context.get_step()
+        loop.optimizer.param_groups[0]["lr"] = 0.1 / (1 + at)
+        square(loop.model(x), y).backward()
+        loop.optimizer.step()
+
+    if follows == "steps":
+        each(enumerate(loop.batches()), one)
+        return
+    with pytest.raises(UsageError, match="different learning rates in step 0 of epoch 0"):
+        each(enumerate(loop.batches()), one)
 
 
 def test_evaluation_within_an_epoch_reads_everything_and_changes_nothing() -> None:

@@ -98,6 +98,7 @@ class EpochLoop:
         loader: that was read last.
         by_steps: it is read as whole steps, see `train.steps`.
         ends: the step at hand is the epoch's last one.
+        is_cut: a pass was left while this rank had more micro-batches of a step.
         is_over: the loop was left.
     """
 
@@ -108,6 +109,7 @@ class EpochLoop:
     loader: MicroBatches | None = None
     by_steps: bool = False
     ends: bool = False
+    is_cut: bool = False
     is_over: bool = False
 
     @property
@@ -129,11 +131,13 @@ class Iteration:
         batch: the micro-batch at hand, None between two.
         share: our part of the step that it belongs to.
         asked: optimizers that were asked to step in it.
+        rates: prints of the learning rates with which they were asked to in this step, by id.
     """
 
     batch: MicroBatch | None = None
     share: StepShare | WeighedShare | None = None
     asked: list[torch.optim.Optimizer] = field(default_factory=list)
+    rates: dict[int, int] = field(default_factory=dict)
 
 
 @dataclass

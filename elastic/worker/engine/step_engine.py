@@ -188,6 +188,8 @@ class StepEngine(ObjectRegistry):
                 self._epochs.has_head = self._checkpoints.begun == epoch
                 self._keep_for_code()
                 yield epoch
+                if self._epochs.is_cut:
+                    raise usage_errors.left_within_a_step(self.cursor)
                 if self.cursor.epoch == epoch:
                     self.cursor = Cursor(epoch + 1, 0)
                 self._set_whole()
@@ -312,6 +314,7 @@ class StepEngine(ObjectRegistry):
                     break
         except GeneratorExit:
             is_over = self.has_begun  # By a `break`, or by what the loop's body raises.
+            self._epochs.is_cut = self._phase is IterationPhase.GATHERING
             raise
         finally:
             self._settle_snapshot()
@@ -454,9 +457,8 @@ class StepEngine(ObjectRegistry):
         is_last, padded = batch.micro_batch == last - 1, loop.padding.pad(batch)
         if padded is None:
             loop.reducer.begin_micro_batch(batch.micro_batch)
-        self._iteration = Iteration(
-            padded or batch, share if begins_step else self._iteration.share
-        )
+        of_step = Iteration(share=share) if begins_step else self._iteration
+        self._iteration = Iteration(padded or batch, of_step.share, rates=of_step.rates)
         self._phase = IterationPhase.DUE if is_last and padded is None else IterationPhase.GATHERING
         seed_everything(micro_batch_seed(loader.epochs.seed, self.cursor, batch.micro_batch))
         return (padded or batch).value
@@ -589,6 +591,11 @@ class StepEngine(ObjectRegistry):
         self._iteration.asked.append(optimizer)
         units, reducer = self._the_loop().units, self._the_reducer()
         unit = units[id(optimizer)]
+        if self._phase in OPEN:
+            rates = rates_print([optimizer])
+            if self._iteration.rates.setdefault(id(optimizer), rates) != rates:
+                self.state.check_still_known(units)
+                raise usage_errors.rates_within_a_step(optimizer, self.cursor)
         if self._phase is IterationPhase.GATHERING:
             reducer.unit_stepped(unit)
         if self._phase not in (IterationPhase.DUE, IterationPhase.SETTLED):

@@ -197,6 +197,30 @@ def collective_inside(cursor: Cursor, num_micro_batches: int, world_size: int) -
     )
 
 
+COUNTS = (
+    "a rank has several iterations in a step, and how many depends on the number of workers: count "
+    "by train.get_context().get_step(), or have one iteration for each step by train.steps(loader)"
+)
+
+
+def rates_within_a_step(optimizer: object, cursor: Cursor) -> UsageError:
+    """A learning rate was changed between two micro-batches of a step."""
+    return UsageError(
+        f"{type(optimizer).__name__}.step() was called with different learning rates in step "
+        f"{cursor.step} of epoch {cursor.epoch}, as by a rate that follows from the number of the "
+        f"iteration, or a scheduler without prepare_scheduler: {COUNTS}; let prepare_scheduler "
+        f"take what steps for each batch"
+    )
+
+
+def left_within_a_step(cursor: Cursor) -> UsageError:
+    """A pass was left between two micro-batches of a step, and the script goes on."""
+    return UsageError(
+        f"the loop over batches was left in the middle of step {cursor.step} of epoch "
+        f"{cursor.epoch}: {COUNTS}, and break only where train.stepped() is true"
+    )
+
+
 def step_not_stepped(cursor: Cursor) -> UsageError:
     """A step of `train.steps` was computed, and no optimizer asked to step."""
     return UsageError(
