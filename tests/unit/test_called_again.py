@@ -8,6 +8,7 @@ import functools
 import hashlib
 import pickle
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -312,6 +313,47 @@ def test_code_at_the_head_of_an_epoch_counts_once_in_a_state_that_is_received(
     monkeypatch.setattr(step_engine, "catch_up", received)
     with called(Home(), None, 2) as engine:
         assert trained(engine) == undisturbed
+
+
+def test_a_collective_that_the_others_are_past_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A function that is called again runs the code before its pass alone, and would wait."""
+    monkeypatch.setattr(step_engine, "ASK_EVERY_S", 0.0)
+    refused: dict[str, bool] = {}
+
+    def collective(engine: StepEngine, where: str) -> None:
+        place = engine.context
+        engine.enter(replace(place, world_size=2))
+        try:
+            refused[where] = False
+            engine._check_others_come()
+        except UsageError as error:
+            refused[where] = "before its first pass" in str(error)
+        finally:
+            engine.enter(place)
+
+    def trained(engine: StepEngine, life: Life) -> None:
+        model = prepare_model(nn.Linear(5, 1))
+        optimizer = prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        loader = prepare_data_loader(DataLoader(data(), batch_size=SIZE), global_batch_size=GLOBAL)
+        collective(engine, "before the loop")
+        for epoch in train.epochs(EPOCHS):
+            collective(engine, f"at the head of {epoch}")
+            for _, x, y in loader:
+                square(model(x), y).backward()
+                optimizer.step()
+                collective(engine, "in a pass")
+                if engine.cursor == Cursor(0, 1) and train.stepped():
+                    monkeypatch.setattr(step_engine, "others_are", lambda **_: True)
+                    life.line(engine, 0)
+            collective(engine, "behind a pass")
+        collective(engine, "behind the loop")
+
+    Life(lambda number: True, by_order=True).live(trained)
+    assert [where for where, is_it in refused.items() if is_it] == [
+        "before the loop",
+        "at the head of 0",
+    ]
+    assert len(refused) == 6
 
 
 def test_weights_changed_at_the_head_of_an_epoch_are_refused_where_no_copy_is_made(

@@ -13,8 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from elastic.errors import UsageError
 from elastic.worker.group import c10d
-from elastic.worker.group.abortable_wait import MESSAGES, AbortableWait
+from elastic.worker.group.abortable_wait import MESSAGES, AbortableWait, checked
 from elastic.worker.group.collective_watch import seen_stack
 from elastic.worker.group.gloo_threads import IdleDetector
 from elastic.worker.process.broken_group_hold import _checked_at
@@ -115,6 +116,18 @@ def test_a_wait_is_given_up_once_the_life_has_let_go(
     thread.join(DEADLINE_S)
     assert "the group is over" in errors[0]
     work.done.set()
+
+
+def test_a_wait_that_lasts_may_be_found_to_be_in_vain(waits: AbortableWait) -> None:
+    def check() -> None:
+        raise UsageError("the others do not come")
+
+    over, lasting = PlayedWork(), PlayedWork()
+    over.done.set()
+    with checked(check, while_waiting=True):
+        assert waits.wait(real, over) is True
+        with pytest.raises(UsageError, match="the others do not come"):
+            waits.wait(real, lasting)
 
 
 def test_messages_are_waited_for_together(waits: AbortableWait, life: PlayedLife) -> None:

@@ -182,6 +182,39 @@ def share_latest(group: Any, cursors: Sequence[Cursor], logbook: Logbook) -> Non
             logbook.take_latest(rows[cursors.index(furthest)])
 
 
+BEGUN, INSIDE = "begun", "inside"
+
+
+def note_place(*, is_inside: bool) -> None:
+    """Let the members of a new group know that we do not come from the script's beginning.
+
+    Args:
+        is_inside: we are in a pass, and no more at the head of its epoch.
+
+    Raises:
+        RuntimeError: the group broke.
+    """
+    if (store := _store()) is not None:
+        for key in (BEGUN, INSIDE) if is_inside else (BEGUN,):
+            store.set(key, b"1")
+
+
+def others_are(*, is_inside: bool) -> bool:
+    """Return whether any member has noted that; known soon after the group stands.
+
+    Args:
+        is_inside: it is in a pass; if not, it has begun the loop.
+    """
+    store = _store()
+    return store is not None and bool(store.check([INSIDE if is_inside else BEGUN]))
+
+
+def _store() -> Any:
+    if not dist.is_initialized():
+        return None
+    return dist.PrefixStore("loop", dist.distributed_c10d._get_default_store())
+
+
 @dataclass(frozen=True)
 class MemberInfo:
     """What a member reports of itself when a group meets.

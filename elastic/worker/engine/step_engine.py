@@ -54,7 +54,12 @@ from elastic.worker.engine.engine_parts import (
     PresentGroup,
     RunningLoop,
 )
-from elastic.worker.engine.group_sync import share_book, share_latest
+from elastic.worker.engine.group_sync import (
+    note_place,
+    others_are,
+    share_book,
+    share_latest,
+)
 from elastic.worker.engine.logbook import Logbook
 from elastic.worker.engine.outcome import is_group_broken
 from elastic.worker.engine.preparation import ObjectRegistry
@@ -92,6 +97,9 @@ from elastic.worker.state.train_state import State
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+ASK_EVERY_S = 1.0
+"""How often a collective before the loop asks the group's store whether others are in it."""
 
 
 class StepEngine(ObjectRegistry):
@@ -136,6 +144,9 @@ class StepEngine(ObjectRegistry):
         self._group = PresentGroup()
         self._iteration = Iteration()
         self._phase = IterationPhase.OUTSIDE
+        # When we asked last whether others are in the loop, while we wait before it.
+        self._asked_s = 0.0
+        self.at_close.enter_context(checked(self._check_others_come, while_waiting=True))
 
     def configure(self, options: Mapping[str, Any]) -> None:
         """Take what the user chose, from what is known of this call."""
@@ -258,7 +269,7 @@ class StepEngine(ObjectRegistry):
             return  # Also when a generator of a call that is long over is finalized.
         self._phase = IterationPhase.OUTSIDE
         self._epochs.epoch = self._epochs.passed = None
-        self._epochs.is_over = True
+        self._epochs.is_over, self._epochs.has_head = True, False
         self._settle_snapshot()
         self._loop.close()
         self._loop = None
@@ -496,6 +507,20 @@ class StepEngine(ObjectRegistry):
             raise usage_errors.collective_inside(
                 self.cursor, partition.num_micro_batches, partition.world_size
             )
+
+    def _check_others_come(self) -> None:
+        """Refuse a collective that others are past: they are in the loop, and wait for us.
+
+        That is one before the loop, or at the head of an epoch in whose pass they are.
+        """
+        epochs, place, now_s = self._epochs, self._place, time.monotonic()
+        is_before = not (self.has_begun or epochs.is_over)
+        if place is None or not (is_before or epochs.has_head) or place.world_size == 1:
+            return
+        if now_s - self._asked_s >= ASK_EVERY_S:
+            self._asked_s = now_s
+            if others_are(is_inside=epochs.has_head):
+                raise usage_errors.collective_before(place.world_rank)
 
     def _close_iteration(self, is_first: bool) -> None:
         """The loop asks for more: the user's code for the last micro-batch, or step, is through."""
@@ -823,10 +848,12 @@ class StepEngine(ObjectRegistry):
                 if self.options.recovery in ("reenter", "restart"):
                     raise GroupChanged("the group changes", self.context.generation) from error
                 self.groups.rejoin(self.context.generation, error, at_boundary)
-            stays = at_boundary = False
+            comes_again, stays, at_boundary = not stays, False, False
             self._group = PresentGroup()
             timing.switch(REFORM if self._has_state else RESTORE)
             try:
+                if comes_again:
+                    note_place(is_inside=self._epochs.epoch is not None)
                 num_bytes = self._agree()
                 break
             except (RuntimeError, GroupError) as failure:

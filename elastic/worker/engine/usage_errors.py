@@ -221,6 +221,18 @@ def left_within_a_step(cursor: Cursor) -> UsageError:
     )
 
 
+def collective_before(rank: int) -> UsageError:
+    """The script called a collective before its first pass, and other ranks do not come there."""
+    return UsageError(
+        f"rank {rank} called a collective before its first pass over a prepared loader, and other "
+        f"ranks are in the loop over train.epochs(): a worker that joins them, or whose train "
+        f"function is called again, runs that code alone, and would wait for ever. Let every "
+        f"worker do there what it needs by itself: download once for each node under a file lock, "
+        f"give values in train_loop_config, keep others by train.register(...); collectives belong "
+        f"behind a pass, or where train.stepped() is true"
+    )
+
+
 def step_not_stepped(cursor: Cursor) -> UsageError:
     """A step of `train.steps` was computed, and no optimizer asked to step."""
     return UsageError(

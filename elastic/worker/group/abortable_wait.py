@@ -38,16 +38,18 @@ MESSAGES = frozenset((12, 13, 14))
 
 Wait = Callable[..., Any]
 _checks: list[Callable[[], None]] = []
+_checks_while_waiting: list[Callable[[], None]] = []
 
 
 @contextmanager
-def checked(check: Callable[[], None]) -> Iterator[None]:
-    """Call this before the main thread waits for a collective; it may raise."""
-    _checks.append(check)
+def checked(check: Callable[[], None], *, while_waiting: bool = False) -> Iterator[None]:
+    """Call this before the main thread waits for a collective, or while it does; it may raise."""
+    checks = _checks_while_waiting if while_waiting else _checks
+    checks.append(check)
     try:
         yield
     finally:
-        _checks.remove(check)
+        checks.remove(check)
 
 
 class AbortableWait:
@@ -82,10 +84,10 @@ class AbortableWait:
             return self._in_another_thread(
                 resources, lambda: _each(real, [work], resources.timeout)
             )
-        if threading.current_thread() is threading.main_thread():
-            for check in _checks:
-                check()
-        return _in_slices(resources, real, work)
+        is_main = threading.current_thread() is threading.main_thread()
+        for check in _checks if is_main else ():
+            check()
+        return _in_slices(resources, real, work, _checks_while_waiting if is_main else ())
 
     def wait_messages(self, real: Wait, works: Sequence[Any]) -> None:
         """Wait for messages that gloo carries, one after the other, whatever the backend.
@@ -113,7 +115,9 @@ class AbortableWait:
         return answer.take()
 
 
-def _in_slices(resources: GroupResources, real: Wait, work: Any) -> Any:
+def _in_slices(
+    resources: GroupResources, real: Wait, work: Any, checks: Sequence[Callable[[], None]]
+) -> Any:
     over = _Over(resources)
     while True:
         began = time.monotonic()
@@ -126,6 +130,8 @@ def _in_slices(resources: GroupResources, real: Wait, work: Any) -> Any:
                 raise  # An error, not the end of the slice.
             if over.is_certain():
                 raise over.error() from None
+        for check in checks:
+            check()
 
 
 def _each(real: Wait, works: Sequence[Any], *timeout: timedelta) -> bool:
