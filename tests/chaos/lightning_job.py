@@ -6,6 +6,7 @@ Lightning's own demo, a tiny transformer, learns the text of CPython's standard 
 from __future__ import annotations
 
 import argparse
+import csv
 import logging
 import time
 from pathlib import Path
@@ -13,9 +14,10 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.demos import Transformer
 from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader, Dataset
 
 from elastic import train
@@ -94,6 +96,12 @@ class Struck(BoringModel):
         }
 
 
+def saved(callback: Any) -> list[Any]:
+    """Return what a callback has decided, with names of files, which are those of the run."""
+    best = {Path(path).name: float(score) for path, score in callback.best_k_models.items()}
+    return [Path(callback.best_model_path).name, Path(callback.last_model_path).name, best]
+
+
 class Watch(Callback):
     """Traces every step, and stops when the job may end."""
 
@@ -114,6 +122,7 @@ class Watch(Callback):
                 counted=[trainer.global_step, trainer.current_epoch, batch_idx],
                 loss=float(outputs["loss"]),
                 logged=seen,
+                saved=[saved(one) for one in trainer.checkpoint_callbacks],
             )
         if float(metrics.get("over", 0)) > 0 or train.get_logged()["over"] > 0:
             trainer.should_stop = True
@@ -145,6 +154,38 @@ def build(config: dict, **options: Any) -> tuple[Trainer, Struck, list[DataLoade
     return Trainer(**(stock | options)), Struck(config), loaders
 
 
+def written(folder: str) -> dict[str, Any]:
+    """Return Trainer options to log every step, and to save what is best and what is newest."""
+    best = ModelCheckpoint(monitor="val_loss", save_top_k=2, save_last=True)
+    return {
+        "logger": CSVLogger(folder),
+        "log_every_n_steps": 1,
+        "enable_checkpointing": True,
+        "enable_progress_bar": True,
+        "callbacks": [
+            Watch(),
+            EarlyStopping("val_loss", patience=10**9),
+            best,
+            ModelCheckpoint(),
+        ],
+    }
+
+
+def check_written(trainer: Any) -> None:
+    """Check that whatever the Trainer was to write is there, and each row once."""
+    for one in trainer.checkpoint_callbacks:
+        paths = [*one.best_k_models, one.best_model_path, one.last_model_path]
+        missing = [path for path in paths if path and not Path(path).exists()]
+        assert not missing, missing
+    with open(Path(trainer.logger.log_dir, "metrics.csv"), newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [int(row["step"]) for row in rows if row["loss_step"]] == list(
+        range(trainer.global_step)
+    )
+    judged = [int(row["step"]) for row in rows if row["val_loss"]]
+    assert judged == sorted(set(judged))
+
+
 def train_func(config: dict) -> dict[str, Any]:
     """Train, and say what was logged."""
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -152,8 +193,11 @@ def train_func(config: dict) -> dict[str, Any]:
         config,
         strategy=RayDDPStrategy(global_batch_size=GLOBAL_BATCH, find_unused_parameters=True),
         plugins=[RayLightningEnvironment()],
+        **(written(f"{config['trace']}/written") if config["trace"] else {}),
     )
     prepare_trainer(trainer).fit(module, *loaders)
+    if config["trace"]:
+        check_written(trainer)
     logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
     result = {"steps": trainer.global_step, "epochs": trainer.current_epoch, "logged": logged}
     train.report(result)

@@ -52,7 +52,8 @@ class RayTrainReportCallback(Callback):
         metrics = {name: value.item() for name, value in trainer.callback_metrics.items()}
         metrics |= {"epoch": trainer.current_epoch, "step": trainer.global_step}
         with tempfile.TemporaryDirectory() as folder:
-            trainer.save_checkpoint(Path(folder, self.CHECKPOINT_NAME), weights_only=False)
+            if trainer.is_global_zero:  # The folder is gone when another worker is the first one.
+                trainer.save_checkpoint(Path(folder, self.CHECKPOINT_NAME), weights_only=False)
             has_file = any(Path(folder).iterdir())
             report(metrics, checkpoint=Checkpoint.from_directory(folder) if has_file else None)
 

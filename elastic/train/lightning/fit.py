@@ -11,9 +11,11 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar
+from lightning.pytorch.loggers.utilities import _log_hyperparams
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from elastic.errors import UsageError
+from elastic.train.lightning.files import Files
 from elastic.train.loaders import PreparedLoader
 from elastic.train.session import require_engine
 from elastic.worker.engine.whole_step import WholeStep
@@ -85,6 +87,7 @@ class Fit:
     Attributes:
         logged: what training_step has logged in the current step, by name.
         loader: yields the training data.
+        files: what only the first worker writes.
     """
 
     def __init__(
@@ -111,6 +114,8 @@ class Fit:
         self._parameters = [
             one for group in strategy.optimizers[0].param_groups for one in group["params"]
         ]
+        # Before the first exchange of state, from which all have the first worker's.
+        self.files = Files(trainer)
         module = trainer.lightning_module
         before = module._on_before_batch_transfer
 
@@ -143,7 +148,7 @@ class Fit:
         self._epochs = engine.epochs(total, trainer.current_epoch, done)
         self._epoch = next(self._epochs, sys.maxsize)
         progress.ready = progress.started = progress.processed  # The loop starts the epoch.
-        self._take_place(begins=True)
+        self.take_place(begins=True)
 
     # ------------------------------------------------------------------- epochs and steps
 
@@ -160,7 +165,7 @@ class Fit:
             self._epoch = next(self._epochs, sys.maxsize)
         self._steps, self._is_open = loader.steps(), True
         for step in self._steps:
-            self._take_place()
+            self.take_place()
             self.logged = {}
             yield step
 
@@ -170,6 +175,7 @@ class Fit:
             self._engine.end_epoch()
             next(self._steps, None)
             self._is_open, self._passed = False, self._epoch
+            self.take_place()
 
     def _pass_gate(self, loader: PreparedLoader) -> None:
         """Pass the end of an epoch that was over when this worker joined."""
@@ -189,6 +195,11 @@ class Fit:
         if close is not None:
             close()
 
+    def close(self) -> None:
+        """Give the module, its callbacks and loggers their own methods back."""
+        self.files.close()
+        vars(self._trainer.lightning_module).pop("_on_before_batch_transfer", None)
+
     # ------------------------------------------------------------------- a step
 
     def computed(self, averages: Mapping[str, float], samples: int) -> None:
@@ -203,7 +214,8 @@ class Fit:
         for key in [key for key in self._results if key in results]:
             _add(results[key], self._results.pop(key))
         self._gradients = [one.grad for one in self._parameters]
-        self._take_place()
+        self.files.written()
+        self.take_place()
 
     def put_gradients(self) -> None:
         """Set `p.grad` to the step's gradient, for every parameter."""
@@ -211,15 +223,23 @@ class Fit:
             parameter.grad = gradient
         self._gradients = []
 
-    def _take_place(self, *, begins: bool = False) -> None:
-        """Update Lightning's rank; a worker that becomes the first one enables progress bars."""
-        before = self._strategy.global_rank
-        if self._strategy_takes_place() == 0 and before and not begins:
-            for one in self._trainer.callbacks:
-                if isinstance(one, ProgressBar):
-                    one.enable()
-                    one.on_train_start(self._trainer, self._trainer.lightning_module)
-                    one.on_train_epoch_start(self._trainer, self._trainer.lightning_module)
+    def take_place(self, *, begins: bool = False) -> None:
+        """Update Lightning's rank; a worker that becomes the first one writes and shows progress.
+
+        To be called before anything of a step is computed, too.
+        """
+        before, trainer = self._strategy.global_rank, self._trainer
+        if self._strategy_takes_place() != 0 or not before:
+            return
+        self.files.take_over()
+        if begins:
+            _log_hyperparams(trainer)
+        for one in trainer.callbacks:
+            if isinstance(one, ProgressBar):
+                one.enable()
+                if not begins:
+                    one.on_train_start(trainer, trainer.lightning_module)
+                    one.on_train_epoch_start(trainer, trainer.lightning_module)
 
     # ------------------------------------------------------------------- the run's state
 
@@ -247,6 +267,7 @@ class Fit:
                     for key, one in loop._results.items()
                     if not one.has_reset and one.meta.on_epoch
                 },
+                "files": self.files.state_dict(),
                 "callbacks": {one.state_key: one.state_dict() for one in trainer.callbacks},
             }
         )
@@ -277,6 +298,7 @@ class Fit:
                 vars(loop._results[key]).update(values)
             else:
                 self._results[key] = values  # How to reduce them is not known yet.
+        self.files.load_state_dict(state["files"])
         for one in trainer.callbacks:
             if state["callbacks"].get(one.state_key):
                 one.load_state_dict(state["callbacks"][one.state_key])

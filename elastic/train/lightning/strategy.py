@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -157,9 +158,33 @@ class RayDDPStrategy(strategies.SingleDeviceStrategy):
 
     def teardown(self) -> None:
         """End the fit also if it was over before this worker started it."""
-        if self._fit is not None and sys.exc_info()[0] is None:
-            self._fit.end()
+        fit, self._fit = self._fit, None
+        if fit is not None:
+            if sys.exc_info()[0] is None:
+                fit.end()
+            fit.close()
         super().teardown()
+
+    # ------------------------------------------------------------------- files
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
+    ) -> None:
+        """Write a file on the first worker; if it is lost meanwhile, on the next first one."""
+        if self._fit is None:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
+        save = self.checkpoint_io.save_checkpoint
+        self._fit.files.write(
+            filepath, partial(save, checkpoint, filepath, storage_options=storage_options)
+        )
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Remove a file, on the worker that writes them."""
+        if self._fit is None:
+            super().remove_checkpoint(filepath)
+            return
+        self._fit.files.remove(filepath, partial(self.checkpoint_io.remove_checkpoint, filepath))
 
     def _the_trainer(self) -> Trainer:
         module = self.lightning_module
@@ -182,8 +207,11 @@ class RayDDPStrategy(strategies.SingleDeviceStrategy):
             return super().training_step(*args, **named)
         module, output = self._the_trainer().lightning_module, None
 
+        fit = self._fit
+
         def compute(batch: Any) -> dict[str, Any]:
             nonlocal output
+            fit.take_place()  # The group may have changed: see `Files`.
             batch = module._on_before_batch_transfer(batch, dataloader_idx=0)
             batch = self.batch_to_device(batch)
             with taken_log(module) as logged:
@@ -196,11 +224,11 @@ class RayDDPStrategy(strategies.SingleDeviceStrategy):
                 )
             super(RayDDPStrategy, self).backward(loss, self.optimizers[0])
             step.add(samples=extract_batch_size(batch))
-            self._fit.logged.update(logged)  # type: ignore[union-attr]
+            fit.logged.update(logged)
             return {LOSS: loss, **{name: value for name, (value, _) in logged.items()}}
 
         averages = step.run(compute)
-        self._fit.computed(averages, int(step.sums.get("samples", 1)))
+        fit.computed(averages, int(step.sums.get("samples", 1)))
         loss = torch.tensor(averages.get(LOSS, 0.0), device=self.root_device)
         return {**output, "loss": loss} if isinstance(output, Mapping) else loss
 

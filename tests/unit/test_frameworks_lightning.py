@@ -1,0 +1,153 @@
+"""Lightning's files, in this process."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, Trainer, callbacks
+from lightning.pytorch.demos.boring_classes import BoringModel
+from torch.utils.data import DataLoader, Dataset
+
+from elastic.train.lightning import RayDDPStrategy, RayLightningEnvironment
+from elastic.train.lightning import strategy as of_strategy
+from elastic.train.lightning.files import _Rows
+from tests.unit.engine_under_test import inside_a_run, inside_again
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # Of Lightning: its own.
+_inside = pytest.fixture(autouse=True, name="_inside")(inside_a_run)
+STEPS = 4
+"""Of an epoch."""
+
+
+class Numbers(Dataset):
+    def __len__(self) -> int:
+        return 2 * STEPS
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.full((32,), index / 8)
+
+
+class Module(BoringModel):
+    """Logs what it does; `do` is called in each training step."""
+
+    def __init__(self, do: Callable[[Any], Any] = lambda module: None) -> None:
+        torch.manual_seed(0)
+        super().__init__()
+        self.do = do
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.do(self)
+        loss = self.step(batch)
+        self.log("loss", loss, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.step(batch))
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(Numbers(), batch_size=2)
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(Numbers(), batch_size=4)
+
+
+def fitted(folder: Path, module: Any = None, *others: Callback, **named: Any) -> Any:
+    """Train with the logger and the checkpoints that a Trainer has by default."""
+    options: dict[str, Any] = {"max_epochs": 2, "log_every_n_steps": 1, "max_steps": -1}
+    with inside_again():
+        trainer = Trainer(
+            strategy=RayDDPStrategy(), plugins=[RayLightningEnvironment()],
+            default_root_dir=folder, callbacks=list(others), enable_model_summary=False,
+            enable_progress_bar=False, num_sanity_val_steps=0, **(options | named),
+        )  # fmt: skip
+        trainer.fit(module or Module())
+    return trainer
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(str(one.relative_to(folder)) for one in folder.rglob("*") if one.is_file())
+
+
+class Copying(Callback):
+    """Copies the folder of the first worker as it is if that dies after the first epoch's end."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        self.copy(trainer, "nothing")
+
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        self.copy(trainer, "all")
+
+    def copy(self, trainer: Any, written: str) -> None:
+        if trainer.global_step == STEPS:
+            shutil.copytree(self.folder, self.folder.with_name(written))
+
+
+class Succeeding(Callback):
+    """Becomes the first worker in the step after the epoch whose end the first one died in."""
+
+    def __init__(self, folder: Path, written: str, ranks: list[int]) -> None:
+        self.folder, self.written, self.ranks = folder, written, ranks
+
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step == STEPS:
+            assert not any("step" in one for one in files(self.folder))
+            shutil.copytree(self.folder.with_name(self.written), self.folder, dirs_exist_ok=True)
+            self.ranks[0] = 0
+
+
+@pytest.mark.parametrize("written", ["nothing", "all"])
+def test_the_next_first_worker_writes_what_the_lost_one_has_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written: str
+) -> None:
+    folder, again = tmp_path / "whole", tmp_path / "again"
+    best = {"monitor": "val_loss", "save_last": True, "save_top_k": 1}
+    whole = fitted(folder, None, Copying(folder), callbacks.ModelCheckpoint(**best))
+    ranks = [1]
+    monkeypatch.setattr(of_strategy, "current_rank", lambda: ranks[0])
+    trainer = fitted(
+        again, None, Succeeding(again, written, ranks), callbacks.ModelCheckpoint(**best)
+    )
+    assert ranks == [0]
+    assert files(again) == files(folder)
+    for name in files(folder):
+        if name.endswith("csv"):
+            assert (again / name).read_text() == (folder / name).read_text()
+        elif name.endswith("ckpt"):
+            right, mine = (torch.load(one / name, weights_only=False) for one in (folder, again))
+            assert mine["loops"] == right["loops"]
+            for weight, other in zip(
+                right["state_dict"].items(), mine["state_dict"].items(), strict=True
+            ):
+                assert torch.equal(weight[1], other[1])
+    relative = [Path(one.checkpoint_callback.best_model_path).name for one in (whole, trainer)]
+    assert relative[0] == relative[1]
+
+
+def test_a_name_that_an_earlier_run_has_used_gets_a_version_on_all_workers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for rank in (0, 1):
+        monkeypatch.setattr(of_strategy, "current_rank", lambda rank=rank: rank)
+        if rank == 0:
+            fitted(tmp_path, None, callbacks.ModelCheckpoint(tmp_path / "saved", "best"))
+        saves = callbacks.ModelCheckpoint(tmp_path / "saved", "best")
+        fitted(tmp_path, None, saves)
+        assert Path(saves.best_model_path).name == f"best-v{1 + rank}.ckpt"
+
+
+def test_rows_of_later_steps_and_a_torn_row_are_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.csv"
+    path.write_text("epoch,loss,step\n0,1.5,0\n0,1.25,1\n0,1.0,2\n1,")
+    rows = _Rows(str(tmp_path), before=2)
+    rows.log_metrics({"loss": 1.0, "other": 2.0}, 2)
+    rows.save()
+    lines = path.read_text().splitlines()
+    assert lines == ["epoch,loss,other,step", "0,1.5,,0", "0,1.25,,1", ",1.0,2.0,2"]
