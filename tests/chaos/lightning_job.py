@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, ModelCheckpoint
 from lightning.pytorch.demos import Transformer
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loggers import CSVLogger
@@ -165,6 +165,7 @@ def written(folder: str) -> dict[str, Any]:
         "callbacks": [
             Watch(),
             EarlyStopping("val_loss", patience=10**9),
+            EMAWeightAveraging(decay=0.9),
             best,
             ModelCheckpoint(),
         ],

@@ -1,4 +1,4 @@
-"""Lightning's files, in this process."""
+"""Lightning's files, and its callbacks' state, in this process."""
 
 from __future__ import annotations
 
@@ -129,6 +129,48 @@ def test_the_next_first_worker_writes_what_the_lost_one_has_not(
                 assert torch.equal(weight[1], other[1])
     relative = [Path(one.checkpoint_callback.best_model_path).name for one in (whole, trainer)]
     assert relative[0] == relative[1]
+
+
+class Seen(Exception):
+    """Ends a fit."""
+
+
+class Joining(Callback):
+    """Receives the state of another worker."""
+
+    def __init__(self, state: dict[str, Any]) -> None:
+        self.state, self.found = state, {}
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        fit = trainer.strategy._fit
+        fit.load_state_dict(self.state)
+        self.found = fit.state_dict()
+        raise Seen
+
+
+class Asked(Callback):
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step == STEPS + 1:
+            self.state = trainer.strategy._fit.state_dict()
+
+
+def test_a_joiner_has_the_folders_and_the_averages_of_the_run(tmp_path: Path) -> None:
+    def averages() -> Callback:
+        return callbacks.EMAWeightAveraging(decay=0.5)
+
+    asked = Asked()
+    whole = fitted(tmp_path, None, asked, averages())
+    joining = Joining(asked.state)
+    with pytest.raises(Seen):
+        fitted(tmp_path, None, joining, averages())
+    assert joining.found["files"] == asked.state["files"]
+    (logger,) = whole.loggers
+    assert joining.found["files"]["versions"] == [logger.version] == [0]
+    mine, right = joining.found["hooked"], asked.state["hooked"]
+    assert mine["averaging_state"] == right["averaging_state"]
+    for name, value in right["state_dict"].items():
+        assert torch.equal(mine["state_dict"][name], value)
+        assert not torch.equal(right["current_model_state"][name], value)
 
 
 def test_a_name_that_an_earlier_run_has_used_gets_a_version_on_all_workers(

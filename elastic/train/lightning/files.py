@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
@@ -35,13 +34,12 @@ OF_CALLBACK = (
 class Files:
     """The files of one call of `trainer.fit`."""
 
-    def __init__(self, trainer: Trainer) -> None:
-        """Begin with what is there; the callbacks must be set up."""
-        self._trainer: Any = trainer
+    def __init__(self, trainer: Any) -> None:
+        """Begin with what is there; the Trainer's callbacks must be set up."""
+        self._trainer = trainer
         # Writes of the others, with the step that a logger's row is of.
         self._kept: list[tuple[int | None, Callable[[], Any]]] = []
-        callbacks = self._trainer.callbacks
-        self._checkpoints = [one for one in callbacks if isinstance(one, ModelCheckpoint)]
+        self._checkpoints = [one for one in trainer.callbacks if isinstance(one, ModelCheckpoint)]
         self._paths = {path for one in self._checkpoints for path in _files_of(one)}
         for one in self._checkpoints:
             vars(one)["file_exists"] = lambda path, trainer: str(path) in self._paths

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.loggers.utilities import _log_hyperparams
 from lightning.pytorch.strategies import SingleDeviceStrategy
@@ -268,9 +268,27 @@ class Fit:
                     if not one.has_reset and one.meta.on_epoch
                 },
                 "files": self.files.state_dict(),
+                "data": trainer.datamodule.state_dict() if trainer.datamodule else {},
+                "hooked": self._hooked(),
                 "callbacks": {one.state_key: one.state_dict() for one in trainer.callbacks},
             }
         )
+
+    def _hooked(self) -> dict[str, Any]:
+        """Return what hooks keep in a checkpoint that is no state of their own, as averages are."""
+        trainer, module = self._trainer, self._trainer.lightning_module
+        hooks = [one for one in trainer.callbacks if _has_hook(one, Callback)]
+        if not hooks and not _has_hook(module, LightningModule):
+            return {}
+        checkpoint = {
+            "epoch": trainer.current_epoch,
+            "global_step": trainer.global_step,
+            "state_dict": dict(module.state_dict()),
+        }
+        for one in hooks:
+            one.on_save_checkpoint(trainer, module, checkpoint)
+        module.on_save_checkpoint(checkpoint)
+        return checkpoint
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from the state of another worker, or of a checkpoint."""
@@ -302,6 +320,13 @@ class Fit:
         for one in trainer.callbacks:
             if state["callbacks"].get(one.state_key):
                 one.load_state_dict(state["callbacks"][one.state_key])
+        if trainer.datamodule and state["data"]:
+            trainer.datamodule.load_state_dict(state["data"])
+        if state["hooked"]:
+            module = trainer.lightning_module
+            for one in trainer.callbacks:
+                one.on_load_checkpoint(trainer, module, state["hooked"])
+            module.on_load_checkpoint(state["hooked"])
 
 
 def _whole(progress: Mapping[str, Any], done: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -331,3 +356,7 @@ def _add(metric: Any, before: Mapping[str, Any]) -> None:
             setattr(metric, name, value + getattr(metric, name))
     else:
         metric.value = metric.meta.reduce_fx(before["value"], metric.value)
+
+
+def _has_hook(thing: Any, base: type) -> bool:
+    return type(thing).on_save_checkpoint is not base.on_save_checkpoint  # type: ignore[attr-defined]
