@@ -1,9 +1,10 @@
-"""Lightning's files, and its callbacks' state, in this process."""
+"""Lightning's files, its callbacks' state, and what is refused, in this process."""
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ import torch
 from lightning.pytorch import Callback, Trainer, callbacks
 from lightning.pytorch.demos.boring_classes import BoringModel
 from torch.utils.data import DataLoader, Dataset
+from torchmetrics import MeanMetric
 
+from elastic.errors import UsageError
 from elastic.train.lightning import RayDDPStrategy, RayLightningEnvironment
 from elastic.train.lightning import strategy as of_strategy
 from elastic.train.lightning.files import _Rows
@@ -38,7 +41,7 @@ class Module(BoringModel):
     def __init__(self, do: Callable[[Any], Any] = lambda module: None) -> None:
         torch.manual_seed(0)
         super().__init__()
-        self.do = do
+        self.do, self.metric = do, MeanMetric()
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.do(self)
@@ -183,6 +186,127 @@ def test_a_name_that_an_earlier_run_has_used_gets_a_version_on_all_workers(
         saves = callbacks.ModelCheckpoint(tmp_path / "saved", "best")
         fitted(tmp_path, None, saves)
         assert Path(saves.best_model_path).name == f"best-v{1 + rank}.ckpt"
+
+
+class Thing:
+    def __init__(self, rows: list[torch.Tensor]) -> None:
+        self.rows = torch.stack(rows)
+
+
+class Things(Module):
+    """Batches are of a class that Lightning knows nothing about; logs in other hooks, too."""
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(Numbers(), batch_size=1, collate_fn=Thing)
+
+    def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
+        return batch
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.mean = batch.rows.mean()
+        return super().training_step(batch.rows, batch_idx)
+
+    def on_after_backward(self) -> None:
+        self.log("mean", self.mean, on_epoch=True)
+
+    val_dataloader: Any = None
+
+
+def test_batches_of_any_class_and_logs_of_other_hooks_count_by_samples(tmp_path: Path) -> None:
+    trainer = fitted(tmp_path, Things(), accumulate_grad_batches=2, limit_train_batches=6)
+    assert trainer.global_step == 6
+    assert trainer.callback_metrics["mean_epoch"] == sum(range(6)) / 6 / 8
+
+
+def test_batches_have_the_precision_of_the_weights(tmp_path: Path) -> None:
+    trainer = fitted(tmp_path, precision="64-true")
+    assert trainer.callback_metrics["loss_epoch"].isfinite()
+    assert trainer.lightning_module.layer.weight.dtype == torch.float64
+
+
+def updates(module: Any) -> None:
+    module.metric.update(1.0)
+
+
+def logs_sometimes(module: Any) -> None:
+    module.calls = getattr(module, "calls", 0) + 1
+    if module.calls % 2:
+        module.log("odd", 1.0)
+
+
+class Several(Module):
+    def train_dataloader(self) -> Any:
+        return {"a": DataLoader(Numbers(), batch_size=2)}
+
+
+class Skipping(Module):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        return -1 if batch_idx == 1 else None
+
+
+class Reading(Module):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        for _ in batch:
+            pass
+
+
+def twice(folder: Path) -> None:
+    with inside_again():
+        trainer = Trainer(
+            strategy=RayDDPStrategy(), plugins=[RayLightningEnvironment()], max_epochs=1,
+            default_root_dir=folder, logger=False, enable_checkpointing=False,
+        )  # fmt: skip
+        for _ in range(2):
+            trainer.fit(Module())
+
+
+SAVES = callbacks.ModelCheckpoint
+
+
+@pytest.mark.parametrize(
+    ("begin", "says"),
+    [
+        (lambda folder: fitted(folder, Module(updates)), "MeanMetric adds up"),
+        (
+            lambda folder: fitted(
+                folder, Module(lambda module: module.log("n", 1.0, reduce_fx="sum"))
+            ),
+            "leave reduce_fx out",
+        ),
+        (
+            lambda folder: fitted(folder, Module(logs_sometimes), accumulate_grad_batches=2),
+            "1 of the 2 micro-batches",
+        ),
+        (lambda folder: fitted(folder, Several()), "the training loaders are a dict"),
+        (lambda folder: fitted(folder, Skipping()), r"trainer\.should_stop = True"),
+        (lambda folder: fitted(folder, Reading()), "read them there"),
+        (twice, "for the second time"),
+        (lambda folder: fitted(folder, max_time={"hours": 1}), "max_time or a Timer"),
+        (lambda folder: fitted(folder, val_check_interval="00:10:00:00"), "as a time"),
+        (
+            lambda folder: fitted(
+                folder, None, SAVES(folder, train_time_interval=timedelta(hours=1))
+            ),
+            "every_n_train_steps",
+        ),
+        (lambda folder: fitted(folder, None, SAVES(folder, save_last="link")), "save_last=True"),
+        (
+            lambda folder: fitted(folder, None, callbacks.StochasticWeightAveraging(0.1)),
+            "use WeightAveraging",
+        ),
+        (
+            lambda folder: fitted(folder, None, callbacks.GradientAccumulationScheduler({1: 2})),
+            "steps have one size",
+        ),
+        (
+            lambda folder: fitted(folder, accumulate_grad_batches=4, limit_train_batches=6),
+            "limit_train_batches=6",
+        ),
+    ],
+)
+def test_what_would_go_wrong_is_refused_by_name(tmp_path: Path, begin: Any, says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        begin(tmp_path)
 
 
 def test_rows_of_later_steps_and_a_torn_row_are_left_out(tmp_path: Path) -> None:

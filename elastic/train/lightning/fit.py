@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,6 +13,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.loggers.utilities import _log_hyperparams
 from lightning.pytorch.strategies import SingleDeviceStrategy
+from torchmetrics import Metric
 
 from elastic.errors import UsageError
 from elastic.train.lightning.files import Files
@@ -20,33 +21,82 @@ from elastic.train.loaders import PreparedLoader
 from elastic.train.session import require_engine
 from elastic.worker.engine.whole_step import WholeStep
 
+NAME = "lightning.Trainer"
+"""Of a Fit in the run's state."""
 LOG_ARGUMENTS = ("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx")
 """Positional arguments of `LightningModule.log`, after the name and the value."""
+MEANS = ("mean", "avg", torch.mean)
+"""The values of `reduce_fx` that mean the mean."""
 LOSS = "_loss"
 """Name of the loss among logged values; the "_" keeps it out of reports."""
 
 
 @contextmanager
-def taken_log(module: LightningModule) -> Iterator[dict[str, tuple[Any, dict[str, Any]]]]:
-    """Capture what is logged inside, by name: the value, and its logging arguments."""
+def taken_log(
+    module: LightningModule, metrics: Sequence[Metric]
+) -> Iterator[dict[str, tuple[Any, dict[str, Any]]]]:
+    """Capture what is logged inside, by name: the value, and its logging arguments.
+
+    Args:
+        module: logs.
+        metrics: in it.
+
+    Raises:
+        UsageError: what cannot be averaged is logged, or metrics were updated.
+    """
     logged: dict[str, tuple[Any, dict[str, Any]]] = {}
 
     def log(name: str, value: Any, *args: Any, **named: Any) -> None:
         if args:
             named = dict(zip(LOG_ARGUMENTS, args, strict=False)) | named
         if not isinstance(value, (int, float)) and not torch.is_tensor(value):
+            raise _adds_up(f"self.log({name!r}, ...)", value)
+        if named.get("reduce_fx", "mean") not in MEANS:
             raise UsageError(
-                f"self.log({name!r}, ...) in training_step: a {type(value).__name__} adds up what "
-                f"this worker alone has seen; log numbers, which are averaged over the step, and "
-                f"use metrics objects for validation data only"
+                f"self.log({name!r}, ..., reduce_fx={named['reduce_fx']!r}) in training_step: "
+                f"what is logged there is averaged over the samples of a step and of an epoch: "
+                f"leave reduce_fx out, and for a sum multiply the mean by the number of samples"
             )
         logged[name] = value, {**named, "batch_size": None}
 
     vars(module)["log"] = log
+    before = [part._update_count for part in metrics]
     try:
         yield logged
     finally:
         del vars(module)["log"]
+    for part, count in zip(metrics, before, strict=True):
+        if part._update_count != count:
+            raise _adds_up("update", part)
+
+
+def _adds_up(what: str, metric: Any) -> UsageError:
+    return UsageError(
+        f"{what} in training_step: a {type(metric).__name__} adds up what this worker alone has "
+        f"seen; log numbers, as torchmetrics.functional returns them, which are averaged over the "
+        f"step, and use metrics objects for validation data only"
+    )
+
+
+class StepBatch:
+    """What Lightning and its callbacks have for a batch: a step, which only training_step reads.
+
+    It is no iterable: Lightning would look for its number of samples.
+    """
+
+    def __init__(self, step: WholeStep) -> None:
+        self.step = step
+
+    def __getitem__(self, index: Any) -> Any:
+        """Refuse to be read.
+
+        Raises:
+            UsageError: always.
+        """
+        raise UsageError(
+            "a hook reads the batch of a training step: workers have only their own micro-batches "
+            "of it, as the argument of training_step: read them there"
+        )
 
 
 class Steps:
@@ -70,7 +120,7 @@ class Steps:
             )
         return steps
 
-    def __iter__(self) -> Iterator[WholeStep]:
+    def __iter__(self) -> Iterator[StepBatch]:
         """Begin an epoch."""
         return self._fit.steps(self._loader)
 
@@ -88,6 +138,7 @@ class Fit:
         logged: what training_step has logged in the current step, by name.
         loader: yields the training data.
         files: what only the first worker writes.
+        metrics: in the module.
     """
 
     def __init__(
@@ -104,6 +155,13 @@ class Fit:
         self._trainer: Any = trainer
         self._strategy, self._strategy_takes_place = strategy, take_place
         self._engine = require_engine("RayDDPStrategy")
+        if NAME in self._engine.state.registered:
+            raise UsageError(
+                "RayDDPStrategy: trainer.fit for the second time in one call of the train "
+                "function: the run has one loop over its epochs; find rates and batch sizes "
+                "(Tuner, LearningRateFinder, BatchSizeFinder) before the run, and put a second "
+                "fit into a run of its own"
+            )
         self._gradients: list[torch.Tensor | None] = []
         self._steps: Iterator[WholeStep] = iter(())
         self.loader: PreparedLoader | None = None
@@ -111,16 +169,18 @@ class Fit:
         # The state that this worker has received, until the loop requests its first step.
         self._received: Mapping[str, Any] | None = None
         self._is_new, self._is_open, self._passed = True, False, -1
+        self._is_computed = True
         self._parameters = [
             one for group in strategy.optimizers[0].param_groups for one in group["params"]
         ]
         # Before the first exchange of state, from which all have the first worker's.
         self.files = Files(trainer)
         module = trainer.lightning_module
+        self.metrics = [part for part in module.modules() if isinstance(part, Metric)]
         before = module._on_before_batch_transfer
 
         def transfer(batch: Any, **named: Any) -> Any:
-            return batch if isinstance(batch, WholeStep) else before(batch, **named)
+            return batch if isinstance(batch, StepBatch) else before(batch, **named)
 
         vars(module)["_on_before_batch_transfer"] = transfer
         engine, fit = self._engine, self._trainer.fit_loop
@@ -128,7 +188,7 @@ class Fit:
         engine.add_optimizer(strategy.optimizers[0])
         for config in strategy.lr_scheduler_configs:
             engine.add_scheduler(config.scheduler)
-        engine.register("lightning.Trainer", self, is_own=True)
+        engine.register(NAME, self, is_own=True)
         total = fit.max_epochs if fit.max_epochs not in (None, -1) else sys.maxsize
         progress: Any = fit.epoch_progress.current
         done = 0
@@ -152,8 +212,19 @@ class Fit:
 
     # ------------------------------------------------------------------- epochs and steps
 
-    def steps(self, loader: PreparedLoader) -> Iterator[WholeStep]:
-        """Yield the steps left in Lightning's present epoch."""
+    def steps(self, loader: PreparedLoader) -> Iterator[StepBatch]:
+        """Yield the steps left in Lightning's present epoch.
+
+        Raises:
+            UsageError: Lightning has several loaders, or leaves out the step that it has.
+        """
+        loaders = self._trainer.fit_loop._combined_loader.iterables
+        if not isinstance(loaders, Steps):
+            raise UsageError(
+                f"RayDDPStrategy: the training loaders are a {type(loaders).__name__}: expected "
+                f"one: a step has samples of one loader; let one dataset return what all of them "
+                f"do, or write the loop yourself ('for step in train.steps(loader)')"
+            )
         if self._is_new and self._received is not None:
             self.load_state_dict(self._received)  # Again: the loop has set its counters to zero.
         self._is_new, self._received = False, None
@@ -166,12 +237,18 @@ class Fit:
         self._steps, self._is_open = loader.steps(), True
         for step in self._steps:
             self.take_place()
-            self.logged = {}
-            yield step
+            self.logged, self._is_computed = {}, False
+            yield StepBatch(step)
 
     def _leave_epoch(self) -> None:
         """End the epoch with the others, also if Lightning has left it early."""
         if self._is_open:
+            if not self._is_computed:
+                raise UsageError(
+                    "RayDDPStrategy: Lightning has left out a step, as after an "
+                    "on_train_batch_start that returns -1: to end the training set "
+                    "trainer.should_stop = True on all workers, behind a step"
+                )
             self._engine.end_epoch()
             next(self._steps, None)
             self._is_open, self._passed = False, self._epoch
@@ -202,9 +279,28 @@ class Fit:
 
     # ------------------------------------------------------------------- a step
 
-    def computed(self, averages: Mapping[str, float], samples: int) -> None:
-        """Log the averages of the whole step in Lightning, and keep the step's gradients."""
+    def computed(
+        self, averages: Mapping[str, float], sums: Mapping[str, float], samples: int
+    ) -> None:
+        """Log the averages of the whole step in Lightning, and keep the step's gradients.
+
+        Args:
+            averages: by name.
+            sums: micro-batches that have logged a name, by name, and under "" all of them;
+                nothing of a step that others did.
+            samples: of the step.
+
+        Raises:
+            UsageError: not all micro-batches have logged the same names.
+        """
         trainer, module = self._trainer, self._trainer.lightning_module
+        for name, count in sums.items():
+            if count != sums[""]:
+                raise UsageError(
+                    f"self.log({name!r}, ...): {count:.0f} of the {sums['']:.0f} micro-batches of "
+                    f"a step have logged it: log the same names in every training_step, or with "
+                    f"train.log, which averages over those that have"
+                )
         for name, (value, named) in self.logged.items():
             like = value.detach() if torch.is_tensor(value) else torch.tensor(float(value))
             mean = torch.tensor(averages.get(name, float(like)), device=like.device)
@@ -214,6 +310,7 @@ class Fit:
         for key in [key for key in self._results if key in results]:
             _add(results[key], self._results.pop(key))
         self._gradients = [one.grad for one in self._parameters]
+        self._is_computed = True
         self.files.written()
         self.take_place()
 

@@ -11,7 +11,12 @@ from typing import Any
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch import Trainer, strategies
-from lightning.pytorch.utilities.data import extract_batch_size
+from lightning.pytorch.callbacks import (
+    GradientAccumulationScheduler,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+    Timer,
+)
 from lightning.pytorch.utilities.rank_zero import rank_zero_only as rank_zero_only_here
 from torch.utils.data import DataLoader
 from torchmetrics import Metric
@@ -20,10 +25,9 @@ from elastic.errors import UsageError
 from elastic.train.datasets import ShardBatches
 from elastic.train.devices import get_device
 from elastic.train.lightning.environment import current_rank
-from elastic.train.lightning.fit import LOSS, Fit, Steps, taken_log
+from elastic.train.lightning.fit import LOSS, Fit, StepBatch, Steps, taken_log
 from elastic.train.loaders import PreparedLoader, prepare_data_loader
 from elastic.train.session import require_context
-from elastic.worker.engine.whole_step import WholeStep
 
 NOT_HERE = (
     r"It is recommended to use `self\.log\(.*sync_dist=True",
@@ -31,6 +35,7 @@ NOT_HERE = (
 )
 """Lightning's warnings that do not hold with this strategy: logged values are those of the whole
 step on every worker, and the loader continues at the checkpoint's step."""
+CLOCK = "clocks of workers differ, and one that joins has begun later"
 
 
 class RayDDPStrategy(strategies.SingleDeviceStrategy):
@@ -94,7 +99,8 @@ class RayDDPStrategy(strategies.SingleDeviceStrategy):
         """Build module and optimizers, and refuse what this strategy cannot train.
 
         Raises:
-            UsageError: manual optimization, several optimizers, several loaders.
+            UsageError: manual optimization, several optimizers, what decides by a clock of its
+                own, and callbacks that change optimizers or accumulation.
         """
         for text in NOT_HERE:
             warnings.filterwarnings("ignore", message=text)
@@ -105,6 +111,8 @@ class RayDDPStrategy(strategies.SingleDeviceStrategy):
                 f"steps by itself, for its own micro-batches; write the loop yourself ('for step "
                 f"in train.steps(loader)'), or let Lightning optimize"
             )
+        if trainer.state.fn == "fit":
+            refuse_callbacks(trainer)
         for part in module.modules():
             if isinstance(part, Metric):  # Every worker's has processed all samples.
                 part.distributed_available_fn = _is_not
@@ -118,6 +126,7 @@ class RayDDPStrategy(strategies.SingleDeviceStrategy):
                 f"step in train.steps(loader)'), where there may be several"
             )
         self._accumulated, trainer.accumulate_grad_batches = trainer.accumulate_grad_batches, 1
+        count_in_steps(trainer, self._accumulated)
 
     def process_dataloader(self, dataloader: Any) -> Any:
         """Return a training loader as one of steps; starts the `Fit`, as all is built by now.
@@ -198,37 +207,37 @@ class RayDDPStrategy(strategies.SingleDeviceStrategy):
         self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
     ) -> Any:
         """Move a batch; a step's micro-batches are moved when they are computed."""
-        return batch if isinstance(batch, WholeStep) else super().batch_to_device(batch, device)
+        return batch if isinstance(batch, StepBatch) else super().batch_to_device(batch, device)
 
     def training_step(self, *args: Any, **named: Any) -> Any:
         """Compute this rank's micro-batches of a step: forward, backward, and the reduction."""
-        step, *others = args
-        if not isinstance(step, WholeStep) or self._fit is None:
+        given, *others = args
+        if not isinstance(given, StepBatch) or self._fit is None:
             return super().training_step(*args, **named)
-        module, output = self._the_trainer().lightning_module, None
-
-        fit = self._fit
+        trainer, step, fit = self._the_trainer(), given.step, self._fit
+        module, output = trainer.lightning_module, None
 
         def compute(batch: Any) -> dict[str, Any]:
             nonlocal output
             fit.take_place()  # The group may have changed: see `Files`.
+            batch = trainer.precision_plugin.convert_input(batch)
             batch = module._on_before_batch_transfer(batch, dataloader_idx=0)
             batch = self.batch_to_device(batch)
-            with taken_log(module) as logged:
+            with taken_log(module, fit.metrics) as logged:
                 output = super(RayDDPStrategy, self).training_step(batch, *others, **named)
-            loss = output["loss"] if isinstance(output, Mapping) else output
-            if loss is None:
-                raise UsageError(
-                    f"{type(module).__name__}.training_step returned None: a micro-batch cannot be "
-                    f"left out; return a loss of zero (loss * 0)"
-                )
-            super(RayDDPStrategy, self).backward(loss, self.optimizers[0])
-            step.add(samples=extract_batch_size(batch))
+                loss = output["loss"] if isinstance(output, Mapping) else output
+                if loss is None:
+                    raise UsageError(
+                        f"{type(module).__name__}.training_step returned None: a micro-batch "
+                        f"cannot be left out; return a loss of zero (loss * 0)"
+                    )
+                super(RayDDPStrategy, self).backward(loss, self.optimizers[0])
+            step.add(**{"": 1}, **dict.fromkeys(logged, 1))
             fit.logged.update(logged)
             return {LOSS: loss, **{name: value for name, (value, _) in logged.items()}}
 
         averages = step.run(compute)
-        fit.computed(averages, int(step.sums.get("samples", 1)))
+        fit.computed(averages, step.sums, step.samples)
         loss = torch.tensor(averages.get(LOSS, 0.0), device=self.root_device)
         return {**output, "loss": loss} if isinstance(output, Mapping) else loss
 
@@ -242,3 +251,52 @@ class RayDDPStrategy(strategies.SingleDeviceStrategy):
 
 def _is_not() -> bool:
     return False
+
+
+def count_in_steps(trainer: Any, accumulated: int) -> None:
+    """Divide numbers of batches, of which Lightning has one for each step here.
+
+    Args:
+        trainer: changed.
+        accumulated: batches of a step, as the user counts them.
+
+    Raises:
+        UsageError: that leaves a part of a step.
+    """
+    for name in ("limit_train_batches", "val_check_interval"):
+        batches = getattr(trainer, name)
+        if not isinstance(batches, int) or trainer.fast_dev_run:
+            continue
+        if batches % accumulated:
+            raise UsageError(
+                f"RayDDPStrategy: {name}={batches} with accumulate_grad_batches={accumulated}: "
+                f"expected a multiple, for whole steps, or a fraction"
+            )
+        setattr(trainer, name, batches // accumulated)
+
+
+def refuse_callbacks(trainer: Any) -> None:
+    """Refuse what goes another way on each worker, or changes what was prepared.
+
+    Raises:
+        UsageError: naming it, with what to write.
+    """
+    if trainer._val_check_time_interval is not None:
+        raise _refused("val_check_interval as a time", f"a number of steps or a fraction; {CLOCK}")
+    for one in trainer.callbacks:
+        if isinstance(one, Timer) and one._duration is not None:
+            raise _refused("max_time or a Timer with a duration", f"max_steps; {CLOCK}")
+        if isinstance(one, ModelCheckpoint) and one._train_time_interval is not None:
+            raise _refused("train_time_interval", f"every_n_train_steps; {CLOCK}")
+        if isinstance(one, ModelCheckpoint) and one.save_last == "link":
+            raise _refused("save_last='link'", "save_last=True: who dies may leave no link")
+        if isinstance(one, StochasticWeightAveraging):
+            raise _refused("StochasticWeightAveraging", "WeightAveraging: it changes schedules")
+        if isinstance(one, GradientAccumulationScheduler):
+            raise _refused(
+                "GradientAccumulationScheduler", "accumulate_grad_batches=n: steps have one size"
+            )
+
+
+def _refused(what: str, instead: str) -> UsageError:
+    return UsageError(f"RayDDPStrategy: {what}: use {instead}")

@@ -379,6 +379,11 @@ class StepEngine(ObjectRegistry):
         if self._iteration.batch is not None:
             self.logbook.add_up(values, counts=self._iteration.batch.count > 0)
 
+    def num_samples(self) -> int:
+        """Return the samples of the step that was computed last; see `WholeStep.samples`."""
+        share = self._iteration.share
+        return share.samples if share is not None else 0
+
     def end_epoch(self) -> None:
         """Let the step at hand be the epoch's last one; see `WholeStep.end_epoch`."""
         self._epochs.ends = (

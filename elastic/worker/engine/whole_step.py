@@ -39,6 +39,10 @@ class StepComputer(Protocol):
         """Add these up over the micro-batches of the step."""
         ...
 
+    def num_samples(self) -> int:
+        """Return the samples of the step that was computed last."""
+        ...
+
     def end_epoch(self) -> None:
         """Let the step be the epoch's last one."""
         ...
@@ -128,6 +132,11 @@ class WholeStep:
     def sums(self) -> dict[str, float]:
         """Return what `add` was given, over the whole step; nothing of a step that others did."""
         return dict(self._engine.logbook.sums) if self._engine.has_computed() else {}
+
+    @property
+    def samples(self) -> int:
+        """Return the samples of the whole step."""
+        return self._engine.num_samples()
 
     def end_epoch(self) -> None:
         """Let this be the last step of its epoch; on all ranks or on none.
