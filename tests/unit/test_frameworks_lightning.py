@@ -309,11 +309,11 @@ def test_what_would_go_wrong_is_refused_by_name(tmp_path: Path, begin: Any, says
         begin(tmp_path)
 
 
-def test_rows_of_later_steps_and_a_torn_row_are_left_out(tmp_path: Path) -> None:
+def test_rows_of_steps_done_again_and_a_torn_row_are_left_out(tmp_path: Path) -> None:
     path = tmp_path / "metrics.csv"
-    path.write_text("epoch,loss,step\n0,1.5,0\n0,1.25,1\n0,1.0,2\n1,")
+    path.write_text("epoch,loss,step\n0,1.5,0\n0,1.25,1\n,0.5,96\n0,1.0,2\n,0.5,1")
     rows = _Rows(str(tmp_path), before=2)
     rows.log_metrics({"loss": 1.0, "other": 2.0}, 2)
     rows.save()
     lines = path.read_text().splitlines()
-    assert lines == ["epoch,loss,other,step", "0,1.5,,0", "0,1.25,,1", ",1.0,2.0,2"]
+    assert lines == ["epoch,loss,other,step", "0,1.5,,0", "0,1.25,,1", ",0.5,,96", ",1.0,2.0,2"]

@@ -10,6 +10,7 @@ decide from is part of the run's state, and nobody asks the file system.
 from __future__ import annotations
 
 import csv
+import io
 import os
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -37,7 +38,7 @@ class Files:
     def __init__(self, trainer: Any) -> None:
         """Begin with what is there; the Trainer's callbacks must be set up."""
         self._trainer = trainer
-        # Writes of the others, with the step that a logger's row is of.
+        # Writes of the others; of a logger's row that Lightning counts by steps, with the step.
         self._kept: list[tuple[int | None, Callable[[], Any]]] = []
         self._checkpoints = [one for one in trainer.callbacks if isinstance(one, ModelCheckpoint)]
         self._paths = {path for one in self._checkpoints for path in _files_of(one)}
@@ -82,7 +83,8 @@ class Files:
         """Take a row of a logger; only the first worker's does anything with it."""
         log(metrics, step, **named)
         if not self._trainer.is_global_zero:
-            self._kept.append((step, partial(log, dict(metrics), step, **named)))
+            counted = step if "epoch" in metrics else None
+            self._kept.append((counted, partial(log, dict(metrics), step, **named)))
 
     def written(self) -> None:
         """Forget what was kept: a step is computed since, in which the first worker took part."""
@@ -145,7 +147,11 @@ def _files_of(callback: Any) -> list[str]:
 
 
 class _Rows(ExperimentWriter):
-    """A CSVLogger's writer that goes on with a file, where the library's own deletes it."""
+    """A CSVLogger's writer that goes on with a file, where the library's own deletes it.
+
+    Lightning adds the epoch to rows that it counts by steps; others may count what they like, such
+    as samples, and are kept.
+    """
 
     def __init__(self, log_dir: str, before: int) -> None:
         """Open the file.
@@ -161,10 +167,10 @@ class _Rows(ExperimentWriter):
         path = self.metrics_file_path
         if not self._fs.isfile(path):
             return
-        with self._fs.open(path, "r", newline="") as file:
-            reader = csv.DictReader(file)
-            rows = [row for row in reader if int(row["step"] or self._before) < self._before]
-            self.metrics_keys = list(reader.fieldnames or ())
+        text = self._fs.read_text(path)
+        reader = csv.DictReader(io.StringIO(text[: text.rfind("\n") + 1]))  # Without a torn row.
+        rows = [one for one in reader if not one.get("epoch") or int(one["step"]) < self._before]
+        self.metrics_keys = list(reader.fieldnames or ())
         with self._fs.transaction, self._fs.open(path, "w", newline="") as file:
             writer = csv.DictWriter(file, fieldnames=self.metrics_keys)
             writer.writeheader()
