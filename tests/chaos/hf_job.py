@@ -1,7 +1,8 @@
 """Hugging Face's Trainer under chaos: every step's state and the log history so far, by each rank.
 
-A tiny Llama learns the text of CPython's standard library, padded by the stock collator. A file in
-`--orders` kills the rank that finds it first, at a place of `steps_job.py`'s.
+A tiny Llama learns the text of CPython's standard library, padded by the stock collator, and is
+evaluated and saved after each epoch. A file in `--orders` kills the rank that finds it first, at a
+place of `steps_job.py`'s, or in the middle of a checkpoint ("save").
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.utils.data import Dataset
 from transformers import (
@@ -24,6 +26,7 @@ from transformers import (
     PreTrainedTokenizerFast,
     Trainer,
     TrainerCallback,
+    TrainerState,
     TrainingArguments,
 )
 
@@ -75,6 +78,27 @@ def right(found: Any) -> dict[str, float]:
     return {"right": float(hits.sum()), "lines": float(len(hits))}
 
 
+def best_of(state: TrainerState) -> str:
+    """Return the name of the best checkpoint so far, "" if there is none."""
+    return Path(state.best_model_checkpoint or "").name
+
+
+def check_saved(trainer: Trainer) -> None:
+    """Raise unless there is a whole checkpoint of every evaluation, and the best one is loaded."""
+    state, output = trainer.state, Path(str(trainer.args.output_dir))
+    losses = {log["step"]: log["eval_loss"] for log in state.log_history if "eval_loss" in log}
+    del losses[0]  # Before training.
+    states = [json.loads(path.read_text()) for path in output.glob("checkpoint-*/*_state.json")]
+    saved = sorted(one["global_step"] for one in states)
+    best = f"checkpoint-{min(losses, key=losses.__getitem__)}"
+    if saved != sorted(losses) or best != best_of(state):
+        raise ValueError(f"saved: {saved}, best: {best_of(state)}; evaluated: {losses}")
+    weights = load_file(output / best / "model.safetensors")
+    mine = trainer.model.state_dict()  # type: ignore[union-attr]
+    if any(not torch.equal(mine[name], tensor) for name, tensor in weights.items()):
+        raise ValueError(f"the weights are not those of {best}")
+
+
 class Watch(TrainerCallback):
     """Obeys orders, traces every step, and stops when the job may end."""
 
@@ -101,6 +125,7 @@ class Watch(TrainerCallback):
                 [trainer.optimizer.optimizer],
                 trainer.lr_scheduler,
                 counted=[state.global_step, state.epoch, state.num_input_tokens_seen],
+                best=[state.best_metric, state.best_global_step, best_of(state)],
                 logged=hashlib.sha256(json.dumps(history(trainer)).encode()).hexdigest(),
             )
         if train.get_logged()["over"] > 0:
@@ -129,6 +154,12 @@ class Struck(LlamaForCausalLM):
         if watch is not None:
             watch.orders.at("backward")
         return outputs
+
+    def save_pretrained(self, *args: Any, **named: Any) -> None:
+        """Write the weights, which is the first part of a checkpoint."""
+        super().save_pretrained(*args, **named)
+        if self.watch is not None:
+            self.watch.orders.at("save")
 
 
 def build(config: dict, **options: Any) -> Trainer:
@@ -174,8 +205,10 @@ def build(config: dict, **options: Any) -> Trainer:
 
 def train_func(config: dict) -> dict[str, Any]:
     """Train, and say what was logged."""
-    trainer = prepare_trainer(build(config), global_batch_size=GLOBAL_BATCH)
+    options = {"save_strategy": "epoch", "load_best_model_at_end": True, "eval_on_start": True}
+    trainer = prepare_trainer(build(config, **options), global_batch_size=GLOBAL_BATCH)
     trainer.train()
+    check_saved(trainer)
     result = {"steps": trainer.state.global_step, "logged": history(trainer)}
     train.report(result)
     return result

@@ -26,7 +26,7 @@ JOBS = {
 PLACES = {
     "accelerate": ("forward", "step", "commit"),
     "lightning": ("forward", "step", "commit"),
-    "transformers": ("forward", "commit", "epoch"),
+    "transformers": ("forward", "commit", "epoch", "save"),
 }
 """`test_whole_steps.py` has the others; here each replacement imports a large library first."""
 
@@ -48,6 +48,7 @@ def test_workers_are_killed_at_every_place(
     args = (
         *("--epochs", "1000000", "--trace", str(job.trace), "--pace", "0.1"),
         *("--orders", str(tmp_path / "orders"), "--finish", str(job.finish)),
+        *("--output", str(tmp_path / "output")),
     )
     entry = replace(job.spec.entry, args=args)
     job = replace(job, spec=replace(job.spec, entry=entry))

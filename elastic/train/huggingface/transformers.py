@@ -29,13 +29,14 @@ from packaging.version import Version
 from torch import nn
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import (
     ExportableState,
     ProgressCallback,
     TrainerControl,
     TrainerState,
 )
-from transformers.trainer_utils import get_last_checkpoint
+from transformers.trainer_utils import rotate_checkpoints
 
 from elastic.core.policy.cursor import Cursor, DataPlan
 from elastic.errors import UsageError
@@ -43,7 +44,7 @@ from elastic.train.checkpoint import Checkpoint
 from elastic.train.datasets import ShardBatches
 from elastic.train.loaders import PreparedLoader, prepare_data_loader
 from elastic.train.one_process import see_one_process, take_place
-from elastic.train.session import report, require_context, require_engine
+from elastic.train.session import report, require_context, require_engine, working
 from elastic.train.trainer import TorchTrainer
 from elastic.worker.engine.whole_step import WholeStep
 
@@ -63,6 +64,10 @@ COUNTED = (
     "_initial_num_input_tokens_seen", "current_flos",
 )  # fmt: skip
 """Counters of a Trainer outside of its state; a release has those that it needs."""
+NAME = "transformers.Trainer"
+"""Of the Trainer's counters in the run's state."""
+DRAFT = "_checkpoint-"
+"""Prefix of folders in which checkpoints are written; no Trainer takes them for checkpoints."""
 
 
 def prepare_trainer(trainer: Trainer, *, global_batch_size: int | None = None) -> Trainer:
@@ -137,11 +142,17 @@ class _Run(TrainerCallback):
     Attributes:
         global_batch: samples of a step.
         loader: yields the Trainer's training steps.
+        draft: folder in which a checkpoint is being written by this worker.
+        owed: the step of a checkpoint that another worker writes, 0 if there is none. Until that
+            worker has computed the next step, it may die, and this one write the checkpoint.
+        is_evaluated: the evaluation at the start of the run is done.
     """
 
     def __init__(self, trainer: Trainer, global_batch: int) -> None:
         self.global_batch = global_batch
         self.loader: _Steps | None = None
+        self.draft: str | None = None
+        self.owed, self.is_evaluated = 0, False
         self._trainer: Any = trainer
         self._engine = require_engine("prepare_trainer")
         self._epochs: Iterator[int] = iter(())
@@ -159,6 +170,9 @@ class _Run(TrainerCallback):
             "state": {name: value for name, value in state.items() if name not in OF_THIS_WORKER},
             "counted": {n: _plain(getattr(trainer, n)) for n in COUNTED if hasattr(trainer, n)},
             "stops": trainer.control.should_training_stop,
+            "stops_epoch": trainer.control.should_epoch_stop,
+            "owed": self.owed,
+            "is_evaluated": self.is_evaluated,
             "callbacks": [one.state()["attributes"] for one in self._with_state()],
         }
 
@@ -170,10 +184,21 @@ class _Run(TrainerCallback):
         for name, value in state["counted"].items():
             mine = getattr(trainer, name)
             setattr(trainer, name, mine.new_tensor(value) if torch.is_tensor(mine) else value)
-        self._stops = trainer.control.should_training_stop = state["stops"]
+        self._stops = state["stops"]
+        self._decide(state)
+        self.owed, self.is_evaluated = state["owed"], state["is_evaluated"]
         for one, attributes in zip(self._with_state(), state["callbacks"], strict=True):
             for name, value in attributes.items():
                 setattr(one, name, value)
+
+    def follow(self) -> None:
+        """Decide after a step that others did what they have decided after it."""
+        self._decide(self._engine.state.late(NAME))
+
+    def _decide(self, state: Mapping[str, Any]) -> None:
+        control = self._trainer.control
+        control.should_training_stop = state["stops"]
+        control.should_epoch_stop = state["stops_epoch"]
 
     def _with_state(self) -> list[ExportableState]:
         callbacks = self._trainer.callback_handler.callbacks
@@ -190,7 +215,8 @@ class _Run(TrainerCallback):
         engine.add_model(trainer.model)
         engine.add_optimizer(getattr(optimizer, "optimizer", optimizer))
         engine.add_scheduler(trainer.lr_scheduler)
-        engine.register("transformers.Trainer", self, is_own=True)
+        engine.register(NAME, self, is_own=True)
+        engine.at_boundary = self.take_place
         begin = self._begin()
         self._epochs = engine.epochs(state.num_train_epochs, begin.epoch, begin.step)
         self._next_epoch()
@@ -279,7 +305,6 @@ class _Run(TrainerCallback):
         trainer, self._steps, self._num_steps = self._trainer, loader.steps(), 0
         for step in self._steps:
             self._num_steps += 1
-            self.take_place()
             yield step
             if trainer.control.should_training_stop:
                 return
@@ -288,10 +313,12 @@ class _Run(TrainerCallback):
         """End the epoch with all others, also if the Trainer has stopped in the middle of it."""
         self._engine.end_epoch()
         next(self._steps, None)
-        self.take_place()
 
     def take_place(self, *, begins: bool = False) -> None:
-        """Set the Trainer's rank to this worker's: the first one writes and shows progress."""
+        """Set the Trainer's rank to this worker's: the first one writes and shows progress.
+
+        It also writes the checkpoint of the last step if the one that did may have died in it.
+        """
         trainer = self._trainer
         is_first = take_place()
         state = trainer.state
@@ -301,6 +328,8 @@ class _Run(TrainerCallback):
             for one in trainer.callback_handler.callbacks:
                 if isinstance(one, ProgressCallback) and one.training_bar is None:
                     one.on_train_begin(trainer.args, state, trainer.control)
+        if self.owed and self.owed == state.global_step and trainer.args.should_save:
+            trainer._save_checkpoint(trainer.model_wrapped, None)
 
 
 class _Steps:
@@ -419,7 +448,6 @@ class _InSteps(Trainer):
             return {"loss": loss}
 
         averages = inputs.run(compute)
-        self._elastic.take_place()
         return torch.tensor(averages.get("loss", 0.0), device=device)
 
     def _tokens(self, batch: Any) -> int:
@@ -440,15 +468,87 @@ class _InSteps(Trainer):
             return super().floating_point_ops(inputs)
         return int(inputs.sums.get("flos", 0))
 
+    def _maybe_log_save_evaluate(self, *args: Any, **named: Any) -> None:
+        """Log, evaluate and save; what others did with a step of theirs comes with their state."""
+        if require_engine("trainer.train").has_stepped():
+            super()._maybe_log_save_evaluate(*args, **named)
+        else:
+            self._elastic.follow()
+
+    def _evaluate(self, *args: Any, **named: Any) -> dict[str, float]:
+        """Evaluate; at the start only if no worker of the run has done so."""
+        if not named.get("skip_scheduler"):
+            return super()._evaluate(*args, **named)
+        if self._elastic.is_evaluated:
+            return {}
+        metrics = super()._evaluate(*args, **named)
+        self._elastic.is_evaluated = True
+        return metrics
+
+    def _get_output_dir(self, trial: Any) -> str:
+        """Return the folder of checkpoints, or the one where this worker writes its next one."""
+        return self._elastic.draft or super()._get_output_dir(trial)
+
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Write the Trainer's own checkpoint on one worker; the others update their state alike."""
+        run, state = self._elastic, self.state
+        folder = Path(self._get_output_dir(trial), f"checkpoint-{state.global_step}")
+        best = state.best_model_checkpoint
+        if state.best_global_step == state.global_step:
+            best = str(folder)
         if self.args.should_save:
-            super()._save_checkpoint(model, trial)
-            return
-        self.store_flos()
-        if self.state.best_global_step:
-            folder = f"checkpoint-{self.state.best_global_step}"
-            self.state.best_model_checkpoint = str(Path(self._get_output_dir(trial), folder))
+            with working("writes a checkpoint"):
+                self._write(folder, model, trial, best)
+        else:
+            self.store_flos()
+        state.best_model_checkpoint = best
+        run.owed = 0 if self.args.should_save else state.global_step
+
+    def _write(self, folder: Path, model: nn.Module, trial: Any, best: str | None) -> None:
+        """Write a checkpoint, whole or not at all: this worker may die meanwhile."""
+        run, args = self._elastic, self.args
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        for left in folder.parent.glob(f"{DRAFT}*"):  # By workers that have died.
+            shutil.rmtree(left, ignore_errors=True)
+        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=DRAFT) as draft:
+            run.draft = draft
+            try:
+                super()._save_checkpoint(model, trial)
+            finally:
+                run.draft = None
+            written = Path(draft, folder.name)
+            if written.is_dir():  # A subclass may write elsewhere.
+                self.state.best_model_checkpoint = best
+                self.state.save_to_json(str(written / TRAINER_STATE_NAME))
+                if folder.exists():  # Of an earlier run; if this worker dies here, another writes.
+                    shutil.move(folder, Path(draft, "replaced"))
+                shutil.move(written, folder)
+        if args.push_to_hub:
+            self._push_from_checkpoint(str(folder))
+        rotate_checkpoints(
+            output_dir=str(folder.parent),
+            save_total_limit=args.save_total_limit,
+            best_model_checkpoint=best,
+            use_mtime=True,
+        )
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        if self._elastic.draft is None:  # Uploads go on after it has got its place.
+            super()._push_from_checkpoint(checkpoint_folder)
+
+    def _load_best_model(self) -> None:
+        """Load it, on every worker.
+
+        Raises:
+            UsageError: it is not on this one, which would keep the last weights.
+        """
+        best = self.state.best_model_checkpoint
+        if best is not None and not Path(best).is_dir():
+            raise UsageError(
+                f"load_best_model_at_end=True: {best} is not on this worker's machine: set "
+                f"output_dir to a folder on storage that all machines share"
+            )
+        super()._load_best_model()
 
 
 class RayTrainReportCallback(TrainerCallback):
@@ -468,8 +568,8 @@ class RayTrainReportCallback(TrainerCallback):
             metrics.update(log)
         with tempfile.TemporaryDirectory() as folder:
             checkpoint = None
-            path = get_last_checkpoint(args.output_dir) if args.should_save else None
-            if path is not None:
+            path = Path(args.output_dir, f"checkpoint-{state.global_step}")
+            if args.should_save and path.is_dir():
                 shutil.copytree(path, Path(folder, self.CHECKPOINT_NAME))
                 checkpoint = Checkpoint.from_directory(folder)
             report(metrics, checkpoint=checkpoint)

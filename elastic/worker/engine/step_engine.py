@@ -115,6 +115,8 @@ class StepEngine(ObjectRegistry):
         keeps: what is reached stays in this process: the loop has run, or the user has it called
             again here.
         at_close: what is to be done at the end of the call.
+        at_boundary: called before each iteration and before the end of an epoch, and where a step
+            is dealt out anew: all state is of whole steps, and this worker's place is known.
         streams: what is known of a dataset that is read as streams.
     """
 
@@ -134,6 +136,7 @@ class StepEngine(ObjectRegistry):
         self.options = EngineOptions()
         self.keeps = resume_state is not None
         self.at_close = ExitStack()
+        self.at_boundary: Callable[[], None] = lambda: None
         self._place: WorkerContext | None = None
         self._checkpoints = CheckpointScheduler(self.state, self.logbook, self.streams)
         self._due = PendingOptimizerSteps()
@@ -316,6 +319,7 @@ class StepEngine(ObjectRegistry):
                     raise ReenterRequested(
                         "the others are in a later epoch", self.context.generation
                     )
+                self.at_boundary()
                 if loader.has_step(self.cursor):
                     yield give()
                     continue
@@ -373,6 +377,7 @@ class StepEngine(ObjectRegistry):
                 self._phase = IterationPhase.ADOPTED
                 self._the_loop().show_zeros()
                 return
+            self.at_boundary()
 
     def add_up(self, values: Mapping[str, Any]) -> None:
         """Add these up over the micro-batches of the step at hand; see `WholeStep.add`."""

@@ -269,6 +269,10 @@ class TrainState:
         finally:
             self._is_late = False
 
+    def late(self, name: str) -> Any:
+        """Return what is held back for a registered object; None if nothing is."""
+        return self._late.get(name)
+
     def put_late(self) -> None:
         """Give registered objects what was held back for them."""
         late, self._late = self._late, {}

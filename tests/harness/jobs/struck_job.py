@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from elastic import train
@@ -26,7 +27,8 @@ def run(train_func: Callable[[dict[str, Any]], Any]) -> None:
     parser.add_argument("--orders", default="", help="folder of strikes")
     parser.add_argument("--finish", default="", help="end when this file comes")
     parser.add_argument("--pace", type=float, default=0.0, help="seconds for each micro-batch")
-    parser.add_argument("--output", default="/tmp/unused", help="folder of the library's own files")
+    output = str(Path.home() / "output")
+    parser.add_argument("--output", default=output, help="folder of the library's own files")
     result = TorchTrainer(
         train_func,
         train_loop_config=vars(parser.parse_args()),
