@@ -66,9 +66,14 @@ class Lines(Dataset):
 
 def history(trainer: Trainer) -> list[dict[str, Any]]:
     """Return what was logged, but for how long it took."""
+    return untimed(trainer.state.log_history)
+
+
+def untimed(logs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return these without how long it took."""
     return [
         {name: value for name, value in log.items() if not any(one in name for one in TIMES)}
-        for log in trainer.state.log_history
+        for log in logs
     ]
 
 
@@ -89,6 +94,10 @@ def check_saved(trainer: Trainer) -> None:
     losses = {log["step"]: log["eval_loss"] for log in state.log_history if "eval_loss" in log}
     del losses[0]  # Before training.
     states = [json.loads(path.read_text()) for path in output.glob("checkpoint-*/*_state.json")]
+    for one in states:
+        logs, all_logs = untimed(one["log_history"]), history(trainer)
+        if logs != all_logs[: len(logs)] or logs[-1]["step"] != one["global_step"]:
+            raise ValueError(f"the checkpoint of step {one['global_step']} has logged {logs}")
     saved = sorted(one["global_step"] for one in states)
     best = f"checkpoint-{min(losses, key=losses.__getitem__)}"
     if saved != sorted(losses) or best != best_of(state):
@@ -106,6 +115,15 @@ class Watch(TrainerCallback):
 
     def __init__(self, config: dict) -> None:
         self.config, self.orders = config, Orders(config["orders"])
+        self.steps = 0
+
+    def state_dict(self) -> dict[str, int]:
+        """Return how many steps it has seen."""
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Continue to count from there."""
+        self.steps = state["steps"]
 
     def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         """Here gradients are there, and nothing has changed."""
@@ -118,13 +136,14 @@ class Watch(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Here the step is counted."""
         trainer = self.trainer
+        self.steps += 1
         if self.config["trace"] and train.stepped():
             trace(
                 self.config["trace"],
                 trainer.model,
                 [trainer.optimizer.optimizer],
                 trainer.lr_scheduler,
-                counted=[state.global_step, state.epoch, state.num_input_tokens_seen],
+                counted=[state.global_step, state.epoch, state.num_input_tokens_seen, self.steps],
                 best=[state.best_metric, state.best_global_step, best_of(state)],
                 logged=hashlib.sha256(json.dumps(history(trainer)).encode()).hexdigest(),
             )
@@ -162,7 +181,7 @@ class Struck(LlamaForCausalLM):
             self.watch.orders.at("save")
 
 
-def build(config: dict, **options: Any) -> Trainer:
+def build(config: dict, cls: type[Trainer] = Trainer, **options: Any) -> Trainer:
     """Return a stock Trainer."""
     torch.manual_seed(0)
     read = tokenizer()
@@ -189,7 +208,7 @@ def build(config: dict, **options: Any) -> Trainer:
         "seed": 0,
     }
     model.watch = Watch(config)
-    trainer = Trainer(
+    trainer = cls(
         model=model,
         args=TrainingArguments(**(arguments | options)),
         train_dataset=Lines(SAMPLES),
@@ -207,7 +226,8 @@ def train_func(config: dict) -> dict[str, Any]:
     """Train, and say what was logged."""
     options = {"save_strategy": "epoch", "load_best_model_at_end": True, "eval_on_start": True}
     trainer = prepare_trainer(build(config, **options), global_batch_size=GLOBAL_BATCH)
-    trainer.train()
+    # Workers that come later find checkpoints of those that train.
+    trainer.train(resume_from_checkpoint=any(Path(config["output"]).glob("checkpoint-*")))
     check_saved(trainer)
     result = {"steps": trainer.state.global_step, "logged": history(trainer)}
     train.report(result)

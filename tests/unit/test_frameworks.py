@@ -6,6 +6,7 @@ tests/chaos/test_frameworks.py kills workers under the same scripts.
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -142,25 +143,57 @@ def test_the_trainer_of_transformers_trains_with_the_datasets_of_the_run(tmp_pat
         assert log == pytest.approx(other, rel=1e-5)
 
 
+def be_rank(rank: int) -> None:
+    """Have another rank of a group from here on, as far as libraries see."""
+    here = train_call.current()
+    assert here is not None
+    train_call.set_current(replace(here, world_rank=rank), train_call.current_engine())
+
+
+class Replaced(hf_job.TrainerCallback):
+    """Lets the first worker die in its save, and shows where the next one opens its trackers."""
+
+    def __init__(self) -> None:
+        self._initialized = False
+        self.opened: list[int] = []
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if not self._initialized and state.is_world_process_zero:
+            self.opened.append(state.global_step)
+        self._initialized = True
+
+    def on_save(self, *args: Any, **kwargs: Any) -> None:
+        be_rank(0)
+
+
 class Stream(IterableDataset):
     def __iter__(self) -> Any:
         return iter(hf_job.Lines(hf_job.SAMPLES))
 
 
 def test_the_trainer_of_transformers_goes_on_from_its_own_checkpoint(tmp_path: Path) -> None:
-    """Within the first epoch, within the second, and where `max_steps` has ended it."""
+    """Within the first epoch, within the second, and where `max_steps` has ended it.
 
-    def trained(name: str, data: Any = None, **named: Any) -> Any:
+    The first of these was left to the worker that became the first one then.
+    """
+    replaced = Replaced()
+
+    def trained(name: str, data: Any = None, callbacks: tuple[Any, ...] = (), **named: Any) -> Any:
         config = CONFIG | {"output": str(tmp_path / name), "dropout": 0.1}
         options: dict[str, Any] = {"save_strategy": "steps", "save_steps": 3, "max_steps": 8}
         with inside_again():
             trainer = hf_job.build(config, use_cpu=True, disable_tqdm=True, **options)
             trainer.train_dataset = data or trainer.train_dataset
+            for one in callbacks:
+                trainer.add_callback(one)
+                be_rank(1)
             of_transformers.prepare_trainer(trainer, global_batch_size=hf_job.GLOBAL_BATCH)
             trainer.train(**named)
         return trainer
 
-    whole = trained("whole")
+    whole = trained("whole", callbacks=(replaced,))
+    assert replaced.opened == [3]
+    assert not list((tmp_path / "whole").glob(f"{of_transformers.DRAFT}*"))
     for step in (3, 6, 8):
         path = str(tmp_path / "whole" / f"checkpoint-{step}")
         resumed = trained(f"from-{step}", resume_from_checkpoint=path)
@@ -169,6 +202,61 @@ def test_the_trainer_of_transformers_goes_on_from_its_own_checkpoint(tmp_path: P
         assert furthest(parameters(resumed.model), parameters(whole.model)) == 0
     with pytest.raises(UsageError, match="checkpoint is of step 8 of an iterable dataset"):
         trained("stream", Stream(), resume_from_checkpoint=path)
+
+
+def test_what_a_micro_batch_logs_is_logged_once_in_a_step(tmp_path: Path) -> None:
+    """Averaged over the step as its loss is; here by samples, whatever the first tensor is."""
+    of_micro_batches: list[float] = []
+
+    class Logging(hf_job.Trainer):
+        def compute_loss(self, model: Any, inputs: Any, **named: Any) -> Any:
+            inputs.pop("patches")
+            loss = super().compute_loss(model, inputs, **named)
+            of_micro_batches.append(float(loss))
+            self.log({"aux": loss})
+            return loss
+
+    config = CONFIG | {"output": str(tmp_path)}
+    options: dict[str, Any] = {
+        "use_cpu": True, "disable_tqdm": True, "max_steps": 2, "logging_steps": 1,
+        "eval_strategy": "no", "max_grad_norm": 0.0, "remove_unused_columns": False,
+    }  # fmt: skip
+    with inside_again():
+        trainer = hf_job.build(config, cls=Logging, **options)
+        collate = trainer.data_collator
+        trainer.data_collator = lambda rows: {
+            "patches": torch.zeros(len(rows[0]["input_ids"]), 3), **collate(rows)
+        }  # fmt: skip
+        trainer.model_accepts_loss_kwargs = False
+        # Accelerate's optimizer keeps methods of the one inside where there is a scaler.
+        trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
+        of_transformers.prepare_trainer(trainer, global_batch_size=hf_job.GLOBAL_BATCH)
+        trainer.train()
+        steps = [of_micro_batches[:4], of_micro_batches[4:]]
+        logged = [log["aux"] for log in trainer.state.log_history if "aux" in log]
+        losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
+        right = pytest.approx([sum(one) / 4 for one in steps])
+        assert (logged, losses) == (right, right)
+        optimizer: Any = trainer.optimizer
+        assert optimizer._optimizer_original_step_method == optimizer.optimizer.step
+        assert optimizer.optimizer.step.__func__.__module__ != "torch.optim.adamw"
+        with pytest.raises(UsageError, match="is called a second time"):
+            trainer.train()
+
+
+def test_a_checkpoint_that_cannot_be_read_matters_where_no_worker_has_a_state(
+    tmp_path: Path,
+) -> None:
+    config = CONFIG | {"output": str(tmp_path)}
+    trainer = hf_job.build(config, use_cpu=True, disable_tqdm=True)
+    collator: Any = trainer.data_collator
+    collator.seed = 42
+    with pytest.raises(UsageError, match=r"DataCollatorForLanguageModeling\(seed=42\) draws"):
+        of_transformers.prepare_trainer(trainer)
+    collator.seed = None
+    of_transformers.prepare_trainer(trainer, global_batch_size=hf_job.GLOBAL_BATCH)
+    with pytest.raises(ValueError, match="No valid checkpoint found in output directory"):
+        trainer.train(resume_from_checkpoint=True)
 
 
 def test_the_trainer_of_lightning_goes_on_from_its_own_checkpoint(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 import transformers
+from accelerate.optimizer import AcceleratedOptimizer
 from packaging.version import Version
 from torch import nn
 from torch.utils.data import DataLoader
@@ -46,6 +47,7 @@ from elastic.train.loaders import PreparedLoader, prepare_data_loader
 from elastic.train.one_process import see_one_process, take_place
 from elastic.train.session import report, require_context, require_engine, working
 from elastic.train.trainer import TorchTrainer
+from elastic.worker.data.loader import BY_SAMPLES
 from elastic.worker.engine.whole_step import WholeStep
 
 __all__ = [
@@ -66,6 +68,8 @@ COUNTED = (
 """Counters of a Trainer outside of its state; a release has those that it needs."""
 NAME = "transformers.Trainer"
 """Of the Trainer's counters in the run's state."""
+LOGGED, LOGGED_MAX = "_logged:", 8
+"""Prefix of names that `self.log` was given in a micro-batch, and how many there may be."""
 DRAFT = "_checkpoint-"
 """Prefix of folders in which checkpoints are written; no Trainer takes them for checkpoints."""
 
@@ -84,9 +88,9 @@ def prepare_trainer(trainer: Trainer, *, global_batch_size: int | None = None) -
     the others wait for one that joins.
 
     A run resumes from automatic checkpoints (`CheckpointConfig`); `save_strategy` also writes the
-    Trainer's own, by one worker. `trainer.train(resume_from_checkpoint=...)` begins a run at the
-    step of such a one, with the samples that follow there; a run that is further continues from its
-    own state.
+    Trainer's own, by one worker, and by the next one if it dies meanwhile.
+    `trainer.train(resume_from_checkpoint=...)` begins a run at the step of such a one, with the
+    samples that follow there; a run that is further continues from its own state.
 
     Args:
         trainer: any, including subclasses; its `training_step` and `compute_loss` see a
@@ -97,8 +101,8 @@ def prepare_trainer(trainer: Trainer, *, global_batch_size: int | None = None) -
         The same object.
 
     Raises:
-        UsageError: outside a train function, prepared twice, or its model is sharded by the
-            library itself.
+        UsageError: outside a train function, prepared twice, its model is sharded by the
+            library itself, or its collator has a seed of its own.
     """
     engine = require_engine("prepare_trainer")
     if not isinstance(trainer, Trainer):
@@ -119,6 +123,13 @@ def prepare_trainer(trainer: Trainer, *, global_batch_size: int | None = None) -
         raise UsageError(
             "prepare_trainer: auto_find_batch_size=True: the batch size decides which samples are "
             "trained with together, on all workers; set per_device_train_batch_size"
+        )
+    collator: Any = trainer.data_collator
+    if hasattr(collator, "generator") and getattr(collator, "seed", None) is not None:
+        raise UsageError(
+            f"prepare_trainer: {type(collator).__name__}(seed={collator.seed}) draws from a "
+            f"generator of each process, so that samples depend on which worker reads them: leave "
+            f"seed= out; what is drawn then follows from the seed of the run and the sample"
         )
     workers, batches = require_context("prepare_trainer").max_workers, trainer.train_dataset
     size, of_shard = args.train_batch_size, None
@@ -146,6 +157,11 @@ class _Run(TrainerCallback):
         owed: the step of a checkpoint that another worker writes, 0 if there is none. Until that
             worker has computed the next step, it may die, and this one write the checkpoint.
         is_evaluated: the evaluation at the start of the run is done.
+        logged: what `trainer.log` is given in the micro-batch at hand, None outside of one.
+        is_called: `trainer.train()` was called.
+        has_begun: it has read what it begins with.
+        unread: why this worker could not read the checkpoint that the run began with; others may
+            have removed it since, and their state is what counts.
     """
 
     def __init__(self, trainer: Trainer, global_batch: int) -> None:
@@ -153,6 +169,9 @@ class _Run(TrainerCallback):
         self.loader: _Steps | None = None
         self.draft: str | None = None
         self.owed, self.is_evaluated = 0, False
+        self.logged: dict[str, Any] | None = None
+        self.is_called = self.has_begun = False
+        self.unread: Exception | None = None
         self._trainer: Any = trainer
         self._engine = require_engine("prepare_trainer")
         self._epochs: Iterator[int] = iter(())
@@ -173,7 +192,10 @@ class _Run(TrainerCallback):
             "stops_epoch": trainer.control.should_epoch_stop,
             "owed": self.owed,
             "is_evaluated": self.is_evaluated,
-            "callbacks": [one.state()["attributes"] for one in self._with_state()],
+            "callbacks": [
+                one.state()["attributes"] if isinstance(one, ExportableState) else one.state_dict()
+                for one in self._with_state()
+            ],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -187,8 +209,11 @@ class _Run(TrainerCallback):
         self._stops = state["stops"]
         self._decide(state)
         self.owed, self.is_evaluated = state["owed"], state["is_evaluated"]
-        for one, attributes in zip(self._with_state(), state["callbacks"], strict=True):
-            for name, value in attributes.items():
+        for one, theirs in zip(self._with_state(), state["callbacks"], strict=True):
+            if not isinstance(one, ExportableState):
+                one.load_state_dict(theirs)
+                continue
+            for name, value in theirs.items():
                 setattr(one, name, value)
 
     def follow(self) -> None:
@@ -200,9 +225,19 @@ class _Run(TrainerCallback):
         control.should_training_stop = state["stops"]
         control.should_epoch_stop = state["stops_epoch"]
 
-    def _with_state(self) -> list[ExportableState]:
-        callbacks = self._trainer.callback_handler.callbacks
-        return [one for one in callbacks if isinstance(one, ExportableState)]
+    def _with_state(self) -> list[Any]:
+        """Return the callbacks that have a state, in an order that is the same on all workers."""
+        found = [
+            one
+            for one in self._trainer.callback_handler.callbacks
+            if one is not self
+            and (
+                isinstance(one, ExportableState)
+                or (hasattr(one, "state_dict") and hasattr(one, "load_state_dict"))
+            )
+        ]
+        # The Trainer puts those of its own checkpoint behind the others.
+        return sorted(found, key=lambda one: type(one).__name__)
 
     # ------------------------------------------------------------------- the Trainer's events
 
@@ -211,15 +246,20 @@ class _Run(TrainerCallback):
     ) -> None:
         """Register what the Trainer has built, and continue from the run's state."""
         engine, trainer = self._engine, self._trainer
+        self.has_begun = True
         optimizer: Any = trainer.optimizer
         engine.add_model(trainer.model)
         engine.add_optimizer(getattr(optimizer, "optimizer", optimizer))
+        if isinstance(optimizer, AcceleratedOptimizer):
+            optimizer.__setstate__({})  # With a scaler it has kept the method `step` of before.
         engine.add_scheduler(trainer.lr_scheduler)
         engine.register(NAME, self, is_own=True)
         engine.at_boundary = self.take_place
         begin = self._begin()
         self._epochs = engine.epochs(state.num_train_epochs, begin.epoch, begin.step)
         self._next_epoch()
+        if self.unread is not None and not state.global_step:
+            raise self.unread  # Nobody has got further, or has read it.
         if state.global_step and engine.cursor == Cursor() and not args.ignore_data_skip:
             raise UsageError(
                 f"trainer.train(resume_from_checkpoint=...): the checkpoint is of step "
@@ -325,11 +365,25 @@ class _Run(TrainerCallback):
         state.is_world_process_zero = trainer.is_world_process_zero()
         state.is_local_process_zero = trainer.is_local_process_zero()
         if is_first and not begins:
-            for one in trainer.callback_handler.callbacks:
-                if isinstance(one, ProgressCallback) and one.training_bar is None:
-                    one.on_train_begin(trainer.args, state, trainer.control)
+            self._open()
         if self.owed and self.owed == state.global_step and trainer.args.should_save:
             trainer._save_checkpoint(trainer.model_wrapped, None)
+
+    def _open(self) -> None:
+        """Open what only the first worker has: progress bars, and the runs of trackers."""
+        trainer = self._trainer
+        for one in trainer.callback_handler.callbacks:
+            is_tracker = hasattr(one, "_initialized")
+            if is_tracker:
+                one._initialized = False  # It is set on every worker.
+            if is_tracker or (isinstance(one, ProgressCallback) and one.training_bar is None):
+                one.on_train_begin(
+                    trainer.args,
+                    trainer.state,
+                    trainer.control,
+                    model=trainer.model,
+                    processing_class=trainer.processing_class,
+                )
 
 
 class _Steps:
@@ -360,6 +414,30 @@ class _InSteps(Trainer):
     """Mixin that is put before a Trainer's own class."""
 
     _elastic: _Run
+
+    def train(self, resume_from_checkpoint: Any = None, *args: Any, **named: Any) -> Any:
+        """Train, from the run's state if a worker has it, whether or not this one can read a file.
+
+        Raises:
+            UsageError: called for the second time.
+        """
+        run = self._elastic
+        if run.is_called:
+            raise UsageError(
+                "trainer.train() is called a second time: a run trains once, from its own state if "
+                "it has one; set num_train_epochs or max_steps to all that is to be trained, or "
+                "begin another run by TorchTrainer(...).fit()"
+            )
+        run.is_called = True
+        try:
+            return super().train(resume_from_checkpoint, *args, **named)
+        except Exception as error:
+            if not resume_from_checkpoint or run.has_begun:
+                raise
+            run.unread = error
+        if self.neftune_noise_alpha is not None:
+            self.neftune_hook_handle.remove()  # Or there were two.
+        return super().train(None, *args, **named)
 
     def get_train_dataloader(self) -> Any:
         """Return the loader of steps, whose micro-batches come from the user's own loader."""
@@ -400,9 +478,9 @@ class _InSteps(Trainer):
         return super().get_test_dataloader(test_dataset)
 
     def _weight(self, batch: Any) -> Any:
-        """Return the weight of a micro-batch: the number of items that its loss is a mean over."""
+        """Return the number of items that the loss of a micro-batch is a mean over."""
         items = self._get_num_items_in_batch([batch], torch.device("cpu"))
-        return items if items is not None else _size_of(batch)
+        return BY_SAMPLES if items is None else items
 
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
         """Return the samples of a step."""
@@ -437,18 +515,54 @@ class _InSteps(Trainer):
         """Compute all micro-batches of a step, and return its loss."""
         if not isinstance(inputs, WholeStep):
             return super().training_step(model, inputs, num_items_in_batch)
-        device = self.args.device
+        device, run = self.args.device, self._elastic
 
-        def compute(batch: Any) -> dict[str, torch.Tensor]:
-            items = self._get_num_items_in_batch([batch], device)
-            loss = super(_InSteps, self).training_step(model, batch, items)
-            inputs.add(
-                flos=super(_InSteps, self).floating_point_ops(batch), tokens=self._tokens(batch)
+        def compute(batch: Any) -> dict[str, Any]:
+            items, run.logged = self._get_num_items_in_batch([batch], device), {}
+            try:
+                loss = super(_InSteps, self).training_step(model, batch, items)
+                logged = {f"{LOGGED}{name}": value for name, value in run.logged.items()}
+            finally:
+                run.logged = None
+            flos = super(_InSteps, self).floating_point_ops(batch)
+            inputs.add(flos=flos, tokens=self._tokens(batch), **dict.fromkeys(logged, 1.0))
+            return {"loss": loss} | logged
+
+        averages, sums = inputs.run(compute), inputs.sums
+        if require_engine("trainer.train").has_computed() and "flos" not in sums:
+            raise UsageError(
+                "self.log(...) or train.log(...) in compute_loss or training_step: the workers "
+                "have logged different names in one step: log the same ones for each micro-batch"
             )
-            return {"loss": loss}
-
-        averages = inputs.run(compute)
+        logged = [name for name in sums if name.startswith(LOGGED) and name in averages]
+        if logged:
+            self.log({name.removeprefix(LOGGED): averages[name] for name in logged})
         return torch.tensor(averages.get("loss", 0.0), device=device)
+
+    def log(self, logs: dict[str, float], *args: Any, **named: Any) -> None:
+        """Log; what is logged for a micro-batch is averaged over the step, and logged once.
+
+        Raises:
+            UsageError: it is no number, or there are too many in a micro-batch.
+        """
+        logged = self._elastic.logged
+        if logged is None:
+            super().log(logs, *args, **named)
+            return
+        logged.update(logs)
+        for name, value in logs.items():
+            if not isinstance(value, (int, float)) and not (
+                torch.is_tensor(value) and value.numel() == 1
+            ):
+                raise UsageError(
+                    f"self.log({{{name!r}: ...}}) in compute_loss or training_step: a "
+                    f"{type(value).__name__}; log numbers, which are averaged over the step"
+                )
+        if len(logged) > LOGGED_MAX:
+            raise UsageError(
+                f"self.log(...) in compute_loss or training_step: {len(logged)} names; log at most "
+                f"{LOGGED_MAX} in a micro-batch"
+            )
 
     def _tokens(self, batch: Any) -> int:
         """Return the number of tokens that a micro-batch adds to the count."""
@@ -510,7 +624,9 @@ class _InSteps(Trainer):
         folder.parent.mkdir(parents=True, exist_ok=True)
         for left in folder.parent.glob(f"{DRAFT}*"):  # By workers that have died.
             shutil.rmtree(left, ignore_errors=True)
-        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=DRAFT) as draft:
+        with tempfile.TemporaryDirectory(
+            dir=folder.parent, prefix=DRAFT, ignore_cleanup_errors=True
+        ) as draft:
             run.draft = draft
             try:
                 super()._save_checkpoint(model, trial)
@@ -568,7 +684,7 @@ class RayTrainReportCallback(TrainerCallback):
             metrics.update(log)
         with tempfile.TemporaryDirectory() as folder:
             checkpoint = None
-            path = Path(args.output_dir, f"checkpoint-{state.global_step}")
+            path = Path(str(args.output_dir), f"checkpoint-{state.global_step}")
             if args.should_save and path.is_dir():
                 shutil.copytree(path, Path(folder, self.CHECKPOINT_NAME))
                 checkpoint = Checkpoint.from_directory(folder)
@@ -604,9 +720,3 @@ class TransformersTrainer(TorchTrainer):
 
 def _plain(value: Any) -> Any:
     return value.item() if torch.is_tensor(value) else value
-
-
-def _size_of(batch: Any) -> int:
-    """Return the number of samples of a micro-batch: the first dimension of its first tensor."""
-    values = batch.values() if isinstance(batch, Mapping) else batch
-    return len(next(one for one in values if torch.is_tensor(one) and one.dim()))

@@ -34,6 +34,8 @@ BLOCK_PIECES = 64
 
 Weigh = Callable[[Any], Any]
 """Returns the weight of a micro-batch's value, such as its number of tokens."""
+BY_SAMPLES = object()
+"""What adapters return for a micro-batch that counts by its samples."""
 WEIGHT_PARTS, WEIGHT_MAX = 2.0**20, 2.0**32
 """Weights are multiples of 1 / WEIGHT_PARTS: sums of a step's are exact, in whatever order."""
 
@@ -52,6 +54,8 @@ def weight_of(weigh: Weigh | None, value: Any, count: int) -> float:
     if weigh is None or not count:
         return float(count)
     found = weigh(value)
+    if found is BY_SAMPLES:
+        return float(count)
     try:
         number = float(found)
     except (TypeError, ValueError):
