@@ -17,6 +17,7 @@ worker reads all evaluation data, so that `gather_for_metrics` has all of it.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from functools import cached_property
 from typing import Any
@@ -59,7 +60,7 @@ def prepare_accelerator(
     Raises:
         UsageError: outside a train function, prepared twice, or it shards or accumulates itself.
     """
-    require_engine("prepare_accelerator")
+    engine = require_engine("prepare_accelerator")
     if not isinstance(accelerator, Accelerator):
         raise UsageError(
             f"prepare_accelerator: expected an accelerate.Accelerator, got a "
@@ -71,13 +72,63 @@ def prepare_accelerator(
     cls = type(accelerator)
     accelerator.__class__ = type(cls.__name__, (_InGroup, cls), {"__module__": cls.__module__})
     accelerator._elastic = {"global_batch_size": global_batch_size, "weigh": weigh}
+    accelerator._trackers_of = None
+    engine.at_boundary = accelerator._take_place
     return accelerator
+
+
+NO_TRIGGER = (
+    "accelerator.{}(): each worker would ask itself alone, and some would leave the loop while "
+    "others wait for them: write train.log(stop=float(condition)) for each batch, and leave the "
+    "loop where train.get_logged().get('stop', 0) > 0, which is the same on all workers"
+)
 
 
 class _InGroup(Accelerator):
     """Mixin that is put before an Accelerator's own class."""
 
     _elastic: dict[str, Any]
+    _trackers_of: Callable[[], None] | None
+    """Opens the trackers that the script has asked for."""
+
+    def _take_place(self) -> None:
+        """Set accelerate's rank to this worker's; one that becomes the first opens the trackers."""
+        if take_place() and self._trackers_of is not None:
+            self._trackers_of()
+
+    def on_main_process(self, function: Callable[..., Any]) -> Any:  # type: ignore[override]
+        """Decorate a function that only the worker calls that is the first one then."""
+        return _where(lambda: self.is_main_process, function)
+
+    def on_local_main_process(self, function: Callable[..., Any]) -> Any:  # type: ignore[override]
+        """Decorate a function that only the worker calls that is the first of its node then."""
+        return _where(lambda: self.is_local_main_process, function)
+
+    def init_trackers(self, *args: Any, **named: Any) -> None:
+        """Open the trackers on the first worker; also on each that becomes the first one later."""
+        begin = super().init_trackers
+        self._trackers_of = lambda: begin(*args, **named)
+        if self.is_main_process:
+            begin(*args, **named)
+
+    def register_for_checkpointing(self, *objects: Any) -> None:
+        """Add objects to what `save_state` writes, and to the run's state."""
+        super().register_for_checkpointing(*objects)
+        engine = require_engine("accelerator.register_for_checkpointing")
+        for thing in objects:
+            engine.register(f"{type(thing).__name__} {len(engine.state.registered)}", thing)
+
+    def set_trigger(self) -> None:
+        """Refuse what one worker would decide for itself.
+
+        Raises:
+            UsageError: always.
+        """
+        raise UsageError(NO_TRIGGER.format("set_trigger"))
+
+    def check_trigger(self) -> bool:
+        """Refuse it, as `set_trigger`."""
+        raise UsageError(NO_TRIGGER.format("check_trigger"))
 
     def prepare_model(
         self, model: nn.Module, device_placement: Any = None, evaluation_mode: bool = False
@@ -155,11 +206,11 @@ class _Loader:
             return iter(self._whole)
         if not self._engine.has_begun:
             raise usage_errors.outside_epochs()
-        return _known(iter(self._prepared))
+        return iter(self._prepared)
 
     def steps(self) -> Iterator[WholeStep]:
         """Begin a pass in steps; see `train.steps`."""
-        return _known(self._prepared.steps())
+        return self._prepared.steps()
 
     def __len__(self) -> int:
         """Return the optimizer steps of an epoch, which schedulers need.
@@ -177,13 +228,16 @@ class _Loader:
         return getattr(self._whole, name)
 
 
+def _where(is_here: Callable[[], bool], function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that does nothing elsewhere; accelerate's decorators see one process."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **named: Any) -> Any:
+        return function(*args, **named) if is_here() else None
+
+    return call
+
+
 def _is_trained(engine: StepEngine) -> bool:
     """Return whether batches read now are for training."""
     return torch.is_grad_enabled() and any(is_training(model) for model in engine.state.models)
-
-
-def _known(things: Iterator[Any]) -> Iterator[Any]:
-    """Yield them, after updating accelerate's view of this worker's rank each time."""
-    for thing in things:
-        take_place()
-        yield thing

@@ -27,7 +27,7 @@ def see_one_process(accelerator: Any, what: str) -> None:
         what: the call that needs it, for the error.
 
     Raises:
-        UsageError: it shards the model, or accumulates gradients itself.
+        UsageError: it shards the model, accumulates gradients itself, or splits batches.
     """
     kind = str(accelerator.distributed_type).rpartition(".")[2]
     if kind in SHARDED:
@@ -44,8 +44,17 @@ def see_one_process(accelerator: Any, what: str) -> None:
             f"set how many samples a step has, global_batch_size=...: then they are the same at "
             f"every number of workers"
         )
+    if accelerator.split_batches:
+        raise UsageError(
+            f"{what}: the Accelerator has split_batches=True, by which a batch of the loader would "
+            f"be a step's: leave it out, and set how many samples a step has, "
+            f"global_batch_size=...; a loader's batch_size is that of a micro-batch"
+        )
+    # Each worker reads all of an iterable dataset to evaluate; none sends its batches to others.
+    accelerator.dataloader_config.dispatch_batches = False
     for state in (PartialState._shared_state, AcceleratorState._shared_state):
         state.update(distributed_type=DistributedType.NO, num_processes=1, backend=None)
+    take_place()  # It may be known from an earlier call of the train function, with another rank.
 
 
 def take_place() -> bool:
@@ -55,6 +64,8 @@ def take_place() -> bool:
         Whether it has become the first one.
     """
     context = require_context("accelerate")
+    if context.join is not None:
+        return False  # It has none yet.
     before = PartialState._shared_state.get("process_index")
     for state in (PartialState._shared_state, AcceleratorState._shared_state):
         state.update(process_index=context.world_rank, local_process_index=context.local_rank)

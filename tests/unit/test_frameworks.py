@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.tracking import GeneralTracker
+from accelerate.utils import DataLoaderConfiguration
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel, ManualOptimBoringModel
@@ -33,6 +35,7 @@ from elastic.train.lightning import (
     RayLightningEnvironment,
     prepare_trainer,
 )
+from elastic.train.session import require_engine
 from elastic.worker.engine import train_call
 from tests.chaos import hf_job, lightning_job
 from tests.unit.engine_under_test import data, inside_a_run, inside_again, reported
@@ -352,27 +355,71 @@ def test_the_trainer_of_lightning_computes_what_it_does_by_itself() -> None:
         )
 
 
+class Numbers(IterableDataset):
+    def __iter__(self) -> Any:
+        return iter(range(5))
+
+
+class Opened(GeneralTracker):
+    """Has a file open, once it is begun."""
+
+    name, requires_logging_directory = "opened", False
+    main_process_only = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: list[int] = []
+
+    @property
+    def tracker(self) -> Any:
+        return self
+
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        self.steps.append(values["step"])
+
+
 def test_a_schedule_of_accelerate_goes_on_once_in_a_step() -> None:
-    accelerator = prepare_accelerator(Accelerator(cpu=True), global_batch_size=8)
+    """On the second of two workers, until the first one dies."""
+    tracker = Opened()
+    be_rank(1)
+    accelerator = prepare_accelerator(
+        Accelerator(cpu=True, log_with=[tracker]), global_batch_size=8
+    )
+    accelerator.init_trackers("here")
+    alone = accelerator.on_main_process(lambda: "called")
     model: Any = nn.Linear(5, 1)
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=1.0)
     scheduler: Any = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
     model, optimizer, loader, scheduler = accelerator.prepare(
         model, optimizer, DataLoader(data(), batch_size=2), scheduler
     )
+    kept = torch.optim.swa_utils.AveragedModel(nn.Linear(5, 1))
+    accelerator.register_for_checkpointing(kept)
+    engine = require_engine("this test")
+    assert list(engine.state.registered.values()) == [kept]
+    for refused in (accelerator.set_trigger, accelerator.check_trigger):
+        with pytest.raises(UsageError, match=r"write train\.log\(stop=float\(condition\)\)"):
+            refused()
+    with torch.no_grad():
+        judged = list(accelerator.prepare(DataLoader(Numbers(), batch_size=2)))
+    assert torch.cat(judged).tolist() == list(range(5))
     assert len(loader) == 3
     with pytest.raises(UsageError, match="outside the loop over"):
         next(iter(loader))
     for _ in train.epochs(1):
         with pytest.raises(UsageError, match=r"train\.epochs\(n, start=epoch \+ 1\)"):
             accelerator.skip_first_batches(loader, 2)
-        for _, x, y in loader:
+        for number, (_, x, y) in enumerate(loader):
+            accelerator.log({"step": number})
+            assert alone() == (None if number < 5 else "called")
+            be_rank(0 if number >= 4 else 1)
             with accelerator.accumulate(model):
                 accelerator.backward(nn.functional.mse_loss(model(x), y))
                 optimizer.step()
                 scheduler.step()
                 optimizer.zero_grad()
     assert scheduler.get_last_lr() == [0.5**3]
+    assert tracker.steps == list(range(5, 12))
 
 
 def fit(module: Any) -> None:
@@ -398,6 +445,12 @@ def test_a_release_whose_trainer_has_another_loop_is_refused(
         (
             lambda: prepare_accelerator(Accelerator(cpu=True, gradient_accumulation_steps=2)),
             "gradient_accumulation_steps=2: leave it out",
+        ),
+        (
+            lambda: prepare_accelerator(
+                Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(split_batches=True))
+            ),
+            "split_batches=True",
         ),
         (lambda: Trainer(strategy=RayFSDPStrategy("FULL_SHARD")), "parallel_strategy='fsdp'"),
         (lambda: Trainer(strategy=RayDeepSpeedStrategy(stage=3)), "DeepSpeed holds groups"),
