@@ -31,6 +31,7 @@ from elastic.worker.base.interrupt import GroupChanged, Interrupter
 from elastic.worker.engine import step_engine
 from elastic.worker.engine.step_engine import StepEngine
 from elastic.worker.process.local import NoNextGroup
+from elastic.worker.state.transfer import pack, read_skeleton, unpack
 from tests.unit.engine_under_test import (
     GLOBAL,
     SIZE,
@@ -85,14 +86,17 @@ class Home(NoNextGroup):
 class Life:
     """Calls a train function again and again until it ends."""
 
-    def __init__(self, leaves: Callable[[int], bool], *, by_order: bool = False) -> None:
+    def __init__(
+        self, leaves: Callable[[int], bool], *, by_order: bool = False, sends: bool = False
+    ) -> None:
         """Have it left at these lines, each time that a step or an epoch comes to them first.
 
         Args:
             leaves: by the number of the line.
             by_order: the group changes there; if not, a collective of the script's own raises.
+            sends: the next call is that of another worker, which receives the state.
         """
-        self._leaves, self._by_order = leaves, by_order
+        self._leaves, self._by_order, self._sends = leaves, by_order, sends
         self._left: set[tuple[Cursor, int]] = set()
         self._generation = 0
         self.states: dict[Cursor, set[str]] = {}
@@ -109,6 +113,10 @@ class Life:
                     return home.interrupter.run(self._generation, call)
                 except (Left, GroupChanged) as error:
                     resume = engine.resume_state(has_raised=isinstance(error, Left))
+                    if resume is not None and self._sends:
+                        skeleton, tensors = pack(resume.state)
+                        arrived = [tensor.clone() for tensor in tensors]
+                        resume = replace(resume, state=unpack(read_skeleton(skeleton), arrived))
                     self.resumed.append(resume.cursor if resume is not None else None)
 
     def line(self, engine: StepEngine, number: int) -> None:
@@ -397,3 +405,35 @@ def test_a_loop_that_is_left_at_every_line_has_the_bits_of_one_that_is_not(
     called_back.live(function)
     assert called_back.states == undisturbed.states
     assert None not in called_back.resumed
+
+
+def freezes_inside(engine: StepEngine, life: Life) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 1))
+    model = prepare_model(net)
+    optimizer = prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    loader = prepare_data_loader(DataLoader(data(), batch_size=SIZE), global_batch_size=GLOBAL)
+    for epoch in train.epochs(3):
+        if epoch == 1:
+            net[0].requires_grad_(False)
+        for _, x, y in loader:
+            life.note(engine)
+            square(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            life.line(engine, 0)
+    life.note(engine)
+
+
+@pytest.mark.parametrize("function", [freezes_inside])
+def test_who_receives_the_state_in_the_middle_of_a_run_goes_on_with_its_bits(
+    function: Callable[[StepEngine, Life], None],
+) -> None:
+    undisturbed, joined = (
+        Life(lambda _: False, by_order=True),
+        Life(lambda _: True, by_order=True, sends=True),
+    )
+    undisturbed.live(function)
+    joined.live(function)
+    assert len(joined.resumed) > EPOCHS
+    assert joined.states == undisturbed.states

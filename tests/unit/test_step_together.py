@@ -47,16 +47,18 @@ def test_ranks_whose_optimizers_differ_are_refused() -> None:
         read_rows(rows)
 
 
-def test_ranks_whose_learning_rates_differ_are_refused() -> None:
-    parameters = [nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))]
-    groups = [{"params": one, "lr": rate} for one, rate in zip(parameters, (0.1, 0.2), strict=True)]
+@pytest.mark.parametrize("freezes", [False, True])
+def test_ranks_whose_learning_rates_or_frozen_parameters_differ_are_refused(freezes: bool) -> None:
     rows = []
-    for factor in (1.0, 1.0, 0.5):
-        optimizer = torch.optim.SGD(groups)
-        optimizer.param_groups[1]["lr"] *= factor
-        rows.append(StepMetadata(False, Cursor(0, 3), 1, rates=rates_print([optimizer])).numbers())
+    for number in range(3):
+        parameters = [nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))]
+        rates = 0.1, 0.2 if freezes or number < 2 else 0.1
+        parameters[1].requires_grad_(not freezes or number < 2)
+        groups = [{"params": one, "lr": r} for one, r in zip(parameters, rates, strict=True)]
+        print_ = rates_print([torch.optim.SGD(groups)])
+        rows.append(StepMetadata(False, Cursor(0, 3), 1, rates=print_).numbers())
     assert len(read_rows(rows[:2])) == 2
-    with pytest.raises(UsageError, match="rank 2 had other learning rates than rank 0"):
+    with pytest.raises(UsageError, match="rank 2 had other learning rates than rank 0, or other"):
         read_rows(rows)
 
 

@@ -248,7 +248,7 @@ class StepEngine(ObjectRegistry):
         self._change_group(is_first=True)
 
     def _make_loop(self, sync_norms: Mapping[str, torch.nn.SyncBatchNorm]) -> RunningLoop:
-        units = self.state.units()
+        units = self.state.begin()
         reducer, padding = make_reducer(
             self.state,
             list(units.values()),

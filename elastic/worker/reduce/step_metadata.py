@@ -43,7 +43,8 @@ class StepMetadata:
         saves: it asks for a snapshot after the step.
         busy: it has no room for one.
         releases: it knows that all leave after the step, and come back later or never.
-        rates: fingerprint of the learning rates that they stepped by, 0 before the first step.
+        rates: fingerprint of the learning rates that they stepped by, and of what was frozen; 0
+            before the first step.
         checksum: checksum of a part of the weights before this step, 0 for none; see `divergence`.
         busy_ns: how long it worked between its last two exchanges, 0 if not known; see `timing`.
         cursor: the step that its gradients belong to.
@@ -108,7 +109,7 @@ def read_rows(rows: Sequence[Sequence[float]]) -> list[StepMetadata]:
 
     Raises:
         UsageError: they are in different steps, other optimizers of theirs have stepped, or by
-            other learning rates.
+            other learning rates or with other frozen parameters.
     """
     metadata = [StepMetadata.of(row) for row in rows]
     for rank, one in enumerate(metadata):
@@ -130,19 +131,25 @@ def read_rows(rows: Sequence[Sequence[float]]) -> list[StepMetadata]:
             )
         if one.rates != metadata[0].rates:
             raise UsageError(
-                f"rank {rank} had other learning rates than rank 0 in the step before step "
-                f"{first.step} of epoch {first.epoch}, so that their weights differ: a rate must "
-                f"not depend on the number of an iteration, on a loss, or on anything else that a "
-                f"rank has for itself; let it depend on train.get_context().get_step() or "
-                f"train.get_logged()"
+                f"rank {rank} had other learning rates than rank 0, or other frozen parameters, in "
+                f"the step before step {first.step} of epoch {first.epoch}, so that their weights "
+                f"differ: neither may depend on the number of an iteration, on a loss, or on "
+                f"anything else that a rank has for itself; let it depend on "
+                f"train.get_context().get_step() or train.get_logged()"
             )
     return metadata
 
 
 def rates_print(optimizers: Iterable[Any]) -> int:
-    """Return a number that is equal where the learning rates are; those in tensors are left out."""
-    rates = [group.get("lr") for optimizer in optimizers for group in optimizer.param_groups]
-    return zlib.crc32(repr([float(one) for one in rates if isinstance(one, (int, float))]).encode())
+    """Return a number that is equal where learning rates are, and which parameters are frozen.
+
+    Rates in tensors are left out.
+    """
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    rates = [group.get("lr") for group in groups]
+    flags = bytes([one.requires_grad for group in groups for one in group["params"]])
+    numbers = [float(one) for one in rates if isinstance(one, (int, float))]
+    return zlib.crc32(flags, zlib.crc32(repr(numbers).encode()))
 
 
 def fill_row(row: Any, values: Sequence[float]) -> None:

@@ -65,6 +65,8 @@ class TrainState:
         self.own: set[str] = set()
         # Of the optimizers: how many parameters they have, and those that want no gradients.
         self._num_known, self._frozen = 0, list[nn.Parameter]()
+        # Those that wanted gradients when the loop began, by their number among all.
+        self._trained: dict[int, nn.Parameter] = {}
         # What registered objects are given once the iteration is over, and whether they are.
         self._late: Mapping[str, Any] = {}
         self._is_late = False
@@ -100,6 +102,16 @@ class TrainState:
             self.scalers.append(scaler)
             if self._unused_scalers:
                 scaler.load_state_dict(self._unused_scalers.pop(0))
+
+    def begin(self) -> dict[int, OptimizerUnit]:
+        """The loop begins: return what each optimizer steps, and remember what trains."""
+        every = (p for one in self.optimizers for p in parameters_of(one))
+        self._trained = {number: one for number, one in enumerate(every) if one.requires_grad}
+        return self.units()
+
+    def frozen(self) -> list[int]:
+        """Return the numbers of parameters that were frozen since the loop began."""
+        return [number for number, one in self._trained.items() if not one.requires_grad]
 
     def check_known(self, units: Mapping[int, OptimizerUnit]) -> None:
         """Refuse parameters that want gradients, and that none of these units has.
@@ -190,6 +202,7 @@ class TrainState:
         return {
             "models": [dict(_tensors(model)) for model in self.models],
             "loose": self.loose(),
+            "frozen": self.frozen(),
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "schedulers": [scheduler.state_dict() for scheduler in self.schedulers],
             "scalers": [
@@ -244,6 +257,9 @@ class TrainState:
                     tensor.copy_(theirs[name])
             for tensor, other in zip(mine["loose"], state["loose"], strict=True):
                 tensor.copy_(other)
+        frozen = set(state["frozen"])
+        for number, parameter in self._trained.items():
+            parameter.requires_grad_(number not in frozen)
         for optimizer, theirs in zip(self.optimizers, state["optimizers"], strict=True):
             _load(optimizer, theirs)
         for kind in ("schedulers", "scalers"):
