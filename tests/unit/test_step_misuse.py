@@ -12,7 +12,12 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from elastic import train
 from elastic.errors import UsageError
-from elastic.train.torch import prepare_data_loader, prepare_model, prepare_optimizer
+from elastic.train.torch import (
+    prepare_data_loader,
+    prepare_model,
+    prepare_optimizer,
+    prepare_scheduler,
+)
 from elastic.worker.process.local import LocalRun, run_local
 
 Loop = Callable[[nn.Module, torch.optim.Optimizer, Any], Any]
@@ -116,6 +121,32 @@ def test_an_optimizer_whose_state_is_in_parts_is_refused() -> None:
         next(iter(train.epochs(1)))
 
     with pytest.raises(UsageError, match="InParts keeps a part of its state on each rank"):
+        run(loop)
+
+
+@pytest.mark.parametrize("how", ["prepared", "registered", "inside", "forgotten"])
+def test_a_scheduler_that_is_in_no_state_is_refused(how: str) -> None:
+    class Schedules:
+        def __init__(self, *of: Any) -> None:
+            self.of, self.last = of, of[-1]
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"of": [one.state_dict() for one in self.of]}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+    def loop(model: nn.Module, optimizer: torch.optim.Optimizer, loader: Any) -> None:
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+        if how == "prepared":
+            prepare_scheduler(scheduler)
+        elif how != "forgotten":
+            train.register(it=scheduler if how == "registered" else Schedules(scheduler))
+        next(iter(train.epochs(1)))
+
+    if how != "forgotten":
+        run(loop)
+        return
+    with pytest.raises(UsageError, match="SGD has a learning rate scheduler that was not prepared"):
         run(loop)
 
 

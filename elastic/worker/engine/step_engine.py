@@ -224,6 +224,7 @@ class StepEngine(ObjectRegistry):
         sync_norms = usage_errors.sync_norms(self.state.models)
         usage_errors.check_sync_norms(sync_norms)
         usage_errors.check_whole(self.state.optimizers)
+        usage_errors.check_scheduled(self.state)
         recovery = recovery_of(self.state, self.options.recovery)
         self.options = replace(self.options, recovery=recovery)
         self._loop, self.keeps = self._make_loop(sync_norms), True

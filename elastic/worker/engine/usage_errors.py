@@ -6,12 +6,14 @@ Rule: each text says what was found and what to write instead.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from torch import nn
 
 from elastic.core.policy.cursor import Cursor
 from elastic.errors import UsageError
-from elastic.worker.engine.prepared_optimizers import is_training
+from elastic.worker.engine.prepared_optimizers import SCHEDULED, is_training
+from elastic.worker.state.train_state import TrainState
 
 
 def no_optimizer() -> UsageError:
@@ -61,6 +63,34 @@ def check_whole(optimizers: Sequence[object]) -> None:
                 f"which would be lost with it: prepare the optimizer that it is made of, for all "
                 f"parameters, or shard the model by prepare_model(model, parallel_strategy='fsdp')"
             )
+
+
+def check_scheduled(state: TrainState) -> None:
+    """Refuse an optimizer with a scheduler of torch's that is in no state of the run.
+
+    Raises:
+        UsageError: naming the optimizer.
+    """
+    # A prepared scheduler that does not tell whose it is may be any optimizer's.
+    of_any = any(_optimizer_of(one) is one for one in state.schedulers)
+    registered = state.registered.values()
+    inside = (value for thing in registered for value in getattr(thing, "__dict__", {}).values())
+    known = [_optimizer_of(one) for one in (*state.schedulers, *registered, *inside)]
+    for optimizer in state.optimizers:
+        is_known = of_any or any(one is optimizer for one in known)
+        if hasattr(optimizer.step, SCHEDULED) and not is_known:
+            raise UsageError(
+                f"train.epochs: the {type(optimizer).__name__} has a learning rate scheduler that "
+                f"was not prepared, so that a worker which joins, or a run that is resumed, would "
+                f"count its steps from 0: write scheduler = prepare_scheduler(scheduler) for it, "
+                f"before the loop"
+            )
+
+
+def _optimizer_of(thing: Any) -> Any:
+    """Return whose scheduler this is, itself if that is not known."""
+    found = getattr(thing, "optimizer", thing)
+    return getattr(found, "optimizer", found)  # Libraries wrap optimizers.
 
 
 def outside_epochs() -> UsageError:
