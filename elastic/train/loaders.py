@@ -248,7 +248,7 @@ class PreparedLoader:
         require_context("a prepared loader")
         engine = current_engine()
         if engine is not None and engine.has_begun and is_trained_with(engine):
-            return self._moved(engine.micro_batches(self._micro_batches(engine)))
+            return self._moved(engine.micro_batches(self._begin_pass(engine)))
         # Inside that loop a pass without training is an evaluation. Elsewhere only disabled
         # gradients show one: DistributedDataParallel still syncs all ranks in evaluation mode.
         evaluates = (engine is not None and engine.has_begun) or not torch.is_grad_enabled()
@@ -266,7 +266,7 @@ class PreparedLoader:
                 "train.steps: outside the loop over train.epochs(): write "
                 "'for epoch in train.epochs(n): for step in train.steps(loader): ...'"
             )
-        return engine.steps(self._micro_batches(engine), self._on_device)
+        return engine.steps(self._begin_pass(engine), self._on_device)
 
     def steps_per_epoch(self) -> int:
         """Return the optimizer steps of an epoch; 0 if that is not known before its end."""
@@ -281,6 +281,11 @@ class PreparedLoader:
         if self._device is None:
             return batch
         return _moved(batch, self._device, non_blocking=self._non_blocking)
+
+    def _begin_pass(self, engine: StepEngine) -> MicroBatches:
+        loader = self._micro_batches(engine)
+        loader.refresh(engine.cursor.epoch)
+        return loader
 
     def _micro_batches(self, engine: StepEngine) -> MicroBatches:
         if self._by_step is None:

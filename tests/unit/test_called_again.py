@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, WeightedRandomSampler
 
 from elastic import train
 from elastic.core.policy.cursor import Cursor
@@ -34,6 +34,7 @@ from elastic.worker.process.local import NoNextGroup
 from elastic.worker.state.transfer import pack, read_skeleton, unpack
 from tests.unit.engine_under_test import (
     GLOBAL,
+    SAMPLES,
     SIZE,
     called,
     data,
@@ -425,7 +426,46 @@ def freezes_inside(engine: StepEngine, life: Life) -> None:
     life.note(engine)
 
 
-@pytest.mark.parametrize("function", [freezes_inside])
+class Adaptive(WeightedRandomSampler):
+    """Draws again what was hard."""
+
+    def __init__(self) -> None:
+        super().__init__([1.0] * SAMPLES, SAMPLES)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"weights": self.weights}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.weights = state["weights"]
+
+
+def samples_adaptively(engine: StepEngine, life: Life, *, registers: bool = True) -> None:
+    model = prepare_model(nn.Linear(5, 1))
+    optimizer = prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    sampler = Adaptive()
+    if registers:
+        train.register(sampler=sampler)
+    made = DataLoader(data(), batch_size=SIZE, sampler=sampler)
+    loader = prepare_data_loader(made, global_batch_size=GLOBAL)
+    for epoch in train.epochs(EPOCHS):
+        for _, x, y in loader:
+            life.note(engine)
+            square(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if epoch and train.stepped():
+                life.line(engine, 0)
+        sampler.weights = torch.arange(float(SAMPLES))
+    life.note(engine)
+
+
+def test_an_epoch_is_not_continued_in_another_order() -> None:
+    joined = Life(lambda number: True, by_order=True, sends=True)
+    with pytest.raises(UsageError, match=r"at step 1 of epoch 1, with order=\d+; the loader has"):
+        joined.live(functools.partial(samples_adaptively, registers=False))
+
+
+@pytest.mark.parametrize("function", [freezes_inside, samples_adaptively])
 def test_who_receives_the_state_in_the_middle_of_a_run_goes_on_with_its_bits(
     function: Callable[[StepEngine, Life], None],
 ) -> None:

@@ -12,9 +12,11 @@ from typing import Any
 
 import psutil
 import pytest
-from torch.utils.data import DataLoader, Dataset
+import torch
+from torch.utils.data import DataLoader, Dataset, WeightedRandomSampler
 
 from elastic.core.policy.cursor import Cursor
+from elastic.errors import UsageError
 from elastic.worker.data.loader import MicroBatchLoader
 from tests.patience import wait_for
 
@@ -94,6 +96,50 @@ def test_processes_outlive_deals_and_epochs_and_end_with_the_loader(tmp_path: Pa
         assert len(readers) == 2
         assert all(psutil.pid_exists(pid) for pid in readers)
     assert not any(psutil.pid_exists(pid) for pid in readers)
+
+
+class Scaled(Dataset[tuple[float, int]]):
+    def __init__(self) -> None:
+        self.numbers, self.parts = list(range(24)), {"factor": [1.0, torch.ones(1)]}
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __getitem__(self, number: int) -> tuple[float, int]:
+        factor, tensor = self.parts["factor"]
+        return number * factor * float(tensor), os.getpid()
+
+
+@pytest.mark.parametrize("change", ["nothing", "number", "tensor", "sampler", "length"])
+def test_a_pass_reads_what_dataset_and_sampler_are_when_it_begins(change: str) -> None:
+    data = Scaled()
+    sampler = WeightedRandomSampler([1.0] * 24, 24)
+    with loading(data, sampler=sampler) as loader:
+        loader.refresh(0)
+        loader.take_span(Cursor(), (0, V))
+        before = [loader.next().value for _ in range(3 * V)]  # What follows is read ahead by now.
+        assert {float(x) for batch in before for x in batch[0]} <= {*map(float, range(24))}
+        match change:
+            case "number":
+                data.parts["factor"][0] = 100.0
+            case "tensor":
+                data.parts["factor"][1] *= 100.0  # type: ignore[operator]
+            case "sampler":
+                sampler.weights = torch.tensor([0.0] * 23 + [1.0])
+            case "length":
+                sampler.num_samples = 30
+        if change == "length":
+            with pytest.raises(UsageError, match="had 24 samples, and has 30 in epoch 1"):
+                loader.refresh(1)
+            return
+        loader.refresh(1)
+        loader.take_span(Cursor(1), (0, V))
+        after = [loader.next().value for _ in range(3 * V)]
+        found = {float(x) for batch in after for x in batch[0]}
+        pids = [{int(x) for batch in part for x in batch[1]} for part in (before, after)]
+    assert (pids[0] == pids[1]) is (change == "nothing")
+    right = {"nothing": range(24), "sampler": [23]}.get(change, range(0, 2400, 100))
+    assert found <= {*map(float, right)}
 
 
 def test_a_timeout_is_an_error_after_which_the_same_is_tried_again(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ works on integers and on NumPy's uint64 arrays alike, for computing many at once
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from elastic.core.policy.microbatch import Span
@@ -50,6 +50,7 @@ class DataPlan:
         seed: of the permutation.
         shuffle: False for the order of the data set.
         drop_last: leave out the last step of an epoch if it is not full.
+        order: checksum of the present epoch's order where a sampler gives it, 0 for none.
     """
 
     num_samples: int
@@ -58,6 +59,7 @@ class DataPlan:
     seed: int = 0
     shuffle: bool = True
     drop_last: bool = False
+    order: int = field(default=0, compare=False)
 
     def __post_init__(self) -> None:
         """Refuse what has no steps."""

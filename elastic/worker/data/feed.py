@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 
 from elastic.core.policy.cursor import derive
 from elastic.errors import UsageError, check
+from elastic.worker.data.attributes import attributes_print
 from elastic.worker.data.seeding import LoaderWorkerInit
 
 log = logging.getLogger(__name__)
@@ -109,6 +110,8 @@ class SampleFeed:
         self._is_suspect = False
         # Ever, which makes the tags, and since the inner loader began, which makes the turns.
         self._num_requested = self._num_turns = 0
+        # Of the user's dataset, as the worker processes have it.
+        self._print = 0
         self._is_closed = False
 
     def follow(self, plan: ReadPlan) -> None:
@@ -131,6 +134,29 @@ class SampleFeed:
             if key not in self._ready and key not in self._requested:
                 self._check_ahead()  # It had come, and an interrupt or an error took it away.
         return self._ready.pop(key)
+
+    def refresh(self, *, is_stale: bool = False) -> bool:
+        """Begin the worker processes anew if what they have copies of has changed since.
+
+        As DataLoader does for each pass over the data, for scripts that change their dataset
+        between passes; what was read ahead is forgotten then.
+
+        Args:
+            is_stale: what was read ahead is to be forgotten in any case.
+
+        Returns:
+            Whether anything was forgotten.
+        """
+        if not self._num_processes or (self._inner is None and not self._ready):
+            return False
+        if not is_stale and self._print == self._print_now():
+            return False
+        self._stop()
+        self._ready = {}
+        return True
+
+    def _print_now(self) -> int:
+        return attributes_print([self._users.dataset, self._users.collate_fn])
 
     def close(self) -> None:
         """End the worker processes and forget what they read; again is no harm."""
@@ -216,6 +242,7 @@ class SampleFeed:
         # Torch draws the worker processes' seed from it: not from the training's random state.
         own = torch.Generator().manual_seed(derive(self._seed, WORKER_PROCESSES))
         self._check_ahead()
+        self._print = self._print_now() if number else 0
         self._inner = iter(
             DataLoader(
                 self._reading.dataset,

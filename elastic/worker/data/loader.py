@@ -6,6 +6,7 @@ Rule: which samples a micro-batch has is asked of `DataPlan` alone; `SampleFeed`
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -108,6 +109,7 @@ class MicroBatchLoader:
             drop_last=loader.drop_last,
         )
         self._order: _Order | None = None
+        self._users, self._seed = loader, seed
         self._weigh = weigh
         self._share: WeighedShare | None = None
         self._sampler = sampler
@@ -129,6 +131,27 @@ class MicroBatchLoader:
             return  # As at the beginning of each epoch.
         self._order = _Order(self.epochs, cursor, held)
         self._feed.follow(self._order)
+
+    def refresh(self, epoch: int) -> None:
+        """A pass over the data begins: see what the script has changed in dataset and sampler.
+
+        Args:
+            epoch: of the pass.
+
+        Raises:
+            UsageError: their length is another.
+        """
+        size = _order_of(self._users, self._seed)[0]
+        if size != self.epochs.num_samples:
+            raise UsageError(
+                f"prepare_data_loader: an epoch had {self.epochs.num_samples} samples, and has "
+                f"{size} in epoch {epoch}: their number, which the steps of an epoch follow from, "
+                f"must stay; let a sampler of that length choose among all samples, or prepare a "
+                f"loader for each epoch"
+            )
+        is_stale = isinstance(self._sampler, SamplerOrders) and self._sampler.refresh(epoch)
+        self._feed.refresh(is_stale=is_stale)
+        self.epochs = replace(self.epochs, order=self.order_print(epoch))
 
     def next(self) -> MicroBatch:
         """Return the next micro-batch; there always is one.

@@ -15,6 +15,7 @@ import torch
 
 from elastic.core.policy.cursor import derive
 from elastic.errors import UsageError
+from elastic.worker.data.attributes import attributes_print
 from elastic.worker.data.seeding import seeded
 
 SAMPLER = 4
@@ -47,7 +48,8 @@ class SamplerOrders:
             seed: of the run.
         """
         self._sampler, self._seed, self._size = sampler, seed, len(sampler)
-        self._known: dict[int, tuple[list[Any], int]] = {}
+        # By epoch: the order, a checksum of it, and what the sampler was when it was asked.
+        self._known: dict[int, tuple[list[Any], int, int]] = {}
 
     def __len__(self) -> int:
         return self._size
@@ -72,8 +74,17 @@ class SamplerOrders:
                 )
             while len(self._known) >= KEPT:
                 del self._known[min(self._known)]
-            self._known[epoch] = order, zlib.crc32(repr(order).encode())
+            print_ = zlib.crc32(repr(order).encode())
+            self._known[epoch] = order, print_, attributes_print([self._sampler])
         return self._known[epoch][0]
+
+    def refresh(self, epoch: int) -> bool:
+        """Ask for an order again if the sampler has changed since; return whether it has."""
+        known = self._known.get(epoch)
+        if known is None or known[2] == attributes_print([self._sampler]):
+            return False
+        del self._known[epoch]
+        return self.print(epoch) != known[1]
 
     def print(self, epoch: int) -> int:
         """Return a number that differs where the order of an epoch does."""

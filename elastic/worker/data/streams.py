@@ -108,6 +108,12 @@ class StreamLoader:
             self._begins = set(range(*held))
             self._feed.follow(self._order)
 
+    def refresh(self, epoch: int) -> None:
+        """A pass over the data begins: see what the script has changed in the dataset."""
+        del epoch
+        if self._feed.refresh() and self._order is not None:
+            self._begins = set(range(*self._order.held))
+
     def next(self) -> MicroBatch:
         """Return the next micro-batch; behind the end of its stream one with a count of 0.
 

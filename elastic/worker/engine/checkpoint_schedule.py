@@ -29,6 +29,7 @@ from elastic.worker.data.stream_book import StreamBook
 from elastic.worker.engine.context import WorkerContext
 from elastic.worker.engine.logbook import Logbook
 from elastic.worker.engine.peer_copies import PeerCopies
+from elastic.worker.engine.recovery_modes import ResumeState
 from elastic.worker.engine.sharded_restore import ShardedRestorer
 from elastic.worker.reduce.step_metadata import StepMetadata, send_metadata
 from elastic.worker.state.replica_checksums import PerRankState
@@ -82,9 +83,10 @@ class CheckpointScheduler:
         """Return whether every member has rows of the model, and none all of it."""
         return self._objects.is_sharded
 
-    def go_on(self, logbook: Logbook, steps: int, begun: int) -> None:
+    def go_on(self, left: ResumeState) -> None:
         """Continue from where an earlier call of the train function stood."""
-        self._logbook, self.steps, self.begun = logbook, steps, begun
+        self._logbook, self.steps, self.begun = left.logbook, left.steps, left.begun
+        self._data = _plain(left.data) if left.data is not None else {}
 
     def configure(self, options: Mapping[str, Any]) -> None:
         """Take what the user chose."""
@@ -353,7 +355,8 @@ class CheckpointScheduler:
             )
             raise UsageError(
                 f"this run stands at step {cursor.step} of epoch {cursor.epoch}, with {was}; the "
-                f"loader has {now}: continue with the same data, batch_size, seed and "
+                f"loader has {now}: continue with the same data, batch_size, seed, sampler (let "
+                f"train.register know one that changes) and "
                 f"prepare_data_loader(global_batch_size=...), or begin a new run"
             )
 

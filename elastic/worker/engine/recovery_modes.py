@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from elastic.core.policy.cursor import Cursor
+from elastic.core.policy.streams import Data
 from elastic.worker.base.interrupt import GroupChanged
 from elastic.worker.data.stream_book import StreamBook
 from elastic.worker.engine.logbook import Logbook
@@ -68,6 +69,7 @@ class ResumeState:
         streams: what is known of a dataset that is read as streams.
         calls_late: the loop calls collectives of its own after its optimizers have stepped.
         begun: the last epoch whose code before the pass has run, -1 if none.
+        data: how the data is cut, None while no loader was read.
     """
 
     state: State
@@ -79,3 +81,4 @@ class ResumeState:
     streams: StreamBook = field(default_factory=StreamBook)
     calls_late: bool = False
     begun: int = -1
+    data: Data | None = None

@@ -238,9 +238,7 @@ class StepEngine(ObjectRegistry):
             with self.context.shielded():
                 self.state.put(resume_state.state)
                 self.cursor, self.logbook = resume_state.cursor, resume_state.logbook
-                self._checkpoints.go_on(
-                    resume_state.logbook, resume_state.steps, resume_state.begun
-                )
+                self._checkpoints.go_on(resume_state)
                 self._has_state, self._resume_point.given = True, None
             if resume_state.generation == self.context.generation:
                 self._group.places = resume_state.places
@@ -982,6 +980,7 @@ class StepEngine(ObjectRegistry):
             self.streams,
             self._resume_point.calls_late,
             self._checkpoints.begun,
+            self.data,
         )
 
     def _set_whole(self) -> None:
