@@ -459,13 +459,50 @@ def samples_adaptively(engine: StepEngine, life: Life, *, registers: bool = True
     life.note(engine)
 
 
+class Warm(nn.Linear):
+    """Has a state that is no tensor."""
+
+    steps = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) / (1.0 + self.steps)
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"steps": self.steps}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.steps = state["steps"]
+
+
+def keeps_more_than_tensors(engine: StepEngine, life: Life) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(5, 5), Warm(5, 1))
+    model = prepare_model(net)
+    optimizer = prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    rates = torch.optim.lr_scheduler
+    parts = [rates.LinearLR(optimizer), rates.MultiStepLR(optimizer, [1])]
+    scheduler = prepare_scheduler(rates.SequentialLR(optimizer, parts, [3]))
+    loader = prepare_data_loader(DataLoader(data(), batch_size=SIZE), global_batch_size=GLOBAL)
+    for _ in train.epochs(EPOCHS):
+        for _, x, y in loader:
+            life.note(engine)
+            square(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+            if train.stepped():
+                net[1].steps += 1
+            life.line(engine, 0)
+    life.note(engine)
+
+
 def test_an_epoch_is_not_continued_in_another_order() -> None:
     joined = Life(lambda number: True, by_order=True, sends=True)
     with pytest.raises(UsageError, match=r"at step 1 of epoch 1, with order=\d+; the loader has"):
         joined.live(functools.partial(samples_adaptively, registers=False))
 
 
-@pytest.mark.parametrize("function", [freezes_inside, samples_adaptively])
+@pytest.mark.parametrize("function", [freezes_inside, samples_adaptively, keeps_more_than_tensors])
 def test_who_receives_the_state_in_the_middle_of_a_run_goes_on_with_its_bits(
     function: Callable[[StepEngine, Life], None],
 ) -> None:

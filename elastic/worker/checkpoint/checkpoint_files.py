@@ -44,6 +44,7 @@ FAILED = ".failed"
 """Ends the name of what a rank leaves in place of its part's note if it cannot write it."""
 FORMAT = 1
 BUFFER_SUFFIX = " (buffer)"
+EXTRA = "_extra_state"
 MODULE = "module."
 SCRATCH_BYTES = 1 << 16
 
@@ -298,6 +299,8 @@ def stock_state(
     found: dict[str, Any] = {}
     for number, tensors in enumerate(state["models"]):
         plain = {_plain_name(name): tensor for name, tensor in tensors.items()}
+        extra = {f"{path}.{EXTRA}".lstrip("."): one for path, one in state["extra"][number].items()}
+        plain |= {_plain_name(name): one for name, one in extra.items()}
         known = aliases[number] if number < len(aliases) else {}
         plain |= {_plain_name(alias): plain[_plain_name(name)] for alias, name in known.items()}
         found[_numbered("model", number)] = plain

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from copy import deepcopy
+from copy import copy, deepcopy
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -201,6 +201,10 @@ class TrainState:
         put_shards_back(self.models)
         return {
             "models": [dict(_tensors(model)) for model in self.models],
+            "extra": [
+                {path: part.get_extra_state() for path, part in _parts_with_extra(model)}
+                for model in self.models
+            ],
             "loose": self.loose(),
             "frozen": self.frozen(),
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
@@ -257,6 +261,9 @@ class TrainState:
                     tensor.copy_(theirs[name])
             for tensor, other in zip(mine["loose"], state["loose"], strict=True):
                 tensor.copy_(other)
+        for model, extra in zip(self.models, state["extra"], strict=True):
+            for path, part in _parts_with_extra(model):
+                part.set_extra_state(extra[path])
         frozen = set(state["frozen"])
         for number, parameter in self._trained.items():
             parameter.requires_grad_(number not in frozen)
@@ -265,7 +272,7 @@ class TrainState:
         for kind in ("schedulers", "scalers"):
             # Scalers are known from their first use on: there may be more than we have met.
             for thing, theirs in zip(getattr(self, kind), state[kind], strict=False):
-                thing.load_state_dict(theirs)
+                thing.load_state_dict(_with_kinds_of(thing.state_dict(), theirs))
         self._unused_scalers = state["scalers"][len(self.scalers) :]
         registered = state["registered"].items()
         self._late = {name: one for name, one in registered if own or name not in self.own}
@@ -330,6 +337,28 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         yield f"{name} (buffer)", buffer
 
 
+def _parts_with_extra(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the parts whose state is more than their tensors, as `state_dict` has it."""
+    for path, part in model.named_modules():
+        if type(part).get_extra_state is not nn.Module.get_extra_state:
+            yield path, part
+
+
+def _with_kinds_of(ours: Any, theirs: Any) -> Any:
+    """Return a state that was received, in which dicts are of the kinds that they are here.
+
+    Schedulers keep a Counter, say, which travels as a plain dict.
+    """
+    if isinstance(ours, dict) and isinstance(theirs, dict):
+        kind = copy(ours)
+        kind.clear()
+        kind.update({name: _with_kinds_of(ours.get(name), one) for name, one in theirs.items()})
+        return kind
+    if isinstance(ours, list) and isinstance(theirs, list) and len(ours) == len(theirs):
+        return [_with_kinds_of(*pair) for pair in zip(ours, theirs, strict=True)]
+    return theirs
+
+
 def _without_caches(model: nn.Module, ours: State, theirs: State) -> State:
     """Take out what only one of two states has, or of another size; return what is left of theirs.
 
@@ -384,6 +413,10 @@ def _check_same(ours: State, theirs: State) -> None:
     if set(ours["registered"]) != set(theirs["registered"]):
         names = (sorted(ours["registered"]), sorted(theirs["registered"]))
         raise UsageError(_differs("registered objects", *names))
+    for number, (mine, other) in enumerate(zip(ours["extra"], theirs["extra"], strict=True)):
+        if set(mine) != set(other):
+            what = f"model {number}, parts with get_extra_state"
+            raise UsageError(_differs(what, sorted(mine), sorted(other)))
     for number, (mine, other) in enumerate(zip(ours["models"], theirs["models"], strict=True)):
         shapes = {name: tuple(tensor.shape) for name, tensor in mine.items()}
         others = {name: tuple(tensor.shape) for name, tensor in other.items()}
