@@ -282,7 +282,8 @@ def worker_env(
 
     The variables must be set before torch is imported, so a worker cannot set them itself.
     """
-    added, limit = {}, cgroup.cpu_limit(cgroups)
+    # A vocabulary made of set(words) numbers them alike on all nodes, and after any restart.
+    added, limit = {"PYTHONHASHSEED": "0"}, cgroup.cpu_limit(cgroups)
     if num_slots > 1:
         added["OMP_NUM_THREADS"] = "1"  # As torchrun does: workers share the processors.
     elif limit is not None:

@@ -249,6 +249,8 @@ def test_what_a_user_set_for_workers_stays(tmp_path: Path) -> None:
     (tmp_path / "cpu.max").write_text("100000 100000\n")
     assert worker_env({"OMP_NUM_THREADS": "7"}, Devices(()), 1, tmp_path)["OMP_NUM_THREADS"] == "7"
     assert worker_env({}, Devices(()), 2, tmp_path)["OMP_NUM_THREADS"] == "1"
+    for given, used in ({}, "0"), ({"PYTHONHASHSEED": "random"}, "random"):
+        assert worker_env(given, Devices(()), 1, tmp_path)["PYTHONHASHSEED"] == used
     assert "TORCH_CPP_LOG_LEVEL" not in worker_env(
         {"TORCH_DISTRIBUTED_DEBUG": "INFO"}, Devices(()), 2, tmp_path
     )
