@@ -126,10 +126,15 @@ def test_members_whose_states_differ_save_nothing(
 def registered(value: Any) -> Callable[[], dict[str, Any]]:
     """The state of a member that has registered this."""
     nothing: dict[str, Any] = {
-        kind: [] for kind in ("loose", "optimizers", "schedulers", "scalers")
+        kind: [] for kind in ("loose", "frozen", "optimizers", "schedulers", "scalers")
     }
     models = [{"weight": torch.ones(8)}]
-    objects = {"models": models, **nothing, "registered": {"same": 1, "mine": value}}
+    objects = {
+        "models": models,
+        "extra": [{} for _ in models],
+        **nothing,
+        "registered": {"same": 1, "mine": value},
+    }
     return lambda: {"objects": objects, "steps": 1}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,6 +19,7 @@ from elastic.train.torch import (
     prepare_optimizer,
     prepare_scheduler,
 )
+from elastic.worker.engine.train_call import current_engine
 from elastic.worker.process.local import LocalRun, run_local
 
 Loop = Callable[[nn.Module, torch.optim.Optimizer, Any], Any]
@@ -147,6 +149,48 @@ def test_a_scheduler_that_is_in_no_state_is_refused(how: str) -> None:
         run(loop)
         return
     with pytest.raises(UsageError, match="SGD has a learning rate scheduler that was not prepared"):
+        run(loop)
+
+
+@pytest.mark.parametrize("how", ["in place", "data", "registered", "between steps", "in a step"])
+def test_weights_that_change_while_a_step_is_computed_are_refused(how: str) -> None:
+    def change(weight: torch.Tensor) -> None:
+        with torch.no_grad():
+            if how == "data":
+                weight.data = weight.data * 0.9
+            else:
+                weight.clamp_(-0.1, 0.1)
+
+    class Drawing(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            super().step(closure)
+            change(self.param_groups[0]["params"][0])
+
+    def loop(model: nn.Module, optimizer: torch.optim.Optimizer, loader: Any) -> None:
+        average = copy.deepcopy(model.module)
+        train.register(average=average)
+        if how == "in a step":
+            prepare_optimizer(Drawing(average.parameters(), lr=0.1))
+        target = average.weight if how == "registered" else model.module.weight
+        for _ in train.epochs(2):
+            change(target)
+            for (x,) in loader:
+                model.to("cpu")  # As it is.
+                if how in ("in place", "data"):
+                    change(target)
+                loss = model(x).square().mean()
+                loss.backward()
+                for one in current_engine().state.optimizers:  # type: ignore[union-attr]
+                    one.step()
+                optimizer.zero_grad()
+                if how == "registered" or train.stepped():
+                    change(target)
+
+    if how in ("between steps", "in a step"):
+        run(loop)
+        return
+    name = "registered average: weight" if how == "registered" else r"module\.weight"
+    with pytest.raises(UsageError, match=rf"{name}: forward, or code before the step was complete"):
         run(loop)
 
 

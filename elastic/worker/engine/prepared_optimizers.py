@@ -339,8 +339,15 @@ def unprepared_refused(names: Mapping[int, str], is_stepping: Callable[[], bool]
 
 
 @contextmanager
-def data_waits(wait: Callable[[], None]) -> Iterator[None]:
-    """Call this before a parameter's `data` is read or set: torch counts no change made there."""
+def data_waits(
+    wait: Callable[[], None], is_set: Callable[[torch.Tensor, torch.Tensor], None]
+) -> Iterator[None]:
+    """Call this before a parameter's `data` is read or set: torch counts no change made there.
+
+    Args:
+        wait: called before either.
+        is_set: called before it is set, with the parameter and the new values.
+    """
     real: Any = torch.Tensor.data
 
     def read(self: torch.Tensor) -> Any:
@@ -349,6 +356,7 @@ def data_waits(wait: Callable[[], None]) -> Iterator[None]:
 
     def write(self: torch.Tensor, value: torch.Tensor) -> None:
         wait()
+        is_set(self, value)
         real.__set__(self, value)
 
     kinds: list[Any] = [torch.nn.Parameter, *dtensor_class()]

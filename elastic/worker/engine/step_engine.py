@@ -260,7 +260,7 @@ class StepEngine(ObjectRegistry):
             patches.enter_context(modules_know(reducer.parameters_zeroed))
             names = self._watch.begin()
             patches.enter_context(unprepared_refused(names, lambda: self._due.is_stepping))
-            patches.enter_context(data_waits(self._checkpoints.settle))
+            patches.enter_context(data_waits(self._checkpoints.settle, reducer.data_set))
             patches.enter_context(captures_wait(self._checkpoints.settle))
             patches.enter_context(checked(self._check_collective))
             return RunningLoop(reducer, padding, units, sync_norms, patches.pop_all())

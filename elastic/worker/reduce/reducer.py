@@ -11,10 +11,11 @@ that breaks leaves an error in `broken` and no exception: the step is void, and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 from torch.profiler import record_function
 
@@ -32,6 +33,7 @@ from elastic.worker.reduce.grad_preview import expose_partial_grad, hide, is_sho
 from elastic.worker.reduce.model_buffers import ModelBuffers
 from elastic.worker.reduce.step_metadata import ROW, Divisor
 from elastic.worker.reduce.step_share import SHARE_NUMBERS, StepShare, WeighedShare
+from elastic.worker.reduce.still_weights import StillWeights
 from elastic.worker.reduce.tree_exchange import MicroBatchPartition
 from elastic.worker.state.train_state import OptimizerUnit
 
@@ -55,6 +57,7 @@ class Reducer:
         units: Sequence[OptimizerUnit],
         modules: Sequence[nn.Module] = (),
         *,
+        still: Iterable[tuple[str, nn.Parameter]] = (),
         consistency: str = "bitwise",
         bucket_bytes: int = BUCKET_BYTES,
         activity: Activity | None = None,
@@ -65,6 +68,7 @@ class Reducer:
         Args:
             units: what each optimizer steps.
             modules: whose buffers (BatchNorm) are averaged over a step.
+            still: weights that nothing may change while a step is computed, with their names.
             consistency: "bitwise", or "samples" for an order of addition that is torch's.
             bucket_bytes: size of the pieces that are sent.
             activity: notified when we wait for others.
@@ -75,6 +79,7 @@ class Reducer:
         self._is_bitwise = consistency == "bitwise"
         self._activity = activity or Activity()
         self._buffers = ModelBuffers(modules)
+        self._still = StillWeights(still)
         parameters = (parameter for unit in units for _, parameter in unit.parameters)
         self._gate = CommitGate(parameters, self._activity, is_over)
         self._number_of = {id(unit): number for number, unit in enumerate(units)}
@@ -195,6 +200,7 @@ class Reducer:
         self._share, self._control, self.rows = share, control, []
         self._is_on, self._is_void, self._number = True, False, None
         self._reduced = [False] * len(self._reduced)
+        self._still.begin_step()
         self._buffers.begin_step()
 
     def begin_micro_batch(self, number: int) -> None:
@@ -258,6 +264,10 @@ class Reducer:
             if id(parameter) not in self._stepped_by_others:
                 bucket.forget(place)
 
+    def data_set(self, weight: torch.Tensor, value: torch.Tensor) -> None:
+        """A script sets the `.data` of a weight, which torch does not count as a change."""
+        self._still.data_set(weight, value)
+
     def settle(self, unit: OptimizerUnit) -> bool:
         """Have the gradient of the whole step in `p.grad`; called on the last micro-batch.
 
@@ -278,10 +288,14 @@ class Reducer:
 
         Returns:
             Whether the step is to be committed; not if the group broke.
+
+        Raises:
+            UsageError: something has changed weights since the step began.
         """
         share = self._the_share()
         if self._is_void or self.broken is not None or self._number is None:
             return False
+        self._still.check()
         self._buffers.end_micro_batch(self._number, share.counts[self._number])
         own = self._gate.record()
         self._guarded(lambda: self._buffers.settle(share.partition, share.samples))

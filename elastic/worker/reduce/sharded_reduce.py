@@ -173,6 +173,9 @@ class ShardedReducer:
                 if id(parameter) in zeroed and not self._stepped[number]:
                     fresh[place] = None
 
+    def data_set(self, weight: torch.Tensor, value: torch.Tensor) -> None:
+        """Weights are not watched here: modules replace them while they are gathered."""
+
     def settle(self, unit: OptimizerUnit) -> bool:
         """Have the gradient of the whole step in `p.grad`; called on the last micro-batch.
 
@@ -391,7 +394,12 @@ def make_reducer(
     """
     if not state.is_sharded:
         reducer = Reducer(
-            units, state.models, consistency=consistency, activity=activity, is_over=is_over
+            units,
+            state.models,
+            still=state.named_weights(),
+            consistency=consistency,
+            activity=activity,
+            is_over=is_over,
         )
         return reducer, Padding()
     sharded = ShardedReducer(units, state.models, activity=activity, is_over=is_over)

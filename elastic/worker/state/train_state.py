@@ -302,18 +302,28 @@ class TrainState:
         for name, state in late.items():
             self.registered[name].load_state_dict(state)
 
+    def named_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield what only steps of optimizers change, with names for people.
+
+        Modules of each rank's own are not among them, which optimizers may step that are not
+        prepared.
+        """
+        for model in self.models:
+            yield from model.named_parameters()
+        for name, thing in self.registered.items():
+            if isinstance(thing, nn.Module) and name not in self.own:
+                yield from ((f"registered {name}: {n}", p) for n, p in thing.named_parameters())
+        for number, optimizer in enumerate(self.optimizers):
+            every = enumerate(parameters_of(optimizer))
+            yield from ((f"optimizer {number}, parameter {place}", one) for place, one in every)
+
     def still_between_steps(self) -> Iterator[torch.Tensor]:
         """Yield tensors that only steps of optimizers change, or code that torch can detect.
 
-        Buffers are not among them: torch's normalization layers change theirs unnoticed. Nor
-        are modules of each rank's own, which optimizers may step that are not prepared.
+        Buffers are not among them: torch's normalization layers change theirs unnoticed.
         """
-        yield from (parameter for model in self.models for parameter in model.parameters())
-        for name, thing in self.registered.items():
-            if isinstance(thing, nn.Module) and name not in self.own:
-                yield from thing.parameters()
+        yield from (parameter for _, parameter in self.named_weights())
         for optimizer in self.optimizers:
-            yield from parameters_of(optimizer)
             for kept in optimizer.state.values():
                 if isinstance(kept, Mapping):
                     yield from (one for one in kept.values() if isinstance(one, torch.Tensor))
