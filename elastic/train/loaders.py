@@ -8,7 +8,8 @@ Anywhere else it yields this rank's share of one pass, padded to equal size, as 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -220,6 +221,8 @@ class PreparedLoader:
         self._non_blocking = non_blocking
         self._deals = deals
         self._num_micro_batches = num_micro_batches
+        # Batches of this rank that a script was told of, while no optimizer was prepared.
+        self._told: int | None = None
         # Our own shuffle is seeded from the first pass on; the user's once `set_epoch` is called.
         self._epoch = 0 if deals else None
         self._by_step: MicroBatches | None = None
@@ -230,9 +233,19 @@ class PreparedLoader:
         if deals:  # A loader that cannot be split is refused at once.
             self._order = Order(loader, _seed_of(loader, 0))
             self._sampler = RankSampler(
-                loader.dataset, self._order, self.set_epoch, drop_last=loader.drop_last
+                loader.dataset, self._order, self._chosen(), drop_last=loader.drop_last
             )
             self._loader = loader_like(loader, sampler=self._sampler)
+
+    def _chosen(self) -> Callable[[int], None]:
+        """Return what a sampler calls for `set_epoch`; it does not keep this loader alive."""
+        mine = weakref.WeakMethod(self.set_epoch)
+
+        def choose(epoch: int) -> None:
+            if (set_epoch := mine()) is not None:
+                set_epoch(epoch)
+
+        return choose
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the shuffle of the next pass; those after it count on from there.
@@ -285,6 +298,14 @@ class PreparedLoader:
     def _begin_pass(self, engine: StepEngine) -> MicroBatches:
         loader = self._micro_batches(engine)
         loader.refresh(engine.cursor.epoch)
+        steps = loader.steps_of(engine.cursor.epoch)
+        if self._told not in (None, steps):
+            raise UsageError(
+                f"len(loader) was {self._told}, the batches of this rank, because it was asked "
+                f"before an optimizer was prepared, and an epoch has {steps} steps: call "
+                f"prepare_optimizer before len(loader), so that a schedule that is made of it does "
+                f"not depend on the number of workers"
+            )
         return loader
 
     def _micro_batches(self, engine: StepEngine) -> MicroBatches:
@@ -309,7 +330,10 @@ class PreparedLoader:
                     "read in a loop over train.epochs(), which deals it out by steps: leave "
                     "add_dist_sampler out, or write 'for epoch in range(n)'"
                 )
-            engine.at_close.callback(self._by_step.close)
+            # A loader of one epoch ends with it, and not only with the run.
+            end = weakref.finalize(self, self._by_step.close)
+            end.atexit = False
+            engine.at_close.callback(end)
         return self._by_step
 
     def _pass_by_rank(self, context: WorkerContext) -> Iterator[Any]:
@@ -429,7 +453,9 @@ class PreparedLoader:
             )
         if self._deals:
             self._deal_by_rank(require_place("len of a prepared loader"))
-        return len(self._loader)
+        batches = len(self._loader)
+        self._told = batches if self._deals else None
+        return batches
 
     def __getattr__(self, name: str) -> Any:
         """Pass everything else on to the loader."""

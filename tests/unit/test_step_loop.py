@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import multiprocessing
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -390,6 +391,34 @@ def test_two_loaders_at_once_are_refused() -> None:
     other = prepare_data_loader(DataLoader(data(), batch_size=SIZE), global_batch_size=GLOBAL)
     with pytest.raises(UsageError, match="two prepared loaders are read at the same time"):
         each(loop.batches(), lambda _: next(iter(other)))
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_loader_that_is_made_in_each_epoch_ends_with_it() -> None:
+    loop, children = Loop.make(), []
+    for _ in train.epochs(3):
+        made = DataLoader(data(), batch_size=SIZE, num_workers=1)
+        loader = prepare_data_loader(made, global_batch_size=GLOBAL)
+        for _, x, y in loader:
+            square(loop.model(x), y).backward()
+            loop.optimizer.step()
+        children.append(len(multiprocessing.active_children()))
+    assert children == [1, 1, 1]
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_length_that_is_no_number_of_steps_is_refused_in_the_loop(number: int) -> None:
+    model = prepare_model(nn.Linear(5, 1))
+    made = DataLoader(data(), batch_size=SIZE)
+    loader = prepare_data_loader(made, global_batch_size=number * SIZE)
+    length = len(loader)
+    optimizer = prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    for _ in train.epochs(1):
+        if number == 1:
+            assert sum(1 for _ in loader if optimizer.step() is None) == length
+            continue
+        with pytest.raises(UsageError, match=r"len\(loader\) was 11.*an epoch has 6 steps: call"):
+            iter(loader)
 
 
 def test_a_loader_that_deals_by_itself_is_refused_in_the_loop() -> None:
