@@ -118,6 +118,37 @@ def test_statistics_of_a_users_own_layer_are_the_mean_too(make: Make) -> None:
         assert torch.equal(getattr(layers[0][1], own), getattr(layers[1][1], torchs))
 
 
+class Codebook(nn.Module):
+    """Learns vectors by averages of its own, and has a cache that it resizes in place."""
+
+    def __init__(self, *, unnoticed: bool) -> None:
+        super().__init__()
+        self.unnoticed = unnoticed
+        self.register_buffer("codes", torch.zeros(2, 2))
+        self.register_buffer("cache", torch.zeros(0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.cache.resize_(len(self.cache) + 1)
+        if self.unnoticed:
+            self.codes.data.mul_(0.5).add_(x.detach().mean(0), alpha=0.5)
+        else:
+            with torch.no_grad():
+                self.codes.mul_(0.5).add_(x.detach().mean(0), alpha=0.5)
+        return x + self.codes[0].clone()
+
+
+def test_buffers_that_a_layer_changes_by_data_are_the_mean_too(make: Make) -> None:
+    found = []
+    for unnoticed in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(2, 2), Codebook(unnoticed=unnoticed))
+        steps(make, model, (1.0, 2.0, 4.0), (4, 4, 2))
+        found.append(model[1].codes.clone())
+        assert model[1].codes.any()
+        assert len(model[1].cache) == 3
+    assert torch.equal(*found)
+
+
 def test_what_is_received_after_a_broken_step_is_not_put_back_to_its_beginning(make: Make) -> None:
     model = normed()
     reducer = make([unit_of(model)], [model])

@@ -97,6 +97,17 @@ def test_a_layer_whose_forward_makes_ranks_differ_or_wait_is_refused(
         run(loop)
 
 
+def test_a_layer_that_keeps_ranges_for_quantization_is_refused() -> None:
+    observers = pytest.importorskip("torch.ao.quantization.fake_quantize")
+
+    def loop(model: nn.Module, *_: Any) -> None:
+        model.module.added = observers.FakeQuantize()
+        next(iter(train.epochs(1)))
+
+    with pytest.raises(UsageError, match="FakeQuantize keeps ranges of what this rank has read"):
+        run(loop)
+
+
 def test_sync_batch_norm_is_refused_once_it_trains() -> None:
     def loop(model: nn.Module, optimizer: Any, loader: Any) -> int:
         model.module.added = nn.SyncBatchNorm(2).eval()

@@ -15,6 +15,12 @@ from elastic.errors import UsageError
 from elastic.worker.engine.prepared_optimizers import SCHEDULED, is_training
 from elastic.worker.state.train_state import TrainState
 
+OBSERVERS = {
+    "torch.ao.quantization.observer.ObserverBase",
+    "torch.ao.quantization.fake_quantize.FakeQuantizeBase",
+}
+"""Long to import, and not in every release of torch."""
+
 
 def no_optimizer() -> UsageError:
     """A loop over epochs began, and nothing is there to be stepped."""
@@ -130,7 +136,7 @@ def weights_changed(cursor: Cursor) -> UsageError:
 
 
 def check_forward(models: Sequence[nn.Module]) -> None:
-    """Refuse layers that change their weights in forward, each rank by what it has read.
+    """Refuse layers that change their weights in forward, or ranges, each rank by what it has read.
 
     Raises:
         UsageError: naming one.
@@ -143,6 +149,14 @@ def check_forward(models: Sequence[nn.Module]) -> None:
                     f"changes its weights in forward, on each rank those of its own samples, so "
                     f"that they differ between ranks: leave max_norm out, and limit all rows where "
                     f"train.stepped() is true, as by weight.data.renorm_(2, 0, max_norm)"
+                )
+            kinds = {f"{one.__module__}.{one.__name__}" for one in type(part).__mro__}
+            if not OBSERVERS.isdisjoint(kinds):
+                raise UsageError(
+                    f"model {number}, {name}: {type(part).__name__} keeps ranges of what this rank "
+                    f"has read, which it resizes and changes unnoticed, so that they differ "
+                    f"between ranks: quantize after training, or train with "
+                    f"torchao.quantization.qat, which keeps none"
                 )
 
 

@@ -5,7 +5,8 @@ the mean of what its micro-batches made of it, added in the order of the tree; o
 what micro-batch 0 made of it. So it depends neither on the number of ranks nor on who computed
 what. Buffers that nothing changes cost one read of their version; torch's normalization layers
 change theirs without a new version, and are always taken to have done so while they train; so are
-layers of users' own whose code names torch's function for it. They are put back without one too: a
+layers of users' own whose code names torch's function for it, or `data` and a buffer, as those that
+learn a codebook. They are put back without one too: a
 graph that was made before has no use for their old values, and torch would refuse to go through it.
 """
 
@@ -59,6 +60,8 @@ class _Kept:
 
     def has_changed(self) -> bool:
         """Return whether it may differ from its value at the step's beginning."""
+        if self.buffer.shape != self.base.shape:
+            return False  # Resized in place.
         if self.buffer._version != self.version or self.now is not self.buffer:
             return True
         is_torchs = isinstance(self.owner, _NormBase)
@@ -86,13 +89,16 @@ class _Kept:
             self.buffer.copy_(value)
 
 
-def _normalizes(owner: nn.Module) -> bool:
-    """Return whether a layer may change its statistics by `torch.batch_norm`, or what it calls."""
+def _changes_unnoticed(owner: nn.Module, own_name: str) -> bool:
+    """Return whether a layer may change a buffer by `torch.batch_norm` and the like, or `data`."""
     if isinstance(owner, _NormBase):
         return True
     users = [one for one in type(owner).__mro__ if not one.__module__.startswith("torch.")]
-    codes = [getattr(thing, "__code__", None) for one in users for thing in vars(one).values()]
-    names = {name for code in codes if code is not None for name in code.co_names}
+    methods = [thing for one in users for key, thing in vars(one).items() if key != "__init__"]
+    codes = [code for one in methods if (code := getattr(one, "__code__", None)) is not None]
+    if any({"data", own_name} <= {*code.co_names} for code in codes):
+        return True
+    names = {name for code in codes for name in code.co_names}
     # What the layer has itself, as a part of that name, is not torch's function.
     return any("batch_norm" in name and not hasattr(owner, name) for name in names)
 
@@ -134,7 +140,7 @@ class ModelBuffers:
         self._kept = [
             _Kept(
                 f"{number}.{path}.{name}", part, name,
-                buffer, buffer.detach().clone(), buffer._version, _normalizes(part),
+                buffer, buffer.detach().clone(), buffer._version, _changes_unnoticed(part, name),
             )
             for number, module in enumerate(modules)
             for path, part in module.named_modules()
