@@ -229,6 +229,24 @@ def test_backward_calls_of_a_micro_batch_add_up_on_the_last_one_too(
         model.zero_grad()
 
 
+@pytest.mark.parametrize("num_micro_batches", [1, 3])
+def test_gradients_that_a_loop_sets_to_none_between_two_backward_calls_do_not_count(
+    make: Make, num_micro_batches: int
+) -> None:
+    model = mlp()
+    unit = unit_of(model)
+    reducer, counts = make([unit]), (SIZE,) * num_micro_batches
+    right = written_out(model, mean_square, counts)
+    for _ in range(2):
+        for number in iterations(reducer, counts):
+            mean_square(model, number + 7).backward()
+            for parameter in model.parameters():
+                parameter.grad = None  # As zero_grad() of an optimizer that is not prepared.
+            mean_square(model, number).backward()
+        assert reducer.settle(unit)
+        assert same(gradients(model), right)
+
+
 def test_one_more_backward_call_than_before_is_refused(make: Make) -> None:
     model = mlp()
     unit = unit_of(model)

@@ -98,7 +98,7 @@ class Reducer:
         self._keeps_leaves = True
         self._calls_several = False
         self._number: int | None = None
-        self._is_on = self._is_last = self._is_void = False
+        self._is_on = self._is_last = self._is_void = self._is_hidden = False
         self._reached = [False] * len(units)
         self._stepped = [False] * len(units)
         self._stepped_by_others: set[int] = set()
@@ -207,7 +207,7 @@ class Reducer:
         """End the micro-batch before, and begin this one."""
         self._end_micro_batch()
         self._number = number
-        self._is_last = number == self._the_share().held[1] - 1
+        self._is_last, self._is_hidden = number == self._the_share().held[1] - 1, False
         self._stepped = [False] * len(self._stepped)
         self._stepped_by_others.clear()
         self._sent = [False] * len(self._sent)
@@ -368,6 +368,9 @@ class Reducer:
         if not self._is_on:
             yield
             return
+        if not self._is_hidden:  # Or a backward call has raised.
+            self._forget_dropped()
+        self._is_hidden = True
         if not (self._is_void or self._is_last):
             hide(self._not_stepped())
         again = [n for n, done in enumerate(self._reduced) if done and not self._stepped[n]]
@@ -379,10 +382,21 @@ class Reducer:
         self._reached = [False] * len(self._reached)
         yield
         self._activity.beats += 1
+        self._is_hidden = False
         if self._is_void:
             show_zeros(self._buckets)
         else:
             self._after_backward(again)
+
+    def _forget_dropped(self) -> None:
+        """Between two backward calls a loop has set gradients to None: they do not count."""
+        if self._is_void or self._number is None:
+            return
+        for bucket in self._not_stepped():
+            if any(bucket.used):
+                for place, parameter in enumerate(bucket.parameters):
+                    if bucket.used[place] and parameter.grad is None:
+                        bucket.forget(place)
 
     def _after_backward(self, again: list[int]) -> None:
         reached = [number for number, is_so in enumerate(self._reached) if is_so]
