@@ -110,8 +110,10 @@ def outside_epochs() -> UsageError:
 def two_at_once() -> UsageError:
     """A loader was read to train with, while another one is."""
     return UsageError(
-        "two prepared loaders are read at the same time: train with one of them, and read the "
-        "other inside torch.no_grad(), or leave it unprepared"
+        "two prepared loaders are read at the same time: to train with both, prepare one loader "
+        "of pairs, DataLoader(torch.utils.data.StackDataset(one, other)), so that every batch has "
+        "its partner at any number of workers; read the other inside torch.no_grad() if it is not "
+        "trained with"
     )
 
 
