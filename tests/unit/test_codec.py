@@ -65,7 +65,7 @@ ENUMS = {
     name: described for proto in PROTOS for name, described in proto.enum_types_by_name.items()
 }
 ON_THE_WIRE = {"JobView": "Job", "since_ns": "age_ns"}
-NOT_SENT_AS_ONE = {"ClusterView"}
+NOT_SENT_AS_ONE = {"ClusterView", "JobSample"}
 SPEC = JobSpec(job_id=JobId("j1"), name="digits", entry=SCRIPT, min_workers=1, max_workers=2)
 REPORT = WorkerReport(WorkerId("n1/1"), JobId("j1"), WorkerPhase.READY)
 HELLO = Hello(Node(NodeId("n1"), incarnation=1, host="127.0.0.1", num_slots=2), (REPORT,))

@@ -94,6 +94,16 @@ def test_an_epoch_may_be_left_early_and_may_have_no_pass_at_all() -> None:
     assert all(p.grad is None for p in loop.plain.parameters()) or train.stepped()
 
 
+def test_an_epoch_may_be_left_at_the_beginning_of_a_step() -> None:
+    loop = Loop.make()
+    for _ in train.epochs(1):
+        for _, x, y in loop.loader:
+            if train.get_context().get_step() == 1:
+                break
+            square(loop.model(x), y).backward()
+            loop.optimizer.step()
+
+
 def test_leaving_an_epoch_between_micro_batches_of_a_step_is_refused() -> None:
     """Who counts iterations would leave it after another step at another number of workers."""
     loop = Loop.make()

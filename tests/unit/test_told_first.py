@@ -27,7 +27,7 @@ def test_members_that_said_they_are_out_form_the_next_group() -> None:
     coordinator = large()
     coordinator.exits("n2/1")
     coordinator.ready("n1/1")
-    assert coordinator.members("a") == "g2: n1/1 n3/1 n4/1"
+    assert coordinator.members("a") == "g2: n1/1 n4/1 n3/1"  # The last takes its place.
 
 
 def test_a_lost_member_that_comes_back_in_between_is_in_the_next_group_at_once() -> None:
