@@ -63,7 +63,7 @@ def draw_history(rng: random.Random, nodes: int) -> History:
     workers = rng.randint(1, nodes)
     kills = sorted((rng.uniform(0, 3), rng.random()) for _ in range(rng.randint(0, 2)))
     return History(
-        micro_batches=rng.choice(MICRO_BATCHES),
+        micro_batches=rng.choice([one for one in MICRO_BATCHES if one >= workers]),
         workers=workers,
         feeders=rng.randint(0, FEEDERS_MAX) // workers,
         # The only worker's end is the end of the run, which has no checkpoint.
