@@ -50,7 +50,7 @@ class Bucket(BaseHTTPRequestHandler):
     """Serves s3://bucket/TABLE/N.parquet from the files of a folder."""
 
     protocol_version = "HTTP/1.1"
-    folder = Path()
+    files: ClassVar[list[Path]] = []
     tables: ClassVar[dict[str, int]] = {}
     sent = 0
 
@@ -97,8 +97,7 @@ class Bucket(BaseHTTPRequestHandler):
         self._answer(206 if found else 200, headers, body)
 
     def _file(self, number: int) -> Path:
-        files = sorted(self.folder.iterdir())
-        return files[number % len(files)]
+        return self.files[number % len(self.files)]
 
     def _list(self, prefix: str) -> bytes:
         keys = [
@@ -127,7 +126,8 @@ class Bucket(BaseHTTPRequestHandler):
 
 def serve(folder: str, files: int) -> None:
     """Serve until stdin ends."""
-    Bucket.folder, Bucket.tables = Path(folder), {"small": files, "large": LARGER * files}
+    Bucket.files = sorted(Path(folder).iterdir())
+    Bucket.tables = {"small": files, "large": LARGER * files}
     server = ThreadingHTTPServer(("127.0.0.1", 0), Bucket)
     print(server.server_port, flush=True)
     server.serve_forever()

@@ -294,7 +294,9 @@ class Call(Expr):
 
     def __init__(self, function: str | Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         """Call a function of pyarrow.compute, by its name, or another one, with arrays."""
-        self._function, self._args, self._kwargs = function, args, kwargs
+        self._function = function
+        self._args = args
+        self._kwargs = kwargs
 
     def __repr__(self) -> str:
         named = [f"{name}={value!r}" for name, value in self._kwargs.items()]
@@ -477,12 +479,23 @@ def expression_of(given: Any, what: str) -> Expr:
 
 
 _OPERATORS: Mapping[type, Callable[[Any, Any], Expr]] = {
-    ast.Gt: operator.gt, ast.GtE: operator.ge, ast.Lt: operator.lt, ast.LtE: operator.le,
-    ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.And: operator.and_, ast.Or: operator.or_,
-    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
-    ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod, ast.In: Expr.is_in,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.And: operator.and_,
+    ast.Or: operator.or_,
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.In: Expr.is_in,
     ast.NotIn: Expr.not_in,
-}  # fmt: skip
+}
 
 
 def _parsed(text: str, what: str) -> Expr:

@@ -60,7 +60,9 @@ class DataIterator:
             feeders: makes a source of processes that compute batches ahead, for this rank.
             memory: bytes for rows that are read ahead to be shuffled.
         """
-        self._table_of, self._place, self._over = table, place, over
+        self._table_of = table
+        self._place = place
+        self._over = over
         self._max_ranks = max_ranks
         self._feeders = feeders
         self._memory = memory

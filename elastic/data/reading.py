@@ -24,8 +24,11 @@ from elastic.data.webdataset import Tar, coders_of, decoded
 from elastic.errors import UsageError
 
 NO_EFFECT = PLACEMENT | {
-    "meta_provider", "arrow_open_stream_args", "ignore_missing_paths", "tensor_column_schema",
-}  # fmt: skip
+    "meta_provider",
+    "arrow_open_stream_args",
+    "ignore_missing_paths",
+    "tensor_column_schema",
+}
 """Ray's arguments for placement and metadata: accepted without effect."""
 IMAGES = ("png", "jpg", "jpeg", "tif", "tiff", "bmp", "gif", "webp")
 

@@ -65,7 +65,9 @@ class CheckpointScheduler:
             streams: what is known of a dataset that is read as streams.
         """
         self.steps, self.begun = 0, -1
-        self.is_due, self._is_stored, self.releases = False, False, False
+        self.is_due = False
+        self._is_stored = False
+        self.releases = False
         self._boundaries, self._steps_here, self._requested_in, self._is_sharded = 0, 0, 0, False
         self._logbook, self._streams = logbook, streams
         self._objects = objects
@@ -85,7 +87,9 @@ class CheckpointScheduler:
 
     def go_on(self, left: ResumeState) -> None:
         """Continue from where an earlier call of the train function stood."""
-        self._logbook, self.steps, self.begun = left.logbook, left.steps, left.begun
+        self._logbook = left.logbook
+        self.steps = left.steps
+        self.begun = left.begun
         self._data = _plain(left.data) if left.data is not None else {}
 
     def configure(self, options: Mapping[str, Any]) -> None:

@@ -328,9 +328,9 @@ class StepEngine(ObjectRegistry):
                     break
         except GeneratorExit:
             is_over = self.has_begun  # By a `break`, or by what the loop's body raises.
-            # Not before anything of the step was asked for: all ranks have its beginning.
-            is_begun = self._phase is IterationPhase.GATHERING and bool(self._iteration.rates)
-            self._epochs.is_cut = is_begun
+            # Leaving before any optimizer was asked is no cut: every rank has that place in a step.
+            has_asked = bool(self._iteration.rates)
+            self._epochs.is_cut = self._phase is IterationPhase.GATHERING and has_asked
             raise
         finally:
             self._settle_snapshot()
