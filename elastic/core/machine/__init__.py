@@ -16,5 +16,6 @@ What is where:
                   agent_spawning, agent_workers, agent_copies, agent_pacing
     worker        worker takes each event; worker_parts, worker_loop, worker_pulse and
                   worker_reports are parts
-    all three     transitions (tables of legal moves), invariants, event_history
+    a step        step: what each call of a training loop is worth; driven by worker.engine
+    all of them   transitions (tables of legal moves), invariants, event_history
 """

@@ -81,6 +81,28 @@ class MainPhase(Enum):
     """The process was ordered to end; the last phase."""
 
 
+class StepPhase(Enum):
+    """What the iteration of a training loop that runs now is worth."""
+
+    OUTSIDE = "outside"
+    """No micro-batch is at hand: the loop has not begun, or is between two iterations."""
+    GATHERING = "gathering"
+    """This rank has more micro-batches in this step: nothing happens yet but gradients."""
+    DUE = "due"
+    """The last one: gradients are exchanged, and optimizers are to step."""
+    COMPUTING = "computing"
+    """Inside a step of `train.steps`: its micro-batches are computed, nothing else happens yet."""
+    SETTLED = "settled"
+    """All of such a step that needs other ranks is done: its optimizers are to step, here alone."""
+    COMMITTING = "committing"
+    """The optimizers step."""
+    COMMITTED = "committed"
+    VOID = "void"
+    """The group broke: the rest of this iteration does nothing, the step is done again."""
+    RECEIVED = "received"
+    """Others have committed this step, and gave us their state: the rest does nothing."""
+
+
 @dataclass(frozen=True)
 class TransitionTable(Generic[Phase]):
     """The legal transitions of one kind of object.
@@ -229,6 +251,24 @@ MAIN: TransitionTable[MainPhase] = TransitionTable(
     },
 )
 """The main thread of a worker process; one order at a time."""
+
+_S = StepPhase
+STEP: TransitionTable[StepPhase] = TransitionTable(
+    "STEP",
+    (_S.OUTSIDE,),
+    {
+        _S.OUTSIDE: (_S.OUTSIDE, _S.GATHERING, _S.DUE, _S.COMPUTING, _S.RECEIVED, _S.VOID),
+        _S.GATHERING: (_S.GATHERING, _S.DUE, _S.OUTSIDE),
+        _S.DUE: (_S.COMMITTING, _S.VOID, _S.OUTSIDE),
+        _S.COMPUTING: (_S.COMPUTING, _S.SETTLED, _S.VOID, _S.OUTSIDE),
+        _S.SETTLED: (_S.COMMITTING, _S.OUTSIDE),
+        _S.COMMITTING: (_S.COMMITTED, _S.VOID, _S.OUTSIDE),
+        _S.COMMITTED: (_S.OUTSIDE,),
+        _S.VOID: (_S.VOID, _S.OUTSIDE),
+        _S.RECEIVED: (_S.OUTSIDE,),
+    },
+)
+"""An iteration of a training loop; it is left for `outside` wherever the loop or its group is."""
 
 
 def check_move(table: TransitionTable[Phase], what: str, old: Phase, new: Phase) -> None:

@@ -5,7 +5,7 @@ Rule: where a group, a loop or an iteration begins anew, the part is replaced as
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -123,6 +123,18 @@ class EpochLoop:
         return self.loader
 
 
+@dataclass(frozen=True)
+class OptimizerCall:
+    """A call of an optimizer's `step`.
+
+    Attributes:
+        real: what the optimizer's own class does in it.
+    """
+
+    optimizer: torch.optim.Optimizer
+    real: Callable[[], Any]
+
+
 @dataclass
 class Iteration:
     """One iteration of the loop over micro-batches.
@@ -130,13 +142,13 @@ class Iteration:
     Attributes:
         batch: the micro-batch at hand, None between two.
         share: our part of the step that it belongs to.
-        asked: optimizers that were asked to step in it.
+        calls: what optimizers that were asked to step in it do, by id.
         rates: prints of the learning rates with which they were asked to in this step, by id.
     """
 
     batch: MicroBatch | None = None
     share: StepShare | WeighedShare | None = None
-    asked: list[torch.optim.Optimizer] = field(default_factory=list)
+    calls: dict[int, OptimizerCall] = field(default_factory=dict)
     rates: dict[int, int] = field(default_factory=dict)
 
 

@@ -12,7 +12,6 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any, Protocol
 
 import torch
@@ -21,30 +20,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from elastic.errors import UsageError
 from elastic.worker.state.dtensor import dtensor_class
-
-
-class IterationPhase(Enum):
-    """What the iteration of the loop that runs now is worth."""
-
-    OUTSIDE = "outside"
-    """No micro-batch is at hand: the loop has not begun, or its epoch is over."""
-    GATHERING = "gathering"
-    """This rank has more micro-batches in this step: nothing happens yet but gradients."""
-    DUE = "due"
-    """The last one: gradients are reduced, and the step is committed."""
-    COMPUTING = "computing"
-    """Inside a step of `train.steps`: its micro-batches are computed, nothing else happens yet."""
-    SETTLED = "settled"
-    """All of such a step that needs other ranks is done: its optimizers are to step, here alone."""
-    COMMITTED = "committed"
-    VOID = "void"
-    """The group broke: the rest of this iteration does nothing, the step is done again."""
-    ADOPTED = "adopted"
-    """Others have committed this step, and gave us their state: the rest does nothing."""
-
-
-OPEN = (IterationPhase.GATHERING, IterationPhase.DUE)
-"""An iteration is to ask its optimizer to step: in each, or their number would decide."""
 
 
 class EngineSteps(Protocol):

@@ -8,6 +8,9 @@ It has two APIs. A plain loop reads micro-batches, and asks in each iteration fo
 happens once in a step (`micro_batches`). A loop over steps computes all micro-batches of one, and
 asks once, when nothing of it needs another rank any more (`steps`).
 
+What a call of the loop is worth is decided by the step machine (`elastic.core.machine.step`): here
+its effects are performed.
+
 Rule: state changes in one place, `_commit`, and groups change in one place, `_change_group`, which
 is reached only while the loop asks for its next micro-batch. There the user's code for the last
 one is through, and all state belongs to whole steps.
@@ -26,6 +29,39 @@ from typing import Any, TypeVar
 import torch
 from torch.profiler import record_function
 
+from elastic.core.events.step import (
+    Abandon,
+    CheckRates,
+    CloseReceived,
+    CloseStep,
+    Commit,
+    CommitRequested,
+    EmptyStepRequested,
+    GradientsRequested,
+    GradientsSettled,
+    GroupBroke,
+    GroupLeft,
+    HoldGradients,
+    IterationClosed,
+    KeepStep,
+    LoopBegan,
+    MicroBatchComputed,
+    MicroBatchOpened,
+    PassLeft,
+    Refuse,
+    SettleGradients,
+    SettleStep,
+    StepCommitted,
+    StepEffect,
+    StepEvent,
+    StepReceived,
+    StepRequested,
+    StepSettled,
+    StepSkipped,
+    TakeGradients,
+)
+from elastic.core.machine.step import AT_STEP, StepMachine
+from elastic.core.machine.transitions import StepPhase
 from elastic.core.policy.cursor import Cursor, epoch_seed, evaluation_seed, micro_batch_seed
 from elastic.core.policy.microbatch import deal
 from elastic.core.policy.recovery import RunPosition
@@ -51,6 +87,7 @@ from elastic.worker.engine.engine_parts import (
     EngineOptions,
     EpochLoop,
     Iteration,
+    OptimizerCall,
     PresentGroup,
     RunningLoop,
 )
@@ -64,8 +101,6 @@ from elastic.worker.engine.logbook import Logbook
 from elastic.worker.engine.outcome import is_group_broken
 from elastic.worker.engine.preparation import ObjectRegistry
 from elastic.worker.engine.prepared_optimizers import (
-    OPEN,
-    IterationPhase,
     captures_wait,
     data_waits,
     modules_know,
@@ -146,7 +181,7 @@ class StepEngine(ObjectRegistry):
         self._epochs = EpochLoop()
         self._group = PresentGroup()
         self._iteration = Iteration()
-        self._phase = IterationPhase.OUTSIDE
+        self._machine = StepMachine()
         # When we asked last whether others are in the loop, while we wait before it.
         self._asked_s = 0.0
         self.at_close.enter_context(checked(self._check_others_come, while_waiting=True))
@@ -259,17 +294,18 @@ class StepEngine(ObjectRegistry):
             patches.enter_context(scalers_know(self))
             patches.enter_context(modules_know(reducer.parameters_zeroed))
             names = self._watch.begin()
-            patches.enter_context(unprepared_refused(names, lambda: self._due.is_stepping))
+            patches.enter_context(unprepared_refused(names, self._is_committing))
             patches.enter_context(data_waits(self._checkpoints.settle, reducer.data_set))
             patches.enter_context(captures_wait(self._checkpoints.settle))
             patches.enter_context(checked(self._check_collective))
+            self._take(LoopBegan(len(units)))
             return RunningLoop(reducer, padding, units, sync_norms, patches.pop_all())
 
     def _end(self) -> None:
         """The loop is left: from here on the train function is like any other."""
         if self._loop is None:
             return  # Also when a generator of a call that is long over is finalized.
-        self._phase = IterationPhase.OUTSIDE
+        self._take(PassLeft())
         self._epochs.epoch = self._epochs.passed = None
         self._epochs.is_over, self._epochs.has_head = True, False
         self._settle_snapshot()
@@ -311,7 +347,8 @@ class StepEngine(ObjectRegistry):
                 is_first = False
                 if self._epochs.ends:
                     self._go_to_end(loader)
-                if self._group.leaves or self._phase is IterationPhase.VOID or self._is_broken():
+                is_void = self._machine.phase is StepPhase.VOID
+                if self._group.leaves or is_void or self._is_broken():
                     self._change_group()
                 if self.cursor.epoch != epoch:
                     # The others are in a later epoch: their code after this one has run, ours not.
@@ -330,16 +367,16 @@ class StepEngine(ObjectRegistry):
             is_over = self.has_begun  # By a `break`, or by what the loop's body raises.
             # Leaving before any optimizer was asked is no cut: every rank has that place in a step.
             has_asked = bool(self._iteration.rates)
-            self._epochs.is_cut = self._phase is IterationPhase.GATHERING and has_asked
+            self._epochs.is_cut = self._machine.phase is StepPhase.GATHERING and has_asked
             raise
         finally:
             self._settle_snapshot()
-            if self._phase is IterationPhase.COMMITTED:
+            if self._machine.phase is StepPhase.COMMITTED:
                 self._due.end()
                 self.logbook.commit_step()  # The loop was left after a step.
             self.state.put_late()
-            self._phase, self._iteration = IterationPhase.OUTSIDE, Iteration()
-            self._epochs.ends = False
+            self._take(PassLeft())
+            self._iteration, self._epochs.ends = Iteration(), False
             self._forget_step()
             if self._loop is not None:
                 self._loop.padding.forget()
@@ -358,24 +395,23 @@ class StepEngine(ObjectRegistry):
 
         A group that breaks meanwhile is left for the next, where the step is dealt out anew. If
         its members have committed the step already, it is over for us, too:
-            `IterationPhase.ADOPTED`.
+            `StepPhase.RECEIVED`.
         """
         here = self.cursor
-        while self._phase is not IterationPhase.SETTLED:
-            value = self._open_iteration(loader)
-            is_last, self._phase = self._phase is IterationPhase.DUE, IterationPhase.COMPUTING
-            yield value
+        while self._machine.phase is not StepPhase.SETTLED:
+            yield self._open_iteration(loader, of_whole_step=True)
             self.context.activity.beats += 1
             batch = self._iteration.batch
             if batch is not None and not self._the_loop().padding.is_under_way:
                 self.logbook.end_micro_batch(batch.micro_batch)
             self._iteration.batch = None
-            if not self._is_broken() and (not is_last or self._settle()):
+            self._take(MicroBatchComputed(self._is_broken()))
+            if self._machine.phase is not StepPhase.VOID:
                 continue
             with self.state.registered_later():
                 self._change_group()
             if self.cursor != here:
-                self._phase = IterationPhase.ADOPTED
+                self._take(StepReceived())
                 self._the_loop().show_zeros()
                 return
             self.at_boundary()
@@ -392,26 +428,25 @@ class StepEngine(ObjectRegistry):
 
     def end_epoch(self) -> None:
         """Let the step at hand be the epoch's last one; see `WholeStep.end_epoch`."""
-        self._epochs.ends = (
-            self._phase is not IterationPhase.OUTSIDE
-        )  # Without a step at hand it is over already.
+        # Without a step at hand it is over already.
+        self._epochs.ends = self._machine.phase is not StepPhase.OUTSIDE
 
     def skip(self) -> None:
         """Let the step at hand count without any optimizer's; see `WholeStep.skip`."""
-        if self._phase is IterationPhase.SETTLED:
-            self._commit()
+        self._take(EmptyStepRequested())
 
     def takes_closures(self) -> bool:
         """Return whether a step is at hand that its receiver has not begun to compute."""
-        return self._epochs.by_steps and self._phase is IterationPhase.OUTSIDE
+        return self._epochs.by_steps and self._machine.phase is StepPhase.OUTSIDE
 
     def has_computed(self) -> bool:
         """Return whether we have done all of the step at hand that needs other ranks."""
-        return self._phase in (IterationPhase.SETTLED, IterationPhase.COMMITTED)
+        phase = self._machine.phase
+        return phase in (StepPhase.SETTLED, StepPhase.COMMITTING, StepPhase.COMMITTED)
 
     def is_computed(self) -> bool:
         """Return whether that is done, by us or by others."""
-        return self.has_computed() or self._phase is IterationPhase.ADOPTED
+        return self.has_computed() or self._machine.phase is StepPhase.RECEIVED
 
     def _go_to_end(self, loader: MicroBatches) -> None:
         """Leave the rest of the epoch out; who joins here finds nothing left in it."""
@@ -423,7 +458,7 @@ class StepEngine(ObjectRegistry):
     def _open_pass(self, loader: MicroBatches) -> int:
         if self._epochs.epoch is None:
             raise usage_errors.outside_epochs()
-        if self._phase is not IterationPhase.OUTSIDE:
+        if self._machine.phase is not StepPhase.OUTSIDE:
             raise usage_errors.two_at_once()
         if self._epochs.passed == self._epochs.epoch:
             raise usage_errors.read_again(self._epochs.epoch)
@@ -462,7 +497,7 @@ class StepEngine(ObjectRegistry):
         held = deal(place.world_rank, place.world_size, loader.epochs.num_micro_batches)
         loader.take_span(self.cursor, held)
 
-    def _open_iteration(self, loader: MicroBatches) -> Any:
+    def _open_iteration(self, loader: MicroBatches, *, of_whole_step: bool = False) -> Any:
         """Return the next micro-batch, with everything set for it."""
         loop = self._the_loop()
         usage_errors.check_sync_norms(loop.sync_norms)  # `train()` may come after the beginning.
@@ -481,7 +516,7 @@ class StepEngine(ObjectRegistry):
             loop.reducer.begin_micro_batch(batch.micro_batch)
         of_step = Iteration(share=share) if begins_step else self._iteration
         self._iteration = Iteration(padded or batch, of_step.share, rates=of_step.rates)
-        self._phase = IterationPhase.DUE if is_last and padded is None else IterationPhase.GATHERING
+        self._take(MicroBatchOpened(is_last and padded is None, of_whole_step))
         seed_everything(micro_batch_seed(loader.epochs.seed, self.cursor, batch.micro_batch))
         return (padded or batch).value
 
@@ -510,10 +545,10 @@ class StepEngine(ObjectRegistry):
 
         Some would wait in it for others that are in the exchange of gradients, and wait for them.
         """
-        is_inside = self._phase in (*OPEN, IterationPhase.COMPUTING)
-        if self._iteration.batch is None or self._iteration.share is None or not is_inside:
+        of_step = self._iteration
+        if of_step.batch is None or of_step.share is None or not self._machine.is_computing:
             return
-        partition = self._iteration.share.partition
+        partition = of_step.share.partition
         if partition.num_micro_batches % partition.world_size and not self.state.is_sharded:
             raise usage_errors.collective_inside(
                 self.cursor, partition.num_micro_batches, partition.world_size
@@ -537,22 +572,9 @@ class StepEngine(ObjectRegistry):
         """The loop asks for more: the user's code for the last micro-batch, or step, is through."""
         self._iteration.batch = None
         self.context.activity.beats += 1
-        if self._phase in (IterationPhase.DUE, IterationPhase.SETTLED) and len(self._due):
-            self._commit()  # Of several optimizers not all were asked to step.
-        elif self._phase in OPEN and not (self._iteration.asked or self._is_broken()):
-            raise usage_errors.not_stepped(self.cursor)
-        elif self._phase is IterationPhase.SETTLED:
-            raise usage_errors.step_not_stepped(self.cursor)
-        elif not is_first and self._phase in (IterationPhase.OUTSIDE, IterationPhase.COMPUTING):
-            raise usage_errors.step_not_computed(self.cursor)
-        if self._phase is IterationPhase.ADOPTED:
-            self._note_step()
-            self.state.put_late()
-            self._forget_step()
-            self._phase = IterationPhase.OUTSIDE
-        if self._phase is IterationPhase.COMMITTED:
-            self._close_step()
-        elif is_first and self._group.leaves:
+        self._take(CommitRequested())  # Of several optimizers not all were asked to step.
+        self._take(IterationClosed(is_first, self._is_broken()))
+        if is_first and self._group.leaves:
             # All have left the loop by a `break` behind that step.
             self._together(self._share_logged)
 
@@ -561,7 +583,6 @@ class StepEngine(ObjectRegistry):
         self._note_step()
         self._due.end()
         self.logbook.commit_step()  # Only now: plain loops log after `optimizer.step()`.
-        self._phase = IterationPhase.OUTSIDE
         self._set_whole()
         if self._checkpoints.is_due or self._group.leaves:
             self._together(self._share_logged)
@@ -570,6 +591,12 @@ class StepEngine(ObjectRegistry):
             self._together(lambda: share_book(default_group(), self.streams, self.cursor))
         with self.context.timing.spending(CHECKPOINT_STALL):
             self._checkpoints.at_boundary(self.cursor, self.data, self._is_broken, goes_on=True)
+
+    def _close_received(self) -> None:
+        """The user's code for a step that others have committed is through."""
+        self._note_step()
+        self.state.put_late()
+        self._forget_step()
 
     def _settle_snapshot(self) -> None:
         """Wait for what is copied of the state, before it or the script's place changes."""
@@ -602,15 +629,9 @@ class StepEngine(ObjectRegistry):
         Raises:
             UsageError: it would change the weights of this rank alone, or not at all.
         """
-        if self.has_begun and self._phase is not IterationPhase.OUTSIDE:
-            if optimizer in self._iteration.asked and self._phase not in (
-                IterationPhase.VOID,
-                IterationPhase.ADOPTED,
-            ):
-                raise usage_errors.stepped_twice(optimizer)
-            if self._phase is IterationPhase.COMPUTING:
-                raise usage_errors.stepped_inside(optimizer)
-            self._take_step(optimizer, real)
+        if self.has_begun and self._machine.phase is not StepPhase.OUTSIDE:
+            self._iteration.calls[id(optimizer)] = OptimizerCall(optimizer, real)
+            self._take(StepRequested(id(optimizer), self._is_broken()))
             return
         if self._epochs.epoch is not None and has_gradients(optimizer):
             raise usage_errors.stepped_outside(optimizer, self.state.models)
@@ -618,47 +639,69 @@ class StepEngine(ObjectRegistry):
 
     def optimizer_skipped(self, optimizer: Any) -> None:
         """Count a step that a scaler left out, because gradients overflowed."""
-        if optimizer not in self._iteration.asked and self._phase is not IterationPhase.OUTSIDE:
-            self._take_step(optimizer, lambda: None)
-
-    def _take_step(self, optimizer: torch.optim.Optimizer, real: Callable[[], Any]) -> None:
-        if self._phase is IterationPhase.COMMITTED and self._iteration.asked:
-            raise usage_errors.stepped_late(optimizer)
-        self._iteration.asked.append(optimizer)
-        units, reducer = self._the_loop().units, self._the_reducer()
-        unit = units[id(optimizer)]
-        if self._phase in OPEN:
-            rates = rates_print([optimizer])
-            if self._iteration.rates.setdefault(id(optimizer), rates) != rates:
-                self.state.check_still_known(units)
-                raise usage_errors.rates_within_a_step(optimizer, self.cursor)
-        if self._phase is IterationPhase.GATHERING:
-            reducer.unit_stepped(unit)
-        if self._phase not in (IterationPhase.DUE, IterationPhase.SETTLED):
+        if self._machine.phase is StepPhase.OUTSIDE or id(optimizer) in self._machine.asked:
             return
-        if self._phase is IterationPhase.DUE and (self._is_broken() or not reducer.settle(unit)):
-            self._make_void()
-            return
-        reducer.unit_stepped(unit)
-        self._due.add(optimizer, real)
-        if len(self._due) < len(units):
-            self._due.hold_back(optimizer, (p for u in units.values() for p in u.shared))
-        else:
-            self._commit()
+        self._iteration.calls[id(optimizer)] = OptimizerCall(optimizer, lambda: None)
+        self._take(StepSkipped(id(optimizer), self._is_broken()))
 
     def optimizer_zeroed(self, optimizer: Any) -> None:
         """Forget what was gathered for an optimizer that has not stepped in this iteration."""
-        if self.has_begun and self._phase is not IterationPhase.OUTSIDE:
+        if self.has_begun and self._machine.phase is not StepPhase.OUTSIDE:
             self._the_reducer().unit_zeroed(self._the_loop().units[id(optimizer)])
 
-    def _settle(self) -> bool:
+    def _take(self, event: StepEvent) -> None:
+        """Do what follows from an event in the present phase of the step."""
+        for effect in self._machine.step(event):
+            self._perform(effect)
+
+    def _perform(self, effect: StepEffect) -> None:
+        if isinstance(effect, SettleGradients):
+            unit = self._the_loop().units[effect.request.optimizer]
+            self._take(GradientsSettled(effect.request, self._the_reducer().settle(unit)))
+        elif isinstance(effect, SettleStep):
+            self._settle()
+        elif isinstance(effect, Commit):
+            self._commit(is_settled=effect.is_settled)
+        elif isinstance(effect, TakeGradients):
+            self._the_reducer().unit_stepped(self._the_loop().units[effect.optimizer])
+        elif isinstance(effect, CheckRates):
+            self._check_rates(self._iteration.calls[effect.optimizer].optimizer)
+        elif isinstance(effect, KeepStep):
+            call = self._iteration.calls[effect.optimizer]
+            self._due.add(call.optimizer, call.real)
+        elif isinstance(effect, HoldGradients):
+            units = self._the_loop().units.values()
+            optimizer = self._iteration.calls[effect.optimizer].optimizer
+            self._due.hold_back(optimizer, (p for unit in units for p in unit.shared))
+        elif isinstance(effect, Abandon):
+            self._group.error = self._group.error or self._the_reducer().broken
+            self._the_reducer().abandon()
+        elif isinstance(effect, CloseStep):
+            self._close_step()
+        elif isinstance(effect, CloseReceived):
+            self._close_received()
+        elif isinstance(effect, Refuse):
+            raise self._refusal(effect)
+
+    def _refusal(self, effect: Refuse) -> UsageError:
+        """Return what is raised for a call that cannot work."""
+        if effect.reason in usage_errors.OF_STEPS:
+            return usage_errors.OF_STEPS[effect.reason](self.cursor)
+        optimizer = self._iteration.calls[effect.optimizer].optimizer
+        return usage_errors.OF_OPTIMIZERS[effect.reason](optimizer)
+
+    def _check_rates(self, optimizer: torch.optim.Optimizer) -> None:
+        rates = rates_print([optimizer])
+        if self._iteration.rates.setdefault(id(optimizer), rates) != rates:
+            self.state.check_still_known(self._the_loop().units)
+            raise usage_errors.rates_within_a_step(optimizer, self.cursor)
+
+    def _settle(self) -> None:
         """Have all of a step that needs other ranks: after that, to commit it is a local matter."""
         reducer, units = self._the_reducer(), self._the_loop().units.values()
-        if not all(reducer.settle(unit) for unit in units):
-            self._make_void()
-            return False
-        if self._ranks_differ():
-            return False
+        if not all(reducer.settle(unit) for unit in units) or self._ranks_differ():
+            self._take(StepSettled(False))
+            return
         for unit in units:
             reducer.unit_stepped(unit)  # What backward gives from here on is of no step.
         logged, place = self.logbook.take_micro_batches(), self.context
@@ -667,35 +710,37 @@ class StepEngine(ObjectRegistry):
         )
         totals = self._together(lambda: self._group.values.totals(partition, logged))
         if totals is None:
-            self._make_void()
-            return False
+            self._take(StepSettled(False))
+            return
         with place.shielded():
-            if not self._settle_buffers():
-                return False
-            self.logbook.take_totals(totals)
-            self._phase, self._iteration.asked = IterationPhase.SETTLED, []
-            return True
+            is_whole = self._settle_buffers()
+            if is_whole:
+                self.logbook.take_totals(totals)
+            self._take(StepSettled(is_whole))
 
     def _settle_buffers(self) -> bool:
         """Do the last of a step that needs other ranks; leaving it puts the buffers back."""
         # An aborted NCCL collective ends without an error, so that order counts.
-        if not self._the_reducer().settle_buffers(lambda: not self._is_broken()):
-            self._make_void()
-            return False
-        return True
+        return self._the_reducer().settle_buffers(lambda: not self._is_broken())
 
-    def _commit(self) -> None:
-        """Apply the step. Members that could not are sent the state of those that could."""
+    def _commit(self, *, is_settled: bool) -> None:
+        """Apply the step. Members that could not are sent the state of those that could.
+
+        Args:
+            is_settled: all of it that needs other ranks is done.
+        """
         self.state.check_still_known(self._the_loop().units)
         rows, share = read_rows(self._the_reducer().rows), self._iteration.share
         busy, samples = [row.busy_ns for row in rows], share.samples if share is not None else 0
         self.context.timing.exchanged(busy, samples, share.tokens if share is not None else 0)
-        if self._phase is not IterationPhase.SETTLED and self._ranks_differ():
+        if not is_settled and self._ranks_differ():
+            self._take(StepCommitted(False))
             return
         # No interrupt in the middle of a step. If it raises, `_has_state` stays False, and this
         # member receives the state from another one.
         with self.context.shielded(), record_function("elastic::commit"):
-            if self._phase is not IterationPhase.SETTLED and not self._settle_buffers():
+            if not is_settled and not self._settle_buffers():
+                self._take(StepCommitted(False))
                 return
             self._settle_snapshot()
             # From here until the end the state is of no step: half of it is the next one's.
@@ -709,7 +754,8 @@ class StepEngine(ObjectRegistry):
             seed_step(self.data, self.cursor, self.state.shard_number)
             self._due.do()
             self.cursor = Cursor(self.cursor.epoch, self.cursor.step + 1)
-            self._phase, self._has_state = IterationPhase.COMMITTED, True
+            self._has_state = True
+            self._take(StepCommitted(True))
             self._group.leaves = any(row.requests for row in rows)
             self._checkpoints.committed(rows)
             self.logbook.take_rows([row.values for row in rows])
@@ -739,12 +785,8 @@ class StepEngine(ObjectRegistry):
         self._iteration.batch = None
         differing = self._watch.settle(default_group(), self.cursor)
         self._has_state = self.context.world_rank not in differing
-        self._phase, self._group.meets = IterationPhase.VOID, True  # All of us, in this group.
-
-    def _make_void(self) -> None:
-        self._group.error = self._group.error or self._the_reducer().broken
-        self._the_reducer().abandon()
-        self._phase = IterationPhase.VOID
+        self._group.meets = True  # All of us, in this group.
+        self._take(GroupBroke())
 
     def _forget_step(self) -> None:
         """Whatever the broken step has left behind is not to be seen by the next attempt."""
@@ -756,40 +798,37 @@ class StepEngine(ObjectRegistry):
 
     def is_due(self, optimizer: Any) -> bool:
         """Return whether the gradients of this optimizer are those that it steps with."""
-        if self._phase is IterationPhase.DUE:
-            is_settled = self._the_reducer().settle(self._the_loop().units[id(optimizer)])
-            if not is_settled or self._is_broken():
-                self._make_void()
-        return self._phase in (IterationPhase.OUTSIDE, IterationPhase.DUE, IterationPhase.SETTLED)
+        if self._machine.phase is StepPhase.DUE:
+            self._take(GradientsRequested(id(optimizer), self._is_broken()))
+        return self._machine.has_gradients
 
     def has_stepped(self) -> bool:
         """Return whether what follows an optimizer step happens now."""
-        return self._phase in (IterationPhase.OUTSIDE, IterationPhase.COMMITTED)
+        return self._machine.has_stepped
 
     def step_is_done(self) -> bool:
         """Return whether a step has been done in this iteration; see `train.stepped`.
 
         Of several optimizers those that were not asked to step until then do not in this one.
         """
-        is_asked = self._phase in (IterationPhase.DUE, IterationPhase.SETTLED) and len(self._due)
-        if is_asked and not self._due.is_stepping:  # Optimizers' hooks ask, too.
-            self._commit()
+        self._take(CommitRequested())
         return self.has_stepped()
 
     def iteration(self) -> object:
         """Return what differs once the loop has gone on, or has stepped."""
-        return self.cursor, self._phase, id(self._iteration.batch)
+        return self.cursor, self._machine.phase, id(self._iteration.batch)
 
     def once(self, call: Callable[[], Any], *, thing: object = None) -> Any:
         """Do for the step what a loop asks for in each iteration: now, with it, or not at all."""
-        is_now = self.has_stepped()
+        is_now, is_with_step = self.has_stepped(), self._machine.phase in AT_STEP
         if thing is not None:
-            self._due.at_end(
-                thing, call if self._phase in (IterationPhase.DUE, IterationPhase.SETTLED) else None
-            )
-        elif self._phase in (IterationPhase.DUE, IterationPhase.SETTLED):
+            self._due.at_end(thing, call if is_with_step else None)
+        elif is_with_step:
             self._due.add_call(call)
         return call() if is_now else None
+
+    def _is_committing(self) -> bool:
+        return self._machine.phase is StepPhase.COMMITTING
 
     def is_prepared(self, optimizer: Any) -> bool:
         """Return whether this optimizer takes part."""
@@ -799,7 +838,7 @@ class StepEngine(ObjectRegistry):
         """Average these over the step; see `train.log`."""
         if self._iteration.batch is not None:
             self.logbook.add(values, self._iteration.batch.weight)
-        elif self._phase in (IterationPhase.SETTLED, IterationPhase.COMMITTED):
+        elif self.has_computed():
             self.logbook.add(values, 1.0)  # Of a whole step, once.
 
     def report(self, metrics: str, checkpoint: Any = None, *, name: str | None = None) -> None:
@@ -846,7 +885,7 @@ class StepEngine(ObjectRegistry):
         if not is_first:
             timing.void()
         self._forget_step()
-        self._phase = IterationPhase.OUTSIDE
+        self._take(GroupLeft())
         stays = is_first or self._group.meets
         while True:
             reducer.attach(None)
@@ -944,7 +983,8 @@ class StepEngine(ObjectRegistry):
         except RuntimeError as error:
             if not (self.is_called_back() or is_group_broken(error)):
                 raise
-            self._group.error, self._phase = error, IterationPhase.VOID
+            self._group.error = error
+            self._take(GroupBroke())
             return None
 
     def resume_state(

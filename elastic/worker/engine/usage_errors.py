@@ -5,11 +5,12 @@ Rule: each text says what was found and what to write instead.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
+from elastic.core.events.step import Refusal
 from elastic.core.policy.cursor import Cursor
 from elastic.errors import UsageError
 from elastic.worker.engine.prepared_optimizers import SCHEDULED, is_training
@@ -303,3 +304,26 @@ def stepped_inside(optimizer: object) -> UsageError:
         f"computed: call it behind them, once, outside of 'for batch in step' and of what step.run "
         f"calls"
     )
+
+
+def step_raised(cursor: Cursor) -> UsageError:
+    """An optimizer's step has raised in a commit, and the loop has caught that and goes on."""
+    return UsageError(
+        f"an optimizer's step has raised in step {cursor.step} of epoch {cursor.epoch}, and the "
+        f"loop has caught that and goes on: the weights may be half changed; let the error leave "
+        f"the train function, which is called again with the state of the others, or of the newest "
+        f"checkpoint"
+    )
+
+
+OF_STEPS: Mapping[Refusal, Callable[[Cursor], UsageError]] = {
+    Refusal.NOT_STEPPED: not_stepped,
+    Refusal.STEP_NOT_STEPPED: step_not_stepped,
+    Refusal.STEP_NOT_COMPUTED: step_not_computed,
+    Refusal.STEP_RAISED: step_raised,
+}
+OF_OPTIMIZERS: Mapping[Refusal, Callable[[object], UsageError]] = {
+    Refusal.STEPPED_TWICE: stepped_twice,
+    Refusal.STEPPED_INSIDE: stepped_inside,
+    Refusal.STEPPED_LATE: stepped_late,
+}

@@ -24,21 +24,13 @@ of its `step`."""
 
 
 class PendingOptimizerSteps:
-    """The optimizers that were asked to step, and what belongs to the same step.
-
-    Attributes:
-        is_stepping: they step at this moment.
-    """
+    """The optimizers that were asked to step, and what belongs to the same step."""
 
     def __init__(self) -> None:
-        self.is_stepping = False
         self._calls: list[Call] = []
         self._optimizers: dict[int, torch.optim.Optimizer] = {}
         self._gradients: dict[int, torch.Tensor | None] = {}
         self._last: dict[int, Call] = {}
-
-    def __len__(self) -> int:
-        return len(self._optimizers)
 
     def __contains__(self, optimizer: object) -> bool:
         return id(optimizer) in self._optimizers
@@ -110,12 +102,8 @@ class PendingOptimizerSteps:
 
     def do(self) -> None:
         """Step, in the order in which they were asked."""
-        self.is_stepping = True
-        try:
-            for call in self._calls:
-                call()
-        finally:
-            self.is_stepping = False
+        for call in self._calls:  # Hooks of optimizers may add calls.
+            call()
         self._forget_steps()
 
     def end(self) -> None:
