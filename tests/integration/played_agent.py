@@ -5,11 +5,12 @@ Rule: every wait has a deadline, and says what was said instead of what it waite
 
 from __future__ import annotations
 
+import ctypes
+import os
 import select
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +18,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
 
+from elastic.agent.processes import ZYGOTE_COMMAND
+from elastic.agent.zygote import PR_SET_CHILD_SUBREAPER, SpareRequest, adopt_orphans
 from elastic.core.config import JobSpec
 from elastic.core.messages import (
     Announce,
@@ -38,11 +41,75 @@ from elastic.core.world import (
 )
 from elastic.wire.codec_stream import decode_from_worker, encode_to_worker
 from elastic.wire.frames import FrameReader, encode_frame
+from elastic.worker.process.zygote import FORKED
 from tests.patience import DEADLINE_S
 
 T = TypeVar("T")
 ROOT = Path(__file__).resolve().parents[2]
 HOST = "127.0.0.1"
+
+
+class Forked:
+    """A process that the zygote forked, and that this one has adopted."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid, self._fd = pid, os.pidfd_open(pid)
+        self._code: int | None = None
+
+    def send_signal(self, number: int) -> None:
+        if self._code is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def poll(self) -> int | None:
+        """Return its exit code, minus a signal's number, None while it runs."""
+        if self._code is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self._code = os.waitstatus_to_exitcode(status)
+                os.close(self._fd)
+        return self._code
+
+    def wait(self, timeout_s: float) -> int | None:
+        """Return its exit code; None if it still runs then."""
+        if self._code is None:
+            select.select([self._fd], [], [], timeout_s)
+        return self.poll()
+
+
+class PlayedZygote:
+    """The zygote of the node, which has imported torch once for all tests of a module."""
+
+    def __init__(self) -> None:
+        adopt_orphans()
+        self._sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._sock.settimeout(DEADLINE_S)
+        self._process = subprocess.Popen(
+            [*ZYGOTE_COMMAND, "--socket-fd", str(theirs.fileno())],
+            stdin=subprocess.DEVNULL,
+            pass_fds=(theirs.fileno(),),
+            start_new_session=True,
+            cwd=ROOT,
+        )
+        theirs.close()
+        self._forked = 0
+
+    def fork(self, pipe: socket.socket, output: int) -> Forked:
+        """Return a new spare with this end of a pipe, which prints to `output`."""
+        self._forked += 1
+        request = SpareRequest.of(self._forked, "", None)
+        socket.send_fds(self._sock, [request.text()], [pipe.fileno(), output])
+        _, pid = FORKED.unpack(self._sock.recv(FORKED.size))
+        return Forked(pid)
+
+    def close(self) -> None:
+        """End it, once nothing that it forked is left."""
+        self._sock.close()
+        self._process.kill()
+        self._process.wait(DEADLINE_S)
+        assert ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0) == 0
 
 
 @dataclass
@@ -55,7 +122,7 @@ class Played:
     """
 
     worker_id: WorkerId
-    process: subprocess.Popen[bytes]
+    process: Forked
     sock: socket.socket
     log: Path
     said: list[PipeToAgent] = field(default_factory=list)
@@ -129,17 +196,16 @@ class Played:
         return self.wait_for(wanted, "a failure")
 
     def wait_exit(self) -> int:
-        try:
-            return self.process.wait(DEADLINE_S)
-        except subprocess.TimeoutExpired:
-            raise AssertionError(f"{self.worker_id} is still there") from None
+        code = self.process.wait(DEADLINE_S)
+        assert code is not None, f"{self.worker_id} is still there"
+        return code
 
 
 class PlayedAgent:
     """Starts processes and makes workers of them; ends them all at its own end."""
 
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
+    def __init__(self, zygote: PlayedZygote, directory: Path) -> None:
+        self._zygote, self._directory = zygote, directory
         self._directory.mkdir(parents=True, exist_ok=True)
         self._all: list[Played] = []
 
@@ -171,21 +237,7 @@ class PlayedAgent:
         log = self._directory / f"worker{number}.log"
         ours, theirs = socket.socketpair()
         with log.open("wb") as output:
-            process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-m",
-                    "elastic.worker.process.main",
-                    "--pipe-fd",
-                    str(theirs.fileno()),
-                ],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                pass_fds=(theirs.fileno(),),
-                start_new_session=True,
-                cwd=ROOT,
-            )
+            process = self._zygote.fork(theirs, output.fileno())
         theirs.close()
         one = Played(WorkerId(f"n{number}/1"), process, ours, log)
         self._all.append(one)

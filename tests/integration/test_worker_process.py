@@ -29,7 +29,14 @@ from elastic.errors import StorageError
 from elastic.worker.engine.context import WorkerContext
 from elastic.worker.engine.train_call import current
 from elastic.worker.process import entry as worker_entry
-from tests.integration.played_agent import HOST, Played, PlayedAgent, announce, spec_of
+from tests.integration.played_agent import (
+    HOST,
+    Played,
+    PlayedAgent,
+    PlayedZygote,
+    announce,
+    spec_of,
+)
 from tests.patience import DEADLINE_S
 
 # Workers get these functions as they are here; they cannot import a test module.
@@ -40,9 +47,16 @@ BROKEN, FINISHED = WorkerPhase.BROKEN, WorkerPhase.FINISHED
 GRACE_NS = 5_000_000_000
 
 
+@pytest.fixture(scope="module")
+def zygote() -> Iterator[PlayedZygote]:
+    played = PlayedZygote()
+    yield played
+    played.close()
+
+
 @pytest.fixture
-def agent(tmp_path: Path) -> Iterator[PlayedAgent]:
-    with PlayedAgent(tmp_path / "logs") as played:
+def agent(zygote: PlayedZygote, tmp_path: Path) -> Iterator[PlayedAgent]:
+    with PlayedAgent(zygote, tmp_path / "logs") as played:
         yield played
 
 
