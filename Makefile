@@ -46,6 +46,7 @@ pytest: $(INSTALLED)  ## the tests without the checks
 
 chaos: $(INSTALLED)  ## the tests that take minutes or hours
 	@$(BIN)/python -m pytest -m slow $(PYTEST_FLAGS) tests
+	@ELASTIC_TEST_EFFORT=20 $(BIN)/python -m pytest $(PYTEST_FLAGS) tests/property
 
 test-gpu: $(INSTALLED)  ## the tests that need CUDA devices
 	@$(BIN)/python -m pytest -m gpu $(PYTEST_FLAGS) tests

@@ -32,6 +32,7 @@ from tests.patience import (
     is_alive,
     started_here,
 )
+from tests.strategies import examples
 
 # The folder of the marks of running tests, and the first seed of this run.
 MARKS = "ELASTIC_TEST_MARKS"
@@ -45,7 +46,12 @@ POLL_S = 5.0
 STDERR = pytest.StashKey[int]()
 
 # The time of an example depends on the load of the machine.
-settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile(
+    "untimed",
+    deadline=None,
+    max_examples=examples(50),
+    suppress_health_check=[HealthCheck.too_slow],
+)
 settings.load_profile("untimed")
 
 

@@ -34,7 +34,6 @@ from tests.harness.histories import (
 )
 from tests.patience import DEADLINE_S, wait_for
 
-KILLS = 3
 HISTORIES = 10
 
 
@@ -76,9 +75,9 @@ def feeding(run: Path, pids: Iterable[int]) -> set[int]:
     return found
 
 
-@pytest.mark.parametrize("workers", [2, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("workers", "kills"), [(2, 1), pytest.param(1, 3, marks=pytest.mark.slow)])
 def test_workers_and_feeders_on_other_nodes_that_are_killed_cost_no_row_and_no_bit(
-    cluster: LocalCluster, table: Path, tmp_path: Path, workers: int
+    cluster: LocalCluster, table: Path, tmp_path: Path, workers: int, kills: int
 ) -> None:
     """Each node that has no trainer has a feeder."""
     ledger, storage = tmp_path / "ledger", tmp_path / "storage"
@@ -106,7 +105,7 @@ def test_workers_and_feeders_on_other_nodes_that_are_killed_cost_no_row_and_no_b
         wait_for(lambda: len(jobs()) == 2, "both jobs")
         fed, feeders = (one.record.spec.job_id for one in jobs())
         killed: set[int] = set()
-        for _ in range(KILLS):
+        for _ in range(kills):
             found = wait_for(
                 lambda: feeding(storage / "fed", cluster.worker_pids(feeders).values()) - killed,
                 "a feeder that feeds",

@@ -32,15 +32,14 @@ PLACES = {
 
 
 @pytest.mark.parametrize(
-    "library",
+    ("library", "places"),
     [
-        pytest.param("accelerate", marks=pytest.mark.slow),
-        pytest.param("lightning", marks=pytest.mark.slow),
-        "transformers",
+        ("transformers", ("commit", "save")),
+        *(pytest.param(one, found, marks=pytest.mark.slow) for one, found in PLACES.items()),
     ],
 )
 def test_workers_are_killed_at_every_place(
-    cluster: LocalCluster, tmp_path: Path, library: str
+    cluster: LocalCluster, tmp_path: Path, library: str, places: tuple[str, ...]
 ) -> None:
     (tmp_path / "orders").mkdir()
     script = Path(__file__).with_name(JOBS[library])
@@ -53,7 +52,7 @@ def test_workers_are_killed_at_every_place(
     entry = replace(job.spec.entry, args=args)
     job = replace(job, spec=replace(job.spec, entry=entry))
     run = Run(cluster, job, reference_of(script, ()), cluster.submit(job.spec))
-    run.kill_at_every_place(PLACES[library])
+    run.kill_at_every_place(places)
     run.end()
 
 

@@ -43,7 +43,7 @@ else:
 """
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def _adopts_no_more() -> Iterator[None]:
     yield
     assert ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0) == 0
@@ -96,6 +96,15 @@ async def running(
             await node.logs.close(DEADLINE_S)
 
 
+@pytest.fixture(scope="module")
+async def node(
+    _adopts_no_more: None, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Node]:
+    """One whose zygote has imported everything, for tests that leave it as it is."""
+    async with running(tmp_path_factory.mktemp("node")) as shared:
+        yield shared
+
+
 def other_version(command: tuple[str, ...]) -> tuple[str, ...]:
     """Return how an agent of another version starts a process."""
     return (*command[:-1], "1.999")
@@ -146,22 +155,21 @@ def is_answer(message: object, number: int) -> bool:
     return isinstance(message, Pong) and message.number == number
 
 
-async def test_forked_spares_are_our_children_and_answer(tmp_path: Path) -> None:
-    async with running(tmp_path) as node:
-        pids = [await node.warm(number) for number in (1, 2, 3)]
-        assert len(set(pids)) == 3
-        for number, pid in enumerate(pids, 1):
-            assert parent_of(pid) == os.getpid()
-            assert name_of(pid) == "elastic-worker"
-            assert os.getsid(pid) == pid != os.getsid(0)
-            node.processes.send(number, Ping(number))
-            await node.events.wait_for(
-                ProcessMessageReceived, lambda e, n=number: is_answer(e.message, n)
-            )
-        os.kill(pids[1], signal.SIGKILL)
-        assert await node.exit_of(2) == ExitCause(ExitKind.SIGNAL, 9)
-        await wait_until(lambda: not Path(f"/proc/{pids[1]}").exists())
-        assert node.processes.pids() == {1: pids[0], 3: pids[2]}
+async def test_forked_spares_are_our_children_and_answer(node: Node) -> None:
+    pids = [await node.warm(number) for number in (1, 2, 3)]
+    assert len(set(pids)) == 3
+    for number, pid in enumerate(pids, 1):
+        assert parent_of(pid) == os.getpid()
+        assert name_of(pid) == "elastic-worker"
+        assert os.getsid(pid) == pid != os.getsid(0)
+        node.processes.send(number, Ping(number))
+        await node.events.wait_for(
+            ProcessMessageReceived, lambda e, n=number: is_answer(e.message, n)
+        )
+    os.kill(pids[1], signal.SIGKILL)
+    assert await node.exit_of(2) == ExitCause(ExitKind.SIGNAL, 9)
+    await wait_until(lambda: not Path(f"/proc/{pids[1]}").exists())
+    assert node.processes.pids() == {1: pids[0], 3: pids[2]}
 
 
 IMPORTED = """
@@ -172,24 +180,22 @@ with open(__file__ + ".pids", "a") as file:
 
 
 async def test_spares_of_a_script_have_its_imports_and_do_without_if_those_fail(
-    tmp_path: Path,
+    node: Node, tmp_path: Path
 ) -> None:
     installed = tmp_path / "site-packages"
     installed.mkdir()
     (installed / "costly.py").write_text(IMPORTED)
     (installed / "deadly.py").write_text("import os; os._exit(1)")
-    async with running(tmp_path) as node:
-        for number, name in enumerate(("costly", "costly", "deadly"), 1):
-            (tmp_path / f"{name}.txt").write_text(f"import {name}")
-            entry = Entry(
-                EntryKind.SCRIPT, str(tmp_path / f"{name}.txt"), python_path=(str(installed),)
-            )
-            node.processes.spawn(number, name, entry)
-            pid = await node.is_warm(number)
-            assert (parent_of(pid), os.getsid(pid)) == (os.getpid(), pid)
-            assert name_of(pid) == "elastic-worker"
-    (nursery,) = (installed / "costly.py.pids").read_text().split()
-    await wait_until(lambda: process_state(int(nursery)) in ("Z", ""))
+    for number, name in enumerate(("costly", "costly", "deadly"), 11):
+        (tmp_path / f"{name}.txt").write_text(f"import {name}")
+        entry = Entry(
+            EntryKind.SCRIPT, str(tmp_path / f"{name}.txt"), python_path=(str(installed),)
+        )
+        node.processes.spawn(number, name, entry)
+        pid = await node.is_warm(number)
+        assert (parent_of(pid), os.getsid(pid)) == (os.getpid(), pid)
+        assert name_of(pid) == "elastic-worker"
+    (_,) = (installed / "costly.py.pids").read_text().split()  # Imported once, for both.
 
 
 @pytest.mark.slow
@@ -304,11 +310,10 @@ def children_of(pid: int) -> list[int]:
     return found
 
 
-async def test_what_a_worker_leaves_behind_is_adopted_and_reaped(tmp_path: Path) -> None:
-    async with running(tmp_path) as node:
-        await node.warm(1)
-        left = await anyio.run_process([sys.executable, "-c", LEAVES], start_new_session=True)
-        pid = int(left.stdout)
-        assert parent_of(pid) == os.getpid()
-        os.kill(pid, signal.SIGKILL)
-        await wait_until(lambda: not exists(pid))
+async def test_what_a_worker_leaves_behind_is_adopted_and_reaped(node: Node) -> None:
+    await node.warm(21)
+    left = await anyio.run_process([sys.executable, "-c", LEAVES], start_new_session=True)
+    pid = int(left.stdout)
+    assert parent_of(pid) == os.getpid()
+    os.kill(pid, signal.SIGKILL)
+    await wait_until(lambda: not exists(pid))

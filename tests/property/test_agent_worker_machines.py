@@ -57,9 +57,10 @@ from tests.property.machine_facts import (
     update,
 )
 from tests.property.worker_world import WorkerWorld
+from tests.strategies import examples
 
 LIMITS = settings(
-    max_examples=150,
+    max_examples=examples(75),
     stateful_step_count=60,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
@@ -156,7 +157,7 @@ def replay(seed: int, num_events: int) -> str:
 
 
 @given(seed=st.integers(0, 2**32))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(75), deadline=None)
 def test_no_order_of_events_breaks_an_invariant(seed: int) -> None:
     replay(seed, 200)
 

@@ -53,12 +53,13 @@ from tests.strategies import (
     RECORDS,
     SPECS,
     TO_WORKER,
+    examples,
     facts,
 )
 
 # Drawing a whole cluster is slow by nature; how long it takes is not what is tested.
 patient = settings(
-    max_examples=60,
+    max_examples=examples(30),
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],

@@ -24,13 +24,14 @@ from elastic.core.policy.exchange_plan import (
 from elastic.core.policy.microbatch import Span, additions_in, deal, subtrees
 from elastic.core.policy.ranks import assign_ranks
 from elastic.core.world import NodeId, WorkerId
+from tests.strategies import examples
 
 Values = NDArray[np.float32]
 Mail = dict[tuple[int, int, str, int], tuple[int, dict[Span, Values]]]
 """By sender, receiver, phase and depth: where it begins, and the sums."""
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(75), deadline=None)
 @given(st.integers(1, 70), st.integers(0, 2**32))
 def test_every_route_gives_the_bits_of_the_plain_tree(world_size: int, seed: int) -> None:
     draw = random.Random(seed)
@@ -48,7 +49,7 @@ def test_every_route_gives_the_bits_of_the_plain_tree(world_size: int, seed: int
     assert not any(rank in partners(plan) for rank, plan in enumerate(by_slices))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(st.integers(1, 70), st.integers(0, 2**32))
 def test_everyone_comes_to_have_the_rows_of_everyone(world_size: int, seed: int) -> None:
     shape = drawn_shape(random.Random(seed), world_size)
@@ -86,7 +87,7 @@ def test_hardly_more_bytes_are_sent_than_in_a_ring(on_node: int) -> None:
         assert of_ring <= (1.01 if world_size == number else 1.5), world_size
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(10), deadline=None)
 @given(st.integers(0, 127))
 def test_who_keeps_its_rank_when_a_node_is_lost_keeps_all_partners_but_four(lost: int) -> None:
     node_of = {WorkerId(f"w{rank}"): NodeId(f"n{rank // 2}") for rank in range(256)}

@@ -32,10 +32,10 @@ from elastic.wire.codec_records import encode_record
 from elastic.wire.codec_stream import encode_from_worker
 from elastic.wire.frames import FRAME_BYTES_MAX, encode_frame
 from tests.patience import DEADLINE_S
-from tests.strategies import FROM_WORKER, RECORDS
+from tests.strategies import FROM_WORKER, RECORDS, examples
 
 bounded = settings(
-    max_examples=80,
+    max_examples=examples(40),
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],

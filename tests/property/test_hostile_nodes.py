@@ -18,11 +18,11 @@ from elastic.core.messages import Hello, Report, Reported, WorkerUpdate
 from elastic.core.world import JobId, NodeId, WorkerId, WorkerPhase, WorkerReport
 from elastic.errors import ConfigError, PeerError
 from elastic.wire.codec_stream import decode_agent_message, encode_agent_message
-from tests.strategies import AGENT_MESSAGES, facts
+from tests.strategies import AGENT_MESSAGES, examples, facts
 from tests.unit.coordinator_under_test import Coordinator, PlayedAgent
 
 hostile = settings(
-    max_examples=150,
+    max_examples=examples(75),
     stateful_step_count=20,
     deadline=None,
     derandomize=True,

@@ -25,6 +25,7 @@ from elastic.data.rows import LaneOrder, Rows
 from elastic.data.sources import Memory
 from elastic.data.table import Table
 from elastic.worker.data.loader import MicroBatchLoader
+from tests.strategies import examples
 
 
 @st.composite
@@ -40,7 +41,7 @@ def orders(draw: st.DrawFn) -> Lanes:
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(orders(), st.integers(0, 3))
 def test_every_row_stands_once_in_an_epoch_and_in_the_window_that_is_read(
     lanes: Lanes, epoch: int
@@ -61,7 +62,7 @@ TURNS = st.tuples(st.integers(1, 6), st.integers(1, 7), st.floats(0, 1))
 """World size, rows of a batch, and how much of what is left is read so."""
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(st.integers(1, 120), st.lists(TURNS, min_size=1, max_size=4))
 def test_a_pass_by_rank_goes_on_at_another_world_size_with_each_row_once(
     rows: int, history: list[tuple[int, int, float]]
@@ -99,7 +100,7 @@ def ids_of(batch: Any) -> list[int]:
     return [int(one) for one in batch["id"]]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(12), deadline=None)
 @given(orders(), st.lists(st.integers(1, 6), min_size=1, max_size=6))
 def test_steps_have_the_same_rows_whatever_the_group_was(lanes: Lanes, sizes: list[int]) -> None:
     rows = Rows(table_with(lanes.blocks, lanes.shuffle), lanes)

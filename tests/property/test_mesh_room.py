@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from elastic.worker.group.peer_sockets import PeerAddress, PeerSockets
 from tests.patience import DEADLINE_S
+from tests.strategies import examples
 
 ROUNDS = 4
 BUFFER_BYTES = 4096
@@ -23,7 +24,7 @@ Sent = dict[tuple[int, int, int, int], bytes]
 """By round, sender, receiver and tag."""
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(st.integers(2, 4), st.integers(0, 2**32))
 def test_any_order_of_calls_ends_with_every_message_whole(size: int, seed: int) -> None:
     draw = random.Random(seed)

@@ -27,10 +27,10 @@ from elastic.core.world import (
     WorkerPhase,
     zone_of,
 )
-from tests.strategies import SCRIPT
+from tests.strategies import SCRIPT, examples
 
 LIMITS = settings(
-    max_examples=250, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=examples(125), deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )  # Two cores, shared: time says nothing here.
 NODES = [NodeId(name) for name in "abcd"]
 WORKERS = [WorkerId(f"{node}/{serial}") for node in NODES for serial in (1, 2, 3)]
@@ -269,7 +269,7 @@ def most_that_fit(job: JobSpec, found: Sequence[NodeOffer], have: int) -> int:
 
 
 @given(data=st.data(), strategy=st.sampled_from(Strategy), found=offers())
-@settings(LIMITS, max_examples=400)
+@settings(LIMITS, max_examples=examples(200))
 def test_workers_are_placed_within_what_is_free_by_the_strategy_and_all_or_nothing(
     data: st.DataObject, strategy: Strategy, found: list[NodeOffer]
 ) -> None:

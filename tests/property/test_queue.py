@@ -14,9 +14,11 @@ from elastic.core.policy import eviction, queue
 from elastic.core.policy.demands import Allocation, Demand
 from elastic.core.policy.packing import NodeCapacity
 from elastic.core.world import JobId, NodeId, Resources, Strategy, WorkerId
-from tests.strategies import SCRIPT
+from tests.strategies import SCRIPT, examples
 
-LIMITS = settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+LIMITS = settings(
+    max_examples=examples(100), deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 GPU = Resources.of({"GPU": 1})
 ROUNDS_TO_REST = 6
 

@@ -32,9 +32,10 @@ from elastic.core.policy.microbatch import (
 )
 from elastic.core.policy.recovery import RunPosition, plan_transfers
 from elastic.errors import ConfigError, InvariantViolation
+from tests.strategies import examples
 
 LIMITS = settings(
-    max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=examples(100), deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )  # Two cores, shared: time says nothing here.
 VS = st.integers(1, 70)
 SEEDS = st.integers(0, 2**SEED_BITS - 1)

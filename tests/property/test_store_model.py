@@ -28,6 +28,7 @@ from elastic.store.interface import (
 from elastic.store.local import LocalStore
 from elastic.store.memory import memory_store
 from elastic.store.sqlite import sqlite_store
+from tests.strategies import examples
 
 KEYS = ["a", "a/", "a/b", "a0", "é", "\U0010ffff"]
 PREFIXES = ["", "a", "a/", "é", "z"]
@@ -238,13 +239,13 @@ async def check(steps: list[tuple[object, ...]], folder: Path | None) -> None:
         await checked.close()
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.lists(operations, max_size=40))
 def test_the_store_in_memory_is_the_model(steps: list[tuple[object, ...]]) -> None:
     asyncio.run(check(steps, None))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(st.lists(operations, max_size=40))
 def test_the_store_in_a_file_is_the_model(steps: list[tuple[object, ...]]) -> None:
     with tempfile.TemporaryDirectory() as folder:

@@ -13,6 +13,7 @@ from elastic.core.policy.microbatch import deal
 from elastic.core.policy.streams import StreamCut, StreamPlan, StreamPosition, nearest
 from elastic.errors import UsageError
 from elastic.worker.data.stream_book import StreamBook
+from tests.strategies import examples
 from tests.unit.streams_under_test import (
     ByWorker,
     Numbers,
@@ -63,7 +64,7 @@ def runs(draw: st.DrawFn) -> dict[str, Any]:
     }  # fmt: skip
 
 
-@settings(deadline=None, max_examples=120)
+@settings(deadline=None, max_examples=examples(60))
 @given(run=runs())
 def test_any_history_of_world_sizes_trains_with_the_same_samples(run: dict[str, Any]) -> None:
     """Members die, join, redo a step and share what they know, at random, over two epochs."""

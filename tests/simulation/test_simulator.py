@@ -14,7 +14,7 @@ from tests.simulation import planting
 from tests.simulation.find_seeds import catching_seed
 from tests.simulation.simulator import run_seed
 
-SEEDS = 100
+SEEDS = 50
 SEEDS_AT_ONCE = 25
 FRESH_SEEDS = 1000
 SEEDS_PER_BUG = 300

@@ -26,6 +26,7 @@ from torch.utils.data.distributed import DistributedSampler
 from elastic.core.policy.cursor import Cursor, DataPlan
 from elastic.errors import InvariantViolation, UsageError
 from elastic.worker.data.loader import MicroBatchLoader
+from tests.strategies import examples
 
 DATA = TensorDataset(torch.arange(10))
 
@@ -93,7 +94,7 @@ def deals(draw: st.DrawFn, epochs: DataPlan) -> tuple[Cursor, tuple[int, int], i
     return cursor, (first, last), draw(st.integers(0, 12))
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(20))
 @given(data=st.data())
 def test_any_sequence_of_deals_yields_exactly_the_samples_of_the_plan(data: st.DataObject) -> None:
     micro, v = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 6))

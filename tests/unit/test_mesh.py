@@ -18,6 +18,7 @@ from elastic.worker.engine.outcome import is_group_broken
 from elastic.worker.group import peer_sockets as mesh_module
 from elastic.worker.group.peer_sockets import HEADER, HELLO, PeerAddress, PeerEndpoint, PeerSockets
 from tests.patience import DEADLINE_S, wait_for
+from tests.strategies import examples
 
 REACH = PeerAddress("127.0.0.1", DEADLINE_S)
 
@@ -74,7 +75,7 @@ def test_everyone_hears_everyone(size: int) -> None:
 
 
 @given(data=st.data())
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 def test_each_tag_keeps_its_order_whenever_it_is_expected(data: st.DataObject) -> None:
     sent = data.draw(st.lists(st.tuples(st.integers(1, 3), st.binary(min_size=1)), max_size=12))
     by_tag: dict[int, list[bytes]] = {}
