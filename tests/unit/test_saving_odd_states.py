@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -244,6 +244,55 @@ def test_workers_that_share_memory_keep_it(tmp_path: Path) -> None:
     finally:
         for number in descriptors:
             os.close(number)
+
+
+@pytest.fixture
+def on_one_node(tmp_path: Path) -> Iterator[list[Snapshotter]]:
+    """Two workers that share memory."""
+    descriptors = [os.memfd_create("arena") for _ in range(2)]
+    given = tuple(f"/proc/{os.getpid()}/fd/{number}" for number in descriptors)
+    yield shared_savers(tmp_path, [given, given])
+    for number in descriptors:
+        os.close(number)
+
+
+def copy(snapshotter: Snapshotter, steps: int, state: Callable[[], Any] | None = None) -> None:
+    snapshotter.take(state or registered(1), Cursor(0, steps), steps, durable=False)
+
+
+def test_one_that_not_all_workers_have_marked_takes_no_whole_one_with_it(
+    on_one_node: list[Snapshotter],
+) -> None:
+    first, second = on_one_node
+    copy(first, 1)
+    copy(second, 1)
+    copy(first, 2)
+    with pytest.raises(KeyError):
+        copy(second, 2, missing)
+    copy(first, 3)
+    assert first.held() == 1
+    copy(second, 3)
+    assert first.held() == 3
+
+
+def test_workers_that_do_not_wait_for_each_other_choose_the_same_place(
+    on_one_node: list[Snapshotter],
+) -> None:
+    """Behind the last epoch each takes the last one once it has settled the one before."""
+    first, second = on_one_node
+    copy(first, 1)
+    copy(second, 1)
+    copy(first, 2)
+
+    def meanwhile() -> Any:
+        copy(second, 2)
+        second.wait_for_room(lambda: False)
+        copy(second, 3)
+        return registered(1)()
+
+    first.wait_for_room(lambda: False)
+    copy(first, 3, meanwhile)
+    assert first.held() == second.held() == 3
 
 
 def test_workers_of_one_node_that_registered_other_values_are_told_apart_at_once(

@@ -179,12 +179,12 @@ class Memory:
         self.arrival.is_awaited = True
 
     def take(self, one: SnapshotMark) -> None:
-        self.arrival.begin(one.number, one.generation)
+        self.arrival.begin(one.number, one.generation, self.slot)
         self.slot.unmark(0)
         self.slot.mark(0, one)
 
     def waits(self) -> bool:
-        return self.arrival.is_missing(lambda number: self.slot)
+        return self.arrival.is_missing()
 
 
 def test_the_next_snapshot_waits_until_this_one_has_arrived() -> None:

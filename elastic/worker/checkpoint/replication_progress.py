@@ -10,7 +10,6 @@ Rule: a node to which the agent replicates nothing is not waited for.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 
 from elastic.core.policy.replication import CopyMode, CopyProgress, is_awaited
 from elastic.worker.state.arena import SnapshotSlot
@@ -26,25 +25,24 @@ class ReplicationProgress:
     def __init__(self) -> None:
         self.is_awaited = False
         self._newest = (0, 0)
+        self._slot: SnapshotSlot | None = None
         self._since_s = 0.0
 
-    def begin(self, number: int, generation: int) -> None:
+    def begin(self, number: int, generation: int, slot: SnapshotSlot) -> None:
         """Our part of this snapshot is there; earlier ones are none of our business any more."""
-        self._newest, self._since_s = (number, generation), time.monotonic()
+        self._newest = number, generation
+        self._slot = slot
+        self._since_s = time.monotonic()
 
     def forget(self) -> None:
         """There is none yet, but of other groups: this one continues from one of those."""
-        self._newest = (0, 0)
+        self._slot = None
 
-    def is_missing(self, slot_of: Callable[[int], SnapshotSlot]) -> bool:
-        """Return whether the next snapshot has to wait.
-
-        Args:
-            slot_of: returns where the snapshot of a number lies.
-        """
-        if not self.is_awaited or not self._newest[0]:
+    def is_missing(self) -> bool:
+        """Return whether the next snapshot has to wait."""
+        slot = self._slot
+        if not self.is_awaited or slot is None:
             return False
-        slot = slot_of(self._newest[0])
         bringing, arrived = slot.copy_progress()
         if bringing is CopyMode.OFF or arrived == self._newest:
             return False

@@ -1,4 +1,9 @@
-"""The snapshots of this process in memory: the agent's, which outlives it, or its own."""
+"""The snapshots of this process in memory: the agent's, which outlives it, or its own.
+
+Rule: the newest whole snapshot that the run has come from stays until a newer one is whole. One
+that was begun may come to nothing: a worker of the node was lost before it had marked its part, or
+memory was short.
+"""
 
 from __future__ import annotations
 
@@ -60,12 +65,31 @@ class SnapshotSlots:
             self._slots = [SnapshotSlot(path) for path in paths]
         return self._slots
 
-    def of(self, number: int) -> SnapshotSlot:
-        """Return where the snapshot of a number lies."""
-        return self.all()[number % SNAPSHOT_SLOTS]
+    def next(self, number: int) -> SnapshotSlot:
+        """Return where a snapshot goes; OSError if a slot cannot be read.
+
+        All workers of a node that take it choose alike: what they have begun before it, each has
+        marked by then or never will.
+
+        Args:
+            number: of the snapshot. Those of greater numbers are of a state that was left for an
+                older one.
+        """
+        before = [(mark.generation, mark.number, slot) for slot, mark in self.whole()]
+        before = [one for one in before if one[1] < number]
+        if not before:
+            return self.all()[number % SNAPSHOT_SLOTS]
+        return self.other_than(max(before, key=lambda one: one[:2])[2])
+
+    def other_than(self, slot: SnapshotSlot) -> SnapshotSlot:
+        return next(one for one in self.all() if one is not slot)
 
     def whole(self) -> list[tuple[SnapshotSlot, SnapshotMark]]:
-        """Return the snapshots that are whole, newest first; OSError if one cannot be read."""
+        """Return the snapshots that are whole, those of more steps first.
+
+        Raises:
+            OSError: one cannot be read.
+        """
         marks = [(slot, slot.whole()) for slot in self.all()]
         found = [(slot, mark) for slot, mark in marks if mark is not None]
         return sorted(found, key=lambda pair: pair[1].steps, reverse=True)

@@ -112,6 +112,9 @@ class Snapshotter:
         self._copying: _Copying | None = None
         # Until a script changes weights between steps; and then another snapshot is due.
         self._can_overlap, self._is_again = True, False
+        # The slot of this group's last one, and whether all members have settled that one.
+        self._last_slot: SnapshotSlot | None = None
+        self._others_settled = True
 
     def configure(self, options: Mapping[str, Any]) -> None:
         """Take what the user chose."""
@@ -129,6 +132,8 @@ class Snapshotter:
             else replace(rank_info, local_rank=0, local_world_size=1)
         )
         self._served = 0  # An unserved request is sent again to the next group.
+        self._last_slot = None
+        self._others_settled = True
         self.arrival.forget()  # What this group continues from stays until it has taken two.
         if self._writer is not None:
             self._writer.generation = rank_info.generation
@@ -162,6 +167,7 @@ class Snapshotter:
 
     def _use_own_memory(self) -> None:
         self.slots.use_own()
+        self._last_slot = None
         self._copier.forget_layout()
         self.arrival.is_awaited = False
         self._rank_info = replace(self._rank_info, local_rank=0, local_world_size=1)
@@ -197,10 +203,10 @@ class Snapshotter:
             return False
         if self._copying is not None:
             return True
-        slot = self.slots.of(self.number + 1)
-        if self._is_being_written(slot) or slot.is_sent():
+        held = [s for s in self.slots.all() if self._is_being_written(s) or s.is_sent()]
+        if held and self._next_slot(self.number + 1) in held:
             return True
-        return self.arrival.is_missing(self.slots.of)
+        return self.arrival.is_missing()
 
     def await_copies(self) -> None:
         """From here on no snapshot is begun before the one before has come to other nodes."""
@@ -211,6 +217,7 @@ class Snapshotter:
     def wait_for_room(self, is_over: Callable[[], bool], timeout_s: float = FINISH_S) -> None:
         """Wait until there is room for another one; not in a group that is over, nor for ever."""
         self.settle()
+        self._others_settled = False
         deadline, writer = time.monotonic() + timeout_s, self._writer
         try:
             while self._is_full() and not is_over() and time.monotonic() < deadline:
@@ -303,7 +310,7 @@ class Snapshotter:
 
         def end(copied: CopiedSnapshot) -> None:
             mark, arrangement = copied.mark, begun.arrangement
-            self.arrival.begin(mark.number, mark.generation)
+            self.arrival.begin(mark.number, mark.generation, begun.slot)
             self._copier.mark(begun, mark)
             log.info(
                 "snapshot number=%d epoch=%d step=%d bytes=%d ms=%.1f", mark.number, cursor.epoch,
@@ -344,7 +351,9 @@ class Snapshotter:
 
         copied = None
         try:
-            begun = self._begin(state(), steps, own, still)
+            slot = self._last_slot = self._next_slot(self.number)
+            self._others_settled = True  # The next time all will have reported that.
+            begun = self._begin(slot, state(), steps, own, still)
             if begun.versions is None:
                 copied = self._copier.copy(begun)
         except Exception as error:
@@ -380,10 +389,23 @@ class Snapshotter:
             self._copying = None
             copying.end(copying)
 
+    def _next_slot(self, number: int) -> SnapshotSlot:
+        """Return where a snapshot goes, alike on all workers of a node; see `SnapshotSlots.next`.
+
+        Where others may not have settled the last one, whether it is whole is not known yet.
+        """
+        if self._others_settled or self._last_slot is None:
+            return self.slots.next(number)
+        return self.slots.other_than(self._last_slot)
+
     def _begin(
-        self, state: Any, steps: int, own: PerRankState, still: Iterable[torch.Tensor] | None
+        self,
+        slot: SnapshotSlot,
+        state: Any,
+        steps: int,
+        own: PerRankState,
+        still: Iterable[torch.Tensor] | None,
     ) -> BegunSnapshot:
-        slot = self.slots.of(self.number)
         if self._is_being_written(slot):
             raise OSError(f"snapshot {self.number}: one in the same place is still being written")
         later = still if self._may_overlap() else None
