@@ -85,6 +85,25 @@ def test_a_group_that_is_over_is_asked_about_under_the_next_one(tmp_path: Path) 
     assert len(run.committed()) == 1
 
 
+def test_who_is_no_longer_rank_0_has_none_of_its_own_counted_late(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    refused = threading.Event()
+    post = run.coordinator.post
+
+    def refuse(item: Any) -> None:
+        run.coordinator.refuses = f"generation {item.generation} is over"
+        post(item)
+        refused.set()
+
+    run.coordinator.post = refuse  # type: ignore[method-assign]
+    run.save(wait=False)
+    assert refused.wait(DEADLINE_S)
+    run.savers[0]._writer._committer.enter(2, (), leads=False)  # type: ignore[union-attr]
+    run.savers[0].finish()
+    assert run.committed() == []
+    assert {one.generation for one in run.coordinator.told} == {1}
+
+
 def damaged(content: bytes, draws: random.Random) -> bytes:
     """Return the content with a bit flipped, or cut off."""
     at = draws.randrange(len(content))

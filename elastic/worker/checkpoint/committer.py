@@ -30,7 +30,8 @@ loses nothing:
 A group that is over is refused in 4 and writes no marker. An answer that is lost is not a refusal:
 so nothing is deleted on the strength of one. What was recorded after all is named to the next
 group; an automatic checkpoint, which is a state of committed steps in whichever group, is offered
-again there, and recorded once.
+again there, and recorded once. By rank 0 alone, whose checkpoints come in their order: a member
+that was away, and another one is rank 0 by now, would have its old one recorded as the newest.
 
 While the coordinator is away, 4 waits on this thread, with no memory of a snapshot held, and
 training goes on: of automatic checkpoints the newest waits behind the one that is asked about;
@@ -124,6 +125,7 @@ class Committer:
             link: to the coordinator.
         """
         self.generation = 0
+        self._leads = True
         self.unfinished: Callable[[], Collection[str]] = tuple
         self._run, self._spec, self._link = run, spec, link
         self._changed = threading.Condition()
@@ -144,8 +146,10 @@ class Committer:
             generation: of the group.
             recorded: paths of the newest checkpoints that the coordinator has recorded; those of
                 other runs are not ours to touch.
-            leads: see to it now that they have markers, and not only before the next commit.
+            leads: this is rank 0, which takes the automatic checkpoints of the group. It sees to it
+                now that recorded ones have markers, and not only before the next commit.
         """
+        self._leads = leads  # Before the generation, by which the thread asks.
         self.generation = generation
         names = {self._run.name_of(path) for path in recorded} - {""}
         with self._changed:
@@ -302,6 +306,8 @@ class Committer:
         marker, is_bound = commit.marker, commit.marker.kind is ReportKind.SCRIPT
         for _ in polls(CONSENT_S):
             generation = marker.generation if is_bound else self.generation
+            if generation != marker.generation and not self._leads:
+                raise CheckpointAbandoned("another member takes them by now, and has newer ones")
             answer = self._link.expect_answer(generation, marker.kind, marker.index)
             commit.is_posted = True
             self._link.post(commit.event(generation))
