@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -135,6 +137,20 @@ def test_every_rank_has_the_bits_of_the_plain_tree(nodes: str, num_micro_batches
         at_once([functools.partial(one.steps, 4) for one in members])
         local = [one.exchanges[0].bytes_sent for one in members]
         assert (max(local) == 0) == (len(set(nodes)) == 1), "memory of a node is read in place"
+
+
+@pytest.mark.parametrize("nodes", ["aa", "ab"])
+def test_the_memory_of_a_group_is_free_once_its_connections_are_closed(nodes: str) -> None:
+    gc.disable()
+    try:
+        with groups(nodes) as made:
+            members = [Member(group, 3, [LARGE, SMALL]) for group in made]
+            at_once([functools.partial(one.steps, 2) for one in members])
+            left = [weakref.ref(one) for member in members for one in member.exchanges]
+            members.clear()
+        assert [one() for one in left] == [None] * len(left)
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("nodes", ["aa", "ab", "aab"])

@@ -1,8 +1,7 @@
 """A member's links in one group: connections, and memory shared within a node.
 
 Each group has its links once its members have met: connections to the partners of this rank, and
-the memory of other ranks of the node that can be read in place. Exchanges in progress register
-here, and all of them advance whenever a thread waits for any of them.
+the memory of other ranks of the node that can be read in place.
 """
 
 from __future__ import annotations
@@ -10,8 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import weakref
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -103,7 +101,6 @@ class MemberLinks:
         self.shape = self.small_shape = flat_shape(world_size)
         self.memory: dict[int, PeerMemory] = {}
         self._entries: Sequence[MemberEntry] = ()
-        self._due: deque[Callable[[], None]] = deque()
         self._made = 0
 
     def join(self, entries: Sequence[MemberEntry]) -> bool:
@@ -151,8 +148,6 @@ class MemberLinks:
             if rank != self.rank
         }
 
-    # ---------------------------------------------------------------------- exchanges in progress
-
     def next_tag(self) -> int:
         """Return the first of `TAGS_OF_ONE` tags that no other exchange of this group has.
 
@@ -160,39 +155,6 @@ class MemberLinks:
         """
         self._made += 1
         return TAGS + TAGS_OF_ONE * self._made
-
-    def call_soon(self, call: Callable[[], None]) -> None:
-        """Call something once the calls in progress have returned, to avoid recursion."""
-        self._due.append(call)
-
-    def progress(self) -> None:
-        """Advance all exchanges as far as possible; never blocks.
-
-        Raises:
-            GroupBroken: the group broke.
-        """
-        self.mesh.poll()
-        self._call()
-
-    def wait_until(self, is_there: Callable[[], bool]) -> None:
-        """Advance all exchanges until `is_there` returns true.
-
-        Raises:
-            GroupBroken: the group broke, or nothing came in time.
-        """
-        self.mesh.wait_until(is_there, meanwhile=self._call)
-
-    def wait(self, rank: int, tag: int) -> None:
-        """Wait for an expected message, and advance all exchanges meanwhile.
-
-        Raises:
-            GroupBroken: the group broke, or nothing came in time.
-        """
-        self.mesh.wait(rank, tag, self._call)
-
-    def _call(self) -> None:
-        while self._due:
-            self._due.popleft()()
 
 
 def partners_of(rank: int, shape: GroupShape) -> frozenset[int]:

@@ -157,6 +157,7 @@ class PeerSockets:
         self._timeout_s = reach.timeout_s
         self._peers: dict[int, _PeerConnection] = {}
         self._by_number: dict[int, _PeerConnection] = {}
+        self._due: deque[Callable[[], None]] = deque()
         self._poll = select.poll()
         # All that `cut` ends: connections, also those in progress, and the listener.
         self._socks = [self._listener]
@@ -336,36 +337,40 @@ class PeerSockets:
             return
         _take(peer, tag, early.popleft(), (data, then))
 
-    def wait(self, rank: int, tag: int, meanwhile: Callable[[], None] | None = None) -> None:
+    def call_soon(self, call: Callable[[], None]) -> None:
+        """Call something once the calls in progress have returned, to avoid recursion.
+
+        So exchanges in progress get further, all of them whenever any is waited for.
+        """
+        self._due.append(call)
+
+    def wait(self, rank: int, tag: int) -> None:
         """Wait for a message that is expected; see `wait_until`.
 
         Raises:
             GroupBroken: the group broke, or nothing came in time.
         """
         peer = self._peers[rank]
-        self.wait_until(lambda: tag in peer.arrived, [rank], meanwhile)
+        self.wait_until(lambda: tag in peer.arrived, [rank])
         peer.arrived.discard(tag)
 
     def wait_until(
         self,
         is_there: Callable[[], bool],
         ranks: Sequence[int] | None = None,
-        meanwhile: Callable[[], None] | None = None,
     ) -> None:
         """Receive and send until a condition holds.
 
         Args:
             is_there: the condition, checked whenever something was received.
             ranks: that it is expected from, for the error; None for all.
-            meanwhile: called whenever something was received.
 
         Raises:
             GroupBroken: the group broke, or nothing came in time.
         """
         deadline = time.monotonic() + self._timeout_s
         while True:
-            if meanwhile is not None:
-                meanwhile()
+            self._call()
             if is_there():
                 return
             for rank in self._peers if ranks is None else ranks:
@@ -392,6 +397,11 @@ class PeerSockets:
         """
         while self._poll_once(0.0, None):
             pass
+        self._call()
+
+    def _call(self) -> None:
+        while self._due:
+            self._due.popleft()()
 
     def _poll_once(self, deadline: float, what: Callable[[], str] | None) -> bool:
         """Wait until a peer has sent something or can take more, and handle that.
@@ -485,11 +495,18 @@ class PeerSockets:
                     sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Close all connections; for the thread that uses them."""
+        """Close all connections, and forget what is expected; for the thread that uses them.
+
+        Exchanges are what is called for expected messages, and hold their connections: left to the
+        garbage collector, memory of the size of all gradients would stay until it comes by.
+        """
         with self._lock:
             for sock in self._socks:
                 sock.close()
             self._socks = []
+        self._peers.clear()
+        self._by_number.clear()
+        self._due.clear()
 
     def __del__(self) -> None:
         """Close the connections of an object that was not closed."""
@@ -578,6 +595,12 @@ def cut_all() -> None:
     """Cut the connections of all groups of this process; any thread."""
     for mesh in _every():
         mesh.cut()
+
+
+def close_all() -> None:
+    """Close the connections of all groups of this process; for the thread that uses them."""
+    for mesh in _every():
+        mesh.close()
 
 
 def received_bytes() -> int:

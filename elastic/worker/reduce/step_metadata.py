@@ -202,7 +202,7 @@ class MetadataExchange:
                 if number:
                     self._send(self._links, one)
                 for source, _ in one.receives:
-                    self._links.wait(source, TAG)
+                    self._links.mesh.wait(source, TAG)
             self._links.mesh.flush()
         return [tuple(row) for row in self._rows.tolist()]
 

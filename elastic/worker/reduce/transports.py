@@ -75,11 +75,11 @@ class SocketTransport:
     has_tags = True
 
     def __init__(self, links: MemberLinks) -> None:
-        self._mesh = links.mesh
-        self.call_soon = links.call_soon
-        self.progress = links.progress
-        self.wait_until = links.wait_until
-        self.flush = links.mesh.flush
+        mesh = self._mesh = links.mesh
+        self.call_soon = mesh.call_soon
+        self.progress = mesh.poll
+        self.wait_until = mesh.wait_until
+        self.flush = mesh.flush
         self._views: dict[tuple[int, int], list[memoryview]] = {}
 
     def expect(self, receives: Sequence[Message], then: Callable[[], None]) -> None:

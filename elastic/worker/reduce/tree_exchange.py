@@ -88,7 +88,6 @@ class _Stage:
         scratch: sums that are received, by subtree.
         positions: from ranks of our node, where their tensors are.
         spare: memory of additions whose operands must stay as they are.
-        arrived: called for each message that has come.
     """
 
     def __init__(self, one: ExchangeRound, tag: int, *, gathers: bool) -> None:
@@ -100,7 +99,6 @@ class _Stage:
         self.scratch: dict[Span, torch.Tensor] = {}
         self.positions: dict[int, torch.Tensor] = {}
         self.spare: dict[Span, torch.Tensor] = {}
-        self.arrived: Callable[[], None] = lambda: None
 
 
 class TreeExchange:
@@ -253,14 +251,18 @@ class TreeExchange:
             return
         for stage in self._stages:
             stage.missing = len(stage.receives)
+            transport.expect(stage.receives, self._noting(stage))
 
-            def arrived(stage: _Stage = stage) -> None:
-                stage.missing -= 1
-                if not stage.missing and self._is_on and self._stages[self._at] is stage:
-                    transport.call_soon(self._advance)
+    def _noting(self, stage: _Stage) -> Callable[[], None]:
+        """Return what is called for each message of a round that has come."""
 
-            stage.arrived = arrived
-            transport.expect(stage.receives, arrived)
+        def arrived() -> None:
+            stage.missing -= 1
+            is_now = self._is_on and self._stages[self._at] is stage
+            if not stage.missing and is_now and self._transport is not None:
+                self._transport.call_soon(self._advance)
+
+        return arrived
 
     # ------------------------------------------------------------------------------ in a step
 
@@ -363,7 +365,7 @@ class TreeExchange:
                     tensors = [self._row, *tensors]
                 sends.append((move.rank, stage.tag, tensors))
         if self._transport is not None:
-            self._transport.post(sends, stage.receives, stage.arrived)
+            self._transport.post(sends, stage.receives, self._noting(stage))
 
     def _places(self, stage: _Stage) -> list[Message]:
         """Return the messages that show our node where it may read; in the end, that it may."""
