@@ -53,6 +53,7 @@ def test_one_rank_that_differs_gets_the_state_of_the_others(
     said = trained(3, "differing", what=what, ranks=[1], at=at)
     assert [one["bits"] for one in said] == [undisturbed["bits"]] * 3
     assert [one["count"] for one in said] == [undisturbed["count"]] * 3
+    assert [one["logged"] for one in said] == [undisturbed["logged"]] * 3
 
 
 @pytest.mark.parametrize(

@@ -94,6 +94,10 @@ def differing(what: str, ranks: list[int], at: int = 2, times: int = 1) -> dict[
     train.register(average=average, counter=counter)
     batches, left, steps = loader(), times, 0
     rank, state = dist.get_rank(), net.state_dict()
+    logged: list[str] = []
+
+    def note() -> None:
+        logged.append(", ".join(f"{value:.12f}" for value in train.get_logged().values()))
 
     def disturb() -> None:
         if what == "bit":
@@ -109,18 +113,22 @@ def differing(what: str, ranks: list[int], at: int = 2, times: int = 1) -> dict[
 
     for _ in train.epochs(EPOCHS):
         for _, x, y in batches:
-            square(model(x), y).backward()
+            loss = square(model(x), y)
+            loss.backward()
+            train.log(loss=loss)
             optimizer.step()
             optimizer.zero_grad()
             if train.stepped():
+                note()
                 average.update_parameters(net)
                 counter.count += 1
                 steps += 1
                 if steps >= at and left and rank in ranks:
                     left -= 1
                     disturb()
+    note()
     tensors = [*net.state_dict().values(), *average.state_dict().values()]
-    return {"bits": bits(tensors), "count": counter.count, "steps": steps}
+    return {"bits": bits(tensors), "count": counter.count, "steps": steps, "logged": logged}
 
 
 class Counter:

@@ -769,8 +769,10 @@ class StepEngine(ObjectRegistry):
 
     def _ranks_differ(self) -> bool:
         """Return whether the rows of a step show that ranks differ; then it is void."""
-        if not differ([row.checksum for row in read_rows(self._the_reducer().rows)]):
+        rows = read_rows(self._the_reducer().rows)
+        if not differ([row.checksum for row in rows]):
             return False
+        self.logbook.share([row.values for row in rows])
         self._together(self._heal)
         return True
 
@@ -966,6 +968,7 @@ class StepEngine(ObjectRegistry):
         row = [*map(float, all_of_it), *self.logbook.row()]
         rows = self._together(lambda: send_metadata(default_group(), row))
         if rows is not None and differ([whole(*row[:2]) for row in rows]):
+            self.logbook.share([row[2:] for row in rows])
             self._together(self._heal)
             return False
         self.logbook.take_rows([row[2:] for row in rows or ()])
