@@ -192,7 +192,7 @@ def test_a_snapshot_that_is_being_sent_is_not_written_over(tmp_path: Path) -> No
     loop = Loop(Run(tmp_path), {"copies_every": 1})
     loop.step()
     loop.step()
-    slot = loop.run.savers[0].slots.of(1)
+    slot = loop.run.savers[0].slots.next(3)
     set_sent(slot._fd, 1)
     loop.step()
     assert sorted(mark.steps for mark in loop.marks()) == [1, 2]
