@@ -30,7 +30,12 @@ from elastic.core.policy.microbatch import (
     split,
     subtrees,
 )
-from elastic.core.policy.recovery import RunPosition, plan_transfers
+from elastic.core.policy.recovery import (
+    RunPosition,
+    SavedPosition,
+    is_outdated,
+    plan_transfers,
+)
 from elastic.errors import ConfigError, InvariantViolation
 from tests.strategies import examples
 
@@ -399,6 +404,19 @@ def test_the_end_of_an_epoch_and_the_start_of_the_next_are_one_state(cursors: li
     again = RunPosition(True, Cursor(1, STEPS), STEPS)  # It is called again, and passed the end.
     assert plan_transfers([*group, again]).value.cursors == (*cursors, max(cursors))
     assert plan_transfers([again, again]).value.sender_of == ()
+
+
+@pytest.mark.parametrize(
+    ("generation", "steps", "outdated"), [(6, 90, True), (6, 50, False), (5, 90, False)]
+)
+def test_what_is_saved_is_newer_if_a_later_group_has_come_further(
+    generation: int, steps: int, outdated: bool
+) -> None:
+    away = RunPosition(True, generation=5, committed=50)
+    newcomer = RunPosition(generation=7, saved=SavedPosition(generation, steps))
+    assert is_outdated([away, newcomer]) == outdated
+    one_of_them = RunPosition(True, generation=6, committed=40)
+    assert not is_outdated([away, newcomer, one_of_them])
 
 
 @given(st.integers(1, 8), st.integers(0, 5))

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from elastic import train
 from elastic.core.policy.cursor import Cursor
 from elastic.errors import StorageError
+from elastic.storage.run_directory import RunDirectory
 from elastic.worker.base.activity import Activity
 from elastic.worker.checkpoint.snapshot import RankInfo
 from elastic.worker.checkpoint.snapshotter import Snapshotter
@@ -19,7 +23,11 @@ from elastic.worker.data.stream_book import StreamBook
 from elastic.worker.engine import checkpoint_schedule as keeping
 from elastic.worker.engine.checkpoint_schedule import CheckpointScheduler
 from elastic.worker.engine.logbook import Logbook
+from elastic.worker.engine.step_engine import StepEngine
+from elastic.worker.engine.train_call import current_engine
+from elastic.worker.process.local import LocalRun, local_context
 from tests.patience import DEADLINE_S
+from tests.unit.engine_under_test import STEPS, Loop, bits, square
 from tests.unit.saving_under_test import Run, Table
 
 
@@ -161,3 +169,55 @@ def test_memory_is_newer_than_what_is_left_in_storage(
     found = restored(run, [held], monkeypatch)
     assert isinstance(found[0], dict)
     assert found[0]["steps"] == 2
+
+
+@contextmanager
+def called_in(generation: int, run: LocalRun) -> Iterator[StepEngine]:
+    with local_context(run) as context:
+        engine = current_engine()
+        assert engine is not None
+        engine.enter(replace(context, generation=generation))
+        yield engine
+        assert context.snapshotter is not None
+        context.snapshotter.finish()
+
+
+def commits_of(loop: Loop, epochs: int, after_first: Callable[[], None]) -> int:
+    commits = 0
+    for _, x, y in loop.batches(epochs):
+        square(loop.model(x), y).backward()
+        loop.optimizer.step()
+        loop.optimizer.zero_grad()
+        if train.stepped():
+            commits += 1
+            if commits == 1:
+                after_first()
+    return commits
+
+
+@pytest.mark.parametrize("later", [True, False])
+def test_one_that_was_away_goes_on_from_what_a_later_group_has_saved(
+    later: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those who have trained on without it are gone when it is back."""
+    run = LocalRun(job_name="r", job_id="j1", run_path=str(tmp_path), options={"every_n_steps": 3})
+    with local_context(LocalRun(job_name="undisturbed")):
+        undisturbed = Loop.make()
+        assert commits_of(undisturbed, 2, lambda: None) == 2 * STEPS
+    with called_in(2 if later else 1, run):
+        commits_of(Loop.make(), 1, lambda: None)
+    ((name, _),) = RunDirectory(str(tmp_path)).automatic()
+    is_over = threading.Event()
+
+    def rejoin(*_: Any) -> None:
+        is_over.clear()
+        saved = RunDirectory(str(tmp_path)).checkpoint_path(name)
+        engine.enter(replace(engine.context, generation=3, saved=saved))
+
+    with called_in(1, run) as engine:
+        monkeypatch.setattr(engine.groups, "is_called_back", lambda _: is_over.is_set())
+        monkeypatch.setattr(engine.groups, "rejoin", rejoin)
+        loop = Loop.make()
+        monkeypatch.setattr(engine, "_has_state", True)  # Its first group has begun the run.
+        assert commits_of(loop, 2, is_over.set) == (1 + STEPS if later else 2 * STEPS)
+    assert bits(loop.plain) == bits(undisturbed.plain)

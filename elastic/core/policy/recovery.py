@@ -2,16 +2,31 @@
 
 Rule: every member decides from the same table, so that no further communication is needed. The most
 advanced members have the state of the run; all others, and new members, receive it. Members differ
-by at most one step: no member commits a step without the whole group.
+by at most one step: no member commits a step without the whole group. Only one that was away while
+a later group trained, of which nobody is left, may be behind what was saved.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from elastic.core.policy.cursor import Cursor
 from elastic.core.policy.decision import Decision
+from elastic.core.world import NO_GENERATION, Generation
+
+
+class SavedPosition(NamedTuple):
+    """A snapshot or an automatic checkpoint.
+
+    Attributes:
+        generation: of the group that took it, 0 for none.
+        steps: committed in the run when it was taken.
+    """
+
+    generation: Generation = NO_GENERATION
+    steps: int = 0
 
 
 @dataclass(frozen=True)
@@ -24,12 +39,18 @@ class RunPosition:
         steps: steps of an epoch; 0 if unknown. If the length shows only in the epoch's last step,
             the steps of the cursor's epoch.
         is_inside: it is in a pass over this epoch's data; the code before the pass has run.
+        generation: of the newest group whose members had its state.
+        committed: steps of the run in its state.
+        saved: the newest state that it knows in memory or storage.
     """
 
     has_state: bool = False
     cursor: Cursor = field(default_factory=Cursor)
     steps: int = 0
     is_inside: bool = False
+    generation: Generation = NO_GENERATION
+    committed: int = 0
+    saved: SavedPosition = field(default_factory=SavedPosition)
 
 
 @dataclass(frozen=True)
@@ -50,6 +71,21 @@ class TransferPlan:
     def source_of(self, rank: int) -> int | None:
         """Return the rank that this one receives from, None if it needs nothing."""
         return dict(self.sender_of).get(rank)
+
+
+def is_outdated(positions: Sequence[RunPosition]) -> bool:
+    """Return whether a later group than any that the members know has saved a newer state.
+
+    Args:
+        positions: by rank; at least one has state.
+    """
+    having = [position for position in positions if position.has_state]
+    generation = max(position.generation for position in having)
+    committed = max(position.committed for position in having)
+    return any(
+        position.saved.generation > generation and position.saved.steps > committed
+        for position in positions
+    )
 
 
 def plan_transfers(positions: Sequence[RunPosition]) -> Decision[TransferPlan]:

@@ -15,6 +15,7 @@ from elastic.core.policy import retention
 from elastic.core.world import ReportKind
 from elastic.storage.marker import DAMAGED, CheckpointMarker
 from elastic.storage.run_directory import AUTOMATIC, CHECKPOINTS, RunDirectory
+from elastic.worker.checkpoint.snapshot import position_in
 
 Found = Sequence[tuple[str, CheckpointMarker]]
 
@@ -91,8 +92,8 @@ def _left_snapshots(run: RunDirectory, newest: CheckpointMarker) -> Iterator[str
     """
     steps = newest.about("steps", 0)
     for name in run.names(AUTOMATIC):
-        match = re.search(r"-s(\d+)-g\d+-\d+$", name)
-        if match and int(match[1]) < steps and not _is_somebodys(run, name):
+        at = position_in(name)
+        if at is not None and at.steps < steps and not _is_somebodys(run, name):
             yield name
 
 

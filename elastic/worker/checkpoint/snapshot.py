@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -9,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from elastic.core.policy.cursor import Cursor
+from elastic.core.policy.recovery import SavedPosition
 from elastic.core.policy.shares import TensorRows
 from elastic.runtime.snapshot_memory import SnapshotMark
 from elastic.worker.state.arena import SnapshotSlot, StateLayout
@@ -73,6 +75,12 @@ class StateSnapshot:
 
 def name_of(steps: int, generation: int, number: int) -> str:
     return f"s{steps:09d}-g{generation:06d}-{number:06d}"
+
+
+def position_in(name: str) -> SavedPosition | None:
+    """Return what the name of a checkpoint says of it, None if it is of another kind."""
+    match = re.search(r"-s(\d+)-g(\d+)-\d+$", name)
+    return SavedPosition(int(match[2]), int(match[1])) if match else None
 
 
 class CheckpointAbandoned(Exception):

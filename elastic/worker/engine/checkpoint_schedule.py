@@ -17,13 +17,14 @@ from typing import Any, TypeVar, cast
 
 from elastic.core.events.worker import CopiesRequested, MicroBatchesDeclared, RequestLeave
 from elastic.core.policy.cursor import Cursor
+from elastic.core.policy.recovery import SavedPosition
 from elastic.core.policy.streams import Data
 from elastic.errors import StorageError, UsageError, check
 from elastic.storage.marker import CheckpointMarker
-from elastic.storage.run_directory import RunDirectory
+from elastic.storage.run_directory import AUTOMATIC, RunDirectory
 from elastic.worker.base.mailboxes import WAIT_SLICE_S
 from elastic.worker.checkpoint.checkpoint_reader import read_checkpoint
-from elastic.worker.checkpoint.snapshot import RankInfo
+from elastic.worker.checkpoint.snapshot import RankInfo, position_in
 from elastic.worker.checkpoint.snapshotter import FINISH_S, LEAVING_S, Snapshotter
 from elastic.worker.data.stream_book import StreamBook
 from elastic.worker.engine.context import WorkerContext
@@ -321,6 +322,17 @@ class CheckpointScheduler:
         )
         if snapshotter is not None:
             snapshotter.go_on([int(one) for one in max(rows)[:3]])
+
+    def newest_saved(self) -> SavedPosition:
+        """Return the newest state that this job has in this node's memory, or recorded."""
+        snapshotter, place = self._snapshotter, self._place
+        if snapshotter is None or place is None:
+            return SavedPosition()
+        held = snapshotter.held_snapshots()
+        found = [SavedPosition(mark.generation, mark.steps) for _, mark in held]
+        name = place.saved.rpartition("/")[2]
+        recorded = position_in(name) if name.startswith(f"{AUTOMATIC}{place.job_id}-s") else None
+        return max([*found, recorded or SavedPosition()])
 
     def memory(self) -> int:
         """Return which memory of this node we have for snapshots, 0 for none."""

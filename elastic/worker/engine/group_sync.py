@@ -16,7 +16,13 @@ import torch.distributed as dist
 from torch.profiler import record_function
 
 from elastic.core.policy.cursor import Cursor, derive
-from elastic.core.policy.recovery import RunPosition, next_places, plan_transfers
+from elastic.core.policy.recovery import (
+    RunPosition,
+    SavedPosition,
+    is_outdated,
+    next_places,
+    plan_transfers,
+)
 from elastic.core.policy.streams import Data, StreamPlan
 from elastic.errors import UsageError
 from elastic.worker.data.stream_book import StreamBook
@@ -38,6 +44,7 @@ class SyncResult:
         places: where each member will run code of its own again, by rank.
         num_bytes: of state that we sent or received.
         nobody_has_state: no member has the state of the run, and nothing was sent.
+        is_outdated: what was saved is newer than theirs, and nothing was sent.
         shared: what each member knows of streams of data, as `StreamBook.sent` has it; empty if
             no member knows anything.
         memories: which memory of its node each member has for snapshots, by rank; 0 for none.
@@ -48,6 +55,7 @@ class SyncResult:
     places: tuple[Cursor, ...]
     num_bytes: int
     nobody_has_state: bool = False
+    is_outdated: bool = False
     shared: tuple[bytes, ...] = ()
     memories: tuple[int, ...] = ()
 
@@ -73,7 +81,8 @@ def synchronize(
         epochs: how our data is cut, None if we do not know it yet.
         take: returns our state, called only if it is sent.
         reach: how the others reach us.
-        begins: where no member has the state of the run, rank 0's is that of its beginning.
+        begins: nothing that was saved can be read, or it was. Where no member has the state of the
+            run, rank 0's is that of its beginning.
         shared: what we know of streams of data.
         memory: which memory of its node we have for snapshots, 0 for none.
 
@@ -91,8 +100,11 @@ def synchronize(
         join_links(group, [one.entry for one in members])
     positions = [one.standing for one in members]
     memories = tuple(one.memory for one in members)
-    if not begins and not any(one.has_state for one in positions):
-        return SyncResult(None, (), (), 0, nobody_has_state=True, memories=memories)
+    nobody = not any(one.has_state for one in positions)
+    if not begins and (nobody or is_outdated(positions)):
+        return SyncResult(
+            None, (), (), 0, nobody_has_state=nobody, is_outdated=not nobody, memories=memories
+        )
     plan = plan_transfers(positions).value
     with record_function("elastic::transfer"):
         state, num_bytes = transfer(group, plan, take)
@@ -250,8 +262,9 @@ def report_all(group: Any, mine: MemberInfo) -> list[MemberInfo]:
     row = torch.tensor(
         [
             int(standing.has_state), standing.cursor.epoch, standing.cursor.step, standing.steps,
-            int(standing.is_inside), mine.model, mine.data, mine.threads, mine.num_shared,
-            mine.memory, *mine.entry.numbers(),
+            int(standing.is_inside), standing.generation, standing.committed, *standing.saved,
+            mine.model, mine.data, mine.threads, mine.num_shared, mine.memory,
+            *mine.entry.numbers(),
         ],
         dtype=torch.int64,
     )  # fmt: skip
@@ -259,9 +272,12 @@ def report_all(group: Any, mine: MemberInfo) -> list[MemberInfo]:
     dist.all_gather(rows, row, group=group)
     members = []
     for one in rows:
-        has_state, epoch, step, steps, inside, *one_by_one = one.tolist()
-        model, data, threads, num_shared, memory, *entry = one_by_one
-        standing = RunPosition(bool(has_state), Cursor(epoch, step), steps, bool(inside))
+        has_state, epoch, step, steps, inside, generation, committed, *others = one.tolist()
+        taken_in, saved, model, data, threads, num_shared, memory, *entry = others
+        standing = RunPosition(
+            bool(has_state), Cursor(epoch, step), steps, bool(inside),
+            generation, committed, SavedPosition(taken_in, saved),
+        )  # fmt: skip
         members.append(
             MemberInfo(standing, model, data, threads, MemberEntry.of(entry), num_shared, memory)
         )

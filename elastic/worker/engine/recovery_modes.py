@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from elastic.core.policy.cursor import Cursor
 from elastic.core.policy.streams import Data
+from elastic.core.world import NO_GENERATION, Generation
 from elastic.worker.base.interrupt import GroupChanged
 from elastic.worker.data.stream_book import StreamBook
 from elastic.worker.engine.logbook import Logbook
@@ -70,6 +71,7 @@ class ResumeState:
         calls_late: the loop calls collectives of its own after its optimizers have stepped.
         begun: the last epoch whose code before the pass has run, -1 if none.
         data: how the data is cut, None while no loader was read.
+        agreed_in: the newest group whose members had the run's state with this one, 0 for none.
     """
 
     state: State
@@ -82,3 +84,4 @@ class ResumeState:
     calls_late: bool = False
     begun: int = -1
     data: Data | None = None
+    agreed_in: Generation = NO_GENERATION

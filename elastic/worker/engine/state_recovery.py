@@ -1,7 +1,7 @@
 """How a member of a new group comes to the state of the run: from others, from memory, or storage.
 
-Rule: state is what a member holds that has trained. Only where none has is a snapshot or a
-checkpoint read, and only where there is none does the run begin.
+Rule: state is what a member holds that has trained. Only where none has, or a later group has saved
+a newer one, is a snapshot or a checkpoint read, and only where there is none does the run begin.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import replace
 from elastic.core.policy.cursor import Cursor
 from elastic.core.policy.recovery import RunPosition
 from elastic.core.policy.streams import Data
+from elastic.errors import StorageError
 from elastic.worker.engine.checkpoint_schedule import CheckpointScheduler
 from elastic.worker.engine.group_sync import SyncResult, synchronize
 from elastic.worker.group.c10d import default_group
@@ -22,7 +23,7 @@ from elastic.worker.state.train_state import State
 
 def catch_up(
     checkpoints: CheckpointScheduler,
-    position: RunPosition,
+    position: Callable[[], RunPosition],
     data: Data | None,
     units: Sequence[OptimizerUnit],
     reach: PeerAddress,
@@ -33,7 +34,7 @@ def catch_up(
 
     Args:
         checkpoints: knows our state, and reads what was saved.
-        position: how far we are.
+        position: returns how far we are.
         data: how the data is cut, None while that is not known.
         units: the parameters that we have prepared.
         reach: how the others reach us.
@@ -47,34 +48,38 @@ def catch_up(
         UsageError: members cannot train together.
         StorageError: there are checkpoints, and none can be read.
     """
-    group, cursor = default_group(), position.cursor
+    group, here = default_group(), position()
 
     def meet_again(begins: bool) -> SyncResult:
         return synchronize(
             group,
-            position,
+            here,
             units,
             data,
-            lambda: checkpoints.take(cursor, data),
+            lambda: checkpoints.take(here.cursor, data),
             reach,
             begins=begins,
-            shared=checkpoints.known_streams(cursor),
+            shared=checkpoints.known_streams(here.cursor),
             memory=checkpoints.memory(),
         )
 
     met = meet_again(False)
     checkpoints.agree_on_memory(met.memories)
-    if met.nobody_has_state:
-        saved = checkpoints.restore(group, cursor)
+    if met.nobody_has_state or met.is_outdated:
+        try:
+            saved = checkpoints.restore(group, here.cursor)
+        except StorageError:
+            if met.nobody_has_state:
+                raise
+            saved = None  # All raise it alike: the newest that some have will do.
         if saved is not None:
-            cursor = put(saved)
-        if saved is not None or checkpoints.is_sharded:
-            # Of a sharded model none could send the beginning: each has made its own rows.
-            position = replace(position, has_state=True, cursor=cursor)
+            put(saved)
+        # Of a sharded model none could send the beginning: each has made its own rows.
+        here = position()
+        here = replace(here, has_state=here.has_state or checkpoints.is_sharded)
         met = meet_again(True)
     checkpoints.learn_streams(met.shared)
-    if met.state is not None:
-        cursor = put(met.state)
+    cursor = here.cursor if met.state is None else put(met.state)
     if min(met.cursors) < max(met.cursors):  # The same on all members.
         checkpoints.agree_on_number(group)
     return met, cursor

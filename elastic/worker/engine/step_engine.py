@@ -73,6 +73,7 @@ from elastic.core.telemetry import (
     RESTORE,
     USER,
 )
+from elastic.core.world import NO_GENERATION
 from elastic.errors import GroupError, InvariantViolation, UsageError, check
 from elastic.worker.base.interrupt import GroupChanged
 from elastic.worker.base.timing import COMPUTE, TimingSample
@@ -178,6 +179,7 @@ class StepEngine(ObjectRegistry):
         self._watch = Divergence(self.state)
         self._resume_point = ResumePoint(self.state, self._watch, resume_state)
         self._has_state = False
+        self._agreed_in = NO_GENERATION  # The newest group that has met; its members had our state.
         self._epochs = EpochLoop()
         self._group = PresentGroup()
         self._iteration = Iteration()
@@ -275,6 +277,7 @@ class StepEngine(ObjectRegistry):
                 self.cursor, self.logbook = resume_state.cursor, resume_state.logbook
                 self._checkpoints.go_on(resume_state)
                 self._has_state, self._resume_point.given = True, None
+                self._agreed_in = resume_state.agreed_in
             if resume_state.generation == self.context.generation:
                 self._group.places = resume_state.places
                 self._attach()
@@ -934,18 +937,26 @@ class StepEngine(ObjectRegistry):
         Returns:
             Bytes that we sent or received.
         """
-        steps = (self._epochs.loader or self.streams).steps_of(self.cursor.epoch)
-        position = RunPosition(
-            self._has_state, self.cursor, steps, self._epochs.epoch == self.cursor.epoch
-        )
         with self.context.activity.waiting():
             units, reach = list(self._the_loop().units.values()), self.context.reach
             met, self.cursor = catch_up(
-                self._checkpoints, position, self.data, units, reach, put=self._put
+                self._checkpoints, self._position, self.data, units, reach, put=self._put
             )
         self._has_state, self._group.places = True, met.places
+        self._agreed_in = self.context.generation
         share_latest(default_group(), met.cursors, self.logbook)
         return met.num_bytes
+
+    def _position(self) -> RunPosition:
+        return RunPosition(
+            self._has_state,
+            self.cursor,
+            (self._epochs.loader or self.streams).steps_of(self.cursor.epoch),
+            self._epochs.epoch == self.cursor.epoch,
+            self._agreed_in,
+            self._checkpoints.steps,
+            self._checkpoints.newest_saved(),
+        )
 
     def _put(self, state: State) -> Cursor:
         """Make this our state; what an error leaves of it is not offered."""
@@ -1026,6 +1037,7 @@ class StepEngine(ObjectRegistry):
             self._resume_point.calls_late,
             self._checkpoints.begun,
             self.data,
+            self._agreed_in,
         )
 
     def _set_whole(self) -> None:
