@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import struct
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -194,3 +195,21 @@ def test_a_forked_child_of_the_worker_does_not_keep_trackers_from_their_end(
         child.kill()
         child.join()
     assert "tracking_left" not in caplog.text
+
+
+class InStorage:
+    """A killed process whose call of storage is not answered."""
+
+    def kill(self) -> None:
+        """Do what the system does: note it."""
+
+    def wait(self, timeout: float | None = None) -> int:
+        assert timeout is not None, "it is waited for without a bound"
+        raise subprocess.TimeoutExpired("tracker", timeout)
+
+
+def test_one_that_storage_holds_does_not_hold_the_worker(tmp_path: Path) -> None:
+    trackers = Trackers(str(tmp_path), "json")
+    trackers._process = InStorage()  # type: ignore[assignment]
+    trackers.enter(1)
+    assert trackers._process is None

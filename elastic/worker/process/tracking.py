@@ -18,6 +18,7 @@ import sys
 log = logging.getLogger(__name__)
 
 FINISH_S = 10.0
+KILLED_S = 2.0
 MODULE = "elastic.worker.process.tracking_process"
 
 
@@ -64,12 +65,17 @@ class Trackers:
                 "'elastic track %s' does",
                 self._wanted, FINISH_S, self._run_path,
             )  # fmt: skip
-            process.kill()
-            process.wait()
+            _kill(process)
 
     def close(self) -> None:
         """Send nothing any more: another worker is rank 0, and continues."""
         process, self._process = self._process, None
         if process is not None:
-            process.kill()
-            process.wait()
+            _kill(process)
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """End it; one that is in a call of storage that does not answer ends with that call."""
+    process.kill()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(KILLED_S)
