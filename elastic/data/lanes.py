@@ -36,7 +36,7 @@ class Lanes:
     Attributes:
         blocks: rows of each block, all at least 1.
         num_lanes: V, micro-batches of a step.
-        micro_batch: b, rows of a micro-batch.
+        micro_batch_size: b, rows of a micro-batch.
         seed: of the shuffle.
         window: blocks that are shuffled together.
         shuffle: False for the order of the table within each lane.
@@ -44,7 +44,7 @@ class Lanes:
 
     blocks: tuple[int, ...]
     num_lanes: int = 1
-    micro_batch: int = 1
+    micro_batch_size: int = 1
     seed: int = 0
     window: int = 1
     shuffle: bool = True
@@ -58,7 +58,7 @@ class Lanes:
     def fingerprint(self) -> int:
         """Return a hash of the order: equal for equal orders."""
         blocks = zlib.crc32(np.asarray(self.blocks, np.int64).tobytes())
-        parts = (blocks, self.num_lanes, self.micro_batch, self.window, int(self.shuffle))
+        parts = (blocks, self.num_lanes, self.micro_batch_size, self.window, int(self.shuffle))
         return derive(self.seed, LANE, *parts)
 
     def of(self, epoch: int) -> EpochOrder:
@@ -99,8 +99,8 @@ class EpochOrder:
         self._starts: Ints = np.concatenate([[0], self._ends[:-1]])
         rows, number = lanes.rows, lanes.num_lanes
         self._bounds: Ints = np.arange(number + 1, dtype=np.int64) * rows // number
-        self._full_steps = rows // number // lanes.micro_batch
-        remaining = np.diff(self._bounds) - self._full_steps * lanes.micro_batch
+        self._full_steps = rows // number // lanes.micro_batch_size
+        remaining = np.diff(self._bounds) - self._full_steps * lanes.micro_batch_size
         self._tail_ends: Ints = np.cumsum(remaining)
         self._windows: dict[int, Ints] = {}
 
@@ -128,7 +128,7 @@ class EpochOrder:
 
     def _in_lanes(self, places: Ints) -> tuple[Ints, Ints]:
         """Return the lane of each place, and its offset in that lane."""
-        size, number = self._lanes.micro_batch, self._lanes.num_lanes
+        size, number = self._lanes.micro_batch_size, self._lanes.num_lanes
         step, offset_in_step = np.divmod(places, size * number)
         lane, offset = offset_in_step // size, step * size + offset_in_step % size
         full = self._full_steps * size * number

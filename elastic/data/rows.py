@@ -53,7 +53,7 @@ class Rows:
             self._feeders = Feeders(table.operations, feeders())
         self._steps = DataPlan(
             num_samples=table.rows,
-            micro_batch=lanes.micro_batch,
+            micro_batch_size=lanes.micro_batch_size,
             num_micro_batches=lanes.num_lanes,
             shuffle=False,
         )
@@ -122,7 +122,7 @@ class Rows:
             return ()
         steps, first = self._steps, int(places[0])
         step = first // steps.global_batch
-        number = first % steps.global_batch // steps.micro_batch
+        number = first % steps.global_batch // steps.micro_batch_size
         found = []
         for _ in range(self._feeders.depth):
             step += 1

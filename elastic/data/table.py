@@ -78,12 +78,12 @@ class Table:
         size = sum(block.size for _, block in self.blocks)
         return self.shuffle and size <= SMALL_BYTES and self.rows <= SMALL_ROWS
 
-    def lanes(self, num_lanes: int, micro_batch: int, memory: int = SHUFFLE_BYTES) -> Lanes:
+    def lanes(self, num_lanes: int, micro_batch_size: int, memory: int = SHUFFLE_BYTES) -> Lanes:
         """Return the order of its rows.
 
         Args:
             num_lanes: V, micro-batches of a step.
-            micro_batch: rows of a micro-batch.
+            micro_batch_size: rows of a micro-batch.
             memory: bytes for the windows of all lanes, two for each: the present and the next.
         """
         window = 1
@@ -94,4 +94,4 @@ class Table:
         blocks = tuple(self.sizes)
         if self.is_small:  # Each row is a block, and each lane one window: a full shuffle.
             blocks, window = (1,) * self.rows, self.rows
-        return Lanes(blocks, num_lanes, micro_batch, self.seed, window, self.shuffle)
+        return Lanes(blocks, num_lanes, micro_batch_size, self.seed, window, self.shuffle)

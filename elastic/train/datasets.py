@@ -21,7 +21,7 @@ from elastic.data.table import Table
 from elastic.errors import UsageError
 from elastic.storage.files import Files
 from elastic.train.config import DataConfig
-from elastic.train.feeding import FeederSecret, source_of
+from elastic.train.feeding import FeederSecret, feeders_factory
 from elastic.train.session import require_context, require_place, wait_a_moment
 from elastic.worker.engine.context import WorkerContext
 from elastic.worker.engine.train_call import current_engine, is_in_loop
@@ -175,7 +175,7 @@ class DatasetShard(DataIterator):
             self._where,
             Dataset,
             max_ranks=context.max_workers,
-            feeders=source_of(given.config, given.secret),
+            feeders=feeders_factory(given.config, given.secret),
             memory=given.config.shuffle_memory,
         )
         self._prepared: dict[Any, tuple[PreparedLoader, _Latest, Rows]] = {}

@@ -108,7 +108,7 @@ def feed(config: Mapping[str, Any]) -> None:
     stay(engine, json.dumps(server.endpoint).encode(), write)
 
 
-def source_of(config: DataConfig, secret: FeederSecret | None) -> Callable[[], Any] | None:
+def feeders_factory(config: DataConfig, secret: FeederSecret | None) -> Callable[[], Any] | None:
     """Return what makes a source of feeders for a dataset of this worker, None for none.
 
     Args:

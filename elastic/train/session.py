@@ -409,15 +409,15 @@ class TrainContext:
         Raises:
             UsageError: no prepared loader has been read in a loop over `train.epochs()` yet.
         """
-        return self._epochs().global_batch
+        return self._data().global_batch
 
     def get_micro_batch_size(self) -> int:
         """Return the number of samples per micro-batch; raises as `get_global_batch_size`."""
-        return self._epochs().micro_batch
+        return self._data().micro_batch_size
 
     def get_num_micro_batches(self) -> int:
         """Return the number of micro-batches per step, V; raises as `get_global_batch_size`."""
-        return self._epochs().num_micro_batches
+        return self._data().num_micro_batches
 
     def get_epoch(self) -> int:
         """Return the number of complete passes over the data in this run."""
@@ -427,7 +427,7 @@ class TrainContext:
         """Return the number of committed steps in this epoch."""
         return self._cursor().step
 
-    def _epochs(self) -> Data:
+    def _data(self) -> Data:
         require_context("train.get_context")
         engine = current_engine()
         if engine is None or engine.data is None:

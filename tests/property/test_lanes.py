@@ -34,7 +34,7 @@ def orders(draw: st.DrawFn) -> Lanes:
     return Lanes(
         tuple(blocks),
         num_lanes=draw(st.integers(1, 6)),
-        micro_batch=draw(st.integers(1, 5)),
+        micro_batch_size=draw(st.integers(1, 5)),
         seed=draw(st.integers(0, 2**32)),
         window=draw(st.integers(1, 4)),
         shuffle=draw(st.booleans()),
@@ -107,18 +107,18 @@ def test_steps_have_the_same_rows_whatever_the_group_was(lanes: Lanes, sizes: li
 
     def loader() -> MicroBatchLoader:
         inner = DataLoader(
-            rows, batch_size=lanes.micro_batch, sampler=LaneOrder(rows), collate_fn=ids_of
+            rows, batch_size=lanes.micro_batch_size, sampler=LaneOrder(rows), collate_fn=ids_of
         )
         return MicroBatchLoader(inner, num_micro_batches=lanes.num_lanes, seed=0)
 
     alone = loader()
-    steps, v = alone.epochs.steps, lanes.num_lanes
+    steps, v = alone.plan.steps, lanes.num_lanes
     expected: dict[tuple[int, int, int], list[int]] = {}
     alone.take_span(Cursor(), (0, v))
     for _ in range(2 * steps * v):
         batch = alone.next()
         if batch.count:
-            key = (batch.cursor.epoch, batch.cursor.step, batch.micro_batch)
+            key = (batch.cursor.epoch, batch.cursor.step, batch.number)
             expected[key] = batch.value
     for epoch in (0, 1):
         ids = [one for key, some in expected.items() if key[0] == epoch for one in some]
@@ -133,6 +133,6 @@ def test_steps_have_the_same_rows_whatever_the_group_was(lanes: Lanes, sizes: li
             for _ in range(*held):
                 batch = member.next()
                 if batch.count:
-                    found[cursor.epoch, cursor.step, batch.micro_batch] = batch.value
+                    found[cursor.epoch, cursor.step, batch.number] = batch.value
     assert found == expected
     rows.close()

@@ -56,12 +56,12 @@ def deals(draw: st.DrawFn) -> tuple[int, int]:
 @st.composite
 def cuts(draw: st.DrawFn, max_samples: int = 300) -> DataPlan:
     """Draw a data set, cut into steps."""
-    micro_batch, num_micro_batches = draw(st.integers(1, 6)), draw(st.integers(1, 9))
+    micro_batch_size, num_micro_batches = draw(st.integers(1, 6)), draw(st.integers(1, 9))
     drop_last = draw(st.booleans())
-    least = micro_batch * num_micro_batches if drop_last else 1
+    least = micro_batch_size * num_micro_batches if drop_last else 1
     return DataPlan(
         num_samples=draw(st.integers(least, max_samples)),
-        micro_batch=micro_batch,
+        micro_batch_size=micro_batch_size,
         num_micro_batches=num_micro_batches,
         seed=draw(SEEDS),
         shuffle=draw(st.booleans()),
@@ -240,7 +240,7 @@ def test_micro_batches_partition_an_epoch(epochs: DataPlan) -> None:
         spans = [epochs.positions(step, v) for v in range(epochs.num_micro_batches)]
         for first, last in spans:
             assert first == end
-            assert 0 <= last - first <= epochs.micro_batch
+            assert 0 <= last - first <= epochs.micro_batch_size
             end = last
         counts = [last - first for first, last in spans]
         assert sum(counts) == epochs.step_size(step)
@@ -249,13 +249,13 @@ def test_micro_batches_partition_an_epoch(epochs: DataPlan) -> None:
         assert filled == counts[: len(filled)]
         # One sample alone is none for BatchNorm.
         low, high = epochs.stand_in(step)
-        assert spans[0][0] == low < high <= low + epochs.micro_batch
-        if epochs.micro_batch > 1 and sum(counts) > 1:
+        assert spans[0][0] == low < high <= low + epochs.micro_batch_size
+        if epochs.micro_batch_size > 1 and sum(counts) > 1:
             assert high - low > 1
             # Pairs hold an odd number of samples only if one of them is none.
-            assert min(filled) > 1 or (epochs.micro_batch == 2 and sum(counts) % 2)
+            assert min(filled) > 1 or (epochs.micro_batch_size == 2 and sum(counts) % 2)
         if step < epochs.steps - 1 or epochs.drop_last:
-            assert set(counts) == {epochs.micro_batch}
+            assert set(counts) == {epochs.micro_batch_size}
     left_out = epochs.num_samples - end
     assert 0 <= left_out < epochs.global_batch if epochs.drop_last else left_out == 0
 
@@ -371,23 +371,23 @@ def test_the_furthest_state_wins_and_reaches_all_who_lack_it(group: list[RunPosi
     with_state = [rank for rank, one in enumerate(group) if one.has_state]
     best = max((at[rank] for rank in with_state), default=at[0])
     holders = {rank for rank in with_state if at[rank] == best} or {0}
-    receivers = [receiver for receiver, _ in plan.sender_of]
+    receivers = [receiver for receiver, _ in plan.pairs]
     assert receivers == [rank for rank in range(len(group)) if rank not in holders]
-    assert {sender for _, sender in plan.sender_of} <= holders
+    assert {sender for _, sender in plan.pairs} <= holders
     assert {weights_at(one, has=has) for one in plan.cursors} == {weights_at(best, has=has)}
     for rank in holders:
         assert plan.cursors[rank] == group[rank].cursor
-    for receiver, sender in plan.sender_of:
+    for receiver, sender in plan.pairs:
         assert plan.cursors[receiver] == plan.cursors[sender] == max(plan.cursors)
-        assert plan.source_of(receiver) == sender
-        assert receiver in plan.sent_by(sender)
+        assert plan.sender_to(receiver) == sender
+        assert receiver in plan.receivers_from(sender)
 
 
 @given(standings())
 @LIMITS
 def test_senders_share_the_work(group: list[RunPosition]) -> None:
     plan = plan_transfers(group).value
-    loads = Counter(sender for _, sender in plan.sender_of)
+    loads = Counter(sender for _, sender in plan.pairs)
     if loads:
         assert max(loads.values()) - min(loads.values()) <= 1
 
@@ -395,15 +395,15 @@ def test_senders_share_the_work(group: list[RunPosition]) -> None:
 @given(st.lists(st.sampled_from([Cursor(1, STEPS), Cursor(2, 0)]), min_size=1, max_size=6))
 def test_the_end_of_an_epoch_and_the_start_of_the_next_are_one_state(cursors: list[Cursor]) -> None:
     group = [RunPosition(True, cursor, STEPS, is_inside=True) for cursor in cursors]
-    assert plan_transfers(group).value.sender_of == ()
+    assert plan_transfers(group).value.pairs == ()
     assert plan_transfers(group).value.cursors == tuple(cursors)
     joined = plan_transfers([*group, RunPosition()]).value
     # Who joins does so after the code between the epochs, if anyone is there.
     assert joined.cursors == (*cursors, max(cursors))
-    assert cursors[joined.sender_of[0][1]] == max(cursors)
+    assert cursors[joined.pairs[0][1]] == max(cursors)
     again = RunPosition(True, Cursor(1, STEPS), STEPS)  # It is called again, and passed the end.
     assert plan_transfers([*group, again]).value.cursors == (*cursors, max(cursors))
-    assert plan_transfers([again, again]).value.sender_of == ()
+    assert plan_transfers([again, again]).value.pairs == ()
 
 
 @pytest.mark.parametrize(
@@ -422,5 +422,5 @@ def test_what_is_saved_is_newer_if_a_later_group_has_come_further(
 @given(st.integers(1, 8), st.integers(0, 5))
 def test_when_nobody_has_state_all_begin_as_rank_zero(size: int, epoch: int) -> None:
     plan = plan_transfers([RunPosition(cursor=Cursor(epoch, 0))] * size).value
-    assert plan.sender_of == tuple((rank, 0) for rank in range(1, size))
+    assert plan.pairs == tuple((rank, 0) for rank in range(1, size))
     assert plan.cursors == (Cursor(epoch, 0),) * size

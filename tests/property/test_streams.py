@@ -45,10 +45,10 @@ class Member:
         """Take our micro-batches of a step; return our share and the ids of each."""
         found = {}
         share: Any = None
-        held = deal(rank, world_size, self.loader.epochs.num_micro_batches)
+        held = deal(rank, world_size, self.loader.plan.num_micro_batches)
         for number in range(*held):
             batch = self.loader.next()
-            assert (batch.cursor, batch.micro_batch) == (cursor, number)
+            assert (batch.cursor, batch.number) == (cursor, number)
             share = self.loader.share(batch, rank, world_size)
             found[number] = [int(one) for one in batch.value] if batch.count else []
         return share, found
@@ -119,7 +119,7 @@ def test_any_history_of_world_sizes_trains_with_the_same_samples(run: dict[str, 
     cut=st.sampled_from(StreamCut),
 )  # fmt: skip
 def test_places_cut_a_sequence_without_a_gap(v: int, micro: int, size: int, cut: StreamCut) -> None:
-    streams = StreamPlan(micro_batch=micro, num_micro_batches=v, cut=cut)
+    streams = StreamPlan(micro_batch_size=micro, num_micro_batches=v, cut=cut)
     taken: dict[int, list[int]] = {}
     for step in range(size // (micro * v) + 2):
         for stream in range(v):
@@ -127,7 +127,7 @@ def test_places_cut_a_sequence_without_a_gap(v: int, micro: int, size: int, cut:
             assert len(places) == micro
             assert streams.reporting_place(step, stream) == streams.places(step + 1, stream)[0]
             assert places[0] >= streams.beginning(step)
-            taken.setdefault(streams.source_of(stream), []).extend(places)
+            taken.setdefault(streams.sequence_of(stream), []).extend(places)
     assert len(taken) == (1 if cut is StreamCut.COUNT else v)
     for places in taken.values():
         assert sorted(places) == list(range(len(places)))

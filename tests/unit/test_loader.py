@@ -64,33 +64,33 @@ class Lying(MySequence):
 
 
 def expected(
-    epochs: DataPlan, cursor: Cursor, held: tuple[int, int]
+    plan: DataPlan, cursor: Cursor, held: tuple[int, int]
 ) -> Iterator[tuple[Cursor, int, int, list[int]]]:
     """What comes after a deal, written down the plain way."""
     epoch, step = cursor.epoch, cursor.step
     while True:
         for number in range(*held):
-            ids = list(epochs.samples(epoch, step, number))
+            ids = list(plan.samples(epoch, step, number))
             count = len(ids)
             if not ids:
-                whole = (epochs.samples(epoch, step, v) for v in range(epochs.num_micro_batches))
-                ids = [sample for some in whole for sample in some][: min(2, epochs.micro_batch)]
+                whole = (plan.samples(epoch, step, v) for v in range(plan.num_micro_batches))
+                ids = [sample for some in whole for sample in some][: min(2, plan.micro_batch_size)]
             yield Cursor(epoch, step), number, count, ids
-        epoch, step = (epoch, step + 1) if step + 1 < epochs.steps else (epoch + 1, 0)
+        epoch, step = (epoch, step + 1) if step + 1 < plan.steps else (epoch + 1, 0)
 
 
 def taken(loader: MicroBatchLoader) -> tuple[Cursor, int, int, list[int]]:
     batch = loader.next()
     numbers = batch.value.tolist()
     batch.value.fill_(-1)  # A training loop may change what it was given.
-    return batch.cursor, batch.micro_batch, batch.count, numbers
+    return batch.cursor, batch.number, batch.count, numbers
 
 
 @st.composite
-def deals(draw: st.DrawFn, epochs: DataPlan) -> tuple[Cursor, tuple[int, int], int]:
-    cursor = Cursor(draw(st.integers(0, 3)), draw(st.integers(0, epochs.steps - 1)))
-    first = draw(st.integers(0, epochs.num_micro_batches - 1))
-    last = draw(st.integers(first + 1, epochs.num_micro_batches))
+def deals(draw: st.DrawFn, plan: DataPlan) -> tuple[Cursor, tuple[int, int], int]:
+    cursor = Cursor(draw(st.integers(0, 3)), draw(st.integers(0, plan.steps - 1)))
+    first = draw(st.integers(0, plan.num_micro_batches - 1))
+    last = draw(st.integers(first + 1, plan.num_micro_batches))
     return cursor, (first, last), draw(st.integers(0, 12))
 
 
@@ -105,11 +105,11 @@ def test_any_sequence_of_deals_yields_exactly_the_samples_of_the_plan(data: st.D
     )
     seed = data.draw(st.integers(0, 2**63 - 1))
     loader = MicroBatchLoader(plain, num_micro_batches=v, seed=seed)
-    for cursor, held, count in data.draw(st.lists(deals(loader.epochs), min_size=1, max_size=4)):
+    for cursor, held, count in data.draw(st.lists(deals(loader.plan), min_size=1, max_size=4)):
         # A step that broke in the middle is done again, then by others.
         for span in (held, held, (held[0], v)):
             loader.take_span(cursor, span)
-            plan = expected(loader.epochs, cursor, span)
+            plan = expected(loader.plan, cursor, span)
             assert [taken(loader) for _ in range(count)] == list(islice(plan, count))
             # As it stands at the beginning of a step.
             loader.take_span(cursor, span)
@@ -120,7 +120,7 @@ def test_a_sampler_may_be_longer_than_the_data_and_repeat_samples() -> None:
     loader = MicroBatchLoader(
         DataLoader(Numbers(2), batch_size=2, sampler=[1, 1, 0, 1]), num_micro_batches=1, seed=0
     )
-    assert loader.epochs.steps == 2
+    assert loader.plan.steps == 2
     loader.take_span(Cursor(), (0, 1))
     assert [taken(loader)[3] for _ in range(2)] == [[1, 1], [0, 1]]
 
@@ -149,7 +149,7 @@ def test_any_sampler_orders_an_epoch_alike_on_all_ranks_whenever_it_is_asked(
             DataLoader(Numbers(10), batch_size=1, sampler=sampler), num_micro_batches=1, seed=5
         )
         loader.take_span(Cursor(epoch, 0), (0, 1))
-        return [taken(loader)[3][0] for _ in range(loader.epochs.steps)]
+        return [taken(loader)[3][0] for _ in range(loader.plan.steps)]
 
     first, second = order(0), order(1)
     assert set(first) <= ids

@@ -71,7 +71,7 @@ def loading(data: Dataset[Any], **kept: Any) -> Iterator[MicroBatchLoader]:
 
 
 def ids(epoch_step: Cursor, number: int, loader: MicroBatchLoader) -> list[int]:
-    return list(loader.epochs.samples(epoch_step.epoch, epoch_step.step, number))
+    return list(loader.plan.samples(epoch_step.epoch, epoch_step.step, number))
 
 
 def take(loader: MicroBatchLoader, count: int) -> Iterator[tuple[list[int], set[int]]]:
@@ -79,7 +79,7 @@ def take(loader: MicroBatchLoader, count: int) -> Iterator[tuple[list[int], set[
     for _ in range(count):
         batch = loader.next()
         numbers, pids = (part.tolist() for part in batch.value)
-        assert numbers[: batch.count] == ids(batch.cursor, batch.micro_batch, loader)
+        assert numbers[: batch.count] == ids(batch.cursor, batch.number, loader)
         yield numbers, set(pids)
 
 
@@ -89,7 +89,7 @@ def test_processes_outlive_deals_and_epochs_and_end_with_the_loader(tmp_path: Pa
         readers: set[int] = set()
         for _ in range(40):
             first = draw.randrange(V)
-            cursor = Cursor(draw.randrange(3), draw.randrange(loader.epochs.steps))
+            cursor = Cursor(draw.randrange(3), draw.randrange(loader.plan.steps))
             loader.take_span(cursor, (first, draw.randrange(first, V) + 1))
             for _, pids in take(loader, draw.randrange(12)):
                 readers |= pids

@@ -137,7 +137,7 @@ def test_what_is_drawn_for_a_whole_micro_batch_depends_on_its_samples_alone(
         with loading(data, num_workers=workers, **kept) as loader:
             loader.take_span(Cursor(), held)
             batches = [loader.next() for _ in range(5 * (held[1] - held[0]))]
-        found.append({(one.cursor, one.micro_batch): str(one.value) for one in batches})
+        found.append({(one.cursor, one.number): str(one.value) for one in batches})
     everything, part = found
     assert part == {key: everything[key] for key in part}
     assert len(set(everything.values())) == len(everything)

@@ -12,8 +12,8 @@ from elastic.worker.group.member_links import MemberEntry
 
 
 def told(model: int = 7, data: int = 0, epoch: int = 0, step: int = 0) -> MemberInfo:
-    standing = RunPosition(has_state=True, cursor=Cursor(epoch, step), is_inside=True)
-    return MemberInfo(standing, model, data, 1, MemberEntry())
+    position = RunPosition(has_state=True, cursor=Cursor(epoch, step), is_inside=True)
+    return MemberInfo(position, model, data, 1, MemberEntry())
 
 
 def test_other_parameters_are_refused_by_the_rank_that_has_them() -> None:

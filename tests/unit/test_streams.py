@@ -158,7 +158,7 @@ def test_hugging_faces_streams_are_read_once_and_can_be_continued(
     def one_pass(held: tuple[int, int], start: int = 0, state: Any = None) -> tuple[Any, Any]:
         dataset = hugging_face(num_shards, shuffled=shuffled)
         loader = loader_of(dataset, micro=1, num_workers=num_workers)
-        assert loader.epochs.cut is cut
+        assert loader.plan.cut is cut
         try:
             loader._book.put(state or {})
             loader.take_span(Cursor(1, start), held)

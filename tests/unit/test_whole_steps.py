@@ -134,7 +134,7 @@ def test_several_optimizers_and_those_a_step_leaves_out() -> None:
                 continue
             pair.of_judge.step()
     data: Any = current_engine()._epochs.loader  # type: ignore[union-attr]
-    assert data.epochs.steps == STEPS
+    assert data.plan.steps == STEPS
     everything = loader.dataset.tensors[1]
     for place in range(STEPS):
         ids = [i for batch in numbers[place * V : (place + 1) * V] for i in batch]

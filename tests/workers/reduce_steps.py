@@ -19,7 +19,7 @@ from elastic.worker.reduce import tree_exchange
 from elastic.worker.reduce.reducer import OptimizerUnit, Reducer, StepShare
 from elastic.worker.reduce.transports import GroupTransport, SocketTransport
 
-EPOCHS = DataPlan(num_samples=50, micro_batch=4, num_micro_batches=6)
+EPOCHS = DataPlan(num_samples=50, micro_batch_size=4, num_micro_batches=6)
 """Steps of 24, 24 and 2 samples: in the last step, four of six micro-batches are empty."""
 BUCKET_BYTES = 1 << 12
 

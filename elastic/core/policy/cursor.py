@@ -45,7 +45,7 @@ class DataPlan:
 
     Attributes:
         num_samples: N, of the data set; >= 1.
-        micro_batch: samples of one micro-batch; >= 1.
+        micro_batch_size: samples of one micro-batch; >= 1.
         num_micro_batches: V, of one step; >= 1.
         seed: of the permutation.
         shuffle: False for the order of the data set.
@@ -54,7 +54,7 @@ class DataPlan:
     """
 
     num_samples: int
-    micro_batch: int
+    micro_batch_size: int
     num_micro_batches: int
     seed: int = 0
     shuffle: bool = True
@@ -63,9 +63,9 @@ class DataPlan:
 
     def __post_init__(self) -> None:
         """Refuse what has no steps."""
-        if min(self.num_samples, self.micro_batch, self.num_micro_batches) < 1:
+        if min(self.num_samples, self.micro_batch_size, self.num_micro_batches) < 1:
             raise ConfigError(
-                f"{self.num_samples} samples in micro-batches of {self.micro_batch}, "
+                f"{self.num_samples} samples in micro-batches of {self.micro_batch_size}, "
                 f"{self.num_micro_batches} of them in a step: expected at least 1 of each"
             )
         if self.drop_last and self.num_samples < self.global_batch:
@@ -77,7 +77,7 @@ class DataPlan:
     @property
     def global_batch(self) -> int:
         """Return B, the samples of a full step."""
-        return self.micro_batch * self.num_micro_batches
+        return self.micro_batch_size * self.num_micro_batches
 
     @property
     def steps(self) -> int:
@@ -89,28 +89,28 @@ class DataPlan:
         check(0 <= step < self.steps, f"step {step} of {self.steps}")
         return min(self.global_batch, self.num_samples - step * self.global_batch)
 
-    def positions(self, step: int, micro_batch: int) -> Span:
+    def positions(self, step: int, number: int) -> Span:
         """Return the places in the epoch's order that a micro-batch takes; may be empty.
 
         A ragged last step is spread evenly over as many micro-batches as have `LEAST` samples each;
         the others have none.
         """
-        check(0 <= micro_batch < self.num_micro_batches, f"micro-batch {micro_batch}")
+        check(0 <= number < self.num_micro_batches, f"micro-batch {number}")
         size, start = self.step_size(step), step * self.global_batch
-        needed = -(-size // self.micro_batch)
+        needed = -(-size // self.micro_batch_size)
         filled = min(self.num_micro_batches, max(needed, size // LEAST))
-        first = min(micro_batch, filled) * size // filled
-        last = min(micro_batch + 1, filled) * size // filled
+        first = min(number, filled) * size // filled
+        last = min(number + 1, filled) * size // filled
         return start + first, start + last
 
     def stand_in(self, step: int) -> Span:
         """Return the positions of the placeholder samples for a micro-batch without samples."""
         start = step * self.global_batch
-        return start, start + min(LEAST, self.micro_batch, self.step_size(step))
+        return start, start + min(LEAST, self.micro_batch_size, self.step_size(step))
 
-    def samples(self, epoch: int, step: int, micro_batch: int) -> tuple[int, ...]:
+    def samples(self, epoch: int, step: int, number: int) -> tuple[int, ...]:
         """Return the sample ids of a micro-batch; empty ones exist in a ragged last step only."""
-        first, last = self.positions(step, micro_batch)
+        first, last = self.positions(step, number)
         if not self.shuffle:
             return tuple(range(first, last))
         permutation = Permutation(self.num_samples, shuffle_seed(self.seed, epoch))
@@ -195,9 +195,9 @@ def shuffle_seed(seed: int, epoch: int) -> int:
     return derive(seed, SHUFFLE, epoch)
 
 
-def micro_batch_seed(seed: int, cursor: Cursor, micro_batch: int) -> int:
+def micro_batch_seed(seed: int, cursor: Cursor, number: int) -> int:
     """Return the seed of everything random in the training process during a micro-batch."""
-    return derive(seed, DROPOUT, cursor.epoch, cursor.step, micro_batch)
+    return derive(seed, DROPOUT, cursor.epoch, cursor.step, number)
 
 
 def step_seed(seed: int, cursor: Cursor, shard: int = 0) -> int:

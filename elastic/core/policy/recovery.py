@@ -58,19 +58,19 @@ class TransferPlan:
     """The transfers between members.
 
     Attributes:
-        sender_of: (rank that receives, rank that sends), by receiving rank.
+        pairs: (rank that receives, rank that sends), by receiving rank.
         cursors: of each member after the transfers, by rank.
     """
 
-    sender_of: tuple[tuple[int, int], ...]
+    pairs: tuple[tuple[int, int], ...]
     cursors: tuple[Cursor, ...]
 
-    def sent_by(self, rank: int) -> tuple[int, ...]:
-        return tuple(receiver for receiver, sender in self.sender_of if sender == rank)
+    def receivers_from(self, rank: int) -> tuple[int, ...]:
+        return tuple(receiver for receiver, sender in self.pairs if sender == rank)
 
-    def source_of(self, rank: int) -> int | None:
+    def sender_to(self, rank: int) -> int | None:
         """Return the rank that this one receives from, None if it needs nothing."""
-        return dict(self.sender_of).get(rank)
+        return dict(self.pairs).get(rank)
 
 
 def is_outdated(positions: Sequence[RunPosition]) -> bool:

@@ -38,7 +38,7 @@ class StreamPlan:
     """How a dataset is cut into streams, in every epoch alike.
 
     Attributes:
-        micro_batch: samples of one micro-batch; >= 1.
+        micro_batch_size: samples of one micro-batch; >= 1.
         num_micro_batches: V, of one step, and the number of streams; >= 1.
         cut: who cuts.
         seed: of everything that is random while samples are read.
@@ -46,7 +46,7 @@ class StreamPlan:
             step that has any sample.
     """
 
-    micro_batch: int
+    micro_batch_size: int
     num_micro_batches: int
     cut: StreamCut = StreamCut.COUNT
     seed: int = 0
@@ -54,16 +54,16 @@ class StreamPlan:
 
     def __post_init__(self) -> None:
         """Refuse what has no steps."""
-        if min(self.micro_batch, self.num_micro_batches) < 1:
+        if min(self.micro_batch_size, self.num_micro_batches) < 1:
             raise ConfigError(
-                f"micro-batches of {self.micro_batch} samples, {self.num_micro_batches} of them in "
-                f"a step: expected at least 1 of each"
+                f"micro-batches of {self.micro_batch_size} samples, {self.num_micro_batches} of them "
+                f"in a step: expected at least 1 of each"
             )
 
     @property
     def global_batch(self) -> int:
         """Return B, the samples of a full step."""
-        return self.micro_batch * self.num_micro_batches
+        return self.micro_batch_size * self.num_micro_batches
 
     @property
     def stride(self) -> int:
@@ -74,17 +74,17 @@ class StreamPlan:
     def fingerprint(self) -> int:
         """Return a number that is equal where data is cut in the same way; 0 < it < 2**63."""
         kind = list(StreamCut).index(self.cut)
-        sizes = (self.micro_batch, self.num_micro_batches, kind, int(self.drop_last))
+        sizes = (self.micro_batch_size, self.num_micro_batches, kind, int(self.drop_last))
         return derive(self.seed, STREAM, *sizes) | 1
 
-    def source_of(self, stream: int) -> int:
+    def sequence_of(self, stream: int) -> int:
         """Return the number of the sequence that a stream is part of."""
         check(0 <= stream < self.num_micro_batches, f"stream {stream}")
         return 0 if self.cut is StreamCut.COUNT else stream
 
     def beginning(self, step: int) -> int:
         """Return the place in every sequence where a step begins."""
-        return step * self.micro_batch * self.stride
+        return step * self.micro_batch_size * self.stride
 
     def places(self, step: int, stream: int) -> range:
         """Return the places in its sequence that a stream's micro-batch of a step takes."""
@@ -96,9 +96,9 @@ class StreamPlan:
         following = self.places(step + 1, stream)
         return following[-1] if self.drop_last else following[0]
 
-    def pass_seed(self, epoch: int, source: int) -> int:
+    def pass_seed(self, epoch: int, sequence: int) -> int:
         """Return the seed of a pass over a sequence; derived with a place, it is a sample's."""
-        return derive(self.seed, STREAM, epoch, source, ITERATOR)
+        return derive(self.seed, STREAM, epoch, sequence, ITERATOR)
 
     def collate_seed(self, epoch: int, step: int, stream: int) -> int:
         """Return the seed of everything random while a micro-batch is collated."""
@@ -124,12 +124,12 @@ class StreamPosition:
     Attributes:
         epoch: passes over the data before this one.
         step: it continues with the first sample of this step.
-        source: the number of the sequence.
+        sequence: its number.
     """
 
     epoch: int
     step: int
-    source: int
+    sequence: int
 
 
 def nearest(positions: Sequence[StreamPosition], wanted: StreamPosition) -> int | None:
@@ -141,6 +141,6 @@ def nearest(positions: Sequence[StreamPosition], wanted: StreamPosition) -> int 
     fits = [
         (one.step, index)
         for index, one in enumerate(positions)
-        if (one.epoch, one.source) == (wanted.epoch, wanted.source) and one.step <= wanted.step
+        if (one.epoch, one.sequence) == (wanted.epoch, wanted.sequence) and one.step <= wanted.step
     ]
     return max(fits)[1] if fits else None

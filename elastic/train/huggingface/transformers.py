@@ -287,8 +287,8 @@ class _Run(TrainerCallback):
         """Set the fraction of epochs done, counted in batches of the loader as by a Trainer."""
         cursor, data = self._engine.cursor, self._engine.data
         if isinstance(data, DataPlan):
-            rest = 0 if data.drop_last else data.micro_batch - 1
-            batches = (data.num_samples + rest) // data.micro_batch
+            rest = 0 if data.drop_last else data.micro_batch_size - 1
+            batches = (data.num_samples + rest) // data.micro_batch_size
             done = min(cursor.step * data.num_micro_batches, batches)
             state.epoch = cursor.epoch + done / batches
         else:

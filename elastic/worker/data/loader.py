@@ -77,7 +77,7 @@ class MicroBatchLoader:
     may have changed its tensors.
 
     Attributes:
-        epochs: how the data is cut into steps and micro-batches.
+        plan: how the data is cut into steps and micro-batches.
     """
 
     def __init__(
@@ -100,9 +100,9 @@ class MicroBatchLoader:
             UsageError: its samples cannot be asked for by number, or there are none.
         """
         size, shuffle, sampler = _order_of(loader, seed)
-        self.epochs = DataPlan(
+        self.plan = DataPlan(
             num_samples=size,
-            micro_batch=int(loader.batch_size or 0),
+            micro_batch_size=int(loader.batch_size or 0),
             num_micro_batches=num_micro_batches,
             seed=seed,
             shuffle=shuffle,
@@ -122,14 +122,14 @@ class MicroBatchLoader:
             cursor: any step of any epoch, also one before the present.
             held: the micro-batches of each step; at least one.
         """
-        check(0 <= cursor.step < self.epochs.steps, f"{cursor} of {self.epochs.steps} steps")
+        check(0 <= cursor.step < self.plan.steps, f"{cursor} of {self.plan.steps} steps")
         check(
-            0 <= held[0] < held[1] <= self.epochs.num_micro_batches,
-            f"micro-batches {held} of {self.epochs.num_micro_batches}",
+            0 <= held[0] < held[1] <= self.plan.num_micro_batches,
+            f"micro-batches {held} of {self.plan.num_micro_batches}",
         )
         if self._order is not None and self._order.is_at(cursor, held):
             return  # As at the beginning of each epoch.
-        self._order = _Order(self.epochs, cursor, held)
+        self._order = _Order(self.plan, cursor, held)
         self._feed.follow(self._order)
 
     def refresh(self, epoch: int) -> None:
@@ -142,16 +142,16 @@ class MicroBatchLoader:
             UsageError: their length is another.
         """
         size = _order_of(self._users, self._seed)[0]
-        if size != self.epochs.num_samples:
+        if size != self.plan.num_samples:
             raise UsageError(
-                f"prepare_data_loader: an epoch had {self.epochs.num_samples} samples, and has "
+                f"prepare_data_loader: an epoch had {self.plan.num_samples} samples, and has "
                 f"{size} in epoch {epoch}: their number, which the steps of an epoch follow from, "
                 f"must stay; let a sampler of that length choose among all samples, or prepare a "
                 f"loader for each epoch"
             )
         is_stale = isinstance(self._sampler, SamplerOrders) and self._sampler.refresh(epoch)
         self._feed.refresh(is_stale=is_stale)
-        self.epochs = replace(self.epochs, order=self.order_print(epoch))
+        self.plan = replace(self.plan, order=self.order_print(epoch))
 
     def next(self) -> MicroBatch:
         """Return the next micro-batch; there always is one.
@@ -167,7 +167,7 @@ class MicroBatchLoader:
         check(order is not None, "a loader was read before micro-batches were dealt")
         epoch, step, number = order.key  # type: ignore[union-attr]
         order.advance()  # type: ignore[union-attr]
-        first, last = self.epochs.positions(step, number)
+        first, last = self.plan.positions(step, number)
         weight = weight_of(self._weigh, value, last - first)
         return MicroBatch(Cursor(epoch, step), number, last - first, value, weight)
 
@@ -176,29 +176,29 @@ class MicroBatchLoader:
         self._feed.close()
 
     def has_step(self, cursor: Cursor) -> bool:
-        return cursor.step < self.epochs.steps
+        return cursor.step < self.plan.steps
 
     def steps_of(self, epoch: int) -> int:
         del epoch
-        return self.epochs.steps
+        return self.plan.steps
 
     def order_print(self, epoch: int) -> int:
         """Return a number that differs where a sampler of the user's orders an epoch otherwise."""
         return self._sampler.print(epoch) if isinstance(self._sampler, OrderedSampler) else 0
 
     def share(self, batch: MicroBatch, rank: int, world_size: int) -> StepShare | WeighedShare:
-        epochs, order = self.epochs, self._order
+        plan, order = self.plan, self._order
         if self._weigh is None:
-            return StepShare.of(epochs, batch.cursor.step, rank=rank, world_size=world_size)
-        if self._share is None or order is None or batch.micro_batch == order.first:
+            return StepShare.of(plan, batch.cursor.step, rank=rank, world_size=world_size)
+        if self._share is None or order is None or batch.number == order.first:
             self._share = WeighedShare(
                 batch.cursor,
-                epochs.micro_batch,
+                plan.micro_batch_size,
                 rank=rank,
                 world_size=world_size,
-                num_micro_batches=epochs.num_micro_batches,
+                num_micro_batches=plan.num_micro_batches,
             )
-        self._share.note(batch.micro_batch, batch.count, batch.weight)
+        self._share.note(batch.number, batch.count, batch.weight)
         return self._share
 
 
@@ -243,8 +243,8 @@ class _Order:
         key: the one that is wanted now.
     """
 
-    def __init__(self, epochs: DataPlan, cursor: Cursor, held: Span) -> None:
-        self._epochs = epochs
+    def __init__(self, plan: DataPlan, cursor: Cursor, held: Span) -> None:
+        self._plan = plan
         self._held = held
         self.key: Key = (cursor.epoch, cursor.step, held[0])
 
@@ -269,7 +269,7 @@ class _Order:
         epoch, step, number = key
         if number + 1 < self._held[1]:
             return epoch, step, number + 1
-        if step + 1 < self._epochs.steps:
+        if step + 1 < self._plan.steps:
             return epoch, step + 1, self._held[0]
         return epoch + 1, 0, self._held[0]
 
@@ -292,18 +292,18 @@ class _Order:
 
     def _places(self, key: Key) -> range:
         _, step, number = key
-        first, last = self._epochs.positions(step, number)
+        first, last = self._plan.positions(step, number)
         if first == last:
-            first, last = self._epochs.stand_in(step)
+            first, last = self._plan.stand_in(step)
         return range(first, last)
 
     def _numbers(self, epoch: int, places: Sequence[range]) -> list[int]:
         """Return the sample ids at these places of an epoch's order."""
-        if not self._epochs.shuffle:
+        if not self._plan.shuffle:
             return [place for some in places for place in some]
         positions = np.concatenate([np.arange(one.start, one.stop) for one in places])
-        seed = shuffle_seed(self._epochs.seed, epoch)
-        permutation = Permutation(self._epochs.num_samples, seed)
+        seed = shuffle_seed(self._plan.seed, epoch)
+        permutation = Permutation(self._plan.num_samples, seed)
         numbers: list[int] = permuted(permutation, positions.astype(np.uint64)).tolist()
         return numbers
 

@@ -77,14 +77,14 @@ class StreamBook:
     def read(self, snapshots: Iterable[StreamSnapshot]) -> None:
         """Know what a reader of ours has taken; what others know is not ours to send."""
         for one in snapshots:
-            self._own.add(one.position.source)
+            self._own.add(one.position.sequence)
             self.add([one])
 
     def add(self, snapshots: Iterable[StreamSnapshot]) -> None:
         """Know these, too; those of earlier epochs are forgotten."""
         for one in snapshots:
-            epoch, source = one.position.epoch, one.position.source
-            known = self._snapshots.setdefault((epoch, source), [])
+            epoch, sequence = one.position.epoch, one.position.sequence
+            known = self._snapshots.setdefault((epoch, sequence), [])
             if all(other.position != one.position for other in known):
                 known.append(one)
                 known.sort(key=lambda other: other.position.step)
@@ -94,7 +94,7 @@ class StreamBook:
 
     def nearest(self, position: StreamPosition, cut: int) -> StreamSnapshot | None:
         """Return the snapshot to continue from, None to begin at the first sample."""
-        known = self._snapshots.get((position.epoch, position.source), [])
+        known = self._snapshots.get((position.epoch, position.sequence), [])
         fits = [one for one in known if one.cut == cut]
         index = nearest([one.position for one in fits], position)
         return None if index is None else fits[index]
@@ -109,12 +109,12 @@ class StreamBook:
         """
         ends = [[epoch, steps] for epoch, steps in self._ends.items() if epoch == cursor.epoch]
         found = []
-        for (epoch, source), known in sorted(self._snapshots.items()):
-            wanted = StreamPosition(cursor.epoch, cursor.step, source)
+        for (epoch, sequence), known in sorted(self._snapshots.items()):
+            wanted = StreamPosition(cursor.epoch, cursor.step, sequence)
             index = nearest([one.position for one in known], wanted)
             if epoch == cursor.epoch and index is not None:
                 one = known[index]
-                where = [epoch, one.position.step, source]
+                where = [epoch, one.position.step, sequence]
                 found.append({"at": where, "cut": one.cut, "state": one.state, "mark": one.mark})
         return {"ends": ends, "snapshots": found}
 

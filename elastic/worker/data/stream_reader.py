@@ -85,7 +85,7 @@ class StreamReader:
         """
         self.dataset = dataset
         self._streams, self._every = streams, every
-        self._sources: dict[int, SampleWindow] = {}
+        self._windows: dict[int, SampleWindow] = {}
         self._any: tuple[int, Any] | None = None
         self._is_ready = False
 
@@ -98,43 +98,43 @@ class StreamReader:
             self._is_ready = True
         streams, (epoch, step) = self._streams, (request.cursor.epoch, request.cursor.step)
         self._close_others(request.held)
-        source = self._source(streams.source_of(request.stream))
+        window = self._window(streams.sequence_of(request.stream))
         low, snapshot = streams.beginning(request.low), request.snapshot
         samples = []
         for place in streams.places(step, request.stream):
-            sample = source.at(epoch, place, low=low, snapshot=snapshot)
+            sample = window.at(epoch, place, low=low, snapshot=snapshot)
             if sample is END:
                 break
             samples.append(sample)
         reporting = streams.reporting_place(step, request.stream)
-        more = source.at(epoch, reporting, low=low) is not END
-        found = StreamBatch(len(samples), more, source.take_snapshots())
+        more = window.at(epoch, reporting, low=low) is not END
+        found = StreamBatch(len(samples), more, window.take_snapshots())
         if not samples:
-            samples = [self._stand_in(source, epoch)] * min(LEAST, streams.micro_batch)
+            samples = [self._stand_in(window, epoch)] * min(LEAST, streams.micro_batch_size)
         return request, samples, found
 
-    def _source(self, number: int) -> SampleWindow:
-        if number not in self._sources:
-            self._sources[number] = SampleWindow(
+    def _window(self, number: int) -> SampleWindow:
+        if number not in self._windows:
+            self._windows[number] = SampleWindow(
                 self.dataset, self._streams, number, every=self._every
             )
-        return self._sources[number]
+        return self._windows[number]
 
     def _close_others(self, held: Span) -> None:
-        mine = {self._streams.source_of(stream) for stream in range(*held)}
-        for number in [number for number in self._sources if number not in mine]:
-            del self._sources[number]
+        mine = {self._streams.sequence_of(stream) for stream in range(*held)}
+        for number in [number for number in self._windows if number not in mine]:
+            del self._windows[number]
 
-    def _stand_in(self, source: SampleWindow, epoch: int) -> Any:
+    def _stand_in(self, window: SampleWindow, epoch: int) -> Any:
         """Return any sample, to compute with where there is none; it does not count.
 
         Raises:
             UsageError: there is none at all.
         """
-        if source.last is not END:
-            return source.last
+        if window.last is not END:
+            return window.last
         if self._any is None or self._any[0] != epoch:
-            for number in sorted({self._streams.source_of(v) for v in self._every_stream()}):
+            for number in sorted({self._streams.sequence_of(v) for v in self._every_stream()}):
                 other = SampleWindow(self.dataset, self._streams, number, every=self._every)
                 sample = other.at(epoch, 0, low=0)
                 if sample is not END:

@@ -101,7 +101,7 @@ class SampleWindow:
         if index is not None and self._trusts and self._continue_from(known[index], place):
             return
         if place:
-            log.info("stream_counted source=%d epoch=%d samples=%d", self._number, epoch, place)
+            log.info("stream_counted sequence=%d epoch=%d samples=%d", self._number, epoch, place)
         self._begin(epoch, 0, None)
 
     def _continue_from(self, snapshot: StreamSnapshot, place: int) -> bool:
@@ -112,15 +112,15 @@ class SampleWindow:
         self._pull()
         if not self._has_ended and snapshot.mark == mark_of(self.last):
             log.info(
-                "stream_continued source=%d epoch=%d step=%d counted=%d", self._number,
+                "stream_continued sequence=%d epoch=%d step=%d counted=%d", self._number,
                 where.epoch, where.step, place - start,
             )  # fmt: skip
             return True
         self._trusts = False
         log.warning(
-            "stream_state_refused source=%d epoch=%d step=%d: %s.load_state_dict does not continue "
-            "with the sample that came next; its samples are counted instead, which reads all "
-            "before them", self._number, where.epoch, where.step, type(self._dataset).__name__,
+            "stream_state_refused sequence=%d epoch=%d step=%d: %s.load_state_dict does not "
+            "continue with the sample that came next; its samples are counted instead, which reads "
+            "all before them", self._number, where.epoch, where.step, type(self._dataset).__name__,
         )  # fmt: skip
         return False
 

@@ -40,7 +40,7 @@ class StreamLoader:
     """Yields the micro-batches of the streams that a rank holds, step after step.
 
     Attributes:
-        epochs: how the data is cut into steps and micro-batches.
+        plan: how the data is cut into steps and micro-batches.
     """
 
     def __init__(
@@ -72,8 +72,8 @@ class StreamLoader:
                 "prepare_data_loader: the loader has batch_size=None; give it the size of a "
                 "micro-batch, the samples that one worker computes at a time"
             )
-        self.epochs = StreamPlan(
-            micro_batch=loader.batch_size,
+        self.plan = StreamPlan(
+            micro_batch_size=loader.batch_size,
             num_micro_batches=num_micro_batches,
             cut=choose_cut(loader.dataset, num_micro_batches, cut),
             seed=seed,
@@ -87,8 +87,8 @@ class StreamLoader:
         self._begins: set[int] = set()
         self._share: StreamShare | None = None
         self._weigh = weigh
-        self.dataset = StreamReader(loader.dataset, self.epochs, every=every)
-        self.collate = StreamCollate(loader.collate_fn, self.epochs)
+        self.dataset = StreamReader(loader.dataset, self.plan, every=every)
+        self.collate = StreamCollate(loader.collate_fn, self.plan)
         self._feed = SampleFeed(loader, self, seed=seed)
 
     # ------------------------------------------------------------------- as the engine sees it
@@ -100,7 +100,7 @@ class StreamLoader:
             cursor: any step of any epoch, also one before the present.
             held: the micro-batches of each step, which are those streams; at least one.
         """
-        count = self.epochs.num_micro_batches
+        count = self.plan.num_micro_batches
         check(0 <= held[0] < held[1] <= count, f"streams {held} of {count}")
         order = self._order
         if order is None or (order.key, order.held) != ((*_at(cursor), held[0]), held):
@@ -153,20 +153,18 @@ class StreamLoader:
     def share(self, batch: MicroBatch, rank: int, world_size: int) -> StreamShare:
         """Return what a rank has to do in the step of a micro-batch that it has taken."""
         first = self._the_order().held[0]
-        if self._share is None or batch.micro_batch == first:
+        if self._share is None or batch.number == first:
             self._share = StreamShare(
-                self.epochs, batch.cursor, self._book.end, rank=rank, world_size=world_size
+                self.plan, batch.cursor, self._book.end, rank=rank, world_size=world_size
             )
-        self._share.note(batch.micro_batch, batch.count, batch.weight, batch.more)
+        self._share.note(batch.number, batch.count, batch.weight, batch.more)
         return self._share
 
     # ------------------------------------------------------------------- as the feed sees it
 
     def processes(self, allowed: int) -> int:
         """Return how many processes read: one for what is one sequence, one for each stream."""
-        return min(
-            allowed, 1 if self.epochs.cut is StreamCut.COUNT else self.epochs.num_micro_batches
-        )
+        return min(allowed, 1 if self.plan.cut is StreamCut.COUNT else self.plan.num_micro_batches)
 
     def request(self, tag: int, piece: _Piece | None) -> StreamRequest | EmptyRequest:
         """Return what is asked for; `None` stands for a turn that is passed."""
@@ -178,8 +176,8 @@ class StreamLoader:
         low = max(order.begins, order.key[1] - 1)
         if stream in self._begins:
             self._begins.discard(stream)
-            where = StreamPosition(epoch, low, self.epochs.source_of(stream))
-            snapshot = self._book.nearest(where, self.epochs.fingerprint)
+            where = StreamPosition(epoch, low, self.plan.sequence_of(stream))
+            snapshot = self._book.nearest(where, self.plan.fingerprint)
         return StreamRequest(tag, Cursor(epoch, step), stream, order.held, low, snapshot)
 
     def turn_of(self, key: Key) -> int | None:

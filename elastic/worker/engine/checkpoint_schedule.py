@@ -351,7 +351,7 @@ class CheckpointScheduler:
         """Take what the others have read of streams."""
         self._streams.receive(shared)
 
-    def check_data(self, epochs: Data, cursor: Cursor) -> None:
+    def check_data(self, data: Data, cursor: Cursor) -> None:
         """Refuse to continue in the middle of an epoch with data that is cut in another way.
 
         The coordinator is informed how many members can share a step.
@@ -360,9 +360,9 @@ class CheckpointScheduler:
             UsageError: naming what differs.
         """
         if self._place is not None:
-            self._place.link.post(MicroBatchesDeclared(epochs.num_micro_batches))
+            self._place.link.post(MicroBatchesDeclared(data.num_micro_batches))
         known, self._data = self._data, {}
-        mine = _plain(epochs)
+        mine = _plain(data)
         wrong = [name for name, value in known.items() if mine.get(name) != value]
         if cursor.step and wrong:
             was, now = (

@@ -115,7 +115,7 @@ class EpochLoop:
     @property
     def data(self) -> Data | None:
         """Return how the data is cut, None while no loader was read."""
-        return self.loader.epochs if self.loader is not None else None
+        return self.loader.plan if self.loader is not None else None
 
     def the_loader(self) -> MicroBatches:
         if self.loader is None:

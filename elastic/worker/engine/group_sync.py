@@ -62,9 +62,9 @@ class SyncResult:
 
 def synchronize(
     group: Any,
-    standing: RunPosition,
+    position: RunPosition,
     units: Sequence[OptimizerUnit],
-    epochs: Data | None,
+    data: Data | None,
     take: Callable[[], Any],
     reach: PeerAddress,
     *,
@@ -76,9 +76,9 @@ def synchronize(
 
     Args:
         group: the process group that stands.
-        standing: how far we are.
+        position: how far we are.
         units: the parameters that we have prepared.
-        epochs: how our data is cut, None if we do not know it yet.
+        data: how our data is cut, None if we do not know it yet.
         take: returns our state, called only if it is sent.
         reach: how the others reach us.
         begins: nothing that was saved can be read, or it was. Where no member has the state of the
@@ -92,13 +92,13 @@ def synchronize(
     """
     threads = torch.get_num_threads()
     entry = open_links(group, reach).entry if group.size() > 1 else MemberEntry()
-    data = _data_print(epochs)
-    mine = MemberInfo(standing, _model_print(units), data, threads, entry, len(shared), memory)
+    prints = _model_print(units), _data_print(data)
+    mine = MemberInfo(position, *prints, threads, entry, len(shared), memory)
     members = report_all(group, mine)
     check_alike(members)
     if group.size() > 1:
         join_links(group, [one.entry for one in members])
-    positions = [one.standing for one in members]
+    positions = [one.position for one in members]
     memories = tuple(one.memory for one in members)
     nobody = not any(one.has_state for one in positions)
     if not begins and (nobody or is_outdated(positions)):
@@ -108,9 +108,9 @@ def synchronize(
     plan = plan_transfers(positions).value
     with record_function("elastic::transfer"):
         state, num_bytes = transfer(group, plan, take)
-    source = plan.source_of(group.rank())
-    if source is not None and members[source].threads != threads:
-        torch.set_num_threads(members[source].threads)
+    sender = plan.sender_to(group.rank())
+    if sender is not None and members[sender].threads != threads:
+        torch.set_num_threads(members[sender].threads)
     parts = _share_all(group, shared, [one.num_shared for one in members])
     places = next_places(positions, plan)
     return SyncResult(state, plan.cursors, places, num_bytes, shared=parts, memories=memories)
@@ -232,7 +232,7 @@ class MemberInfo:
     """What a member reports of itself when a group meets.
 
     Attributes:
-        standing: how far it is.
+        position: how far it is.
         model: fingerprint of what it prepared, 0 <= it < 2**63.
         data: fingerprint of its data and batch, 0 if it does not know them yet.
         threads: CPU threads of one operation; their number can change the last bit of a sum.
@@ -241,7 +241,7 @@ class MemberInfo:
         memory: which memory of its node it has for snapshots, 0 for none.
     """
 
-    standing: RunPosition
+    position: RunPosition
     model: int
     data: int
     threads: int
@@ -258,11 +258,11 @@ def report_all(group: Any, mine: MemberInfo) -> list[MemberInfo]:
     """
     if group.size() == 1:
         return [mine]
-    standing = mine.standing
+    position = mine.position
     row = torch.tensor(
         [
-            int(standing.has_state), standing.cursor.epoch, standing.cursor.step, standing.steps,
-            int(standing.is_inside), standing.generation, standing.committed, *standing.saved,
+            int(position.has_state), position.cursor.epoch, position.cursor.step, position.steps,
+            int(position.is_inside), position.generation, position.committed, *position.saved,
             mine.model, mine.data, mine.threads, mine.num_shared, mine.memory,
             *mine.entry.numbers(),
         ],
@@ -274,12 +274,12 @@ def report_all(group: Any, mine: MemberInfo) -> list[MemberInfo]:
     for one in rows:
         has_state, epoch, step, steps, inside, generation, committed, *others = one.tolist()
         taken_in, saved, model, data, threads, num_shared, memory, *entry = others
-        standing = RunPosition(
+        position = RunPosition(
             bool(has_state), Cursor(epoch, step), steps, bool(inside),
             generation, committed, SavedPosition(taken_in, saved),
         )  # fmt: skip
         members.append(
-            MemberInfo(standing, model, data, threads, MemberEntry.of(entry), num_shared, memory)
+            MemberInfo(position, model, data, threads, MemberEntry.of(entry), num_shared, memory)
         )
     return members
 
@@ -293,15 +293,15 @@ def _model_print(units: Sequence[OptimizerUnit]) -> int:
     return derive(len(parts), *parts)
 
 
-def _data_print(epochs: Data | None) -> int:
+def _data_print(data: Data | None) -> int:
     """Return a number that is equal where the same data is cut in the same way; 0 for unknown."""
-    if epochs is None:
+    if data is None:
         return 0
-    if isinstance(epochs, StreamPlan):
-        return epochs.fingerprint
-    flags = int(epochs.shuffle) + 2 * int(epochs.drop_last)
-    sizes = (epochs.num_samples, epochs.micro_batch, epochs.num_micro_batches)
-    return derive(epochs.seed, *sizes, flags) | 1
+    if isinstance(data, StreamPlan):
+        return data.fingerprint
+    flags = int(data.shuffle) + 2 * int(data.drop_last)
+    sizes = (data.num_samples, data.micro_batch_size, data.num_micro_batches)
+    return derive(data.seed, *sizes, flags) | 1
 
 
 def check_alike(members: Sequence[MemberInfo]) -> None:
@@ -320,7 +320,7 @@ def check_alike(members: Sequence[MemberInfo]) -> None:
     by_epoch: dict[int, dict[int, int]] = {}
     for rank, one in enumerate(members):
         if one.data:
-            by_epoch.setdefault(one.standing.cursor.epoch, {})[one.data] = rank
+            by_epoch.setdefault(one.position.cursor.epoch, {})[one.data] = rank
     known = max(by_epoch.values(), key=len, default={})
     if len(known) > 1:
         raise UsageError(

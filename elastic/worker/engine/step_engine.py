@@ -406,7 +406,7 @@ class StepEngine(ObjectRegistry):
             self.context.activity.beats += 1
             batch = self._iteration.batch
             if batch is not None and not self._the_loop().padding.is_under_way:
-                self.logbook.end_micro_batch(batch.micro_batch)
+                self.logbook.end_micro_batch(batch.number)
             self._iteration.batch = None
             self._take(MicroBatchComputed(self._is_broken()))
             if self._machine.phase is not StepPhase.VOID:
@@ -471,7 +471,7 @@ class StepEngine(ObjectRegistry):
         self._set_whole()
         self._checkpoints.begun = self._epochs.epoch
         self._epochs.loader = loader
-        self._checkpoints.check_data(loader.epochs, self.cursor)
+        self._checkpoints.check_data(loader.plan, self.cursor)
         self._deal()
         return self._epochs.epoch
 
@@ -497,7 +497,7 @@ class StepEngine(ObjectRegistry):
         if loader is None or not loader.has_step(self.cursor):
             return
         place = self.context
-        held = deal(place.world_rank, place.world_size, loader.epochs.num_micro_batches)
+        held = deal(place.world_rank, place.world_size, loader.plan.num_micro_batches)
         loader.take_span(self.cursor, held)
 
     def _open_iteration(self, loader: MicroBatches, *, of_whole_step: bool = False) -> Any:
@@ -511,16 +511,16 @@ class StepEngine(ObjectRegistry):
         check(batch.cursor == self.cursor, f"micro-batch of {batch.cursor}, not of {self.cursor}")
         share = loader.share(batch, place.world_rank, place.world_size)
         first, last = share.held
-        begins_step = batch.micro_batch == first and not is_again
+        begins_step = batch.number == first and not is_again
         if begins_step:
             self._begin_step(loader, share)
-        is_last, padded = batch.micro_batch == last - 1, loop.padding.pad(batch)
+        is_last, padded = batch.number == last - 1, loop.padding.pad(batch)
         if padded is None:
-            loop.reducer.begin_micro_batch(batch.micro_batch)
+            loop.reducer.begin_micro_batch(batch.number)
         of_step = Iteration(share=share) if begins_step else self._iteration
         self._iteration = Iteration(padded or batch, of_step.share, rates=of_step.rates)
         self._take(MicroBatchOpened(is_last and padded is None, of_whole_step))
-        seed_everything(micro_batch_seed(loader.epochs.seed, self.cursor, batch.micro_batch))
+        seed_everything(micro_batch_seed(loader.plan.seed, self.cursor, batch.number))
         return (padded or batch).value
 
     def _begin_step(self, loader: MicroBatches, share: StepShare | WeighedShare) -> None:
@@ -709,7 +709,7 @@ class StepEngine(ObjectRegistry):
             reducer.unit_stepped(unit)  # What backward gives from here on is of no step.
         logged, place = self.logbook.take_micro_batches(), self.context
         partition = MicroBatchPartition(
-            place.world_rank, place.world_size, self._epochs.the_loader().epochs.num_micro_batches
+            place.world_rank, place.world_size, self._epochs.the_loader().plan.num_micro_batches
         )
         totals = self._together(lambda: self._group.values.totals(partition, logged))
         if totals is None:

@@ -30,7 +30,7 @@ class MicroBatch:
 
     Attributes:
         cursor: the step that it belongs to.
-        micro_batch: its number in the step, 0 to V - 1.
+        number: its place in the step, 0 to V - 1.
         count: its samples. 0 in a ragged last step that has none left for it: `value` is then
             that of the step's first samples, so that there is something to compute with.
         value: as the user's collate_fn gave it.
@@ -40,7 +40,7 @@ class MicroBatch:
     """
 
     cursor: Cursor
-    micro_batch: int
+    number: int
     count: int
     value: Any
     weight: float
@@ -55,7 +55,7 @@ class StepShare:
         rank: 0 to world_size - 1.
         world_size: W, at most V.
         num_micro_batches: V.
-        micro_batch: samples of a full micro-batch.
+        micro_batch_size: samples of a full micro-batch.
         counts: samples of each of the V micro-batches of this step; fewer in a ragged last one.
         tokens: 0: what counts are samples.
     """
@@ -65,7 +65,7 @@ class StepShare:
     rank: int
     world_size: int
     num_micro_batches: int
-    micro_batch: int
+    micro_batch_size: int
     counts: tuple[int, ...]
 
     @cached_property
@@ -80,12 +80,12 @@ class StepShare:
     @cached_property
     def is_full(self) -> bool:
         """Return whether every micro-batch is."""
-        return all(count == self.micro_batch for count in self.counts)
+        return all(count == self.micro_batch_size for count in self.counts)
 
     def weight(self, number: int) -> float | None:
         """Return the factor of a micro-batch's mean gradient; None if it does not count."""
         count = self.counts[number]
-        return count / self.micro_batch if count else None
+        return count / self.micro_batch_size if count else None
 
     @cached_property
     def partition(self) -> MicroBatchPartition:
@@ -103,23 +103,23 @@ class StepShare:
         One division by a number of their size, because gradients of half precision would not
         survive one by all samples.
         """
-        return self.samples / self.micro_batch
+        return self.samples / self.micro_batch_size
 
     @staticmethod
-    def of(epochs: DataPlan, step: int, *, rank: int, world_size: int) -> StepShare:
-        """Return a rank's share of a step of these epochs; full steps have the same."""
-        is_full = epochs.step_size(step) == epochs.global_batch
-        return _share_of(epochs, 0 if is_full else step, rank, world_size)
+    def of(plan: DataPlan, step: int, *, rank: int, world_size: int) -> StepShare:
+        """Return a rank's share of a step; full steps have the same."""
+        is_full = plan.step_size(step) == plan.global_batch
+        return _share_of(plan, 0 if is_full else step, rank, world_size)
 
 
 @lru_cache(maxsize=16)
-def _share_of(epochs: DataPlan, step: int, rank: int, world_size: int) -> StepShare:
-    spans = (epochs.positions(step, number) for number in range(epochs.num_micro_batches))
+def _share_of(plan: DataPlan, step: int, rank: int, world_size: int) -> StepShare:
+    spans = (plan.positions(step, number) for number in range(plan.num_micro_batches))
     return StepShare(
         rank=rank,
         world_size=world_size,
-        num_micro_batches=epochs.num_micro_batches,
-        micro_batch=epochs.micro_batch,
+        num_micro_batches=plan.num_micro_batches,
+        micro_batch_size=plan.micro_batch_size,
         counts=tuple(last - first for first, last in spans),
     )
 
@@ -138,7 +138,7 @@ class WeighedShare:
     def __init__(
         self,
         cursor: Cursor,
-        micro_batch: int,
+        micro_batch_size: int,
         *,
         rank: int,
         world_size: int,
@@ -148,12 +148,12 @@ class WeighedShare:
 
         Args:
             cursor: the step.
-            micro_batch: samples of a full micro-batch.
+            micro_batch_size: samples of a full micro-batch.
             rank: ours.
             world_size: W, at most V.
             num_micro_batches: V.
         """
-        self._cursor, self._micro_batch = cursor, micro_batch
+        self._cursor, self._micro_batch_size = cursor, micro_batch_size
         self.partition = MicroBatchPartition(rank, world_size, num_micro_batches)
         self.held = deal(rank, world_size, num_micro_batches)
         self.counts = [0] * num_micro_batches
@@ -176,7 +176,7 @@ class WeighedShare:
     def weight(self, number: int) -> float | None:
         """Return the factor of a micro-batch's mean gradient; None if it does not count."""
         weight = self._weights[number]
-        return weight / self._micro_batch if weight else None
+        return weight / self._micro_batch_size if weight else None
 
     def own_row(self) -> tuple[float, float, float]:
         """Return what the others must know."""
@@ -198,7 +198,7 @@ class WeighedShare:
                 f"epoch {self._cursor.epoch} counts anything: weigh has returned 0 for all of its "
                 f"{self.samples} samples; leave such samples out of the data set"
             )
-        return weight / self._micro_batch
+        return weight / self._micro_batch_size
 
 
 class StreamShare(WeighedShare):
@@ -224,7 +224,7 @@ class StreamShare(WeighedShare):
         """
         super().__init__(
             cursor,
-            streams.micro_batch,
+            streams.micro_batch_size,
             rank=rank,
             world_size=world_size,
             num_micro_batches=streams.num_micro_batches,

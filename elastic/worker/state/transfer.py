@@ -279,11 +279,11 @@ def transfer(group: Any, transfers: TransferPlan, state: Any) -> tuple[Any, int]
         UsageError: the state cannot be sent.
     """
     rank = group.rank()
-    receivers, source = transfers.sent_by(rank), transfers.source_of(rank)
+    receivers, sender = transfers.receivers_from(rank), transfers.sender_to(rank)
     if receivers:
         return None, _send(group, receivers, state())
-    if source is not None:
-        return _receive(group, source)
+    if sender is not None:
+        return _receive(group, sender)
     return None, 0
 
 
@@ -306,11 +306,11 @@ def _send(group: Any, receivers: Sequence[int], state: Any) -> int:
     return len(receivers) * sum(message.nbytes for message in messages)
 
 
-def _receive(group: Any, source: int) -> tuple[Any, int]:
+def _receive(group: Any, sender: int) -> tuple[Any, int]:
     def receive(size: int, number: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
         tensor = torch.empty(size, dtype=dtype)
         if size:
-            c10d.wait_messages([group.recv([tensor], source, TAG + number)])
+            c10d.wait_messages([group.recv([tensor], sender, TAG + number)])
         return tensor
 
     length = int(receive(1, 0, torch.int64))
@@ -326,7 +326,7 @@ def _receive(group: Any, source: int) -> tuple[Any, int]:
         part.copy_(together[start : start + part.numel()])
         start += part.numel()
     for number, (_, part) in enumerate(large):
-        c10d.wait_messages([group.recv([part], source, TAG + 3 + number)])
+        c10d.wait_messages([group.recv([part], sender, TAG + 3 + number)])
     total = len(text) + sum(part.numel() for part in parts)
     return unpack(skeleton, tensors), total
 

@@ -318,13 +318,13 @@ def digest(state: object) -> str:
 def check_ledger(ledger: torch.Tensor, config: dict) -> None:
     """Raise unless every sample was trained with exactly once in each epoch."""
     number = config["global_batch"] // config["micro_batch"]
-    epochs = DataPlan(config["samples"], config["micro_batch"], number)
+    plan = DataPlan(config["samples"], config["micro_batch"], number)
     expected = torch.zeros(config["samples"], dtype=torch.float64)
     for epoch in range(config["epochs"]):
-        for step in range(epochs.steps):
+        for step in range(plan.steps):
             for micro_batch in range(number):
-                for sample in epochs.samples(epoch, step, micro_batch):
-                    expected[sample] -= 1 / epochs.step_size(step)
+                for sample in plan.samples(epoch, step, micro_batch):
+                    expected[sample] -= 1 / plan.step_size(step)
     wrong = (ledger.double() - expected).abs() > 0.01 / config["global_batch"]
     if wrong.any():
         first = int(wrong.nonzero()[0])
