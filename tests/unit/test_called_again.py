@@ -71,11 +71,11 @@ class Home(NoNextGroup):
         self.interrupter = Interrupter()
         self.broken = 0
 
-    def is_called_back(self, generation: int) -> bool:
+    def must_leave(self, generation: int) -> bool:
         return self.interrupter.is_over(generation)
 
     def is_group_over(self, generation: int) -> bool:
-        return generation == self.broken or self.is_called_back(generation)
+        return generation == self.broken or self.must_leave(generation)
 
     def has_failed(self, generation: int) -> bool:
         return generation == self.broken
@@ -315,7 +315,7 @@ def test_code_at_the_head_of_an_epoch_counts_once_in_a_state_that_is_received(
 
     def received(*_: Any, put: Callable[[Any], Cursor], **__: Any) -> tuple[Any, Cursor]:
         cursor = put(copy.deepcopy(sent))
-        return SimpleNamespace(cursors=(cursor,), places=(cursor,), num_bytes=0), cursor
+        return SimpleNamespace(cursors=(cursor,), code_cursors=(cursor,), num_bytes=0), cursor
 
     with called(Home(), None, 1) as engine:
         undisturbed = trained(engine)
@@ -352,7 +352,7 @@ def test_a_collective_that_the_others_are_past_is_refused(monkeypatch: pytest.Mo
                 optimizer.step()
                 collective(engine, "in a pass")
                 if engine.cursor == Cursor(0, 1) and train.stepped():
-                    monkeypatch.setattr(step_engine, "others_are", lambda **_: True)
+                    monkeypatch.setattr(step_engine, "others_have_begun", lambda **_: True)
                     life.line(engine, 0)
             collective(engine, "behind a pass")
         collective(engine, "behind the loop")

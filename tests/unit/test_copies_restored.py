@@ -85,7 +85,7 @@ def restored(
     def restore(rank: int) -> None:
         checkpoints = CheckpointScheduler(run.objects, Logbook(), StreamBook())
         checkpoints._snapshotter = savers[rank]
-        checkpoints._place = SimpleNamespace(  # type: ignore[assignment]
+        checkpoints._context = SimpleNamespace(  # type: ignore[assignment]
             world_rank=rank, run_path=run.directory.path, job_id="j1", saved="",
             copies=copies[rank], copies_key=KEY, copies_dealt=True, copies_fingerprints=(),
             worker_id=f"n{rank}/1", tls=(), activity=Activity(),

@@ -160,7 +160,7 @@ def test_a_feeder_goes_on_while_storage_does_not_take_its_address(
     engine: Any = SimpleNamespace(
         groups=SimpleNamespace(declare=lambda in_place: None, defer=lambda _: None),
         context=SimpleNamespace(join=None, generation=1, reach=None, world_rank=0, link=link),
-        is_called_back=lambda: False,
+        must_leave=lambda: False,
     )
     with pytest.raises(Written):
         bystander.stay(engine, b"here", write)

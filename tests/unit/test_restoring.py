@@ -34,7 +34,7 @@ from tests.unit.saving_under_test import Run, Table
 def keeper_of(run: Run, rank: int, snapshotter: Snapshotter) -> CheckpointScheduler:
     checkpoints = CheckpointScheduler(run.objects, Logbook(), StreamBook())
     checkpoints._snapshotter = snapshotter
-    checkpoints._place = SimpleNamespace(  # type: ignore[assignment]
+    checkpoints._context = SimpleNamespace(  # type: ignore[assignment]
         world_rank=rank,
         run_path=run.directory.path,
         saved="",

@@ -35,7 +35,7 @@ def keepers_of(run: Run) -> list[CheckpointScheduler]:
             save_request=lambda generation: 0, leave_request=known.leave_request,
             is_called_off=known.is_called_off, set_request=known.set_request,
         )  # fmt: skip
-        checkpoints._place = SimpleNamespace(  # type: ignore[assignment]
+        checkpoints._context = SimpleNamespace(  # type: ignore[assignment]
             world_rank=rank, generation=1, link=link, activity=None
         )
         found.append(checkpoints)
@@ -45,14 +45,14 @@ def keepers_of(run: Run) -> list[CheckpointScheduler]:
 def rests(checkpoints: CheckpointScheduler, *, goes_on: bool = False) -> None:
     """Let a member know that its job rests, or that it goes on after all."""
     leave_request = RequestLeave(1, "resume" if goes_on else "pause", saves=not goes_on)
-    checkpoints._place.link.set_request(leave_request)  # type: ignore[union-attr]
+    checkpoints._context.link.set_request(leave_request)  # type: ignore[union-attr]
 
 
 def rows_of(keepers: list[CheckpointScheduler]) -> list[StepMetadata]:
     """Return what they tell with the next step."""
     found = []
     for checkpoints in keepers:
-        leave_request = checkpoints._place.link.leave_request(1)  # type: ignore[union-attr]
+        leave_request = checkpoints._context.link.leave_request(1)  # type: ignore[union-attr]
         told = checkpoints.flags(leave_request)
         found.append(
             StepMetadata(leave_request is not None, Cursor(0, checkpoints.steps), 0, (), *told)
@@ -87,7 +87,7 @@ def test_a_wish_that_some_members_have_not_heard_of_yet_is_written_by_all(tmp_pa
     keepers = keepers_of(run)
     for snapshotter in run.savers:
         snapshotter.configure({})
-    keepers[0]._place.link.save_request = lambda generation: 1  # type: ignore[union-attr]
+    keepers[0]._context.link.save_request = lambda generation: 1  # type: ignore[union-attr]
     rows = rows_of(keepers)
     assert [row.saves for row in rows] == [True, False]
     for checkpoints in keepers:

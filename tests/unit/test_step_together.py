@@ -120,7 +120,7 @@ def test_values_of_a_step_that_is_done_again_count_once(monkeypatch: pytest.Monk
     def rejoin(*_: Any) -> None:
         is_over[0] = False
 
-    monkeypatch.setattr(home, "is_called_back", lambda generation: is_over[0])
+    monkeypatch.setattr(home, "must_leave", lambda generation: is_over[0])
     monkeypatch.setattr(home, "rejoin", rejoin)
     for _ in train.epochs(1):
         for number, x, y in loop.loader:

@@ -32,7 +32,7 @@ from elastic.train.torch import (
     prepare_optimizer,
     prepare_scheduler,
 )
-from elastic.worker.engine.group_sync import others_are
+from elastic.worker.engine.group_sync import others_have_begun
 from elastic.worker.process import local
 from elastic.worker.process.local import LocalRun, local_context
 
@@ -172,7 +172,7 @@ def leaving(asked: bool) -> list[tuple[int, dict[str, float]]]:
             optimizer.zero_grad()
             train.log(loss=loss)
     assert not is_asked[0]
-    assert others_are(is_inside=True) is others_are(is_inside=False) is asked
+    assert others_have_begun(is_inside=True) is others_have_begun(is_inside=False) is asked
     return known
 
 

@@ -130,7 +130,9 @@ def plan_transfers(positions: Sequence[RunPosition]) -> Decision[TransferPlan]:
     return Decision(TransferPlan(pairs, cursors), f"ranks receive the state of {where}: {names}")
 
 
-def next_places(positions: Sequence[RunPosition], transfers: TransferPlan) -> tuple[Cursor, ...]:
+def next_code_cursors(
+    positions: Sequence[RunPosition], transfers: TransferPlan
+) -> tuple[Cursor, ...]:
     """Return the first cursor at which each member will run code of its own again, by rank.
 
     A member inside a pass has run all code at its cursor: it continues with the next step. One that
@@ -141,10 +143,11 @@ def next_places(positions: Sequence[RunPosition], transfers: TransferPlan) -> tu
         transfers: its result.
     """
     steps = max(position.steps for position in positions)
-    places = []
+    code_cursors = []
     for position, cursor in zip(positions, transfers.cursors, strict=True):
         is_inside = position.is_inside and position.cursor.epoch == cursor.epoch
         # While the end is unknown to all, no member is past it.
         has_more = cursor.step < steps or not steps
-        places.append(Cursor(cursor.epoch, cursor.step + 1) if is_inside and has_more else cursor)
-    return tuple(places)
+        next_step = Cursor(cursor.epoch, cursor.step + 1)
+        code_cursors.append(next_step if is_inside and has_more else cursor)
+    return tuple(code_cursors)

@@ -134,7 +134,7 @@ class Delivery:
         self, reported: ReportedCheckpoints, agreement: ReportVotes, go_on: Callable[[], None]
     ) -> ReportPart:
         """Upload our files into the run directory; a failure is sent to all, not raised here."""
-        run, rank, parts = reported.run, reported.place.rank, self.parts
+        run, rank, parts = reported.run, reported.origin.rank, self.parts
 
         def claim(path: str) -> bool:
             go_on()

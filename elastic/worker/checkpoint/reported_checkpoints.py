@@ -101,7 +101,7 @@ class ReportedCheckpoints:
 
     def __init__(
         self,
-        place: ReportOrigin,
+        origin: ReportOrigin,
         run: RunDirectory | None,
         *,
         link: ReportLink,
@@ -109,7 +109,7 @@ class ReportedCheckpoints:
         committer: Committer | None,
         on_commit: Callable[[], None] = lambda: None,
     ) -> None:
-        self.place, self.run = place, run
+        self.origin, self.run = origin, run
         self.pending: set[str] = set()
         self.metadata: Mapping[str, Any] = {}
         self._link, self._clock, self._committer = link, clock, committer
@@ -120,8 +120,8 @@ class ReportedCheckpoints:
     def post(self, index: int, metrics: str) -> None:
         """Inform the coordinator of a report without a checkpoint; done once for each."""
         self._note_posted(index)
-        place = self.place
-        self._link.post(UserReported(place.generation, place.rank, metrics, "", index))
+        origin = self.origin
+        self._link.post(UserReported(origin.generation, origin.rank, metrics, "", index))
 
     def _note_posted(self, index: int) -> None:
         with self._lock:  # An upload in the background posts an older report.
@@ -148,7 +148,7 @@ class ReportedCheckpoints:
             turn: which checkpoint.
         """
         parts = agreement.parts(turn.key)
-        if parts[0].rank != self.place.rank:
+        if parts[0].rank != self.origin.rank:
             self.post(turn.index, turn.metrics)
             return agreement.wait_outcome(turn.key)
         outcome = self._commit(turn, parts)
@@ -172,12 +172,12 @@ class ReportedCheckpoints:
             return ReportOutcome(error=str(error))
         if committer is None or self.run is None:
             return ReportOutcome(error="the job has no run directory")
-        place, path = self.place, self.run.checkpoint_path(name)
+        origin, path = self.origin, self.run.checkpoint_path(name)
         status = CheckpointStatus.COMMITTED
         if turn.validation:
             status = CheckpointStatus.PENDING_VALIDATION
         reported = UserReported(
-            place.generation, place.rank, turn.metrics, path, turn.index, status
+            origin.generation, origin.rank, turn.metrics, path, turn.index, status
         )
 
         def ended(commit: Commit) -> None:
@@ -225,10 +225,10 @@ class ReportedCheckpoints:
         if self.metadata:
             run.add_metadata(name, self.metadata)
         return CheckpointMarker(
-            job_id=self.place.job_id,
-            generation=self.place.generation,
+            job_id=self.origin.job_id,
+            generation=self.origin.generation,
             index=turn.index,
-            world_size=self.place.world_size,
+            world_size=self.origin.world_size,
             unix_ns=self._clock.unix_ns(),
             metrics=turn.metrics,
             files=files,

@@ -74,7 +74,7 @@ class Reporter:
 
     def __init__(
         self,
-        place: ReportOrigin,
+        origin: ReportOrigin,
         run: RunDirectory | None,
         *,
         agreement: ReportVotes,
@@ -89,7 +89,7 @@ class Reporter:
         """Begin a generation.
 
         Args:
-            place: of this member.
+            origin: of this member.
             run: the run directory, None if the job has none.
             agreement: of this generation's group.
             link: to the coordinator.
@@ -104,13 +104,13 @@ class Reporter:
         self.has_left = False
         self._is_reported = False
         self._newest_checkpoint = newest_checkpoint
-        self._place = place
+        self._origin = origin
         self._run = run
         self._agreement = agreement
         self._link = link
         self._clock = clock
         self._reported = ReportedCheckpoints(
-            place, run, link=link, clock=clock, committer=committer, on_commit=on_commit
+            origin, run, link=link, clock=clock, committer=committer, on_commit=on_commit
         )
         self._spec = spec
         self._pending = self._recorded = ""
@@ -172,7 +172,7 @@ class Reporter:
         name = name or self._default_name(index)
         self._keep_metrics(index, metrics, checkpoint=name if delivered is not None else "")
         self._begin_part(index, name, delivered)
-        requests = self._link.leave_request(self._place.generation) is not None
+        requests = self._link.leave_request(self._origin.generation) is not None
         waits = requests or meets
         self._agreement.vote(index, ReportVote(waits, requests, delivered is not None))
         tally = VoteCount()
@@ -219,7 +219,7 @@ class Reporter:
         late = self._settle_upload(must_end=delivered is not None)
         index, self._index = self._index, self._index + 1
         self.reports_since += 1
-        name = name or f"checkpoint-{self._place.job_id}-g{self._place.generation:06d}-{where}"
+        name = name or f"checkpoint-{self._origin.job_id}-g{self._origin.generation:06d}-{where}"
         named = name if delivered is not None else ""
         self._keep_metrics(index, metrics, where, checkpoint=named)
         try:
@@ -339,8 +339,8 @@ class Reporter:
         return name_in(self._run, delivered.path, "checkpoint_upload_mode=NO_UPLOAD for")
 
     def _default_name(self, index: int) -> str:
-        place = self._place
-        return f"checkpoint-{place.job_id}-g{place.generation:06d}-{index:06d}"
+        origin = self._origin
+        return f"checkpoint-{origin.job_id}-g{origin.generation:06d}-{index:06d}"
 
     # ------------------------------------------------------------ this member's share
 
@@ -351,11 +351,11 @@ class Reporter:
         if self._run is None:
             return
         record: dict[str, Any] = {
-            "generation": self._place.generation,
-            "rank": self._place.rank,
+            "generation": self._origin.generation,
+            "rank": self._origin.rank,
             "index": index,
             "unix_ns": self._clock.unix_ns(),
-            "world_size": self._place.world_size,
+            "world_size": self._origin.world_size,
             "metrics": json.loads(metrics),
         }
         if checkpoint:
@@ -365,7 +365,7 @@ class Reporter:
         if where:
             record["at"] = where  # A run that goes back reports this place again.
         try:
-            self._run.append_metrics(self._place.rank, record)
+            self._run.append_metrics(self._origin.rank, record)
             self._is_reported = False
         except StorageError as error:
             if not self._is_reported:
@@ -385,7 +385,7 @@ class Reporter:
 
     def _store(self, key: Index, name: str, source: Path) -> ReportPart:
         """Copy this member's files; a failure is sent to all, not raised here."""
-        run, rank = self._run, self._place.rank
+        run, rank = self._run, self._origin.rank
         if run is None:
             return ReportPart(rank, name, error="the job has no run directory")
         try:
@@ -500,7 +500,7 @@ class Reporter:
             self._reported.pending.clear()
 
     def _leave(self) -> NoReturn:
-        generation = self._place.generation
+        generation = self._origin.generation
         leave_request = self._link.leave_request(generation)
         raise GroupChanged(leave_request.reason if leave_request is not None else "", generation)
 

@@ -277,31 +277,31 @@ class _Order:
         """Yield what is wanted from a micro-batch on, with its sample ids."""
         while True:
             keys: list[Key] = []
-            places: list[range] = []
+            spans: list[range] = []
             epoch, size = key[0], 0
             while key[0] == epoch and len(keys) < BLOCK_PIECES and size < BLOCK_SAMPLES:
                 keys.append(key)
-                places.append(self._places(key))
-                size += len(places[-1])
+                spans.append(self._positions(key))
+                size += len(spans[-1])
                 key = self._after(key)
-            numbers = self._numbers(epoch, places)
+            numbers = self._numbers(epoch, spans)
             end = 0
-            for one, place in zip(keys, places, strict=True):
-                begin, end = end, end + len(place)
+            for one, span in zip(keys, spans, strict=True):
+                begin, end = end, end + len(span)
                 yield _Piece(one, numbers[begin:end])
 
-    def _places(self, key: Key) -> range:
+    def _positions(self, key: Key) -> range:
         _, step, number = key
         first, last = self._plan.positions(step, number)
         if first == last:
             first, last = self._plan.stand_in(step)
         return range(first, last)
 
-    def _numbers(self, epoch: int, places: Sequence[range]) -> list[int]:
+    def _numbers(self, epoch: int, spans: Sequence[range]) -> list[int]:
         """Return the sample ids at these places of an epoch's order."""
         if not self._plan.shuffle:
-            return [place for some in places for place in some]
-        positions = np.concatenate([np.arange(one.start, one.stop) for one in places])
+            return [place for span in spans for place in span]
+        positions = np.concatenate([np.arange(one.start, one.stop) for one in spans])
         seed = shuffle_seed(self._plan.seed, epoch)
         permutation = Permutation(self._plan.num_samples, seed)
         numbers: list[int] = permuted(permutation, positions.astype(np.uint64)).tolist()

@@ -45,9 +45,9 @@ def stay(engine: StepEngine, mine: bytes, entered: Callable[[tuple[bytes, ...]],
             connect(default_group(), engine.context.reach)
             members = share_bytes(default_group(), mine)
         except (RuntimeError, GroupError) as failure:
-            if not (engine.is_called_back() or is_group_broken(failure)):
+            if not (engine.must_leave() or is_group_broken(failure)):
                 raise
-            error = None if engine.is_called_back() else failure
+            error = None if engine.must_leave() else failure
         is_asked = members is not None and _attend(engine, members, entered)
         groups.rejoin(generation, error, is_asked)
 
@@ -60,7 +60,7 @@ def _attend(
     """Be in the present group until it is over; return whether we were asked to leave it."""
     context = engine.context
     write_at = 0.0 if context.world_rank == 0 else inf
-    while not engine.is_called_back():
+    while not engine.must_leave():
         if time.monotonic() >= write_at:
             try:
                 entered(members)

@@ -73,7 +73,7 @@ class CheckpointScheduler:
         self._logbook, self._streams = logbook, streams
         self._objects = objects
         self._snapshotter: Snapshotter | None = None
-        self._place: WorkerContext | None = None
+        self._context: WorkerContext | None = None
         # What was read last and no step has followed yet. A group may break while its members
         # read, and they must not begin again: reading may take longer than the time between kills.
         self._read: Found | None = None
@@ -99,19 +99,19 @@ class CheckpointScheduler:
         if self._snapshotter is not None:
             self._snapshotter.configure(options)
 
-    def enter(self, place: WorkerContext) -> None:
-        self._place = place
-        self._snapshotter = place.snapshotter
+    def enter(self, context: WorkerContext) -> None:
+        self._context = context
+        self._snapshotter = context.snapshotter
         self._steps_here = 0
         if self._snapshotter is not None:
             self._snapshotter.configure(self._options)
             self._snapshotter.enter(
                 RankInfo(
-                    place.generation,
-                    place.world_rank,
-                    place.world_size,
-                    place.local_rank,
-                    place.local_world_size,
+                    context.generation,
+                    context.world_rank,
+                    context.world_size,
+                    context.local_rank,
+                    context.local_world_size,
                 )
             )
 
@@ -123,7 +123,7 @@ class CheckpointScheduler:
         These are `saves`, `busy` and `releases` of its row.
         """
         snapshotter = self._snapshotter
-        if snapshotter is None or self._place is None:
+        if snapshotter is None or self._context is None:
             return False, True, False
         releases = leave_request is not None and leave_request.saves
         return snapshotter.wants(self.steps + 1, self._request()), snapshotter.is_busy(), releases
@@ -141,15 +141,15 @@ class CheckpointScheduler:
 
     def _is_copied(self) -> bool:
         """Decide whether the state is for another node; notify the coordinator that we want it."""
-        snapshotter, place = self._snapshotter, self._place
-        if snapshotter is None or place is None or not snapshotter.copies.is_on:
+        snapshotter, context = self._snapshotter, self._context
+        if snapshotter is None or context is None or not snapshotter.copies.is_on:
             return False
-        if self._requested_in != place.generation:
-            self._requested_in, self._is_sharded = place.generation, self.is_sharded
+        if self._requested_in != context.generation:
+            self._requested_in, self._is_sharded = context.generation, self.is_sharded
             if self._is_sharded:
                 snapshotter.await_copies()
-            place.link.post(CopiesRequested(snapshotter.copies.every_n_steps, self._is_sharded))
-        is_first = snapshotter.last_generation != place.generation
+            context.link.post(CopiesRequested(snapshotter.copies.every_n_steps, self._is_sharded))
+        is_first = snapshotter.last_generation != context.generation
         if self._is_sharded and is_first and self._steps_here >= FIRST_COPY_AT:
             return True  # Until then a loss would be the second of what the group has gone on from.
         return snapshotter.wants_copy(self.steps)
@@ -203,7 +203,7 @@ class CheckpointScheduler:
 
     def _show_progress(self) -> None:
         """Count a wait for storage as progress, while the others wait for it in the next step."""
-        activity = self._place.activity if self._place is not None else None
+        activity = self._context.activity if self._context is not None else None
         if activity is not None and activity.beats:  # At 0 it is not judged.
             activity.beats += 1
 
@@ -266,8 +266,8 @@ class CheckpointScheduler:
         Others may have reported the pause to us before the coordinator does. Waiting is no hang.
         """
         self._show_progress()
-        place = self._place
-        return is_over() or (place is not None and place.link.is_called_off(place.generation))
+        context = self._context
+        return is_over() or (context is not None and context.link.is_called_off(context.generation))
 
     def take(self, cursor: Cursor, data: Data | None) -> State:
         """Return the state of the run; its tensors are the live ones.
@@ -325,13 +325,13 @@ class CheckpointScheduler:
 
     def newest_saved(self) -> SavedPosition:
         """Return the newest state that this job has in this node's memory, or recorded."""
-        snapshotter, place = self._snapshotter, self._place
-        if snapshotter is None or place is None:
+        snapshotter, context = self._snapshotter, self._context
+        if snapshotter is None or context is None:
             return SavedPosition()
         held = snapshotter.held_snapshots()
         found = [SavedPosition(mark.generation, mark.steps) for _, mark in held]
-        name = place.saved.rpartition("/")[2]
-        recorded = position_in(name) if name.startswith(f"{AUTOMATIC}{place.job_id}-s") else None
+        name = context.saved.rpartition("/")[2]
+        recorded = position_in(name) if name.startswith(f"{AUTOMATIC}{context.job_id}-s") else None
         return max([*found, recorded or SavedPosition()])
 
     def memory(self) -> int:
@@ -359,8 +359,8 @@ class CheckpointScheduler:
         Raises:
             UsageError: naming what differs.
         """
-        if self._place is not None:
-            self._place.link.post(MicroBatchesDeclared(data.num_micro_batches))
+        if self._context is not None:
+            self._context.link.post(MicroBatchesDeclared(data.num_micro_batches))
         known, self._data = self._data, {}
         mine = _plain(data)
         wrong = [name for name, value in known.items() if mine.get(name) != value]
@@ -378,11 +378,11 @@ class CheckpointScheduler:
 
     def _working(self, what: str) -> AbstractContextManager[None]:
         """Enter what takes this member's own time, although others wait for it meanwhile."""
-        return self._place.activity.working(what) if self._place is not None else nullcontext()
+        return self._context.activity.working(what) if self._context is not None else nullcontext()
 
     def _request(self) -> int:
-        place = self._place
-        return place.link.save_request(place.generation) if place is not None else 0
+        context = self._context
+        return context.link.save_request(context.generation) if context is not None else 0
 
     def _try(self, take: Callable[[], None]) -> None:
         """Continue training without a checkpoint that cannot be taken."""
@@ -413,32 +413,32 @@ class CheckpointScheduler:
             RuntimeError: the group broke.
             StorageError: there are checkpoints, and no member can read any of them.
         """
-        snapshotter, place = self._snapshotter, self._place
-        if snapshotter is None or place is None:
+        snapshotter, context = self._snapshotter, self._context
+        if snapshotter is None or context is None:
             return None
         if self._objects.is_sharded:
             return self._restore_shards(group, snapshotter, begin)
-        run = RunDirectory(place.run_path) if place.run_path else None
+        run = RunDirectory(context.run_path) if context.run_path else None
         problems: list[str] = []
 
         def listed() -> list[Candidate] | None:
-            with self._working(f"lists the checkpoints in {place.run_path}"):
+            with self._working(f"lists the checkpoints in {context.run_path}"):
                 return (
-                    _attempt(lambda: _candidates(run, place.saved), place.run_path, problems)
+                    _attempt(lambda: _candidates(run, context.saved), context.run_path, problems)
                     if run
                     else []
                 )
 
-        known = listed() if place.world_rank == 0 else []
+        known = listed() if context.world_rank == 0 else []
         # Whatever fails on one member alone is no reason to keep the others waiting in a row.
         mine = UNKNOWN if known is None else max((steps for steps, _, _ in known), default=-1)
         held = snapshotter.held()
-        copies = PeerCopies.of(place)
+        copies = PeerCopies.of(context)
         kept = int(self._read[1]["steps"]) if self._read is not None else UNKNOWN
         rows = send_metadata(group, [float(mine), float(held), float(copies.newest()), float(kept)])
         newest, best_held = int(rows[0][0]), int(max(row[1] for row in rows))
         best_copy, best_kept = (int(max(row[i] for row in rows)) for i in (2, 3))
-        fetches = [int(row[2]) for row in rows].index(best_copy) == place.world_rank
+        fetches = [int(row[2]) for row in rows].index(best_copy) == context.world_rank
 
         def from_memory() -> Found | None:
             if held < best_held:
@@ -452,7 +452,7 @@ class CheckpointScheduler:
 
         def from_storage(above: int, most: int) -> Found | None:
             wanted = [one for one in known or listed() or () if above < one[0] <= most]
-            with self._working(f"reads a checkpoint of {place.run_path}"):
+            with self._working(f"reads a checkpoint of {context.run_path}"):
                 self._read = _read_newest(run, wanted, problems) if run else None
             return self._read
 
@@ -473,14 +473,14 @@ class CheckpointScheduler:
             if is_over:
                 return _unless_before(state, begin)
         if max(newest, best_held, best_copy) >= 0 or newest == UNKNOWN:
-            raise _none_readable(place.run_path, problems)
+            raise _none_readable(context.run_path, problems)
         return None
 
     def _restore_shards(self, group: Any, snapshotter: Snapshotter, begin: Cursor) -> State | None:
         """Do the same for a model of which every member has rows; all come to them, or none."""
-        place = self._place
-        path, rank = (place.run_path, place.world_rank) if place is not None else ("", 0)
-        saved = place.saved if place is not None else ""
+        context = self._context
+        path, rank = (context.run_path, context.world_rank) if context is not None else ("", 0)
+        saved = context.saved if context is not None else ""
         run = RunDirectory(path) if path else None
         objects = self._objects
         ours = {"objects": with_expected(objects.take(), objects.optimizers)}
@@ -503,7 +503,7 @@ class CheckpointScheduler:
                 self._read_shards = {ours_of_it: state}
             return self._read_shards[ours_of_it]
 
-        copies = PeerCopies.of(place) if place is not None else None
+        copies = PeerCopies.of(context) if context is not None else None
         restorer = ShardedRestorer(
             group, snapshotter, ours, listed=listed, read=read, copies=copies
         )

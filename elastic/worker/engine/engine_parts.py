@@ -157,24 +157,24 @@ class PresentGroup:
     """What the engine knows of the group that it is in; the next one begins with nothing of it.
 
     Attributes:
-        places: where each member runs code of its own next, by rank.
+        code_cursors: where each member runs code of its own next, by rank.
         values: how the steps' values are averaged.
         reports, evaluations: counts what we have reported and evaluated in it.
         stepped: which optimizers had gradients in its newest step, as bits.
         rates: a print of their learning rates then.
         noted: the step that was reported before its iteration was over, None for none.
-        leaves: all members leave it at this boundary.
+        is_leaving: all members leave it at this boundary.
         error: what broke it, None if nothing did, or if the reducer knows.
         meets: ranks differ, as all of them know, and they meet again in it.
     """
 
-    places: tuple[Cursor, ...] = ()
+    code_cursors: tuple[Cursor, ...] = ()
     values: StepValues = field(default_factory=lambda: StepValues(None))
     reports: PlaceCounter = field(default_factory=PlaceCounter)
     evaluations: PlaceCounter = field(default_factory=PlaceCounter)
     stepped: int = 0
     rates: int = 0
     noted: Cursor | None = None
-    leaves: bool = False
+    is_leaving: bool = False
     error: BaseException | None = None
     meets: bool = False

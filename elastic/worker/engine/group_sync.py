@@ -20,7 +20,7 @@ from elastic.core.policy.recovery import (
     RunPosition,
     SavedPosition,
     is_outdated,
-    next_places,
+    next_code_cursors,
     plan_transfers,
 )
 from elastic.core.policy.streams import Data, StreamPlan
@@ -41,7 +41,7 @@ class SyncResult:
     Attributes:
         state: what we received, None if we needed nothing.
         cursors: where each member stands now, by rank.
-        places: where each member will run code of its own again, by rank.
+        code_cursors: where each member will run code of its own again, by rank.
         num_bytes: of state that we sent or received.
         nobody_has_state: no member has the state of the run, and nothing was sent.
         is_outdated: what was saved is newer than theirs, and nothing was sent.
@@ -52,7 +52,7 @@ class SyncResult:
 
     state: Any
     cursors: tuple[Cursor, ...]
-    places: tuple[Cursor, ...]
+    code_cursors: tuple[Cursor, ...]
     num_bytes: int
     nobody_has_state: bool = False
     is_outdated: bool = False
@@ -112,8 +112,8 @@ def synchronize(
     if sender is not None and members[sender].threads != threads:
         torch.set_num_threads(members[sender].threads)
     parts = _share_all(group, shared, [one.num_shared for one in members])
-    places = next_places(positions, plan)
-    return SyncResult(state, plan.cursors, places, num_bytes, shared=parts, memories=memories)
+    code_cursors = next_code_cursors(positions, plan)
+    return SyncResult(state, plan.cursors, code_cursors, num_bytes, shared=parts, memories=memories)
 
 
 def share_book(group: Any, book: StreamBook, cursor: Cursor) -> bool:
@@ -197,7 +197,7 @@ def share_latest(group: Any, cursors: Sequence[Cursor], logbook: Logbook) -> Non
 BEGUN, INSIDE = "begun", "inside"
 
 
-def note_place(*, is_inside: bool) -> None:
+def note_loop_begun(*, is_inside: bool) -> None:
     """Let the members of a new group know that we do not come from the script's beginning.
 
     Args:
@@ -211,7 +211,7 @@ def note_place(*, is_inside: bool) -> None:
             store.set(key, b"1")
 
 
-def others_are(*, is_inside: bool) -> bool:
+def others_have_begun(*, is_inside: bool) -> bool:
     """Return whether any member has noted that; known soon after the group stands.
 
     Args:

@@ -93,16 +93,16 @@ class PeerCopies:
         self._best: tuple[str, SnapshotMark] | None = None
 
     @staticmethod
-    def of(place: WorkerContext) -> PeerCopies:
+    def of(context: WorkerContext) -> PeerCopies:
         """Return those that a member of a group was sent."""
         return PeerCopies(
-            place.copies,
-            place.job_id,
-            place.copies_key,
-            tls=place.tls,
-            fingerprints=place.copies_fingerprints,
-            node_id=place.worker_id.rpartition("/")[0],
-            is_dealt=place.copies_dealt,
+            context.copies,
+            context.job_id,
+            context.copies_key,
+            tls=context.tls,
+            fingerprints=context.copies_fingerprints,
+            node_id=context.worker_id.rpartition("/")[0],
+            is_dealt=context.copies_dealt,
         )
 
     def _calling(self, address: str) -> AbstractContextManager[CopyConnection]:

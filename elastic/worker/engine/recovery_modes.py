@@ -35,8 +35,8 @@ class GroupProvider(Protocol):
         """
         ...
 
-    def is_called_back(self, generation: int) -> bool:
-        """Return whether this group is over by order."""
+    def must_leave(self, generation: int) -> bool:
+        """Return whether we are ordered to leave this group."""
         ...
 
     def is_group_over(self, generation: int) -> bool:
@@ -65,7 +65,7 @@ class ResumeState:
         cursor: where it stands.
         logbook: what was logged.
         generation: the group that has agreed on it already, 0 if none has.
-        places: in this group, where each member runs code of its own again, by rank.
+        code_cursors: in this group, where each member runs code of its own again, by rank.
         steps: committed in the run.
         streams: what is known of a dataset that is read as streams.
         calls_late: the loop calls collectives of its own after its optimizers have stepped.
@@ -78,7 +78,7 @@ class ResumeState:
     cursor: Cursor
     logbook: Logbook
     generation: int = 0
-    places: tuple[Cursor, ...] = ()
+    code_cursors: tuple[Cursor, ...] = ()
     steps: int = 0
     streams: StreamBook = field(default_factory=StreamBook)
     calls_late: bool = False

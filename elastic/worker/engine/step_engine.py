@@ -93,8 +93,8 @@ from elastic.worker.engine.engine_parts import (
     RunningLoop,
 )
 from elastic.worker.engine.group_sync import (
-    note_place,
-    others_are,
+    note_loop_begun,
+    others_have_begun,
     share_book,
     share_latest,
 )
@@ -173,7 +173,7 @@ class StepEngine(ObjectRegistry):
         self.keeps = resume_state is not None
         self.at_close = ExitStack()
         self.at_boundary: Callable[[], None] = lambda: None
-        self._place: WorkerContext | None = None
+        self._context: WorkerContext | None = None
         self._checkpoints = CheckpointScheduler(self.state, self.logbook, self.streams)
         self._due = PendingOptimizerSteps()
         self._watch = Divergence(self.state)
@@ -197,7 +197,7 @@ class StepEngine(ObjectRegistry):
             self.groups.declare(in_place=False)
 
     def enter(self, context: WorkerContext) -> None:
-        self._place = context
+        self._context = context
         self._checkpoints.enter(context)
         if context.reporter is not None:
             context.reporter.add_metadata(dict(self.options.metadata))
@@ -279,7 +279,7 @@ class StepEngine(ObjectRegistry):
                 self._has_state, self._resume_point.given = True, None
                 self._agreed_in = resume_state.agreed_in
             if resume_state.generation == self.context.generation:
-                self._group.places = resume_state.places
+                self._group.code_cursors = resume_state.code_cursors
                 self._attach()
                 return
         self._change_group(is_first=True)
@@ -351,7 +351,7 @@ class StepEngine(ObjectRegistry):
                 if self._epochs.ends:
                     self._go_to_end(loader)
                 is_void = self._machine.phase is StepPhase.VOID
-                if self._group.leaves or is_void or self._is_broken():
+                if self._group.is_leaving or is_void or self._is_broken():
                     self._change_group()
                 if self.cursor.epoch != epoch:
                     # The others are in a later epoch: their code after this one has run, ours not.
@@ -496,20 +496,20 @@ class StepEngine(ObjectRegistry):
         loader = self._epochs.loader
         if loader is None or not loader.has_step(self.cursor):
             return
-        place = self.context
-        held = deal(place.world_rank, place.world_size, loader.plan.num_micro_batches)
+        context = self.context
+        held = deal(context.world_rank, context.world_size, loader.plan.num_micro_batches)
         loader.take_span(self.cursor, held)
 
     def _open_iteration(self, loader: MicroBatches, *, of_whole_step: bool = False) -> Any:
         """Return the next micro-batch, with everything set for it."""
         loop = self._the_loop()
         usage_errors.check_sync_norms(loop.sync_norms)  # `train()` may come after the beginning.
-        timing, place = self.context.timing, self.context
+        timing, context = self.context.timing, self.context
         timing.switch(DATA_WAIT)
         is_again, batch = loop.padding.is_under_way, loop.padding.take(loader.next)
         timing.switch(COMPUTE)
         check(batch.cursor == self.cursor, f"micro-batch of {batch.cursor}, not of {self.cursor}")
-        share = loader.share(batch, place.world_rank, place.world_size)
+        share = loader.share(batch, context.world_rank, context.world_size)
         first, last = share.held
         begins_step = batch.number == first and not is_again
         if begins_step:
@@ -525,9 +525,9 @@ class StepEngine(ObjectRegistry):
 
     def _begin_step(self, loader: MicroBatches, share: StepShare | WeighedShare) -> None:
         """Send the others what they are to know of us with this step, and get ready to reduce."""
-        loop, place = self._the_loop(), self.context
-        place.activity.at(self.cursor.epoch, self.cursor.step)
-        request = place.link.leave_request(place.generation)  # Once: it may change.
+        loop, context = self._the_loop(), self.context
+        context.activity.at(self.cursor.epoch, self.cursor.step)
+        request = context.link.leave_request(context.generation)  # Once: it may change.
         flags = tuple(self.logbook.row()), *self._checkpoints.flags(request)
         row = StepMetadata(
             request is not None,
@@ -535,9 +535,9 @@ class StepEngine(ObjectRegistry):
             self._group.stepped,
             *flags,
             rates=self._group.rates,
-            busy_ns=float(place.timing.busy_ns),
+            busy_ns=float(context.timing.busy_ns),
             checksum=self._watch.step_checksum(
-                self._checkpoints.steps, place.world_size, loader.order_print(self.cursor.epoch)
+                self._checkpoints.steps, context.world_size, loader.order_print(self.cursor.epoch)
             ),
         )
         loop.reducer.begin_step(share, row.numbers())
@@ -562,14 +562,14 @@ class StepEngine(ObjectRegistry):
 
         That is one before the loop, or at the head of an epoch in whose pass they are.
         """
-        epochs, place, now_s = self._epochs, self._place, time.monotonic()
+        epochs, context, now_s = self._epochs, self._context, time.monotonic()
         is_before = not (self.has_begun or epochs.is_over)
-        if place is None or not (is_before or epochs.has_head) or place.world_size == 1:
+        if context is None or not (is_before or epochs.has_head) or context.world_size == 1:
             return
         if now_s - self._asked_s >= ASK_EVERY_S:
             self._asked_s = now_s
-            if others_are(is_inside=epochs.has_head):
-                raise usage_errors.collective_before(place.world_rank)
+            if others_have_begun(is_inside=epochs.has_head):
+                raise usage_errors.collective_before(context.world_rank)
 
     def _close_iteration(self, is_first: bool) -> None:
         """The loop asks for more: the user's code for the last micro-batch, or step, is through."""
@@ -577,7 +577,7 @@ class StepEngine(ObjectRegistry):
         self.context.activity.beats += 1
         self._take(CommitRequested())  # Of several optimizers not all were asked to step.
         self._take(IterationClosed(is_first, self._is_broken()))
-        if is_first and self._group.leaves:
+        if is_first and self._group.is_leaving:
             # All have left the loop by a `break` behind that step.
             self._together(self._share_logged)
 
@@ -587,7 +587,7 @@ class StepEngine(ObjectRegistry):
         self._due.end()
         self.logbook.commit_step()  # Only now: plain loops log after `optimizer.step()`.
         self._set_whole()
-        if self._checkpoints.is_due or self._group.leaves:
+        if self._checkpoints.is_due or self._group.is_leaving:
             self._together(self._share_logged)
         shares_book = self.streams.is_due(self.cursor, self._checkpoints.is_due)
         if self._group.error is None and shares_book:
@@ -707,15 +707,15 @@ class StepEngine(ObjectRegistry):
             return
         for unit in units:
             reducer.unit_stepped(unit)  # What backward gives from here on is of no step.
-        logged, place = self.logbook.take_micro_batches(), self.context
+        logged, context = self.logbook.take_micro_batches(), self.context
         partition = MicroBatchPartition(
-            place.world_rank, place.world_size, self._epochs.the_loader().plan.num_micro_batches
+            context.world_rank, context.world_size, self._epochs.the_loader().plan.num_micro_batches
         )
         totals = self._together(lambda: self._group.values.totals(partition, logged))
         if totals is None:
             self._take(StepSettled(False))
             return
-        with place.shielded():
+        with context.shielded():
             is_whole = self._settle_buffers()
             if is_whole:
                 self.logbook.take_totals(totals)
@@ -759,7 +759,7 @@ class StepEngine(ObjectRegistry):
             self.cursor = Cursor(self.cursor.epoch, self.cursor.step + 1)
             self._has_state = True
             self._take(StepCommitted(True))
-            self._group.leaves = any(row.requests for row in rows)
+            self._group.is_leaving = any(row.requests for row in rows)
             self._checkpoints.committed(rows)
             self.logbook.take_rows([row.values for row in rows])
             # Only the script's own collectives count, not those of its optimizers.
@@ -851,7 +851,7 @@ class StepEngine(ObjectRegistry):
         if not self.has_stepped():
             return  # The report of a step is made once, where its gradients are complete.
         # Members that had come further when this group was formed have made this report before.
-        voters = sum(1 for one in self._group.places if one <= self.cursor)
+        voters = sum(1 for one in self._group.code_cursors if one <= self.cursor)
         number = self._group.reports.next(self.cursor)
         where = f"e{self.cursor.epoch:05d}-s{self.cursor.step:07d}-{number}"
         reporter = self.context.the_reporter()
@@ -869,11 +869,11 @@ class StepEngine(ObjectRegistry):
     # ------------------------------------------------------------------- groups
 
     def _is_broken(self) -> bool:
-        return self._the_reducer().broken is not None or self.is_called_back()
+        return self._the_reducer().broken is not None or self.must_leave()
 
-    def is_called_back(self) -> bool:
+    def must_leave(self) -> bool:
         """Return whether the present group is over by order."""
-        return self.groups.is_called_back(self.context.generation)
+        return self.groups.must_leave(self.context.generation)
 
     def _change_group(self, *, is_first: bool = False) -> None:
         """Join the newest group, until one stands in which all have the same state.
@@ -883,9 +883,9 @@ class StepEngine(ObjectRegistry):
         began = time.monotonic()
         reducer = self._the_reducer()
         error = self._group.error or reducer.broken
-        if error is not None and not (self.is_called_back() or is_group_broken(error)):
+        if error is not None and not (self.must_leave() or is_group_broken(error)):
             raise error  # Not the others' fault: again it would be no better.
-        at_boundary = self._group.leaves and error is None
+        at_boundary = self._group.is_leaving and error is None
         timing = self.context.timing
         if not is_first:
             timing.void()
@@ -897,9 +897,7 @@ class StepEngine(ObjectRegistry):
             if not stays:
                 if at_boundary:
                     with timing.spending(CHECKPOINT_STALL):
-                        self._checkpoints.before_leaving(
-                            self.cursor, self.data, self.is_called_back
-                        )
+                        self._checkpoints.before_leaving(self.cursor, self.data, self.must_leave)
                 if self.options.recovery in ("reenter", "restart"):
                     raise GroupChanged("the group changes", self.context.generation) from error
                 self.groups.rejoin(self.context.generation, error, at_boundary)
@@ -908,20 +906,21 @@ class StepEngine(ObjectRegistry):
             timing.switch(REFORM if self._has_state else RESTORE)
             try:
                 if comes_again:
-                    note_place(is_inside=self._epochs.epoch is not None)
+                    note_loop_begun(is_inside=self._epochs.epoch is not None)
                 num_bytes = self._agree()
                 break
             except (RuntimeError, GroupError) as failure:
-                if not (self.is_called_back() or is_group_broken(failure)):
+                if not (self.must_leave() or is_group_broken(failure)):
                     raise
-                error = None if self.is_called_back() else failure
+                error = None if self.must_leave() else failure
         self._attach()
         timing.switch(USER)
-        place = self.context
+        context = self.context
         log.info(
             "%s generation=%d world_size=%d epoch=%d step=%d bytes=%d ms=%.1f",
-            "met" if is_first else "recovered rung=in_place", place.generation, place.world_size,
-            self.cursor.epoch, self.cursor.step, num_bytes, (time.monotonic() - began) * 1e3,
+            "met" if is_first else "recovered recovery=in_place", context.generation,
+            context.world_size, self.cursor.epoch, self.cursor.step, num_bytes,
+            (time.monotonic() - began) * 1e3,
         )  # fmt: skip
 
     def _attach(self) -> None:
@@ -942,7 +941,7 @@ class StepEngine(ObjectRegistry):
             met, self.cursor = catch_up(
                 self._checkpoints, self._position, self.data, units, reach, put=self._put
             )
-        self._has_state, self._group.places = True, met.places
+        self._has_state, self._group.code_cursors = True, met.code_cursors
         self._agreed_in = self.context.generation
         share_latest(default_group(), met.cursors, self.logbook)
         return met.num_bytes
@@ -973,7 +972,7 @@ class StepEngine(ObjectRegistry):
         A member that reaches the code after the loop can then be followed by all others, which
         have the same state.
         """
-        if max(self._group.places, default=self.cursor) > self.cursor:
+        if max(self._group.code_cursors, default=self.cursor) > self.cursor:
             return True  # Others of this group have passed it in the one before.
         all_of_it = halves(self._watch.of_all(self.context.world_size))
         row = [*map(float, all_of_it), *self.logbook.row()]
@@ -995,7 +994,7 @@ class StepEngine(ObjectRegistry):
             with self.context.activity.waiting():
                 return exchange()
         except RuntimeError as error:
-            if not (self.is_called_back() or is_group_broken(error)):
+            if not (self.must_leave() or is_group_broken(error)):
                 raise
             self._group.error = error
             self._take(GroupBroke())
@@ -1031,7 +1030,7 @@ class StepEngine(ObjectRegistry):
             self.cursor,
             logbook,
             agreed,
-            self._group.places,
+            self._group.code_cursors,
             self._checkpoints.steps,
             self.streams,
             self._resume_point.calls_late,
@@ -1077,10 +1076,10 @@ class StepEngine(ObjectRegistry):
 
     @property
     def context(self) -> WorkerContext:
-        """Return our place in the present group."""
-        if self._place is None:
+        """Return what we are in the present group."""
+        if self._context is None:
             raise InvariantViolation("the step engine is asked before a group stands")
-        return self._place
+        return self._context
 
     def _the_loop(self) -> RunningLoop:
         if self._loop is None:

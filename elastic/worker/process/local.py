@@ -203,7 +203,7 @@ class NoNextGroup:
         del at_boundary
         raise GroupError(f"generation {generation} is over: {error}") from error
 
-    def is_called_back(self, generation: int) -> bool:
+    def must_leave(self, generation: int) -> bool:
         """Return False: there are no orders here."""
         del generation
         return False
@@ -343,13 +343,13 @@ def _context(run: LocalRun, link: NoCoordinator, clock: Clock) -> WorkerContext:
     if run.use_gpu:
         devices = (f"cuda:{local_rank % torch.cuda.device_count()}",)
         torch.cuda.set_device(devices[0])
-    place = ReportOrigin(JobId(job_id), generation, rank, world_size)
-    spec = _retention(run, place.job_id)
+    origin = ReportOrigin(JobId(job_id), generation, rank, world_size)
+    spec = _retention(run, origin.job_id)
     committer = writer = None
     if directory is not None:
         committer = Committer(directory, spec, link)
         committer.enter(generation, [newest], leads=rank == 0)
-        writer = CheckpointWriter(directory, place.job_id, committer=committer, clock=clock)
+        writer = CheckpointWriter(directory, origin.job_id, committer=committer, clock=clock)
     snapshotter = Snapshotter((), writer)
     validator = Validator(directory, spec, link) if directory is not None else None
     if validator is not None:
@@ -357,7 +357,7 @@ def _context(run: LocalRun, link: NoCoordinator, clock: Clock) -> WorkerContext:
         validator.enter(generation, rank)
     worker_id = WorkerId(f"local/{rank}")
     return WorkerContext(
-        job_id=place.job_id,
+        job_id=origin.job_id,
         job_name=run.job_name,
         run_path=run.run_path,
         worker_id=worker_id,
@@ -375,7 +375,7 @@ def _context(run: LocalRun, link: NoCoordinator, clock: Clock) -> WorkerContext:
         config=run.config,
         is_local=True,
         reporter=Reporter(
-            place,
+            origin,
             directory,
             agreement=ReportVotes(store, rank, world_size=world_size),
             link=link,

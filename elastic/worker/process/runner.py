@@ -197,8 +197,8 @@ class Runner:
             return SetupFailed(event.failure)
         self.join()  # It returned without ever asking; that counts in the group.
         if isinstance(event, TrainReturned):
-            return replace(event, generation=self._place.generation)
-        return TrainLeft(self._place.generation, at_boundary=False)
+            return replace(event, generation=self._origin.generation)
+        return TrainLeft(self._origin.generation, at_boundary=False)
 
     def join(self) -> WorkerContext:
         """Be in a group from here on; does nothing for a train function that is in one."""
@@ -255,14 +255,14 @@ class Runner:
 
     def _call(self, assign: Assign, assignment: Assignment | None) -> TrainEvent:
         """Call user code and return how it ended."""
-        self._place = _place_of(assign, assignment)
+        self._origin = _origin_of(assign, assignment)
         self._reporter, self._exited = None, ""
         try:
             result = self._call_again(assign, assignment)
-            generation, left = self._place.generation, self._how_it_left()
+            generation, left = self._origin.generation, self._how_it_left()
             return TrainReturned(generation, outcome.result_json(result), left)
         except BaseException as error:
-            event = self._ended_early(self._place.generation, error)
+            event = self._ended_early(self._origin.generation, error)
             event = self._recovered_by(event)
             self._leave_engine(has_raised=not isinstance(error, GroupChanged))
             outcome.forget_frames(error)
@@ -321,11 +321,11 @@ class Runner:
                 raise
             result, self._exited = None, outcome.where_raised(end) or "its end"
         if self._committer is not None:
-            self._committer.finish(lambda: self._is_over(self._place.generation))
+            self._committer.finish(lambda: self._is_over(self._origin.generation))
         if self._snapshotter is not None:
             self._snapshotter.finish()
         if self._validator is not None:
-            self._validator.finish(lambda: self._is_over(self._place.generation))
+            self._validator.finish(lambda: self._is_over(self._origin.generation))
         if self._reporter is not None:
             self._reporter.finish()
         if self._trackers is not None:
@@ -347,7 +347,7 @@ class Runner:
     def _enter(self, assign: Assign, assignment: Assignment | None) -> WorkerContext:
         """Give user code its context in the present group; None while there is no group."""
         self._assignment = assignment
-        self._place = _place_of(assign, assignment)
+        self._origin = _origin_of(assign, assignment)
         if assignment is not None:
             timing = self._mailboxes.activity.timing
             timing.enter(assign.worker_id, assignment.generation, self._mailboxes.post)
@@ -397,8 +397,8 @@ class Runner:
             log.info("train_left generation=%d at_boundary=%s", generation, at_boundary)
             return TrainLeft(generation, at_boundary)
         exit_code = outcome.exit_code_of(error) if isinstance(error, SystemExit) else None
-        place = place_of_failure(reporter, self._assigned().spec.entry.kind, generation)
-        failure = outcome.failure_of(error, place)
+        where = place_of_failure(reporter, self._assigned().spec.entry.kind, generation)
+        failure = outcome.failure_of(error, where)
         is_broken = (
             outcome.is_group_broken(error)
             or self._mailboxes.was_aborted(generation)
@@ -489,13 +489,13 @@ class Runner:
             else:
                 raise InvariantViolation("asked to set up in the middle of a loop")
 
-    def is_called_back(self, generation: int) -> bool:
-        """Return whether this group is over by order."""
+    def must_leave(self, generation: int) -> bool:
+        """Return whether we are ordered to leave this group."""
         return self._interrupter.is_over(generation) or self._mailboxes.was_aborted(generation)
 
     def is_group_over(self, generation: int) -> bool:
         """Return whether this group is over by order, or has lost a member or a communicator."""
-        return self.is_called_back(generation) or self._groups.peer_hung_up()
+        return self.must_leave(generation) or self._groups.peer_hung_up()
 
     def has_failed(self, generation: int) -> bool:
         """Return whether a collective of this group may have failed in the script's code.
@@ -532,11 +532,11 @@ class Runner:
         return CheckpointWriter(run, assign.spec.job_id, committer=committer, clock=self._clock)
 
     def _make_reporter(self, assign: Assign, assignment: Assignment) -> Reporter:
-        place = ReportOrigin(
+        origin = ReportOrigin(
             assignment.job_id, assignment.generation, assignment.rank, assignment.world_size
         )
         return Reporter(
-            place,
+            origin,
             self._run_directory,
             agreement=ReportVotes(
                 self._groups.store,
@@ -544,7 +544,7 @@ class Runner:
                 world_size=assignment.world_size,
                 watch=peers_watch(self._groups.peer_hung_up),
             ),
-            is_over=lambda: self._is_over(place.generation),
+            is_over=lambda: self._is_over(origin.generation),
             link=self._mailboxes,
             clock=self._clock,
             newest_checkpoint=assignment.checkpoint,
@@ -558,7 +558,7 @@ class Runner:
         activity = self._mailboxes.activity
         if activity.beats:  # At 0 it is not judged.
             activity.beats += 1
-        return self.is_called_back(generation)
+        return self.must_leave(generation)
 
     def _context(self, assign: Assign, assignment: Assignment | None) -> WorkerContext:
         spec = assign.spec
@@ -623,7 +623,7 @@ def _backend_of(assign: Assign) -> str:
     return backend
 
 
-def _place_of(assign: Assign, assignment: Assignment | None) -> ReportOrigin:
+def _origin_of(assign: Assign, assignment: Assignment | None) -> ReportOrigin:
     if assignment is None:
         return ReportOrigin(assign.spec.job_id, NO_GENERATION, 0, 0)
     return ReportOrigin(

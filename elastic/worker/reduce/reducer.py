@@ -117,7 +117,7 @@ class Reducer:
             for bucket in self._buckets
             for place, parameter in enumerate(bucket.parameters)
         }
-        self._leaves: list[FlatTensor | None] = [None] * len(self._buckets)
+        self._leaf_buffers: list[FlatTensor | None] = [None] * len(self._buckets)
         self._sent = [False] * len(self._buckets)
         for hook in self._hooks:
             hook.remove()
@@ -136,10 +136,10 @@ class Reducer:
             self._drop_gradients()
         if self._made:
             # The old group may write to their memory until its works are gone: not used again.
-            self._unreaped = [self._made, self._leaves]
+            self._unreaped = [self._made, self._leaf_buffers]
             for bucket in self._buckets:
                 bucket.pool = []
-            self._leaves = [None] * len(self._buckets)
+            self._leaf_buffers = [None] * len(self._buckets)
         self._made, self._exchanges, self._share = {}, None, None
         self._group = group if group is not None and group.size() > 1 else None
         wanted = bucket_bytes_for(self._group.size() if self._group is not None else 1)
@@ -159,7 +159,7 @@ class Reducer:
         for bucket in self._buckets:
             if is_read or bucket.memory is not None:
                 bucket.pool = []
-                self._leaves[bucket.number] = None
+                self._leaf_buffers[bucket.number] = None
         memory = OwnMemory() if is_read else None
         for bucket in self._buckets:
             bucket.memory = memory if accelerator_of(bucket.device) is None else None
@@ -218,8 +218,8 @@ class Reducer:
                 # Of an iteration before: a loop that zeroes them in place, or never, gets the
                 # sums of one that sets them to None.
                 parameter.grad = None
-            if self._leaves[bucket.number] is None:
-                self._leaves[bucket.number] = bucket.flat()
+            if self._leaf_buffers[bucket.number] is None:
+                self._leaf_buffers[bucket.number] = bucket.flat()
         self._buffers.restore()
 
     def abandon(self) -> None:
@@ -435,7 +435,7 @@ class Reducer:
         else:
             bucket.complete(leaf, weight=weight)
             sums.put(number or 0, leaf)
-            self._leaves[bucket.number] = None
+            self._leaf_buffers[bucket.number] = None
         self._sent[bucket.number] = True
         self._guarded(lambda: self._begin_exchange(bucket), waits=False)
 
@@ -500,7 +500,7 @@ class Reducer:
             leaf = self._leaf(bucket)
             bucket.complete(leaf, weight=share.weight(number))
             self._the_exchanges().sums[bucket.number].put(number, leaf)
-            self._leaves[bucket.number] = None
+            self._leaf_buffers[bucket.number] = None
         self._buffers.end_micro_batch(number, share.counts[number])
 
     def _exchanges_of(self, partition: MicroBatchPartition) -> BucketExchanges:
@@ -551,7 +551,7 @@ class Reducer:
 
     def _leaf(self, bucket: Bucket) -> FlatTensor:
         """Return the buffer of the micro-batch at hand, open for more gradients."""
-        leaf = self._leaves[bucket.number]
+        leaf = self._leaf_buffers[bucket.number]
         if leaf is None:
             raise InvariantViolation(f"bucket {bucket.number} has no leaf")
         return leaf
