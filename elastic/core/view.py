@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -18,6 +19,11 @@ from elastic.core.world import (
 )
 
 NOTHING_REPORTED = Telemetry()
+
+
+def first_reported(by_rank: Iterable[Telemetry]) -> Telemetry:
+    """Return a job's telemetry: that of the first member that has reported any."""
+    return next((one for one in by_rank if one != NOTHING_REPORTED), NOTHING_REPORTED)
 
 
 @dataclass(frozen=True)
@@ -95,12 +101,8 @@ class JobView:
     @cached_property
     def telemetry(self) -> Telemetry:
         """Return the telemetry of the lowest rank that has reported any."""
-        first: WorkerView | None = None
-        for worker in self.workers:
-            is_earlier = worker.rank >= 0 and (first is None or worker.rank < first.rank)
-            if is_earlier and worker.telemetry != NOTHING_REPORTED:
-                first = worker
-        return first.telemetry if first is not None else NOTHING_REPORTED
+        members = (worker for worker in self.workers if worker.rank >= 0)
+        return first_reported(one.telemetry for one in sorted(members, key=lambda one: one.rank))
 
 
 @dataclass(frozen=True)

@@ -226,9 +226,9 @@ class AgentMachine:
             return
         if isinstance(message, WorkerUpdate):
             report = message.report
-            at_ns = books.spreading.answer_at_ns(report)
+            at_ns = books.pacer.answer_at_ns(report)
             is_own = report.worker_id == worker.worker_id
-            if not is_own or not books.workers.take_report(worker, report, report_at_ns=at_ns):
+            if not is_own or not books.workers.update(worker, report, report_at_ns=at_ns):
                 what = f"{report.worker_id} {report.phase.value} in {report.generation}"
                 books.note(worker, "worker_update_ignored", said=what)
         elif isinstance(message, Reported):
@@ -245,7 +245,7 @@ class AgentMachine:
                 worker.has_state = True
             if message.steps and message.generation >= worker.wanted_in:
                 worker.holders = 0  # Its group made a step, so all members have the state.
-            if books.spreading.hold(message, books.now_ns):
+            if books.pacer.hold(message, books.now_ns):
                 return
         elif books.workers.is_changed(worker):
             # A pulse counts only after the report that the worker is in that group.

@@ -163,7 +163,7 @@ def _compare(cluster: ClusterState, state: NodeState, hello: Hello) -> None:
             cause = ExitCause(ExitKind.LOST, detail="its agent does not know it any more")
             lose_worker(cluster, job, worker_id, cause)
     for report in hello.workers:
-        take_report(cluster, state, report)
+        take_worker_report(cluster, state, report)
         _resume(cluster, report)
 
 
@@ -315,10 +315,10 @@ def on_reported(cluster: ClusterState, event: AgentMessageReceived) -> None:
     suspicion.received(cluster, state)
     message = event.message
     if isinstance(message, WorkerUpdate):
-        take_report(cluster, state, message.report)
+        take_worker_report(cluster, state, message.report)
     elif isinstance(message, Reported):
         if state.has(message.report.worker_id):
-            reports.take_metrics(cluster, event.session, message.report)
+            reports.take_report(cluster, event.session, message.report)
         if state.reports_due:
             state.reports_due -= 1
             if not state.reports_due:
@@ -339,7 +339,7 @@ def on_reported(cluster: ClusterState, event: AgentMessageReceived) -> None:
         health.take_problems(cluster, state, message.problems)
 
 
-def take_report(cluster: ClusterState, state: NodeState, report: WorkerReport) -> None:
+def take_worker_report(cluster: ClusterState, state: NodeState, report: WorkerReport) -> None:
     """Record an agent's report of a worker; it may report only workers of its own node."""
     if not state.has(report.worker_id):
         return

@@ -97,7 +97,7 @@ def _welcomed(books: AgentBooks, message: Welcome) -> None:
             return
         for reported in books.reports.all():
             books.connection.send(reported)
-        books.spreading.reconnected(books.now_ns)
+        books.pacer.reconnected(books.now_ns)
 
 
 def _start(books: AgentBooks, message: StartWorker) -> None:
@@ -155,9 +155,9 @@ def _forward(
         if worker.devices:
             devices = books.workers.devices_of(worker.report.job_id)
             message = Announce(replace(message.assignment, node_devices=devices))
-        books.spreading.announced(message.assignment, books.now_ns)
+        books.pacer.announced(message.assignment, books.now_ns)
     elif isinstance(message, LeaveGroup) and not message.at_boundary:
-        books.spreading.leave_requested(message, books.now_ns)
+        books.pacer.leave_requested(message, books.now_ns)
         if not message.follows and books.workers.is_changed(worker):
             books.workers.schedule_report(worker)  # No later report will replace this one.
     process = books.processes.get(worker.process_id)

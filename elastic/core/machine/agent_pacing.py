@@ -90,15 +90,14 @@ class Pacer:
                 turn.every_ns, turn.progress_at_ns = 0, now_ns
             turn.out_at_ns = now_ns + 2 * turn.after_ns if order.follows else 0
 
-    def forget(self, worker_id: WorkerId) -> Progress | None:
-        """Remove the slots of a worker that is gone; return its delayed progress."""
-        turn = self._turns.pop(worker_id, None)
-        return turn.progress if turn is not None else None
+    def forget(self, worker_id: WorkerId) -> None:
+        """Remove the slots of a worker that is gone, or whose group is over."""
+        self._turns.pop(worker_id, None)
 
-    def release(self, report: WorkerReport) -> Progress | None:
-        """Return the delayed progress of a worker whose report says that it trains no more."""
-        turn = self._turns.get(report.worker_id)
-        if turn is None or report.phase in (WorkerPhase.FORMING, WorkerPhase.TRAINING):
+    def take_held(self, worker_id: WorkerId) -> Progress | None:
+        """Return the delayed progress of a worker, to be sent now, None for none."""
+        turn = self._turns.get(worker_id)
+        if turn is None:
             return None
         held, turn.progress = turn.progress, None
         return held

@@ -33,6 +33,7 @@ from elastic.core.world import (
     ExitCause,
     ExitKind,
     Node,
+    WorkerId,
     WorkerPhase,
     WorkerReport,
 )
@@ -50,7 +51,7 @@ class AgentBooks:
         processes: spares and workers' processes.
         workers: the state of each worker.
         departure: whether and when this agent ends.
-        spreading: which reports of workers are delayed.
+        pacer: which reports of workers are delayed.
         copies: the copies that it holds for other nodes.
         copy_endpoint: where other nodes reach it for that.
         problems: faults of this node now.
@@ -70,7 +71,7 @@ class AgentBooks:
         self.processes = ProcessBook(config, self.out)
         self.workers = WorkerBook(devices)
         self.departure = Departure(config)
-        self.spreading = Pacer(config)
+        self.pacer = Pacer(config)
         self.copies, self.copy_endpoint = HeldCopies(self.out), copy_endpoint
         self.problems: tuple[str, ...] = ()
         self.health_is_reported = True
@@ -86,7 +87,8 @@ class AgentBooks:
     def exit_worker(self, worker: AgentWorker, cause: ExitCause) -> None:
         """Record and report that a worker is gone."""
         process_id = worker.process_id
-        self.send_held(self.spreading.forget(worker.worker_id))
+        self._send_held(worker.worker_id)
+        self.pacer.forget(worker.worker_id)
         self.workers.exited(worker, cause)
         self.note(
             worker,
@@ -155,8 +157,9 @@ class AgentBooks:
         if self.connection.is_registered():
             self.connection.send(message)
 
-    def send_held(self, progress: Progress | None) -> None:
-        """Send a worker's delayed progress, if there is one, before it counts no more."""
+    def _send_held(self, worker_id: WorkerId) -> None:
+        """Send the delayed progress of a worker that trains no more: soon it counts no more."""
+        progress = self.pacer.take_held(worker_id)
         if progress is not None:
             self.send(progress)
 
@@ -164,7 +167,7 @@ class AgentBooks:
         """Return when the next delayed report is due; None while disconnected."""
         if not self.connection.is_registered():
             return None
-        moments = (self.workers.next_deadline_ns(), self.spreading.next_deadline_ns())
+        moments = (self.workers.next_deadline_ns(), self.pacer.next_deadline_ns())
         return min((moment for moment in moments if moment is not None), default=None)
 
     def report_changes(self) -> None:
@@ -172,9 +175,10 @@ class AgentBooks:
         if not self.connection.is_registered():
             return
         for worker in self.workers.take_changed(self.now_ns):
-            self.send_held(self.spreading.release(worker.report))
+            if worker.report.phase not in (WorkerPhase.FORMING, WorkerPhase.TRAINING):
+                self._send_held(worker.worker_id)
             self.connection.send(WorkerUpdate(worker.report))
-        for progress in self.spreading.take_due(self.now_ns):
+        for progress in self.pacer.take_due(self.now_ns):
             self.connection.send(progress)
         if not self.health_is_reported:
             self.health_is_reported = True

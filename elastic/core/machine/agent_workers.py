@@ -207,9 +207,7 @@ class WorkerBook:
         taken = tuple(device for worker in own for device in worker.devices)
         return tuple(dict.fromkeys(self.devices.names(taken)))
 
-    def take_report(
-        self, worker: AgentWorker, report: WorkerReport, *, report_at_ns: int = 0
-    ) -> bool:
+    def update(self, worker: AgentWorker, report: WorkerReport, *, report_at_ns: int = 0) -> bool:
         """Merge a report of the worker's process; return False if it is stale or not legal.
 
         Only the agent knows the pid and the exit. A reported failure is kept.

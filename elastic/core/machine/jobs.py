@@ -37,7 +37,7 @@ from elastic.core.policy.hang import MainThreadState
 from elastic.core.policy.membership import Candidate, CurrentGroup
 from elastic.core.policy.ranks import RankPlace, assign_ranks
 from elastic.core.telemetry import START, Telemetry
-from elastic.core.view import NOTHING_REPORTED, JobSample, JobView, WorkerView
+from elastic.core.view import JobSample, JobView, WorkerView, first_reported
 from elastic.core.world import (
     ENDED,
     NO_GENERATION,
@@ -344,8 +344,8 @@ class JobState:
         group = self.newest.group if self.phase is JobPhase.RUNNING else None
         members = group.members if group is not None else ()
         present = (self.workers.get(one.worker_id) for one in members)
-        reported = (w.telemetry for w in present if w and w.telemetry != NOTHING_REPORTED)
-        return JobSample(self.spec.job_id, group, next(reported, NOTHING_REPORTED))
+        telemetry = first_reported(worker.telemetry for worker in present if worker is not None)
+        return JobSample(self.spec.job_id, group, telemetry)
 
     def view(self, now_ns: int, unix_ahead_ns: int | None) -> JobView:
         """Return the job for the status; an ended one shows STOPPING until its workers are gone."""

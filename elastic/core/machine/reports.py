@@ -25,7 +25,7 @@ from elastic.core.world import (
 )
 
 
-def take_metrics(cluster: ClusterState, session: SessionId, report: Report) -> None:
+def take_report(cluster: ClusterState, session: SessionId, report: Report) -> None:
     """Record a report, durably if it has a checkpoint; refuse one from an old generation."""
     job = cluster.jobs.get(report.job_id)
     code, refusal = _refuse_report(job, report)

@@ -56,8 +56,8 @@ class StreamPlan:
         """Refuse what has no steps."""
         if min(self.micro_batch_size, self.num_micro_batches) < 1:
             raise ConfigError(
-                f"micro-batches of {self.micro_batch_size} samples, {self.num_micro_batches} of them "
-                f"in a step: expected at least 1 of each"
+                f"micro-batches of {self.micro_batch_size} samples, {self.num_micro_batches} of "
+                f"them in a step: expected at least 1 of each"
             )
 
     @property

@@ -301,7 +301,7 @@ class Runner:
                         self._put_back = stack.enter_context(joining_on_demand(self.join))
                     return self._interrupter.run(context.generation, partial(self._run, call))
             except ReenterRequested as again:
-                log.info("recovers rung=reenter reason=%r", again.reason)
+                log.info("recovers recovery=reenter reason=%r", again.reason)
                 assignment = self._assignment or assignment
                 self._leave_engine(in_this_group=True)
                 outcome.forget_frames(again)
@@ -428,11 +428,10 @@ class Runner:
             )
             failure = outcome.failure_of(UsageError(text))
             return TrainRaised(event.generation, failure, group_broken=False)
-        rung = "restart" if recovery == "restart" else "reenter"
-        if rung == "reenter" and not self._engine.keeps:
-            rung = "fresh_process"
-        log.info("recovers rung=%s generation=%d reason=%r", rung, event.generation, why)
-        if rung == "restart":
+        if recovery != "restart":
+            recovery = "reenter" if self._engine.keeps else "fresh_process"
+        log.info("recovers recovery=%s generation=%d reason=%r", recovery, event.generation, why)
+        if recovery == "restart":
             flush_output()
             os.kill(os.getpid(), signal.SIGKILL)  # A spare takes the place.
         return event

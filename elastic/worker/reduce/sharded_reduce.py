@@ -407,7 +407,7 @@ def make_reducer(
 
 
 def recovery_of(state: TrainState, chosen: str) -> str:
-    """Return the rung of the recovery ladder that these objects allow.
+    """Return the mode of recovery, as in `FailureConfig`, that these objects allow.
 
     Raises:
         UsageError: the user insists on another one.
