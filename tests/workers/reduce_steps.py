@@ -17,11 +17,15 @@ from elastic.worker.group.member_links import connect
 from elastic.worker.group.peer_sockets import PeerAddress
 from elastic.worker.reduce import tree_exchange
 from elastic.worker.reduce.reducer import OptimizerUnit, Reducer, StepShare
-from elastic.worker.reduce.transports import GroupTransport, SocketTransport
+from elastic.worker.reduce.transports import GroupTransport, transport_of
 
 EPOCHS = DataPlan(num_samples=50, micro_batch_size=4, num_micro_batches=6)
 """Steps of 24, 24 and 2 samples: in the last step, four of six micro-batches are empty."""
 BUCKET_BYTES = 1 << 12
+
+
+def _over_torch(group: dist.ProcessGroup, _: torch.device) -> GroupTransport:
+    return GroupTransport(group)
 
 
 class Steps:
@@ -62,9 +66,7 @@ class Steps:
         group, rank = dist.group.WORLD, dist.get_rank()
         connect(group, PeerAddress(node="" if self.over == "memory" else str(rank)))
         # As tensors of a device are sent by NCCL.
-        tree_exchange.SocketTransport = (  # type: ignore[misc]
-            (lambda _: GroupTransport(group)) if self.over == "torch" else SocketTransport  # type: ignore[assignment,return-value]
-        )
+        tree_exchange.transport_of = _over_torch if self.over == "torch" else transport_of
         self.reducer.attach(group)
         left = [p.grad for unit in self.units for _, p in unit.parameters]
         assert all(one is None for one in left), "a void step has left gradients"

@@ -26,7 +26,7 @@ from torch._C._distributed_c10d import PrefixStore
 
 from elastic.errors import ConfigError, GroupError, InvariantViolation
 from elastic.runtime.worker_ports import ANY_PORT, PortRange
-from elastic.worker.group import c10d, peer_sockets
+from elastic.worker.group import c10d, connections
 from elastic.worker.group.abortable_wait import AbortableWait
 from elastic.worker.group.gloo_port import binding_within
 from elastic.worker.group.gloo_threads import numbers_of_gloo
@@ -192,7 +192,7 @@ class ProcessGroups:
             resources, self._resources = self._resources, None
         if resources is not None:
             self._abort(resources)
-            peer_sockets.close_all()
+            connections.close_all()
             resources.abort_nccl()  # once more: a group may have been made while it was aborted
             is_quiet = resources.join_gloo()
             self._reaper.release_later([resources, *c10d.forget_all_groups()], resources.release)

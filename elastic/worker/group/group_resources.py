@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from elastic.errors import GroupError
-from elastic.worker.group import c10d, peer_sockets
+from elastic.worker.group import c10d, connections
 from elastic.worker.group.gloo_threads import IdleDetector, numbers_of_gloo, wait_for_peers
 from elastic.worker.group.sockets import (
     GlooEpoll,
@@ -218,7 +218,7 @@ class GroupResources:
 
     def received_bytes(self) -> int:
         """Return the bytes received from the other members."""
-        ours = peer_sockets.received_bytes()
+        ours = connections.received_bytes()
         return ours + sum(received_bytes(known.sockets) for known in list(self._backends))
 
     def join_nccl(self, timeout_s: float) -> bool:
@@ -257,7 +257,7 @@ class GroupResources:
         store = self.store
         if store is not None:
             store.cut()
-        peer_sockets.cut_all()
+        connections.cut_all()
         self._cut_at = self._cut_at or time.monotonic()
 
 

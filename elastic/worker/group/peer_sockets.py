@@ -26,10 +26,10 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from ipaddress import IPv6Address, ip_address
-from weakref import WeakSet
 
 from elastic.errors import GroupBroken
 from elastic.runtime.worker_ports import ANY_PORT, PortRange, listen_within
+from elastic.worker.group import connections
 
 HEADER = struct.Struct("<qq")
 """Before each message: its tag, its bytes."""
@@ -163,8 +163,7 @@ class PeerSockets:
         self._socks = [self._listener]
         self._lock = threading.Lock()
         self._is_cut = False
-        with _all_lock:
-            _all.add(self)
+        connections.register(self)
 
     # ------------------------------------------------------------------------------ connecting
 
@@ -583,31 +582,3 @@ def _broken(peer: _PeerConnection, error: OSError | None) -> GroupBroken:
 
 def _left_s(deadline: float) -> float:
     return max(0.01, deadline - time.monotonic())
-
-
-# ---------------------------------------------------------------------------- all of this process
-
-_all: WeakSet[PeerSockets] = WeakSet()
-_all_lock = threading.Lock()
-
-
-def cut_all() -> None:
-    """Cut the connections of all groups of this process; any thread."""
-    for mesh in _every():
-        mesh.cut()
-
-
-def close_all() -> None:
-    """Close the connections of all groups of this process; for the thread that uses them."""
-    for mesh in _every():
-        mesh.close()
-
-
-def received_bytes() -> int:
-    """Return the bytes received over the connections of all groups of this process; any thread."""
-    return sum(mesh.received_bytes for mesh in _every())
-
-
-def _every() -> list[PeerSockets]:
-    with _all_lock:
-        return list(_all)

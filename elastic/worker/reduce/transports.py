@@ -14,28 +14,39 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from elastic.worker.group.accelerators import BeginMessages
-from elastic.worker.group.member_links import MemberLinks
+from elastic.worker.group.accelerators import BeginMessages, accelerator_of
+from elastic.worker.group.member_links import MemberLinks, links_of
 
 Message = tuple[int, int, Sequence[torch.Tensor]]
 """Rank of the other one, tag, and flat tensors, one after the other."""
 
 
 class Transport(Protocol):
-    """Point-to-point messages, and the waits for them: all that an exchange needs of one.
+    """Point-to-point messages, and the waits for them: all that a `TreeExchange` needs of one.
 
-    Where a member is gone, its methods raise `GroupBroken`, or what torch's own collectives raise;
-    any other exception counts as the user's error and fails the job. A wait ends so, too, when
-    another thread calls `ProcessGroups.abort`: a transport with connections of its own registers
-    them with the group as `MemberLinks` does, which also counts the bytes that come (a group in
-    which nothing comes for long is taken for stuck).
+    Each bucket has one of its own, of one group, chosen by `transport_of`; only the main thread
+    calls it. What it shares with those of other buckets, it keeps by the group.
+
+    Errors: where a member is gone, its methods raise `GroupBroken`, or what torch's own collectives
+    raise; any other exception counts as the user's error and fails the job.
+
+    Aborts: a wait ends so, too, once another thread aborts the group. torch's groups are aborted by
+    `ProcessGroups`; other connections are registered with `worker.group.connections`.
+
+    It carries sums of gradients and of modules' buffers, and nothing else. The rows of a step go
+    over `MemberLinks`, unless `carries_rows` and the bucket is small. Over torch's groups go the
+    state for members that lack it, the gradients of sharded models, those of devices with
+    consistency="samples", and whatever the script sends.
 
     Attributes:
         has_tags: tags match messages; otherwise their order does, so that all ranks must begin
             exchanges in the same order.
+        carries_rows: a message may begin with a tensor of float64 on the CPU, whatever the bucket's
+            type and device are.
     """
 
     has_tags: bool
+    carries_rows: bool
 
     def expect(self, receives: Sequence[Message], then: Callable[[], None]) -> None:
         """Set where messages go; from then on there is room for them.
@@ -73,6 +84,7 @@ class SocketTransport:
     """CPU tensors over the group's own connections."""
 
     has_tags = True
+    carries_rows = True
 
     def __init__(self, links: MemberLinks) -> None:
         mesh = self._mesh = links.mesh
@@ -107,6 +119,7 @@ class GroupTransport:
     """
 
     has_tags = False
+    carries_rows = False
 
     def __init__(self, group: Any, begin: BeginMessages = dist.batch_isend_irecv) -> None:
         """Use this process group.
@@ -154,6 +167,13 @@ class GroupTransport:
 
     def flush(self) -> None:
         """Do nothing more: the ranks waited for have been sent to as well."""
+
+
+def transport_of(group: Any, device: torch.device) -> Transport:
+    """Return what carries tensors of this device between members that have connected."""
+    accelerator = accelerator_of(device)
+    begin = accelerator.messages(group) if accelerator is not None else None
+    return SocketTransport(links_of(group)) if begin is None else GroupTransport(group, begin)
 
 
 _due_of: WeakKeyDictionary[Any, deque[Callable[[], None]]] = WeakKeyDictionary()

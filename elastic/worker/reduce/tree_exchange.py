@@ -35,7 +35,7 @@ from elastic.worker.group.accelerators import accelerator_of, record, wait_done
 from elastic.worker.group.member_links import FEW, links_of
 from elastic.worker.group.shared_memory import OwnMemory, PeerMemory
 from elastic.worker.reduce.step_metadata import ROW, Row, fill_row
-from elastic.worker.reduce.transports import GroupTransport, Message, SocketTransport, Transport
+from elastic.worker.reduce.transports import Message, Transport, transport_of
 
 ONE_PHASE_BYTES = 256 << 10
 """While a rank sends no more than this, it sends the bucket whole to everyone: one message's time
@@ -159,12 +159,8 @@ class TreeExchange:
                 self._plan = tree_plan(
                     partition.rank, partition.num_micro_batches, links.shape, self._size, grain
                 )
-            accelerator = accelerator_of(like.device)
-            begin = accelerator.messages(group) if accelerator is not None else None
-            self._transport = (
-                SocketTransport(links) if begin is None else GroupTransport(group, begin)
-            )
-            self.carries_rows = begin is None and not self._plan.gather
+            self._transport = transport_of(group, like.device)
+            self.carries_rows = self._transport.carries_rows and not self._plan.gather
             self._peers = links.memory if memory is not None else {}
         self.has_tags = self._transport is None or self._transport.has_tags
         self._row = torch.zeros(ROW, dtype=torch.float64)
