@@ -14,7 +14,7 @@ for every number of ranks, and for every plan.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -26,7 +26,7 @@ from elastic.core.policy.exchange_plan import (
     MESSAGE_BYTES,
     ExchangePlan,
     ExchangeRound,
-    PlannedMessage,
+    GroupShape,
     tree_plan,
     whole_plan,
 )
@@ -101,15 +101,129 @@ class _Stage:
         self.spare: dict[Span, torch.Tensor] = {}
 
 
+class _OwnSum:
+    """The sum of what this rank holds, whatever the tree is, in memory of its own."""
+
+    def __init__(self, memory: OwnMemory | None) -> None:
+        """Use memory that other ranks of the node read; None for any."""
+        self._memory = memory
+        self._sum: torch.Tensor | None = None
+
+    def of(self, ours: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the sum of these, which is the tensor itself if there is only one."""
+        first, *others = ours
+        if not others:
+            return first
+        if self._sum is None:
+            self._sum = (
+                torch.empty_like(first)
+                if self._memory is None
+                else self._memory.empty(first.numel(), first.dtype)
+            )
+        torch.add(first, others[0], out=self._sum)
+        for other in others[1:]:
+            self._sum.add_(other)
+        return self._sum
+
+
+class _RidingRows:
+    """Everyone's row of numbers, beside the sums in the messages of a small bucket."""
+
+    def __init__(self, rank: int) -> None:
+        self.own = torch.zeros(ROW, dtype=torch.float64)
+        self._of = {rank: self.own}
+
+    def from_rank(self, rank: int) -> torch.Tensor:
+        """Return where this rank's row is to be received."""
+        return self._of.setdefault(rank, torch.zeros(ROW, dtype=torch.float64))
+
+    def read(self) -> list[Row]:
+        """Return them by rank."""
+        return [tuple(self._of[rank].tolist()) for rank in sorted(self._of)]
+
+
+class _NodeSlices:
+    """The slices of one bucket that the ranks of this node read of each other in place.
+
+    Attributes:
+        own: elements of ours.
+        shown: the total of ours, where the others read it.
+        land: where we add it up, and its first element: with nodes of different sizes, slices of
+            larger groups need not lie within the node's.
+    """
+
+    def __init__(
+        self,
+        plan: ExchangePlan,
+        like: torch.Tensor,
+        memory: OwnMemory,
+        peers: Mapping[int, PeerMemory],
+    ) -> None:
+        """Allocate ours.
+
+        Args:
+            plan: begins with a round within the node.
+            like: a flat tensor of the bucket's size, type and device.
+            memory: ours; all that is given to `start` is in it.
+            peers: theirs, by rank.
+        """
+        self._memory, self._peers = memory, peers
+        self._size, self._dtype = like.numel(), like.dtype
+        first, last = plan.reduce[0].first, plan.reduce[0].last
+        self.own = first, last
+        self._slice_of = {one.rank: (one.first, one.last) for one in plan.gather[-1].receives}
+        self._totals: dict[int, torch.Tensor] = {}
+        self.shown = memory.empty(max(1, last - first), like.dtype)[: last - first]
+        self.land = self.shown, first
+        low, high = min(one.first for one in plan.reduce), max(one.last for one in plan.reduce)
+        if (low, high) != self.own:
+            self.land = like.new_empty(high - low), low
+
+    def places_of(self, sums: Iterable[torch.Tensor]) -> list[int]:
+        """Return the message from which the others know where these sums are, and our total."""
+        return [*self._memory.where(self.shown), *(self._memory.where(one)[-1] for one in sums)]
+
+    def read(self, rank: int, places: torch.Tensor) -> list[torch.Tensor]:
+        """Return the sums that a rank lets us read, for all of the bucket.
+
+        The place of its total is mapped as well, while it waits for us: afterwards it may exit.
+        """
+        number, inode, total, *sums = places.tolist()
+        peer = self._peers[rank]
+        first, last = self._slice_of[rank]
+        self._totals[rank] = peer.tensor((number, inode, total), max(1, last - first), self._dtype)
+        return [peer.tensor((number, inode, one), self._size, self._dtype) for one in sums]
+
+    def total_of(self, rank: int) -> torch.Tensor:
+        """Return the total of a rank's slice; valid once it has said so."""
+        return self._totals[rank]
+
+
+@dataclass
+class _ExchangeStep:
+    """How far the exchange of a step has come.
+
+    Attributes:
+        values: our part of the sums that are not added up yet, by subtree.
+        first: the element that they begin with.
+        divisor: what the total is divided by, None while that is not known.
+        at: the stage at hand.
+        has_sent: its messages are on their way.
+    """
+
+    values: dict[Span, torch.Tensor]
+    first: int = 0
+    divisor: float | None = None
+    at: int = 0
+    has_sent: bool = False
+
+
 class TreeExchange:
     """The exchange of one bucket within one group; used once per step, over and over.
 
     Attributes:
         total: the scaled sum, once `finish` has returned.
-        rows: what each rank gave to `start`, by rank, if `carries_rows`, from `wait_rows` on.
-        carries_rows: the bucket is small, and everyone's row goes with it.
         bytes_sent: of sums, to other ranks, so far; what they read in place is not sent.
-        has_tags: exchanges of different buckets may begin in another order on each rank.
     """
 
     def __init__(
@@ -131,41 +245,33 @@ class TreeExchange:
             memory: all that is given to `start` is in it; None if others cannot read it in place.
         """
         self.total = torch.empty_like(like)
-        self.rows: list[Row] = []
-        self.carries_rows = False
         self.bytes_sent = 0
-        self._is_bitwise = is_bitwise
+        self._own_sum = None if is_bitwise else _OwnSum(memory)
         if not is_bitwise:
             partition = MicroBatchPartition(
                 partition.rank, partition.world_size, partition.world_size
             )
-        self._partition, self._memory = partition, memory
-        self._size = like.numel()
+        self._partition = partition
+        self._plan = ExchangePlan((), (), 0, like.numel())
         self._transport: Transport | None = None
-        self._peers: dict[int, PeerMemory] = {}
-        self._plan = ExchangePlan((), (), 0, self._size)
+        self._rows: _RidingRows | None = None
+        self._node: _NodeSlices | None = None
+        # Where the slice is added up that is handed round, and its first element.
+        self._land = self.total, 0
         tag = 0
         if group is not None:
             links = links_of(group)
             tag = links.next_tag()
-            most = max(len(parts) for parts in partition.parts)
-            is_small = most * like.nbytes * (partition.world_size - 1) <= ONE_PHASE_BYTES
-            if is_small and partition.world_size <= FEW:
-                self._plan = whole_plan(
-                    partition.rank, partition.world_size, partition.num_micro_batches, self._size
-                )
-            else:
-                grain = MESSAGE_BYTES // like.itemsize
-                self._plan = tree_plan(
-                    partition.rank, partition.num_micro_batches, links.shape, self._size, grain
-                )
+            self._plan = _plan_of(partition, like, links.shape)
             self._transport = transport_of(group, like.device)
-            self.carries_rows = self._transport.carries_rows and not self._plan.gather
-            self._peers = links.memory if memory is not None else {}
-        self.has_tags = self._transport is None or self._transport.has_tags
-        self._row = torch.zeros(ROW, dtype=torch.float64)
-        self._row_of: dict[int, torch.Tensor] = {partition.rank: self._row}
-        self._keep_places(like)
+            if self._transport.carries_rows and not self._plan.gather:
+                self._rows = _RidingRows(partition.rank)
+            # A rank without a slice would not receive the others' places.
+            has_slices = like.numel() >= partition.world_size
+            is_local = bool(self._plan.reduce) and self._plan.reduce[0].is_local
+            if is_local and has_slices and memory is not None and links.memory:
+                self._node = _NodeSlices(self._plan, like, memory, links.memory)
+                self._land = self._node.land
         self._stages = [
             self._stage(one, tag + 2 * one.depth + gathers, like, gathers=bool(gathers))
             for gathers, rounds in enumerate((self._plan.reduce, self._plan.gather))
@@ -175,38 +281,21 @@ class TreeExchange:
         self._copies_divide = bool(self._plan.gather) and all(
             self._reads_in_place(stage.round) for stage in self._stages
         )
-        self._at = 0
-        self._has_sent = False
-        self._is_on = False
-        self._divisor: float | None = None
-        self._values: dict[Span, torch.Tensor] = {}
-        self._first = 0
-        self._added: torch.Tensor | None = None
+        self._step: _ExchangeStep | None = None
         self._expect()
 
-    def _keep_places(self, like: torch.Tensor) -> None:
-        """Decide where the slice goes that we hand to our node, or to all."""
-        self._land = self._shown = self.total
-        self._land_first = 0
-        self._lands: dict[int, torch.Tensor] = {}
-        self._slice_of: dict[int, Span] = {}
-        reduce = self._plan.reduce
-        if reduce and self._reads_in_place(reduce[0]) and self._memory is not None:
-            first, last = reduce[0].first, reduce[0].last
-            self._slice_of = {
-                one.rank: (one.first, one.last) for one in self._plan.gather[-1].receives
-            }
-            self._shown = self._memory.empty(max(1, last - first), like.dtype)[: last - first]
-            self._land, self._land_first = self._shown, first
-            # With nodes of different sizes, slices of larger groups need not lie within the node's.
-            low, high = min(one.first for one in reduce), max(one.last for one in reduce)
-            if (low, high) != (first, last):
-                self._land, self._land_first = like.new_empty(high - low), low
+    @property
+    def has_tags(self) -> bool:
+        """Return whether exchanges of different buckets may begin in another order on each rank."""
+        return self._transport is None or self._transport.has_tags
+
+    @property
+    def carries_rows(self) -> bool:
+        """Return whether the bucket is small, so that everyone's row goes with it."""
+        return self._rows is not None
 
     def _reads_in_place(self, one: ExchangeRound) -> bool:
-        # A rank without a slice would not receive the others' places.
-        has_slices = self._size >= self._partition.world_size
-        return one.is_local and self._memory is not None and bool(self._peers) and has_slices
+        return self._node is not None and one.is_local
 
     def _stage(self, one: ExchangeRound, tag: int, like: torch.Tensor, *, gathers: bool) -> _Stage:
         stage = _Stage(one, tag, gathers=gathers)
@@ -222,10 +311,7 @@ class TreeExchange:
         else:
             for move in one.receives:
                 first, last = move.first - one.first, move.last - one.first
-                into = []
-                if self.carries_rows:
-                    self._row_of[move.rank] = torch.zeros(ROW, dtype=torch.float64)
-                    into.append(self._row_of[move.rank])
+                into = [self._rows.from_rank(move.rank)] if self._rows is not None else []
                 for part in move.parts:
                     if part not in stage.scratch:
                         stage.scratch[part] = like.new_empty(one.last - one.first)
@@ -233,12 +319,9 @@ class TreeExchange:
                 stage.receives.append((move.rank, tag, into))
         return stage
 
-    def _node_slice(self) -> Span:
-        """Return the elements that we hand to our node."""
-        return self._plan.reduce[0].first, self._plan.reduce[0].last
-
     def _landed(self, first: int, last: int) -> torch.Tensor:
-        return self._land[first - self._land_first : last - self._land_first]
+        tensor, begins = self._land
+        return tensor[first - begins : last - begins]
 
     def _expect(self) -> None:
         """Let the messages of the next step come whenever they do."""
@@ -254,7 +337,8 @@ class TreeExchange:
 
         def arrived() -> None:
             stage.missing -= 1
-            is_now = self._is_on and self._stages[self._at] is stage
+            step = self._step
+            is_now = step is not None and self._stages[step.at] is stage
             if not stage.missing and is_now and self._transport is not None:
                 self._transport.call_soon(self._advance)
 
@@ -278,30 +362,26 @@ class TreeExchange:
         Raises:
             RuntimeError: the group broke.
         """
-        if not self._is_bitwise:
-            sums = {self._partition.mine[0]: self._add_ours(list(sums.values()))}
-        if self.carries_rows:
-            fill_row(self._row.numpy(), row)
-        self._values = dict(sums)
-        self._first = 0
-        self._divisor = divisor
-        self._at = 0
-        self._has_sent = False
-        self._is_on = True
+        if self._own_sum is not None:
+            sums = {self._partition.mine[0]: self._own_sum.of([*sums.values()])}
+        if self._rows is not None:
+            fill_row(self._rows.own.numpy(), row)
+        self._step = _ExchangeStep(dict(sums), divisor=divisor)
         self._advance()
         if self._transport is not None:
             self._transport.progress()
 
     def wait_rows(self) -> list[Row]:
-        """Wait for everyone's row, and return them by rank.
+        """Wait for everyone's row, and return them by rank; none unless `carries_rows`.
 
         Raises:
             RuntimeError: the group broke.
         """
+        if self._rows is None:
+            return []
         if self._transport is not None:
             self._transport.wait_until(lambda: not self._stages[0].missing)
-        self.rows = [tuple(self._row_of[rank].tolist()) for rank in sorted(self._row_of)]
-        return self.rows
+        return self._rows.read()
 
     def finish(self, divisor: float) -> None:
         """Wait until `total` is whole, and nothing of ours is on its way any more.
@@ -312,92 +392,81 @@ class TreeExchange:
         Raises:
             RuntimeError: the group broke.
         """
-        self._divisor = divisor
+        if self._step is not None:
+            self._step.divisor = divisor
         self._advance()
         if self._transport is not None:
-            self._transport.wait_until(lambda: not self._is_on)
+            self._transport.wait_until(lambda: self._step is None)
             self._transport.flush()
         self._expect()
 
     def _advance(self) -> None:
         """Do all that what has come allows."""
-        while self._is_on:
-            begins_gather = self._at == len(self._plan.reduce) and not self._has_sent
+        while (step := self._step) is not None:
+            begins_gather = step.at == len(self._plan.reduce) and not step.has_sent
             if begins_gather and not self._copies_divide:
-                if self._divisor is None:
+                if step.divisor is None:
                     return
-                self._divide(self._divisor)
-            if self._at == len(self._stages):
-                self._is_on = False
-                self._values = {}
+                self._divide(step, step.divisor)
+            if step.at == len(self._stages):
+                self._step = None
                 return
-            stage = self._stages[self._at]
-            if not self._has_sent:
-                self._has_sent = True
-                self._send(stage)
+            stage = self._stages[step.at]
+            if not step.has_sent:
+                step.has_sent = True
+                self._send(step, stage)
             if stage.missing:
                 return
             if stage.gathers:
-                if self._copies_divide and self._divisor is None:
+                if self._copies_divide and step.divisor is None:
                     return
-                self._take_totals(stage)
+                self._take_totals(step, stage)
             else:
-                self._add(stage)
-            self._at, self._has_sent = self._at + 1, False
+                self._add(step, stage)
+            step.at, step.has_sent = step.at + 1, False
 
-    def _send(self, stage: _Stage) -> None:
+    def _send(self, step: _ExchangeStep, stage: _Stage) -> None:
         sends: list[Message] = []
-        if self._reads_in_place(stage.round):
-            sends = self._places(stage)
+        if self._node is not None and stage.round.is_local:
+            sends = self._places(self._node, step, stage)
         else:
             for move in stage.round.sends:
                 if stage.gathers:
                     tensors = [self._landed(move.first, move.last)]
                 else:
-                    first, last = move.first - self._first, move.last - self._first
-                    tensors = [self._values[part][first:last] for part in move.parts]
+                    first, last = move.first - step.first, move.last - step.first
+                    tensors = [step.values[part][first:last] for part in move.parts]
                 self.bytes_sent += sum(tensor.nbytes for tensor in tensors)
-                if self.carries_rows:
-                    tensors = [self._row, *tensors]
+                if self._rows is not None:
+                    tensors = [self._rows.own, *tensors]
                 sends.append((move.rank, stage.tag, tensors))
         if self._transport is not None:
             self._transport.post(sends, stage.receives, self._noting(stage))
 
-    def _places(self, stage: _Stage) -> list[Message]:
+    def _places(self, node: _NodeSlices, step: _ExchangeStep, stage: _Stage) -> list[Message]:
         """Return the messages that show our node where it may read; in the end, that it may."""
-        memory, numbers = self._memory, [0]
-        if memory is None or not stage.round.sends:
+        if not stage.round.sends:
             return []
         if not stage.gathers:
-            parts = [memory.where(self._values[part]) for part in stage.round.sends[0].parts]
-            numbers = [*memory.where(self._shown), *(start for *_, start in parts)]
-        elif self._shown is not self._land:
-            self._shown.copy_(self._landed(*self._node_slice()))
+            numbers = node.places_of(step.values[part] for part in stage.round.sends[0].parts)
+        else:
+            numbers = [0]
+            if node.shown is not node.land[0]:
+                node.shown.copy_(self._landed(*node.own))
         message = torch.tensor(numbers, dtype=torch.int64)
         return [(move.rank, stage.tag, [message]) for move in stage.round.sends]
 
-    def _read(self, stage: _Stage, move: PlannedMessage) -> list[torch.Tensor]:
-        """Return the sums that a rank of our node lets us read, for all of the bucket.
-
-        The place of its total is mapped as well, while it waits for us: afterwards it may exit.
-        """
-        number, inode, land, *starts = stage.positions[move.rank].tolist()
-        peer, dtype = self._peers[move.rank], self.total.dtype
-        first, last = self._slice_of[move.rank]
-        self._lands[move.rank] = peer.tensor((number, inode, land), max(1, last - first), dtype)
-        return [peer.tensor((number, inode, start), self._size, dtype) for start in starts]
-
-    def _add(self, stage: _Stage) -> None:
+    def _add(self, step: _ExchangeStep, stage: _Stage) -> None:
         """Keep our slice of what we have, and add siblings to it in the order of the tree."""
         one = stage.round
         if one.first == one.last:
-            self._values, self._first = {}, one.first
+            step.values, step.first = {}, one.first
             return
-        values = self._kept(stage)
+        values = _kept(step, stage)
         own = set(stage.scratch)
-        if self._reads_in_place(one):
+        if self._node is not None and one.is_local:
             for move in one.receives:
-                theirs = self._read(stage, move)
+                theirs = self._node.read(move.rank, stage.positions[move.rank])
                 for part, tensor in zip(move.parts, theirs, strict=True):
                     values[part] = tensor[one.first : one.last]
         else:
@@ -417,63 +486,62 @@ class TreeExchange:
                 into = stage.spare[total]
             values[total] = torch.add(one_sum, other, out=into)
             own.add(total)
-        self._values, self._first = values, one.first
+        step.values, step.first = values, one.first
 
-    def _kept(self, stage: _Stage) -> dict[Span, torch.Tensor]:
-        """Return our slice of what we have; a part of it may come from others of our own group."""
-        one, values = stage.round, {}
-        for part, tensor in self._values.items():
-            low = max(one.first, self._first)
-            high = max(low, min(one.last, self._first + tensor.numel()))
-            mine = tensor[low - self._first : high - self._first]
-            if part in stage.scratch:
-                stage.scratch[part][low - one.first : high - one.first].copy_(mine)
-            else:
-                values[part] = mine
-        return values
-
-    def _divide(self, divisor: float) -> None:
+    def _divide(self, step: _ExchangeStep, divisor: float) -> None:
         """Have the total of our slice where it is handed round from."""
         if self._plan.first == self._plan.last:
             return
-        summed = self._values[0, self._partition.num_micro_batches]
+        summed = step.values[0, self._partition.num_micro_batches]
         if not self._stages:
             torch.div(summed, divisor, out=self.total)
         elif divisor != 1.0:
             summed.div_(divisor)
 
-    def _take_totals(self, stage: _Stage) -> None:
+    def _take_totals(self, step: _ExchangeStep, stage: _Stage) -> None:
         """Read the slices of our node; those that are sent come to their places by themselves."""
-        if not self._reads_in_place(stage.round):
+        node = self._node
+        if node is None or not stage.round.is_local:
             return
-        slices = [(*self._node_slice(), self._shown)]
-        slices += [(m.first, m.last, self._lands[m.rank]) for m in stage.round.receives]
-        divisor = self._divisor if self._copies_divide else None
+        slices = [(*node.own, node.shown)]
+        slices += [(m.first, m.last, node.total_of(m.rank)) for m in stage.round.receives]
+        divisor = step.divisor if self._copies_divide else None
         for first, last, summed in slices:
             if divisor is None or divisor == 1.0:
                 self.total[first:last].copy_(summed)
             else:
                 torch.div(summed, divisor, out=self.total[first:last])
 
-    def _add_ours(self, ours: list[torch.Tensor]) -> torch.Tensor:
-        like, memory = ours[0], self._memory
-        if len(ours) == 1:
-            return like
-        if self._added is None:
-            self._added = (
-                torch.empty_like(like) if memory is None else memory.empty(like.numel(), like.dtype)
-            )
-        into = torch.add(ours[0], ours[1], out=self._added)
-        for more in ours[2:]:
-            into.add_(more)
-        return into
+
+def _plan_of(partition: MicroBatchPartition, like: torch.Tensor, shape: GroupShape) -> ExchangePlan:
+    """Return what this rank does with a bucket like this one."""
+    rank, world_size, count = partition.rank, partition.world_size, partition.num_micro_batches
+    most = max(len(parts) for parts in partition.parts)
+    is_small = most * like.nbytes * (world_size - 1) <= ONE_PHASE_BYTES
+    if is_small and world_size <= FEW:
+        return whole_plan(rank, world_size, count, like.numel())
+    return tree_plan(rank, count, shape, like.numel(), MESSAGE_BYTES // like.itemsize)
+
+
+def _kept(step: _ExchangeStep, stage: _Stage) -> dict[Span, torch.Tensor]:
+    """Return our slice of what we have; a part of it may come from others of our own group."""
+    one, values = stage.round, {}
+    for part, tensor in step.values.items():
+        low = max(one.first, step.first)
+        high = max(low, min(one.last, step.first + tensor.numel()))
+        mine = tensor[low - step.first : high - step.first]
+        if part in stage.scratch:
+            stage.scratch[part][low - one.first : high - one.first].copy_(mine)
+        else:
+            values[part] = mine
+    return values
 
 
 class StagedExchange:
     """The same for tensors of a device in a group that has no transport for them: through memory.
 
     Attributes:
-        total, rows, carries_rows, bytes_sent, has_tags: as of `TreeExchange`.
+        total, carries_rows, bytes_sent, has_tags: as of `TreeExchange`.
     """
 
     def __init__(
@@ -489,11 +557,6 @@ class StagedExchange:
         self._exchange = TreeExchange(partition, host, group, is_bitwise=is_bitwise)
         self._host = {part: torch.empty_like(host, pin_memory=True) for part in partition.mine}
         self.carries_rows, self.has_tags = self._exchange.carries_rows, True
-
-    @property
-    def rows(self) -> list[Row]:
-        """Return what each rank gave to `start`, if `carries_rows`."""
-        return self._exchange.rows
 
     @property
     def bytes_sent(self) -> int:
@@ -526,7 +589,7 @@ class SumExchange:
 
     Attributes:
         total: the scaled sum, once `finish` has returned.
-        rows, carries_rows: rows go beside these messages.
+        carries_rows: False, rows go beside these messages.
         bytes_sent: to other ranks, so far, if the all-reduce goes in a ring.
         has_tags: False, torch matches collectives by their order.
     """
@@ -534,7 +597,6 @@ class SumExchange:
     def __init__(self, partition: MicroBatchPartition, like: torch.Tensor, group: Any) -> None:
         self.has_tags = False
         self.total = torch.empty_like(like)
-        self.rows: list[Row] = []
         self.carries_rows = False
         self.bytes_sent = 0
         self._partition = partition
