@@ -187,7 +187,7 @@ def test_buckets_that_grow_with_the_world_give_the_same(
     for size in (1 << 30, 0):
         monkeypatch.setattr(reduce_module, "bucket_bytes_for", lambda _, size=size: size)
         reducer.attach(None)
-        assert len(reducer._buckets) == (1 if size else 6)
+        assert len(reducer._layout.buckets) == (1 if size else 6)
         assert same(one_step(reducer, unit, model, mean_square), right)
         model.zero_grad()
 
@@ -385,3 +385,23 @@ def test_what_user_code_raises_in_backward_comes_out_and_leaves_nothing(make: Ma
             model[2:](hidden).square().mean().backward()
         break
     assert same(one_step(reducer, unit, model, mean_square, (SIZE,) * 2), right)
+
+
+def test_a_group_that_breaks_while_buckets_are_sent_behind_backward_leaves_an_error(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = mlp()
+    unit = unit_of(model)
+    reducer = make([unit], bucket_bytes=1)
+
+    def breaks(*_: Any) -> None:
+        raise RuntimeError("Connection closed by peer")
+
+    monkeypatch.setattr(BucketExchanges, "start", breaks)
+    for number in iterations(reducer, (SIZE,)):
+        parameters = list(model.parameters())
+        found = torch.autograd.grad(mean_square(model, number), parameters)
+        for parameter, gradient in zip(parameters, found, strict=True):
+            parameter.grad = gradient
+    assert not reducer.settle(unit)
+    assert "Connection closed" in str(reducer.broken)

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from elastic.core.policy.exchange_plan import BUCKET_BYTES
-from elastic.errors import UsageError
+from elastic.errors import InvariantViolation, UsageError
 from elastic.worker.group.shared_memory import OwnMemory
 from elastic.worker.state.train_state import OptimizerUnit
 
@@ -48,6 +48,8 @@ class Bucket:
         strides: of their gradients, without gaps: fused optimizers go through both side by side.
         touched: places of parameters whose gradients are to be moved, in that order.
         used: which got a gradient in this micro-batch.
+        leaf: what this micro-batch has given, None once it was added to others.
+        is_sent: in this micro-batch.
         pool: buffers that are not in use.
         seen: the last tensor that `view` was asked for.
         memory: where buffers lie that others read in place, None for memory of our own.
@@ -60,6 +62,8 @@ class Bucket:
     strides: list[tuple[int, ...]] = field(default_factory=list)
     touched: dict[int, None] = field(default_factory=dict)
     used: list[bool] = field(default_factory=list)
+    leaf: FlatTensor | None = None
+    is_sent: bool = False
     pool: list[FlatTensor] = field(default_factory=list)
     seen: FlatTensor | None = None
     memory: OwnMemory | None = None
@@ -82,6 +86,12 @@ class Bucket:
         """No parameter has a gradient yet."""
         self.touched.clear()
         self.used = [False] * len(self.parameters)
+
+    def the_leaf(self) -> FlatTensor:
+        """Return the buffer of the micro-batch at hand, open for more gradients."""
+        if self.leaf is None:
+            raise InvariantViolation(f"bucket {self.number} has no leaf")
+        return self.leaf
 
     def forget(self, place: int) -> None:
         self.touched.pop(place, None)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,14 +21,14 @@ from torch import nn
 from torch.profiler import record_function
 
 from elastic.core.policy.exchange_plan import bucket_bytes_for
-from elastic.errors import InvariantViolation, UsageError, check
+from elastic.errors import InvariantViolation, UsageError
 from elastic.worker.base.activity import Activity
 from elastic.worker.group.accelerators import accelerator_of
 from elastic.worker.group.member_links import links_of
 from elastic.worker.group.shared_memory import OwnMemory
 from elastic.worker.reduce.backward import around_backward
 from elastic.worker.reduce.bucket_exchanges import BucketExchanges
-from elastic.worker.reduce.buckets import BUCKET_BYTES, Bucket, FlatTensor, lay_out
+from elastic.worker.reduce.buckets import BUCKET_BYTES, Bucket, lay_out
 from elastic.worker.reduce.commit_gate import CommitGate
 from elastic.worker.reduce.grad_preview import expose_partial_grad, hide, is_shown, show_zeros
 from elastic.worker.reduce.model_buffers import ModelBuffers
@@ -41,6 +42,110 @@ __all__ = ["ROW", "OptimizerUnit", "Reducer", "StepShare"]
 
 OWN = 2
 """Numbers of a row that are the reducer's: which buffers change, whether backward comes again."""
+
+
+@dataclass(eq=False)
+class _UnitStep:
+    """How far the gradients of one unit are.
+
+    Attributes:
+        unit: whose they are.
+        buckets: of its parameters.
+        is_reduced: `p.grad` has what the whole step gives.
+        has_stepped: in this micro-batch, whose gradients are left where they are since then.
+        is_reached: by the backward call at hand.
+    """
+
+    unit: OptimizerUnit
+    buckets: list[Bucket] = field(default_factory=list)
+    is_reduced: bool = False
+    has_stepped: bool = False
+    is_reached: bool = False
+
+
+@dataclass
+class _Layout:
+    """How the parameters are cut.
+
+    Attributes:
+        bucket_bytes: size of a bucket.
+        buckets: of all units.
+        slots: bucket of each parameter and its place there, by id.
+        hooks: on the parameters.
+    """
+
+    bucket_bytes: int
+    buckets: list[Bucket]
+    slots: dict[int, tuple[Bucket, int]]
+    hooks: list[Any]
+
+    def remove(self) -> None:
+        """Take the hooks off."""
+        for hook in self.hooks:
+            hook.remove()
+
+
+@dataclass
+class _GroupExchanges:
+    """What the steps of one group have in common.
+
+    Attributes:
+        group: torch's; None for a group of one.
+        made: by how the micro-batches are dealt.
+        newest: of the newest step, None before the first.
+        keeps_leaves: a backward call may add to what was sent. How many calls reach a unit in one
+            micro-batch is learned in the first step.
+    """
+
+    group: Any = None
+    made: dict[MicroBatchPartition, BucketExchanges] = field(default_factory=dict)
+    newest: BucketExchanges | None = None
+    keeps_leaves: bool = True
+
+
+@dataclass
+class _Step:
+    """A step from its beginning until gradients are left alone again.
+
+    Attributes:
+        share: what we do in it.
+        control: numbers that all ranks get to see.
+        exchanges: of its partition.
+        is_void: it counts for nothing.
+        number: of the micro-batch at hand, None before the first.
+        is_last: that is our last one.
+        is_hidden: a backward call is under way, or has raised.
+        stepped_by_others: ids of parameters that are shared with units that have stepped in it.
+        waiting: buckets that are complete and not in turn.
+    """
+
+    share: StepShare | WeighedShare
+    control: Sequence[float]
+    exchanges: BucketExchanges
+    is_void: bool = False
+    number: int | None = None
+    is_last: bool = False
+    is_hidden: bool = False
+    stepped_by_others: set[int] = field(default_factory=set)
+    waiting: list[Bucket] = field(default_factory=list)
+
+    def begin_micro_batch(self, number: int) -> None:
+        """Be at this micro-batch, of which there is nothing yet."""
+        self.number, self.is_last = number, number == self.share.held[1] - 1
+        self.is_hidden = False
+        self.stepped_by_others.clear()
+        self.waiting.clear()
+
+    def at(self) -> int:
+        """Return the number of the micro-batch at hand."""
+        if self.number is None:
+            raise InvariantViolation("no micro-batch is at hand")
+        return self.number
+
+    @property
+    def counts(self) -> bool:
+        """Return whether a micro-batch is at hand, and not void."""
+        return self.number is not None and not self.is_void
 
 
 class Reducer:
@@ -82,105 +187,78 @@ class Reducer:
         self._still = StillWeights(still)
         parameters = (parameter for unit in units for _, parameter in unit.parameters)
         self._gate = CommitGate(parameters, self._activity, is_over)
-        self._number_of = {id(unit): number for number, unit in enumerate(units)}
-        self._units, self._bucket_bytes = units, bucket_bytes
-        self._group: Any = None
-        self._share: StepShare | WeighedShare | None = None
-        self._control: Sequence[float] = ()
-        # Of this group, by how the micro-batches are dealt.
-        self._made: dict[MicroBatchPartition, BucketExchanges] = {}
-        self._exchanges: BucketExchanges | None = None
-        self._hooks: list[Any] = []
-        self._lay_out(bucket_bytes)
-        self._waiting: list[Bucket] = []
+        self._units = [_UnitStep(unit) for unit in units]
+        self._bucket_bytes = bucket_bytes
+        self._layout = self._lay_out(bucket_bytes)
+        self._group = _GroupExchanges()
+        self._step: _Step | None = None
         self._unreaped: list[Any] = []
-        # How many backward calls reach a unit in one micro-batch is learned in the first step.
-        self._keeps_leaves = True
         self._calls_several = False
-        self._number: int | None = None
-        self._is_on = self._is_last = self._is_void = self._is_hidden = False
-        self._reached = [False] * len(units)
-        self._stepped = [False] * len(units)
-        self._stepped_by_others: set[int] = set()
-        self._reduced = [False] * len(units)
         self._undo = around_backward(self._around_backward)
 
-    def _lay_out(self, bucket_bytes: int) -> None:
+    def _lay_out(self, bucket_bytes: int) -> _Layout:
         """Cut the parameters into buckets of this size, and put hooks on them."""
-        self._laid_out = bucket_bytes
-        self._buckets = lay_out(self._units, bucket_bytes)
-        self._of_unit = [
-            [b for b in self._buckets if b.unit == number] for number in range(len(self._units))
-        ]
-        self._place_of = {
-            id(parameter): (bucket, place)
-            for bucket in self._buckets
-            for place, parameter in enumerate(bucket.parameters)
-        }
-        self._leaf_buffers: list[FlatTensor | None] = [None] * len(self._buckets)
-        self._sent = [False] * len(self._buckets)
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = [
-            parameter.register_post_accumulate_grad_hook(self._hook(bucket, place))
-            for bucket in self._buckets
-            for place, parameter in enumerate(bucket.parameters)
-        ]
+        buckets = lay_out([one.unit for one in self._units], bucket_bytes)
+        for number, unit in enumerate(self._units):
+            unit.buckets = [bucket for bucket in buckets if bucket.unit == number]
+        slots, hooks = {}, []
+        for bucket in buckets:
+            for place, parameter in enumerate(bucket.parameters):
+                slots[id(parameter)] = bucket, place
+                hook = self._hook(bucket, place)
+                hooks.append(parameter.register_post_accumulate_grad_hook(hook))
+        return _Layout(bucket_bytes, buckets, slots, hooks)
 
     # ------------------------------------------------------------------------- groups
 
     def attach(self, group: Any) -> None:
         """Continue in another group; None for none. What was under way in the old is forgotten."""
-        if self._is_on:
-            self._make_void()
+        if self._step is not None:
+            self._make_void(self._step)
             self._drop_gradients()
-        if self._made:
+        if self._group.made:
             # The old group may write to their memory until its works are gone: not used again.
-            self._unreaped = [self._made, self._leaf_buffers]
-            for bucket in self._buckets:
-                bucket.pool = []
-            self._leaf_buffers = [None] * len(self._buckets)
-        self._made, self._exchanges, self._share = {}, None, None
-        self._group = group if group is not None and group.size() > 1 else None
-        wanted = bucket_bytes_for(self._group.size() if self._group is not None else 1)
+            self._unreaped = [self._group.made, [one.leaf for one in self._layout.buckets]]
+            for bucket in self._layout.buckets:
+                bucket.pool, bucket.leaf = [], None
+        self._group = _GroupExchanges(group if group is not None and group.size() > 1 else None)
+        size = self._group.group.size() if self._group.group is not None else 1
+        wanted = bucket_bytes_for(size)
         bucket_bytes = wanted if wanted > BUCKET_BYTES else self._bucket_bytes
-        if bucket_bytes != self._laid_out:
-            self._lay_out(bucket_bytes)
+        if bucket_bytes != self._layout.bucket_bytes:
+            self._layout.remove()
+            self._layout = self._lay_out(bucket_bytes)
         self._take_memory()
-        self._buffers.attach(self._group)
-        self._gate.attach(self._group)
-        self._keeps_leaves = True
+        self._buffers.attach(self._group.group)
+        self._gate.attach(self._group.group)
         self.release_gradients()
         self.broken = None
 
     def _take_memory(self) -> None:
         """Let others of our node read what we add up, if there are any."""
-        is_read = self._group is not None and bool(links_of(self._group).memory)
-        for bucket in self._buckets:
-            if is_read or bucket.memory is not None:
-                bucket.pool = []
-                self._leaf_buffers[bucket.number] = None
+        group = self._group.group
+        is_read = group is not None and bool(links_of(group).memory)
         memory = OwnMemory() if is_read else None
-        for bucket in self._buckets:
+        for bucket in self._layout.buckets:
+            if is_read or bucket.memory is not None:
+                bucket.pool, bucket.leaf = [], None
             bucket.memory = memory if accelerator_of(bucket.device) is None else None
 
     def release_gradients(self) -> None:
         """No step is under way: leave all gradients alone."""
         self._buffers.end_step()
-        self._is_on = self._is_void = False
+        self._step = None
 
     def close(self) -> None:
         """Take the hooks off."""
         self.release_gradients()
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
+        self._layout.remove()
         self._undo()
 
     @property
     def bytes_sent(self) -> int:
         """Return the bytes of gradients that were sent in this group."""
-        return sum(exchanges.bytes_sent for exchanges in self._made.values())
+        return sum(exchanges.bytes_sent for exchanges in self._group.made.values())
 
     # ------------------------------------------------------------------------- a step
 
@@ -192,76 +270,78 @@ class Reducer:
             control: at most `ROW` - `OWN` - `SHARE_NUMBERS` numbers, which all ranks get to see
                 in `rows`.
         """
-        if self._exchanges is None or share.partition != self._exchanges.partition:
-            self._exchanges = self._exchanges_of(share.partition)
-        elif not self._is_void:
-            self._keeps_leaves = self._calls_several
-        self._exchanges.begin_step()
-        self._share, self._control, self.rows = share, control, []
-        self._is_on, self._is_void, self._number = True, False, None
-        self._reduced = [False] * len(self._reduced)
+        group, was_void = self._group, self._step is not None and self._step.is_void
+        if group.newest is None or share.partition != group.newest.partition:
+            group.newest = self._exchanges_of(share.partition)
+        elif not was_void:
+            group.keeps_leaves = self._calls_several
+        group.newest.begin_step()
+        self.rows = []
+        self._step = _Step(share, control, group.newest)
+        for unit in self._units:
+            unit.is_reduced = False
         self._still.begin_step()
         self._buffers.begin_step()
 
     def begin_micro_batch(self, number: int) -> None:
         """End the micro-batch before, and begin this one."""
-        self._end_micro_batch()
-        self._number = number
-        self._is_last, self._is_hidden = number == self._the_share().held[1] - 1, False
-        self._stepped = [False] * len(self._stepped)
-        self._stepped_by_others.clear()
-        self._sent = [False] * len(self._sent)
-        self._waiting.clear()
-        for bucket in self._buckets:
+        step = self._the_step()
+        self._end_micro_batch(step)
+        step.begin_micro_batch(number)
+        for unit in self._units:
+            unit.has_stepped = False
+        for bucket in self._layout.buckets:
             bucket.begin_micro_batch()
+            bucket.is_sent = False
             for parameter in bucket.parameters:
                 # Of an iteration before: a loop that zeroes them in place, or never, gets the
                 # sums of one that sets them to None.
                 parameter.grad = None
-            if self._leaf_buffers[bucket.number] is None:
-                self._leaf_buffers[bucket.number] = bucket.flat()
+            if bucket.leaf is None:
+                bucket.leaf = bucket.flat()
         self._buffers.restore()
 
     def abandon(self) -> None:
         """The rest of this iteration is void: gradients count for nothing, buffers are put back."""
-        if self._is_on:
-            self._make_void()
-            show_zeros(self._buckets)
+        if self._step is not None:
+            self._make_void(self._step)
+            show_zeros(self._layout.buckets)
 
-    def _make_void(self) -> None:
-        self._is_void, self._number = True, None
+    def _make_void(self, step: _Step) -> None:
+        step.is_void = True
         self._buffers.restore(is_void=True)
 
     def unit_stepped(self, unit: OptimizerUnit) -> None:
         """From here on this micro-batch's gradients of this unit are left where they are."""
-        number = self._number_of[id(unit)]
-        self._take_assigned(number)
-        self._stepped[number] = True
-        self._stepped_by_others.update(id(parameter) for parameter in unit.shared)
+        step, own = self._the_step(), self._own(unit)
+        self._take_assigned(step, own)
+        own.has_stepped = True
+        step.stepped_by_others.update(id(parameter) for parameter in unit.shared)
 
     def unit_zeroed(self, unit: OptimizerUnit) -> None:
         """The gradients of this micro-batch so far do not count; nothing if the unit has stepped.
 
         A plain loop drops what another loss has left in them, such as a GAN's judge before its own.
         """
-        number = self._number_of[id(unit)]
-        if self._number is None or self._stepped[number]:
+        step, own = self._step, self._own(unit)
+        if step is None or not step.counts or own.has_stepped:
             return
-        if self._stepped_by_others:
+        if step.stepped_by_others:
             self.parameters_zeroed([parameter for _, parameter in unit.parameters])
             return
-        for bucket in self._of_unit[number]:
+        for bucket in own.buckets:
             bucket.begin_micro_batch()
 
     def parameters_zeroed(self, parameters: Sequence[nn.Parameter]) -> None:
         """Do the same for some parameters of any units."""
-        if not self._is_on or self._number is None:
+        step = self._step
+        if step is None or not step.counts:
             return
         for parameter in parameters:
-            bucket, place = self._place_of.get(id(parameter), (None, 0))
-            if bucket is None or self._stepped[bucket.unit]:
+            bucket, place = self._layout.slots.get(id(parameter), (None, 0))
+            if bucket is None or self._units[bucket.unit].has_stepped:
                 continue
-            if id(parameter) not in self._stepped_by_others:
+            if id(parameter) not in step.stepped_by_others:
                 bucket.forget(place)
 
     def data_set(self, weight: torch.Tensor, value: torch.Tensor) -> None:
@@ -274,11 +354,11 @@ class Reducer:
         Returns:
             Whether it is there; not if the group broke.
         """
-        number = self._number_of[id(unit)]
-        if not self._is_void and not self._reduced[number]:
-            self._take_assigned(number)
-            self._reduce([number])
-        return not self._is_void and self.broken is None
+        step, own = self._the_step(), self._own(unit)
+        if not step.is_void and not own.is_reduced:
+            self._take_assigned(step, own)
+            self._reduce(step, [own])
+        return not step.is_void and self.broken is None
 
     def settle_buffers(self, is_good: Callable[[], bool] = lambda: True) -> bool:
         """Average what the micro-batches made of the modules' buffers.
@@ -292,11 +372,12 @@ class Reducer:
         Raises:
             UsageError: something has changed weights since the step began.
         """
-        share = self._the_share()
-        if self._is_void or self.broken is not None or self._number is None:
+        step = self._the_step()
+        if not step.counts or self.broken is not None:
             return False
         self._still.check()
-        self._buffers.end_micro_batch(self._number, share.counts[self._number])
+        share = step.share
+        self._buffers.end_micro_batch(step.at(), share.counts[step.at()])
         own = self._gate.record()
         self._guarded(lambda: self._buffers.settle(share.partition, share.samples))
         self._guarded(lambda: self._gate.wait_all(own), waits=False)
@@ -314,83 +395,86 @@ class Reducer:
 
     def _hook(self, bucket: Bucket, place: int) -> Callable[[nn.Parameter], None]:
         """Return what is called when backward has finished a parameter's gradient."""
-        unit, touched = bucket.unit, bucket.touched
+        unit, touched = self._units[bucket.unit], bucket.touched
 
         def reached(_: nn.Parameter) -> None:
-            if not self._is_on or self._stepped[unit]:
+            step = self._step
+            if step is None or unit.has_stepped:
                 return
-            if self._sent[bucket.number] and not (self._reduced[unit] or self._is_void):
+            if bucket.is_sent and not (unit.is_reduced or step.is_void):
                 raise UsageError(
                     f"backward gave parameter {bucket.names[place]} a gradient once more, after it "
                     f"was complete and sent: reentrant checkpointing does that to modules that are "
                     f"used several times; pass use_reentrant=False to torch.utils.checkpoint"
                 )
             touched[place] = None
-            self._reached[unit] = True
-            if len(touched) == len(bucket.parameters) and self._is_last:
-                self._send_early(bucket)
+            unit.is_reached = True
+            if len(touched) == len(bucket.parameters) and step.is_last:
+                self._send_early(step, bucket)
 
         return reached
 
-    def _send_early(self, bucket: Bucket) -> None:
+    def _send_early(self, step: _Step, bucket: Bucket) -> None:
         """Send a complete bucket off; the rest of backward continues."""
-        if self._is_void or self._reduced[bucket.unit] or self._sent[bucket.number]:
+        if step.is_void or self._units[bucket.unit].is_reduced or bucket.is_sent:
             return
-        if not self._is_in_turn(bucket):
-            self._waiting.append(bucket)
+        if not self._is_in_turn(step, bucket):
+            step.waiting.append(bucket)
             return
-        self._send(bucket)
+        self._send(step, bucket)
         # Those that were complete before their turn.
-        for other in sorted(self._waiting, key=lambda one: one.number):
-            if self._is_void or not self._is_in_turn(other):
+        for other in sorted(step.waiting, key=lambda one: one.number):
+            if step.is_void or not self._is_in_turn(step, other):
                 break
-            self._waiting.remove(other)
-            self._send(other)
+            step.waiting.remove(other)
+            self._send(step, other)
 
-    def _send(self, bucket: Bucket) -> None:
-        bucket.move_gradients(self._leaf(bucket))
-        self._start(bucket)
+    def _send(self, step: _Step, bucket: Bucket) -> None:
+        bucket.move_gradients(bucket.the_leaf())
+        self._start(step, bucket)
 
-    def _is_in_turn(self, bucket: Bucket) -> bool:
+    def _is_in_turn(self, step: _Step, bucket: Bucket) -> bool:
         """Return whether this bucket may be sent before those that backward still works on.
 
         Where messages have no tags their order matches them, and ranks whose forward took
         other branches complete their buckets in other orders.
         """
-        if self._the_exchanges().of[bucket.number].has_tags:
+        if step.exchanges.of[bucket.number].has_tags:
             return True
-        before = self._buckets[: bucket.number]
-        return all(self._sent[one.number] or self._reduced[one.unit] for one in before)
+        before = self._layout.buckets[: bucket.number]
+        return all(one.is_sent or self._units[one.unit].is_reduced for one in before)
 
     @contextmanager
     def _around_backward(self) -> Iterator[None]:
         """Surround each outermost backward call of this process."""
-        if not self._is_on:
+        step = self._step
+        if step is None:
             yield
             return
-        if not self._is_hidden:  # Or a backward call has raised.
-            self._forget_dropped()
-        self._is_hidden = True
-        if not (self._is_void or self._is_last):
+        if not step.is_hidden:  # Or a backward call has raised.
+            self._forget_dropped(step)
+        step.is_hidden = True
+        if not (step.is_void or step.is_last):
             hide(self._not_stepped())
-        again = [n for n, done in enumerate(self._reduced) if done and not self._stepped[n]]
-        for number in again:
+        again = [one for one in self._units if one.is_reduced and not one.has_stepped]
+        for unit in again:
             # A second call adds to the leaf, not to the total; that is reduced once more.
-            for bucket in self._of_unit[number]:
+            for bucket in unit.buckets:
                 for parameter in bucket.parameters:
                     parameter.grad = None
-        self._reached = [False] * len(self._reached)
+        for unit in self._units:
+            unit.is_reached = False
         yield
         self._activity.beats += 1
-        self._is_hidden = False
-        if self._is_void:
-            show_zeros(self._buckets)
+        step.is_hidden = False
+        if step.is_void:
+            show_zeros(self._layout.buckets)
         else:
-            self._after_backward(again)
+            self._after_backward(step, again)
 
-    def _forget_dropped(self) -> None:
+    def _forget_dropped(self, step: _Step) -> None:
         """Between two backward calls a loop has set gradients to None: they do not count."""
-        if self._is_void or self._number is None:
+        if not step.counts:
             return
         for bucket in self._not_stepped():
             if any(bucket.used):
@@ -398,76 +482,78 @@ class Reducer:
                     if bucket.used[place] and parameter.grad is None:
                         bucket.forget(place)
 
-    def _after_backward(self, again: list[int]) -> None:
-        reached = [number for number, is_so in enumerate(self._reached) if is_so]
-        if not self._keeps_leaves and any(number in reached for number in again):
+    def _after_backward(self, step: _Step, again: Sequence[_UnitStep]) -> None:
+        calls_again = any(unit.is_reached for unit in again)
+        if calls_again and not self._group.keeps_leaves:
             raise UsageError(
                 "an iteration calls backward() more often than those before it, after its "
                 "gradients were complete: call it equally often in every iteration"
             )
-        self._waiting.clear()
-        for bucket in self._buckets:
+        step.waiting.clear()
+        for bucket in self._layout.buckets:
             if bucket.touched:
-                bucket.move_gradients(self._leaf(bucket))
-        if not self._is_last:
+                bucket.move_gradients(bucket.the_leaf())
+        if not step.is_last:
             for bucket in self._not_stepped():
-                # The last step's total is not needed any more.
-                idle = self._the_exchanges().of[bucket.number].total
-                expose_partial_grad(bucket, self._leaf(bucket), bucket.view(idle))
+                self._show_part(step, bucket)
             return
-        self._calls_several = self._calls_several or any(n in reached for n in again)
-        self._reduce([number for number in reached if not self._stepped[number]])
-        for number in again:
-            if number not in reached and self.broken is None:
-                self._show_totals(number)
+        self._calls_several = self._calls_several or calls_again
+        self._reduce(step, [one for one in self._units if one.is_reached and not one.has_stepped])
+        for unit in again:
+            if not unit.is_reached and self.broken is None:
+                self._show_totals(step, unit)
 
-    def _start(self, bucket: Bucket) -> None:
+    def _show_part(self, step: _Step, bucket: Bucket) -> None:
+        """Let loops read what this micro-batch has given so far."""
+        # The last step's total is not needed any more.
+        idle = step.exchanges.of[bucket.number].total
+        expose_partial_grad(bucket, bucket.the_leaf(), bucket.view(idle))
+
+    def _start(self, step: _Step, bucket: Bucket) -> None:
         """Let the last micro-batch be part of what we have added up, and send that."""
-        share, number = self._the_share(), self._number
-        check(number is not None, "no micro-batch is at hand")
-        leaf, sums = self._leaf(bucket), self._the_exchanges().sums[bucket.number]
-        weight = share.weight(number or 0)
-        if self._keeps_leaves:
+        number, leaf = step.at(), bucket.the_leaf()
+        sums, weight = step.exchanges.sums[bucket.number], step.share.weight(number)
+        if self._group.keeps_leaves:
             copy = bucket.flat()
             copy.tensor.copy_(leaf.tensor)
             bucket.complete(copy, weight=weight)
-            sums.put_for_now(number or 0, copy)
+            sums.put_for_now(number, copy)
         else:
             bucket.complete(leaf, weight=weight)
-            sums.put(number or 0, leaf)
-            self._leaf_buffers[bucket.number] = None
-        self._sent[bucket.number] = True
-        self._guarded(lambda: self._begin_exchange(bucket), waits=False)
+            sums.put(number, leaf)
+            bucket.leaf = None
+        bucket.is_sent = True
+        self._guarded(lambda: self._begin_exchange(step, bucket), waits=False)
 
-    def _begin_exchange(self, bucket: Bucket) -> None:
+    def _begin_exchange(self, step: _Step, bucket: Bucket) -> None:
         # By now forward is through, and we know which buffers it changes.
         own = [self._buffers.note_changes(), float(self._calls_several)]
-        row = [*own, *self._the_share().own_row(), *self._control]
-        share = self._the_share()
-        divisor = share.divisor if isinstance(share, StepShare) else None
-        self._the_exchanges().start(bucket.number, row, divisor)
+        row = [*own, *step.share.own_row(), *step.control]
+        divisor = step.share.divisor if isinstance(step.share, StepShare) else None
+        step.exchanges.start(bucket.number, row, divisor)
 
-    def _reduce(self, numbers: list[int]) -> None:
+    def _reduce(self, step: _Step, units: Sequence[_UnitStep]) -> None:
         """Exchange what these units still have to, and put the totals into `p.grad`."""
-        buckets = [bucket for number in numbers for bucket in self._of_unit[number]]
-        for bucket in buckets:
-            if self._reduced[bucket.unit] or not self._sent[bucket.number]:
-                self._start(bucket)
+        buckets = [bucket for unit in units for bucket in unit.buckets]
+        for unit in units:
+            for bucket in unit.buckets:
+                if unit.is_reduced or not bucket.is_sent:
+                    self._start(step, bucket)
         own = self._gate.record()
         with record_function("elastic::exchange"):
-            self._guarded(lambda: self._finish(buckets))
+            self._guarded(lambda: self._finish(step, buckets))
             self._guarded(lambda: self._gate.wait_exchanged(own), waits=False)
         if self.broken is not None:
             return
-        for number in numbers:
-            self._reduced[number] = True
-            self._show_totals(number)
+        for unit in units:
+            unit.is_reduced = True
+            self._show_totals(step, unit)
 
-    def _finish(self, buckets: Sequence[Bucket]) -> None:
-        share = self._the_share()
+    def _finish(self, step: _Step, buckets: Sequence[Bucket]) -> None:
+        share = step.share
         # Known before, or sent in the rows.
         divisor = share.divisor if isinstance(share, StepShare) else _divisor_of(share)
-        rows = self._the_exchanges().finish([b.number for b in buckets], divisor=divisor)
+        rows = step.exchanges.finish([b.number for b in buckets], divisor=divisor)
         if any(row[0] != rows[0][0] for row in rows):
             raise UsageError(
                 "forward changes buffers of the model on some ranks and not on others, so that "
@@ -477,60 +563,60 @@ class Reducer:
         self._calls_several = self._calls_several or any(row[1] for row in rows)
         self.rows = [row[OWN + SHARE_NUMBERS :] for row in rows]
 
-    def _show_totals(self, number: int) -> None:
+    def _show_totals(self, step: _Step, unit: _UnitStep) -> None:
         """Let `p.grad` be the step's gradient; None where no micro-batch has given one."""
-        share = self._the_share()
-        for bucket in self._of_unit[number]:
-            total = bucket.view(self._the_exchanges().of[bucket.number].total)
-            # Of a micro-batch without samples nothing counts, also not what it has used.
-            counts = share.weight(self._number or 0) is not None
+        # Of a micro-batch without samples nothing counts, also not what it has used.
+        counts = step.share.weight(step.at()) is not None
+        for bucket in unit.buckets:
+            total = bucket.view(step.exchanges.of[bucket.number].total)
             seen = None if counts and all(bucket.used) else (total.flags != 0).tolist()
             for place, parameter in enumerate(bucket.parameters):
                 parameter.grad = total.views[place] if seen is None or seen[place] else None
 
     # ------------------------------------------------------------------------- the rest
 
-    def _end_micro_batch(self) -> None:
+    def _end_micro_batch(self, step: _Step) -> None:
         """All backward calls of the micro-batch are through; it was not our last one."""
-        number = self._number
-        if number is None:
+        if not step.counts:
             return
-        share = self._the_share()
-        for bucket in self._buckets:
-            leaf = self._leaf(bucket)
-            bucket.complete(leaf, weight=share.weight(number))
-            self._the_exchanges().sums[bucket.number].put(number, leaf)
-            self._leaf_buffers[bucket.number] = None
-        self._buffers.end_micro_batch(number, share.counts[number])
+        number = step.at()
+        for bucket in self._layout.buckets:
+            leaf = bucket.the_leaf()
+            bucket.complete(leaf, weight=step.share.weight(number))
+            step.exchanges.sums[bucket.number].put(number, leaf)
+            bucket.leaf = None
+        self._buffers.end_micro_batch(number, step.share.counts[number])
 
     def _exchanges_of(self, partition: MicroBatchPartition) -> BucketExchanges:
         """Return what a step needs in this group; made once for each partition."""
-        if partition not in self._made:
-            self._made[partition] = BucketExchanges(
-                self._buckets, partition, self._group, is_bitwise=self._is_bitwise
+        made = self._group.made
+        if partition not in made:
+            made[partition] = BucketExchanges(
+                self._layout.buckets, partition, self._group.group, is_bitwise=self._is_bitwise
             )
-        return self._made[partition]
+        return made[partition]
 
-    def _take_assigned(self, number: int) -> None:
+    def _take_assigned(self, step: _Step, unit: _UnitStep) -> None:
         """Take what a loop has put into `p.grad` without backward, as from `autograd.grad`."""
-        if self._is_void or self._number is None or self._stepped[number] or self._reduced[number]:
+        if not step.counts or unit.has_stepped or unit.is_reduced:
             return  # Of the whole step, or of nothing that is done.
-        for bucket in self._of_unit[number]:
+        for bucket in unit.buckets:
             for place, parameter in enumerate(bucket.parameters):
                 if parameter.grad is not None and not is_shown(bucket, place):
                     bucket.touched[place] = None
             if bucket.touched:
-                bucket.move_gradients(self._leaf(bucket))
-                if not self._is_last:
-                    idle = self._the_exchanges().of[bucket.number].total
-                    expose_partial_grad(bucket, self._leaf(bucket), bucket.view(idle))
+                bucket.move_gradients(bucket.the_leaf())
+                if not step.is_last:
+                    self._show_part(step, bucket)
 
     def _not_stepped(self) -> list[Bucket]:
         """Return the buckets of units that have not stepped in this micro-batch."""
-        return [bucket for bucket in self._buckets if not self._stepped[bucket.unit]]
+        return [
+            bucket for bucket in self._layout.buckets if not self._units[bucket.unit].has_stepped
+        ]
 
     def _drop_gradients(self) -> None:
-        for bucket in self._buckets:
+        for bucket in self._layout.buckets:
             bucket.touched.clear()
             for parameter in bucket.parameters:
                 parameter.grad = None
@@ -549,22 +635,13 @@ class Reducer:
             self.broken = error
             self.abandon()
 
-    def _leaf(self, bucket: Bucket) -> FlatTensor:
-        """Return the buffer of the micro-batch at hand, open for more gradients."""
-        leaf = self._leaf_buffers[bucket.number]
-        if leaf is None:
-            raise InvariantViolation(f"bucket {bucket.number} has no leaf")
-        return leaf
+    def _own(self, unit: OptimizerUnit) -> _UnitStep:
+        return next(one for one in self._units if one.unit is unit)
 
-    def _the_exchanges(self) -> BucketExchanges:
-        if self._exchanges is None:
-            raise InvariantViolation("no step has begun in this group")
-        return self._exchanges
-
-    def _the_share(self) -> StepShare | WeighedShare:
-        if self._share is None:
+    def _the_step(self) -> _Step:
+        if self._step is None:
             raise InvariantViolation("no step has begun")
-        return self._share
+        return self._step
 
 
 def _divisor_of(share: WeighedShare) -> Divisor:
