@@ -14,28 +14,130 @@ that bits depend on the world size, and on nothing else.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from elastic.errors import UsageError, check
+from elastic.errors import InvariantViolation, UsageError
 from elastic.worker.base.activity import Activity
 from elastic.worker.group import c10d
 from elastic.worker.reduce.backward import around_backward
 from elastic.worker.reduce.commit_gate import CommitGate
 from elastic.worker.reduce.model_buffers import ModelBuffers
 from elastic.worker.reduce.reducer import Reducer
-from elastic.worker.reduce.step_metadata import send_metadata
+from elastic.worker.reduce.step_metadata import Row, send_metadata
 from elastic.worker.reduce.step_share import SHARE_NUMBERS, MicroBatch, StepShare, WeighedShare
 from elastic.worker.state.sharded_state import check_shards
 from elastic.worker.state.train_state import OptimizerUnit, TrainState
 
 Gradients = list[torch.Tensor | None]
 """Of the parameters of one unit."""
+
+
+class _UnitGradients:
+    """The gradients of one unit in the step at hand.
+
+    Attributes:
+        unit: whose they are.
+        has_stepped: in this micro-batch, whose gradients are left where they are since then.
+    """
+
+    def __init__(self, unit: OptimizerUnit) -> None:
+        self.unit = unit
+        self.has_stepped = False
+        self._parameters = [parameter for _, parameter in unit.parameters]
+        # What the micro-batches before have given, and what this one has.
+        self._sums: Gradients = self._none()
+        self._fresh: Gradients = self._none()
+
+    def _none(self) -> Gradients:
+        return [None] * len(self._parameters)
+
+    def begin_step(self) -> None:
+        self._sums = self._none()
+        self.forget_fresh()
+
+    def begin_micro_batch(self) -> None:
+        """Add up what the one before has given."""
+        for place, gradient in enumerate(self._fresh):
+            self._sums[place] = _added(self._sums[place], gradient)
+        self.has_stepped = False
+        self.forget_fresh()
+
+    def forget_fresh(self) -> None:
+        """What this micro-batch has given does not count, and is not shown."""
+        self._fresh = self._none()
+        self.hide()
+
+    def hide(self) -> None:
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def zero(self, chosen: Collection[int] | None = None) -> None:
+        """Let what this micro-batch has given so far not count.
+
+        Args:
+            chosen: ids of the parameters of which it does not; None for all.
+        """
+        for place, parameter in enumerate(self._parameters):
+            if chosen is None or id(parameter) in chosen:
+                self._fresh[place] = None
+
+    def take(self) -> None:
+        """Put aside what backward has left in `p.grad`."""
+        for place, parameter in enumerate(self._parameters):
+            gradient, parameter.grad = parameter.grad, None
+            self._fresh[place] = _added(self._fresh[place], gradient)
+
+    def show_fresh(self, copied: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Let `p.grad`, where there is none, be what this micro-batch has given so far."""
+        for parameter, gradient in zip(self._parameters, self._fresh, strict=True):
+            if parameter.grad is None and gradient is not None:
+                parameter.grad = copied(gradient)
+
+    def is_shown(self) -> bool:
+        """Return whether any `p.grad` has something."""
+        return any(parameter.grad is not None for parameter in self._parameters)
+
+    def show_totals(self, factor: float) -> None:
+        """Let `p.grad` be the step's gradient; None where no micro-batch has given one."""
+        for place, parameter in enumerate(self._parameters):
+            total = _added(self._sums[place], self._fresh[place])
+            parameter.grad = total if total is None or factor == 1.0 else total * factor
+
+
+def _added(total: torch.Tensor | None, more: torch.Tensor | None) -> torch.Tensor | None:
+    if total is None or more is None:
+        return more if total is None else total
+    return total + more
+
+
+@dataclass
+class _Step:
+    """A step from its beginning until gradients are left alone again.
+
+    Attributes:
+        share: what we do in it.
+        control: numbers that all ranks get to see.
+        is_void: it counts for nothing.
+        number: of the micro-batch at hand; None before the first, and for one that does not count.
+        is_last: that is our last one.
+        weight: what the loss of the micro-batch at hand is multiplied by.
+        factor: what the sum is multiplied by, None until all ranks' rows are there. It is 1, but
+            for a step with fewer samples than others.
+    """
+
+    share: StepShare | WeighedShare
+    control: Sequence[float]
+    is_void: bool = False
+    number: int | None = None
+    is_last: bool = False
+    weight: float = 0.0
+    factor: float | None = None
 
 
 class ShardedReducer:
@@ -46,6 +148,8 @@ class ShardedReducer:
         rows: what each rank gave to `begin_step`, by rank; valid once a unit has settled.
         bytes_sent: 0: what the model's own wrapper sends is not counted.
     """
+
+    bytes_sent = 0
 
     def __init__(
         self,
@@ -71,36 +175,24 @@ class ShardedReducer:
                 check_shards(name, parameter, c10d.default_group().size())
         self.broken: BaseException | None = None
         self.rows: list[tuple[float, ...]] = []
-        self.bytes_sent = 0
         self._activity = activity
         self._buffers = ModelBuffers(modules)
-        self._units = [[parameter for _, parameter in unit.parameters] for unit in units]
-        self._names = [(name, p) for unit in units for name, p in unit.parameters]
-        self._gate = CommitGate((p for _, p in self._names), activity, is_over)
-        self._number_of = {id(unit): number for number, unit in enumerate(units)}
+        self._units = [_UnitGradients(unit) for unit in units]
+        parameters = (parameter for unit in units for _, parameter in unit.parameters)
+        self._gate = CommitGate(parameters, activity, is_over)
         self._group: Any = None
-        self._share: StepShare | WeighedShare | None = None
-        self._control: Sequence[float] = ()
-        self._sums = [self._none(unit) for unit in self._units]
-        self._fresh = [self._none(unit) for unit in self._units]
-        self._stepped = [False] * len(units)
-        self._number: int | None = None
-        self._weight, self._factor = 0.0, 1.0
-        self._is_on = self._is_last = self._is_void = self._has_reported = False
+        self._step: _Step | None = None
         self._undo = around_backward(self._around_backward, scale=self._scale)
         activity.is_sharded = True
-
-    @staticmethod
-    def _none(parameters: Sequence[nn.Parameter]) -> Gradients:
-        return [None] * len(parameters)
 
     # ------------------------------------------------------------------------- groups
 
     def attach(self, group: Any) -> None:
         """Be in a group; None for none."""
         self.abandon()
-        if self._is_on:
-            self._forget_fresh()
+        if self._step is not None:
+            for unit in self._units:
+                unit.forget_fresh()
         self.release_gradients()
         self.broken, self._group = None, group
         others = group if group is not None and group.size() > 1 else None
@@ -110,7 +202,7 @@ class ShardedReducer:
     def release_gradients(self) -> None:
         """No step is under way: leave all gradients alone."""
         self._buffers.end_step()
-        self._is_on = self._is_void = False
+        self._step = None
 
     def close(self) -> None:
         """Leave backward as it was."""
@@ -122,56 +214,56 @@ class ShardedReducer:
 
     def begin_step(self, share: StepShare | WeighedShare, control: Sequence[float] = ()) -> None:
         """Forget whatever step was before, and begin one; see `Reducer.begin_step`."""
-        self._share, self._control, self.rows = share, control, []
-        self._sums = [self._none(unit) for unit in self._units]
-        self._is_on, self._is_void, self._number, self._has_reported = True, False, None, False
-        self._forget_fresh()
+        self.rows = []
+        self._step = _Step(share, control)
+        for unit in self._units:
+            unit.begin_step()
         self._buffers.begin_step()
 
     def begin_micro_batch(self, number: int) -> None:
         """End the micro-batch before, and begin this one."""
-        share = self._the_share()
+        share = self._the_step().share
         weight = share.weight(number) or 0.0
-        self._begin(number, weight * share.partition.world_size / share.partition.num_micro_batches)
-        self._is_last = number == share.held[1] - 1
+        scale = share.partition.world_size / share.partition.num_micro_batches
+        self._begin(number, weight * scale, is_last=number == share.held[1] - 1)
 
     def begin_padding(self) -> None:
         """Begin a micro-batch that does not count; it comes before those that do."""
-        self._begin(None, 0.0)
-        self._is_last = False
+        self._begin(None, 0.0, is_last=False)
 
-    def _begin(self, number: int | None, weight: float) -> None:
-        self._end_micro_batch()
-        self._number, self._weight = number, weight
-        self._stepped = [False] * len(self._stepped)
-        self._forget_fresh()
+    def _begin(self, number: int | None, weight: float, *, is_last: bool) -> None:
+        step = self._the_step()
+        for unit in self._units:
+            unit.begin_micro_batch()
+        if step.number is not None and not step.is_void:
+            self._buffers.end_micro_batch(step.number, step.share.counts[step.number])
+        step.number, step.weight, step.is_last = number, weight, is_last
         self._buffers.restore()
 
     def abandon(self) -> None:
         """The rest of this iteration is void: gradients count for nothing, buffers are put back."""
-        if self._is_on:
-            self._is_void, self._number = True, None
+        if self._step is not None:
+            self._step.is_void = True
             self._buffers.restore(is_void=True)
             # A loop may read `p.grad` without asking whether it is there.
-            self._show_fresh(torch.Tensor.detach)
+            for unit in self._units:
+                unit.show_fresh(torch.Tensor.detach)
 
     def unit_stepped(self, unit: OptimizerUnit) -> None:
         """From here on this micro-batch's gradients of this unit are left where they are."""
-        self._stepped[self._number_of[id(unit)]] = True
+        self._own(unit).has_stepped = True
 
     def unit_zeroed(self, unit: OptimizerUnit) -> None:
         """This micro-batch's gradients so far do not count; nothing if the unit has stepped."""
-        number = self._number_of[id(unit)]
-        if not self._stepped[number]:
-            self._fresh[number] = self._none(self._units[number])
+        own = self._own(unit)
+        if not own.has_stepped:
+            own.zero()
 
     def parameters_zeroed(self, parameters: Sequence[nn.Parameter]) -> None:
         """Do the same for some parameters of any units."""
-        zeroed = {id(parameter) for parameter in parameters}
-        for number, fresh in enumerate(self._fresh):
-            for place, parameter in enumerate(self._units[number]):
-                if id(parameter) in zeroed and not self._stepped[number]:
-                    fresh[place] = None
+        chosen = {id(parameter) for parameter in parameters}
+        for unit in self._not_stepped():
+            unit.zero(chosen)
 
     def data_set(self, weight: torch.Tensor, value: torch.Tensor) -> None:
         """Weights are not watched here: modules replace them while they are gathered."""
@@ -182,20 +274,20 @@ class ShardedReducer:
         Returns:
             Whether it is there; not if the group broke.
         """
-        number = self._number_of[id(unit)]
-        self._exchange_row()
-        if self._is_void or self.broken is not None:
+        own, factor = self._own(unit), self._exchange_row(self._the_step())
+        if factor is None:
             return False
-        if all(parameter.grad is None for parameter in self._units[number]):
-            self._show(number)  # Zeroed since backward, or backward has not reached it.
+        if not own.is_shown():
+            own.show_totals(factor)  # Zeroed since backward, or backward has not reached it.
         return True
 
     def settle_buffers(self, is_good: Callable[[], bool] = lambda: True) -> bool:
         """Average what the micro-batches made of buffers; see `Reducer.settle_buffers`."""
-        share = self._the_share()
-        if self._is_void or self.broken is not None or self._number is None:
+        step = self._the_step()
+        share = step.share
+        if step.is_void or self.broken is not None or step.number is None:
             return False
-        self._buffers.end_micro_batch(self._number, share.counts[self._number])
+        self._buffers.end_micro_batch(step.number, share.counts[step.number])
         own = self._gate.record()
         self._guarded(lambda: self._buffers.settle(share.partition, share.samples))
         self._guarded(lambda: self._gate.wait_all(own), waits=False)
@@ -213,102 +305,71 @@ class ShardedReducer:
 
     def _scale(self) -> float:
         """Return what the gradient of the loss is multiplied by in this backward call."""
-        return self._weight if self._is_on and not self._is_void else 1.0
+        step = self._step
+        return step.weight if step is not None and not step.is_void else 1.0
 
     @contextmanager
     def _around_backward(self) -> Iterator[None]:
         """Surround each outermost backward call of this process."""
-        if not self._is_on:
+        step = self._step
+        if step is None:
             yield
             return
-        for number, parameters in enumerate(self._units):
-            for parameter in parameters if not self._stepped[number] else ():
-                parameter.grad = None  # What was shown, and is kept.
+        for unit in self._not_stepped():
+            unit.hide()  # What was shown, and is kept.
         yield
         self._activity.beats += 1
-        if self._is_void:
+        if step.is_void:
             return
-        for number in range(len(self._units)):
-            if not self._stepped[number]:
-                self._take(number)
-        if self._is_last:
-            self._exchange_row()
-            for number in range(len(self._units)):
-                if not self._stepped[number] and not self._is_void:
-                    self._show(number)
-        else:
-            self._show_fresh(torch.Tensor.clone)
-
-    def _show_fresh(self, copied: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Let `p.grad`, where there is none, be what this micro-batch has given so far."""
-        for parameters, fresh in zip(self._units, self._fresh, strict=True):
-            for parameter, gradient in zip(parameters, fresh, strict=True):
-                if parameter.grad is None and gradient is not None:
-                    parameter.grad = copied(gradient)
-
-    def _take(self, number: int) -> None:
-        """Put aside what backward has left in `p.grad`."""
-        fresh = self._fresh[number]
-        for place, parameter in enumerate(self._units[number]):
-            gradient, parameter.grad = parameter.grad, None
-            if gradient is not None:
-                before = fresh[place]
-                fresh[place] = gradient if before is None else before + gradient
-
-    def _exchange_row(self) -> None:
-        """Exchange the step's row, once; what is due with it is then known to all."""
-        if self._has_reported or self._is_void:
+        for unit in self._not_stepped():
+            unit.take()
+        if not step.is_last:
+            for unit in self._units:
+                unit.show_fresh(torch.Tensor.clone)
             return
-        row = [self._buffers.note_changes(), *self._the_share().own_row(), *self._control]
-        self._guarded(lambda: self.rows.extend(send_metadata(self._group, row)))
+        factor = self._exchange_row(step)
+        if factor is not None:
+            for unit in self._not_stepped():
+                unit.show_totals(factor)
+
+    def _exchange_row(self, step: _Step) -> float | None:
+        """Exchange the step's row, once; what is due with it is then known to all.
+
+        Returns:
+            What the sum is multiplied by, None if the step is void.
+        """
+        if step.is_void or self.broken is not None:
+            return None
+        if step.factor is None:
+            step.factor = self._factor_from_rows(step)
+        return step.factor
+
+    def _factor_from_rows(self, step: _Step) -> float | None:
+        share = step.share
+        row = [self._buffers.note_changes(), *share.own_row(), *step.control]
+        rows: list[Row] = []
+        self._guarded(lambda: rows.extend(send_metadata(self._group, row)))
         # Among all that the device was given are the model's own collectives: which rank waits for
         # which is not known, and all of it counts as waiting.
         self._guarded(self._gate.wait_exchanged, waits=False)
         if self.broken is not None:
-            return
-        self._has_reported = True
-        if any(one[0] != self.rows[0][0] for one in self.rows):
+            return None
+        if any(one[0] != rows[0][0] for one in rows):
             raise UsageError(
                 "forward changes buffers of the model on some ranks and not on others, so that "
                 "they cannot be averaged; let it change the same ones in every micro-batch"
             )
-        share = self._the_share()
         if isinstance(share, WeighedShare):
-            divisor = share.take_rows([one[1 : 1 + SHARE_NUMBERS] for one in self.rows])
+            divisor = share.take_rows([one[1 : 1 + SHARE_NUMBERS] for one in rows])
         else:
             divisor = share.divisor
-        # 1, but for a step with fewer samples than others.
-        self._factor = share.partition.num_micro_batches / divisor
-        self.rows = [one[1 + SHARE_NUMBERS :] for one in self.rows]
-
-    def _show(self, number: int) -> None:
-        """Let `p.grad` be the step's gradient; None where no micro-batch has given one."""
-        factor = self._factor
-        for place, parameter in enumerate(self._units[number]):
-            total, more = self._sums[number][place], self._fresh[number][place]
-            if total is None or more is None:
-                total = more if total is None else total
-            else:
-                total = total + more
-            parameter.grad = total if total is None or factor == 1.0 else total * factor
+        self.rows = [one[1 + SHARE_NUMBERS :] for one in rows]
+        return share.partition.num_micro_batches / divisor
 
     # ------------------------------------------------------------------------- the rest
 
-    def _end_micro_batch(self) -> None:
-        """All backward calls of the micro-batch are through; it was not our last one."""
-        for sums, fresh in zip(self._sums, self._fresh, strict=True):
-            for place, gradient in enumerate(fresh):
-                before = sums[place]
-                if gradient is not None:
-                    sums[place] = gradient if before is None else before + gradient
-        if self._number is not None:
-            count = self._the_share().counts[self._number]
-            self._buffers.end_micro_batch(self._number, count)
-
-    def _forget_fresh(self) -> None:
-        self._fresh = [self._none(unit) for unit in self._units]
-        for _, parameter in self._names:
-            parameter.grad = None
+    def _not_stepped(self) -> list[_UnitGradients]:
+        return [unit for unit in self._units if not unit.has_stepped]
 
     def _guarded(self, exchange: Callable[[], None], *, waits: bool = True) -> None:
         """Do what needs the other ranks; a group that breaks makes the step void."""
@@ -321,9 +382,13 @@ class ShardedReducer:
             self.broken = error
             self.abandon()
 
-    def _the_share(self) -> StepShare | WeighedShare:
-        check(self._share is not None, "no step has begun")
-        return self._share  # type: ignore[return-value]
+    def _own(self, unit: OptimizerUnit) -> _UnitGradients:
+        return next(one for one in self._units if one.unit is unit)
+
+    def _the_step(self) -> _Step:
+        if self._step is None:
+            raise InvariantViolation("no step has begun")
+        return self._step
 
 
 class Padding:
