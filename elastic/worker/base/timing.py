@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from elastic.core.config import NS_PER_S
 from elastic.core.messages import Progress
@@ -39,6 +39,8 @@ SILENCE_NS = 2 * NS_PER_S
 """A loop without a step for so long is polled by the control thread."""
 COMPUTE, EXCHANGE, COMMIT = range(len(CATEGORIES), len(CATEGORIES) + 3)
 """Parts of a step that are no categories: they become one or the other when it is over."""
+NOTICED = 0.05
+"""A rank is named as the one that others wait for when that takes such a part of the time."""
 
 
 @dataclass(frozen=True)
@@ -58,31 +60,119 @@ class TimingSample:
     logged: str = ""
 
 
-class Timing:
-    """The times of one worker, over all groups and calls of its train function.
+@dataclass
+class _Window:
+    """What was measured since the last message; a number that workers report is one here.
 
     Attributes:
-        steps: that are over in this generation.
-        busy_ns: how long this rank worked between the last two exchanges, 0 if not known.
+        began_ns: 0 before the first step of a group.
+        data_before_ns: time that was spent waiting for data until then.
+        steps, compute_ns, exchange_ns, straggler_ns, commit_ns, samples, tokens: of `Telemetry`.
+        waited_for: nanoseconds by which a rank worked longer than the others, by rank.
     """
+
+    began_ns: int = 0
+    data_before_ns: int = 0
+    steps: int = 0
+    compute_ns: int = 0
+    exchange_ns: int = 0
+    straggler_ns: int = 0
+    commit_ns: int = 0
+    samples: int = 0
+    tokens: int = 0
+    waited_for: dict[int, int] = field(default_factory=dict)
+
+    def telemetry(
+        self, seen: TimingSample, now_ns: int, data_ns: int, bytes_before: int
+    ) -> Telemetry:
+        """Return it as it is sent.
+
+        Args:
+            seen: what the loop knows.
+            now_ns: the end of the window.
+            data_ns: time that was spent waiting for data until now.
+            bytes_before: that were sent before the window.
+        """
+        wall_ns = now_ns - self.began_ns if self.began_ns else 0
+        return Telemetry(
+            steps=self.steps if wall_ns else 0,
+            wall_ns=wall_ns,
+            data_wait_ns=data_ns - self.data_before_ns,
+            compute_ns=self.compute_ns,
+            exchange_ns=self.exchange_ns,
+            straggler_wait_ns=self.straggler_ns,
+            commit_ns=self.commit_ns,
+            bytes_sent=seen.bytes_sent - bytes_before,
+            samples=self.samples,
+            tokens=self.tokens,
+            straggler=self._straggler(wall_ns),
+            epoch=seen.epoch,
+            step=seen.step,
+            num_epochs=seen.num_epochs,
+            num_steps=seen.num_steps,
+            logged=seen.logged,
+        )
+
+    def _straggler(self, wall_ns: int) -> int:
+        """Return the rank that was waited for, if that took a noticeable part of the time."""
+        rank = max(self.waited_for, key=self.waited_for.__getitem__, default=-1)
+        is_late = rank >= 0 and self.waited_for[rank] >= NOTICED * wall_ns
+        return rank if is_late and wall_ns else -1
+
+
+@dataclass
+class _InGroup:
+    """What is known of this worker in its present group.
+
+    Attributes:
+        send: sends a message; returns at once.
+        steps: that are over in it.
+        first_unix_ns: when the first was.
+        reported_ns: when the newest message was sent.
+        bytes_sent: gradients, until then.
+        last: what that message said of the steps.
+        busy_ns: how long we worked between the last two exchanges, 0 if not known.
+        pending_ns: how long we waited in the newest one; for whom, the next one shows.
+        exchanged_ns: when that was over, 0 before the first.
+    """
+
+    worker_id: WorkerId
+    generation: Generation
+    send: Callable[[Progress], None]
+    steps: int = 0
+    first_unix_ns: int = 0
+    reported_ns: int = 0
+    bytes_sent: int = 0
+    last: Telemetry = field(default_factory=Telemetry)
+    busy_ns: int = 0
+    pending_ns: int = 0
+    exchanged_ns: int = 0
+
+
+class Timing:
+    """The times of one worker, over all groups and calls of its train function."""
 
     def __init__(self, clock: Clock | None = None) -> None:
         """Begin with the clock stopped; `enter` and `resume` let it run."""
         self._clock = clock or SystemClock()
         self._now = self._clock.monotonic_ns
-        self._send: Callable[[Progress], None] = lambda _: None
-        self._worker_id, self._generation = WorkerId(""), NO_GENERATION
-        self._at, self._since_ns = START, 0
+        self._at = START
+        # When what it is spent on now began, 0 while the clock is stopped.
+        self._since_ns = 0
         self._spent = [0] * (COMMIT + 1)
-        self.steps, self._first_unix_ns, self._reported_ns = 0, 0, 0
-        self.busy_ns, self._pending_ns, self._cycle_ns = 0, 0, 0
         self._has_trained = False
-        # Of the window that is reported next.
-        self._window_ns, self._window_steps, self._data_ns = 0, 0, 0
-        self._compute_ns = self._exchange_ns = 0
-        self._straggler_ns = self._commit_ns = self._samples = self._tokens = self._bytes = 0
-        self._waited_for: dict[int, int] = {}
-        self._last = Telemetry()
+        self._group = _InGroup(WorkerId(""), NO_GENERATION, lambda _: None)
+        self._window = _Window()
+
+    @property
+    def steps(self) -> int:
+        """Return the steps that are over in this generation."""
+        return self._group.steps
+
+    @property
+    def busy_ns(self) -> int:
+        """Return how long this rank worked between the last two exchanges, 0 if not known."""
+        return self._group.busy_ns
 
     # ------------------------------------------------------------------- groups and calls
 
@@ -91,11 +181,8 @@ class Timing:
     ) -> None:
         """Be in another group; `send` must return at once."""
         self._settle_exchange(())
-        self._worker_id, self._generation, self._send = worker_id, generation, send
-        self.steps, self._first_unix_ns, self._reported_ns = 0, 0, 0
-        self.busy_ns, self._cycle_ns, self._bytes = 0, 0, 0
-        self._begin_window(0)
-        self._last = Telemetry()
+        self._group = _InGroup(worker_id, generation, send)
+        self._window = _Window(data_before_ns=self._spent[DATA_WAIT])
 
     def call_begins(self) -> None:
         """The train function is called: until it trains it starts, or comes back."""
@@ -112,7 +199,7 @@ class Timing:
             self._since_ns = 0
             self._fold()
             self._settle_exchange(())
-            self._send(self._progress())
+            self._group.send(self._progress(self._group, self.spent()))
 
     # ------------------------------------------------------------------- stretches
 
@@ -159,48 +246,50 @@ class Timing:
         """
         self.switch(COMMIT)
         self._settle_exchange(busy)
-        now_ns, waited_ns = self._since_ns, self._spent[EXCHANGE]
+        group, now_ns, waited_ns = self._group, self._since_ns, self._spent[EXCHANGE]
         self._spent[EXCHANGE] = 0
-        self.busy_ns = now_ns - self._cycle_ns - waited_ns if self._cycle_ns else 0
-        self._pending_ns, self._cycle_ns = waited_ns, now_ns
-        self._samples += samples
-        self._tokens += tokens
+        group.busy_ns = now_ns - group.exchanged_ns - waited_ns if group.exchanged_ns else 0
+        group.pending_ns, group.exchanged_ns = waited_ns, now_ns
+        self._window.samples += samples
+        self._window.tokens += tokens
 
     def _settle_exchange(self, busy: Sequence[float]) -> None:
         """Find out which rank we have waited for in the exchange before this one."""
-        pending_ns, self._pending_ns = self._pending_ns, 0
-        most = max(busy, default=0.0) if self.busy_ns else 0.0
-        late_ns = min(pending_ns, max(0, int(most) - self.busy_ns))
+        group, window = self._group, self._window
+        pending_ns, group.pending_ns = group.pending_ns, 0
+        most = max(busy, default=0.0) if group.busy_ns else 0.0
+        late_ns = min(pending_ns, max(0, int(most) - group.busy_ns))
         self._spent[STRAGGLER_WAIT] += late_ns
         self._spent[PRODUCTIVE] += pending_ns - late_ns
-        self._exchange_ns += pending_ns
-        self._straggler_ns += late_ns
+        window.exchange_ns += pending_ns
+        window.straggler_ns += late_ns
         if most:
             # Also by the one who was waited for: by how much the mean of the others was shorter.
             rank, known = busy.index(most), [one for one in busy if one]
             by_ns = int(most - sum(known) / len(known))
-            self._waited_for[rank] = self._waited_for.get(rank, 0) + by_ns
+            window.waited_for[rank] = window.waited_for.get(rank, 0) + by_ns
 
     def note_step(self, sample: Callable[[], TimingSample] = TimingSample) -> None:
         """Count a step that is over and counts; the first is sent at once, with the time of day."""
-        self.steps += 1
+        group = self._group
+        group.steps += 1
         self._has_trained = True
         self.switch(COMPUTE if self._at in (COMMIT, START, REFORM) else self._at)
-        self._window_steps += 1
+        self._window.steps += 1
         self._fold()
         now_ns = self._since_ns or self._now()
-        if self.steps == 1:
-            self._first_unix_ns = self._clock.unix_ns()
-        elif now_ns < self._reported_ns + INTERVAL_NS:
+        if group.steps == 1:
+            group.first_unix_ns = self._clock.unix_ns()
+        elif now_ns < group.reported_ns + INTERVAL_NS:
             return
-        self._send(self._step_progress(sample(), now_ns))
+        self._report(sample(), now_ns)
 
     def _fold(self) -> None:
         """What was computed since the last step counts."""
         spent = self._spent
         spent[PRODUCTIVE] += spent[COMPUTE] + spent[COMMIT]
-        self._compute_ns += spent[COMPUTE]
-        self._commit_ns += spent[COMMIT]
+        self._window.compute_ns += spent[COMPUTE]
+        self._window.commit_ns += spent[COMMIT]
         spent[COMPUTE] = spent[COMMIT] = 0
 
     def void(self) -> None:
@@ -215,62 +304,29 @@ class Timing:
 
     def overdue(self) -> Progress | None:
         """Return what is to be sent if no step sends it, None if it is not due; any thread."""
-        since_ns, now_ns = self._since_ns, self._now()
-        if not since_ns or now_ns < self._reported_ns + SILENCE_NS:
+        group, since_ns, now_ns = self._group, self._since_ns, self._now()
+        if not since_ns or now_ns < group.reported_ns + SILENCE_NS:
             return None
-        self._reported_ns = now_ns
+        group.reported_ns = now_ns
         at, spent = self._at, self._spent[: len(CATEGORIES)]
         if at < len(CATEGORIES):
             spent[at] += now_ns - since_ns
-        return self._progress(spent)
+        return self._progress(group, Goodput(*spent))
 
     def spent(self) -> Goodput:
         """Return where the time went so far; whole once the clock is stopped."""
         return Goodput(*self._spent[: len(CATEGORIES)])
 
-    def _step_progress(self, seen: TimingSample, now_ns: int) -> Progress:
-        wall_ns = now_ns - self._window_ns if self._window_ns else 0
-        late = self._straggler(wall_ns)
-        self._last = Telemetry(
-            steps=self._window_steps if wall_ns else 0,
-            wall_ns=wall_ns,
-            data_wait_ns=self._spent[DATA_WAIT] - self._data_ns,
-            compute_ns=self._compute_ns,
-            exchange_ns=self._exchange_ns,
-            straggler_wait_ns=self._straggler_ns,
-            commit_ns=self._commit_ns,
-            bytes_sent=seen.bytes_sent - self._bytes,
-            samples=self._samples,
-            tokens=self._tokens,
-            straggler=late,
-            epoch=seen.epoch,
-            step=seen.step,
-            num_epochs=seen.num_epochs,
-            num_steps=seen.num_steps,
-            logged=seen.logged,
-        )
-        self._bytes = seen.bytes_sent
-        self._begin_window(now_ns)
-        return self._progress()
+    def _report(self, seen: TimingSample, now_ns: int) -> None:
+        """Send what the window has come to, and begin the next."""
+        group, data_ns = self._group, self._spent[DATA_WAIT]
+        group.last = self._window.telemetry(seen, now_ns, data_ns, group.bytes_sent)
+        group.bytes_sent, group.reported_ns = seen.bytes_sent, now_ns
+        self._window = _Window(now_ns, data_ns)
+        group.send(self._progress(group, self.spent()))
 
-    def _straggler(self, wall_ns: int) -> int:
-        """Return the rank that was waited for, if that took a noticeable part of the time."""
-        rank = max(self._waited_for, key=self._waited_for.__getitem__, default=-1)
-        is_late = rank >= 0 and self._waited_for[rank] >= NOTICED * wall_ns
-        return rank if is_late and wall_ns else -1
-
-    def _begin_window(self, now_ns: int) -> None:
-        self._window_ns, self._reported_ns, self._window_steps = now_ns, now_ns, 0
-        self._data_ns, self._compute_ns, self._exchange_ns = self._spent[DATA_WAIT], 0, 0
-        self._straggler_ns = self._commit_ns = self._samples = self._tokens = 0
-        self._waited_for.clear()
-
-    def _progress(self, spent: Sequence[int] | None = None) -> Progress:
-        goodput = self.spent() if spent is None else Goodput(*spent)
+    @staticmethod
+    def _progress(group: _InGroup, spent: Goodput) -> Progress:
         return Progress(
-            self._worker_id, self._generation, self.steps, self._first_unix_ns, goodput, self._last
+            group.worker_id, group.generation, group.steps, group.first_unix_ns, spent, group.last
         )
-
-
-NOTICED = 0.05
-"""A rank is named as the one that others wait for when that takes such a part of the time."""
