@@ -35,7 +35,7 @@ def nothing(path: str, fn_kwargs: dict[str, Any]) -> str:
 
 def wait_for_thread(validator: Validator) -> None:
     """Wait until its thread has taken note of what it was told."""
-    wait_for(lambda: validator._requests_seen == validator._requests_made)
+    wait_for(lambda: not validator._requests.is_pending)
 
 
 @pytest.mark.parametrize("ranks", [(0,), (0, 1), (0, 1, 0)])

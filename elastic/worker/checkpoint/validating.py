@@ -19,7 +19,7 @@ import select
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -89,6 +89,93 @@ class ValidationReport:
     not_before: float = 0.0
 
 
+class _Requests:
+    """Requests of any thread to look for something new, and the wait until nothing is left to do.
+
+    Attributes:
+        made: how many there were.
+        seen: how many were there when the thread last looked through storage.
+        is_idle: nothing is left to do.
+    """
+
+    def __init__(self) -> None:
+        self.made, self.seen = 0, 0
+        self.is_idle = threading.Event()
+        self._lock = threading.Lock()
+        self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        # The thread holds us as long as it runs, also while the interpreter ends.
+        weakref.finalize(self, os.close, self._wake_fd).atexit = False
+
+    @property
+    def is_pending(self) -> bool:
+        return self.seen != self.made
+
+    def make(self) -> None:
+        """Have the thread look when it comes round."""
+        with self._lock:
+            self.is_idle.clear()
+            self.made += 1
+
+    def wake(self) -> None:
+        """Have it come round at once."""
+        os.eventfd_write(self._wake_fd, 1)
+
+    def nothing_left(self, seen: int) -> None:
+        """Nothing is left to do of so many requests."""
+        with self._lock:
+            if self.made == seen:
+                self.is_idle.set()
+
+    def wait(self, others: Iterable[int], timeout_s: float | None) -> None:
+        """Wait until woken, or until one of these descriptors can be read."""
+        poll = select.poll()  # `select` refuses descriptors from 1024 on.
+        for source in (self._wake_fd, *others):
+            poll.register(source, select.POLLIN)
+        poll.poll(None if timeout_s is None else math.ceil(timeout_s * 1e3))
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._wake_fd)
+
+
+class _UnansweredReports:
+    """Results on their way to the coordinator, until it has taken them."""
+
+    def __init__(self, link: CoordinatorLink) -> None:
+        self._link = link
+        self._reports: list[ValidationReport] = []
+        self._num_sent = 0
+
+    def __len__(self) -> int:
+        return len(self._reports)
+
+    def add(self, path: str, marker: CheckpointMarker) -> None:
+        self._reports.append(ValidationReport(path, marker.metrics, marker.status))
+
+    def clear(self) -> None:
+        self._reports.clear()
+
+    def send(self, generation: Generation) -> None:
+        """Send what is new, and again in each group what was not taken."""
+        for report in list(self._reports):
+            self._send(report, generation)
+
+    def _send(self, report: ValidationReport, generation: Generation) -> None:
+        answer = report.answer
+        if answer is not None and answer.ready.is_set():
+            over = answer.code in (RefusalCode.JOB_ENDED, RefusalCode.JOB_UNKNOWN)
+            if answer.accepted or over:
+                self._reports.remove(report)
+                return
+            report.answer, report.not_before = None, time.monotonic() + REPORT_AGAIN_S
+        if report.answer is None and time.monotonic() >= report.not_before:
+            self._num_sent += 1
+            report.answer = self._link.expect_answer(
+                generation, ReportKind.VALIDATION, self._num_sent
+            )
+            self._link.post(
+                Validated(generation, self._num_sent, report.metrics, report.path, report.status)
+            )
+
+
 class Validator:
     """The validations of one process, over all its groups."""
 
@@ -100,24 +187,19 @@ class Validator:
             spec: which job this is, and which checkpoints are kept.
             link: to the coordinator.
         """
-        self._run, self._spec, self._link = run, spec, link
+        self._run, self._spec = run, spec
         self._plan: ValidationPlan | None = None
         self._generation, self._leads, self._is_closed = 0, False, False
         self._thread: threading.Thread | None = None
-        self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        # The thread holds us as long as it runs, also while the interpreter ends.
-        weakref.finalize(self, os.close, self._wake_fd).atexit = False
-        self._lock = threading.Lock()
-        self._requests_seen, self._requests_made = 0, 0
-        self._is_idle, self._is_stuck_since = threading.Event(), 0.0
+        self._requests = _Requests()
+        self._stuck_since = 0.0
         # Of the thread alone.
         self._running: dict[str, RunningValidation] = {}
         self._tries: dict[str, int] = {}
         self._unwritten: dict[str, tuple[CheckpointMarker, ValidationFinding]] = {}
-        self._unreported: list[ValidationReport] = []
         self._done: set[str] = set()
         self._retry_at = 0.0
-        self._num_reports = 0
+        self._reports = _UnansweredReports(link)
 
     # ------------------------------------------------------------------- any thread
 
@@ -146,8 +228,8 @@ class Validator:
                 target=self._work, name="elastic-validator", daemon=True
             )
             self._thread.start()
-        self._request()
-        os.eventfd_write(self._wake_fd, 1)
+        self._requests.make()
+        self._requests.wake()
 
     def finish(self, is_over: Callable[[], bool]) -> None:
         """Wait until every validation is over and reported, in slices that an interrupt can end.
@@ -158,8 +240,8 @@ class Validator:
         if self._plan is None or not self._leads:
             return
         self.notify()  # Also finds what others have committed.
-        while not self._is_idle.wait(WAIT_SLICE_S) and not is_over():
-            since = self._is_stuck_since
+        while not self._requests.is_idle.wait(WAIT_SLICE_S) and not is_over():
+            since = self._stuck_since
             if since and time.monotonic() - since > FINISH_S:
                 log.warning(
                     "validation_left: storage or the coordinator has not taken in %.0f s what was "
@@ -171,7 +253,7 @@ class Validator:
     def close(self) -> None:
         """Stop: the running validation is killed, and the next rank 0 runs it again."""
         self._leads, self._is_closed = False, True
-        os.eventfd_write(self._wake_fd, 1)
+        self._requests.wake()
 
     # ------------------------------------------------------------------- the thread
 
@@ -190,51 +272,41 @@ class Validator:
         """Do what can be done now."""
         if not self._leads:
             self._kill_all("another worker is rank 0")
-            self._unreported.clear()
+            self._reports.clear()
             self._done.clear()
             self._unwritten.clear()
-            self._requests_seen = self._requests_made  # There is nothing to come back for.
+            self._requests.seen = self._requests.made  # There is nothing to come back for.
             return
         for name in list(self._running):
             self._reap(name)
-        seen = self._requests_made
+        seen = self._requests.made
         waiting: list[tuple[str, CheckpointMarker]] = []
         try:
             for name in list(self._unwritten):
                 self._write(name)
             if time.monotonic() >= self._retry_at:
                 waiting = self._start_waiting()
-                self._requests_seen = seen
+                self._requests.seen = seen
         except StorageError as error:
             self._retry_at = time.monotonic() + RETRY_S
             log.warning("validation_waits path=%s error=%r", self._run.path, str(error))
-        for report in list(self._unreported):
-            self._report(report)
-        is_behind = bool(
-            self._unreported or self._unwritten or self._requests_seen != self._requests_made
-        )
+        self._reports.send(self._generation)
+        is_behind = bool(self._reports or self._unwritten or self._requests.is_pending)
         if is_behind and not self._running:
-            self._is_stuck_since = self._is_stuck_since or time.monotonic()
+            self._stuck_since = self._stuck_since or time.monotonic()
         else:
-            self._is_stuck_since = 0.0
+            self._stuck_since = 0.0
         if not (is_behind or self._running or waiting):
-            with self._lock:
-                if self._requests_made == seen:
-                    self._is_idle.set()
+            self._requests.nothing_left(seen)
 
     def _wait(self) -> None:
         now = time.monotonic()
-        moments = [now + ANSWER_POLL_S] if self._unreported else []
+        moments = [now + ANSWER_POLL_S] if self._reports else []
         moments += [run.child.deadline for run in self._running.values() if run.child.deadline]
-        if self._unwritten or self._requests_seen != self._requests_made:
+        if self._unwritten or self._requests.is_pending:
             moments.append(max(self._retry_at, now + WAIT_SLICE_S))
         timeout_s = max(0.0, min(moments) - now) if moments else None
-        poll = select.poll()  # `select` refuses descriptors from 1024 on.
-        for source in (self._wake_fd, *(run.child.pidfd for run in self._running.values())):
-            poll.register(source, select.POLLIN)
-        poll.poll(None if timeout_s is None else math.ceil(timeout_s * 1e3))
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self._wake_fd)
+        self._requests.wait((run.child.pidfd for run in self._running.values()), timeout_s)
 
     def _start_waiting(self) -> list[tuple[str, CheckpointMarker]]:
         """Start as many validations as may run at once; returns those that still wait.
@@ -289,11 +361,6 @@ class Validator:
             found, key=lambda one: (one[1].job_id == ours, one[1].generation, one[1].index)
         )
 
-    def _request(self) -> None:
-        with self._lock:
-            self._is_idle.clear()
-            self._requests_made += 1
-
     def _reap(self, name: str) -> None:
         """Take what a validation found out, if it is over, or takes too long."""
         running = self._running[name]
@@ -301,7 +368,7 @@ class Validator:
         if ended is None:
             return
         del self._running[name]
-        self._request()  # There is room for another one.
+        self._requests.make()  # There is room for another one.
         if not ended.is_final and self._tries[name] < TRIES:
             log.warning("validation_again checkpoint=%s reason=%r", name, ended.finding.reason)
             return
@@ -330,27 +397,7 @@ class Validator:
 
     def _will_report(self, name: str, marker: CheckpointMarker) -> None:
         if marker.job_id == self._spec.job_id:
-            path = self._run.checkpoint_path(name)
-            self._unreported.append(ValidationReport(path, marker.metrics, marker.status))
-
-    def _report(self, report: ValidationReport) -> None:
-        """Report to the coordinator, again in each group until it has taken it."""
-        answer = report.answer
-        if answer is not None and answer.ready.is_set():
-            over = answer.code in (RefusalCode.JOB_ENDED, RefusalCode.JOB_UNKNOWN)
-            if answer.accepted or over:
-                self._unreported.remove(report)
-                return
-            report.answer, report.not_before = None, time.monotonic() + REPORT_AGAIN_S
-        if report.answer is None and time.monotonic() >= report.not_before:
-            self._num_reports += 1
-            generation = self._generation
-            report.answer = self._link.expect_answer(
-                generation, ReportKind.VALIDATION, self._num_reports
-            )
-            self._link.post(
-                Validated(generation, self._num_reports, report.metrics, report.path, report.status)
-            )
+            self._reports.add(self._run.checkpoint_path(name), marker)
 
     def _kill_all(self, why: str) -> None:
         for name, running in self._running.items():
