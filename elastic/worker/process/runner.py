@@ -17,13 +17,13 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NoReturn
 
 import torch
 
-from elastic.core.config import TRACKERS_VARIABLE
+from elastic.core.config import TRACKERS_VARIABLE, JobSpec
 from elastic.core.events.worker import (
     CloseGroup,
     EnterTrain,
@@ -40,11 +40,11 @@ from elastic.core.events.worker import (
     WorkerEvent,
 )
 from elastic.core.messages import Assign
-from elastic.core.world import NO_GENERATION, Assignment, EntryKind
+from elastic.core.world import NO_GENERATION, Assignment, EntryKind, Generation
 from elastic.errors import ConfigError, GroupError, InvariantViolation, ProgramFailed, UsageError
 from elastic.runtime import worker_ports
 from elastic.runtime.clock import Clock
-from elastic.runtime.worker_ports import ANY_PORT, PortRange
+from elastic.runtime.worker_ports import PortRange
 from elastic.storage import options as storage_options
 from elastic.storage.run_directory import RunDirectory
 from elastic.worker.base.interrupt import GroupChanged, Interrupter
@@ -82,6 +82,67 @@ BOTH_BACKENDS = "cpu:gloo,cuda:nccl"
 TrainEvent = TrainReturned | TrainLeft | TrainRaised
 
 
+@dataclass(frozen=True)
+class _Storage:
+    """What a worker has of a run directory, for all its groups."""
+
+    directory: RunDirectory
+    committer: Committer
+    validator: Validator
+    trackers: Trackers
+
+
+@dataclass(frozen=True)
+class _WorkerSetup:
+    """What a worker is set up with, for all its groups.
+
+    Attributes:
+        ports: that it may listen on.
+        server: of rank 0's rendezvous store.
+        storage: None for a job without a run directory.
+        shared: checks that all nodes have the same run directory.
+        prepare: makes the next call of user code.
+    """
+
+    assign: Assign
+    devices: VisibleDevices
+    ports: PortRange
+    server: StoreServer
+    storage: _Storage | None
+    shared: SharedStorage
+    snapshotter: Snapshotter
+    prepare: Callable[[], entry.EntryCall]
+
+
+@dataclass
+class _UserCall:
+    """A call of the train function that runs, or has just ended; `rejoin` moves it between groups.
+
+    Attributes:
+        assignment: of the present group, None before it joins one.
+        origin: where its reports come from.
+        reporter: of the present group.
+        function: what is called.
+        engine: of its loop.
+        exited: where it has ended itself without an error, "" if it has not.
+        is_ahead: it runs while its group-to-be trains, and has not asked for it.
+        put_back: undoes what has it join a group when it needs one.
+    """
+
+    assignment: Assignment | None
+    origin: ReportOrigin
+    reporter: Reporter | None = None
+    function: entry.EntryCall = field(default_factory=lambda: entry.EntryCall(lambda: None))
+    engine: StepEngine | None = None
+    exited: str = ""
+    is_ahead: bool = False
+    put_back: Callable[[], None] = lambda: None
+
+    @property
+    def generation(self) -> Generation:
+        return self.origin.generation
+
+
 class Runner:
     """Sets up once, then forms and trains, generation after generation."""
 
@@ -108,27 +169,12 @@ class Runner:
         self._interrupter = interrupter
         self._started_with = started_with
         self._clock = clock
-        self._assign: Assign | None = None
-        self._devices: VisibleDevices | None = None
-        self._ports = ANY_PORT
-        self._server: StoreServer | None = None
-        self._prepare: Callable[[], entry.EntryCall] | None = None
-        self._run_directory: RunDirectory | None = None
-        self._shared = SharedStorage(None)
-        self._committer: Committer | None = None
-        self._snapshotter: Snapshotter | None = None
-        self._validator: Validator | None = None
-        self._trackers: Trackers | None = None
-        # Of the call of the train function that runs now; `rejoin` moves it to other groups.
-        self._called: entry.EntryCall | None = None
-        self._assignment: Assignment | None = None
-        self._reporter: Reporter | None = None
-        self._engine: StepEngine | None = None
+        self._setup: _WorkerSetup | None = None
+        self._user_call: _UserCall | None = None
+        # What the last call has left to the next one.
         self._resume_state: ResumeState | None = None
-        self._failed_generation = 0  # In which a collective of the script's has failed.
-        self._is_ahead = False
-        self._exited = ""
-        self._put_back: Callable[[], None] = lambda: None
+        # In which a collective of the script's has failed.
+        self._failed_generation = NO_GENERATION
 
     def run(self) -> NoReturn:
         """Do what is ordered until the control thread ends the process."""
@@ -157,22 +203,22 @@ class Runner:
         try:
             if "nccl" in _backend_of(assign):
                 c10d.check_own_nccl()
-            devices = self._devices = VisibleDevices(assign)
+            devices = VisibleDevices(assign)
             os.environ.update(environment.for_job(assign, self._started_with) | devices.env())
-            self._assign = assign
             storage_options.take(dict(spec.entry.env))
-            self._ports = PortRange.of(self._started_with.get(worker_ports.VARIABLE, ""))
-            self._server = StoreServer(assign.host, self._ports)
-            self._run_directory = RunDirectory(spec.run_path) if spec.run_path else None
-            self._shared = SharedStorage(self._run_directory)
-            if self._run_directory is not None:
-                self._committer = Committer(self._run_directory, spec, self._mailboxes)
-            self._snapshotter = Snapshotter(assign.snapshots, self._writer(assign))
-            if self._run_directory is not None:
-                self._validator = Validator(self._run_directory, spec, self._mailboxes)
-                wanted = dict(spec.entry.env).get(TRACKERS_VARIABLE, "")
-                self._trackers = Trackers(self._run_directory.path, wanted)
-            self._prepare = entry.load(spec.entry, imports_ahead=not spec.own_steps)
+            ports = PortRange.of(self._started_with.get(worker_ports.VARIABLE, ""))
+            server = StoreServer(assign.host, ports)
+            storage = self._open_storage(spec)
+            setup = self._setup = _WorkerSetup(
+                assign=assign,
+                devices=devices,
+                ports=ports,
+                server=server,
+                storage=storage,
+                shared=SharedStorage(storage.directory if storage is not None else None),
+                snapshotter=Snapshotter(assign.snapshots, self._writer(spec, storage)),
+                prepare=entry.load(spec.entry, imports_ahead=not spec.own_steps),
+            )
         except BaseException as error:
             # Also what a module of the user's does while it is imported, such as sys.exit.
             failure = outcome.failure_of(error, "set-up")
@@ -181,41 +227,59 @@ class Runner:
         # What was imported stays: collections between two groups need not visit it (20 ms).
         gc.collect()
         gc.freeze()
-        log.info("worker_set_up worker=%s store=%s", assign.worker_id, self._server.address)
-        return StoreOpened(self._server.address)
+        log.info("worker_set_up worker=%s store=%s", assign.worker_id, setup.server.address)
+        return StoreOpened(setup.server.address)
+
+    def _open_storage(self, spec: JobSpec) -> _Storage | None:
+        if not spec.run_path:
+            return None
+        directory = RunDirectory(spec.run_path)
+        wanted = dict(spec.entry.env).get(TRACKERS_VARIABLE, "")
+        return _Storage(
+            directory,
+            Committer(directory, spec, self._mailboxes),
+            Validator(directory, spec, self._mailboxes),
+            Trackers(directory.path, wanted),
+        )
+
+    def _writer(self, spec: JobSpec, storage: _Storage | None) -> CheckpointWriter | None:
+        if storage is None:
+            return None
+        return CheckpointWriter(
+            storage.directory, spec.job_id, committer=storage.committer, clock=self._clock
+        )
 
     def _run_ahead(self, assign: Assign) -> SetupFailed | TrainEvent:
         """Call the train function while its group-to-be trains; it joins when it needs the group.
 
         Until then it counts as set-up, and what it raises is a failure of set-up.
         """
-        self._is_ahead = True
-        event = self._call(assign, None)
-        if not self._is_ahead:
+        call = _UserCall(None, _origin_of(assign, None), is_ahead=True)
+        event = self._call(call)
+        if not call.is_ahead:
             return self._after_call(event)
         if isinstance(event, TrainRaised):
             return SetupFailed(event.failure)
         self.join()  # It returned without ever asking; that counts in the group.
         if isinstance(event, TrainReturned):
-            return replace(event, generation=self._origin.generation)
-        return TrainLeft(self._origin.generation, at_boundary=False)
+            return replace(event, generation=call.generation)
+        return TrainLeft(call.generation, at_boundary=False)
 
     def join(self) -> WorkerContext:
         """Be in a group from here on; does nothing for a train function that is in one."""
-        context = current()
-        if self._is_ahead:
-            self._is_ahead = False
-            self._put_back()
-            if self._server is None:
-                raise InvariantViolation("asked to join before set-up")
-            self._mailboxes.post(StoreOpened(self._server.address))
+        context, call = current(), self._user_call
+        if call is not None and call.is_ahead:
+            call.is_ahead = False
+            call.put_back()
+            self._mailboxes.post(StoreOpened(self._the_setup().server.address))
             context = self._await_group()
         if context is None:
             raise InvariantViolation("no train function runs")
         return context
 
     def _form(self, assignment: Assignment) -> GroupFormed | GroupFailed:
-        assign, devices = self._assigned(), self._its_devices()
+        setup = self._the_setup()
+        assign, devices = setup.assign, setup.devices
         os.environ.update(devices.enter(assignment))
         backend = _backend_of(assign)
         try:
@@ -229,10 +293,10 @@ class Runner:
                 timeout_s=assign.spec.collective_timeout_s,
                 job_id=assign.spec.job_id,
                 key=assignment.group_key,
-                ports=self._ports,
+                ports=setup.ports,
             )
-            if assignment.rank == 0 and self._server is not None:
-                self._server.admit(assignment.generation, assignment.group_key)
+            if assignment.rank == 0:
+                setup.server.admit(assignment.generation, assignment.group_key)
             self._groups.form(spec)
             if "nccl" in backend:
                 devices.started()
@@ -244,7 +308,8 @@ class Runner:
 
     def _train(self, assignment: Assignment) -> TrainEvent:
         """Call the train function in the present group, and clean up after it."""
-        return self._after_call(self._call(self._assigned(), assignment))
+        origin = _origin_of(self._the_setup().assign, assignment)
+        return self._after_call(self._call(_UserCall(assignment, origin)))
 
     def _after_call(self, event: TrainEvent) -> TrainEvent:
         flush_output()
@@ -253,57 +318,51 @@ class Runner:
         gc.collect()
         return event
 
-    def _call(self, assign: Assign, assignment: Assignment | None) -> TrainEvent:
+    def _call(self, call: _UserCall) -> TrainEvent:
         """Call user code and return how it ended."""
-        self._origin = _origin_of(assign, assignment)
-        self._reporter, self._exited = None, ""
+        self._user_call = call
         try:
-            result = self._call_again(assign, assignment)
-            generation, left = self._origin.generation, self._how_it_left()
-            return TrainReturned(generation, outcome.result_json(result), left)
+            result = self._call_again(call)
+            left = _how_it_left(call)
+            return TrainReturned(call.generation, outcome.result_json(result), left)
         except BaseException as error:
-            event = self._ended_early(self._origin.generation, error)
-            event = self._recovered_by(event)
-            self._leave_engine(has_raised=not isinstance(error, GroupChanged))
+            event = self._recovered_by(call, self._ended_early(call, error))
+            self._leave_engine(call, has_raised=not isinstance(error, GroupChanged))
             outcome.forget_frames(error)
             return event
         finally:
             self._mailboxes.activity.timing.stop()
-            if self._reporter is not None:
-                self._reporter.close()
-                self._reporter.flush()
-            self._leave_engine()
+            if call.reporter is not None:
+                call.reporter.close()
+                call.reporter.flush()
+            self._leave_engine(call)
             set_current(None)
 
-    def _call_again(self, assign: Assign, assignment: Assignment | None) -> Any:
+    def _call_again(self, call: _UserCall) -> Any:
         """Call user code until it needs no other place in its own code to continue from."""
-        prepare = self._prepare
-        if prepare is None:
-            raise InvariantViolation("asked to train before set-up")
+        setup = self._the_setup()
         while True:
-            call = prepare()
-            self._called = call
-            if assignment is not None:
-                self._set_threads(assign, assignment)
-            engine = StepEngine(self, resume_state=self._resume_state)
-            self._engine, self._resume_state = engine, None
-            engine.configure(call.options)
-            if self._validator is not None:
-                self._validator.configure(call.options.get("validation"))
+            call.function = setup.prepare()
+            if call.assignment is not None:
+                self._set_threads(setup.assign, call.assignment)
+            engine = call.engine = StepEngine(self, resume_state=self._resume_state)
+            self._resume_state = None
+            engine.configure(call.function.options)
+            if setup.storage is not None:
+                setup.storage.validator.configure(call.function.options.get("validation"))
             self._mailboxes.activity.timing.call_begins()
-            context = self._enter(assign, assignment)
+            context = self._enter(call, call.assignment)
             # Weights that a train function draws are then the same in every run of it.
             seed_everything(FIRST_SEED)
             self._mailboxes.activity.reset()
             try:
                 with ExitStack() as stack:
-                    if assignment is None:
-                        self._put_back = stack.enter_context(joining_on_demand(self.join))
+                    if call.assignment is None:
+                        call.put_back = stack.enter_context(joining_on_demand(self.join))
                     return self._interrupter.run(context.generation, partial(self._run, call))
             except ReenterRequested as again:
                 log.info("recovers recovery=reenter reason=%r", again.reason)
-                assignment = self._assignment or assignment
-                self._leave_engine(in_this_group=True)
+                self._leave_engine(call, in_this_group=True)
                 outcome.forget_frames(again)
 
     def _set_threads(self, assign: Assign, assignment: Assignment) -> None:
@@ -312,92 +371,87 @@ class Runner:
         if threads is not None:
             torch.set_num_threads(threads)
 
-    def _run(self, call: entry.EntryCall) -> Any:
+    def _run(self, call: _UserCall) -> Any:
         """Call user code, and wait for all that it has begun; that ends when the group is over."""
+        setup = self._the_setup()
+        storage = setup.storage
         try:
-            result = call.run()
+            result = call.function.run()
         except SystemExit as end:
             if end.code not in (None, 0):
                 raise
-            result, self._exited = None, outcome.where_raised(end) or "its end"
-        if self._committer is not None:
-            self._committer.finish(lambda: self._is_over(self._origin.generation))
-        if self._snapshotter is not None:
-            self._snapshotter.finish()
-        if self._validator is not None:
-            self._validator.finish(lambda: self._is_over(self._origin.generation))
-        if self._reporter is not None:
-            self._reporter.finish()
-        if self._trackers is not None:
-            self._trackers.finish()
-        is_script = self._assigned().spec.entry.kind is not EntryKind.FUNCTION
-        if is_script and (self._engine is None or not self._engine.keeps):
+            result, call.exited = None, outcome.where_raised(end) or "its end"
+        if storage is not None:
+            storage.committer.finish(lambda: self._is_over(call.generation))
+        setup.snapshotter.finish()
+        if storage is not None:
+            storage.validator.finish(lambda: self._is_over(call.generation))
+        if call.reporter is not None:
+            call.reporter.finish()
+        if storage is not None:
+            storage.trackers.finish()
+        is_script = setup.assign.spec.entry.kind is not EntryKind.FUNCTION
+        if is_script and (call.engine is None or not call.engine.keeps):
             entry.end_script()
         return result
 
-    def _how_it_left(self) -> str:
-        """Report where user code has returned, for the members that still train."""
-        engine, where = self._engine, ""
-        if engine is not None and engine.data is not None:
-            where = f" in epoch {engine.cursor.epoch}, step {engine.cursor.step}"
-        if self._exited:
-            return f"left{where} at {self._exited} (exit 0)"
-        return f"left{where} (returned)"
-
-    def _enter(self, assign: Assign, assignment: Assignment | None) -> WorkerContext:
-        """Give user code its context in the present group; None while there is no group."""
-        self._assignment = assignment
-        self._origin = _origin_of(assign, assignment)
+    def _enter(self, call: _UserCall, assignment: Assignment | None) -> WorkerContext:
+        """Give user code its context in the present group, or before it is in one."""
+        setup = self._the_setup()
+        assign, storage = setup.assign, setup.storage
+        call.assignment, call.origin = assignment, _origin_of(assign, assignment)
         if assignment is not None:
             timing = self._mailboxes.activity.timing
             timing.enter(assign.worker_id, assignment.generation, self._mailboxes.post)
             timing.resume()
             place = environment.for_generation(assign, assignment, self._started_with)
-            os.environ.update(place | self._its_devices().place(assignment))
-            if self._reporter is not None:
-                self._reporter.close()
-            if self._committer is not None:
+            os.environ.update(place | setup.devices.place(assignment))
+            if call.reporter is not None:
+                call.reporter.close()
+            if storage is not None:
                 recorded = (assignment.checkpoint, assignment.saved)
-                self._committer.enter(assignment.generation, recorded, leads=assignment.rank == 0)
-            self._reporter = self._make_reporter(assign, assignment)
-            self._check_storage(assignment)
-            if self._validator is not None:
-                self._validator.enter(assignment.generation, assignment.rank)
-            if self._trackers is not None:
-                self._trackers.enter(assignment.rank)
-        self._its_devices().choose()
-        context = self._context(assign, assignment)
-        if self._engine is not None:
-            self._engine.enter(context)
-        set_current(context, self._engine)
+                leads = assignment.rank == 0
+                storage.committer.enter(assignment.generation, recorded, leads=leads)
+            call.reporter = self._make_reporter(setup, assignment, call.origin)
+            self._check_storage(setup, assignment)
+            if storage is not None:
+                storage.validator.enter(assignment.generation, assignment.rank)
+                storage.trackers.enter(assignment.rank)
+        setup.devices.choose()
+        context = self._context(setup, call)
+        if call.engine is not None:
+            call.engine.enter(context)
+        set_current(context, call.engine)
         return context
 
-    def _check_storage(self, assignment: Assignment) -> None:
+    def _check_storage(self, setup: _WorkerSetup, assignment: Assignment) -> None:
         """Refuse a run directory that is not the one of the other nodes."""
-        self._shared.check(
+        setup.shared.check(
             assignment,
             self._groups.store,
             is_over=lambda: self._mailboxes.was_aborted(assignment.generation),
         )
 
-    def _leave_engine(self, *, in_this_group: bool = False, has_raised: bool = False) -> None:
+    def _leave_engine(
+        self, call: _UserCall, *, in_this_group: bool = False, has_raised: bool = False
+    ) -> None:
         """The call is over; what its loop has reached is kept for the next one."""
-        engine, self._engine = self._engine, None
+        engine, call.engine = call.engine, None
         if engine is not None:
             self._resume_state = engine.resume_state(
                 in_this_group=in_this_group, has_raised=has_raised
             )
             engine.close()
 
-    def _ended_early(self, generation: int, error: BaseException) -> TrainEvent:
+    def _ended_early(self, call: _UserCall, error: BaseException) -> TrainEvent:
         """Classify an exception out of user code, and print it if user code caused it."""
-        reporter = self._reporter
+        generation, reporter = call.generation, call.reporter
         if isinstance(error, GroupChanged):
             at_boundary = reporter is not None and reporter.has_left
             log.info("train_left generation=%d at_boundary=%s", generation, at_boundary)
             return TrainLeft(generation, at_boundary)
         exit_code = outcome.exit_code_of(error) if isinstance(error, SystemExit) else None
-        where = place_of_failure(reporter, self._assigned().spec.entry.kind, generation)
+        where = place_of_failure(reporter, self._the_setup().assign.spec.entry.kind, generation)
         failure = outcome.failure_of(error, where)
         is_broken = (
             outcome.is_group_broken(error)
@@ -414,12 +468,12 @@ class Runner:
             print(failure.traceback.rstrip("\n"), file=sys.stderr)
         return TrainRaised(generation, failure, group_broken=is_broken, exit_code=exit_code)
 
-    def _recovered_by(self, event: TrainEvent) -> TrainEvent:
+    def _recovered_by(self, call: _UserCall, event: TrainEvent) -> TrainEvent:
         """Return by which recovery mode this worker continues, if it may."""
-        is_broken = isinstance(event, TrainRaised) and event.group_broken
-        if self._engine is None or not (is_broken or isinstance(event, TrainLeft)):
+        is_broken, engine = isinstance(event, TrainRaised) and event.group_broken, call.engine
+        if engine is None or not (is_broken or isinstance(event, TrainLeft)):
             return event
-        recovery = self._engine.options.recovery
+        recovery = engine.options.recovery
         why = "the train function was left" + (": its group broke" if is_broken else "")
         if recovery == "in_place":
             text = (
@@ -429,7 +483,7 @@ class Runner:
             failure = outcome.failure_of(UsageError(text))
             return TrainRaised(event.generation, failure, group_broken=False)
         if recovery != "restart":
-            recovery = "reenter" if self._engine.keeps else "fresh_process"
+            recovery = "reenter" if engine.keeps else "fresh_process"
         log.info("recovers recovery=%s generation=%d reason=%r", recovery, event.generation, why)
         if recovery == "restart":
             flush_output()
@@ -438,7 +492,8 @@ class Runner:
 
     def _met(self, error: BaseException) -> None:
         """Keep user code from an error of a group that is over; it is called nowhere else again."""
-        engine, context = self._engine, current()
+        call, context = self._user_call, current()
+        engine = call.engine if call is not None else None
         if context is not None and outcome.is_group_broken(error):
             self._failed_generation = context.generation
         if (
@@ -484,7 +539,7 @@ class Runner:
                 self._mailboxes.post(self._form(order.assignment))
             elif isinstance(order, EnterTrain):
                 self._interrupter.move(order.assignment.generation)
-                return self._enter(self._assigned(), order.assignment)
+                return self._enter(self._the_call(), order.assignment)
             else:
                 raise InvariantViolation("asked to set up in the middle of a loop")
 
@@ -524,19 +579,13 @@ class Runner:
 
     # ------------------------------------------------------------ what user code finds
 
-    def _writer(self, assign: Assign) -> CheckpointWriter | None:
-        run, committer = self._run_directory, self._committer
-        if run is None or committer is None:
-            return None
-        return CheckpointWriter(run, assign.spec.job_id, committer=committer, clock=self._clock)
-
-    def _make_reporter(self, assign: Assign, assignment: Assignment) -> Reporter:
-        origin = ReportOrigin(
-            assignment.job_id, assignment.generation, assignment.rank, assignment.world_size
-        )
+    def _make_reporter(
+        self, setup: _WorkerSetup, assignment: Assignment, origin: ReportOrigin
+    ) -> Reporter:
+        storage = setup.storage
         return Reporter(
             origin,
-            self._run_directory,
+            storage.directory if storage is not None else None,
             agreement=ReportVotes(
                 self._groups.store,
                 assignment.rank,
@@ -547,9 +596,9 @@ class Runner:
             link=self._mailboxes,
             clock=self._clock,
             newest_checkpoint=assignment.checkpoint,
-            committer=self._committer,
-            spec=assign.spec,
-            on_commit=self._validator.notify if self._validator is not None else lambda: None,
+            committer=storage.committer if storage is not None else None,
+            spec=setup.assign.spec,
+            on_commit=storage.validator.notify if storage is not None else lambda: None,
         )
 
     def _is_over(self, generation: int) -> bool:
@@ -559,10 +608,9 @@ class Runner:
             activity.beats += 1
         return self.must_leave(generation)
 
-    def _context(self, assign: Assign, assignment: Assignment | None) -> WorkerContext:
-        spec = assign.spec
-        call = self._called or entry.EntryCall(lambda: None)
-        place = assignment or Assignment(
+    def _context(self, setup: _WorkerSetup, call: _UserCall) -> WorkerContext:
+        assign, spec = setup.assign, setup.assign.spec
+        place = call.assignment or Assignment(
             spec.job_id, assign.worker_id, NO_GENERATION, 0, 0, 0, 0, 0, 0, leader_address=""
         )
         return WorkerContext(
@@ -578,41 +626,51 @@ class Runner:
             local_world_size=place.local_world_size,
             node_rank=place.node_rank,
             num_nodes=place.num_nodes,
-            devices=self._its_devices().names(),
+            devices=setup.devices.names(),
             max_workers=spec.max_workers,
             entry_kind=spec.entry.kind,
             reach=PeerAddress(
                 assign.host,
                 spec.collective_timeout_s,
                 assign.worker_id.rpartition("/")[0],
-                self._ports,
+                setup.ports,
             ),
-            config=call.config,
-            options=call.options,
+            config=call.function.config,
+            options=call.function.options,
             saved=place.saved,
             copies=place.copies,
             copies_key=place.copies_key,
             copies_dealt=True,
             copies_fingerprints=place.copies_fingerprints,
             tls=assign.tls,
-            reporter=self._reporter,
+            reporter=call.reporter,
             link=self._mailboxes,
             activity=self._mailboxes.activity,
-            snapshotter=self._snapshotter,
-            validator=self._validator,
-            join=self.join if assignment is None else None,
+            snapshotter=setup.snapshotter,
+            validator=setup.storage.validator if setup.storage is not None else None,
+            join=self.join if call.assignment is None else None,
             shielded=self._interrupter.shielded,
         )
 
-    def _its_devices(self) -> VisibleDevices:
-        if self._devices is None:
-            raise InvariantViolation("asked to form a group before set-up")
-        return self._devices
+    def _the_setup(self) -> _WorkerSetup:
+        if self._setup is None:
+            raise InvariantViolation("asked to form a group, or to train, before set-up")
+        return self._setup
 
-    def _assigned(self) -> Assign:
-        if self._assign is None:
-            raise InvariantViolation("asked to form a group before set-up")
-        return self._assign
+    def _the_call(self) -> _UserCall:
+        if self._user_call is None:
+            raise InvariantViolation("asked to enter a group while no train function runs")
+        return self._user_call
+
+
+def _how_it_left(call: _UserCall) -> str:
+    """Return where user code has returned, for the members that still train."""
+    engine, where = call.engine, ""
+    if engine is not None and engine.data is not None:
+        where = f" in epoch {engine.cursor.epoch}, step {engine.cursor.step}"
+    if call.exited:
+        return f"left{where} at {call.exited} (exit 0)"
+    return f"left{where} (returned)"
 
 
 def _backend_of(assign: Assign) -> str:
