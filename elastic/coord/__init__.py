@@ -2,8 +2,8 @@
 
 Decisions are in `core/machine/`. What is where:
 
-    the process   cli, serve (all parts, in order), driver (events in, effects out), watchdog,
-                  suspend_detector, collector
+    the process   cli, serve (all parts, in order), driver (events in, effects out) with its
+                  event_queue, watchdog, suspend_detector, collector
     leading       leadership, leader_state, roster, standby_view, journal, payload_upload, chunks,
                   backup, store_access
     serving       server; server_agents and sessions (agents), server_jobs and watchers (users),

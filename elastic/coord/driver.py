@@ -10,13 +10,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Protocol
 
 import anyio
 
 from elastic.coord.chunks import PIECE_BYTES
+from elastic.coord.event_queue import EventQueue
 from elastic.coord.journal import Journal
 from elastic.coord.leadership import SLOW_S, retry_until_available
 from elastic.coord.payload_upload import PayloadUploads
@@ -58,8 +60,6 @@ EVENTS_MAX = 4096
 """Messages and requests that wait for the machine. The sender of one more waits in its own
 stream, where gRPC's flow control stops it."""
 SECRET_BYTES = 32
-TICK_PAUSE_S = 0.001
-"""A machine whose deadline stays in the past is stepped again after this, not at once."""
 GATHER_S_MIN, GATHER_S_MAX = 0.005, 0.05
 """After a step that took longer than the first, the driver waits as long as the step took, the
 second at most."""
@@ -93,6 +93,37 @@ class Machine(Protocol):
         ...
 
 
+class _Requests:
+    """The requests of users that wait for the machine's replies, by their ids."""
+
+    def __init__(self) -> None:
+        self._replies: dict[str, asyncio.Future[Reply]] = {}
+        self._made = 0
+
+    @contextmanager
+    def waiting(self) -> Iterator[tuple[str, asyncio.Future[Reply]]]:
+        """Enter a wait for a reply; yields the request's id and where the reply comes."""
+        self._made += 1
+        request_id = f"r{self._made}"
+        future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+        self._replies[request_id] = future
+        try:
+            yield request_id, future
+        finally:
+            del self._replies[request_id]
+
+    def answer(self, reply: Reply) -> None:
+        """Hand a reply to who waits for it, if anybody still does."""
+        future = self._replies.get(reply.request_id)
+        if future is not None and not future.done():
+            future.set_result(reply)
+
+    def fail(self, why: str) -> None:
+        for future in self._replies.values():
+            if not future.done():
+                future.set_exception(Unavailable(f"{why}; the request may still take effect"))
+
+
 class Driver:
     """Runs a machine: events in, effects out.
 
@@ -120,20 +151,11 @@ class Driver:
         self._journal = journal
         self._clock = clock
         self._event_log = event_log
-        self._queue: asyncio.Queue[tuple[CoordinatorEvent, bool]] = asyncio.Queue()
-        self._room = asyncio.Semaphore(events_max)
+        self._events = EventQueue(clock, events_max)
+        self._requests = _Requests()
         self._staging = PayloadUploads(journal, clock, self._knows)
-        self._replies: dict[str, asyncio.Future[Reply]] = {}
-        self._requests = 0
         self._view: ClusterView | None = None
         self._persisting_since_ns = 0
-        self._just_ticked = False
-        # The events that came before the due deadline have been processed.
-        self._is_tick_next = False
-        # Duration of the machine's last step.
-        self._took_s = 0.0
-        # Whether the last step had only connecting agents.
-        self._copied_agents = False
         self._recovered = anyio.Event()
         self._coordinators: Coordinators | None = None
 
@@ -156,15 +178,17 @@ class Driver:
         await self._journal.forget()
         staging = asyncio.ensure_future(self._staging.run())
         # A tick, so that its failure is noticed at once, not at the next event.
-        staging.add_done_callback(lambda _: self._queue.put_nowait((Tick(), False)))
-        suspends = asyncio.ensure_future(watch_suspends(self._woke))
+        staging.add_done_callback(lambda _: self._events.put_at_once(Tick()))
+        suspends = asyncio.ensure_future(
+            watch_suspends(lambda slept_ns: self._events.put_at_once(WokeFromSuspend(slept_ns)))
+        )
         try:
             while True:
-                event = await self._next_event()
+                event = await self._events.next(self._machine.next_deadline_ns())
                 if staging.done():
                     staging.result()
-                await self._step(event)
-                await self._gather()
+                took_s = await self._step(event)
+                await self._gather(took_s, only_arrivals=_is_arrival(event))
         finally:
             suspends.cancel()
             staging.cancel()
@@ -185,18 +209,17 @@ class Driver:
     async def connect(self, session: Session, hello: Hello) -> None:
         """Queue an agent's Hello; the agent is registered when the machine sends Welcome."""
         session.node_id = hello.node.node_id
-        await self._post(AgentConnected(session.session_id, hello))
+        await self._events.put(AgentConnected(session.session_id, hello))
 
     async def receive(self, session: Session, message: AgentMessage) -> None:
         """Queue an agent's message; wait while the queue is full."""
-        await self._post(AgentMessageReceived(session.session_id, message))
+        await self._events.put(AgentMessageReceived(session.session_id, message))
 
     def disconnect(self, session: Session, reason: str) -> None:
         """Queue the end of a stream. Never waits; only the first call for a session counts."""
         if self.sessions.end(session, reason):
             # Exceeds the limit, but at most once per session: an end must not wait for room.
-            event = AgentDisconnected(session.session_id, session.reason)
-            self._queue.put_nowait((event, False))
+            self._events.put_at_once(AgentDisconnected(session.session_id, session.reason))
 
     async def request(self, make: Callable[[str], CoordinatorEvent]) -> Reply:
         """Queue a user's request and wait for the machine's reply.
@@ -204,15 +227,9 @@ class Driver:
         Args:
             make: builds the event from the request's id.
         """
-        self._requests += 1
-        request_id = f"r{self._requests}"
-        future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
-        self._replies[request_id] = future
-        try:
-            await self._post(make(request_id))
-            return await future
-        finally:
-            del self._replies[request_id]
+        with self._requests.waiting() as (request_id, reply):
+            await self._events.put(make(request_id))
+            return await reply
 
     async def submit(self, spec: JobSpec, submitter: str) -> Reply:
         """Submit a job to the machine, and wait for its reply.
@@ -263,9 +280,7 @@ class Driver:
             at_once: discard queued messages to agents: another process may lead already.
         """
         self.sessions.close_all(why, at_once=at_once)
-        for future in self._replies.values():
-            if not future.done():
-                future.set_exception(Unavailable(f"{why}; the request may still take effect"))
+        self._requests.fail(why)
 
     def view(self) -> ClusterView:
         """Return the machine's state now; ages count from `view().now_ns`.
@@ -292,66 +307,27 @@ class Driver:
 
     # ------------------------------------------------------------ the owner task
 
-    def _woke(self, slept_ns: int) -> None:
-        self._queue.put_nowait((WokeFromSuspend(slept_ns), False))
-
-    async def _post(self, event: CoordinatorEvent) -> None:
-        await self._room.acquire()
-        self._queue.put_nowait((event, True))
-
-    async def _next_event(self) -> CoordinatorEvent:
-        """Return all queued events, or a `Tick` when the machine's deadline comes first.
-
-        A tick comes after all events queued when its deadline came: messages in time must count,
-        or a peer would be blamed for our own slowness. But it comes before later events: a flood
-        of them must not delay a deadline.
-        """
-        deadline_ns = self._machine.next_deadline_ns()
-        if deadline_ns is None:
-            return self._taken(await self._queue.get())
-        wait_s = (deadline_ns - self._clock.monotonic_ns()) / 1e9
-        if wait_s > 0:
-            self._is_tick_next = False
-        elif not self._just_ticked:
-            if not self._is_tick_next and not self._queue.empty():
-                self._is_tick_next = True
-                return self._taken(self._queue.get_nowait())
-            self._is_tick_next, self._just_ticked = False, True
-            return Tick()
-        if self._queue.empty():
-            with anyio.move_on_after(max(wait_s, TICK_PAUSE_S)):
-                self._just_ticked = False
-                return self._taken(await self._queue.get())
-            self._just_ticked = True
-            return Tick()
-        self._just_ticked = False
-        return self._taken(self._queue.get_nowait())
-
-    def _taken(self, item: tuple[CoordinatorEvent, bool]) -> CoordinatorEvent:
-        """Return this event in a batch with all that are queued behind it."""
-        items = [item, *(self._queue.get_nowait() for _ in range(self._queue.qsize()))]
-        for _, is_counted in items:
-            if is_counted:
-                self._room.release()
-        return EventBatch(tuple(event for event, _ in items)) if len(items) > 1 else item[0]
-
-    async def _gather(self) -> None:
+    async def _gather(self, took_s: float, *, only_arrivals: bool) -> None:
         """Wait after a slow step, so that more events gather for the next one.
 
         In a large cluster each evaluation of a group is slow, and one is enough for all messages
         that came meanwhile: for a thousand agents that reconnect it would run a thousand times.
-        """
-        if self._took_s >= GATHER_S_MIN and self._copied_agents:
-            await anyio.sleep(min(RETURN_GATHER * self._took_s, RETURN_GATHER_S_MAX))
-        elif self._took_s >= GATHER_S_MIN or len(self.sessions) >= MANY_SESSIONS:
-            await anyio.sleep(min(max(self._took_s, GATHER_S_MIN), GATHER_S_MAX))
 
-    async def _step(self, event: CoordinatorEvent) -> None:
+        Args:
+            took_s: how long the machine took.
+            only_arrivals: the step had only connecting agents.
+        """
+        if took_s >= GATHER_S_MIN and only_arrivals:
+            await anyio.sleep(min(RETURN_GATHER * took_s, RETURN_GATHER_S_MAX))
+        elif took_s >= GATHER_S_MIN or len(self.sessions) >= MANY_SESSIONS:
+            await anyio.sleep(min(max(took_s, GATHER_S_MIN), GATHER_S_MAX))
+
+    async def _step(self, event: CoordinatorEvent) -> float:
+        """Do what the machine decides; returns how many seconds it took to decide."""
         self._journal.check_leader_state()
         began_ns = self._clock.monotonic_ns()
-        self._copied_agents = _is_arrival(event)
         effects = self._machine.step(event, began_ns)
-        self._took_s = (self._clock.monotonic_ns() - began_ns) / 1e9
+        took_s = (self._clock.monotonic_ns() - began_ns) / 1e9
         self._view = None
         for effect in effects:
             if isinstance(effect, SendAgent):  # There may be ten thousand.
@@ -359,6 +335,7 @@ class Driver:
             else:
                 await self._perform(effect)
         self.watchers.wake(jobs_of(event, effects))
+        return took_s
 
     async def _perform(self, effect: CoordinatorEffect) -> None:
         if isinstance(effect, Note):
@@ -373,9 +350,7 @@ class Driver:
             )
             self._persisting_since_ns = 0
         elif isinstance(effect, Reply):
-            future = self._replies.get(effect.request_id)
-            if future is not None and not future.done():
-                future.set_result(effect)
+            self._requests.answer(effect)
         elif isinstance(effect, CloseSession):
             session = self.sessions.find(effect.session)
             if session is not None:
