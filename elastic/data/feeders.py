@@ -26,6 +26,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from math import inf
 from typing import Protocol
 
@@ -101,6 +102,97 @@ class FeederSource(Protocol):
         ...
 
 
+class _Requests:
+    """What is requested ahead: each request waits for a feeder, is begun, or is answered.
+
+    Its owner holds a lock.
+
+    Attributes:
+        num_bytes: of waiting requests and of answers.
+    """
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+        self._positions: dict[int, Position] = {}
+        self._waiting: OrderedDict[int, bytes] = OrderedDict()
+        # Since when, on the monotonic clock.
+        self._begun: dict[int, float] = {}
+        self._answers: dict[int, bytearray] = {}
+
+    def __len__(self) -> int:
+        return len(self._positions)
+
+    def __contains__(self, key: int) -> bool:
+        return key in self._positions
+
+    def add(self, key: int, pickled: bytes, position: Position) -> None:
+        self._waiting[key] = pickled
+        self._positions[key] = position
+        self.num_bytes += len(pickled)
+
+    def has_waiting(self) -> bool:
+        """Return whether there is a request that no feeder has begun."""
+        return bool(self._waiting)
+
+    def begin_next(self) -> tuple[int, bytes]:
+        """Return the key and the rows of the one that waits longest; a feeder begins it."""
+        key, pickled = self._waiting.popitem(last=False)
+        self.num_bytes -= len(pickled)
+        self._begun[key] = time.monotonic()
+        return key, pickled
+
+    def begun_at(self, key: int) -> float | None:
+        """Return when a feeder has begun it, None if none has, or it is answered."""
+        return self._begun.get(key)
+
+    def put_back(self, key: int, pickled: bytes) -> None:
+        """Its feeder is lost: it is needed before all others that are requested."""
+        if self._begun.pop(key, None) is not None:
+            self._waiting[key] = pickled
+            self._waiting.move_to_end(key, last=False)
+            self.num_bytes += len(pickled)
+
+    def answer(self, key: int, answer: bytearray) -> float | None:
+        """Keep an answer; returns since when it was computed, None if it was dropped meanwhile."""
+        since = self._begun.pop(key, None)
+        if since is not None:
+            self._answers[key] = answer
+            self.num_bytes += len(answer)
+        return since
+
+    def take(self, key: int) -> bytearray | None:
+        """Forget a request; returns its answer. One that still comes is dropped, too."""
+        answer = self._answers.pop(key, None)
+        self.num_bytes -= len(self._waiting.pop(key, b"")) + len(answer or b"")
+        self._positions.pop(key, None)
+        self._begun.pop(key, None)
+        return answer
+
+    def drop_before(self, position: Position) -> None:
+        """Forget what was requested for earlier positions."""
+        for earlier in [one for one, when in self._positions.items() if when < position]:
+            self.take(earlier)
+
+    def drop_waiting(self) -> None:
+        for key in [*self._waiting]:
+            self.take(key)
+
+
+@dataclass
+class _Trouble:
+    """Losses of a feeder since it last answered.
+
+    Attributes:
+        losses: in a row.
+        again_at: when it is tried again, on the monotonic clock.
+        is_reported: in the log.
+    """
+
+    losses: int = 0
+    again_at: float = 0.0
+    is_reported: bool = False
+
+
 class Feeders:
     """A pool of feeders, and its requests.
 
@@ -121,16 +213,9 @@ class Feeders:
         self._changed = threading.Condition()
         self._is_closed = False
         self._open: dict[str, Feeder] = {}
-        self._losses: dict[str, int] = {}
-        self._again: dict[str, float] = {}
-        self._reported: set[str] = set()
+        self._troubles: dict[str, _Trouble] = {}
         self._num_ready = 0
-        # By key: requests nobody has begun, since when others are computed, and the replies.
-        self._queue: OrderedDict[int, bytes] = OrderedDict()
-        self._since: dict[int, float] = {}
-        self._answers: dict[int, bytearray] = {}
-        self._positions: dict[int, Position] = {}
-        self._num_bytes = 0
+        self._requests = _Requests()
         self._usual_s = 0.0
         self._own_s = inf
         self._waited_s, self._measured = 0.0, time.monotonic()
@@ -147,13 +232,13 @@ class Feeders:
     def has_room(self) -> bool:
         """Return whether a feeder is ready, and what is requested is below its limits."""
         with self._changed:
-            count = len(self._queue) + len(self._since) + len(self._answers)
-            return count < 2 * self._num_ready and self._num_bytes < AHEAD_BYTES_MAX
+            is_below = self._requests.num_bytes < AHEAD_BYTES_MAX
+            return is_below and len(self._requests) < 2 * self._num_ready
 
     def has(self, key: int) -> bool:
         """Return whether a batch was requested already."""
         with self._changed:
-            return key in self._queue or key in self._since or key in self._answers
+            return key in self._requests
 
     def request(self, key: int, rows: Gathered, position: Position) -> None:
         """Request a batch.
@@ -165,9 +250,7 @@ class Feeders:
         """
         pickled = pickle.dumps((key, rows), protocol=5)
         with self._changed:
-            self._queue[key] = pickled
-            self._positions[key] = position
-            self._num_bytes += len(pickled)
+            self._requests.add(key, pickled, position)
             self._changed.notify_all()
 
     def take(self, key: int, position: Position) -> Batch | None:
@@ -180,17 +263,15 @@ class Feeders:
         """
         began = time.monotonic()
         with self._changed:
-            for earlier in [one for one, when in self._positions.items() if when < position]:
-                self._drop(earlier)
-            while key in self._since:
+            self._requests.drop_before(position)
+            while (since := self._requests.begun_at(key)) is not None:
                 patience = max(TIMEOUT_S, TIMEOUT_TIMES * self._usual_s)
-                left_s = min(self._since[key] + patience, began + self._own_s) - time.monotonic()
+                left_s = min(since + patience, began + self._own_s) - time.monotonic()
                 if left_s <= 0:
                     log.info("feeder_slow: a batch is computed here")
                     break
                 self._changed.wait(min(left_s, WAIT_SLICE_S))
-            answer = self._answers.get(key)
-            self._drop(key)
+            answer = self._requests.take(key)
             if answer is None:
                 return None
         is_good, value = pickle.loads(answer)
@@ -198,12 +279,6 @@ class Feeders:
             log.info("feeder_failed: the batch is computed here, to show where: %s", value)
             return None
         return value
-
-    def _drop(self, key: int) -> None:
-        """Forget a request; a reply that still comes is dropped, too."""
-        self._positions.pop(key, None)
-        self._since.pop(key, None)
-        self._num_bytes -= len(self._queue.pop(key, b"")) + len(self._answers.pop(key, b""))
 
     def note_own(self, seconds: float) -> None:
         """Take how long this process took to compute a batch."""
@@ -218,7 +293,7 @@ class Feeders:
         with self._changed:
             self._is_closed = True
             feeders, self._open = [*self._open.values()], {}
-            self._queue.clear()
+            self._requests.drop_waiting()
             self._changed.notify_all()
         for feeder in feeders:
             feeder.close()
@@ -230,7 +305,7 @@ class Feeders:
         while True:
             try:
                 names = self._source.names()
-                self._reported.discard(NOBODY)
+                self._troubles.pop(NOBODY, None)
             except (ElasticError, OSError, ValueError) as error:
                 self._report(NOBODY, error)
                 names = ()
@@ -238,16 +313,12 @@ class Feeders:
             with self._changed:
                 if self._is_closed:
                     return
-                new = [
-                    name
-                    for name in names
-                    if name not in self._open and self._again.get(name, now) <= now
-                ]
-                for name in new:
-                    self._begin(name)
-                for gone in self._again.keys() - {*names, *self._open}:
-                    del self._again[gone], self._losses[gone]
-                    self._reported.discard(gone)
+                for name in names:
+                    trouble = self._troubles.get(name)
+                    if name not in self._open and (trouble is None or trouble.again_at <= now):
+                        self._begin(name)
+                for gone in self._troubles.keys() - {*names, *self._open, NOBODY}:
+                    del self._troubles[gone]
                 if now - self._measured > SETTLE_S:
                     share = self._waited_s / (now - self._measured)
                     self._waited_s, self._measured = 0.0, now
@@ -283,11 +354,8 @@ class Feeders:
                     self._answered(name, request[0], receive(sock))
         except (ElasticError, OSError, EOFError, ValueError, pickle.UnpicklingError) as error:
             with self._changed:
-                if request is not None and self._since.pop(request[0], None) is not None:
-                    # It is needed before all others that are requested.
-                    self._queue[request[0]] = request[1]
-                    self._queue.move_to_end(request[0], last=False)
-                    self._num_bytes += len(request[1])
+                if request is not None:
+                    self._requests.put_back(*request)
                 if self._open.get(name) is feeder:
                     del self._open[name]
                     self._put_off(name, error)
@@ -300,38 +368,35 @@ class Feeders:
     def _next(self, name: str, feeder: Feeder) -> tuple[int, bytes] | None:
         """Return the next request, None once this feeder is given up."""
         with self._changed:
-            self._changed.wait_for(lambda: self._queue or self._open.get(name) is not feeder)
-            if self._open.get(name) is not feeder:
-                return None
-            key, pickled = self._queue.popitem(last=False)
-            self._num_bytes -= len(pickled)
-            self._since[key] = time.monotonic()
-            return key, pickled
+            self._changed.wait_for(
+                lambda: self._requests.has_waiting() or self._open.get(name) is not feeder
+            )
+            return self._requests.begin_next() if self._open.get(name) is feeder else None
 
     def _answered(self, name: str, key: int, answer: bytearray) -> None:
         with self._changed:
-            self._losses[name] = 0
-            self._reported.discard(name)
-            since = self._since.pop(key, None)
-            if since is not None and not self._is_closed:
+            self._troubles.pop(name, None)
+            since = self._requests.answer(key, answer)
+            if since is not None:
                 took_s = min(time.monotonic() - since, USUAL_S_MAX)
                 self._usual_s = max(0.9 * self._usual_s, took_s)
-                self._answers[key] = answer
-                self._num_bytes += len(answer)
             self._changed.notify_all()
 
     def _put_off(self, name: str, error: BaseException) -> None:
         """Try a feeder again after a while, longer after each loss in a row."""
-        losses = self._losses[name] = self._losses.get(name, 0) + 1
-        pause_s = min(AGAIN_S_MAX, AGAIN_S * 2 ** min(losses - 1, 10)) if losses > 1 else 0.0
-        self._again[name] = time.monotonic() + pause_s
+        trouble = self._troubles.setdefault(name, _Trouble())
+        trouble.losses += 1
+        times = 2 ** min(trouble.losses - 1, 10)
+        pause_s = min(AGAIN_S_MAX, AGAIN_S * times) if trouble.losses > 1 else 0.0
+        trouble.again_at = time.monotonic() + pause_s
         if not self._is_closed:
             self._report(name, error)
 
     def _report(self, name: str, error: BaseException) -> None:
         """Log why a feeder is lost: once, until it is back."""
-        if name not in self._reported:
-            self._reported.add(name)
+        trouble = self._troubles.setdefault(name, _Trouble())
+        if not trouble.is_reported:
+            trouble.is_reported = True
             log.warning("feeder_lost feeder=%r error=%r", name, str(error))
 
 

@@ -328,7 +328,7 @@ def test_feeders_that_die_or_raise_lose_nothing(table: Path) -> None:
         ids += batch["id"].tolist()
         pids.update(batch["pid"].tolist())
         if first < 100:  # Else this process may be ahead of them all the time.
-            wait_for(lambda: feeders._answers, "a reply")
+            wait_for(lambda: feeders._requests._answers, "a reply")
         if first == 250:
             for one in source.present.values():
                 os.kill(one.process.pid, 9)
@@ -434,7 +434,7 @@ def test_batches_of_feeders_on_nodes_have_the_same_bits_whichever_is_lost(
             numbers = order[first : first + 25]
             assert (rows.__getitems__(numbers)["x"] == alone.__getitems__(numbers)["x"]).all()
             if first < 100:  # Else this process may be ahead of them all the time.
-                wait_for(lambda: feeders._answers, "a reply")
+                wait_for(lambda: feeders._requests._answers, "a reply")
             if first == 300:
                 servers[0].kill()
         servers[1].kill()
