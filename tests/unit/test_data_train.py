@@ -371,7 +371,7 @@ def test_a_begun_batch_is_waited_for_no_longer_than_it_takes_here(
     feeders = Feeders([()], Silent())
     wait_for(lambda: feeders.num_ready, "the feeder")
     feeders.request(1, [], (0, 0))
-    wait_for(lambda: feeders._since, "the request's begin")
+    wait_for(lambda: feeders._requests._begun, "the request's begin")
     feeders.note_own(0.01)
     assert feeders.take(1, (0, 0)) is None
     feeders.close()

@@ -64,6 +64,102 @@ REQUEST_TIMEOUT_S = 10.0
 """How long a member without a checkpoint of its own waits because of a planned change."""
 
 
+class _NewestCheckpoint:
+    """The newest checkpoint that a member knows of; it counts once its marker is written."""
+
+    def __init__(self, run: RunDirectory | None, path: str) -> None:
+        """Begin with the one that a generation begins with, "" for none.
+
+        It is recorded, but its writer may have been killed before it wrote the marker.
+        """
+        self._run = run
+        self._counts = path
+        self._pending = ""
+        self._unmarked = run.name_of(path) if run is not None else ""
+
+    @property
+    def unmarked(self) -> str:
+        """Return the name of one that is recorded, and may have no marker yet, "" for none."""
+        return self._unmarked
+
+    @property
+    def known(self) -> str:
+        """Return the path of the newest one that surely counts, without asking storage."""
+        return self._counts
+
+    def found(self, pending: str = "") -> str:
+        """Return the path of the newest one that counts, as storage has it, "" for none.
+
+        Args:
+            pending: one that waits for the coordinator, by default the newest of those.
+        """
+        run, pending = self._run, pending or self._pending
+        if run is not None:
+            with contextlib.suppress(StorageError):
+                if self._unmarked:
+                    run.finish(self._unmarked)
+                    self._unmarked = ""
+            with contextlib.suppress(StorageError):
+                name = run.name_of(pending)
+                if name and run.is_committed(name):
+                    self._counts = pending
+        return self._counts
+
+    def concluded(self, outcome: ReportOutcome) -> None:
+        """Take what became of a newer one."""
+        if outcome.is_pending:
+            self._pending = outcome.path
+        else:
+            self._counts, self._pending = outcome.path, ""
+
+
+class _MetricsLines:
+    """A member's lines in the run's metrics; storage that is away loses none."""
+
+    def __init__(self, run: RunDirectory | None, origin: ReportOrigin, clock: Clock) -> None:
+        self._run, self._origin, self._clock = run, origin, clock
+        self._is_warned = False
+
+    def add(self, index: int, metrics: str, more: Mapping[str, str]) -> None:
+        """Write the line, or retry later; a storage error is logged once until a write succeeds.
+
+        Args:
+            index: number of the report in this generation.
+            metrics: JSON object.
+            more: what else the line says.
+        """
+        if self._run is None:
+            return
+        record: dict[str, Any] = {
+            "generation": self._origin.generation,
+            "rank": self._origin.rank,
+            "index": index,
+            "unix_ns": self._clock.unix_ns(),
+            "world_size": self._origin.world_size,
+            "metrics": json.loads(metrics),
+            **more,
+        }
+        try:
+            self._run.append_metrics(self._origin.rank, record)
+            self._is_warned = False
+        except StorageError as error:
+            if not self._is_warned:
+                log.warning(
+                    "metrics_kept error=%r: training goes on; they are written once storage takes "
+                    "them",
+                    str(error),
+                )
+            self._is_warned = True
+
+    def flush(self) -> None:
+        """Let all of them be seen."""
+        try:
+            if self._run is not None:
+                self._run.flush_metrics()
+        except StorageError as error:
+            log.warning("metrics_lost error=%r", str(error))
+
+
 class Reporter:
     """The reports of one generation; used by the thread that made it.
 
@@ -102,21 +198,18 @@ class Reporter:
         """
         self.reports_since = 0
         self.has_left = False
-        self._is_reported = False
-        self._newest_checkpoint = newest_checkpoint
         self._origin = origin
         self._run = run
         self._agreement = agreement
         self._link = link
-        self._clock = clock
+        self._metrics = _MetricsLines(run, origin, clock)
+        self._newest = _NewestCheckpoint(run, newest_checkpoint)
         self._reported = ReportedCheckpoints(
             origin, run, link=link, clock=clock, committer=committer, on_commit=on_commit
         )
+        if self._newest.unmarked:
+            self._reported.pending.add(self._newest.unmarked)
         self._spec = spec
-        self._pending = self._recorded = ""
-        if run is not None and (first := run.name_of(newest_checkpoint)):
-            self._recorded = first
-            self._reported.pending.add(first)
         self._aside: ReportVotes | None = None
         self._is_over = is_over
         self._index = 0
@@ -126,24 +219,12 @@ class Reporter:
 
     @property
     def newest_checkpoint(self) -> str:
-        """Return the path of the newest checkpoint that this member knows of, "" for none.
-
-        It is recorded, but its writer may have been killed before it wrote the marker.
-        """
-        with contextlib.suppress(StorageError):
-            if self._recorded and self._run is not None:
-                self._run.finish(self._recorded)
-                self._recorded = ""
-        under_way, pending = self._background, self._pending
-        if under_way is not None and under_way.is_over() and under_way.outcome is not None:
-            if not under_way.outcome.is_pending:
-                return under_way.outcome.path or self._newest_checkpoint
-            pending = under_way.outcome.path
-        with contextlib.suppress(StorageError):
-            name = self._run.name_of(pending) if self._run is not None else ""
-            if name and self._run is not None and self._run.is_committed(name):
-                self._newest_checkpoint = pending
-        return self._newest_checkpoint
+        """Return the path of the newest checkpoint that this member knows of, "" for none."""
+        under_way = self._background
+        outcome = under_way.outcome if under_way is not None and under_way.is_over() else None
+        is_pending = outcome is not None and outcome.is_pending
+        found = self._newest.found(outcome.path if outcome is not None and is_pending else "")
+        return found if outcome is None or is_pending else outcome.path or found
 
     def report(
         self, metrics: str, checkpoint: str | DeliveredParts | None = None, name: str | None = None
@@ -264,12 +345,12 @@ class Reporter:
 
         Reports are counted from the newest checkpoint: that is where the next attempt begins.
         """
-        name = self._newest_checkpoint.rpartition("/")[2]
+        name = self._newest.known.rpartition("/")[2]
         return f"report {self.reports_since}" + (f" after {name}" if name else "")
 
     def is_at_start(self) -> bool:
         """Return whether the run has no report and no checkpoint to determine its place by."""
-        return not self.reports_since and not self._newest_checkpoint
+        return not self.reports_since and not self._newest.known
 
     def finish(self) -> None:
         """The train function returned: end what is under way, and delete what is not to be kept.
@@ -298,11 +379,7 @@ class Reporter:
 
         Not part of `close`: storage that is slow must not hold up the next group.
         """
-        try:
-            if self._run is not None:
-                self._run.flush_metrics()
-        except StorageError as error:
-            log.warning("metrics_lost error=%r", str(error))
+        self._metrics.flush()
 
     def _check_call(
         self, metrics: str, delivered: DeliveredParts | None, name: str | None
@@ -347,34 +424,14 @@ class Reporter:
     def _keep_metrics(
         self, index: int, metrics: str, where: str = "", *, checkpoint: str = ""
     ) -> None:
-        """Write the line, or retry later; a storage error is logged once until a write succeeds."""
-        if self._run is None:
-            return
-        record: dict[str, Any] = {
-            "generation": self._origin.generation,
-            "rank": self._origin.rank,
-            "index": index,
-            "unix_ns": self._clock.unix_ns(),
-            "world_size": self._origin.world_size,
-            "metrics": json.loads(metrics),
-        }
+        more = {}
         if checkpoint:
-            record["checkpoint"] = checkpoint
-        if index == 0 and self._newest_checkpoint:
-            record["resumed_from"] = self._newest_checkpoint.rpartition("/")[2]
+            more["checkpoint"] = checkpoint
+        if index == 0 and self._newest.known:
+            more["resumed_from"] = self._newest.known.rpartition("/")[2]
         if where:
-            record["at"] = where  # A run that goes back reports this place again.
-        try:
-            self._run.append_metrics(self._origin.rank, record)
-            self._is_reported = False
-        except StorageError as error:
-            if not self._is_reported:
-                log.warning(
-                    "metrics_kept error=%r: training goes on; they are written once storage takes "
-                    "them",
-                    str(error),
-                )
-            self._is_reported = True
+            more["at"] = where  # A run that goes back reports this place again.
+        self._metrics.add(index, metrics, more)
 
     def _begin_part(self, key: Index, name: str, delivered: DeliveredParts | None) -> None:
         """Inform the others of our part, before our vote: that it is stored, or that it comes."""
@@ -492,11 +549,10 @@ class Reporter:
         if not outcome.path:
             return
         self.reports_since = reports_since
+        self._newest.concluded(outcome)
         if outcome.is_pending:
-            self._pending = outcome.path
             self._reported.pending.add(outcome.path.rpartition("/")[2])
         else:
-            self._newest_checkpoint, self._pending = outcome.path, ""
             self._reported.pending.clear()
 
     def _leave(self) -> NoReturn:
