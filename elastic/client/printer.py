@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import sys
 import time
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TextIO
 
 from rich.console import Console, RenderableType
@@ -58,6 +60,49 @@ RULED = {
 }
 
 
+class _Outage:
+    """A time in which the coordinator does not answer.
+
+    Attributes:
+        since_ns: None while it answers.
+    """
+
+    def __init__(self) -> None:
+        self.since_ns: int | None = None
+        self._reported_s = 0.0
+
+    def lasts(self, seconds: float, now_ns: int) -> str:
+        """It has lasted so long; returns the line to print, "" for none."""
+        self.since_ns = now_ns - round(seconds * 1e9)
+        if seconds < max(1.0, 2 * self._reported_s):
+            return ""
+        self._reported_s = seconds
+        return f"coordinator unreachable for {seconds:.0f} s, training continues"
+
+    def ends(self, now_ns: int) -> str:
+        """The coordinator answers; returns the line to print, "" for none."""
+        since_ns, was_reported = self.since_ns, self._reported_s > 0
+        self.since_ns, self._reported_s = None, 0.0
+        if since_ns is None or not was_reported:
+            return ""
+        return f"coordinator answers again after {duration(now_ns - since_ns)}"
+
+
+@dataclass
+class _Metrics:
+    """What rank 0 has reported last.
+
+    Attributes:
+        values: by name.
+        printed_ns: when metrics were printed last.
+        is_due: these are not printed yet, and are to be.
+    """
+
+    values: dict[str, Any] = field(default_factory=dict)
+    printed_ns: int = 0
+    is_due: bool = False
+
+
 class JobPrinter:
     """Turns snapshots and events of a job into lines.
 
@@ -99,12 +144,8 @@ class JobPrinter:
         self._generation = 0
         self._losses = LossSummary()
         self._planned: tuple[str, int] = ("", 0)
-        self._metrics: dict[str, Any] = {}
-        self._metrics_ns = 0
-        self._metrics_due = False
-        self._outage_since_ns: int | None = None
-        self._outage_reported_s = 0.0
-        self._spinner = Spinner("dots")
+        self._metrics = _Metrics()
+        self._outage = _Outage()
         self._live: Live | None = None
 
     # ------------------------------------------------------------ start and end
@@ -113,7 +154,7 @@ class JobPrinter:
         """Start the updating line, if there is a terminal."""
         if self._console.is_terminal:
             self._live = Live(
-                get_renderable=self._moving_line,
+                get_renderable=partial(self._moving_line, Spinner("dots")),
                 console=self._console,
                 refresh_per_second=8,
                 transient=True,
@@ -130,7 +171,7 @@ class JobPrinter:
         """
         self._print_loss(is_over=True)
         self._write(self._lines.flush(reported_elsewhere))
-        if self._metrics_due:
+        if self._metrics.is_due:
             self._print_metrics()
         live, self._live = self._live, None
         if live is not None:
@@ -181,8 +222,8 @@ class JobPrinter:
 
     def report(self, metrics: dict[str, Any]) -> None:
         """Take the metrics of rank 0; printed at most once a second, without an updating line."""
-        self._metrics, self._metrics_due = metrics, self._live is None
-        if self._age_s(self._metrics_ns) >= METRICS_INTERVAL_S:
+        self._metrics.values, self._metrics.is_due = metrics, self._live is None
+        if self._age_s(self._metrics.printed_ns) >= METRICS_INTERVAL_S:
             self._print_metrics()
 
     def output(self, chunk: LogChunk) -> None:
@@ -194,16 +235,9 @@ class JobPrinter:
     def outage(self, seconds: float) -> None:
         """Print that the coordinator does not answer, or with 0.0 that it answers again."""
         now_ns = self._clock.monotonic_ns()
-        if seconds:
-            self._outage_since_ns = now_ns - round(seconds * 1e9)
-            if seconds >= max(1.0, 2 * self._outage_reported_s):
-                self._outage_reported_s = seconds
-                self.print_line(f"coordinator unreachable for {seconds:.0f} s, training continues")
-        elif self._outage_since_ns is not None:
-            if self._outage_reported_s:
-                away = duration(now_ns - self._outage_since_ns)
-                self.print_line(f"coordinator answers again after {away}")
-            self._outage_since_ns, self._outage_reported_s = None, 0.0
+        line = self._outage.lasts(seconds, now_ns) if seconds else self._outage.ends(now_ns)
+        if line:
+            self.print_line(line)
 
     def tick(self) -> None:
         """Print what is overdue: held output, delayed lines, a wait that lasts."""
@@ -213,7 +247,7 @@ class JobPrinter:
         if reason and self._age_s(since_ns) >= SOON_S:
             self._planned = ("", 0)
             self.print_line(f"a change is planned: {reason}")
-        if self._metrics_due and self._age_s(self._metrics_ns) >= METRICS_INTERVAL_S:
+        if self._metrics.is_due and self._age_s(self._metrics.printed_ns) >= METRICS_INTERVAL_S:
             self._print_metrics()
         if self._live is None and self._age_s(self._reported_ns) >= REPEAT_S:
             self._print_state()
@@ -253,7 +287,7 @@ class JobPrinter:
     def _print_state(self) -> None:
         view, now_ns = self._view, self._clock.monotonic_ns()
         self._reported_ns = now_ns
-        if view is None or self._outage_since_ns is not None:
+        if view is None or self._outage.since_ns is not None:
             return
         name, waiting = view.record.spec.name, waiting_line(view, now_ns)
         if waiting:
@@ -270,12 +304,12 @@ class JobPrinter:
         self.print_line(f"{', '.join(filter(None, parts))} ({size}, generation {generation})")
 
     def _print_metrics(self) -> None:
-        self._metrics_due, self._metrics_ns = False, self._clock.monotonic_ns()
-        line = metrics_line(self._metrics)
+        self._metrics.is_due, self._metrics.printed_ns = False, self._clock.monotonic_ns()
+        line = metrics_line(self._metrics.values)
         if line and self._live is None:
             self.print_line(f"report: {line}")
 
-    def _moving_line(self) -> RenderableType:
+    def _moving_line(self, spinner: Spinner) -> RenderableType:
         """Return the line at the bottom of a terminal; drawn by rich's own thread."""
         view, now_ns = self._view, self._clock.monotonic_ns()
         if view is None:
@@ -289,16 +323,17 @@ class JobPrinter:
         pace, logged = progress_line(view.telemetry), logged_line(view.telemetry)
         if pace and world_size(view):
             text.append(f"  {pace}", style="green")
-        if logged or self._metrics:
-            text.append(f"  {logged or metrics_line(self._metrics)}", style="cyan")
-        if self._outage_since_ns is not None:
-            away = duration(now_ns - self._outage_since_ns)
+        if logged or self._metrics.values:
+            text.append(f"  {logged or metrics_line(self._metrics.values)}", style="cyan")
+        away_since_ns = self._outage.since_ns  # The other thread changes it.
+        if away_since_ns is not None:
+            away = duration(now_ns - away_since_ns)
             text.append(f"  coordinator unreachable for {away}, training continues", "yellow")
         else:
             text.append(f"  {plain(waiting_line(view, now_ns))}", style="yellow")
         text.truncate(max(20, self._console.width - 3), overflow="ellipsis")
-        self._spinner.update(text=text)
-        return self._spinner
+        spinner.update(text=text)
+        return spinner
 
     def _write(self, text: str) -> None:
         """Write output of workers; above the updating line, if both share a terminal."""
