@@ -233,10 +233,6 @@ class ChildProcesses:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(child.pid, STACKS_SIGNAL)
 
-    def pids(self) -> dict[int, int]:
-        """Return the pid of every process that has not exited, by its number."""
-        return {c.process_id: c.pid for c in self._children.values() if not c.exited}
-
     async def close(self, timeout_s: float) -> None:
         """Kill all processes and wait until they are gone.
 

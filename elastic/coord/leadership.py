@@ -118,7 +118,6 @@ async def retry_until_available(
     attempt: Callable[[], Awaitable[Answer]],
     clock: Clock,
     *,
-    pause_s: float = RETRY_S,
     was_let_in: bool = True,
 ) -> Answer:
     """Call `attempt` until the store answers, and log when that takes long.
@@ -130,7 +129,6 @@ async def retry_until_available(
         what: what waits, for the log line.
         attempt: one attempt; repeated after StoreUnavailable and NotAuthorized only.
         clock: for the duration of the wait.
-        pause_s: between two attempts.
         was_let_in: the store has admitted this process before.
 
     Raises:
@@ -153,13 +151,13 @@ async def retry_until_available(
                 answer = await attempt()
             except StoreUnavailable as error:
                 log_once(str(error))
-                await anyio.sleep(pause_s)
+                await anyio.sleep(RETRY_S)
                 continue
             except NotAuthorized as error:
                 if not was_let_in:
                     raise
                 log_once(str(error))
-                await anyio.sleep(max(pause_s, DENIED_RETRY_S))
+                await anyio.sleep(DENIED_RETRY_S)
                 continue
             if logged:
                 waited_s = (clock.monotonic_ns() - since_ns) / 1e9

@@ -54,17 +54,13 @@ class MergedOutput:
     has none queued. New output is merged in the order of its arrival.
     """
 
-    def __init__(
-        self, limit: int = MERGED_CHARS_MAX, all_waiting: BufferBudget | None = None
-    ) -> None:
+    def __init__(self, all_waiting: BufferBudget) -> None:
         """Start empty.
 
         Args:
-            limit: maximum number of characters queued for this reader.
             all_waiting: the budget shared by all readers.
         """
-        self._limit = limit
-        self._all = all_waiting or BufferBudget()
+        self._all = all_waiting
         self._queues: dict[WorkerId, deque[LogLines]] = {}
         self._heads: list[tuple[int, int, WorkerId]] = []
         self._number = 0
@@ -94,7 +90,8 @@ class MergedOutput:
         if not text:
             return
         waiting = self._all
-        if self._waiting + len(text) > self._limit or waiting.chars + len(text) > waiting.limit:
+        is_full = self._waiting + len(text) > MERGED_CHARS_MAX
+        if is_full or waiting.chars + len(text) > waiting.limit:
             self._dropped[worker_id] = self._dropped.get(worker_id, 0) + len(text)
         else:
             queue = self._queues.setdefault(worker_id, deque())
@@ -185,7 +182,7 @@ class LogFanout:
     @contextmanager
     def merged(self) -> Iterator[MergedOutput]:
         """Collect output during a `with` block; then ask the agents to stop sending."""
-        merged = MergedOutput(all_waiting=self._waiting)
+        merged = MergedOutput(self._waiting)
         try:
             yield merged
         finally:

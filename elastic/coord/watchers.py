@@ -33,24 +33,20 @@ UNPUBLISHED = frozenset({"report"})
 class Watcher:
     """One follower of one job."""
 
-    def __init__(
-        self, limit: int = NOTES_MAX, *, on_note: Callable[[], None] = lambda: None
-    ) -> None:
+    def __init__(self, on_note: Callable[[], None]) -> None:
         """Start without notes.
 
         Args:
-            limit: maximum number of queued notes.
             on_note: called at each note, for a follower that also waits for something else.
         """
         self._on_note = on_note
         self._notes: deque[TimedNote] = deque()
-        self._limit = limit
         self._dropped = 0
         self._awake = anyio.Event()
 
     def put(self, note: TimedNote) -> None:
         """Queue a note; drop the oldest one if the queue is full."""
-        if len(self._notes) >= self._limit:
+        if len(self._notes) >= NOTES_MAX:
             self._notes.popleft()
             self._dropped += 1
         self._notes.append(note)
@@ -98,7 +94,7 @@ class Watchers:
         self, job_id: JobId, on_note: Callable[[], None] = lambda: None
     ) -> Iterator[Watcher]:
         """Follow a job during a `with` block."""
-        watcher = Watcher(on_note=on_note)
+        watcher = Watcher(on_note)
         self._by_job.setdefault(job_id, []).append(watcher)
         try:
             yield watcher

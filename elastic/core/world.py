@@ -63,11 +63,6 @@ class Resources:
         """Return one amount, 0.0 if there is none."""
         return dict(self.milli).get(name, 0) / MILLI
 
-    def covers(self, other: Resources) -> bool:
-        """Return whether `other` fits into this."""
-        mine = dict(self.milli)
-        return all(mine.get(name, 0) >= amount for name, amount in other.milli)
-
     def minus(self, other: Resources) -> Resources:
         """Return the difference; amounts below zero become zero."""
         mine = dict(self.milli)

@@ -14,7 +14,6 @@ import logging.handlers
 import queue
 import sys
 import time
-from typing import TextIO
 
 LINES_MAX = 10_000
 LAST_WORDS_S = 1.0
@@ -58,15 +57,14 @@ class LogQueue(logging.handlers.QueueHandler):
             return not self.lines.unfinished_tasks
 
 
-def set_up_logging(process: str, *, level: str = "info", stream: TextIO | None = None) -> LogQueue:
-    """Send this process's log lines to `stream` (stderr by default), replacing what was set.
+def set_up_logging(process: str, *, level: str = "info") -> LogQueue:
+    """Send this process's log lines to stderr, replacing what was set.
 
     Args:
         process: its name in each line, such as "elastic-agent".
         level: debug, info, warning or error.
-        stream: receives the lines; None for stderr.
     """
-    handler = logging.StreamHandler(stream or sys.stderr)
+    handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(line_formatter(process))
     front = LogQueue(handler)
     root = logging.getLogger()

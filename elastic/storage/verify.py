@@ -96,7 +96,7 @@ def verify(path: str, *, patience_s: float = TIMEOUT_S) -> VerifyResult:
     return VerifyResult(path, marker, tuple(damages), tuple(unchecked))
 
 
-def checkpoints_at(path: str, *, patience_s: float = TIMEOUT_S) -> tuple[str, ...]:
+def checkpoints_at(path: str) -> tuple[str, ...]:
     """Return the checkpoints that a path names: itself, or all of a run directory.
 
     Of a run directory every checkpoint folder is returned, with or without a marker.
@@ -105,7 +105,7 @@ def checkpoints_at(path: str, *, patience_s: float = TIMEOUT_S) -> tuple[str, ..
         NotFound: it is neither.
         StorageError: it cannot be read.
     """
-    files = Files(path, patience_s=patience_s)
+    files = Files(path)
     if files.exists(MARKER):
         return (files.path,)
     if files.exists(CHECKPOINTS) or files.exists(RUN_FILE):

@@ -248,7 +248,9 @@ def room_on(job: JobSpec, offer: NodeOffer) -> int:
     if any(label not in offer.labels for label in job.label_selector):
         return 0
     free, count = offer.free, 0
-    while count < offer.free_slots and free.covers(job.resources_per_worker):
+    while count < offer.free_slots and all(
+        dict(free.milli).get(name, 0) >= amount for name, amount in job.resources_per_worker.milli
+    ):
         free, count = free.minus(job.resources_per_worker), count + 1
     return count
 

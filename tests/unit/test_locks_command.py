@@ -175,7 +175,7 @@ def refusal_of(door: AdmissionLimiter) -> str:
 
 def test_readers_share_what_may_wait_and_give_it_back() -> None:
     waiting = BufferBudget(limit=10)
-    first, second = MergedOutput(all_waiting=waiting), MergedOutput(all_waiting=waiting)
+    first, second = MergedOutput(waiting), MergedOutput(waiting)
     worker = WorkerId("n1/1")
     first.put(worker, "12345678")
     second.put(worker, "123")

@@ -86,8 +86,8 @@ def front_page(view: ClusterView, unix_ns: int, *, about: str, studies: Iterable
     return Page("Jobs", body)
 
 
-def _paragraph(key: str, text: object, css: str | None = None) -> Part:
-    return Part(key, element("p", text, id=key, class_=css))
+def _paragraph(key: str, text: object) -> Part:
+    return Part(key, element("p", text, id=key))
 
 
 def _counts(view: ClusterView) -> str:

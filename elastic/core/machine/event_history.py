@@ -24,9 +24,9 @@ class EventHistory:
     Events are frozen values, so keeping them is as good as keeping their text, and cheaper.
     """
 
-    def __init__(self, limit: int = STORY_EVENTS_MAX) -> None:
-        """Remember at most `limit` events."""
-        self._events: deque[tuple[int, object]] = deque(maxlen=limit)
+    def __init__(self) -> None:
+        """Remember at most `STORY_EVENTS_MAX` events."""
+        self._events: deque[tuple[int, object]] = deque(maxlen=STORY_EVENTS_MAX)
 
     def add(self, now_ns: int, event: object) -> None:
         """Remember that `event` came at `now_ns`; the oldest one is forgotten for it."""

@@ -98,11 +98,6 @@ def explain_misfit(spec: JobSpec, nodes: Sequence[Node]) -> str:
     return (_unlike(spec, offers) or _too_small(spec, offers, 0)) if offers else ""
 
 
-def takes(spec: JobSpec, offer: NodeOffer) -> bool:
-    """Return whether a node could take a worker of the job now."""
-    return _matches(spec, offer) and _capacity(spec, offer) > 0
-
-
 def _matches(spec: JobSpec, offer: NodeOffer) -> bool:
     if spec.accelerator_type and offer.accelerator_type != spec.accelerator_type:
         return False

@@ -21,7 +21,6 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 from elastic.worker.base.thread_frames import thread_frames
@@ -48,15 +47,13 @@ Place = tuple[int, int, int]
 class StuckWaitWatchdog:
     """Watches a main thread that has been asked to leave its group, and has not."""
 
-    def __init__(self, groups: ProcessGroups, end: Callable[[], None] | None = None) -> None:
+    def __init__(self, groups: ProcessGroups) -> None:
         """See nothing yet.
 
         Args:
             groups: of this process.
-            end: ends the process; by SIGKILL if None.
         """
         self._groups = groups
-        self._end = end if end is not None else _end
         self._seen: Place | None = None
         self._since = self._spent = self._checked = 0.0
 
@@ -81,7 +78,7 @@ class StuckWaitWatchdog:
         )
         with contextlib.suppress(Exception):  # A script may have closed it.
             faulthandler.dump_traceback(sys.__stderr__ or sys.stderr)
-        self._end()
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _place_of_main(generation: int) -> Place | None:
@@ -93,7 +90,3 @@ def _place_of_main(generation: int) -> Place | None:
     if blocked_in_of(main) not in PLACES:
         return None
     return generation, id(frame), frame.f_lasti
-
-
-def _end() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
