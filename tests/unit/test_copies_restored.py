@@ -22,7 +22,7 @@ from elastic.worker.base.activity import Activity
 from elastic.worker.checkpoint.snapshot import RankInfo
 from elastic.worker.checkpoint.snapshotter import Snapshotter
 from elastic.worker.data.stream_book import StreamBook
-from elastic.worker.engine import checkpoint_schedule as keeping
+from elastic.worker.engine import state_restore as restoring
 from elastic.worker.engine.checkpoint_schedule import CheckpointScheduler
 from elastic.worker.engine.logbook import Logbook
 from elastic.worker.reduce.step_metadata import StepMetadata
@@ -80,7 +80,7 @@ def restored(
 ) -> list[Any]:
     """Return what each member comes to."""
     table, found = Table(len(savers)), [None] * len(savers)
-    patch.setattr(keeping, "send_metadata", table.tell)
+    patch.setattr(restoring, "send_metadata", table.tell)
 
     def restore(rank: int) -> None:
         checkpoints = CheckpointScheduler(run.objects, Logbook(), StreamBook())

@@ -20,7 +20,7 @@ from elastic.worker.base.activity import Activity
 from elastic.worker.checkpoint.snapshot import RankInfo
 from elastic.worker.checkpoint.snapshotter import Snapshotter
 from elastic.worker.data.stream_book import StreamBook
-from elastic.worker.engine import checkpoint_schedule as keeping
+from elastic.worker.engine import state_restore as restoring
 from elastic.worker.engine.checkpoint_schedule import CheckpointScheduler
 from elastic.worker.engine.logbook import Logbook
 from elastic.worker.engine.step_engine import StepEngine
@@ -55,7 +55,7 @@ def restored(
 ) -> list[dict[str, Any] | Exception | None]:
     """Return what each member comes to, or raises."""
     table = Table(len(savers))
-    monkeypatch.setattr(keeping, "send_metadata", table.tell)
+    monkeypatch.setattr(restoring, "send_metadata", table.tell)
     found: list[Any] = [None] * len(savers)
 
     def restore(rank: int) -> None:
@@ -93,7 +93,7 @@ def two_of_one_step(tmp_path: Path) -> Run:
     run.steps = 0
     run.savers[0].number = 6
     run.save()
-    assert [steps for steps, _, _ in keeping._candidates(run.directory)] == [1, 1]
+    assert [steps for steps, _, _ in restoring._candidates(run.directory)] == [1, 1]
     return run
 
 
@@ -102,9 +102,9 @@ def test_members_never_go_on_from_two_checkpoints(
 ) -> None:
     """Equal steps looked like equal states; with consistency='samples' they are not."""
     run = two_of_one_step(tmp_path)
-    newest = keeping._candidates(run.directory)[0][1]
-    read = fails_on(1, keeping.read_checkpoint, lambda _, name, __: name == newest)
-    monkeypatch.setattr(keeping, "read_checkpoint", read)
+    newest = restoring._candidates(run.directory)[0][1]
+    read = fails_on(1, restoring.read_checkpoint, lambda _, name, __: name == newest)
+    monkeypatch.setattr(restoring, "read_checkpoint", read)
     found = restored(run, [Snapshotter((), None), Snapshotter((), None)], monkeypatch)
     assert found[1] is None  # It receives the state from rank 0.
     assert isinstance(found[0], dict)
@@ -115,7 +115,7 @@ def test_one_that_cannot_list_storage_receives_the_state(
 ) -> None:
     run = Run(tmp_path)
     run.save()
-    monkeypatch.setattr(keeping, "_candidates", fails_on(1, keeping._candidates))
+    monkeypatch.setattr(restoring, "_candidates", fails_on(1, restoring._candidates))
     found = restored(run, [Snapshotter((), None), Snapshotter((), None)], monkeypatch)
     assert isinstance(found[0], dict)
     assert found[1] is None
@@ -126,7 +126,7 @@ def test_memory_is_used_while_storage_is_away(
 ) -> None:
     run = Run(tmp_path)
     run.save()
-    monkeypatch.setattr(keeping, "_candidates", fails_on(0, keeping._candidates))
+    monkeypatch.setattr(restoring, "_candidates", fails_on(0, restoring._candidates))
     found = restored(run, [Snapshotter((), None), run.savers[0]], monkeypatch)
     assert found[0] is None
     assert isinstance(found[1], dict)
@@ -137,7 +137,7 @@ def test_all_say_so_if_nobody_can_know(tmp_path: Path, monkeypatch: pytest.Monke
     """Nobody begins anew, and nobody waits for one that has given up."""
     run = Run(tmp_path)
     run.save()
-    monkeypatch.setattr(keeping, "_candidates", fails_on(0, keeping._candidates))
+    monkeypatch.setattr(restoring, "_candidates", fails_on(0, restoring._candidates))
     found = restored(run, [Snapshotter((), None), Snapshotter((), None)], monkeypatch)
     assert all(isinstance(one, StorageError) for one in found), found
     assert "storage is away" in str(found[0])

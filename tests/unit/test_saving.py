@@ -14,7 +14,7 @@ from elastic.core.events.worker import CheckpointWritten
 from elastic.core.world import RefusalCode
 from elastic.storage.marker import MARKER
 from elastic.worker.checkpoint.checkpoint_reader import read_checkpoint
-from elastic.worker.engine import checkpoint_schedule as keeping
+from elastic.worker.engine import state_restore as restoring
 from elastic.worker.state.arena import SnapshotSlot
 from tests.patience import DEADLINE_S
 from tests.unit.saving_under_test import Run, assert_same
@@ -127,8 +127,8 @@ def test_any_damage_is_noticed_and_the_one_before_is_used(tmp_path: Path, seed: 
     else:
         file.write_bytes(damaged(file.read_bytes(), draws))
     problems: list[str] = []
-    candidates = keeping._candidates(run.directory)
-    found = keeping._read_newest(run.directory, candidates, problems)
+    candidates = restoring._candidates(run.directory)
+    found = restoring._read_newest(run.directory, candidates, problems)
     assert found is not None
     _, state = found
     assert state["steps"] == 1

@@ -17,7 +17,7 @@ from elastic.errors import UsageError
 from elastic.storage.run_directory import RunDirectory
 from elastic.worker.checkpoint.snapshot import RankInfo
 from elastic.worker.checkpoint.snapshotter import Snapshotter
-from elastic.worker.engine import checkpoint_schedule as keeping
+from elastic.worker.engine import state_restore as restoring
 from elastic.worker.process.local import LocalRun, local_context
 from elastic.worker.state import replica_checksums as likeness
 from elastic.worker.state.transfer import pack
@@ -86,7 +86,7 @@ def test_a_snapshot_that_cannot_be_read_is_passed_over(tmp_path: Path) -> None:
     snapshotter.take(lambda: state, Cursor(0, 1), 1)
     problems: list[str] = []
     assert (
-        keeping._attempt(lambda: snapshotter.read_held(1), "this node's memory", problems) is None
+        restoring._attempt(lambda: snapshotter.read_held(1), "this node's memory", problems) is None
     )
     assert "this node's memory" in problems[0]
 

@@ -12,7 +12,7 @@ from elastic.storage.run_directory import RunDirectory
 from elastic.storage.run_record import RunRecord, write_run
 from elastic.worker.checkpoint import checkpoint_writer as writing
 from elastic.worker.checkpoint.snapshot import RankInfo
-from elastic.worker.engine import checkpoint_schedule as keeping
+from elastic.worker.engine import state_restore as restoring
 from tests.unit.saving_under_test import Run
 
 
@@ -32,7 +32,7 @@ class SetClock:
 
 def steps_of(folder: Path) -> list[int]:
     """Return the steps of all automatic checkpoints, newest first, as a recovery reads them."""
-    return [steps for steps, _, _ in keeping._candidates(RunDirectory(str(folder)))]
+    return [steps for steps, _, _ in restoring._candidates(RunDirectory(str(folder)))]
 
 
 def set_clock(run: Run, clock: SetClock) -> None:

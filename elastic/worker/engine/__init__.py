@@ -6,8 +6,8 @@ What is where:
                   step_values, logbook
     a new group   group_sync (what members exchange), state_recovery (who gets the state),
                   recovery_modes, resume_point; bystander (a process without steps)
-    checkpoints   checkpoint_schedule, peer_copies; of a sharded model sharded_choice,
-                  sharded_restore
+    checkpoints   checkpoint_schedule, state_restore, peer_copies; of a sharded model
+                  sharded_choice, sharded_restore
     errors        usage_errors, divergence (ranks differ), outcome
     the script    train_call (what runs here), context (what it can know of its place)
 """
