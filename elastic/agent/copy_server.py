@@ -1,8 +1,7 @@
 """Server for snapshot copies: other nodes push them here, workers fetch them and own snapshots.
 
-Rule: one thread per connection, in limited number; the agent's event loop never waits for one. A
-request that is unauthenticated, malformed, or slow costs no more than its thread. A flood of
-unauthenticated connections locks no peer out: each new one replaces the oldest.
+Rule: one thread per connection, in limited number (`secret_server`); the agent's event loop never
+waits for one.
 """
 
 from __future__ import annotations
@@ -11,11 +10,11 @@ import contextlib
 import logging
 import socket
 import threading
-import time
+from collections.abc import Callable
 
 from elastic.agent.copy_store import CopyStore
 from elastic.agent.local_snapshots import LocalSnapshots
-from elastic.errors import ElasticError, Refused
+from elastic.errors import Refused
 from elastic.runtime.copy_wire import (
     ASK,
     FETCH,
@@ -27,9 +26,9 @@ from elastic.runtime.copy_wire import (
     CopyRequest,
     yield_to_training,
 )
-from elastic.runtime.listening import AcceptErrors
 from elastic.runtime.own_tls import ConnectionTls
-from elastic.runtime.secret_connection import STRANGERS_MAX, Strangers, end, securing
+from elastic.runtime.secret_connection import end
+from elastic.runtime.secret_server import SecretServer
 from elastic.runtime.worker_ports import ANY_PORT, PortRange, listen_within, remedy
 
 log = logging.getLogger(__name__)
@@ -65,101 +64,48 @@ class CopyServer:
             own: snapshots in this node's own memory, None for none.
             ports: the range of the port.
         """
-        self._store, self._tls, self._own = store, tls, own
+        self._store, self._own = store, own
         self._room = threading.BoundedSemaphore(CONNECTIONS_MAX)
-        # Twice: the threads of replaced connections may take a moment to end.
-        self._threads = threading.BoundedSemaphore(CONNECTIONS_MAX + 2 * STRANGERS_MAX)
-        self._open: set[socket.socket] = set()
-        self._strangers = Strangers()
-        self._accept_errors = AcceptErrors("copies of snapshots")
-        self._lock = threading.Lock()
-        self._thread: threading.Thread | None = None
-        self._socket: socket.socket | None = None
+        self._server: SecretServer | None = None
         self.address = ""
         try:
             found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
             family, _, _, _, where = min(found, key=lambda one: one[0] != socket.AF_INET)
-            self._socket = listen_within(ports, (str(where[0]), 0), family=family, backlog=BACKLOG)
+            listener = listen_within(ports, (str(where[0]), 0), family=family, backlog=BACKLOG)
         except OSError as error:
             log.warning("no_copies_here host=%s error=%r", host, f"{error}; {remedy(error)}")
             return
-        port = self._socket.getsockname()[1]
+        port = listener.getsockname()[1]
         self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        self._server = SecretServer(
+            listener,
+            self._talk,
+            what="copies of snapshots",
+            connections_max=CONNECTIONS_MAX,
+            tls=tls,
+            begin_thread=yield_to_training,
+        )
 
     def start(self) -> None:
         """Serve connections from here on; idempotent."""
-        if self._thread is None and self._socket is not None:
-            self._thread = threading.Thread(
-                target=self._accept, args=(self._socket,), name="elastic-copies", daemon=True
-            )
-            self._thread.start()
+        if self._server is not None:
+            self._server.start()
 
     def close(self) -> None:
         """Accept no more connections, and end the open ones."""
-        server, self._socket = self._socket, None
-        if server is not None:
-            with contextlib.suppress(OSError):
-                server.shutdown(socket.SHUT_RDWR)  # Wakes the thread in `accept`.
-            server.close()
-        with self._lock:
-            for sock in self._open:
-                end(sock)
+        if self._server is not None:
+            self._server.close()
 
-    def _accept(self, server: socket.socket) -> None:
-        yield_to_training()
-        while self._socket is not None:
-            try:
-                sock, peer = server.accept()
-            except OSError as error:
-                if self._socket is None:
-                    return
-                time.sleep(self._accept_errors.pause_s(error))
-                continue
-            self._strangers.make_room()
-            if not self._threads.acquire(timeout=1.0):
-                sock.close()  # A real client retries.
-                continue
-            thread = threading.Thread(target=self._serve, args=(sock, str(peer[0])), daemon=True)
-            try:
-                thread.start()
-            except RuntimeError:
-                self._threads.release()
-                sock.close()
-
-    def _serve(self, sock: socket.socket, host: str) -> None:
-        yield_to_training()
-        open_here: list[socket.socket] = []
-        is_known = False
-
-        def begun(sock: socket.socket) -> None:
-            open_here.append(sock)
-            self._strangers.add(sock, host)
-            with self._lock:
-                self._open.add(sock)
-
-        try:
-            with securing(sock, self._tls, is_client=False, begun=begun) as sock:
-                line = CopyConnection(sock, is_client=False)
-                request, key = line.listen(self._store.key_of)
-                is_known = True
-                self._converse(line, request, key, sock)
-        except (ElasticError, OSError, ValueError) as error:
-            if is_known or self._strangers.is_news(host):
-                log.info("copy_not_served host=%s error=%r", host, str(error)[:200])
-        except Exception:
-            log.exception("copy_not_served")
-        finally:
-            with self._lock:
-                self._open.difference_update(open_here)
-            for ours in open_here:
-                self._strangers.discard(ours)
-            self._threads.release()
+    def _talk(self, sock: socket.socket, proven: Callable[[], None]) -> None:
+        line = CopyConnection(sock, is_client=False)
+        request, key = line.listen(self._store.key_of)
+        proven()
+        self._converse(line, request, key, sock)
 
     def _converse(
         self, line: CopyConnection, request: CopyRequest, key: str, sock: socket.socket
     ) -> None:
         """Serve an authenticated request."""
-        self._strangers.discard(sock)
         if not self._room.acquire(timeout=ROOM_S):
             line.answer(key, refused=f"{CONNECTIONS_MAX} copies are being brought or fetched here")
             return

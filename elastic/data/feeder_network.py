@@ -13,12 +13,11 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import platform
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import metadata
 from typing import Any
 
@@ -27,24 +26,14 @@ import torch
 
 from elastic.data.feeder import BatchServer
 from elastic.data.feeders import Feeder
-from elastic.errors import ElasticError, Refused
-from elastic.runtime.listening import AcceptErrors
-from elastic.runtime.own_tls import ConnectionTls, OwnCertificate
+from elastic.errors import Refused
+from elastic.runtime.own_tls import OwnCertificate
 from elastic.runtime.peer_tls import PeerTls
 from elastic.runtime.rpc import format_endpoint, is_loopback
-from elastic.runtime.secret_connection import (
-    STRANGERS_MAX,
-    SecretConnection,
-    Strangers,
-    connecting,
-    end,
-    lock_of,
-    securing,
-)
+from elastic.runtime.secret_connection import SecretConnection, connecting, end, lock_of
+from elastic.runtime.secret_server import SecretServer
 from elastic.runtime.worker_ports import ANY_PORT, PortRange, listen_within
 from elastic.storage.files import Files
-
-log = logging.getLogger(__name__)
 
 FOLDER = "feeders"
 CONNECTIONS_MAX = 1024
@@ -126,75 +115,33 @@ class FeederServer:
             OSError: this machine does not have the address, or no port is free.
         """
         made = OwnCertificate() if tls is None and not is_loopback(host) else None
-        self._tls: ConnectionTls | None = made or tls
         fingerprint = made.fingerprint if made is not None else ""
         self._key = _bound_to(key, fingerprint)
         self._batches = BatchServer()
         self.packages = versions()
-        self._open: set[socket.socket] = set()
-        self._lock = threading.Lock()
-        self._strangers = Strangers()
         self._room = threading.BoundedSemaphore(CONNECTIONS_MAX)
-        self._threads = threading.BoundedSemaphore(CONNECTIONS_MAX + 2 * STRANGERS_MAX)
-        self._errors = AcceptErrors("training processes that are fed")
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._socket = listen_within(ports, (host, 0), family=family, backlog=BACKLOG)
-        address = format_endpoint(host, self._socket.getsockname()[1])
+        listener = listen_within(ports, (host, 0), family=family, backlog=BACKLOG)
+        address = format_endpoint(host, listener.getsockname()[1])
         self.endpoint = {"address": address, "fingerprint": fingerprint}
-        threading.Thread(target=self._accept, name="elastic-feeder", daemon=True).start()
+        self._server = SecretServer(
+            listener,
+            self._talk,
+            what="batches",
+            connections_max=CONNECTIONS_MAX,
+            tls=made or tls,
+        )
+        self._server.start()
 
     def close(self) -> None:
         """Accept no more connections, and end the open ones."""
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)  # Wakes the thread in `accept`.
-        self._socket.close()
-        with self._lock:
-            for sock in self._open:
-                end(sock)
+        self._server.close()
 
-    def _accept(self) -> None:
-        while self._socket.fileno() >= 0:
-            try:
-                sock, peer = self._socket.accept()
-            except OSError as error:
-                if self._socket.fileno() >= 0:
-                    time.sleep(self._errors.pause_s(error))
-                continue
-            self._strangers.make_room()
-            if not self._threads.acquire(timeout=1.0):
-                sock.close()  # It tries again.
-                continue
-            thread = threading.Thread(target=self._serve, args=(sock, str(peer[0])), daemon=True)
-            try:
-                thread.start()
-            except RuntimeError:  # There is no thread to be had; it tries again.
-                self._threads.release()
-                sock.close()
-
-    def _serve(self, raw: socket.socket, host: str) -> None:
-        begun: list[socket.socket] = []
-
-        def count(sock: socket.socket) -> None:
-            begun.append(sock)
-            self._strangers.add(sock, host)
-            with self._lock:
-                self._open.add(sock)
-
-        try:
-            with securing(raw, self._tls, is_client=False, begun=count) as sock:
-                line = FeederConnection(sock, is_client=False)
-                request, _ = line.take_request(lambda request: self._key)
-                self._strangers.discard(sock)
-                self._feed(line, request, sock)
-        except (ElasticError, OSError, ValueError) as error:
-            if self._strangers.is_news(host):
-                log.warning("not_fed host=%s error=%r", host, str(error)[:200])
-        finally:
-            for one in begun:
-                self._strangers.discard(one)
-            with self._lock:
-                self._open.difference_update(begun)
-            self._threads.release()
+    def _talk(self, sock: socket.socket, proven: Callable[[], None]) -> None:
+        line = FeederConnection(sock, is_client=False)
+        request, _ = line.take_request(lambda request: self._key)
+        proven()
+        self._feed(line, request, sock)
 
     def _feed(self, line: FeederConnection, request: Mapping[str, Any], sock: Any) -> None:
         theirs = request.get("versions")

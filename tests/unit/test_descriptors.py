@@ -13,10 +13,9 @@ from typing import Any
 
 import pytest
 
-from elastic.agent import copy_server
-from elastic.agent.copy_server import CopyServer
-from elastic.agent.copy_store import CopyStore
+from elastic.runtime import secret_server
 from elastic.runtime.listening import NO_ROOM_S, AcceptErrors
+from elastic.runtime.secret_server import SecretServer
 from elastic.worker.group.sockets import WatchedDescriptor, end_reading
 from tests.patience import DEADLINE_S
 
@@ -83,27 +82,30 @@ def test_children_have_the_limit_that_was_raised() -> None:
 class Full:
     """The listener of a server that may open no more files, and is closed at the third attempt."""
 
-    def __init__(self, server: CopyServer) -> None:
-        self.server = server
+    def __init__(self) -> None:
         self.attempts = 0
+        self.is_open = True
 
     def accept(self) -> None:
         self.attempts += 1
-        if self.attempts == 3:
-            self.server.close()
+        self.is_open = self.attempts < 3
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    def fileno(self) -> int:
+        return 5 if self.is_open else -1
 
 
 def test_a_server_without_room_for_a_connection_waits_and_says_so_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    server, pauses = CopyServer("127.0.0.1", CopyStore(lambda: None)), list[float]()
-    monkeypatch.setattr(copy_server, "time", SimpleNamespace(sleep=pauses.append))
-    listener: Any = Full(server)
-    server._accept(listener)
+    listener: Any = Full()
+    server = SecretServer(listener, lambda *_: None, what="copies", connections_max=1)
+    pauses: list[float] = []
+    monkeypatch.setattr(secret_server, "time", SimpleNamespace(sleep=pauses.append))
+    server._accept()
     assert pauses == [NO_ROOM_S] * 2
     assert [record.getMessage() for record in caplog.records] == [
-        "accepts_nobody what='copies of snapshots' error='[Errno 24] Too many open files'"
+        "accepts_nobody what='copies' error='[Errno 24] Too many open files'"
     ]
 
 
