@@ -350,12 +350,12 @@ def take_worker_report(cluster: ClusterState, state: NodeState, report: WorkerRe
             job.workers[report.worker_id].update(report, cluster.now_ns)
             cause = report.exit or ExitCause(ExitKind.LOST, detail="its agent gave no cause")
             lose_worker(cluster, job, report.worker_id, cause, failure=report.failure)
-        _answer(cluster, state, ForgetWorker(report.worker_id))
+        cluster.send(state, ForgetWorker(report.worker_id))
         return
     if job is None or report.generation > job.generation:
         why = "its job is not known here" if job is None else "it is from another history"
         grace = ns(cluster.config.stop_grace_s)
-        _answer(cluster, state, StopWorker(report.worker_id, grace, why))
+        cluster.send(state, StopWorker(report.worker_id, grace, why))
         return
     if not known:
         other = cluster.job_of(report.worker_id)
@@ -384,11 +384,6 @@ def take_worker_report(cluster: ClusterState, state: NodeState, report: WorkerRe
         cluster.touch(job)
     if node_liveness.is_broken(job, worker) and job.is_open:
         node_liveness.suspect_silent_nodes(cluster, job)
-
-
-def _answer(cluster: ClusterState, state: NodeState, message: ForgetWorker | StopWorker) -> None:
-    if state.session is not None:
-        cluster.do(SendAgent(state.session, message))
 
 
 def lose_worker(

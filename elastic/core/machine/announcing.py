@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from elastic.core.copy_messages import CopyEndpoint
-from elastic.core.events.coordinator import SendAgent
 from elastic.core.machine import copies
 from elastic.core.machine.jobs import ClusterState, JobState, WorkerState
 from elastic.core.messages import Announce, CoordinatorMessage, LeaveGroup
@@ -23,10 +22,8 @@ EACH = -1
 
 
 def send_worker(cluster: ClusterState, worker: WorkerState, message: CoordinatorMessage) -> None:
-    """Send to the worker's agent; after a broken stream its next Hello repairs the loss."""
-    session = cluster.node_of(worker).session
-    if session is not None:
-        cluster.do(SendAgent(session, message))
+    """Send to the worker's agent; see `ClusterState.send`."""
+    cluster.send(cluster.node_of(worker), message)
 
 
 def report_first(cluster: ClusterState, job: JobState) -> bool:

@@ -19,12 +19,10 @@ from elastic.core.config import ns
 from elastic.core.copy_messages import (
     CopyEndpoint,
     CopyFailed,
-    CopyOrder,
     DropCopy,
     KeepCopy,
     Replicate,
 )
-from elastic.core.events.coordinator import SendAgent
 from elastic.core.machine.copy_book import PlacedCopyOrder
 from elastic.core.machine.jobs import ClusterState, JobState
 from elastic.core.machine.nodes import NodeState
@@ -95,7 +93,7 @@ def take_held(cluster: ClusterState, state: NodeState, copies: Sequence[HeldCopy
     for job_id, by_source in held.items():
         known = cluster.jobs.get(job_id)
         if known is None or known.has_ended():
-            _send(cluster, state, DropCopy(job_id, "its job has ended, or is not known here"))
+            cluster.send(state, DropCopy(job_id, "its job has ended, or is not known here"))
         else:
             for source, age in by_source.items():
                 if known.copies.newest(node_id, source) != age:
@@ -219,7 +217,7 @@ def _grant(cluster: ClusterState, job: JobState, state: NodeState | None) -> Non
         return
     if job.copies.granted.get(state.node.node_id) != state.session:
         job.copies.granted[state.node.node_id] = state.session
-        _send(cluster, state, KeepCopy(job.job_id, key_of(cluster, job.job_id)))
+        cluster.send(state, KeepCopy(job.job_id, key_of(cluster, job.job_id)))
 
 
 def _order(cluster: ClusterState, job: JobState, senders: dict[NodeId, NodeState]) -> None:
@@ -241,10 +239,10 @@ def _order(cluster: ClusterState, job: JobState, senders: dict[NodeId, NodeState
     for session in [placed.session for placed in before.values()]:
         last = cluster.book.of_session(session)
         if last is not None and session not in sending:
-            _send(cluster, last, Replicate(job.job_id, NO_NODE, "", "", 1))
+            cluster.send(last, Replicate(job.job_id, NO_NODE, "", "", 1))
     for source, wanted in job.copies.ordered.items():
         if wanted != before.get(source):
-            _send(cluster, senders[source], wanted.order)
+            cluster.send(senders[source], wanted.order)
 
 
 def _wanted(cluster: ClusterState, job: JobState, source: NodeId) -> Replicate | None:
@@ -436,7 +434,7 @@ def _drop(
         job.copies.granted.pop(node_id, None)
     state = cluster.book.nodes.get(node_id)
     if state is not None:
-        _send(cluster, state, DropCopy(job.job_id, reason, source, *age))
+        cluster.send(state, DropCopy(job.job_id, reason, source, *age))
 
 
 def _places(cluster: ClusterState, job: JobState, source: NodeId) -> list[CopyCandidate]:
@@ -487,8 +485,3 @@ def _place(
         num_copies=num_copies,
         refused_until_ns=job.copies.refused_until_ns.get((source, node_id), 0),
     )
-
-
-def _send(cluster: ClusterState, state: NodeState, message: CopyOrder) -> None:
-    if state.session is not None:
-        cluster.do(SendAgent(state.session, message))

@@ -15,6 +15,7 @@ from elastic.core.events.coordinator import (
     FormerWorker,
     JobRecord,
     Persist,
+    SendAgent,
 )
 from elastic.core.machine.cluster_parts import ProbeBook, QueuePlan, Term
 from elastic.core.machine.copy_book import CopyBook
@@ -31,6 +32,7 @@ from elastic.core.machine.job_parts import (
 from elastic.core.machine.link_book import LinkBook
 from elastic.core.machine.nodes import LIVE, PRESENT, NodeBook, NodeState
 from elastic.core.machine.transitions import JOB, GroupPhase, check_move
+from elastic.core.messages import CoordinatorMessage
 from elastic.core.policy import goodput
 from elastic.core.policy.goodput import Account, Ledger
 from elastic.core.policy.hang import MainThreadState
@@ -399,6 +401,11 @@ class ClusterState:
     def do(self, *effects: CoordinatorEffect) -> None:
         """Add effects, in this order."""
         self.effects.extend(effects)
+
+    def send(self, node: NodeState, message: CoordinatorMessage) -> None:
+        """Send to a node's agent, if it is connected; its next Hello repairs a loss."""
+        if node.session is not None:
+            self.do(SendAgent(node.session, message))
 
     def persist(self, job: JobState) -> None:
         """Make a job's state durable before the effects that follow."""

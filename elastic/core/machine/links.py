@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections import Counter
 
 from elastic.core.config import NS_PER_S
-from elastic.core.events.coordinator import SendAgent
 from elastic.core.link_messages import Link, LinksTried, TryLinks
 from elastic.core.machine import timeouts
 from elastic.core.machine.jobs import ClusterState, JobState
@@ -191,9 +190,8 @@ def _ways(job: JobState) -> dict[NodeId, Link]:
 def _request_probe(
     cluster: ClusterState, job: JobState, node_id: NodeId, targets: list[Link]
 ) -> None:
-    state = cluster.book.nodes[node_id]
-    if targets and state.session is not None:
-        cluster.do(SendAgent(state.session, TryLinks(job.job_id, tuple(targets))))
+    if targets:
+        cluster.send(cluster.book.nodes[node_id], TryLinks(job.job_id, tuple(targets)))
 
 
 def _is_there(cluster: ClusterState, node_id: NodeId) -> bool:

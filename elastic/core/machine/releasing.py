@@ -6,7 +6,6 @@ at its deadline in any case.
 
 from __future__ import annotations
 
-from elastic.core.events.coordinator import SendAgent
 from elastic.core.machine import copies
 from elastic.core.machine.agent_messages import lose_node_workers
 from elastic.core.machine.jobs import ClusterState
@@ -48,6 +47,5 @@ def _release(
             cluster.note("node_kept", node=state.node.node_id, reason=drain.kept_for)
         return
     drain.is_released = True
-    if state.session is not None:
-        cluster.do(SendAgent(state.session, Release(state.reason)))
+    cluster.send(state, Release(state.reason))
     cluster.note("node_released", node=state.node.node_id)
