@@ -27,7 +27,6 @@ from elastic.client.terminal import (
 from elastic.client.text_format import (
     duration,
     ending_line,
-    has_ended,
     metrics_line,
     num_bytes,
     parsed_metrics,
@@ -152,7 +151,7 @@ def _wait_recorded(client: Client, job_id: str, request: int, deadline: float) -
         new = [c.path for c in view.record.checkpoints if c.automatic and c.request >= request]
         if new:
             return new[-1]
-        if has_ended(view):
+        if view.has_ended():
             raise Refused(f"no checkpoint was taken before the end: {ending_line(view)}")
         if time.monotonic() > deadline:
             raise TimeoutError(f"job {job_id} has recorded no checkpoint in time: {_why_not(view)}")

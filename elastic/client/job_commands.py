@@ -32,7 +32,7 @@ from elastic.client.terminal import (
     print_json,
     reporting_errors,
 )
-from elastic.client.text_format import duration, has_ended, where_it_goes_on, workers
+from elastic.client.text_format import duration, where_it_goes_on, workers
 from elastic.client.values import parse_duration, parse_num_workers
 from elastic.core.config import DRAIN_TIMEOUT_S_MAX, JobSpec, ns
 from elastic.core.view import JobView
@@ -209,7 +209,7 @@ def stop(
         if not wait:
             click.echo(f"job {job} stops" + ("" if now else f"; at once: {at_once}"), err=True)
             return
-        if not (now or has_ended(client.get(job_id))):
+        if not (now or client.get(job_id).has_ended()):
             click.echo(f"job {job} stops once it is saved; at once: {at_once}", err=True)
         follower = JobFollower(client, job_id, JobPrinter(ranks=None))
         follower.timeout_s = timeout_s

@@ -16,7 +16,7 @@ from elastic.client.ctrl_c import CtrlC
 from elastic.client.jobs import Client
 from elastic.client.printer import JobPrinter
 from elastic.client.streams import ResumingStream
-from elastic.client.text_format import has_ended, parsed_metrics, waiting_line
+from elastic.client.text_format import parsed_metrics, waiting_line
 from elastic.core.events.shared import Note
 from elastic.core.view import JobView
 from elastic.core.world import JobPhase
@@ -242,7 +242,7 @@ class JobFollower:
 
     def _has_ended(self) -> bool:
         view = self._seen.view
-        return "events" in self._seen.over or (view is not None and has_ended(view))
+        return "events" in self._seen.over or (view is not None and view.has_ended())
 
     def _is_after(self, start_ns: int, seconds: float) -> bool:
         return self._clock.monotonic_ns() - start_ns > seconds * 1e9
@@ -277,7 +277,7 @@ class JobFollower:
             self._printer.job(event)
             # Events from before the connection are not sent: the snapshot has the newest report.
             is_reported = hash(event.record.metrics) in seen.reported
-            if (seen.is_fresh or has_ended(event)) and not is_reported:
+            if (seen.is_fresh or event.has_ended()) and not is_reported:
                 self._report(event.record.metrics, from_snapshot=True)
             seen.is_fresh = False
             return

@@ -11,7 +11,7 @@ from elastic.client.job_commands import GONE, timeout_option
 from elastic.client.jobs import Client
 from elastic.client.polling import wait_until
 from elastic.client.terminal import ClusterTarget, reporting_errors
-from elastic.client.text_format import has_ended, trains_outside, workers
+from elastic.client.text_format import trains_outside, workers
 from elastic.core.view import JobView, NodeView
 from elastic.core.world import JobPhase, NodeId, NodePhase
 from elastic.errors import Refused, UsageError
@@ -57,7 +57,7 @@ def _wait_until_paused(
         phase, name = view.record.phase, view.record.spec.name
         if phase is JobPhase.PAUSED and not view.workers:
             return ""
-        if has_ended(view):
+        if view.has_ended():
             raise Refused(f"job {name} has ended meanwhile: {phase.value}")
         if not view.record.paused:
             raise Refused(f"job {name} was resumed meanwhile: {view.reason}")

@@ -25,7 +25,6 @@ from elastic.client.plain import PlainConsole, plain, plain_output
 from elastic.client.text_format import (
     duration,
     ending_line,
-    has_ended,
     metrics_line,
     missing,
     waiting_line,
@@ -176,7 +175,7 @@ class JobPrinter:
         live, self._live = self._live, None
         if live is not None:
             live.stop()
-        if self._view is not None and has_ended(self._view):
+        if self._view is not None and self._view.has_ended():
             colour = COLOURS[self._view.record.phase]
             self.print_line(ending_line(self._view), style=colour)
 

@@ -16,7 +16,6 @@ from elastic.client.plain import plain
 from elastic.client.text_format import (
     duration,
     ending_line,
-    has_ended,
     metrics_line,
     parsed_metrics,
     waiting_line,
@@ -225,7 +224,7 @@ def print_job(view: JobView, now_ns: int, console: Console) -> None:
         f"{duration(now_ns - view.since_ns)}  generation {record.generation}  "
         f"workers {world_size(view)} of {bounds(view)}"
     )
-    state = waiting_line(view, now_ns) or (ending_line(view) if has_ended(view) else view.reason)
+    state = waiting_line(view, now_ns) or (ending_line(view) if view.has_ended() else view.reason)
     facts = [
         ("state", state),
         ("entry", " ".join((spec.entry.target, *spec.entry.args))),
@@ -233,7 +232,7 @@ def print_job(view: JobView, now_ns: int, console: Console) -> None:
         ("submitter", record.submitter),
         ("priority", _priority(view)),
         ("metrics", metrics_line(parsed_metrics(record.metrics))),
-        ("place", "" if has_ended(view) else place_line(view.telemetry)),
+        ("place", "" if view.has_ended() else place_line(view.telemetry)),
         ("pace", pace_line(view.telemetry)),
         ("step", step_line(view.telemetry)),
         ("goodput", job_goodput(view)),

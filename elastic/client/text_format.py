@@ -9,7 +9,7 @@ import json
 from typing import Any
 
 from elastic.core.view import JobView
-from elastic.core.world import ENDED, JobPhase, WorkerPhase
+from elastic.core.world import JobPhase, WorkerPhase
 
 NS_PER_S = 1e9
 WAITING = "waiting: "
@@ -47,11 +47,6 @@ def world_size(view: JobView) -> int:
 def workers(count: int) -> str:
     """Return "1 worker", "2 workers"."""
     return f"{count} worker{'' if count == 1 else 's'}"
-
-
-def has_ended(view: JobView) -> bool:
-    """Return whether the job's outcome is final."""
-    return view.record.phase in ENDED
 
 
 def trains_outside(view: JobView) -> bool:

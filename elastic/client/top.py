@@ -31,7 +31,7 @@ from elastic.client.terminal import (
     reporting_errors,
     stdout_console,
 )
-from elastic.client.text_format import duration, has_ended, world_size
+from elastic.client.text_format import duration, world_size
 from elastic.core.view import JobView
 from elastic.wire.codec_jobs import ClusterStatus
 
@@ -80,7 +80,7 @@ def _picture(client: Client, job: str, include_ended: bool) -> RenderableType:
         view = client.get(job, stale_ok=True)
         return Group(jobs_table([view], time.monotonic_ns()), Text(""), workers_table(view))
     status = client.status(stale_ok=True)
-    jobs = [one for one in status.view.jobs if include_ended or not has_ended(one)]
+    jobs = [one for one in status.view.jobs if include_ended or not one.has_ended()]
     if not jobs:
         return Group(_headline(status), Text("no job runs or waits"))
     parts: list[RenderableType] = [_headline(status), jobs_table(jobs, status.view.now_ns)]
@@ -103,7 +103,7 @@ def jobs_table(jobs: list[JobView], now_ns: int) -> RenderableType:
     )  # fmt: skip
     for view in jobs:
         telemetry, record = view.telemetry, view.record
-        is_over = has_ended(view)
+        is_over = view.has_ended()
         left_ns = None if is_over else eta_ns(telemetry)
         waits = straggler_line(telemetry) if world_size(view) else view.reason.partition("\n")[0]
         table.add_row(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from elastic.core.view import ClusterView, JobView
-from elastic.core.world import ENDED, Generation, NodeId, WorkerId, WorkerPhase
+from elastic.core.world import Generation, NodeId, WorkerId, WorkerPhase
 from elastic.errors import NotFound
 
 PREFIX_CHARS_MIN = 3
@@ -30,7 +30,7 @@ def find_job(view: ClusterView, wanted: str) -> JobView:
     named = [job for job in view.jobs if job.record.spec.name == wanted]
     if named:
         # View order is that of submission, and at most one of a name has not ended.
-        return next((job for job in named if not has_ended(job)), named[-1])
+        return next((job for job in named if not job.has_ended()), named[-1])
     if len(wanted) >= PREFIX_CHARS_MIN:
         begin = [job for job in view.jobs if job.record.spec.job_id.startswith(wanted)]
         if len(begin) == 1:
@@ -39,11 +39,6 @@ def find_job(view: ClusterView, wanted: str) -> JobView:
             raise NotFound(f"{wanted!r} begins several job ids: {_shown(begin)}; give more of it")
     known = _shown(view.jobs) if view.jobs else "none"
     raise NotFound(f"no job has the id or name {wanted[:NAME_CHARS]!r}; known jobs: {known}")
-
-
-def has_ended(job: JobView) -> bool:
-    """Return whether the job's outcome is final."""
-    return job.record.phase in ENDED
 
 
 def _shown(jobs: tuple[JobView, ...] | list[JobView]) -> str:

@@ -19,7 +19,6 @@ import grpc.aio
 from elastic.coord.driver import Driver
 from elastic.coord.leader_state import LeaderState
 from elastic.coord.log_fanout import LogFanout
-from elastic.coord.lookup import has_ended
 from elastic.coord.payload_upload import PayloadBudget
 from elastic.coord.standby_view import StandbyView
 from elastic.core.config import JobSpec
@@ -166,7 +165,7 @@ class ServiceContext:
         if not away:
             return view
         jobs = tuple(
-            job if has_ended(job) else replace(job, reason=f"{away}; then: {job.reason}")
+            job if job.has_ended() else replace(job, reason=f"{away}; then: {job.reason}")
             for job in view.jobs
         )
         return replace(view, jobs=jobs)

@@ -15,7 +15,7 @@ from typing import Protocol
 import anyio
 
 from elastic.coord.log_fanout import MergedOutput
-from elastic.coord.lookup import WorkerOrigin, find_job, has_ended, origins_of
+from elastic.coord.lookup import WorkerOrigin, find_job, origins_of
 from elastic.coord.roles import CALLER
 from elastic.coord.server_context import ServiceContext, answering, streaming
 from elastic.coord.watchers import UNPUBLISHED
@@ -146,7 +146,7 @@ class JobsService:
     async def List(self, request: jobs_pb2.ListJobsRequest) -> jobs_pb2.ListJobsResponse:
         """Return all jobs in order of submission."""
         view, _ = await self._context.read_view()
-        shown = [job for job in view.jobs if request.include_ended or not has_ended(job)]
+        shown = [job for job in view.jobs if request.include_ended or not job.has_ended()]
         return jobs_pb2.ListJobsResponse(jobs=[job_to_proto(job, view.now_ns) for job in shown])
 
     @streaming
@@ -167,7 +167,7 @@ class JobsService:
                 if job is not None and job != last:
                     last = job
                     yield job_event_to_proto(job, view.now_ns)
-                if job is None or (has_ended(job) and not job.workers):
+                if job is None or (job.has_ended() and not job.workers):
                     return
                 await anyio.sleep(SNAPSHOT_INTERVAL_S)
                 await watcher.wait(POLL_INTERVAL_S)
@@ -188,7 +188,7 @@ class JobsService:
                 for note in watcher.take():
                     if note.note.name not in UNPUBLISHED:
                         yield timed_note_to_proto(note)
-                if job is None or (has_ended(job) and not job.workers):
+                if job is None or (job.has_ended() and not job.workers):
                     return
                 await watcher.wait(POLL_INTERVAL_S)
 
@@ -307,7 +307,7 @@ class LogRequest:
     def subscribe_new(self) -> bool:
         """Ask agents for the output of new workers; return False when no more will come."""
         job = job_of(self._context.view(), self._job_id)
-        ended = job is None or has_ended(job)
+        ended = job is None or job.has_ended()
         if job is not None and (self._first_check or self._follow):
             # A worker's rank changes between generations: chunks() filters by each line's rank.
             for origin in origins_of(job, self._ranks if self._follow else frozenset()):

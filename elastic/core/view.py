@@ -9,6 +9,7 @@ from functools import cached_property
 from elastic.core.events.coordinator import Cordon, JobRecord
 from elastic.core.telemetry import Telemetry
 from elastic.core.world import (
+    ENDED,
     Generation,
     Group,
     JobId,
@@ -97,6 +98,10 @@ class JobView:
     workers: tuple[WorkerView, ...]
     copies: tuple[CopyView, ...] = ()
     unreported_ns: int = 0
+
+    def has_ended(self) -> bool:
+        """Return whether the outcome is final; workers may still be ending."""
+        return self.record.phase in ENDED
 
     @cached_property
     def telemetry(self) -> Telemetry:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from elastic.client.text_format import has_ended, world_size
+from elastic.client.text_format import world_size
 from elastic.coord.history import History
 from elastic.coord.server_context import ServiceContext
 from elastic.core.config import NS_PER_S
@@ -109,7 +109,7 @@ def _jobs(view: ClusterView, history: History, unix_ns: int) -> Iterator[Family]
         info.add(1, job=job_id, name=spec.name, run=spec.run_path)
         for phase in JobPhase:
             state.add(record.phase is phase, job=job_id, state=phase.value)
-        if has_ended(job):
+        if job.has_ended():
             continue
         generation.add(record.generation, job=job_id)
         for does, count in sorted(_worker_phases(job).items()):

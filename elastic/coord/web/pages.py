@@ -9,7 +9,7 @@ import functools
 from collections.abc import Iterable, Mapping, Sequence
 from urllib.parse import quote
 
-from elastic.client.text_format import duration, has_ended, missing, parsed_metrics, world_size
+from elastic.client.text_format import duration, missing, parsed_metrics, world_size
 from elastic.coord.history import JobHistory, Span
 from elastic.coord.web.html import Html, element, escaped, joined
 from elastic.coord.web.output import Line, head
@@ -55,8 +55,8 @@ def front_page(view: ClusterView, unix_ns: int, *, about: str, studies: Iterable
         studies: names of the studies to link.
     """
     clocks = Clocks(view.now_ns, unix_ns)
-    live = [job for job in view.jobs if not has_ended(job)]
-    ended = [job for job in reversed(view.jobs) if has_ended(job)][:ENDED_SHOWN]
+    live = [job for job in view.jobs if not job.has_ended()]
+    ended = [job for job in reversed(view.jobs) if job.has_ended()][:ENDED_SHOWN]
     rows = {f"j-{job.record.spec.job_id}": _job_row(job, clocks) for job in (*live, *ended)}
     body: list[Html | Part] = [
         element("h1", "Jobs"),
@@ -232,7 +232,7 @@ def _why(job: JobView) -> Part:
         why: object = joined(element("strong", "Waits for: "), waits)
     else:
         why = job.reason or record.reason
-    is_plain = not waits and not has_ended(job)
+    is_plain = not waits and not job.has_ended()
     parts = [element("p", why, class_="now" if is_plain else "why") if why else None]
     failure = record.failure
     if failure is not None:
