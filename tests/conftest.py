@@ -22,6 +22,7 @@ import psutil
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.effort import examples
 from tests.harness.traces import end_references
 from tests.patience import (
     DEADLINE_S,
@@ -32,7 +33,6 @@ from tests.patience import (
     is_alive,
     started_here,
 )
-from tests.strategies import examples
 
 # The folder of the marks of running tests, and the first seed of this run.
 MARKS = "ELASTIC_TEST_MARKS"

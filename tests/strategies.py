@@ -7,7 +7,6 @@ here; only what a dataclass refuses, or a wire cannot carry, is spelled out.
 from __future__ import annotations
 
 import dataclasses
-import os
 import types
 from collections.abc import Callable, Mapping
 from enum import Enum
@@ -28,16 +27,8 @@ MOMENT = 2**61
 WIDE = ("index", "number", "steps", "sequence", "incarnation")
 """Whole numbers that count for ever; all others fit into 32 bits."""
 
-EFFORT = float(os.environ.get("ELASTIC_TEST_EFFORT", "1"))
-"""How many times the examples of a quick run are drawn; `make chaos` draws more."""
-
 TEXTS = st.text(max_size=20)
 NAMES = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._=-]{0,99}", fullmatch=True)
-
-
-def examples(number: int) -> int:
-    """Return how many examples a property is tried with, of which a quick run has this number."""
-    return max(1, int(number * EFFORT))
 
 
 def whole_numbers(name: str) -> st.SearchStrategy[int]:

@@ -43,6 +43,7 @@ from elastic.core.world import (
     SessionId,
     WorkerPhase,
 )
+from tests.effort import examples
 from tests.patience import DEADLINE_S
 from tests.property.agent_world import AgentWorld
 from tests.property.machine_facts import (
@@ -57,7 +58,6 @@ from tests.property.machine_facts import (
     update,
 )
 from tests.property.worker_world import WorkerWorld
-from tests.strategies import examples
 
 LIMITS = settings(
     max_examples=examples(75),

@@ -43,6 +43,7 @@ from elastic.wire.codec_stream import (
 )
 from elastic.wire.frames import FrameReader, encode_frame
 from elastic.wire.generated.elastic.v1 import agent_pb2, jobs_pb2
+from tests.effort import examples
 from tests.strategies import (
     AGENT_MESSAGES,
     CLUSTER_VIEWS,
@@ -53,7 +54,6 @@ from tests.strategies import (
     RECORDS,
     SPECS,
     TO_WORKER,
-    examples,
     facts,
 )
 

@@ -24,7 +24,7 @@ from elastic.core.policy.exchange_plan import (
 from elastic.core.policy.microbatch import Span, additions_in, deal, subtrees
 from elastic.core.policy.ranks import assign_ranks
 from elastic.core.world import NodeId, WorkerId
-from tests.strategies import examples
+from tests.effort import examples
 
 Values = NDArray[np.float32]
 Mail = dict[tuple[int, int, str, int], tuple[int, dict[Span, Values]]]

@@ -31,8 +31,9 @@ from elastic.wire.async_pipe import AsyncPipe
 from elastic.wire.codec_records import encode_record
 from elastic.wire.codec_stream import encode_from_worker
 from elastic.wire.frames import FRAME_BYTES_MAX, encode_frame
+from tests.effort import examples
 from tests.patience import DEADLINE_S
-from tests.strategies import FROM_WORKER, RECORDS, examples
+from tests.strategies import FROM_WORKER, RECORDS
 
 bounded = settings(
     max_examples=examples(40),

@@ -18,7 +18,8 @@ from elastic.core.messages import Hello, Report, Reported, WorkerUpdate
 from elastic.core.world import JobId, NodeId, WorkerId, WorkerPhase, WorkerReport
 from elastic.errors import ConfigError, PeerError
 from elastic.wire.codec_stream import decode_agent_message, encode_agent_message
-from tests.strategies import AGENT_MESSAGES, examples, facts
+from tests.effort import examples
+from tests.strategies import AGENT_MESSAGES, facts
 from tests.unit.coordinator_under_test import Coordinator, PlayedAgent
 
 hostile = settings(

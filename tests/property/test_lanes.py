@@ -25,7 +25,7 @@ from elastic.data.rows import LaneOrder, Rows
 from elastic.data.sources import Memory
 from elastic.data.table import Table
 from elastic.worker.data.loader import MicroBatchLoader
-from tests.strategies import examples
+from tests.effort import examples
 
 
 @st.composite

@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic.worker.group.peer_sockets import PeerAddress, PeerSockets
+from tests.effort import examples
 from tests.patience import DEADLINE_S
-from tests.strategies import examples
 
 ROUNDS = 4
 BUFFER_BYTES = 4096

@@ -27,7 +27,8 @@ from elastic.core.world import (
     WorkerPhase,
     zone_of,
 )
-from tests.strategies import SCRIPT, examples
+from tests.effort import examples
+from tests.strategies import SCRIPT
 
 LIMITS = settings(
     max_examples=examples(125), deadline=None, suppress_health_check=[HealthCheck.too_slow]

@@ -14,7 +14,8 @@ from elastic.core.policy import eviction, queue
 from elastic.core.policy.demands import Allocation, Demand
 from elastic.core.policy.packing import NodeCapacity
 from elastic.core.world import JobId, NodeId, Resources, Strategy, WorkerId
-from tests.strategies import SCRIPT, examples
+from tests.effort import examples
+from tests.strategies import SCRIPT
 
 LIMITS = settings(
     max_examples=examples(100), deadline=None, suppress_health_check=[HealthCheck.too_slow]

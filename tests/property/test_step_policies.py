@@ -37,7 +37,7 @@ from elastic.core.policy.recovery import (
     plan_transfers,
 )
 from elastic.errors import ConfigError, InvariantViolation
-from tests.strategies import examples
+from tests.effort import examples
 
 LIMITS = settings(
     max_examples=examples(100), deadline=None, suppress_health_check=[HealthCheck.too_slow]

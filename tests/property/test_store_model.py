@@ -28,7 +28,7 @@ from elastic.store.interface import (
 from elastic.store.local import LocalStore
 from elastic.store.memory import memory_store
 from elastic.store.sqlite import sqlite_store
-from tests.strategies import examples
+from tests.effort import examples
 
 KEYS = ["a", "a/", "a/b", "a0", "é", "\U0010ffff"]
 PREFIXES = ["", "a", "a/", "é", "z"]

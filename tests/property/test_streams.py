@@ -13,7 +13,7 @@ from elastic.core.policy.microbatch import deal
 from elastic.core.policy.streams import StreamCut, StreamPlan, StreamPosition, nearest
 from elastic.errors import UsageError
 from elastic.worker.data.stream_book import StreamBook
-from tests.strategies import examples
+from tests.effort import examples
 from tests.unit.streams_under_test import (
     ByWorker,
     Numbers,

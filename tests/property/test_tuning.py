@@ -17,7 +17,7 @@ from elastic.core.policy.tuning.decision import TrialAction, TrialProgress
 from elastic.core.policy.tuning.hyperband import HyperBand
 from elastic.core.policy.tuning.median import Median
 from elastic.core.policy.tuning.pbt import Pbt
-from tests.strategies import examples
+from tests.effort import examples
 
 LIMITS = settings(max_examples=examples(30), deadline=None)
 VALUES = st.one_of(st.floats(-5, 5), st.just(math.nan), st.sampled_from([0.0, 1.0]))

@@ -26,7 +26,7 @@ from torch.utils.data.distributed import DistributedSampler
 from elastic.core.policy.cursor import Cursor, DataPlan
 from elastic.errors import InvariantViolation, UsageError
 from elastic.worker.data.loader import MicroBatchLoader
-from tests.strategies import examples
+from tests.effort import examples
 
 DATA = TensorDataset(torch.arange(10))
 

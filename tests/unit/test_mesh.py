@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from elastic.worker.engine.outcome import is_group_broken
 from elastic.worker.group import peer_sockets as mesh_module
 from elastic.worker.group.peer_sockets import HEADER, HELLO, PeerAddress, PeerEndpoint, PeerSockets
+from tests.effort import examples
 from tests.patience import DEADLINE_S, wait_for
-from tests.strategies import examples
 
 REACH = PeerAddress("127.0.0.1", DEADLINE_S)
 
