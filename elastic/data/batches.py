@@ -79,10 +79,21 @@ def check_columns(names: Iterable[str], known: Iterable[str], what: str) -> None
 
 
 def sliced(batch: Batch, start: int, stop: int) -> Batch:
-    """Return the rows from `start` to `stop`, without a copy."""
-    if isinstance(batch, dict):
-        return {name: values[start:stop] for name, values in batch.items()}
-    return batch.slice(start, stop - start)
+    """Return the rows from `start` to `stop`, without a copy.
+
+    Nobody can write to them: the batch may be the only one, which is read again.
+    """
+    if not isinstance(batch, dict):
+        return batch.slice(start, stop - start)
+    found = {name: values[start:stop] for name, values in batch.items()}
+    for values in found.values():
+        values.flags.writeable = False
+    return found
+
+
+def writable(values: Any) -> Any:
+    """Return an array that a function may write to."""
+    return values if values.flags.writeable else values.copy()
 
 
 def taken(batch: Batch, rows: Any) -> Batch:
@@ -93,22 +104,38 @@ def taken(batch: Batch, rows: Any) -> Batch:
 
 
 def joined(batches: Sequence[Batch]) -> Batch:
-    """Concatenate batches; mixed forms become a dict."""
-    if len(batches) == 1:
-        return batches[0]
+    """Concatenate batches; mixed forms become a dict. What a batch has no column for is missing."""
+    if len(batches) <= 1:
+        return batches[0] if batches else {}
     if all(not isinstance(one, dict) for one in batches):
         pa = arrow()
         # Arrays of one shape in a batch, and of several in another, have no common type.
         with contextlib.suppress(pa.ArrowInvalid, pa.ArrowTypeError):
             return pa.concat_tables(batches, promote_options="permissive")
     parts = [to_numpy(one) for one in batches]
-    return {name: _stacked([part[name] for part in parts]) for name in parts[0]}
+    names = dict.fromkeys(name for part in parts for name in part)
+    return {
+        name: _stacked([part[name] if name in part else _missing(part) for part in parts])
+        for name in names
+    }
+
+
+def _missing(batch: Batch) -> Any:
+    return _objects([None] * num_rows(batch))
 
 
 def _stacked(arrays: Sequence[Any]) -> Any:
     if len({(one.dtype == object, one.shape[1:]) for one in arrays}) == 1:
         return np.concatenate(arrays)
     return _objects([value for one in arrays for value in one])
+
+
+def alike(one: Batch, other: Batch) -> tuple[Batch, Batch]:
+    """Return two batches in one form: tables, unless both are dicts or Arrow cannot store one."""
+    if not (isinstance(one, dict) and isinstance(other, dict)):
+        with contextlib.suppress(UsageError):
+            return to_table(one), to_table(other)
+    return to_numpy(one), to_numpy(other)
 
 
 def check_size(size: Any, what: str) -> int | None:
@@ -185,11 +212,13 @@ def _column(column: Any) -> Any:
     if isinstance(kind, pa.FixedShapeTensorType):
         if column.null_count:
             return _objects([one.to_numpy() if one.is_valid else None for one in column])
-        parts = [chunk.to_numpy_ndarray() for chunk in column.chunks if len(chunk)]
+        parts = [_tensors(chunk) for chunk in column.chunks if len(chunk)]
         empty = np.empty((0, *kind.shape), kind.value_type.to_pandas_dtype())
         return np.concatenate(parts) if parts else empty
     if pa.types.is_dictionary(kind):
         column = column.cast(kind.value_type)
+    if pa.types.is_struct(kind) or pa.types.is_map(kind):
+        return _objects(column.to_pylist())
     if not _is_list(kind):
         return column.to_numpy(zero_copy_only=False)
     values = column.combine_chunks()
@@ -200,6 +229,15 @@ def _column(column: Any) -> Any:
         if (lengths == lengths[0]).all() and not flat.null_count:
             return flat.to_numpy(zero_copy_only=False).reshape(len(values), int(lengths[0]))
     return array_of(_of_lists(values))
+
+
+def _tensors(chunk: Any) -> Any:
+    kind = chunk.type
+    if not arrow().types.is_boolean(kind.value_type):
+        return chunk.to_numpy_ndarray()
+    # Arrow has no tensors of these.
+    flat = chunk.storage.flatten().to_numpy(zero_copy_only=False)
+    return flat.reshape(len(chunk), *kind.shape)
 
 
 def _is_list(kind: Any) -> bool:
@@ -302,21 +340,45 @@ def to_table(batch: Batch) -> Any:
     columns: dict[str, Any] = {}
     for name, values in batch.items():
         try:
-            if values.ndim > 1 and values.dtype != object and len(values):
+            if values.ndim > 1 and values.dtype != object and values.size:
                 whole = np.ascontiguousarray(values)
                 columns[name] = pa.FixedShapeTensorArray.from_numpy_ndarray(whole)
             elif _are_ragged(values):
                 columns[name] = _nested(values)
             else:
-                plain = values.tolist() if values.dtype == object else values
-                columns[name] = pa.array(plain, from_pandas=True)
-        except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError) as error:
+                columns[name] = _plain_array(values)
+        except (pa.ArrowException, OverflowError) as error:
             kind = type(values[0]).__name__ if len(values) else "nothing"
             raise UsageError(
                 f"elastic.data: column {name!r} holds {kind} values that Arrow cannot store "
                 f"({error}): turn them into numbers, text, bytes or arrays of one shape"
             ) from error
     return pa.table(columns)
+
+
+def _plain_array(values: Any) -> Any:
+    pa = arrow()
+    if values.dtype != object and values.ndim == 1:
+        return pa.array(values, from_pandas=True)
+    plain = values.tolist()
+    try:
+        found = pa.array(plain, from_pandas=True)
+    except OverflowError:
+        return pa.array(plain, pa.uint64())
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
+        if not any(isinstance(one, np.ndarray) for one in plain):
+            raise
+        # Among lists of lists some may be arrays, and an empty one has numbers for Arrow.
+        lists = [one.tolist() if isinstance(one, np.ndarray) else one for one in plain]
+        return pa.array(lists, from_pandas=True)
+    if pa.types.is_temporal(found.type) and any(map(_nanoseconds, plain)):
+        return pa.array(pandas().Series(plain))  # From a list Arrow takes microseconds.
+    return found
+
+
+def _nanoseconds(value: Any) -> int:
+    """Return the nanoseconds of a time or a difference of pandas, 0 of others."""
+    return getattr(value, "nanosecond", 0) or getattr(value, "nanoseconds", 0)
 
 
 def _are_ragged(values: Any) -> bool:
@@ -392,13 +454,17 @@ def taken_from(value: Any, what: str) -> Batch:
     for name, values in value.items():
         if _is_tensor(values):
             values = values.detach().cpu().numpy()
-        if not isinstance(values, np.ndarray):
-            if not isinstance(values, (list, tuple)):
-                raise UsageError(
-                    f"{what} returned a {type(values).__name__} as column {name!r}: expected an "
-                    f"array or a list with one entry for each row"
-                )
+        elif isinstance(values, (list, tuple)):
             values = array_of(values)
+        elif isinstance(values, (pa.Array, pa.ChunkedArray)):
+            values = _column(pa.chunked_array(getattr(values, "chunks", [values]), values.type))
+        elif hasattr(values, "to_numpy"):
+            values = _of_series(values)
+        elif not (isinstance(values, np.ndarray) and values.ndim):
+            raise UsageError(
+                f"{what} returned a {type(values).__name__} as column {name!r}: expected an "
+                f"array or a list with one entry for each row"
+            )
         found[str(name)] = values
     lengths = {name: len(values) for name, values in found.items()}
     if len(set(lengths.values())) > 1:
@@ -415,14 +481,30 @@ def _of_series(series: Any) -> Any:
 
 
 def rows_of(batch: Batch) -> Iterator[dict[str, Any]]:
-    """Yield each row as a dict; numbers are Python's own."""
-    columns = to_numpy(batch)
+    """Yield each row as a dict: Python's own numbers and times, None for what is missing."""
     plain = {
-        name: values.tolist() if values.ndim == 1 and values.dtype != object else values
-        for name, values in columns.items()
+        name: _values_of(batch[name] if isinstance(batch, dict) else batch.column(name))
+        for name in columns_of(batch)
     }
     for number in range(num_rows(batch)):
         yield {name: values[number] for name, values in plain.items()}
+
+
+def _values_of(column: Any) -> Any:
+    """Return a sequence of the values of a column; arrays among them may be written to."""
+    pa = arrow()
+    if isinstance(column, np.ndarray):
+        if column.ndim > 1 or column.dtype == object:
+            return writable(column)
+        # NumPy makes whole numbers of nanoseconds.
+        return pa.array(column).to_pylist() if column.dtype.kind in "mM" else column.tolist()
+    kind = column.type
+    if pa.types.is_dictionary(kind):
+        return _values_of(column.cast(kind.value_type))
+    is_number = pa.types.is_integer(kind) or pa.types.is_floating(kind)
+    if (is_number and column.null_count) or pa.types.is_temporal(kind) or pa.types.is_null(kind):
+        return column.to_pylist()
+    return _values_of(_column(column))
 
 
 def of_rows(rows: Sequence[Mapping[str, Any]]) -> Batch:
@@ -451,6 +533,9 @@ def to_torch(batch: Batch, dtypes: Any = None, device: Any = None) -> dict[str, 
     if isinstance(dtypes, Mapping):
         check_columns(dtypes, columns, "iter_torch_batches: dtypes")
     for name, values in columns.items():
+        if values.dtype == object:
+            with contextlib.suppress(UsageError):  # A missing number is NaN, as in files.
+                values = to_numpy(to_table({name: values}))[name]
         if values.dtype == object or values.dtype.kind not in "biufc":
             kind = type(values[0]).__name__ if len(values) else values.dtype
             raise UsageError(

@@ -204,13 +204,18 @@ class Dataset:
         *,
         fn_args: Sequence[Any] = (),
         fn_kwargs: Mapping[str, Any] | None = None,
+        fn_constructor_args: Sequence[Any] = (),
+        fn_constructor_kwargs: Mapping[str, Any] | None = None,
         on_error: str = "raise",
         **others: Any,
     ) -> Dataset:
         """Apply a function that returns a list of rows for each row; otherwise as `map`."""
         check_others("flat_map", others)
         check_on_error(on_error, "flat_map")
-        return self._apply(MapRows("flat_map", Function(fn, fn_args, fn_kwargs or {}), on_error))
+        function = Function(
+            fn, fn_args, fn_kwargs or {}, fn_constructor_args, fn_constructor_kwargs or {}
+        )
+        return self._apply(MapRows("flat_map", function, on_error))
 
     def map_batches(
         self,
@@ -250,6 +255,10 @@ class Dataset:
         fn: Callable[..., bool] | Expr | str | None = None,
         expr: Any = None,
         *,
+        fn_args: Sequence[Any] = (),
+        fn_kwargs: Mapping[str, Any] | None = None,
+        fn_constructor_args: Sequence[Any] = (),
+        fn_constructor_kwargs: Mapping[str, Any] | None = None,
         on_error: str = "raise",
         **others: Any,
     ) -> Dataset:
@@ -259,6 +268,10 @@ class Dataset:
             fn: takes a row as a dict; or an expression.
             expr: such as `col("age") > 30`, of `elastic.data.expressions` or pyarrow.compute, or
                 its text, "age > 30".
+            fn_args: as in `map`.
+            fn_kwargs: as in `map`.
+            fn_constructor_args: as in `map`.
+            fn_constructor_kwargs: as in `map`.
             on_error: "skip" to leave out rows for which `fn` raises.
             others: Ray's placement arguments, without effect here.
         """
@@ -268,7 +281,10 @@ class Dataset:
             raise UsageError("filter: expected either a function or expr=...")
         given = fn if expr is None else expr
         if callable(given):
-            return self._apply(MapRows("filter", Function(given), on_error))
+            function = Function(
+                given, fn_args, fn_kwargs or {}, fn_constructor_args, fn_constructor_kwargs or {}
+            )
+            return self._apply(MapRows("filter", function, on_error))
         return self._apply(FilterBy(expression_of(given, "filter: expr")))
 
     def add_column(
@@ -432,7 +448,15 @@ class Dataset:
         ]
 
     def split_at_indices(self, indices: Sequence[int]) -> list[Dataset]:
-        """Split the rows at these row numbers."""
+        """Split the rows at these row numbers.
+
+        Raises:
+            UsageError: they are no row numbers, or not in order.
+        """
+        if not all(low <= high for low, high in itertools.pairwise([0, *indices])):
+            raise UsageError(
+                f"split_at_indices: indices={list(indices)}: expected row numbers in order"
+            )
         ends: list[int | None] = [0, *indices, None]
         return [
             Dataset(Slice((self._node,), start or 0, stop))
@@ -440,7 +464,16 @@ class Dataset:
         ]
 
     def split_proportionately(self, proportions: Sequence[float]) -> list[Dataset]:
-        """Split the rows into datasets of these fractions, and one with the remainder."""
+        """Split the rows into datasets of these fractions, and one with the remainder.
+
+        Raises:
+            UsageError: one is not above 0, or nothing remains.
+        """
+        if not all(share > 0 for share in proportions) or sum(proportions) >= 1:
+            raise UsageError(
+                f"split_proportionately: proportions={list(proportions)}: expected numbers above "
+                f"0 whose sum is below 1; the remaining rows are the last dataset"
+            )
         rows, ends, total = self._rows(), [], 0.0
         for share in proportions:
             total += share
@@ -470,7 +503,8 @@ class Dataset:
             return self._stratified(stratify, test_size)
         whole = self.random_shuffle(seed=seed) if shuffle else self
         rows = self._rows()
-        tested = int(rows * test_size) if isinstance(test_size, float) else test_size
+        # As Ray rounds: down the rows to train with.
+        tested = rows - int(rows * (1 - test_size)) if isinstance(test_size, float) else test_size
         if not 0 < tested < rows:
             raise UsageError(
                 f"train_test_split: test_size={test_size!r} of {rows} rows: expected between 0 and "
@@ -999,10 +1033,11 @@ class Dataset:
 
     def unique(self, column: str) -> list[Any]:
         """Return the different values of a column, in the order of their first appearance."""
-        parts = [
-            arrow().table({column: to_table(batch).column(column).unique()})
-            for batch in self.select_columns([column])._node.stream()
-        ]
+        parts = []
+        for batch in self.select_columns([column])._stream():
+            table = to_table(batch)
+            with explained("unique", table, [column]):
+                parts.append(arrow().table({column: table.column(column).unique()}))
         return joined(parts).column(column).unique().to_pylist() if parts else []
 
 

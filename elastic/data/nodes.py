@@ -12,7 +12,17 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from elastic.data.batches import Batch, batched, joined, num_rows, sliced, taken, to_numpy
+from elastic.data.batches import (
+    Batch,
+    alike,
+    arrow,
+    batched,
+    columns_of,
+    joined,
+    num_rows,
+    sliced,
+    taken,
+)
 from elastic.data.operations import MapBatches, Operation, row_slice
 from elastic.data.sources import Memory, Source
 from elastic.data.table import Part, Table
@@ -147,14 +157,15 @@ class Zip(Node):
                 )
             if left is None:
                 return
-            columns = dict(to_numpy(left))
-            for name, values in to_numpy(right).items():
+            left, right = alike(left, right)
+            columns = {name: left[name] for name in columns_of(left)}
+            for name in columns_of(right):
                 free, number = name, 0
                 while free in columns:
                     number += 1
                     free = f"{name}_{number}"
-                columns[free] = values
-            yield columns
+                columns[free] = right[name]
+            yield columns if isinstance(left, dict) else arrow().table(columns)
 
 
 @dataclass

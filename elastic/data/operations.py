@@ -31,6 +31,7 @@ from elastic.data.batches import (
     to_format,
     to_numpy,
     to_table,
+    writable,
 )
 from elastic.data.expressions import Expr
 from elastic.data.functions import Function
@@ -158,7 +159,7 @@ class MapBatches(Operation):
     def _call(self, batch: Batch) -> Batch:
         value = to_format(batch, self.batch_format)
         if isinstance(value, dict):
-            value = {name: _own(column) for name, column in value.items()}
+            value = {name: writable(column) for name, column in value.items()}
         try:
             found = self.function(value)
         except Exception as error:
@@ -167,11 +168,6 @@ class MapBatches(Operation):
         if inspect.isgenerator(found):
             return joined([taken_from(one, repr(self)) for one in found])
         return taken_from(found, repr(self))
-
-
-def _own(column: Any) -> Any:
-    """Return an array that a function may write to."""
-    return column if column.flags.writeable else column.copy()
 
 
 @dataclass
@@ -282,6 +278,10 @@ class Columns(Operation):
             wanted = {name: name for name in there if name not in self.names}
         else:
             wanted = {name: self.names.get(name, name) for name in there}
+            if len(set(wanted.values())) < len(wanted):
+                raise UsageError(
+                    f"{self!r}: two of {there} would have one name: expected a name for each"
+                )
         if isinstance(batch, dict):
             return {new: batch[old] for old, new in wanted.items()}
         return batch.select(list(wanted)).rename_columns(list(wanted.values()))

@@ -12,6 +12,7 @@ from typing import Any
 
 import fsspec
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
@@ -184,6 +185,70 @@ def test_a_class_keeps_its_state_and_arrays_keep_their_shape() -> None:
         next(iter(data.from_items(["a", "b"]).iter_torch_batches()))
 
 
+def test_functions_may_write_to_what_they_get_and_change_no_row_of_the_dataset() -> None:
+    def halve(batch: dict[str, Any]) -> dict[str, Any]:
+        batch["data"] /= 2
+        return batch
+
+    given = np.ones((4, 2))
+    for ds in (data.from_numpy(given), data.from_numpy(given).materialize()):
+        halved = ds.map_batches(halve).map(halve)
+        for _ in range(2):
+            assert halved.take_batch()["data"].tolist() == [[0.25, 0.25]] * 4
+            for batch in ds.iter_torch_batches():
+                batch["data"] *= 3
+    assert given.sum() == 8
+
+
+def test_rows_have_what_is_missing_and_times_as_they_are(tmp_path: Path) -> None:
+    big = 2**60 + 1
+    columns = {
+        "n": pa.array([big, None]),
+        "t": pa.array([1_700_000_000_123_456_789, None], pa.timestamp("ns", "Europe/Berlin")),
+        "d": pa.array([1, None], pa.duration("ns")),
+        "u": pa.array([2**63 + 1, None], pa.uint64()),
+        "c": pa.array(["a", None]).dictionary_encode(),
+        "x": pa.array([1.5, None]),
+        "b": pa.array([True, None]),
+    }
+    pq.write_table(pa.table(columns), tmp_path / "a.parquet")
+    ds = data.read_parquet(tmp_path)
+    first, second = ds.take()
+    assert (first["n"], first["c"], first["x"], first["b"]) == (big, "a", 1.5, True)
+    assert first["t"].isoformat() == "2023-11-14T23:13:20.123456789+01:00"
+    assert second == dict.fromkeys(columns)
+    assert ds.filter(lambda row: row["n"] is not None).count() == 1
+    again = ds.map(lambda row: row)
+    assert again.schema().field("t").type == pa.timestamp("ns", "Europe/Berlin")
+    assert data.from_arrow(again.to_arrow()).take() == [first, second]
+    times = data.range(1).map_batches(lambda b: {"t": b["id"].astype("datetime64[ns]")})
+    assert times.take()[0]["t"].year == 1970
+    beside = data.read_parquet(tmp_path).zip(data.range(2).map_batches(lambda b: {"m": b["id"]}))
+    assert beside.take(1)[0]["n"] == big
+
+
+def test_columns_that_some_rows_lack_are_missing_there() -> None:
+    ds = data.from_items([{"a": 1}]).union(data.from_items([{"a": 2, "b": "x"}]))
+    assert [batch["b"].tolist() for batch in ds.iter_batches()] == [[None, "x"]]
+    late = data.range(2000).map(lambda row: row if row["id"] < 1500 else {**row, "late": 1})
+    assert late.to_pandas()["late"].sum() == 500
+    assert ds.sum("a") == 3
+    (batch,) = data.from_items([{"a": 1}, {"a": None}]).iter_torch_batches()
+    assert batch["a"].nan_to_num(-1).tolist() == [1, -1]
+
+
+def test_batches_may_be_iterated_over_again() -> None:
+    ds = data.range(5)
+    shard = ds.iterator()
+    for batches in (
+        ds.iter_batches(batch_size=2), ds.iter_torch_batches(batch_size=2),
+        shard.iter_batches(batch_size=2), shard.iter_torch_batches(batch_size=2),
+    ):  # fmt: skip
+        assert [sum(len(one["id"]) for one in batches) for _ in range(2)] == [5, 5]
+    for rows in (ds.iter_rows(), shard.iter_rows()):
+        assert [ids_of(rows) for _ in range(2)] == [[0, 1, 2, 3, 4]] * 2
+
+
 def test_what_lies_in_memory_is_read_too(tmp_path: Path) -> None:
     frame = data.from_items([{"a": 1, "b": [1, 2]}, {"a": 2, "b": [3, 4]}]).to_pandas()
     assert data.from_pandas(frame).take_batch(2)["b"].tolist() == [[1, 2], [3, 4]]
@@ -233,7 +298,8 @@ def test_arrays_and_images_are_written_and_batches_come_as_asked_for(tmp_path: P
     [
         [[[1], [2, 3]], [[4], [5, 6]]], [[1, 2], None, [3]], [["a"], ["b", "c"]],
         [[1.5, None], [2]], [[["a"], ["b", "c"]], []], [[], [1]],
-        [[[]], [[1, 2], [3, 4]]], [None, None],
+        [[[]], [[1, 2], [3, 4]]], [None, None], [["a"], [], None], [[{"a": 1}], []],
+        [[[1], [2, 3]], [[1, 2], [3, 4]], None, []],
     ],
 )  # fmt: skip
 def test_lists_of_any_lengths_become_arrays_or_stay_lists(lists: Any) -> None:
@@ -242,6 +308,8 @@ def test_lists_of_any_lengths_become_arrays_or_stay_lists(lists: Any) -> None:
 
     found = data.from_arrow(pa.table({"x": pa.array([None, *lists])}).slice(1)).take_all()
     assert [plain(row["x"]) for row in found] == lists
+    again = data.from_items(found).map(lambda row: row).to_arrow()
+    assert [plain(row["x"]) for row in data.from_arrow(again).take_all()] == lists
 
 
 def test_arrays_of_several_shapes_are_kept_with_their_type(
@@ -372,6 +440,9 @@ def test_wrong_use_says_what_to_write() -> None:
         (lambda: ds.read_parquet(), "no attribute"),
         (lambda: ds.to_tf("x", "y"), "Dataset.to_tf: Ray has it.*iter_torch_batches"),
         (lambda: data.read_mongo("x"), "elastic.data.read_mongo: Ray has it.*from_pandas"),
+        (lambda: ds.split_at_indices([3, 1]), r"indices=\[3, 1\]: expected row numbers in order"),
+        (lambda: ds.split_proportionately([0.6, 0.5]), "numbers above 0 whose sum is below"),
+        (lambda: ds.map_batches(lambda b: {"a": 3}).take(1), "returned a int as column 'a'"),
     ):  # fmt: skip
         with pytest.raises((UsageError, AttributeError, ImportError), match=hint):
             call()
@@ -419,6 +490,22 @@ def test_rows_that_functions_of_batches_add_are_counted_and_in_some_part() -> No
 
     ds = data.range(10).map_batches(twice, batch_size=None)
     assert ds.count() == 20
+
+    def evens(batch: Any) -> Any:
+        if not batch["id"][0] % 2:
+            yield {"id": pd.Series(batch["id"]), "same": pa.array(batch["id"])}
+
+    assert ids_of(data.range(5).map_batches(evens, batch_size=1).take_all()) == [0, 2, 4]
+
+    class Repeat:
+        def __init__(self, times: int) -> None:
+            self.times = times
+
+        def __call__(self, row: dict[str, Any], more: int = 0) -> Any:
+            return [row] * (self.times + more)
+
+    assert data.range(2).flat_map(Repeat, fn_constructor_args=[2], fn_args=[1]).count() == 6
+    assert data.range(2).filter(Repeat, fn_constructor_kwargs={"times": 0}).count() == 0
     parts = [*ds.split(3), *data.range(10).map_batches(twice).split(3)]
     assert sum(part.count() for part in parts) == 40
 
