@@ -20,9 +20,11 @@ from typing import Any
 import fsspec
 from fsspec.utils import get_protocol
 
+from elastic.data.batches import arrow
 from elastic.errors import StorageError, UsageError
 from elastic.storage.faults import reason_of
 from elastic.storage.files import PACKAGES
+from elastic.storage.options import options_of
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +69,9 @@ def filesystem_of(path: str, options: dict[str, Any] | None = None) -> tuple[Any
         without = {"token": "anon"} if path.startswith(("gs://", "gcs://")) else {"anon": True}
         options = {**(options or {}), **without}
     try:
-        return fsspec.core.url_to_fs(path, **(options or {}))  # type: ignore[no-any-return]
+        # Rows that are kept with a run are opened as the run's directory is.
+        given = {**options_of(path), **(options or {})}
+        return fsspec.core.url_to_fs(path, **given)  # type: ignore[no-any-return]
     except (ImportError, ValueError) as error:
         package = PACKAGES.get(get_protocol(path), "")
         hint = f"; pip install {package}" if package else ""
@@ -89,8 +93,11 @@ def find_files(
 
     Raises:
         DataError: a path matches no file, or cannot be listed.
+        UsageError: there are no paths.
     """
     given = [paths] if isinstance(paths, (str, os.PathLike)) else list(paths)
+    if not given:
+        raise UsageError("elastic.data: an empty list of paths: expected at least one")
     ends = tuple("." + one.lstrip(".").lower() for one in extensions or ())
     found: list[File] = []
     for one in given:
@@ -210,7 +217,7 @@ class Reader:
                 fs.invalidate_cache()
                 now = _file(fs, fs.info(path))
             except Exception as error:
-                raise _unreadable(file, error) from error
+                raise unreadable(file, error) from error
             begins = "a file of the dataset has changed since it was listed:"
             _refuse_changed(file, now, begins, "list it anew, in a new run under another name")
             self._checked.add(file)
@@ -226,7 +233,7 @@ class Reader:
         try:
             found = bytes(fs.cat_file(path, start=start, end=stop))
         except Exception as error:
-            raise _unreadable(file, error) from error
+            raise unreadable(file, error) from error
         self._count(len(found))
         return found
 
@@ -243,12 +250,15 @@ class Reader:
         fs, path = self.check(file)
         self._count(file.size)
         try:
+            if path.lower().endswith((".zst", ".zstd")):  # Which fsspec leaves to other packages.
+                return arrow().CompressedInputStream(fs.open(path, "rb"), "zstd")
             return fs.open(path, "rb", compression="infer")
         except Exception as error:
-            raise _unreadable(file, error) from error
+            raise unreadable(file, error) from error
 
 
-def _unreadable(file: File, error: Exception) -> DataError:
+def unreadable(file: File, error: Exception) -> DataError:
+    """Return the error of a file that cannot be read, with its name."""
     return DataError(f"elastic.data: cannot read {file.path}: {reason_of(error)}")
 
 

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import bisect
+import codecs
+import copy
 import io
+import itertools
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from elastic.data.batches import Batch, array_of, arrow, batched, of_rows
 from elastic.data.files import DataError, File, Reader, chunks
-from elastic.data.parquet import check_schema
+from elastic.data.parquet import READERS, check_schema, completed, has_null
 from elastic.data.sources import BLOCK_ROWS, Block, FileSource, Listing
 
 CHUNK_BYTES = 8 * 1024**2
-FILES_IN_BLOCK = 16
-"""Files that form one block, because they are mostly small, such as images."""
+FILES_IN_BLOCK, BLOCK_BYTES = 16, 8 * 1024**2
+"""Files that form one block, because they are mostly small, such as images: up to so many, and
+further ones while they have so many bytes at most."""
+Line = tuple[int, bytes]
+"""The number of a line, and its text."""
 
 
 @dataclass
@@ -39,10 +47,12 @@ class Csv(FileSource):
         import pyarrow.csv as csv
 
         pa, options = arrow(), dict(self.arrow_options)
-        convert = options.get("convert_options") or csv.ConvertOptions()
-        parse = options.get("parse_options") or csv.ParseOptions()
-        types = {**{f.name: f.type for f in (self._first[1] if self._first else ())}}
-        convert.column_types = {**types, **dict(convert.column_types or {})}
+        # Copies: other reads may be given the same ones.
+        convert = copy.copy(options.get("convert_options")) or csv.ConvertOptions()
+        # Values may have several lines in any case; without it not where a chunk ends.
+        own = csv.ParseOptions(newlines_in_values=True)
+        parse = copy.copy(options.get("parse_options")) or own
+        convert.column_types = {**_known(self._first), **dict(convert.column_types or {})}
         if self.skips:
             parse.invalid_row_handler = lambda row: self._skip_row(file, row)
         opened = reader.open(file)
@@ -54,9 +64,8 @@ class Csv(FileSource):
                 parse_options=parse,
                 convert_options=convert,
             )
-            self._first = self._first or (file, found.schema)
-            if found.schema.names != self._first[1].names:
-                check_schema(self._first, file, found.schema, None)
+            check_schema(self._first or (file, found.schema), file, found.schema, None)
+            self._first = completed(self._first, file, found.schema)
             for batch in found:
                 yield pa.Table.from_batches([batch])
         except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
@@ -93,75 +102,152 @@ class Lines(FileSource):
 
     def _rows(self, reader: Reader, file: File) -> Iterator[Batch]:
         with reader.open(file) as opened:
-            number, partial, is_first = 1, b"", True
-            for piece in chunks(opened, CHUNK_BYTES):
-                if is_first and self.is_json and piece.lstrip()[:1] == b"[":
-                    yield self._of_list(file, piece + opened.read())
-                    return
-                is_first = False
-                whole, cut, partial = (partial + piece).rpartition(b"\n")
-                if whole or cut:
-                    yield self._of_lines(file, whole, number)
-                    number += whole.count(b"\n") + 1
-            if partial:
-                yield self._of_lines(file, partial, number)
+            pieces = chunks(opened, CHUNK_BYTES)
+            yield from self._json(file, pieces) if self.is_json else self._text(file, pieces)
 
-    def _of_lines(self, file: File, text: bytes, number: int) -> Batch:
-        if self.is_json:
-            return self._of_json(file, text, number)
-        try:
-            lines = text.decode(self.encoding).split("\n")
-        except UnicodeDecodeError as error:
-            raise DataError(f"elastic.data: {file.path}, line {number} and on: {error}") from error
-        kept = [line.removesuffix("\r") for line in lines if line.strip() or not self.drop_empty]
-        return arrow().table({"text": arrow().array(kept, arrow().string())})
+    def _text(self, file: File, pieces: Iterator[bytes]) -> Iterator[Batch]:
+        decoder = codecs.getincrementaldecoder(self.encoding)()
+        number, partial = 1, ""
+        for piece in itertools.chain(pieces, [b""]):
+            try:
+                text = partial + decoder.decode(piece, final=not piece)
+            except UnicodeDecodeError as error:
+                raise DataError(
+                    f"elastic.data: {file.path}, line {number} and on: {error}"
+                ) from error
+            whole, cut, partial = text.rpartition("\n") if piece else (text, text, "")
+            if cut:
+                lines = whole.split("\n")
+                number += len(lines)
+                kept = [x.removesuffix("\r") for x in lines if x.strip() or not self.drop_empty]
+                yield arrow().table({"text": arrow().array(kept, arrow().string())})
+
+    def _json(self, file: File, pieces: Iterator[bytes]) -> Iterator[Batch]:
+        partial = next(pieces, b"").removeprefix(codecs.BOM_UTF8)
+        if partial.lstrip()[:1] == b"[":
+            yield self._of_list(file, b"".join([partial, *pieces]))
+            return
+        number = 1
+        for piece in pieces:
+            whole, cut, partial = partial.rpartition(b"\n")
+            if cut:
+                yield self._of_lines(file, whole, number)
+                number += whole.count(b"\n") + 1
+            partial += piece
+        if partial:
+            yield self._of_lines(file, partial, number)
 
     def _of_list(self, file: File, text: bytes) -> Batch:
         try:
-            return arrow().Table.from_pylist(json.loads(text))
-        except (ValueError, TypeError) as error:
+            items = json.loads(text)
+        except ValueError as error:
             raise DataError(f"elastic.data: {file.path} is no JSON list: {error}") from error
+        rows = []
+        for number, item in enumerate(items, start=1):
+            if isinstance(item, dict):
+                rows.append(item)
+            else:
+                self._leave_out(f"{file.path}, item {number} ({repr(item)[:80]}): no object")
+        pa, types = arrow(), _known(self._first)
+        columns = {}
+        for name in dict.fromkeys(name for row in rows for name in row):
+            try:
+                columns[name] = pa.array([row.get(name) for row in rows], types.get(name))
+            except (pa.ArrowException, OverflowError) as error:
+                raise DataError(f"elastic.data: {file.path}, column {name!r}: {error}") from error
+        try:
+            self._check_names(columns)
+        except pa.ArrowInvalid as error:
+            raise DataError(f"elastic.data: {file.path}: {error}") from error
+        return self._noted(file, pa.table(columns))
 
-    def _of_json(self, file: File, text: bytes, number: int) -> Batch:
+    def _of_lines(self, file: File, text: bytes, number: int) -> Batch:
+        try:
+            found = self._parsed(text)
+        except arrow().ArrowInvalid:
+            found = self._one_by_one(file, text, number)
+        return self._noted(file, found)
+
+    def _parsed(self, text: bytes) -> Any:
+        """Return the rows of some lines, with the types that columns had before.
+
+        Raises:
+            ArrowInvalid: they are no JSON, or have a new column or values of another type.
+        """
         import pyarrow.json as arrow_json
 
-        pa = arrow()
-        schema = self._first[1] if self._first else None
+        pa, types = arrow(), _known(self._first)
         options = arrow_json.ParseOptions(
-            explicit_schema=schema, unexpected_field_behavior="error" if schema else "infer"
+            explicit_schema=pa.schema(types) if types else None, unexpected_field_behavior="infer"
         )
-        try:
-            read = arrow_json.ReadOptions(block_size=len(text) + 2)
-            found = arrow_json.read_json(io.BytesIO(text + b"\n"), read, options)
-        except pa.ArrowInvalid as error:
-            found = self._one_by_one(file, text, number, schema, str(error))
-        self._first = self._first or (file, found.schema)
+        read = arrow_json.ReadOptions(block_size=len(text) + 2)
+        found = arrow_json.read_json(io.BytesIO(text + b"\n"), read, options)
+        self._check_names(found.column_names)
         return found
 
-    def _one_by_one(self, file: File, text: bytes, number: int, schema: Any, why: str) -> Any:
-        """Parse line by line after an error: skip the invalid lines, or name the first one."""
-        pa, rows = arrow(), []
-        for at, line in enumerate(text.split(b"\n"), start=number):
-            if not line.strip():
-                continue
+    def _check_names(self, names: Iterable[str]) -> None:
+        more = [name for name in names if self._first and name not in self._first[1].names]
+        if more:
+            raise arrow().ArrowInvalid(
+                f"has the column {more[0]!r}, which {self._first[0].path} begins without"
+            )
+
+    def _one_by_one(self, file: File, text: bytes, number: int) -> Any:
+        """Parse line by line after an error: leave out the invalid lines, or name the first one."""
+        lines = [one for one in enumerate(text.split(b"\n"), start=number) if one[1].strip()]
+        lines = self._valid(file, lines)
+        if lines and not self._fit(lines):
+            # Each is valid, so that their types differ: those of the first ones count.
+            first = bisect.bisect(
+                range(len(lines)), False, key=lambda n: not self._fit(lines[: n + 1])
+            )
+            found = self._parsed(_text_of(lines[:first]))
+            self._first = completed(self._first, file, found.schema)
+            lines = self._valid(file, lines)
+        return self._parsed(_text_of(lines)) if lines else arrow().table({})
+
+    def _valid(self, file: File, lines: Sequence[Line]) -> list[Line]:
+        found = []
+        for number, line in lines:
             try:
-                row = json.loads(line)
-                more = sorted(set(row) - set(schema.names)) if schema is not None else []
-                if more:
-                    raise ValueError(
-                        f"has the column {more[0]!r}, which {self._first[0].path} begins without"
-                    )
-                if schema is not None:
-                    pa.Table.from_pylist([row], schema=schema)
-                rows.append(row)
-            except (ValueError, TypeError, pa.ArrowException) as error:
-                problem = f"{file.path}, line {at} ({line[:80]!r}): {error}"
-                if not self.skips:
-                    raise DataError(f"elastic.data: {problem}") from error
-                self.skip("rows", problem)
+                self._parsed(line)
+                found.append((number, line))
+            except arrow().ArrowInvalid as error:
+                self._leave_out(f"{file.path}, line {number} ({line[:80]!r}): {error}")
+        return found
+
+    def _fit(self, lines: Sequence[Line]) -> bool:
+        try:
+            self._parsed(_text_of(lines))
+        except arrow().ArrowInvalid:
+            return False
+        return True
+
+    def _leave_out(self, problem: str) -> None:
         if not self.skips:
-            raise DataError(f"elastic.data: {file.path}, line {number} and on: {why}")
-        return pa.Table.from_pylist(rows, schema=schema)
+            raise DataError(f"elastic.data: {problem}")
+        self.skip("rows", problem)
+
+    def _noted(self, file: File, found: Any) -> Any:
+        """Return a table with the columns of the first one, whose types are known from here on."""
+        if not found.num_rows:
+            return found
+        self._first = completed(self._first, file, found.schema)
+        nothing = arrow().nulls(found.num_rows)
+        names = self._first[1].names
+        return arrow().table(
+            {name: found.column(name) if name in found.column_names else nothing for name in names}
+        )
+
+
+def _known(first: tuple[File, Any] | None) -> dict[str, Any]:
+    """Return the types of columns that have a value, by name."""
+    schema = () if first is None else first[1]
+    return {one.name: one.type for one in schema if not has_null(one.type)}
+
+
+def _text_of(lines: Sequence[Line]) -> bytes:
+    return b"\n".join(line for _, line in lines)
 
 
 @dataclass
@@ -171,8 +257,10 @@ class Numpy(FileSource):
     def _rows(self, reader: Reader, file: File) -> Iterator[Batch]:
         try:
             whole = np.load(io.BytesIO(reader.read(file)), allow_pickle=False)
-        except ValueError as error:
+        except (ValueError, EOFError, OSError) as error:
             raise DataError(f"elastic.data: {file.path} is no array: {error}") from error
+        if not (isinstance(whole, np.ndarray) and whole.ndim):
+            raise DataError(f"elastic.data: {file.path}: expected an array of one axis or more")
         yield from batched([{"data": whole}], BLOCK_ROWS)
 
 
@@ -182,9 +270,12 @@ class Binary(FileSource):
 
     Attributes:
         with_paths: add a column "path".
+        decode: called with the bytes and the path of each file, to leave out those for which it
+            raises a DataError, if `on_error` is "skip".
     """
 
     with_paths: bool = False
+    decode: Callable[[bytes, str], object] | None = None
 
     def _check(self) -> Listing:
         files = tuple(self.files())
@@ -194,6 +285,25 @@ class Binary(FileSource):
             size = sum(file.size for file in some)
             blocks.append(Block(start, number, 0, len(some), size))
         return Listing(files, tuple(blocks))
+
+    def _readable(self, files: Sequence[File]) -> list[File]:
+        """Return the files that can be read and decoded; all of them are read for that."""
+        reader = Reader(self.options)
+
+        def problem(file: File) -> str:
+            try:
+                content = reader.read(file)
+                if self.decode is not None:
+                    self.decode(content, file.path)
+            except DataError as error:
+                return str(error)
+            return ""
+
+        with ThreadPoolExecutor(READERS) as pool:
+            problems = list(pool.map(problem, files))
+        for why in filter(None, problems):
+            self.skip("files", why)
+        return [file for file, why in zip(files, problems, strict=True) if not why]
 
     def read(self, reader: Reader, files: Sequence[File], block: Block) -> Batch:
         """Return the content of the files of a block."""

@@ -6,6 +6,7 @@ random access are stored beside it, as parquet files. A resumed run gets the sam
 
 from __future__ import annotations
 
+import base64
 import json
 import logging
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ from elastic.data.batches import arrow, to_table
 from elastic.data.files import DataError, File, check_unchanged
 from elastic.data.nodes import Node, Read, table_of
 from elastic.data.parquet import Parquet
-from elastic.data.sources import Block, Memory
+from elastic.data.sources import Block, Memory, Source
 from elastic.data.table import Part, Table
 from elastic.data.writing import Sink, write_parquet
 from elastic.errors import UsageError
@@ -46,7 +47,8 @@ def table_of_run(node: Node, name: str, run: Files, *, writes: bool) -> Table | 
         saved = json.loads(run.read(path))
         check_unchanged(_files(saved["sources"]), sources, name)
         kept = iter(saved["kept"])
-        table = table_of(node, lambda _: _kept_part(run, next(kept)), travels=True)
+        nothing = {"files": [], "blocks": [], "types": ""}
+        table = table_of(node, lambda _: _kept_part(next(kept, nothing)), travels=True)
         if [len(part.blocks) for part in table.parts] != saved["blocks"]:
             raise DataError(
                 f"dataset {name!r}: the run has begun with another dataset: parts of "
@@ -73,6 +75,7 @@ def table_of_run(node: Node, name: str, run: Files, *, writes: bool) -> Table | 
             {
                 "files": [[file.path, file.size, file.stamp] for file in part.files],
                 "blocks": [[b.file, b.group, b.start, b.stop, b.size] for b in part.blocks],
+                "types": _types_text(part.source),
             }
             for part in kept_parts
         ],
@@ -86,9 +89,17 @@ def _files(rows: Sequence[Sequence[Any]]) -> tuple[File, ...]:
     return tuple(File(*row) for row in rows)
 
 
-def _kept_part(run: Files, saved: dict[str, Any]) -> Part:
-    blocks = tuple(Block(*row) for row in saved["blocks"])
-    return Part(Parquet("rows kept with the run"), _files(saved["files"]), blocks)
+def _kept_part(saved: dict[str, Any]) -> Part:
+    pa, blocks = arrow(), tuple(Block(*row) for row in saved["blocks"])
+    held = base64.b64decode(saved["types"])
+    types = {one.name: one.type for one in (pa.ipc.read_schema(pa.py_buffer(held)) if held else ())}
+    return Part(Parquet("rows kept with the run", types=types), _files(saved["files"]), blocks)
+
+
+def _types_text(source: Source) -> str:
+    """Return the types of the columns of kept rows, for `_kept_part`."""
+    types = source.types if isinstance(source, Parquet) else {}
+    return base64.b64encode(arrow().schema(types).serialize()).decode()
 
 
 def _sources_of(node: Node) -> tuple[File, ...]:

@@ -374,15 +374,20 @@ class Decode(Operation):
         """Return the images as arrays of uint8: height, width, and channels if any."""
         columns = to_numpy(batch)
         paths = columns["path"]
-        images = [self._decode(*one) for one in zip(columns["bytes"], paths, strict=True)]
+        images = [self.decode(*one) for one in zip(columns["bytes"], paths, strict=True)]
         rest = {name: values for name, values in columns.items() if name not in ("bytes", "path")}
         found = {"image": array_of(images), **rest}
         return found if self.drops_path else {**found, "path": paths}
 
-    def _decode(self, content: bytes, path: str) -> Any:
+    def decode(self, content: bytes, path: str) -> Any:
+        """Return an image as an array.
+
+        Raises:
+            DataError: it is broken.
+        """
         import io
 
-        from PIL import Image, UnidentifiedImageError
+        from PIL import Image
 
         from elastic.data.files import DataError
 
@@ -391,8 +396,8 @@ class Decode(Operation):
                 image = opened.convert(self.mode) if self.mode else opened
                 if self.size is not None:
                     image = image.resize(self.size[::-1])
-                return np.asarray(image)
-        except (UnidentifiedImageError, OSError) as error:
+                return np.array(image)  # A copy, which functions may write to.
+        except Exception as error:  # Of Pillow's decoders, each of which has its own.
             raise DataError(f"elastic.data: {path} cannot be decoded: {error}") from error
 
 

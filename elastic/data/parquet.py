@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from elastic.data.batches import Batch, arrow
@@ -26,11 +26,13 @@ class Parquet(FileSource):
         columns: those to read, None for all.
         schema: of pyarrow, with the types to which they are cast; None for those of the files.
         is_kept: written for a run: files may differ in the types of arrays, by their shapes.
+        types: of columns by name, as files have them in which they have a value.
     """
 
     columns: tuple[str, ...] | None = None
     schema: Any = None
     is_kept: bool = False
+    types: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Start with an empty cache of footers."""
@@ -53,10 +55,11 @@ class Parquet(FileSource):
                 if isinstance(footer, DataError):
                     raise footer
                 schema = footer.schema.to_arrow_schema()
-                first = first or (file, schema)
                 names = self._names_in(schema.names, self.partitions(file))
                 if not self.is_kept:
-                    check_schema(first, file, schema, names)
+                    casts = () if self.schema is None else self.schema.names
+                    check_schema(first or (file, schema), file, schema, names, casts)
+                first = completed(first, file, schema)
             except DataError as error:
                 if not self.skips:
                     raise
@@ -68,44 +71,49 @@ class Parquet(FileSource):
                     rows, size = about.num_rows, about.total_byte_size
                     blocks.append(Block(len(files), group, 0, rows, size))
             files.append(file)
+        self.types = {one.name: one.type for one in (first[1] if first else ())}
         return Listing(tuple(files), tuple(blocks))
 
     def _try_footer(self, reader: Reader, file: File) -> Any:
         try:
-            return self._footer(reader, file)
+            return self._footer(reader, file)[0]
         except DataError as error:
             return error
 
-    def _footer(self, reader: Reader, file: File) -> Any:
+    def _footer(self, reader: Reader, file: File) -> tuple[Any, RangedFile | None]:
+        """Return the footer of a file, and the end of the file if that was fetched for it."""
         import pyarrow.parquet as parquet
 
         pa = arrow()
         footer = self._footers.get(file.path)
-        if footer is None:
-            tail = RangedFile(reader, file, file.size - TAIL_BYTES, file.size)
-            try:
-                footer = parquet.read_metadata(tail)
-            except (pa.ArrowException, OSError) as error:
-                raise DataError(f"elastic.data: {file.path} is no parquet file: {error}") from error
-            with _footers_lock:
-                while len(self._footers) >= FOOTERS_KEPT:
-                    del self._footers[next(iter(self._footers))]
-                self._footers[file.path] = footer
-        return footer
+        if footer is not None:
+            return footer, None
+        tail = RangedFile(reader, file, file.size - TAIL_BYTES, file.size)
+        try:
+            footer = parquet.read_metadata(tail)
+        except (pa.ArrowException, OSError) as error:
+            raise DataError(f"elastic.data: {file.path} is no parquet file: {error}") from error
+        with _footers_lock:
+            while len(self._footers) >= FOOTERS_KEPT:
+                del self._footers[next(iter(self._footers))]
+            self._footers[file.path] = footer
+        return footer, tail
 
     def read(self, reader: Reader, files: Sequence[File], block: Block) -> Batch:
         """Return a row group, or a part of it."""
         import pyarrow.parquet as parquet
 
         pa, file = arrow(), files[block.file]
-        footer = self._footer(reader, file)
+        footer, tail = self._footer(reader, file)
         partitions = self.partitions(file)
         names = self._names_in(footer.schema.names, partitions)
         if names == []:  # Rows of some column have to be read, to be counted.
             names = footer.schema.to_arrow_schema().names[:1]
         start, stop = _span_of(footer.row_group(block.group), names)
         try:
-            fetched = RangedFile(reader, file, start, stop)
+            # All of a small file is there already.
+            is_whole = tail is not None and file.size <= TAIL_BYTES
+            fetched = tail if is_whole else RangedFile(reader, file, start, stop)
             # No threads: Arrow's own would hold a reference to `fetched`, and abort the process if
             # they release the last one while the interpreter exits (apache/arrow#34314).
             opened = parquet.ParquetFile(fetched, metadata=footer, pre_buffer=False)
@@ -117,10 +125,19 @@ class Parquet(FileSource):
             ) from error
         if (block.start, block.stop) != (0, found.num_rows):
             found = found.slice(block.start, block.stop - block.start)
-        found = with_columns(found, partitions)
+        found = with_columns(self._filled(found), partitions)
         if self.columns is not None:
             found = found.select(list(self.columns))
         return found if self.schema is None else self._cast(found, file)
+
+    def _filled(self, table: Any) -> Any:
+        """Return a table whose columns without a value have the types of other files."""
+        pa = arrow()
+        for number, one in enumerate(table.schema):
+            if pa.types.is_null(one.type) and one.name in self.types:
+                nothing = pa.nulls(len(table), self.types[one.name])
+                table = table.set_column(number, one.name, nothing)
+        return table
 
     def _cast(self, table: Any, file: File) -> Any:
         pa = arrow()
@@ -152,31 +169,80 @@ def _span_of(group: Any, names: list[str] | None) -> tuple[int, int]:
     return (0, 0) if stop == 0 else (start, stop)
 
 
+def completed(before: tuple[File, Any] | None, file: File, found: Any) -> tuple[File, Any]:
+    """Return the first file and its schema, with the types of columns that had no value there."""
+    if before is None:
+        return file, found
+    first, schema = before
+    types = {one.name: one.type for one in found if not arrow().types.is_null(one.type)}
+    for number, one in enumerate(schema):
+        if has_null(one.type) and one.name in types:
+            schema = schema.set(number, one.with_type(types[one.name]))
+    return first, schema
+
+
+def has_null(kind: Any) -> bool:
+    """Return whether a type, or one inside of it, is that of missing values alone."""
+    inner = (kind.field(number).type for number in range(kind.num_fields))
+    return bool(arrow().types.is_null(kind)) or any(map(has_null, inner))
+
+
+def _kind(kind: Any) -> Any:
+    """Return a type without how its values are stored: categories, or offsets of 64 bits."""
+    pa = arrow()
+    if pa.types.is_dictionary(kind):
+        kind = kind.value_type
+    if pa.types.is_large_string(kind) or pa.types.is_string_view(kind):
+        return pa.string()
+    if pa.types.is_large_binary(kind) or pa.types.is_binary_view(kind):
+        return pa.binary()
+    return kind
+
+
 def check_schema(
-    before: tuple[File, Any], file: File, found: Any, columns: Sequence[str] | None
+    before: tuple[File, Any],
+    file: File,
+    found: Any,
+    columns: Sequence[str] | None,
+    casts: Sequence[str] = (),
 ) -> None:
-    """Refuse a file whose columns differ from those of the first.
+    """Refuse a file whose columns differ from those of the first, but for those without a value.
+
+    Args:
+        before: the first file, and its schema.
+        file: another one.
+        found: its schema.
+        columns: those that are read, None for all.
+        casts: those that may have any type.
 
     Raises:
         DataError: names the file and the column.
     """
     first, expected = before
+    twice = [name for name in found.names if found.names.count(name) > 1]
+    if twice:
+        raise DataError(f"elastic.data: {file.path} has several columns {twice[0]!r}")
     wanted = list(columns) if columns is not None else expected.names
     lacking = [name for name in wanted if name not in found.names]
     more = [name for name in found.names if name not in expected.names and columns is None]
     others = [
         name
-        for name in wanted
-        if name in found.names
-        and name in expected.names
-        and found.field(name).type != expected.field(name).type
+        for name in {*wanted} & {*found.names} & {*expected.names} - {*casts}
+        if _kind(found.field(name).type) != _kind(expected.field(name).type)
+        and not (has_null(found.field(name).type) or has_null(expected.field(name).type))
     ]
+    if lacking and lacking[0] not in expected.names:
+        raise DataError(
+            f"elastic.data: there is no column {lacking[0]!r} in {file.path}: expected some of "
+            f"{found.names}"
+        )
     if lacking or more or others:
-        name = (lacking or more or others)[0]
+        name = (lacking or more or sorted(others))[0]
         has = found.field(name).type if name in found.names else "no such column"
         had = expected.field(name).type if name in expected.names else "no such column"
         raise DataError(
             f"elastic.data: the schema changes between files: column {name!r} is {had} in "
             f"{first.path} and {has} in {file.path}: write the files alike, name the columns that "
-            f"all have (columns=[...]), or leave such files out (on_error='skip')"
+            f"all have (columns=[...]), or of read_parquet their types (schema=...), or leave such "
+            f"files out (on_error='skip')"
         )

@@ -210,7 +210,8 @@ def read_images(
         mode: of Pillow, such as "RGB"; None for no change.
         include_paths: add a column "path".
         file_extensions: of the files in a folder.
-        others: as in `read_parquet`.
+        others: as in `read_parquet`; on_error="skip" leaves out images that cannot be decoded, for
+            which all are decoded once when they are listed.
 
     Raises:
         UsageError: Pillow is missing.
@@ -219,8 +220,10 @@ def read_images(
         import PIL.Image as _  # noqa: F401
     except ImportError as error:
         raise UsageError("read_images decodes with Pillow: pip install pillow") from error
-    files = Binary(**_files("read_images", paths, file_extensions, others), with_paths=True)
-    return Dataset(Apply((Read((), files),), Decode(size, mode, drops_path=not include_paths)))
+    images = Decode(size, mode, drops_path=not include_paths)
+    files = _files("read_images", paths, file_extensions, others)
+    source = Binary(**files, with_paths=True, decode=images.decode)
+    return Dataset(Apply((Read((), source),), images))
 
 
 def read_webdataset(
@@ -355,7 +358,7 @@ def from_arrow(tables: Any) -> Dataset:
 def from_numpy(arrays: Any) -> Dataset:
     """Return a row for each entry of an array's first axis, as column "data"."""
     several = arrays if isinstance(arrays, (list, tuple)) else [arrays]
-    return _of(Memory("from_numpy", batches=[{"data": one} for one in several]))
+    return _of(Memory("from_numpy", batches=[{"data": np.asarray(one)} for one in several]))
 
 
 def from_polars(frames: Any) -> Dataset:
@@ -376,7 +379,10 @@ def from_torch(dataset: Any, **others: Any) -> Dataset:
     iterable one is read at once.
     """
     del others
-    if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
+    import torch
+
+    is_iterable = isinstance(dataset, torch.utils.data.IterableDataset)  # It has __getitem__, too.
+    if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__") and not is_iterable:
         numbers = Range("from_torch", count=len(dataset))
         return Dataset(Apply((Read((), numbers),), Fetch(dataset)))
     return from_items(list(dataset))

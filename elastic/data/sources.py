@@ -7,7 +7,9 @@ rows are needed by number, they are written to parquet files first (`table.py`).
 from __future__ import annotations
 
 import logging
+import lzma
 import random
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,7 +27,7 @@ from elastic.data.batches import (
     to_table,
 )
 from elastic.data.datasource.partitioning import Partitioning
-from elastic.data.files import DataError, File, Reader, find_files
+from elastic.data.files import DataError, File, Reader, find_files, unreadable
 from elastic.errors import UsageError
 
 log = logging.getLogger(__name__)
@@ -175,15 +177,21 @@ class FileSource(Source):
         if listing.blocks is not None:
             yield from super().stream()
             return
-        for file in listing.files:
-            partitions = self.partitions(file)
-            try:
-                for batch in self._rows(reader, file):
-                    yield with_columns(batch, partitions)
-            except DataError as error:
-                if not self.skips:
-                    raise
-                self.skip("files", str(error))
+        file = listing.files[number]
+        partitions = self.partitions(file)
+        try:
+            for batch in self._rows_named(reader, file):
+                yield with_columns(batch, partitions)
+        except DataError as error:
+            if not self.skips:
+                raise
+            self.skip("files", str(error))
+
+    def _rows_named(self, reader: Reader, file: File) -> Iterator[Batch]:
+        try:
+            yield from self._rows(reader, file)
+        except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:  # Of a damaged archive.
+            raise unreadable(file, error) from error
 
     def _rows(self, reader: Reader, file: File) -> Iterator[Batch]:
         raise NotImplementedError(self.name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import csv
 import gzip
 import json
 import os
@@ -15,6 +16,7 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.csv
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -77,7 +79,9 @@ def test_folders_of_a_partitioned_table_are_columns(tmp_path: Path) -> None:
     years = data.read_parquet(root, columns=["year"])
     assert sorted(row["year"] for row in years.take_all()) == ["2023"] * 4 + ["2024"] * 2
     assert years.columns() == ["year"]
-    with pytest.raises(DataError, match="column 'month' is no such column"):
+    with pytest.raises(
+        DataError, match=r"there is no column 'month' in .*expected some of \['id'\]"
+    ):
         data.read_parquet(root, columns=["month"]).count()
     (root / "year=2023" / "rows.csv").write_text("id\n7\n")
     assert data.read_csv(f"{root}/year=2023/*.csv").take_all() == [{"id": 7, "year": "2023"}]
@@ -366,6 +370,153 @@ def test_other_files_become_rows(tmp_path: Path) -> None:
     assert binary.take_all() == [{"bytes": b"one\n\ntwo"}]
 
 
+def test_columns_without_a_value_take_the_type_of_other_files(tmp_path: Path) -> None:
+    for name, values in (("a", [None]), ("b", [1, 2]), ("c", [None, 3])):
+        pq.write_table(pa.table({"id": values, "s": pa.nulls(len(values))}), tmp_path / name)
+    ds = data.read_parquet(tmp_path, file_extensions=None)
+    assert [row["id"] for row in ds.take_all()] == [None, 1, 2, None, 3]
+    assert ds.schema().field("id").type == pa.int64()
+    pq.write_table(pa.table({"id": ["x"], "s": ["y"]}), tmp_path / "d")
+    with pytest.raises(DataError, match=r"column 'id' is int64 in .* and string in .*/d"):
+        data.read_parquet(tmp_path, file_extensions=None).count()
+    folder = tmp_path / "csv"
+    folder.mkdir()
+    (folder / "a.csv").write_text("id,s\n")
+    (folder / "b.csv").write_text("id,s\n,\n")
+    (folder / "c.csv").write_text("id,s\n1,x\n")
+    assert data.read_csv(folder).take_all() == [{"id": None, "s": None}, {"id": 1, "s": "x"}]
+    (folder / "d.csv").write_text("id,s\nx,x\n")
+    with pytest.raises(DataError, match=r"d.csv: .*conversion error to int64"):
+        data.read_csv(folder).count()
+    json_files = tmp_path / "json"
+    json_files.mkdir()
+    (json_files / "a.json").write_text('{"id": null, "l": []}\n')
+    (json_files / "b.json").write_text('{"id": 1, "l": ["x"]}\n{"l": ["y"]}\n')
+    rows = data.read_json(json_files).take_all()
+    assert [row["id"] for row in rows] == [None, 1, None]
+    assert [list(row["l"]) for row in rows] == [[], ["x"], ["y"]]
+
+
+def test_how_values_are_stored_is_no_other_schema(tmp_path: Path) -> None:
+    few, many = pd.Categorical(["a", "b"]), pd.Categorical([f"{n:03}" for n in range(300)])
+    for name, values in (("0", few), ("1", many), ("2", pa.array(["c"], pa.large_string()))):
+        pq.write_table(pa.table({"x": pa.array(values)}), tmp_path / name)
+    ds = data.read_parquet(tmp_path, file_extensions=None)
+    assert [row["x"] for row in ds.take_all()] == ["a", "b", *many, "c"]
+    (whole,) = ds.random_shuffle(seed=1).iterator().iter_batches(batch_size=400)
+    assert sorted(whole["x"]) == sorted(["a", "b", *many, "c"])
+    wide = tmp_path / "wide"
+    wide.mkdir()
+    for number, values in enumerate(([1], [0.5])):
+        pq.write_table(pa.table({"x": values}), wide / f"{number}.parquet")
+    with pytest.raises(DataError, match=r"column 'x' is int64 .*schema=..."):
+        data.read_parquet(wide).count()
+    floats = pa.schema([("x", pa.float64())])
+    assert data.read_parquet(wide, schema=floats).take_batch()["x"].tolist() == [1, 0.5]
+    (tmp_path / "a.csv").write_text("x,x\n1,2\n")
+    with pytest.raises(DataError, match=r"a.csv has several columns 'x'"):
+        data.read_csv(tmp_path / "a.csv").take()
+
+
+def test_quoted_values_have_any_number_of_lines(tmp_path: Path) -> None:
+    rows = [{"id": n, "t": f'{n}\n"quoted", {"y" * (n % 70)}\n'} for n in range(20_000)]
+    with (tmp_path / "a.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, ["id", "t"])
+        writer.writeheader()
+        writer.writerows(rows)
+    assert data.read_csv(tmp_path).take_all() == rows
+
+
+def test_options_of_one_read_are_not_those_of_another(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("x\n1\n")
+    (tmp_path / "b.csv").write_text("x\none\n")
+    options = pyarrow.csv.ConvertOptions(strings_can_be_null=True)
+    for name, expected in (("a", 1), ("b", "one")):
+        ds = data.read_csv(tmp_path / f"{name}.csv", convert_options=options)
+        assert ds.take() == [{"x": expected}]
+
+
+@pytest.mark.parametrize("is_list", [False, True])
+def test_each_json_object_has_all_columns(tmp_path: Path, is_list: bool) -> None:
+    def write(name: str, rows: list[Any]) -> None:
+        text = json.dumps(rows) if is_list else "\n".join(map(json.dumps, rows))
+        (tmp_path / name).write_text(text)
+
+    write("a.json", [{"a": 1}, {"b": "x", "a": 2}])
+    assert data.read_json(tmp_path).take_all() == [{"a": 1, "b": None}, {"a": 2, "b": "x"}]
+    write("a.json", [{"a": {"b": 1}}, {"a": {"c": "x"}}])
+    rows = [{"a": {"b": 1, "c": None}}, {"a": {"b": None, "c": "x"}}]
+    assert data.read_json(tmp_path).take_all() == rows
+    write("a.json", [{"a": 1}, {"b": "x", "a": 2}])
+    write("b.json", [{"a": 3}, {"a": "four"}, 5])
+    with pytest.raises(DataError, match=r"b.json, (line 2|item 3)"):
+        data.read_json(tmp_path).count()
+    write("b.json", [{"a": 3}, {"c": "four"}])
+    with pytest.raises(DataError, match=r"b.json.* has the column 'c', which .*a.json begins"):
+        data.read_json(tmp_path).count()
+
+
+def test_one_bad_line_costs_no_other(tmp_path: Path) -> None:
+    good = '{"t": "2024-01-0%d 10:00:00", "n": %d}'
+    (tmp_path / "a.json").write_text("\n".join(good % (n, n) for n in (1, 2)))
+    lines = [good % (3, 3), '{"t": oh', good % (4, 4), '{"t": "never", "n": 5}', good % (6, 6)]
+    (tmp_path / "b.json").write_text("\n".join(lines))
+    with pytest.raises(DataError, match=r"b.json, line 2 "):
+        data.read_json(tmp_path).count()
+    ds = data.read_json(tmp_path, on_error="skip")
+    assert [(row["n"], row["t"].day) for row in ds.take_all()] == [(n, n) for n in (1, 2, 3, 4, 6)]
+    (tmp_path / "a.json").write_text('{"n": 1}\n{"n": 2.5}\n{"n": "x"}\n{"n": 4}\n')
+    with pytest.raises(DataError, match=r"a.json, line 3 "):
+        data.read_json(tmp_path / "a.json").count()
+    ds = data.read_json(tmp_path / "a.json", on_error="skip")
+    assert [row["n"] for row in ds.take_all()] == [1, 2.5, 4]
+    assert ds.count() == 3
+    assert "1 rows left out" in ds.stats()  # In each of two passes.
+
+
+def test_texts_have_any_encoding_and_compression(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes("eins\r\n\nzwölf\n".encode("utf-16"))
+    ds = data.read_text(tmp_path / "a.txt", encoding="utf-16", drop_empty_lines=False)
+    assert [row["text"] for row in ds.take_all()] == ["eins", "", "zwölf"]
+    with pytest.raises(DataError, match=r"a.txt, line 1 and on: .*utf-8"):
+        data.read_text(tmp_path / "a.txt").count()
+    with pa.CompressedOutputStream(str(tmp_path / "a.csv.zst"), "zstd") as file:
+        file.write(b"id\n1\n2\n")
+    assert data.read_csv(tmp_path / "a.csv.zst").sum("id") == 3
+    whole = gzip.compress(b"".join(b'{"id": %d}\n' % n for n in range(3000)))
+    (tmp_path / "a.json.gz").write_bytes(whole[:-20])
+    with pytest.raises(DataError, match=r"cannot read .*a.json.gz: .*EOFError"):
+        data.read_json(tmp_path / "a.json.gz").count()
+    (tmp_path / "b.json.gz").write_bytes(whole)
+    both = data.read_json(f"{tmp_path}/*.json.gz", on_error="skip")
+    assert both.count() >= 3000
+    assert "1 files left out" in both.stats()
+
+
+def test_broken_images_are_named_or_left_out(tmp_path: Path) -> None:
+    for name in "abc":
+        Image.new("RGB", (4, 5), (9, 0, 0)).save(tmp_path / f"{name}.png")
+    whole = (tmp_path / "b.png").read_bytes()
+    (tmp_path / "b.png").write_bytes(whole[:50])
+    (tmp_path / "empty.png").touch()
+    with pytest.raises(DataError, match=r"b.png cannot be decoded"):
+        data.read_images(tmp_path).take_all()
+    ds = data.read_images(tmp_path, on_error="skip", include_paths=True)
+    assert [row["path"][-5:] for row in ds.take_all()] == ["a.png", "c.png"]
+    assert ds.count() == 2
+    assert "2 files left out" in ds.stats()
+    for row in ds.take():
+        row["image"][:] = 0  # A function may.
+
+
+def test_large_files_are_read_one_by_one(tmp_path: Path) -> None:
+    for number, size in enumerate([1, 1, 9 * 1024**2, 1, 8 * 1024**2]):
+        (tmp_path / f"{number}").write_bytes(bytes(size))
+    ds = data.read_binary_files(tmp_path)
+    assert [len(row["bytes"]) for row in ds.take_all()] == [1, 1, 9 * 1024**2, 1, 8 * 1024**2]
+    assert ds.num_blocks() == 4
+
+
 # --------------------------------------------------------------------- what is refused
 
 
@@ -435,9 +586,11 @@ def test_wrong_use_says_what_to_write() -> None:
         (lambda: ds.map_batches(lambda b: b, batch_formt="x"), "unknown arguments: batch_formt"),
         (lambda: ds.select_columns(["no"]).take(1), r"no column 'no'; expected some of \['id'\]"),
         (lambda: ds.zip(data.range(3)).take(4), "different numbers of rows"),
+        (lambda: ds.zip(ds).rename_columns({"id_1": "id"}).take(), "two of .* would have one name"),
         (lambda: ds.filter(expr="id ** 2 > 3").take(1), "not understood"),
         (lambda: ds.train_test_split(0.0), "test_size=0.0 of 4 rows"),
         (lambda: ds.read_parquet(), "no attribute"),
+        (lambda: data.read_csv([]).take(), "an empty list of paths"),
         (lambda: ds.to_tf("x", "y"), "Dataset.to_tf: Ray has it.*iter_torch_batches"),
         (lambda: data.read_mongo("x"), "elastic.data.read_mongo: Ray has it.*from_pandas"),
         (lambda: ds.split_at_indices([3, 1]), r"indices=\[3, 1\]: expected row numbers in order"),
