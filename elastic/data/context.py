@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from types import SimpleNamespace
+from typing import Any
 
 
 class MixStoppingCondition(Enum):
@@ -19,7 +20,7 @@ class MixStoppingCondition(Enum):
 
 @dataclass(frozen=True)
 class RandomSeedConfig:
-    """A seed; here each epoch has another order anyway, which `reseed_after_execution` asks for."""
+    """A seed; each epoch has another order, unless `reseed_after_execution` is False."""
 
     seed: int | None = None
     reseed_after_execution: bool = True
@@ -33,6 +34,11 @@ class FileShuffleConfig(RandomSeedConfig):
 def seed_of(given: int | RandomSeedConfig | None) -> int:
     """Return a seed; None is 0."""
     return (given.seed if isinstance(given, RandomSeedConfig) else given) or 0
+
+
+def reseeds(given: int | RandomSeedConfig | None) -> bool:
+    """Return whether each epoch is to have another order."""
+    return not isinstance(given, RandomSeedConfig) or given.reseed_after_execution
 
 
 class DataContext(SimpleNamespace):

@@ -38,7 +38,13 @@ from elastic.data.batches import (
     to_pandas,
     to_table,
 )
-from elastic.data.context import MixStoppingCondition, RandomSeedConfig, seed_of
+from elastic.data.context import (
+    MixStoppingCondition,
+    RandomSeedConfig,
+    SaveMode,
+    reseeds,
+    seed_of,
+)
 from elastic.data.databases import Lance
 from elastic.data.engines import Engine, engine_of
 from elastic.data.expressions import Expr, Unnested, expression_of
@@ -55,8 +61,10 @@ from elastic.data.nodes import (
     Slice,
     Union,
     Zip,
+    begin_pass,
     counted,
     in_memory,
+    nodes_of,
     table_of,
 )
 from elastic.data.operations import (
@@ -165,6 +173,11 @@ class Dataset:
 
     def _apply(self, operation: Operation) -> Dataset:
         return Dataset(Apply((self._node,), operation))
+
+    def _stream(self) -> Iterator[Batch]:
+        """Yield all rows in order."""
+        begin_pass(self._node)
+        return self._node.stream()
 
     # --------------------------------------------------------------------- rows to rows
 
@@ -374,11 +387,12 @@ class Dataset:
     ) -> Dataset:
         """Shuffle the rows; in training each epoch has another order.
 
-        The order depends on the seed alone (None is 0). Row groups are permuted, and rows are
-        shuffled within windows of them; a table of up to 32 MB is shuffled as a whole.
+        The order depends on the seed alone (None is 0); with RandomSeedConfig(seed=1,
+        reseed_after_execution=False) it is the same in each epoch. Row groups are permuted, and
+        rows are shuffled within windows of them; a table of up to 32 MB is shuffled as a whole.
         """
         check_others("random_shuffle", others)
-        return Dataset(Shuffle((self._node,), seed_of(seed)))
+        return Dataset(Shuffle((self._node,), seed_of(seed), reseeds(seed)))
 
     def randomize_block_order(self, *, seed: int | RandomSeedConfig | None = None) -> Dataset:
         """Do the same as `random_shuffle`."""
@@ -603,7 +617,7 @@ class Dataset:
         """Return the paths of all files."""
         return [
             file.path
-            for node in _nodes(self._node)
+            for node in nodes_of(self._node)
             if isinstance(node, Read)
             for file in node.source.listing().files
         ]
@@ -612,7 +626,7 @@ class Dataset:
         """Return the size of the source rows in memory, where known; 0 otherwise."""
         blocks = [
             block
-            for node in _nodes(self._node)
+            for node in nodes_of(self._node)
             if isinstance(node, Read)
             for block in node.source.listing().blocks or ()
         ]
@@ -625,7 +639,7 @@ class Dataset:
     def stats(self) -> str:
         """Return a text about the files, rows, and skipped rows."""
         lines = [repr(self)]
-        for node in _nodes(self._node):
+        for node in nodes_of(self._node):
             if isinstance(node, Read):
                 listing = node.source.listing()
                 size = sum(file.size for file in listing.files)
@@ -1076,12 +1090,6 @@ def _target(what: str, path: str | os.PathLike[str], others: dict[str, Any]) -> 
 def _absolute(path: str | os.PathLike[str]) -> str:
     text = os.fspath(path)
     return text if "://" in text else os.path.abspath(os.path.expanduser(text))
-
-
-def _nodes(node: Node) -> Iterator[Node]:
-    for parent in node.parents:
-        yield from _nodes(parent)
-    yield node
 
 
 def _reported(node: Node) -> list[str]:

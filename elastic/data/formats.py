@@ -278,12 +278,15 @@ class Binary(FileSource):
     decode: Callable[[bytes, str], object] | None = None
 
     def _check(self) -> Listing:
-        files = tuple(self.files())
-        blocks = []
-        for number, start in enumerate(range(0, len(files), FILES_IN_BLOCK)):
-            some = files[start : start + FILES_IN_BLOCK]
-            size = sum(file.size for file in some)
-            blocks.append(Block(start, number, 0, len(some), size))
+        files = tuple(self._readable(self.files()) if self.skips else self.files())
+        blocks: list[Block] = []
+        most = FILES_IN_BLOCK if self.files_seed is None else 1
+        for number, file in enumerate(files):
+            last = blocks[-1] if blocks else Block(0, 0, 0, most)
+            if last.stop < most and last.size + file.size <= BLOCK_BYTES:
+                blocks[-1] = replace(last, stop=last.stop + 1, size=last.size + file.size)
+            else:
+                blocks.append(Block(number, len(blocks), 0, 1, file.size))
         return Listing(files, tuple(blocks))
 
     def _readable(self, files: Sequence[File]) -> list[File]:

@@ -27,6 +27,8 @@ LANE = 6
 """Purpose number for the seeds of windows; others are in core/policy/cursor.py."""
 Ints = NDArray[np.int64]
 Ranges = list[tuple[int, int]]
+Files = tuple[tuple[int | None, tuple[int, ...]], ...]
+"""Runs of files: the seed of their order, None for always the same, and the blocks of each."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,8 @@ class Lanes:
         seed: of the shuffle.
         window: blocks that are shuffled together.
         shuffle: False for the order of the table within each lane.
+        reseeds: False for the order of the first epoch in each.
+        files: without `shuffle`: which blocks change places only together; () for none.
     """
 
     blocks: tuple[int, ...]
@@ -48,6 +52,8 @@ class Lanes:
     seed: int = 0
     window: int = 1
     shuffle: bool = True
+    reseeds: bool = True
+    files: Files = ()
 
     @cached_property
     def rows(self) -> int:
@@ -58,8 +64,11 @@ class Lanes:
     def fingerprint(self) -> int:
         """Return a hash of the order: equal for equal orders."""
         blocks = zlib.crc32(np.asarray(self.blocks, np.int64).tobytes())
-        parts = (blocks, self.num_lanes, self.micro_batch_size, self.window, int(self.shuffle))
-        return derive(self.seed, LANE, *parts)
+        blocks = zlib.crc32(repr(self.files).encode() if self.files else b"", blocks)
+        how = int(self.shuffle) + 2 * int(not self.reseeds)
+        return derive(
+            self.seed, LANE, blocks, self.num_lanes, self.micro_batch_size, self.window, how
+        )
 
     def of(self, epoch: int) -> EpochOrder:
         """Return the order of an epoch."""
@@ -89,11 +98,13 @@ class EpochOrder:
 
     def __init__(self, lanes: Lanes, epoch: int) -> None:
         """Permute the blocks for an epoch."""
-        self._lanes, self._epoch = lanes, epoch
+        self._lanes, self._epoch = lanes, epoch if lanes.reseeds else 0
         count = len(lanes.blocks)
         order = np.arange(count, dtype=np.uint64)
         if lanes.shuffle:
-            order = permuted(Permutation(count, shuffle_seed(lanes.seed, epoch)), order)
+            order = permuted(Permutation(count, shuffle_seed(lanes.seed, self._epoch)), order)
+        elif lanes.files:
+            order = self._by_file()
         self._order = order.astype(np.int64)
         self._ends: Ints = np.cumsum(np.asarray(lanes.blocks, np.int64)[self._order])
         self._starts: Ints = np.concatenate([[0], self._ends[:-1]])
@@ -103,6 +114,19 @@ class EpochOrder:
         remaining = np.diff(self._bounds) - self._full_steps * lanes.micro_batch_size
         self._tail_ends: Ints = np.cumsum(remaining)
         self._windows: dict[int, Ints] = {}
+
+    def _by_file(self) -> Any:
+        """Return the blocks of all files, in the order of this epoch."""
+        found, first = [], 0
+        for seed, counts in self._lanes.files:
+            ends = first + np.cumsum(counts)
+            first = int(ends[-1])
+            numbers = np.arange(len(counts), dtype=np.uint64)
+            if seed is not None:
+                permutation = Permutation(len(counts), shuffle_seed(seed, self._epoch))
+                numbers = permuted(permutation, numbers)
+            found += [np.arange(ends[n] - counts[n], ends[n]) for n in numbers.tolist()]
+        return np.concatenate(found)
 
     def find(self, places: Ints) -> Found:
         """Return the locations of the rows at these places.

@@ -24,7 +24,7 @@ from elastic.data.batches import (
     taken,
 )
 from elastic.data.operations import MapBatches, Operation, row_slice
-from elastic.data.sources import Memory, Source
+from elastic.data.sources import FileSource, Memory, Source
 from elastic.data.table import Part, Table
 from elastic.data.table_reader import TableReader
 from elastic.errors import UsageError
@@ -54,6 +54,18 @@ class Read(Node):
     def stream(self) -> Iterator[Batch]:
         """Yield all rows in order."""
         return self.source.stream()
+
+
+@dataclass
+class ReadFile(Node):
+    """The rows of one file of a source, by its number."""
+
+    source: FileSource = field(default_factory=lambda: FileSource("nothing"))
+    number: int = 0
+
+    def stream(self) -> Iterator[Batch]:
+        """Yield all rows in order."""
+        return self.source.stream_file(self.number)
 
 
 @dataclass
@@ -170,9 +182,15 @@ class Zip(Node):
 
 @dataclass
 class Shuffle(Node):
-    """All rows in a random order: shuffled in windows of blocks, see lanes.py."""
+    """All rows in a random order: shuffled in windows of blocks, see lanes.py.
+
+    Attributes:
+        seed: of the order.
+        reseeds: each epoch has another one.
+    """
 
     seed: int = 0
+    reseeds: bool = True
 
     def stream(self) -> Iterator[Batch]:
         """Yield all rows in the order of the first epoch."""
@@ -196,26 +214,47 @@ def table_of(node: Node, keep: Keep, *, travels: bool = False) -> Table:
         keep: for nodes without random access.
         travels: other processes will read it, so that rows in memory are stored, too.
     """
+    begin_pass(node)
     operations: tuple[Operation, ...] = ()
     # Operations that keep rows can be applied after the shuffle.
     while isinstance(node, Apply) and node.operation.keeps_rows:
         operations, node = (node.operation, *operations), node.parents[0]
-    shuffle, seed = isinstance(node, Shuffle), 0
+    # What others leave of shuffled rows is shuffled anew in each epoch, too.
+    below = node
+    while isinstance(below, Apply):
+        below = below.parents[0]
+    shuffle = below if isinstance(below, Shuffle) else None
     while isinstance(node, Shuffle):
-        seed, node = node.seed, node.parents[0]
-    parts = [
+        node = node.parents[0]
+    parts = tuple(
         replace(part, operations=(*part.operations, *operations))
         for part in _parts(node, keep, travels)
-    ]
-    return Table(tuple(part for part in parts if part.blocks), shuffle, seed)
+        if part.blocks
+    )
+    return Table(parts) if shuffle is None else Table(parts, True, shuffle.seed, shuffle.reseeds)
+
+
+def begin_pass(node: Node) -> None:
+    """Count anew what is skipped."""
+    for one in nodes_of(node):
+        if isinstance(one, Read):
+            one.source.begin_pass()
+        elif isinstance(one, Apply):
+            one.operation.begin_pass()
+
+
+def nodes_of(node: Node) -> Iterator[Node]:
+    """Yield a node behind all those that it is computed from."""
+    for parent in node.parents:
+        yield from nodes_of(parent)
+    yield node
 
 
 def _parts(node: Node, keep: Keep, travels: bool) -> list[Part]:
     if isinstance(node, Read):
-        listing = node.source.listing()
-        if listing.blocks is None or (travels and isinstance(node.source, Memory)):
-            return [keep(node)]
-        return [Part(node.source, listing.files, listing.blocks)]
+        source, listing = node.source, node.source.listing()
+        if listing.blocks is not None and not (travels and isinstance(source, Memory)):
+            return [Part(source, listing.files, listing.blocks, files_seed=source.files_seed)]
     if isinstance(node, Apply) and node.operation.keeps_rows:
         more = (node.operation,)
         return [
@@ -226,7 +265,29 @@ def _parts(node: Node, keep: Keep, travels: bool) -> list[Part]:
         return _cut(_parts(node.parents[0], keep, travels), node.start, node.stop)
     if isinstance(node, Union):
         return [part for parent in node.parents for part in _parts(parent, keep, travels)]
-    return [keep(node)]
+    seed, files = _by_file(node)
+    return [replace(keep(one), files_seed=seed) for one in files]
+
+
+def _by_file(node: Node) -> tuple[int | None, list[Node]]:
+    """Return the seed of the order of files in each epoch, and a node for each.
+
+    None and the node itself, if they are always in the same order.
+    """
+    below, operations = node, []
+    while isinstance(below, Apply) and not below.operation.numbers_rows:
+        operations.append(below.operation)
+        below = below.parents[0]
+    source = below.source if isinstance(below, Read) else None
+    if not isinstance(source, FileSource) or source.files_seed is None:
+        return None, [node]
+    found: list[Node] = []
+    for number in range(len(source.listing().files)):
+        one: Node = ReadFile((), source, number)
+        for operation in reversed(operations):
+            one = Apply((one,), operation)
+        found.append(one)
+    return source.files_seed, found
 
 
 def _cut(parts: Sequence[Part], start: int, stop: int | None) -> list[Part]:
@@ -275,4 +336,5 @@ def counted(node: Node, *, by_functions: bool) -> int:
     if not (by_functions and calls(node)):
         with contextlib.suppress(Unknown):
             return table_of(node, refuse).rows
+    begin_pass(node)
     return sum(num_rows(batch) for batch in node.stream())

@@ -48,15 +48,25 @@ class Operation:
     """Base class: one step of processing.
 
     Attributes:
-        skipped: rows left out by `on_error="skip"`, in this process.
+        skipped: rows left out by `on_error="skip"`, in this process: the most in one pass.
     """
 
     skipped: int = field(default=0, init=False, compare=False)
+    _skipped_now: int = field(default=0, init=False, compare=False, repr=False)
 
     @property
     def keeps_rows(self) -> bool:
         """Return whether there is one output row per input row, in the same order."""
         return True
+
+    @property
+    def numbers_rows(self) -> bool:
+        """Return whether a row's result depends on how many rows are before it."""
+        return False
+
+    def begin_pass(self) -> None:
+        """Count anew what is skipped."""
+        self._skipped_now = 0
 
     def apply(self, batch: Batch) -> Batch:
         """Apply the operation to some rows.
@@ -109,7 +119,8 @@ class MapRows(Operation):
             if self.on_error == "raise":
                 add_note(error, f"in {self!r}, of the row {shown(row)}")
                 raise
-            self.skipped += 1
+            self._skipped_now += 1
+            self.skipped = max(self.skipped, self._skipped_now)
             return None
 
     def _checked(self, value: Any) -> Iterable[Mapping[str, Any]]:
@@ -225,6 +236,11 @@ class FilterBy(Evaluated):
         """Return False: rows are removed."""
         return False
 
+    @property
+    def numbers_rows(self) -> bool:
+        """Return whether the expression does."""
+        return self.expression.numbers_rows
+
     def _at(self, table: Any, first: int) -> Any:
         return table.filter(self._values(self.expression, table, first))
 
@@ -242,7 +258,12 @@ class WithColumns(Evaluated):
     @property
     def keeps_rows(self) -> bool:
         """Return whether it may be applied to rows whose numbers are unknown."""
-        return not any(expression.numbers_rows for _, expression in self.expressions)
+        return not self.numbers_rows
+
+    @property
+    def numbers_rows(self) -> bool:
+        """Return whether an expression does."""
+        return any(expression.numbers_rows for _, expression in self.expressions)
 
     def _at(self, table: Any, first: int) -> Any:
         columns = {name: table.column(name) for name in table.column_names}
@@ -325,6 +346,11 @@ class Sample(Operation):
     def keeps_rows(self) -> bool:
         """Return False: rows are removed."""
         return False
+
+    @property
+    def numbers_rows(self) -> bool:
+        """Return True: a random number is drawn for each row in turn."""
+        return True
 
     def stream(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """Yield the sampled rows."""

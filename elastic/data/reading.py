@@ -11,7 +11,7 @@ import numpy as np
 from elastic.data.arguments import NO_EFFECT as PLACEMENT
 from elastic.data.arguments import check_others
 from elastic.data.batches import arrow, of_rows, pandas, taken_from
-from elastic.data.context import FileShuffleConfig, seed_of
+from elastic.data.context import FileShuffleConfig
 from elastic.data.databases import Lance, Sql
 from elastic.data.dataset import Dataset
 from elastic.data.datasource.partitioning import Partitioning
@@ -69,7 +69,7 @@ def _files(
         "options": options,
         "on_error": others.pop("on_error", "raise"),
         "partitioning": folders,
-        "shuffle": None if shuffle is None else seed_of(0 if shuffle == "files" else shuffle),
+        "shuffle": FileShuffleConfig() if shuffle == "files" else shuffle,
     }
     unknown = sorted(set(others) - NO_EFFECT)
     if unknown:
@@ -110,8 +110,8 @@ def read_parquet(
         others: storage_options, a dict for the file system; on_error, "skip" to leave out files
             that are broken or have another schema; partitioning, by default "hive": folders like
             "year=2024" are columns of texts, None: they are not; or a `Partitioning`; shuffle,
-            "files" or FileShuffleConfig(seed=1): a random order of the files, the same in each
-            epoch; Ray's placement arguments, without effect.
+            "files" or FileShuffleConfig(seed=1): a random order of the files, in training another
+            one in each epoch; Ray's placement arguments, without effect.
     """
     files = _files("read_parquet", paths, file_extensions, others, "hive")
     names = schema.names if columns is None and schema is not None else columns

@@ -26,6 +26,7 @@ from elastic.data.batches import (
     sliced,
     to_table,
 )
+from elastic.data.context import FileShuffleConfig, reseeds, seed_of
 from elastic.data.datasource.partitioning import Partitioning
 from elastic.data.files import DataError, File, Reader, find_files, unreadable
 from elastic.errors import UsageError
@@ -68,11 +69,12 @@ class Source:
 
     Attributes:
         name: for messages.
-        skipped: number of items left out by `on_error="skip"`, by kind.
+        skipped: number of items left out by `on_error="skip"`, by kind: the most in one pass.
     """
 
     name: str
     skipped: dict[str, int] = field(default_factory=dict, init=False)
+    _skipped_now: dict[str, int] = field(default_factory=dict, init=False, repr=False)
     _listing: Listing | None = field(default=None, init=False, repr=False)
 
     def listing(self) -> Listing:
@@ -104,8 +106,18 @@ class Source:
 
     def skip(self, what: str, why: str) -> None:
         """Count a skipped item, and log it; the first of each kind as a warning."""
-        count = self.skipped[what] = self.skipped.get(what, 0) + 1
-        (log.warning if count == 1 else log.info)("data_skipped %s: %s", what, why)
+        count = self._skipped_now[what] = self._skipped_now.get(what, 0) + 1
+        self.skipped[what] = max(count, self.skipped.get(what, 0))
+        (log.warning if self.skipped[what] == 1 else log.info)("data_skipped %s: %s", what, why)
+
+    def begin_pass(self) -> None:
+        """Count anew what is skipped."""
+        self._skipped_now = {}
+
+    @property
+    def files_seed(self) -> int | None:
+        """Return the seed of another order of the files in each epoch, None for the same."""
+        return None
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickle without the listing, which each process computes itself."""
@@ -125,7 +137,7 @@ class FileSource(Source):
         options: for the file system.
         on_error: "raise" or "skip".
         partitioning: which folders in a file's path are columns of its rows, None for none.
-        shuffle: seed of a random order of the files, None for that of their names.
+        shuffle: the seed of a random order of the files, None for that of their names.
     """
 
     paths: Any = ()
@@ -133,7 +145,7 @@ class FileSource(Source):
     options: dict[str, Any] | None = None
     on_error: str = "raise"
     partitioning: Partitioning | None = None
-    shuffle: int | None = None
+    shuffle: FileShuffleConfig | None = None
 
     def __post_init__(self) -> None:
         """Check `on_error`."""
@@ -152,7 +164,7 @@ class FileSource(Source):
         """
         found = find_files(self.paths, self.extensions, self.options)
         if self.shuffle is not None:
-            random.Random(self.shuffle).shuffle(found)
+            random.Random(seed_of(self.shuffle)).shuffle(found)
         names = [*self.partitions(found[0])] if found else []
         for file in found:
             if [*self.partitions(file)] != names:
@@ -171,11 +183,28 @@ class FileSource(Source):
     def _check(self) -> Listing:
         return Listing(tuple(self.files()))
 
+    @property
+    def files_seed(self) -> int | None:
+        """Return the seed of another order of the files in each epoch."""
+        if self.shuffle is None or not reseeds(self.shuffle):
+            return None
+        return seed_of(self.shuffle)
+
     def stream(self) -> Iterator[Batch]:
         """Yield the rows of each file; a broken one raises, or the rest of it is skipped."""
+        if self.listing().blocks is not None:
+            yield from super().stream()
+            return
+        for number in range(len(self.listing().files)):
+            yield from self.stream_file(number)
+
+    def stream_file(self, number: int) -> Iterator[Batch]:
+        """Yield the rows of one file, by its number in the listing."""
         listing, reader = self.listing(), Reader(self.options)
         if listing.blocks is not None:
-            yield from super().stream()
+            for block in listing.blocks:
+                if block.file == number:
+                    yield self.read(reader, listing.files, block)
             return
         file = listing.files[number]
         partitions = self.partitions(file)

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 
 from elastic.data.files import File
-from elastic.data.lanes import Lanes
+from elastic.data.lanes import Files, Lanes
 from elastic.data.operations import Operation
 from elastic.data.sources import Block, Source
 
@@ -30,12 +31,15 @@ class Part:
         files: of the source.
         blocks: of the source; some may be sliced.
         operations: applied to the rows when they are read.
+        files_seed: of another order of its files in each epoch, together with those of the parts
+            beside it that have the same; None for always the same order.
     """
 
     source: Source
     files: tuple[File, ...]
     blocks: tuple[Block, ...]
     operations: tuple[Operation, ...] = ()
+    files_seed: int | None = None
 
 
 @dataclass(frozen=True)
@@ -46,11 +50,13 @@ class Table:
         parts: in order.
         shuffle: shuffle the rows in each epoch.
         seed: of the shuffle.
+        reseeds: each epoch is shuffled in another way.
     """
 
     parts: tuple[Part, ...]
     shuffle: bool = False
     seed: int = 0
+    reseeds: bool = True
 
     @cached_property
     def blocks(self) -> list[tuple[Part, Block]]:
@@ -71,6 +77,19 @@ class Table:
     def rows(self) -> int:
         """Return the number of rows."""
         return sum(self.sizes)
+
+    @cached_property
+    def files(self) -> Files:
+        """Return the blocks of each file, where each epoch has another order of files."""
+        found = []
+        for seed, parts in groupby(self.parts, key=lambda part: part.files_seed):
+            blocks = [
+                len(list(some))
+                for part in parts
+                for _, some in groupby(part.blocks, key=lambda block: block.file)
+            ]
+            found.append((seed, tuple(blocks)))
+        return tuple(found) if any(seed is not None for seed, _ in found) else ()
 
     @cached_property
     def is_small(self) -> bool:
@@ -94,4 +113,13 @@ class Table:
         blocks = tuple(self.sizes)
         if self.is_small:  # Each row is a block, and each lane one window: a full shuffle.
             blocks, window = (1,) * self.rows, self.rows
-        return Lanes(blocks, num_lanes, micro_batch_size, self.seed, window, self.shuffle)
+        return Lanes(
+            blocks,
+            num_lanes,
+            micro_batch_size,
+            self.seed,
+            window,
+            self.shuffle,
+            reseeds=self.reseeds,
+            files=() if self.shuffle else self.files,
+        )

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.csv
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -34,9 +35,12 @@ from elastic.data.feeder_network import FeederServer, FeedersOnNodes, addresses_
 from elastic.data.feeders import CONNECTIONS, Feeders, Processes
 from elastic.data.files import DataError
 from elastic.data.iterator import DataIterator
+from elastic.data.kept import table_of_run
 from elastic.data.nodes import in_memory, table_of
 from elastic.data.rows import LaneOrder, Rows
+from elastic.data.table import Table
 from elastic.errors import ElasticError, TrainingFailed, UsageError
+from elastic.storage.files import Files
 from elastic.train.torch import TorchTrainer, prepare_model, prepare_optimizer
 from tests.patience import DEADLINE_S, wait_for
 
@@ -193,6 +197,115 @@ def test_settings_of_rays_data_context_are_taken_also_for_a_while() -> None:
     assert not hasattr(given.execution_options.resource_limits, "cpu")
 
 
+def in_arrays(config: dict[str, Any]) -> list[list[int]]:
+    model = prepare_model(nn.Linear(1, 1))
+    prepare = prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.01))
+    epochs: list[list[int]] = []
+    for _ in train.epochs(2):
+        epochs.append([])
+        shard = train.get_dataset_shard("train")
+        for batch in shard.iter_batches(batch_size=8, batch_format=config["format"]):
+            epochs[-1] += list(batch["y"])
+            model(torch.as_tensor(np.array(batch["y"], np.float32))[:, None]).sum().backward()
+            prepare.step()
+            prepare.zero_grad()
+    return epochs
+
+
+@pytest.mark.parametrize("form", ["numpy", "pandas"])
+def test_steps_read_arrays_and_frames_too(tmp_path: Path, form: str) -> None:
+    given = {"train": data.range(20).rename_columns({"id": "y"})}
+    config = {"format": form}
+    epochs = fit(in_arrays, tmp_path, datasets=given, train_loop_config=config).return_value
+    assert epochs == [list(range(20))] * 2
+
+
+# ------------------------------------------------------------------- orders of epochs
+
+
+def orders(ds: Dataset, epochs: int = 4) -> list[list[int]]:
+    iterator = ds.iterator()
+    return [[row["id"] for row in iterator.iter_rows()] for _ in range(epochs)]
+
+
+@pytest.fixture(scope="module")
+def small_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Parquet and CSV files of the same rows: 10 in each of 8; one more CSV file is empty."""
+    folder = tmp_path_factory.mktemp("files")
+    for number in range(8):
+        rows = pa.table({"id": np.arange(number * 10, number * 10 + 10)})
+        pq.write_table(rows, folder / f"{number}.parquet", row_group_size=5)
+        pyarrow.csv.write_csv(rows, folder / f"{number}.csv")
+    (folder / "9.csv").write_text("id\n")
+    return folder
+
+
+def over_ten(row: dict[str, Any]) -> bool:
+    return row["id"] >= 10
+
+
+@pytest.mark.parametrize("kind", ["parquet", "csv", "filtered", "binary"])
+def test_each_epoch_has_another_order_of_files(small_files: Path, kind: str) -> None:
+    def read(config: Any) -> Dataset:
+        if kind == "parquet":
+            return data.read_parquet(small_files, shuffle=config)
+        if kind == "binary":
+            files = data.read_binary_files(f"{small_files}/*.csv", shuffle=config)
+            return files.map(lambda row: {"id": sum(row["bytes"])})
+        ds = data.read_csv(f"{small_files}/*.csv", shuffle=config)
+        return ds.filter(over_ten) if kind == "filtered" else ds
+
+    found = orders(read(data.FileShuffleConfig(seed=42)))
+    assert len({tuple(order) for order in found}) == 4
+    assert found == orders(read(data.FileShuffleConfig(seed=42)))
+    for order in found:
+        assert sorted(order) == sorted(found[0])
+        if kind != "binary":  # The rows of a file stay together.
+            assert [one // 10 for one in order[::10]] == [one // 10 for one in order[9::10]]
+    fixed = orders(read(data.FileShuffleConfig(seed=42, reseed_after_execution=False)))
+    assert len({tuple(order) for order in fixed}) == 1
+    assert orders(read(None))[3] == sorted(found[0]) or kind == "binary"
+
+
+def test_what_is_left_of_shuffled_rows_is_shuffled_in_each_epoch() -> None:
+    shuffled = data.range(50).random_shuffle(seed=3)
+    for ds in (
+        shuffled.filter(over_ten), shuffled.flat_map(lambda row: [row, row]).map(lambda row: row),
+        shuffled.random_sample(0.5),
+    ):  # fmt: skip
+        found = orders(ds)
+        assert len({tuple(order) for order in found}) == 4
+        assert all(sorted(order) == sorted(ids_of(ds)) for order in found)
+    fixed = data.RandomSeedConfig(seed=3, reseed_after_execution=False)
+    assert len({tuple(order) for order in orders(data.range(50).random_shuffle(seed=fixed))}) == 1
+
+
+def ids_of(ds: Dataset) -> list[int]:
+    return [row["id"] for row in ds.take_all()]
+
+
+def test_a_run_with_shuffled_files_goes_on_and_another_dataset_is_refused(
+    small_files: Path, tmp_path: Path
+) -> None:
+    run = Files(str(tmp_path))
+
+    def table(ds: Dataset, name: str = "train", *, writes: bool = False) -> Table | None:
+        return table_of_run(ds.node, name, run, writes=writes)
+
+    ds = data.read_csv(
+        f"{small_files}/*.csv", shuffle=data.FileShuffleConfig(seed=1)
+    ).map(lambda row: {**row, "none": None})  # fmt: skip
+    first, again = table(ds, writes=True), table(ds)
+    assert first is not None
+    assert again is not None
+    assert first.lanes(2, 3) == again.lanes(2, 3)
+    assert len(first.lanes(2, 3).files[0][1]) == 8
+    whole = data.read_parquet(small_files)
+    table(whole, "valid", writes=True)
+    with pytest.raises(DataError, match="the run has begun with another dataset"):
+        table(whole.filter(over_ten), "valid")
+
+
 # ---------------------------------------------------------- what is read, and from where
 
 
@@ -302,7 +415,7 @@ def test_a_file_that_changes_while_it_is_read_is_named(tmp_path: Path) -> None:
     pq.write_table(pa.table({"id": np.arange(101)}), path, row_group_size=10)
     iterator = DataIterator(lambda: whole, lambda: (0, 1), Dataset)
     with pytest.raises(DataError, match=r"changed since it was listed: .*a.parquet had"):
-        next(iterator.iter_rows())
+        next(iter(iterator.iter_rows()))
 
 
 # ----------------------------------------------------------------------------- feeders
