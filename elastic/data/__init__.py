@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         FileShuffleConfig,
         MixStoppingCondition,
         RandomSeedConfig,
+        SaveMode,
     )
     from elastic.data.dataset import Dataset
     from elastic.data.iterator import DataIterator
@@ -56,6 +57,7 @@ __all__ = [
     "FileShuffleConfig",
     "MixStoppingCondition",
     "RandomSeedConfig",
+    "SaveMode",
     "TaskPoolStrategy",
     "from_arrow",
     "from_dask",
@@ -87,6 +89,7 @@ _HOME = {
     "FileShuffleConfig": "context",
     "MixStoppingCondition": "context",
     "RandomSeedConfig": "context",
+    "SaveMode": "context",
     "TaskPoolStrategy": "compute",
 }
 _NOT_HERE = {

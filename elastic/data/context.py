@@ -18,6 +18,16 @@ class MixStoppingCondition(Enum):
     STOP_ON_LONGEST_DROP = "stop_on_longest_drop"
 
 
+class SaveMode(Enum):
+    """What `Dataset.write_...` does with the files that are in a folder already."""
+
+    APPEND = "append"
+    OVERWRITE = "overwrite"
+    IGNORE = "ignore"
+    """Write nothing, if there are any."""
+    ERROR = "error"
+
+
 @dataclass(frozen=True)
 class RandomSeedConfig:
     """A seed; each epoch has another order, unless `reseed_after_execution` is False."""

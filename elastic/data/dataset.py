@@ -26,6 +26,7 @@ from elastic.data.batches import (
     batched,
     check_format,
     check_size,
+    columns_of,
     joined,
     names_of,
     num_rows,
@@ -82,7 +83,7 @@ from elastic.data.operations import (
 from elastic.data.parquet import Parquet
 from elastic.data.sources import FileSource, Memory, check_on_error
 from elastic.data.webdataset import coders_of, encoded, write_tar
-from elastic.data.writing import Sink, write_parquet, write_partitions
+from elastic.data.writing import Sink, first_free, write_parquet, write_partitions
 from elastic.errors import UsageError
 from elastic.storage.files import Files
 
@@ -278,7 +279,7 @@ class Dataset:
         """Keep the rows for which a function or an expression is true.
 
         Args:
-            fn: takes a row as a dict; or an expression.
+            fn: takes a row as a dict; or a class, as in `map`; or an expression.
             expr: such as `col("age") > 30`, of `elastic.data.expressions` or pyarrow.compute, or
                 its text, "age > 30".
             fn_args: as in `map`.
@@ -561,7 +562,7 @@ class Dataset:
 
     def take(self, limit: int = 20) -> list[dict[str, Any]]:
         """Return the first `limit` rows."""
-        return [row for batch in self.limit(limit)._node.stream() for row in rows_of(batch)]
+        return [row for batch in self.limit(limit)._stream() for row in rows_of(batch)]
 
     def take_all(self, limit: int | None = None) -> list[dict[str, Any]]:
         """Return all rows.
@@ -577,7 +578,7 @@ class Dataset:
     def take_batch(self, batch_size: int = 20, *, batch_format: str | None = "default") -> Any:
         """Return the first rows as one batch."""
         name = check_format(batch_format, "take_batch")
-        found = list(self.limit(batch_size)._node.stream())
+        found = list(self.limit(batch_size)._stream())
         return to_format(joined(found) if found else of_rows([]), name)
 
     def show(self, limit: int = 20) -> None:
@@ -601,7 +602,7 @@ class Dataset:
     def schema(self) -> Any:
         """Return the pyarrow schema of the first rows; None if there are none."""
         if self._columns is None:
-            first = next((b for b in self._node.stream() if num_rows(b)), None)
+            first = next((b for b in self._stream() if num_rows(b)), None)
             if first is None:
                 return None
             shown_of = to_table(sliced(first, 0, min(num_rows(first), 20)))
@@ -689,7 +690,7 @@ class Dataset:
     ) -> Any:
         names = self.columns() if on is None else names_of(on)
         found = {name: Moments() for name in names}
-        for batch in self.select_columns(names)._node.stream():
+        for batch in self.select_columns(names)._stream():
             for name, values in to_numpy(batch).items():
                 found[name].add(floats_of(values))
         return _one_or_all(
@@ -705,7 +706,7 @@ class Dataset:
             getattr(__import__("pyarrow.compute").compute, how), skip_nulls=ignore_nulls
         )
         parts: dict[str, list[Any]] = {name: [] for name in names}
-        for batch in self.select_columns(names)._node.stream():
+        for batch in self.select_columns(names)._stream():
             table = to_table(batch)
             for name in names:
                 with explained(how, table, [name]):
@@ -817,7 +818,7 @@ class Dataset:
             UsageError: there are more than `limit`.
         """
         rows = self if limit is None else self.limit(limit + 1)
-        found = list(rows._node.stream())
+        found = list(rows._stream())
         frame = to_pandas(joined(found) if found else of_rows([]))
         if limit is not None and len(frame) > limit:
             raise UsageError(f"to_pandas: there are more than limit={limit} rows")
@@ -825,7 +826,7 @@ class Dataset:
 
     def to_arrow(self) -> Any:
         """Return all rows as a pyarrow table."""
-        found = list(self._node.stream())
+        found = list(self._stream())
         return to_table(joined([to_table(one) for one in found]) if found else of_rows([]))
 
     def write_parquet(
@@ -840,37 +841,40 @@ class Dataset:
         Args:
             path: of the folder.
             partition_cols: columns that become folders like "year=2024" instead.
-            others: filesystem, one of fsspec's that the path is in; Ray's, without effect here.
+            others: mode, of SaveMode: by default files are added to those that are there;
+                filesystem, one of fsspec's that the path is in; Ray's, without effect here.
         """
-        files = _target("write_parquet", path, others)
-        batches = _watched(self._node.stream(), "write_parquet")
+        if (files := _target("write_parquet", path, others)) is None:
+            return
+        batches, number = _watched(self._stream(), "write_parquet"), first_free(files)
         if partition_cols:
-            write_partitions(batches, files, names_of(partition_cols))
+            write_partitions(batches, files, names_of(partition_cols), number)
         else:
-            write_parquet(batches, files, "")
+            write_parquet(batches, files, "", number)
 
     def write_csv(self, path: str | os.PathLike[str], **others: Any) -> None:
-        """Write all rows to a CSV file in a folder."""
-        files = _target("write_csv", path, others)
+        """Write all rows to a CSV file in a folder; `mode` and `filesystem` as `write_parquet`."""
+        if (files := _target("write_csv", path, others)) is None:
+            return
 
         def write(output: Any, tables: Iterator[Any]) -> None:
             import pyarrow.csv as csv
 
-            first = next(tables, None)
-            if first is not None:
-                target = arrow().PythonFile(Sink(output.write), mode="w")
-                with csv.CSVWriter(target, first.schema) as writer:
-                    writer.write_table(first)
-                    for table in tables:
-                        writer.write_table(table)
+            target, names = arrow().PythonFile(Sink(output.write), mode="w"), None
+            for table in tables:
+                # Types may differ: a column has no value at first, or none that is missing.
+                options = csv.WriteOptions(include_header=names is None)
+                names = names or table.column_names
+                csv.write_csv(_with_columns(table, names, "write_csv"), target, options)
 
         self._write_one(files, "csv", write)
 
     def write_json(self, path: str | os.PathLike[str], **others: Any) -> None:
-        """Write all rows to a file in a folder, one JSON object a line."""
+        """Write all rows to a file in a folder, one JSON object a line; see `write_csv`."""
         import json
 
-        files = _target("write_json", path, others)
+        if (files := _target("write_json", path, others)) is None:
+            return
 
         def write(output: Any, tables: Iterator[Any]) -> None:
             for table in tables:
@@ -887,11 +891,12 @@ class Dataset:
         Raises:
             UsageError: there is no such column, several and no choice, or rows of several shapes.
         """
-        files = _target("write_numpy", path, others)
+        if (files := _target("write_numpy", path, others)) is None:
+            return
         names = self.columns() if column is None else [column]
         if len(names) != 1:
             raise UsageError(f"write_numpy: column={column!r}: expected one of {names}")
-        rows = [one[names[0]] for one in map(to_numpy, self.select_columns(names)._node.stream())]
+        rows = [one[names[0]] for one in map(to_numpy, self.select_columns(names)._stream())]
         if any(one.dtype == object for one in rows):
             raise UsageError(f"write_numpy: column {names[0]!r} is not of numbers of one shape")
 
@@ -935,7 +940,8 @@ class Dataset:
                 them; a function of a sample, or several; None if they are bytes.
             others: Ray's, without effect here.
         """
-        files = _target("write_webdataset", path, others)
+        if (files := _target("write_webdataset", path, others)) is None:
+            return
         encoders = coders_of(encoder, encoded)
         self._write_one(
             files,
@@ -956,13 +962,16 @@ class Dataset:
         check_others("write_sql", others)
         with contextlib.closing(connection_factory()) as connection:
             with contextlib.closing(connection.cursor()) as cursor:
-                for batch in batched(self._node.stream(), ROWS_AT_ONCE):
-                    cursor.executemany(sql, [tuple(row.values()) for row in rows_of(batch)])
+                names = None
+                for batch in batched(self._stream(), ROWS_AT_ONCE):
+                    names = names or columns_of(batch)
+                    rows = rows_of(_with_columns(batch, names, "write_sql"))
+                    cursor.executemany(sql, [tuple(row.values()) for row in rows])
             connection.commit()
 
     def _write_one(self, files: Files, ending: str, write: Callable[..., None]) -> None:
-        tables = (to_table(b) for b in _watched(self._node.stream(), f"write_{ending}"))
-        with files.writing(f"part-00000.{ending}") as output:
+        tables = (to_table(b) for b in _watched(self._stream(), f"write_{ending}"))
+        with files.writing(f"part-{first_free(files):05d}.{ending}") as output:
             write(output, tables)
 
     # --------------------------------------------------------------------- engines
@@ -1068,14 +1077,32 @@ def _fixed(rank: int, world_size: int) -> tuple[int, int]:
     return rank, world_size
 
 
-def _target(what: str, path: str | os.PathLike[str], others: dict[str, Any]) -> Files:
-    """Return the folder to write to.
+def _target(what: str, path: str | os.PathLike[str], others: dict[str, Any]) -> Files | None:
+    """Return the folder to write to; None if nothing is to be written.
 
     Raises:
-        UsageError: an argument is unknown.
+        UsageError: an argument is unknown, or there are files and must not be.
     """
-    filesystem = others.pop("filesystem", None)
+    filesystem, mode = others.pop("filesystem", None), others.pop("mode", SaveMode.APPEND)
     check_others(what, others, *WRITERS)
+    if mode not in [*SaveMode, *(one.value for one in SaveMode)]:
+        known = ", ".join(one.value for one in SaveMode)
+        raise UsageError(f"Dataset.{what}: mode={mode!r}: expected one of {known}")
+    files = _folder(what, path, filesystem)
+    mode = SaveMode(mode)
+    there = [] if mode is SaveMode.APPEND else files.list("*")
+    if there and mode is SaveMode.ERROR:
+        raise UsageError(
+            f"Dataset.{what}: {files.path} holds {there[0]} already: expected an empty folder, or "
+            f"another mode"
+        )
+    if there and mode is SaveMode.OVERWRITE:
+        for name in there:
+            files.delete(name)
+    return None if there and mode is SaveMode.IGNORE else files
+
+
+def _folder(what: str, path: str | os.PathLike[str], filesystem: Any) -> Files:
     if filesystem is None:
         return Files(_absolute(path))
     if not hasattr(filesystem, "unstrip_protocol"):
@@ -1085,6 +1112,21 @@ def _target(what: str, path: str | os.PathLike[str], others: dict[str, Any]) -> 
         )
     text = os.fspath(path)
     return Files(fsspec.core.strip_protocol(text) if "://" in text else text, filesystem)
+
+
+def _with_columns(batch: Batch, names: Sequence[str], what: str) -> Batch:
+    """Return a batch with its columns in the order of the first batch.
+
+    Raises:
+        UsageError: it has others.
+    """
+    there = columns_of(batch)
+    if set(there) != set(names):
+        raise UsageError(
+            f"Dataset.{what}: some rows have the columns {there}, and the first {list(names)}: "
+            f"expected the same in all: select_columns([...])"
+        )
+    return {name: batch[name] for name in names} if isinstance(batch, dict) else batch.select(names)
 
 
 def _absolute(path: str | os.PathLike[str]) -> str:

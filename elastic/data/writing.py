@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -13,6 +14,8 @@ from elastic.storage.files import Files
 GROUP_BYTES, GROUP_ROWS = 8 * 1024**2, 65536
 """Size limits of a row group."""
 FILE_BYTES = 256 * 1024**2
+NUMBERED = re.compile(r"(?:part-)?(\d+)")
+"""Names of files that are written here: their numbers."""
 
 
 class Sink:
@@ -41,15 +44,27 @@ class Sink:
         """Do nothing: the code that opened the file closes it."""
 
 
-def write_parquet(batches: Iterator[Batch], files: Files, folder: str) -> int:
+def first_free(files: Files) -> int:
+    """Return the number of the next file: larger than those of all that are there."""
+    files.fs.invalidate_cache()
+    names = (str(one).rpartition("/")[2] for one in files.fs.find(files.root))
+    return max((int(found[1]) for one in names if (found := NUMBERED.match(one))), default=-1) + 1
+
+
+def write_parquet(batches: Iterator[Batch], files: Files, folder: str, number: int = 0) -> int:
     """Write rows to parquet files of moderate row groups; return the number of rows.
+
+    Args:
+        batches: the rows.
+        files: the directory.
+        folder: in it, "" for none.
+        number: of the first file.
 
     Raises:
         StorageError: they cannot be written.
     """
     groups = _row_groups(batches)
-    first = next(groups, None)
-    number = rows = 0
+    first, rows = next(groups, None), 0
     while first is not None:
         with files.writing(f"{folder}/part-{number:05d}.parquet".lstrip("/")) as output:
             first, count = _write_file(output, first, groups)
@@ -57,8 +72,12 @@ def write_parquet(batches: Iterator[Batch], files: Files, folder: str) -> int:
     return rows
 
 
-def write_partitions(batches: Iterator[Batch], files: Files, columns: Sequence[str]) -> None:
+def write_partitions(
+    batches: Iterator[Batch], files: Files, columns: Sequence[str], number: int
+) -> None:
     """Write rows to parquet files in folders of the values of columns, such as "year=2024/".
+
+    `number` is in the names of the files: no earlier ones have it.
 
     Raises:
         UsageError: there is no such column.
@@ -83,7 +102,7 @@ def write_partitions(batches: Iterator[Batch], files: Files, columns: Sequence[s
         partitioning=dataset.partitioning(
             arrow().schema([schema.field(name) for name in columns]), flavor="hive"
         ),
-        basename_template="part-{i}.parquet",
+        basename_template=f"part-{number:05d}-{{i}}.parquet",
         existing_data_behavior="overwrite_or_ignore",
         preserve_order=True,
     )

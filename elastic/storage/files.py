@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
-from elastic.errors import StorageError
+from elastic.errors import StorageError, UsageError
 from elastic.storage import outputs
 from elastic.storage.faults import is_about_credentials, reason_of
 from elastic.storage.marker import StoredFile
@@ -422,7 +422,7 @@ class Files:
         """Turn the file system's errors into a `StorageError` with operation, path and reason."""
         try:
             yield
-        except StorageError:
+        except (StorageError, UsageError):
             raise
         except Exception as error:
             raise self._failure(what, error) from error

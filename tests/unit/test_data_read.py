@@ -343,6 +343,38 @@ def test_arrays_of_several_shapes_are_kept_with_their_type(
             row["x"][:] = 0  # A function may.
 
 
+def test_what_is_written_is_added_or_replaces_or_is_left(tmp_path: Path) -> None:
+    for ending in ("parquet", "csv", "json"):
+        folder = tmp_path / ending
+        write = f"write_{ending}"
+        read = getattr(data, f"read_{ending}")
+        getattr(data.range(3), write)(folder)
+        getattr(data.range(2), write)(folder, mode=data.SaveMode.APPEND)
+        assert ids_of(read(folder).iter_rows()) == [0, 1, 2, 0, 1]
+        getattr(data.range(9), write)(folder, mode="ignore")
+        with pytest.raises(UsageError, match=rf"holds part-00000.{ending} already"):
+            getattr(data.range(9), write)(folder, mode="error")
+        getattr(data.range(4), write)(folder, mode=data.SaveMode.OVERWRITE)
+        assert ids_of(read(folder).iter_rows()) == [0, 1, 2, 3]
+    with pytest.raises(UsageError, match="mode='new': expected one of append, overwrite, ignore"):
+        data.range(1).write_csv(tmp_path / "csv", mode="new")
+    for _ in range(2):
+        data.range(4).add_column("k", lambda f: f["id"] % 2).write_parquet(
+            tmp_path / "folders", partition_cols=["k"]
+        )
+    assert data.read_parquet(tmp_path / "folders").count() == 8
+
+
+def test_columns_are_written_in_one_order_and_types_may_come_late(tmp_path: Path) -> None:
+    late = data.range(3000).map(lambda row: {"id": row["id"], "x": None if row["id"] < 2900 else 1})
+    swapped = data.from_items([{"x": 7, "id": -1}])
+    late.union(swapped).write_csv(tmp_path / "csv")
+    lines = (tmp_path / "csv" / "part-00000.csv").read_text().splitlines()
+    assert (lines[0], lines[1], lines[-1], len(lines)) == ('"id","x"', "0,", "-1,7", 3002)
+    with pytest.raises(UsageError, match=r"write_csv: some rows have the columns \['y'\]"):
+        late.union(data.from_items([{"y": 1}] * 2000)).write_csv(tmp_path / "no")
+
+
 def test_other_files_become_rows(tmp_path: Path) -> None:
     (tmp_path / "a.csv.gz").write_bytes(gzip.compress(b"id,s\n1,x\n2,y\n"))
     assert data.read_csv(tmp_path / "a.csv.gz").take_all() == [

@@ -20,7 +20,7 @@ from elastic.data.expressions import col
 from elastic.data.files import DataError
 from elastic.data.kept import table_of_run
 from elastic.data.table_reader import TableReader
-from elastic.errors import StorageError, UsageError
+from elastic.errors import UsageError
 from elastic.storage.files import Files
 
 
@@ -93,7 +93,7 @@ def test_what_is_written_as_samples_is_read_again(tmp_path: Path) -> None:
             given[name] for name in ("txt", "cls", "json", "raw")
         ]
         assert all(np.array_equal(row[name], given[name]) for name in ("npy", "png", "pth"))
-    with pytest.raises(StorageError, match="'raw' holds int values: expected bytes"):
+    with pytest.raises(UsageError, match="'raw' holds int values: expected bytes"):
         data.from_items([{"raw": 1}]).write_webdataset(tmp_path / "no", encoder=None)
 
 
