@@ -11,7 +11,7 @@ import io
 import itertools
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -51,7 +51,7 @@ from elastic.data.engines import Engine, engine_of
 from elastic.data.expressions import Expr, Unnested, expression_of
 from elastic.data.functions import Function
 from elastic.data.gathering import Gather, Groups, InMemory, explained
-from elastic.data.iterator import Collate, DataIterator, torch_dataset
+from elastic.data.iterator import Again, Collate, DataIterator, torch_dataset
 from elastic.data.moments import Moments, floats_of
 from elastic.data.nodes import (
     Apply,
@@ -734,11 +734,10 @@ class Dataset:
         part = in_memory(self._node)
         return Dataset(Read((), part.source))
 
-    def iter_rows(self, **others: Any) -> Iterator[dict[str, Any]]:
-        """Yield each row as a dict."""
+    def iter_rows(self, **others: Any) -> Iterable[dict[str, Any]]:
+        """Return an iterable over each row, as a dict; each pass over it reads all rows."""
         check_others("iter_rows", others, "prefetch_batches", "prefetch_blocks")
-        for batch in self._node.stream():
-            yield from rows_of(batch)
+        return Again(lambda: (row for batch in self._stream() for row in rows_of(batch)))
 
     def iter_batches(
         self,
@@ -749,8 +748,8 @@ class Dataset:
         local_shuffle_buffer_size: int | None = None,
         local_shuffle_seed: int | None = None,
         **others: Any,
-    ) -> Iterator[Any]:
-        """Yield batches of rows.
+    ) -> Iterable[Any]:
+        """Return an iterable over batches of rows; each pass over it reads all rows.
 
         Args:
             batch_size: rows of each; None for batches as they are read.
@@ -765,12 +764,16 @@ class Dataset:
             check_format(batch_format, "iter_batches"),
             check_size(batch_size, "iter_batches"),
         )
-        batches = self._node.stream()
-        if local_shuffle_buffer_size:
-            batches = _mixed(batches, local_shuffle_buffer_size, local_shuffle_seed or 0)
-        for batch in batched(batches, size):
-            if not (drop_last and size and num_rows(batch) < size):
-                yield to_format(batch, name)
+
+        def batches() -> Iterator[Any]:
+            found = self._stream()
+            if local_shuffle_buffer_size:
+                found = _mixed(found, local_shuffle_buffer_size, local_shuffle_seed or 0)
+            for batch in batched(found, size):
+                if not (drop_last and size and num_rows(batch) < size):
+                    yield to_format(batch, name)
+
+        return Again(batches)
 
     def iter_torch_batches(
         self,
@@ -783,8 +786,8 @@ class Dataset:
         local_shuffle_buffer_size: int | None = None,
         local_shuffle_seed: int | None = None,
         **others: Any,
-    ) -> Iterator[Any]:
-        """Yield dicts of tensors, or the results of `collate_fn` for dicts of arrays.
+    ) -> Iterable[Any]:
+        """Return an iterable over dicts of tensors, or the results of `collate_fn`.
 
         Args:
             batch_size: see `iter_batches`.
@@ -798,18 +801,18 @@ class Dataset:
         """
         check_others("iter_torch_batches", others, "prefetch_batches", "pin_memory")
         make = Collate(collate_fn, dtypes, None if device == "auto" else device)
-        for batch in self.iter_batches(
+        batches = self.iter_batches(
             batch_size=batch_size,
             batch_format="pyarrow" if make.needs_table else "numpy",
             drop_last=drop_last,
             local_shuffle_buffer_size=local_shuffle_buffer_size,
             local_shuffle_seed=local_shuffle_seed,
-        ):
-            yield make(batch)
+        )
+        return Again(lambda: map(make, batches))
 
     def to_torch(self, **options: Any) -> Any:
         """Return a torch IterableDataset of batches, with the arguments of `iter_torch_batches`."""
-        return torch_dataset(lambda: self.iter_torch_batches(**options))
+        return torch_dataset(lambda: iter(self.iter_torch_batches(**options)))
 
     def to_pandas(self, limit: int | None = None) -> Any:
         """Return all rows as a DataFrame.
@@ -922,8 +925,10 @@ class Dataset:
         """
         from PIL import Image
 
-        files = _target("write_images", path, others)
-        for number, row in enumerate(self.select_columns([column]).iter_rows()):
+        if (files := _target("write_images", path, others)) is None:
+            return
+        rows = self.select_columns([column]).iter_rows()
+        for number, row in enumerate(rows, start=first_free(files)):
             held = io.BytesIO()
             Image.fromarray(row[column]).save(held, format=file_format)
             with files.writing(f"{number:06d}.{file_format}") as output:

@@ -6,7 +6,7 @@ at most one row between ranks. The remaining ranges are the position of a pass, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -143,8 +143,8 @@ class DataIterator:
         local_shuffle_buffer_size: int | None = None,
         local_shuffle_seed: int | None = None,
         **others: Any,
-    ) -> Iterator[Any]:
-        """Yield this rank's batches of a pass.
+    ) -> Iterable[Any]:
+        """Return an iterable over this rank's batches of a pass.
 
         Args:
             batch_size: rows of each.
@@ -159,8 +159,9 @@ class DataIterator:
         name = check_format(batch_format, "iter_batches")
         self._shuffle(local_shuffle_buffer_size, local_shuffle_seed)
         size = check_size(batch_size, "iter_batches") or 256
-        for batch in self._batches(size, drop_last=drop_last):
-            yield to_format(batch, name)
+        return Again(
+            lambda: (to_format(one, name) for one in self._batches(size, drop_last=drop_last))
+        )
 
     def iter_torch_batches(
         self,
@@ -192,11 +193,10 @@ class DataIterator:
         size = check_size(batch_size, "iter_torch_batches") or 256
         return Again(lambda: (make(one) for one in self._batches(size, drop_last=drop_last)))
 
-    def iter_rows(self, **others: Any) -> Iterator[dict[str, Any]]:
-        """Yield this rank's rows of a pass."""
+    def iter_rows(self, **others: Any) -> Iterable[dict[str, Any]]:
+        """Return an iterable over this rank's rows of a pass; positions are of 256 of them."""
         check_others("iter_rows", others)
-        for batch in self._batches(256, drop_last=False):
-            yield from rows_of(batch)
+        return Again(lambda: (row for one in self._batches(256) for row in rows_of(one)))
 
     def to_torch(self, **options: Any) -> Any:
         """Return a torch IterableDataset of batches, with the arguments of `iter_torch_batches`."""
@@ -237,7 +237,9 @@ class DataIterator:
             self._rows = Rows(table, lanes, feeders=self._feeders)
         return self._rows
 
-    def _batches(self, size: int, *, drop_last: bool, whole: bool = False) -> Iterator[Batch]:
+    def _batches(
+        self, size: int, *, drop_last: bool = False, whole: bool = False
+    ) -> Iterator[Batch]:
         """Yield this rank's batches, from the position that was loaded, if one was.
 
         Args:
@@ -250,6 +252,12 @@ class DataIterator:
             self._left = None
             self._pass = None
         left = self._left_now()
+        if left and left[-1][1] > self.table.rows:
+            raise UsageError(
+                f"load_state_dict: a position behind row {left[-1][1] - 1:,} of a dataset of "
+                f"{self.table.rows:,} rows: expected what state_dict() has returned for the same "
+                f"dataset"
+            )
         if not left:
             self._epoch, left = self._epoch + 1, [(0, self.table.rows)]
         rank, world = (0, 1) if whole else self._place()

@@ -9,9 +9,10 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from elastic.data.batches import check_size
+from elastic.data.batches import check_format, check_size, to_format
 from elastic.data.dataset import Dataset
 from elastic.data.iterator import Again, Collate, DataIterator, check_others
 from elastic.data.kept import table_of_run
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from elastic.train.loaders import PreparedLoader
     from elastic.worker.engine.whole_step import WholeStep
 
+Make = Callable[[Any], Any]
+"""Makes of rows what the loop receives."""
 TRAIN_DATASET_KEY = "train"
 """Name of the dataset that `get_dataset_shard` returns by default."""
 OPTION = "datasets"
@@ -223,6 +226,41 @@ class DatasetShard(DataIterator):
         self._shuffle(local_shuffle_buffer_size, local_shuffle_seed)
         size = check_size(batch_size, "iter_torch_batches") or 256
         make = Collate(collate_fn, dtypes, _device_of(device))
+        return self._made(make, size, drop_last, global_batch_size, weigh)
+
+    def iter_batches(
+        self,
+        *,
+        batch_size: int | None = 256,
+        batch_format: str | None = "default",
+        drop_last: bool = False,
+        local_shuffle_buffer_size: int | None = None,
+        local_shuffle_seed: int | None = None,
+        global_batch_size: int | None = None,
+        weigh: Callable[[Any], Any] | None = None,
+        **others: Any,
+    ) -> ShardBatches:
+        """Return an iterable over batches of arrays, a DataFrame or a table.
+
+        Args:
+            batch_size: rows of a batch.
+            batch_format: "numpy" (the default), "pandas" or "pyarrow".
+            drop_last: see `iter_torch_batches`, as all others.
+            local_shuffle_buffer_size: see there.
+            local_shuffle_seed: see there.
+            global_batch_size: see there.
+            weigh: see there.
+            others: Ray's, without effect here.
+        """
+        check_others("iter_batches", others)
+        self._shuffle(local_shuffle_buffer_size, local_shuffle_seed)
+        size = check_size(batch_size, "iter_batches") or 256
+        make = partial(to_format, name=check_format(batch_format, "iter_batches"))
+        return self._made(make, size, drop_last, global_batch_size, weigh)
+
+    def _made(
+        self, make: Make, size: int, drop_last: bool, global_batch_size: int | None, weigh: Any
+    ) -> ShardBatches:
         return ShardBatches(
             self,
             make,
@@ -233,7 +271,7 @@ class DatasetShard(DataIterator):
         )
 
     def _loader(
-        self, size: int, make: Collate, drop_last: bool, global_size: int | None, weigh: Any
+        self, size: int, make: Make, drop_last: bool, global_size: int | None, weigh: Any
     ) -> PreparedLoader:
         """Return the loader of micro-batches: one for all epochs."""
         from torch.utils.data import DataLoader
@@ -276,9 +314,9 @@ class DatasetShard(DataIterator):
 
 
 class _Latest:
-    """Collates as the newest call of `iter_torch_batches` requested."""
+    """Collates as the newest call of `iter_torch_batches` or `iter_batches` requested."""
 
-    def __init__(self, make: Collate) -> None:
+    def __init__(self, make: Make) -> None:
         self.make = make
 
     def __call__(self, batch: Any) -> Any:
@@ -296,7 +334,7 @@ class ShardBatches:
     def __init__(
         self,
         shard: DatasetShard,
-        make: Collate,
+        make: Make,
         batch_size: int,
         global_batch_size: int | None,
         loader: Callable[[int | None, Any], PreparedLoader],
