@@ -1,9 +1,10 @@
-"""Ray's settings: `DataContext`, whose settings have no effect here, and arguments of methods."""
+"""Ray's settings: `DataContext`, whose settings are the user's alone, and arguments of methods."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
@@ -52,14 +53,17 @@ def reseeds(given: int | RandomSeedConfig | None) -> bool:
 
 
 class DataContext(SimpleNamespace):
-    """Accepts any setting, such as `execution_options.preserve_order`: order is always kept."""
+    """Accepts any setting, such as `execution_options.preserve_order`: order is always kept.
+
+    Workers and feeders of a trainer with datasets have the settings of its driver.
+    """
 
     def set_config(self, key: str, value: object) -> None:
         """Accept a setting."""
         setattr(self, key, value)
 
     def get_config(self, key: str, default: object = None) -> object:
-        """Return a setting of this process: none is sent to workers."""
+        """Return a setting."""
         return getattr(self, key, default)
 
     @staticmethod
@@ -83,6 +87,18 @@ class DataContext(SimpleNamespace):
         found = copy.deepcopy(self)
         found.__dict__.update(settings)
         return found
+
+
+def with_context(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that is called with the present context, in whatever process."""
+    context = DataContext.get_current()
+
+    @functools.wraps(function, updated=())
+    def called(*args: Any, **kwargs: Any) -> Any:
+        with DataContext.current(context):
+            return function(*args, **kwargs)
+
+    return called
 
 
 _current = DataContext(

@@ -1,4 +1,4 @@
-"""A feeder: a process that applies operations to the rows of micro-batches, for whoever connects.
+"""A feeder: a process that does work with the rows of micro-batches, for whoever connects.
 
 Rule: a batch depends on its request alone, so that any feeder can compute it, twice is no harm, and
 nothing is lost with one. It computes one batch at a time, because the user's functions share the
@@ -23,14 +23,13 @@ from typing import Any
 
 import torch
 
-from elastic.data.table_reader import finish
 from elastic.worker.data.seeding import seeded
 
 POLL_S = 1.0
 LENGTH = struct.Struct(">Q")
 MESSAGE_BYTES_MAX = 1 << 32
-OPERATIONS_KEPT = 8
-"""Different ones that are kept with what their classes hold: one for each dataset that is read."""
+WORK_KEPT = 8
+"""Different work that is kept with what its classes hold: that of each dataset that is read."""
 
 
 def send(sock: socket.socket, value: bytes) -> None:
@@ -67,7 +66,7 @@ class BatchServer:
     """Computes batches for any number of connections, each in a thread of its own."""
 
     def __init__(self) -> None:
-        """Begin without operations; each connection brings its own."""
+        """Begin without work; each connection brings its own: a function of rows."""
         self._lock = threading.Lock()
         self._known: OrderedDict[bytes, Any] = OrderedDict()
 
@@ -78,29 +77,29 @@ class BatchServer:
         """
         with contextlib.suppress(EOFError, OSError):
             try:
-                operations = self._operations(bytes(receive(sock)))
+                work = self._work_of(bytes(receive(sock)))
             except Exception:
                 send(sock, pickle.dumps((False, traceback.format_exc(limit=-3))))
                 return
             send(sock, pickle.dumps((True, None)))
             while True:
                 key, rows = pickle.loads(receive(sock))
-                send(sock, self._answer(operations, key, rows))
+                send(sock, self._answer(work, key, rows))
 
-    def _operations(self, pickled: bytes) -> Any:
+    def _work_of(self, pickled: bytes) -> Any:
         with self._lock:
             if pickled not in self._known:
                 self._known[pickled] = pickle.loads(pickled)
             self._known.move_to_end(pickled)
-            while len(self._known) > OPERATIONS_KEPT:
+            while len(self._known) > WORK_KEPT:
                 self._known.popitem(last=False)
             return self._known[pickled]
 
-    def _answer(self, operations: Any, key: int, rows: Any) -> bytes:
+    def _answer(self, work: Any, key: int, rows: Any) -> bytes:
         with self._lock:
             try:
                 with seeded(key):
-                    return pickle.dumps((True, finish(operations, rows)), protocol=5)
+                    return pickle.dumps((True, work(rows)), protocol=5)
             except Exception:
                 return pickle.dumps((False, traceback.format_exc(limit=-3)))
 

@@ -27,6 +27,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from math import inf
 from typing import Protocol
 
@@ -34,9 +35,10 @@ import cloudpickle
 
 from elastic.core.policy.feeding import SETTLE_S, WAIT_SHARE
 from elastic.data.batches import Batch
+from elastic.data.context import with_context
 from elastic.data.feeder import receive, send
 from elastic.data.operations import Operation
-from elastic.data.table_reader import Gathered
+from elastic.data.table_reader import Gathered, finish
 from elastic.errors import ElasticError, Refused
 
 log = logging.getLogger(__name__)
@@ -209,7 +211,8 @@ class Feeders:
         """
         self.depth = max(2, source.highest)
         self._source = source
-        self._setup = cloudpickle.dumps([list(one) for one in operations])
+        work = with_context(partial(finish, [list(one) for one in operations]))
+        self._setup = cloudpickle.dumps(work)
         self._changed = threading.Condition()
         self._is_closed = False
         self._open: dict[str, Feeder] = {}

@@ -520,12 +520,14 @@ class DataParallelTrainer:
 
     def _with_tables(self, spec: JobSpec, secret: FeederSecret | None = None) -> JobSpec:
         """Return the job with the contents of its datasets, which are listed now."""
+        from elastic.data.context import with_context
         from elastic.train.datasets import OPTION, tables_for
         from elastic.worker.process.entry import pack
 
         given = tables_for(self.datasets, self.dataset_config, spec.run_path, secret)
         options = {**self._options(), OPTION: given}
-        payload = pack(self.train_loop_per_worker, self.train_loop_config, options)
+        function = with_context(self.train_loop_per_worker)
+        payload = pack(function, self.train_loop_config, options)
         return replace(spec, entry=replace(spec.entry, payload=payload))
 
     def _offering(self) -> contextlib.AbstractContextManager[None]:

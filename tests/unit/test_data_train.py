@@ -17,6 +17,7 @@ from pathlib import Path
 from subprocess import PIPE
 from typing import Any
 
+import cloudpickle
 import numpy as np
 import pyarrow as pa
 import pyarrow.csv
@@ -29,6 +30,7 @@ from elastic import data, train
 from elastic.data import feeder as feeder_module
 from elastic.data import feeder_network
 from elastic.data import feeders as feeders_module
+from elastic.data.context import with_context
 from elastic.data.dataset import Dataset
 from elastic.data.feeder import BatchServer
 from elastic.data.feeder_network import FeederServer, FeedersOnNodes, addresses_file
@@ -42,6 +44,7 @@ from elastic.data.table import Table
 from elastic.errors import ElasticError, TrainingFailed, UsageError
 from elastic.storage.files import Files
 from elastic.train.torch import TorchTrainer, prepare_model, prepare_optimizer
+from elastic.worker.process.entry import takes_config
 from tests.patience import DEADLINE_S, wait_for
 
 ROWS = 6000
@@ -179,6 +182,19 @@ def test_a_script_can_ask_for_a_dataset_that_may_be_missing_and_one_may_be_made_
         return sum(1 for _ in train.get_dataset_shard(train.TRAIN_DATASET_KEY).iter_rows())
 
     assert fit(asks, tmp_path, datasets={"train": lambda: data.range(3)}).return_value == 3
+
+
+def test_functions_have_the_settings_of_the_driver_wherever_they_are_called() -> None:
+    def setting(config: dict[str, Any]) -> Any:
+        return data.DataContext.get_current().get_config("pool"), config
+
+    given = data.DataContext.get_current()
+    with data.DataContext.current(given.copy(pool="mine")):
+        packed = cloudpickle.dumps(with_context(setting))
+    sent = pickle.loads(packed)
+    assert takes_config(sent)
+    assert sent({"lr": 1}) == ("mine", {"lr": 1})
+    assert data.DataContext.get_current() is given
 
 
 def test_settings_of_rays_data_context_are_taken_also_for_a_while() -> None:
