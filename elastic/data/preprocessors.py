@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import math
 import pickle
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -131,8 +132,12 @@ def moments_of(ds: Dataset, columns: Sequence[str], what: str) -> dict[str, Mome
     return found
 
 
-def counts_of(ds: Dataset, columns: Sequence[str], what: str) -> dict[str, Counter[Any]]:
+def counts_of(
+    ds: Dataset, columns: Sequence[str], what: str, *, whole_lists: bool = False
+) -> dict[str, Counter[Any]]:
     """Return how often each value occurs in some columns; of lists, each of their elements.
+
+    With `whole_lists` a list is a value, as a tuple.
 
     Raises:
         UsageError: a column is missing.
@@ -141,8 +146,14 @@ def counts_of(ds: Dataset, columns: Sequence[str], what: str) -> dict[str, Count
     for frame in _frames(ds, columns, what):
         for name, counts in found.items():
             for value in frame[name].dropna().tolist():
-                counts.update(np.asarray(value).tolist() if _is_list(value) else (value,))
+                key = _key(value)
+                counts.update(key if _is_list(value) and not whole_lists else (key,))
     return found
+
+
+def _key(value: Any) -> Any:
+    """Return a value as a key: a list as a tuple of its elements."""
+    return tuple(np.asarray(value).tolist()) if _is_list(value) else value
 
 
 def _is_list(value: Any) -> bool:
@@ -297,15 +308,35 @@ class OrdinalEncoder(_OfColumns):
     Lists become lists of places.
     """
 
+    def __init__(
+        self,
+        columns: Sequence[str],
+        *,
+        encode_lists: bool = True,
+        output_columns: Sequence[str] | None = None,
+    ) -> None:
+        """Choose the columns.
+
+        Args:
+            columns: to be transformed.
+            encode_lists: False: a list is a value like others, and becomes one place.
+            output_columns: where the places go.
+        """
+        super().__init__(columns, output_columns)
+        self.encode_lists = encode_lists
+
     def _fit(self, ds: Dataset) -> dict[str, Any]:
-        counts = counts_of(ds, self.columns, type(self).__name__)
+        whole = not self.encode_lists
+        counts = counts_of(ds, self.columns, type(self).__name__, whole_lists=whole)
         return {name: _numbered(one) for name, one in counts.items()}
 
     def _column(self, name: str, values: Any) -> Any:
         places: dict[Any, int] = self._learnt(name)
-        if len(values) and _is_list(values.iloc[0]):
-            return [[places.get(one) for one in value] for value in values]
-        return values.map(places)
+        if not any(map(_is_list, values)):
+            return values.map(places)
+        if not self.encode_lists:
+            return [places.get(_key(value)) for value in values]
+        return [[places.get(one) for one in value] if _is_list(value) else None for value in values]
 
 
 class LabelEncoder(OrdinalEncoder):
@@ -318,7 +349,8 @@ class LabelEncoder(OrdinalEncoder):
             label_column: of the labels.
             output_column: where the numbers go; by default in their place.
         """
-        super().__init__([label_column], None if output_column is None else [output_column])
+        into = None if output_column is None else [output_column]
+        super().__init__([label_column], output_columns=into)
         self.label_column = label_column
 
     def inverse_transform(self, ds: Dataset) -> Dataset:
@@ -340,8 +372,11 @@ class LabelEncoder(OrdinalEncoder):
 class OneHotEncoder(_OfColumns):
     """Replaces a value by a vector with a one at its place; all zeros for a value not seen.
 
-    Places are those of the sorted values; with `max_categories`, the most frequent come first.
+    Places are those of the sorted values; with `max_categories`, the most frequent come first. A
+    list is one value.
     """
+
+    whole_lists = True
 
     def __init__(
         self,
@@ -360,22 +395,27 @@ class OneHotEncoder(_OfColumns):
         self.max_categories = None if max_categories is None else dict(max_categories)
 
     def _fit(self, ds: Dataset) -> dict[str, Any]:
-        most = self.max_categories or {}
-        counts = counts_of(ds, self.columns, type(self).__name__)
+        most, whole = self.max_categories or {}, self.whole_lists
+        counts = counts_of(ds, self.columns, type(self).__name__, whole_lists=whole)
         return {
             name: _placed(one.most_common(most[name])) if name in most else _numbered(one)
             for name, one in counts.items()
         }
 
     def _column(self, name: str, values: Any) -> Any:
-        return _vectors(values, self._learnt(name), lambda value: (value,), counts=False)
+        return _vectors(values, self._learnt(name), lambda value: (_key(value),), counts=False)
 
 
 class MultiHotEncoder(OneHotEncoder):
     """Replaces a list by a vector with ones at the places of its elements."""
 
+    whole_lists = False
+
     def _column(self, name: str, values: Any) -> Any:
-        return _vectors(values, self._learnt(name), lambda value: value, counts=False)
+        def parts(value: Any) -> Iterable[Any]:
+            return value if _is_list(value) else (value,)
+
+        return _vectors(values, self._learnt(name), parts, counts=False)
 
 
 class Categorizer(_OfColumns):
@@ -607,10 +647,17 @@ class Concatenator(Preprocessor):
         if self.raise_if_missing:
             _check_columns(self.columns, list(frame.columns), "Concatenator")
         names = [name for name in self.columns if name in frame.columns]
-        parts = [np.asarray(frame[name].tolist()).reshape(len(frame), -1) for name in names]
+        whole = np.concatenate([_flat(frame[name].to_numpy()) for name in names], axis=1)
+        dtype = np.float64 if whole.dtype == object else whole.dtype  # None is NaN.
         rest = frame.drop(columns=names)
-        rest[self.output_column_name] = list(np.concatenate(parts, axis=1).astype(self.dtype))
+        rest[self.output_column_name] = list(whole.astype(self.dtype or dtype))
         return rest
+
+
+def _flat(values: Any) -> Any:
+    """Return a vector for each value of a column, which may be a vector itself."""
+    found = np.asarray(values.tolist()) if values.dtype == object else values
+    return found.reshape(len(found), math.prod(found.shape[1:]))
 
 
 class Tokenizer(_OfColumns):

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
 import pytest
 
 from elastic import data
@@ -102,6 +103,14 @@ def power_transform_of(values: list[float], power: float) -> list[float]:
     return [*below, *above]
 
 
+@pytest.mark.parametrize("dtype", [np.float32, np.int64, bool])
+def test_joined_columns_keep_their_type(dtype: Any) -> None:
+    rows = {"a": np.ones(3, dtype), "b": np.zeros((3, 2), dtype)}
+    ds = data.from_arrow(pa.table({"a": rows["a"]})).zip(data.from_numpy(rows["b"]))
+    joined = of.Concatenator(["data", "a"]).transform(ds).take_batch()["concat_out"]
+    assert (joined.dtype, joined.tolist()) == (dtype, [[0, 0, 1]] * 3)
+
+
 def test_lists_and_texts_become_vectors() -> None:
     frame = pd.DataFrame({"g": [["c", "a"], ["b", "c"], ["d"]], "t": ["x y", "x x z", None]})
     ds = data.from_pandas(frame)
@@ -113,6 +122,14 @@ def test_lists_and_texts_become_vectors() -> None:
     ]
     places = of.OrdinalEncoder(["g"]).fit_transform(ds)
     assert [list(row["g"]) for row in places.take_all()] == [[2, 0], [1, 2], [3]]
+    pairs = data.from_items([{"p": ["b", "a"]}, {"p": ["a"]}, {"p": ["b", "a"]}])
+    whole = of.OrdinalEncoder(["p"], encode_lists=False).fit_transform(pairs)
+    assert column(whole, "p").tolist() == [1, 0, 1]
+    one = of.OneHotEncoder(["p"]).fit_transform(pairs)
+    assert [row["p"].tolist() for row in one.take_all()] == [[0, 1], [1, 0], [0, 1]]
+    texts = data.from_items([{"p": "no"}, {"p": "yes"}])
+    hot = of.MultiHotEncoder(["p"]).fit_transform(texts)
+    assert [row["p"].tolist() for row in hot.take_all()] == [[1, 0], [0, 1]]
     cut = of.Tokenizer(["t"]).transform(ds)
     assert [row["t"] and list(row["t"]) for row in cut.take(2)] == [["x", "y"], ["x", "x", "z"]]
     counts = of.CountVectorizer(["t"], max_features=2).fit_transform(ds)
