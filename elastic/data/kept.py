@@ -14,11 +14,11 @@ from typing import Any
 
 from elastic.data.batches import arrow, to_table
 from elastic.data.files import DataError, File, check_unchanged
-from elastic.data.nodes import Node, Read, table_of
+from elastic.data.nodes import Node, Read, table_of, write_part
 from elastic.data.parquet import Parquet
 from elastic.data.sources import Block, Memory, Source
 from elastic.data.table import Part, Table
-from elastic.data.writing import Sink, write_parquet
+from elastic.data.writing import Sink
 from elastic.errors import UsageError
 from elastic.storage.files import Files
 
@@ -61,7 +61,9 @@ def table_of_run(node: Node, name: str, run: Files, *, writes: bool) -> Table | 
     kept_parts: list[Part] = []
 
     def keep(part_of: Node) -> Part:
-        kept_parts.append(write_part(part_of, run, f"{FOLDER}/{name}-{len(kept_parts)}"))
+        folder = f"{FOLDER}/{name}-{len(kept_parts)}"
+        log.info("data_written to %s/%s", run.path, folder)
+        kept_parts.append(write_part(part_of.stream(), run, folder))
         return kept_parts[-1]
 
     table = table_of(node, keep, travels=True)
@@ -119,20 +121,3 @@ def _file_of(source: Memory) -> File:
         with pa.ipc.new_stream(pa.PythonFile(total, mode="w"), table.schema) as stream:
             stream.write_table(table)
     return File(source.name, total.size, f"{total.crc32:08x}")
-
-
-def write_part(node: Node, files: Files, folder: str) -> Part:
-    """Compute a node, and write its rows to parquet files.
-
-    Raises:
-        StorageError: they cannot be written.
-    """
-    log.info("data_written rows of %s to %s/%s", type(node).__name__.lower(), files.path, folder)
-    for left in files.list(f"{folder}/*.parquet"):  # By an attempt that was killed.
-        files.delete(left)
-    write_parquet(node.stream(), files, folder)
-    source = Parquet("rows kept with the run", paths=f"{files.path}/{folder}", is_kept=True)
-    if not files.list(f"{folder}/*.parquet"):
-        return Part(source, (), ())
-    listing = source.listing()
-    return Part(source, listing.files, listing.blocks or ())

@@ -7,6 +7,8 @@ otherwise the rows of such a node are written out once, and the plan continues f
 from __future__ import annotations
 
 import contextlib
+import itertools
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -24,10 +26,16 @@ from elastic.data.batches import (
     taken,
 )
 from elastic.data.operations import MapBatches, Operation, row_slice
-from elastic.data.sources import FileSource, Memory, Source
+from elastic.data.parquet import Parquet
+from elastic.data.sources import FileSource, Memory, Source, bytes_of
 from elastic.data.table import Part, Table
 from elastic.data.table_reader import TableReader
+from elastic.data.writing import write_parquet
 from elastic.errors import UsageError
+from elastic.storage.files import Files
+
+HELD_BYTES = 256 * 1024**2
+"""Rows that are shuffled without random access are held in memory up to this size."""
 
 
 @dataclass
@@ -194,10 +202,12 @@ class Shuffle(Node):
 
     def stream(self) -> Iterator[Batch]:
         """Yield all rows in the order of the first epoch."""
-        table = table_of(self, in_memory)
-        reader = TableReader(table, table.lanes(1, 1))
-        for start in range(0, table.rows, 1024):
-            yield reader.read(0, np.arange(start, min(table.rows, start + 1024)))
+        with tempfile.TemporaryDirectory("-elastic-data") as folder:
+            files, numbers = Files(folder), itertools.count()
+            table = table_of(self, lambda node: _nearby(node, files, str(next(numbers))))
+            with contextlib.closing(TableReader(table, table.lanes(1, 1))) as reader:
+                for start in range(0, table.rows, 1024):
+                    yield reader.read(0, np.arange(start, min(table.rows, start + 1024)))
 
 
 # ---------------------------------------------------------------------- as a table
@@ -309,9 +319,39 @@ def _cut(parts: Sequence[Part], start: int, stop: int | None) -> list[Part]:
 
 def in_memory(node: Node) -> Part:
     """Compute a node, and keep its rows in the memory of this process."""
-    source = Memory("rows in memory", batches=list(node.stream()))
+    return _held(list(node.stream()))
+
+
+def _held(batches: Sequence[Batch]) -> Part:
+    source = Memory("rows in memory", batches=batches)
+    return Part(source, (), source.listing().blocks or ())
+
+
+def _nearby(node: Node, files: Files, folder: str) -> Part:
+    """Compute a node, and keep its rows in memory; in files, if they need more than HELD_BYTES."""
+    held, size, batches = [], 0, node.stream()
+    for batch in batches:
+        held.append(batch)
+        size += bytes_of(batch)
+        if size > HELD_BYTES:
+            return write_part(itertools.chain(held, batches), files, folder)
+    return _held(held)
+
+
+def write_part(batches: Iterator[Batch], files: Files, folder: str) -> Part:
+    """Write rows to parquet files in a folder, for random access.
+
+    Raises:
+        StorageError: they cannot be written.
+    """
+    for left in files.list(f"{folder}/*.parquet"):  # By an attempt that was killed.
+        files.delete(left)
+    write_parquet(batches, files, folder)
+    source = Parquet("rows kept with the run", paths=f"{files.path}/{folder}", is_kept=True)
+    if not files.list(f"{folder}/*.parquet"):
+        return Part(source, (), ())
     listing = source.listing()
-    return Part(source, (), listing.blocks or ())
+    return Part(source, listing.files, listing.blocks or ())
 
 
 def counted(node: Node, *, by_functions: bool) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import lzma
 import random
+import sys
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -35,6 +36,8 @@ log = logging.getLogger(__name__)
 
 BLOCK_ROWS = 8192
 """Rows of a block that is not a row group of a file."""
+OBJECTS_LOOKED_AT = 64
+"""Of a column, to estimate the memory of all."""
 
 
 @dataclass(frozen=True)
@@ -270,7 +273,7 @@ class Memory(Source):
         sizes = [num_rows(one) for one in self.batches]
         return Listing(
             (),
-            tuple(Block(0, n, 0, rows, _bytes_of(self.batches[n])) for n, rows in enumerate(sizes)),
+            tuple(Block(0, n, 0, rows, bytes_of(self.batches[n])) for n, rows in enumerate(sizes)),
         )
 
     def read(self, reader: Reader, files: Sequence[File], block: Block) -> Batch:
@@ -295,10 +298,17 @@ class Range(Source):
         return {"id": np.arange(begin + block.start, begin + block.stop)}
 
 
-def _bytes_of(batch: Batch) -> int:
+def bytes_of(batch: Batch) -> int:
+    """Return about how many bytes of memory a batch needs."""
     if not isinstance(batch, dict):
         return int(batch.nbytes)
-    return sum(values.nbytes for values in batch.values())
+    found = 0
+    for values in batch.values():
+        found += values.nbytes
+        if values.dtype == object:  # Some of its values stand for all.
+            some = values[:: len(values) // OBJECTS_LOOKED_AT + 1]
+            found += sum(map(sys.getsizeof, some)) * len(values) // max(1, len(some))
+    return found
 
 
 def _blocks_of(count: int, row_bytes: int) -> tuple[Block, ...]:

@@ -24,13 +24,13 @@ from PIL import Image
 from pyarrow.fs import LocalFileSystem
 
 from elastic import data
-from elastic.data import writing
+from elastic.data import nodes, writing
 from elastic.data.collate_fn import ArrowBatchCollateFn
 from elastic.data.datasource.partitioning import Partitioning
 from elastic.data.expressions import lit
 from elastic.data.files import DataError, filesystem_of
-from elastic.data.kept import write_part
-from elastic.data.table import Table
+from elastic.data.nodes import write_part
+from elastic.data.table import Part, Table
 from elastic.data.table_reader import TableReader
 from elastic.errors import UsageError
 from elastic.storage.files import Files
@@ -332,7 +332,7 @@ def test_arrays_of_several_shapes_are_kept_with_their_type(
         "list<element: list<element: fixed_size_list<element: uint8>[3]>>"
     )
     # The second row group holds arrays of one shape, so it lies in a file of its own.
-    part = write_part(ds.filter(lambda row: True).node, Files(str(tmp_path)), "kept")
+    part = write_part(ds.filter(lambda row: True).node.stream(), Files(str(tmp_path)), "kept")
     table = Table((part,))
     assert len(part.files) == 2
     kept = TableReader(table, table.lanes(1, 1)).read(0, np.arange(table.rows))
@@ -720,6 +720,23 @@ def test_async_functions_are_waited_for_in_one_loop_of_their_own() -> None:
         return ids_of(data.range(3).map(Client).map_batches(split).take_all())
 
     assert asyncio.run(notebook()) == [1, 2, 3]
+
+
+def test_rows_are_shuffled_in_files_if_they_are_many(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a.txt").write_text("\n".join(f"line {n}" for n in range(5000)))
+    ds = data.read_text(tmp_path / "a.txt").random_shuffle(seed=1)
+    held = ds.take_all()
+    assert held != data.read_text(tmp_path / "a.txt").take_all()
+    written: list[Part] = []
+    monkeypatch.setattr(nodes, "HELD_BYTES", 1000)
+    monkeypatch.setattr(
+        nodes, "write_part", lambda *a: written.append(write_part(*a)) or written[0]
+    )
+    assert ds.take_all() == held
+    assert written[0].files
+    assert not Path(written[0].files[0].path.removeprefix("file://")).exists()
 
 
 def test_files_are_read_in_a_random_order_that_is_always_the_same(table: Path) -> None:
