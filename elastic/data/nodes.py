@@ -11,6 +11,7 @@ import itertools
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
@@ -25,7 +26,7 @@ from elastic.data.batches import (
     sliced,
     taken,
 )
-from elastic.data.operations import MapBatches, Operation, row_slice
+from elastic.data.operations import Fill, MapBatches, Operation, row_slice
 from elastic.data.parquet import Parquet
 from elastic.data.sources import FileSource, Memory, Source, bytes_of
 from elastic.data.table import Part, Table
@@ -274,9 +275,28 @@ def _parts(node: Node, keep: Keep, travels: bool) -> list[Part]:
     if isinstance(node, Slice):
         return _cut(_parts(node.parents[0], keep, travels), node.start, node.stop)
     if isinstance(node, Union):
-        return [part for parent in node.parents for part in _parts(parent, keep, travels)]
+        return _filled([part for one in node.parents for part in _parts(one, keep, travels)])
     seed, files = _by_file(node)
     return [replace(keep(one), files_seed=seed) for one in files]
+
+
+def _filled(parts: Sequence[Part]) -> list[Part]:
+    """Return parts that have the columns of each other, as far as those are known."""
+    known = [_types_in(part) for part in parts]
+    kinds = {name: kind for one in known for name, kind in one.items()}
+    return [
+        replace(part, operations=(Fill(kinds),)) if 0 < len(one) < len(kinds) else part
+        for part, one in zip(parts, known, strict=True)
+    ]
+
+
+def _types_in(part: Part) -> dict[str, Any]:
+    """Return the types of a part's columns by name; none if they are unknown before it is read."""
+    source = part.source
+    if part.operations or not isinstance(source, Parquet):
+        return {}
+    chosen = source.types if source.columns is None else source.columns
+    return {name: source.types[name] for name in chosen if name in source.types}
 
 
 def _by_file(node: Node) -> tuple[int | None, list[Node]]:

@@ -309,6 +309,25 @@ class Columns(Operation):
 
 
 @dataclass
+class Fill(Operation):
+    """Adds columns that rows lack, without a value.
+
+    Attributes:
+        kinds: their types, by name.
+    """
+
+    kinds: Mapping[str, Any]
+
+    def apply(self, batch: Batch) -> Batch:
+        """Return the same rows with all columns."""
+        table = to_table(batch)
+        for name, kind in self.kinds.items():
+            if name not in table.column_names:
+                table = table.append_column(name, arrow().nulls(table.num_rows, kind))
+        return table
+
+
+@dataclass
 class AddColumn(Operation):
     """`add_column`: a function computes a column from a batch."""
 
