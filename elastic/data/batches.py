@@ -474,7 +474,11 @@ def taken_from(value: Any, what: str) -> Batch:
 
 def _of_series(series: Any) -> Any:
     values = series.to_numpy()
-    return array_of(list(values)) if values.dtype == object else values
+    if values.dtype != object:
+        return values
+    if hasattr(series, "isna"):  # Pandas has several values for what is missing.
+        values = np.where(series.isna(), None, values)
+    return array_of(list(values))
 
 
 # ---------------------------------------------------------------------------------- rows

@@ -881,8 +881,8 @@ class Dataset:
 
         def write(output: Any, tables: Iterator[Any]) -> None:
             for table in tables:
-                for row in table.to_pylist():
-                    output.write(json.dumps(row, default=str).encode() + b"\n")
+                for row in rows_of(table):
+                    output.write(json.dumps(row, default=_as_json).encode() + b"\n")
 
         self._write_one(files, "json", write)
 
@@ -1067,6 +1067,10 @@ class Dataset:
             with explained("unique", table, [column]):
                 parts.append(arrow().table({column: table.column(column).unique()}))
         return joined(parts).column(column).unique().to_pylist() if parts else []
+
+
+def _as_json(value: Any) -> Any:
+    return value.tolist() if isinstance(value, np.ndarray) else str(value)
 
 
 def _part_of(rows: Any, fraction: float, is_first: bool) -> Any:

@@ -251,6 +251,11 @@ class SimpleImputer(_OfColumns):
 
     STRATEGIES = ("mean", "most_frequent", "constant")
 
+    @property
+    def needs_fit(self) -> bool:  # type: ignore[override]
+        """Return whether the values of columns matter."""
+        return self.strategy != "constant"
+
     def __init__(
         self,
         columns: Sequence[str],
@@ -282,8 +287,6 @@ class SimpleImputer(_OfColumns):
             )
 
     def _fit(self, ds: Dataset) -> dict[str, Any]:
-        if self.strategy == "constant":
-            return dict.fromkeys(self.columns, self.fill_value)
         if self.strategy == "mean":
             found = moments_of(ds, self.columns, "SimpleImputer")
             means = {name: one.mean if one.count else None for name, one in found.items()}
@@ -299,7 +302,7 @@ class SimpleImputer(_OfColumns):
         return means
 
     def _column(self, name: str, values: Any) -> Any:
-        return values.fillna(self._learnt(name))
+        return values.fillna(self._learnt(name) if self.needs_fit else self.fill_value)
 
 
 class OrdinalEncoder(_OfColumns):
@@ -757,6 +760,10 @@ class Chain(Preprocessor):
         """Take them in order."""
         super().__init__()
         self.preprocessors = preprocessors
+
+    def _check_fitted(self) -> None:
+        for one in self.preprocessors:
+            one._check_fitted()
 
     def _fit(self, ds: Dataset) -> dict[str, Any]:
         for one in self.preprocessors:

@@ -61,6 +61,10 @@ def test_missing_values_and_categories() -> None:
     rows = filled.transform(ds).take_all()
     assert [row["features"].tolist() for row in rows] == [[1, 1], [2, 0], [3, 1], [2, 1]]
     assert rows[0]["features"].dtype == np.float32
+    unfitted = of.Chain(of.SimpleImputer(["c"], "constant", "z"), of.Concatenator(["k", "n"]))
+    assert [row["c"] for row in unfitted.transform(ds).take_all()] == ["b", "a", "z", "b"]
+    with pytest.raises(UsageError, match=r"OrdinalEncoder: call fit\(ds\) before"):
+        of.Chain(of.Concatenator(["k", "n"]), of.OrdinalEncoder(["c"])).transform(ds)
     again = of.Preprocessor.deserialize(filled.serialize())
     batch = {"c": ["a"], "n": [None], "k": [1]}
     assert again.transform_batch(batch)["features"].tolist() == [[2.0, 0.0]]

@@ -225,6 +225,8 @@ def test_rows_have_what_is_missing_and_times_as_they_are(tmp_path: Path) -> None
     again = ds.map(lambda row: row)
     assert again.schema().field("t").type == pa.timestamp("ns", "Europe/Berlin")
     assert data.from_arrow(again.to_arrow()).take() == [first, second]
+    frames = ds.select_columns(["c", "b"]).map_batches(lambda f: f, batch_format="pandas")
+    assert frames.take() == [{"c": "a", "b": True}, {"c": None, "b": None}]
     times = data.range(1).map_batches(lambda b: {"t": b["id"].astype("datetime64[ns]")})
     assert times.take()[0]["t"].year == 1970
     beside = data.read_parquet(tmp_path).zip(data.range(2).map_batches(lambda b: {"m": b["id"]}))
@@ -278,6 +280,8 @@ def test_what_is_written_is_read_again(tmp_path: Path, table: Path) -> None:
 
 
 def test_arrays_and_images_are_written_and_batches_come_as_asked_for(tmp_path: Path) -> None:
+    data.range_tensor(3, shape=(2, 2)).write_json(tmp_path / "json")
+    assert data.read_json(tmp_path / "json").take_batch()["data"][2].tolist() == [[2, 2]] * 2
     data.range_tensor(3, shape=(2, 2)).write_numpy(tmp_path / "npy")
     assert data.read_numpy(tmp_path / "npy").take_batch()["data"][:, 1, 1].tolist() == [0, 1, 2]
     images = data.from_items([{"image": np.full((4, 4, 3), n, np.uint8)} for n in range(3)])
