@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
-from elastic.errors import StorageError, UsageError
+from elastic.errors import StorageError
 from elastic.storage import outputs
 from elastic.storage.faults import is_about_credentials, reason_of
 from elastic.storage.marker import StoredFile
@@ -289,12 +289,20 @@ class Files:
 
         Raises:
             StorageError: it cannot be written; no partial file has the name.
+            Exception: what the block raises of itself.
         """
-        with (
-            self._wrap_errors(f"cannot write {self.path}/{name}"),
-            self._open_output(name) as output,
-        ):
-            yield output
+        of_block: Exception | None = None
+        try:
+            with self._open_output(name) as output:
+                try:
+                    yield output
+                except Exception as error:
+                    of_block = None if output.failed else error
+                    raise
+        except Exception as error:
+            if error is of_block or isinstance(error, StorageError):
+                raise
+            raise self._failure(f"cannot write {self.path}/{name}", error) from error
 
     def create(self, name: str, data: bytes) -> bool:
         """Write a file if there is none of this name.
@@ -422,7 +430,7 @@ class Files:
         """Turn the file system's errors into a `StorageError` with operation, path and reason."""
         try:
             yield
-        except (StorageError, UsageError):
+        except StorageError:
             raise
         except Exception as error:
             raise self._failure(what, error) from error

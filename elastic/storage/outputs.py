@@ -26,18 +26,23 @@ NO_LINKS = frozenset({errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS
 
 
 class OutputFile:
-    """A file that is being written; tracks its size and CRC-32."""
+    """A file that is being written; tracks its size and CRC-32, and whether a write failed."""
 
     def __init__(self, file: Any) -> None:
         self._file = file
         self.size, self.crc32 = 0, 0
+        self.failed = False
 
     def write(self, data: Any) -> int:
         """Append bytes, or anything with a buffer."""
         view = memoryview(data).cast("B")
         self.crc32 = zlib.crc32(view, self.crc32)
         self.size += len(view)
-        self._file.write(view)
+        try:
+            self._file.write(view)
+        except Exception:
+            self.failed = True
+            raise
         return len(view)
 
     def flush(self) -> None:

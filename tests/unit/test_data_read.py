@@ -369,6 +369,16 @@ def test_what_is_written_is_added_or_replaces_or_is_left(tmp_path: Path) -> None
     assert data.read_parquet(tmp_path / "folders").count() == 8
 
 
+@pytest.mark.parametrize("ending", ["parquet", "csv", "json"])
+def test_errors_of_functions_are_not_those_of_storage(tmp_path: Path, ending: str) -> None:
+    def late(row: dict[str, Any]) -> dict[str, Any]:
+        return {"x": 1 / (69_999 - row["id"])}
+
+    with pytest.raises(ZeroDivisionError):
+        getattr(data.range(70_000).map(late), f"write_{ending}")(tmp_path / "out")
+    assert not [*tmp_path.glob("out/*")]
+
+
 def test_columns_are_written_in_one_order_and_types_may_come_late(tmp_path: Path) -> None:
     late = data.range(3000).map(lambda row: {"id": row["id"], "x": None if row["id"] < 2900 else 1})
     swapped = data.from_items([{"x": 7, "id": -1}])
