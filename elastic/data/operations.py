@@ -242,7 +242,10 @@ class FilterBy(Evaluated):
         return self.expression.numbers_rows
 
     def _at(self, table: Any, first: int) -> Any:
-        return table.filter(self._values(self.expression, table, first))
+        chosen = self._values(self.expression, table, first)
+        if not arrow().types.is_boolean(chosen.type):
+            raise UsageError(f"{self!r} has values of {chosen.type}: expected true or false")
+        return table.filter(chosen)
 
 
 @dataclass

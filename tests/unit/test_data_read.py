@@ -634,6 +634,7 @@ def test_wrong_use_says_what_to_write() -> None:
         (lambda: ds.zip(data.range(3)).take(4), "different numbers of rows"),
         (lambda: ds.zip(ds).rename_columns({"id_1": "id"}).take(), "two of .* would have one name"),
         (lambda: ds.filter(expr="id ** 2 > 3").take(1), "not understood"),
+        (lambda: ds.filter(expr="id").take(1), r"filter\(col\('id'\)\) has values of int64"),
         (lambda: ds.train_test_split(0.0), "test_size=0.0 of 4 rows"),
         (lambda: ds.read_parquet(), "no attribute"),
         (lambda: data.read_csv([]).take(), "an empty list of paths"),
