@@ -269,12 +269,10 @@ class Binary(FileSource):
     """A row for each file: its bytes.
 
     Attributes:
-        with_paths: add a column "path".
         decode: called with the bytes and the path of each file, to leave out those for which it
             raises a DataError, if `on_error` is "skip".
     """
 
-    with_paths: bool = False
     decode: Callable[[bytes, str], object] | None = None
 
     def _check(self) -> Listing:
@@ -312,7 +310,4 @@ class Binary(FileSource):
         """Return the content of the files of a block."""
         some = files[block.file + block.start : block.file + block.stop]
         found = {"bytes": array_of([reader.read(file) for file in some])}
-        if self.with_paths:
-            found["path"] = array_of([file.path for file in some])
-        folders = of_rows([self.partitions(file) for file in some])
-        return {**folders, **found}
+        return {**found, **of_rows([self.partitions(file) for file in some])}

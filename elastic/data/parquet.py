@@ -127,7 +127,8 @@ class Parquet(FileSource):
             found = found.slice(block.start, block.stop - block.start)
         found = with_columns(self._filled(found), partitions)
         if self.columns is not None:
-            found = found.select(list(self.columns))
+            paths = ["path"] if self.with_paths and "path" not in self.columns else []
+            found = found.select([*self.columns, *paths])
         return found if self.schema is None else self._cast(found, file)
 
     def _filled(self, table: Any) -> Any:

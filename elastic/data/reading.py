@@ -69,6 +69,7 @@ def _files(
         "options": options,
         "on_error": others.pop("on_error", "raise"),
         "partitioning": folders,
+        "with_paths": bool(others.pop("include_paths", False)),
         "shuffle": FileShuffleConfig() if shuffle == "files" else shuffle,
     }
     unknown = sorted(set(others) - NO_EFFECT)
@@ -111,7 +112,8 @@ def read_parquet(
             that are broken or have another schema; partitioning, by default "hive": folders like
             "year=2024" are columns of texts, None: they are not; or a `Partitioning`; shuffle,
             "files" or FileShuffleConfig(seed=1): a random order of the files, in training another
-            one in each epoch; Ray's placement arguments, without effect.
+            one in each epoch; include_paths, True for a column "path" of the files' paths; Ray's
+            placement arguments, without effect.
     """
     files = _files("read_parquet", paths, file_extensions, others, "hive")
     names = schema.names if columns is None and schema is not None else columns
@@ -189,8 +191,8 @@ def read_binary_files(
     paths: Any, *, include_paths: bool = False, file_extensions: Any = None, **others: Any
 ) -> Dataset:
     """Read whole files: a row for each, with "bytes", and optionally "path"."""
-    files = _files("read_binary_files", paths, file_extensions, others)
-    return _of(Binary(**files, with_paths=include_paths))
+    given = {**others, "include_paths": include_paths}
+    return _of(Binary(**_files("read_binary_files", paths, file_extensions, given)))
 
 
 def read_images(
@@ -221,8 +223,8 @@ def read_images(
     except ImportError as error:
         raise UsageError("read_images decodes with Pillow: pip install pillow") from error
     images = Decode(size, mode, drops_path=not include_paths)
-    files = _files("read_images", paths, file_extensions, others)
-    source = Binary(**files, with_paths=True, decode=images.decode)
+    files = _files("read_images", paths, file_extensions, {**others, "include_paths": True})
+    source = Binary(**files, decode=images.decode)
     return Dataset(Apply((Read((), source),), images))
 
 
@@ -256,11 +258,15 @@ def read_webdataset(
     renames = filerename if isinstance(filerename, (list, tuple)) else [filerename]
     ds = _of(
         Tar(
-            **_files("read_webdataset", paths, file_extensions, others),
+            **_files(
+                "read_webdataset",
+                paths,
+                file_extensions,
+                {**others, "include_paths": include_paths},
+            ),
             fileselect=[fileselect] if isinstance(fileselect, str) else fileselect,
             filerename=[one for one in renames if one is not None],
             suffixes=[suffixes] if isinstance(suffixes, str) else suffixes,
-            with_paths=include_paths,
         )
     )
     for decode in coders_of(decoder, decoded):

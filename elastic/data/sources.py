@@ -141,6 +141,7 @@ class FileSource(Source):
         on_error: "raise" or "skip".
         partitioning: which folders in a file's path are columns of its rows, None for none.
         shuffle: the seed of a random order of the files, None for that of their names.
+        with_paths: add a column "path".
     """
 
     paths: Any = ()
@@ -149,6 +150,7 @@ class FileSource(Source):
     on_error: str = "raise"
     partitioning: Partitioning | None = None
     shuffle: FileShuffleConfig | None = None
+    with_paths: bool = False
 
     def __post_init__(self) -> None:
         """Check `on_error`."""
@@ -180,8 +182,9 @@ class FileSource(Source):
         return found
 
     def partitions(self, file: File) -> dict[str, Any]:
-        """Return the columns that the folders of a file are, with their value in its rows."""
-        return {} if self.partitioning is None else self.partitioning.of(file.path)
+        """Return the columns that follow from where a file is, with their value in its rows."""
+        found = {} if self.partitioning is None else self.partitioning.of(file.path)
+        return {**found, "path": file.path.removeprefix("file://")} if self.with_paths else found
 
     def _check(self) -> Listing:
         return Listing(tuple(self.files()))

@@ -38,13 +38,11 @@ class Tar(FileSource):
         fileselect: of the members' names.
         filerename: functions that return another name, in order.
         suffixes: of their endings; a list without patterns names the columns.
-        with_paths: add a column "path".
     """
 
     fileselect: Chosen = None
     filerename: Sequence[Callable[[str], str]] = ()
     suffixes: Chosen = None
-    with_paths: bool = False
 
     def __post_init__(self) -> None:
         """Start without columns, unless they are named."""
@@ -120,8 +118,6 @@ class Tar(FileSource):
         columns = {"__key__": pa.array([one["__key__"] for one in samples], pa.string())}
         for name in self._columns:
             columns[name] = pa.array([one.get(name) for one in samples], pa.binary())
-        if self.with_paths:
-            columns["path"] = pa.array([file.path] * len(samples), pa.string())
         return pa.table(columns)
 
 

@@ -92,6 +92,19 @@ def test_folders_of_a_partitioned_table_are_columns(tmp_path: Path) -> None:
         data.read_parquet(root, partitioning="dir")
 
 
+def test_paths_are_columns_of_all_that_is_read(table: Path) -> None:
+    path = str(table / "0.parquet")
+    ds = data.read_parquet(path, include_paths=True)
+    assert ds.columns() == ["id", "x", "name", "path"]
+    few = data.read_parquet(path, columns=["id"], include_paths=True)
+    assert few.take(1) == [{"id": 0, "path": path}]
+    data.range(1).write_csv(table / "csv")
+    (row,) = data.read_csv(table / "csv", include_paths=True).take_all()
+    assert Path(row["path"]).read_text() == '"id"\n0\n'
+    (row,) = data.read_binary_files(table / "csv", include_paths=True).take_all()
+    assert row == {"path": f"{table}/csv/part-00000.csv", "bytes": b'"id"\n0\n'}
+
+
 def test_folders_are_columns_by_their_places_and_types(tmp_path: Path) -> None:
     for name, pixel in (("cat", 1), ("dog", 2)):
         for number in range(2):
