@@ -187,12 +187,16 @@ def test_the_trainer_of_transformers_goes_on_from_its_own_checkpoint(tmp_path: P
         with inside_again():
             trainer = hf_job.build(config, use_cpu=True, disable_tqdm=True, **options)
             trainer.train_dataset = data or trainer.train_dataset
+            trainer.compute_metrics = lambda _: {"drawn": float(torch.rand(()))}
             for one in callbacks:
                 trainer.add_callback(one)
                 be_rank(1)
             of_transformers.prepare_trainer(trainer, global_batch_size=hf_job.GLOBAL_BATCH)
             trainer.train(**named)
         return trainer
+
+    def drawn(trainer: Any) -> list[float]:
+        return [log["eval_drawn"] for log in trainer.state.log_history if "eval_drawn" in log]
 
     whole = trained("whole", callbacks=(replaced,))
     assert replaced.opened == [3]
@@ -203,6 +207,8 @@ def test_the_trainer_of_transformers_goes_on_from_its_own_checkpoint(tmp_path: P
         assert resumed.state.global_step == whole.state.global_step == 8
         assert resumed.state.epoch == whole.state.epoch
         assert furthest(parameters(resumed.model), parameters(whole.model)) == 0
+        if step < 8:
+            assert drawn(resumed) == drawn(whole)
     with pytest.raises(UsageError, match="checkpoint is of step 8 of an iterable dataset"):
         trained("stream", Stream(), resume_from_checkpoint=path)
 

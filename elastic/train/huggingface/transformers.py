@@ -341,12 +341,17 @@ class _Run(TrainerCallback):
         return True
 
     def steps(self, loader: PreparedLoader) -> Iterator[WholeStep]:
-        """Yield the steps of the epoch, up to where the others have stopped."""
+        """Yield the steps left in the epoch, up to where the others have stopped.
+
+        A worker that has joined in it has fewer than the Trainer asks for.
+        """
         trainer, self._steps, self._num_steps = self._trainer, loader.steps(), 0
         for step in self._steps:
             self._num_steps += 1
             yield step
-            if trainer.control.should_training_stop:
+            # To ask for more would pass the end of the epoch, before what the Trainer does there.
+            is_last = self._engine.cursor.step == loader.steps_per_epoch()
+            if is_last or trainer.control.should_training_stop:
                 return
 
     def end_epoch(self) -> None:
