@@ -4,6 +4,10 @@ Accelerate reads the number of processes once and derives everything from it: ho
 split, how often a scheduler steps, what is gathered. In a group whose size changes in place all of
 that would be wrong. So its state is set to one process, for which it has nothing to do, and to this
 process's rank, which decides which process writes files and shows progress.
+
+A worker that joins others in their loop has no rank yet while it builds model and data, and is not
+to join for the sake of a state that is of one process in the end: until it has joined, accelerate
+sees one process that is not the first one. So no `main_process_first` waits for others there.
 """
 
 from __future__ import annotations
@@ -14,9 +18,31 @@ from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
 
 from elastic.errors import UsageError
+from elastic.train.devices import get_device
 from elastic.train.session import require_context
+from elastic.worker.engine.train_call import current
 
 SHARDED = {"FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA"}
+
+
+NO_PLACE = 1
+"""Process index of a worker that has no rank yet, so that it does not act as the first one."""
+
+
+def _begin_state(self: PartialState, cpu: bool = False, **named: Any) -> None:
+    """Be accelerate's `PartialState.__init__`; before a worker has joined, with one process."""
+    context = current()
+    if context is not None and context.join is not None and not PartialState._shared_state:
+        PartialState._shared_state.update(
+            _cpu=cpu, backend=None, debug=False, device=get_device(),
+            distributed_type=DistributedType.NO, num_processes=1,
+            process_index=NO_PLACE, local_process_index=NO_PLACE,
+        )  # fmt: skip
+    _begin_stock_state(self, cpu, **named)
+
+
+_begin_stock_state = PartialState.__init__
+PartialState.__init__ = _begin_state  # type: ignore[method-assign]
 
 
 def see_one_process(accelerator: Any, what: str) -> None:

@@ -37,6 +37,7 @@ from elastic.train.lightning import (
 )
 from elastic.train.session import require_engine
 from elastic.worker.engine import train_call
+from elastic.worker.process.early_run import PLACE, joining_on_demand
 from tests.chaos import hf_job, lightning_job
 from tests.unit.engine_under_test import data, inside_a_run, inside_again, reported
 
@@ -211,6 +212,30 @@ def test_the_trainer_of_transformers_goes_on_from_its_own_checkpoint(tmp_path: P
             assert drawn(resumed) == drawn(whole)
     with pytest.raises(UsageError, match="checkpoint is of step 8 of an iterable dataset"):
         trained("stream", Stream(), resume_from_checkpoint=path)
+
+
+def test_a_worker_that_joins_builds_its_trainer_while_the_others_train(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the order of scripts: arguments first, then data behind the first worker, then a model."""
+    for name in PLACE:  # They are set as it joins.
+        monkeypatch.delenv(name, raising=False)
+    here, engine = train_call.current(), train_call.current_engine()
+    assert here is not None
+
+    def join() -> Any:
+        raise AssertionError("it has asked for its place")
+
+    with joining_on_demand(join):
+        train_call.set_current(replace(here, join=join), engine)
+        trainer = hf_job.build(CONFIG | {"output": str(tmp_path)}, use_cpu=True)
+        with trainer.args.main_process_first():
+            of_transformers.prepare_trainer(trainer)
+        assert (trainer.args.world_size, trainer.is_world_process_zero()) == (1, False)
+        assert torch.distributed.is_initialized()
+    train_call.set_current(here, engine)
+    trainer.train()
+    assert trainer.is_world_process_zero()
 
 
 def test_what_a_micro_batch_logs_is_logged_once_in_a_step(tmp_path: Path) -> None:

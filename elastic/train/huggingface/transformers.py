@@ -84,8 +84,8 @@ def prepare_trainer(trainer: Trainer, *, global_batch_size: int | None = None) -
     accumulates nothing then. Datasets may be torch's, or batches of the run's own, as with Ray:
     `train_dataset=train.get_dataset_shard("train").iter_torch_batches(batch_size=8)`, whose batch
     size then counts. Evaluation and prediction: every worker processes all samples, each once.
-    Build model and data before `TrainingArguments`: those read this worker's rank, and from then on
-    the others wait for one that joins.
+    Import this module before `TrainingArguments` are created: a worker that joins then builds model
+    and data while the others train; otherwise they wait for it from there on.
 
     A run resumes from automatic checkpoints (`CheckpointConfig`); `save_strategy` also writes the
     Trainer's own, by one worker, and by the next one if it dies meanwhile.

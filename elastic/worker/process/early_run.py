@@ -2,7 +2,8 @@
 
 A worker that joins a running group builds its model and opens its data while the others train.
 Whatever asks for its place in the group (rank, world size, a collective, torchrun's environment
-variables) makes it join first.
+variables) makes it join first. That there will be a group is known: libraries ask for that alone
+as they load models.
 
 Rule: what user code sees of its place is never made up; it waits instead.
 """
@@ -61,15 +62,18 @@ def joining_on_demand(join: Callable[[], Any]) -> Iterator[Callable[[], None]]:
     global _join
     places: list[tuple[Any, str, Any]] = []
 
-    def put(owner: Any, name: str) -> None:
+    def put(owner: Any, name: str, call: Callable[..., Any]) -> None:
+        places.append((owner, name, getattr(owner, name)))
+        setattr(owner, name, call)
+
+    def joined(owner: Any, name: str) -> Callable[..., Any]:
         real = getattr(owner, name)
 
-        def joined(*args: Any, **named: Any) -> Any:
+        def call(*args: Any, **named: Any) -> Any:
             _join_first()
             return real(*args, **named)
 
-        places.append((owner, name, real))
-        setattr(owner, name, joined)
+        return call
 
     plain = os.environ.__class__
 
@@ -82,12 +86,12 @@ def joining_on_demand(join: Callable[[], Any]) -> Iterator[Callable[[], None]]:
 
     for owner, name in (
         (distributed_c10d, "_get_default_group"),
-        (distributed_c10d, "is_initialized"),
-        (dist, "is_initialized"),
         (distributed_c10d, "init_process_group"),
         (dist, "init_process_group"),
     ):
-        put(owner, name)
+        put(owner, name, joined(owner, name))
+    for owner in (distributed_c10d, dist):
+        put(owner, "is_initialized", lambda: True)
     os.environ.__class__ = _Environ
     _join = join
     try:
