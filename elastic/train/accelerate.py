@@ -18,8 +18,10 @@ worker reads all evaluation data, so that `gather_for_metrics` has all of it.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+import shutil
+from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,7 +32,7 @@ from torch.utils.data import DataLoader
 from elastic.errors import UsageError
 from elastic.train.loaders import PreparedLoader, prepare_data_loader
 from elastic.train.one_process import see_one_process, take_place
-from elastic.train.session import require_engine
+from elastic.train.session import require_engine, working
 from elastic.worker.engine import usage_errors
 from elastic.worker.engine.prepared_optimizers import is_training
 from elastic.worker.engine.step_engine import StepEngine
@@ -74,9 +76,13 @@ def prepare_accelerator(
     accelerator._elastic = {"global_batch_size": global_batch_size, "weigh": weigh}
     accelerator._trackers_of = None
     engine.at_boundary = accelerator._take_place
+    accelerator._saves = _Saves(accelerator.project_configuration)
+    engine.register(NAME, accelerator._saves, is_own=True)
     return accelerator
 
 
+NAME = "accelerate.Accelerator"
+"""Of the number of saved states in the run's state."""
 NO_TRIGGER = (
     "accelerator.{}(): each worker would ask itself alone, and some would leave the loop while "
     "others wait for them: write train.log(stop=float(condition)) for each batch, and leave the "
@@ -90,6 +96,7 @@ class _InGroup(Accelerator):
     _elastic: dict[str, Any]
     _trackers_of: Callable[[], None] | None
     """Opens the trackers that the script has asked for."""
+    _saves: _Saves
 
     def _take_place(self) -> None:
         """Set accelerate's rank to this worker's; one that becomes the first opens the trackers."""
@@ -103,6 +110,56 @@ class _InGroup(Accelerator):
     def on_local_main_process(self, function: Callable[..., Any]) -> Any:  # type: ignore[override]
         """Decorate a function that only the worker calls that is the first of its node then."""
         return _where(lambda: self.is_local_main_process, function)
+
+    def on_last_process(self, function: Callable[..., Any]) -> Any:
+        """Decorate a function that only the first worker calls: of one process it is the last."""
+        return _where(lambda: self.is_last_process, function)
+
+    def on_process(  # type: ignore[override]
+        self, function: Callable[..., Any] | None = None, process_index: int | None = None
+    ) -> Any:
+        """Decorate a function that only the worker calls that has this rank then."""
+        if function is None:
+            return functools.partial(self.on_process, process_index=process_index)
+        return _where(lambda: self.process_index == process_index, function)
+
+    def on_local_process(  # type: ignore[override]
+        self, function: Callable[..., Any] | None = None, local_process_index: int | None = None
+    ) -> Any:
+        """Decorate a function that only the worker calls that has this rank on its node then."""
+        if function is None:
+            return functools.partial(self.on_local_process, local_process_index=local_process_index)
+        return _where(lambda: self.local_process_index == local_process_index, function)
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Return whether this iteration is that of the step, the last of this worker's in it.
+
+        Scripts clip there, and count their steps.
+        """
+        is_of_step = require_engine("accelerator.sync_gradients").is_of_step()
+        return is_of_step and bool(self.gradient_state.sync_gradients)
+
+    @sync_gradients.setter
+    def sync_gradients(self, sync_gradients: bool) -> None:
+        self.gradient_state._set_sync_gradients(sync_gradients)
+
+    def save_state(self, output_dir: Any = None, *args: Any, **named: Any) -> Any:
+        """Write the state on the first worker, or the first of each node; the others count it.
+
+        Returns:
+            The folder.
+        """
+        config = self.project_configuration
+        if config.automatic_checkpoint_naming:
+            output_dir = Path(config.project_dir, "checkpoints", f"checkpoint_{config.iteration}")
+        if self.is_main_process or (config.save_on_each_node and self.is_local_main_process):
+            if config.automatic_checkpoint_naming and self._saves.goes_on:
+                shutil.rmtree(output_dir, ignore_errors=True)  # Of steps that are done again.
+            with working("writes a checkpoint"):
+                return super().save_state(output_dir, *args, **named)
+        config.iteration += 1
+        return Path(output_dir)
 
     def init_trackers(self, *args: Any, **named: Any) -> None:
         """Open the trackers on the first worker; also on each that becomes the first one later."""
@@ -177,6 +234,25 @@ class _InGroup(Accelerator):
             f"of an epoch from its automatic checkpoints (RunConfig.checkpoint_config); a "
             f"checkpoint of your own, written after an epoch, by train.epochs(n, start=epoch + 1)"
         )
+
+
+class _Saves:
+    """How many states were saved, which names the next one's folder.
+
+    Attributes:
+        goes_on: the run has saved states before this worker was there.
+    """
+
+    def __init__(self, config: Any) -> None:
+        self._config, self.goes_on = config, False
+
+    def state_dict(self) -> dict[str, int]:
+        """Return their number."""
+        return {"saved": self._config.iteration}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Count on from that of the others."""
+        self._config.iteration, self.goes_on = state["saved"], True
 
 
 class _Loader:

@@ -12,7 +12,9 @@ import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch import Trainer, strategies
 from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
     GradientAccumulationScheduler,
+    LearningRateFinder,
     ModelCheckpoint,
     StochasticWeightAveraging,
     Timer,
@@ -290,6 +292,8 @@ def refuse_callbacks(trainer: Any) -> None:
             raise _refused("train_time_interval", f"every_n_train_steps; {CLOCK}")
         if isinstance(one, ModelCheckpoint) and one.save_last == "link":
             raise _refused("save_last='link'", "save_last=True: who dies may leave no link")
+        if isinstance(one, (BatchSizeFinder, LearningRateFinder)):
+            raise _refused(type(one).__name__, "it in a run of its own, and its result here")
         if isinstance(one, StochasticWeightAveraging):
             raise _refused("StochasticWeightAveraging", "WeightAveraging: it changes schedules")
         if isinstance(one, GradientAccumulationScheduler):

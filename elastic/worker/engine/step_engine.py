@@ -811,6 +811,10 @@ class StepEngine(ObjectRegistry):
         """Return whether what follows an optimizer step happens now."""
         return self._machine.has_stepped
 
+    def is_of_step(self) -> bool:
+        """Return whether what this iteration does is done once in a step: its last, or outside."""
+        return self.has_stepped() or self._phase in (IterationPhase.DUE, IterationPhase.SETTLED)
+
     def step_is_done(self) -> bool:
         """Return whether a step has been done in this iteration; see `train.stepped`.
 
