@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import types
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -259,7 +259,7 @@ def _has_checked(scaler: Any) -> bool:
 
 
 @contextmanager
-def modules_know(zeroed: Callable[[Sequence[torch.nn.Parameter]], None]) -> Iterator[None]:
+def modules_know(zeroed: Callable[[Iterable[torch.nn.Parameter]], None]) -> Iterator[None]:
     """Let `zero_grad` of any module drop gradients that are not in `p.grad` any more.
 
     GANs are trained with that of their networks as often as with that of optimizers, and each part
@@ -270,7 +270,7 @@ def modules_know(zeroed: Callable[[Sequence[torch.nn.Parameter]], None]) -> Iter
 
     @functools.wraps(real)
     def zero_grad(self: torch.nn.Module, set_to_none: bool = True) -> None:
-        zeroed(list(self.parameters()))
+        zeroed(self.parameters())
         real(self, set_to_none)
 
     cls.zero_grad = zero_grad  # type: ignore[method-assign]

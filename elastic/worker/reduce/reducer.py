@@ -332,10 +332,10 @@ class Reducer:
         for bucket in own.buckets:
             bucket.begin_micro_batch()
 
-    def parameters_zeroed(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Do the same for some parameters of any units."""
+    def parameters_zeroed(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Do the same for some parameters of any units; to walk through a model's takes long."""
         step = self._step
-        if step is None or not step.counts:
+        if step is None or not step.counts or all(one.has_stepped for one in self._units):
             return
         for parameter in parameters:
             bucket, place = self._layout.slots.get(id(parameter), (None, 0))

@@ -14,7 +14,7 @@ that bits depend on the world size, and on nothing else.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -259,7 +259,7 @@ class ShardedReducer:
         if not own.has_stepped:
             own.zero()
 
-    def parameters_zeroed(self, parameters: Sequence[nn.Parameter]) -> None:
+    def parameters_zeroed(self, parameters: Iterable[nn.Parameter]) -> None:
         """Do the same for some parameters of any units."""
         chosen = {id(parameter) for parameter in parameters}
         for unit in self._not_stepped():
