@@ -6,6 +6,7 @@ tests/chaos/test_frameworks.py kills workers under the same scripts.
 from __future__ import annotations
 
 import pickle
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from elastic import train
+from elastic.core.policy.cursor import Cursor
 from elastic.data import from_items
 from elastic.errors import UsageError
 from elastic.train.accelerate import prepare_accelerator
@@ -37,9 +39,11 @@ from elastic.train.lightning import (
 )
 from elastic.train.session import require_engine
 from elastic.worker.engine import train_call
+from elastic.worker.engine.step_engine import StepEngine
 from elastic.worker.process.early_run import PLACE, joining_on_demand
+from elastic.worker.process.local import NoNextGroup
 from tests.chaos import hf_job, lightning_job
-from tests.unit.engine_under_test import data, inside_a_run, inside_again, reported
+from tests.unit.engine_under_test import called, data, inside_a_run, inside_again, reported
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Of these libraries: theirs.
 _inside = pytest.fixture(autouse=True, name="_inside")(inside_a_run)
@@ -236,6 +240,45 @@ def test_a_worker_that_joins_builds_its_trainer_while_the_others_train(
     train_call.set_current(here, engine)
     trainer.train()
     assert trainer.is_world_process_zero()
+
+
+class Leaves(hf_job.TrainerCallback):
+    """Leaves the Trainer behind its last step."""
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == state.max_steps:
+            raise Left
+
+
+class Left(Exception):
+    pass
+
+
+def test_a_worker_that_joins_behind_the_last_step_passes_the_end_with_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They wait there for it, evaluate, and have stopped; it has the epoch before to leave out."""
+    passed: list[Cursor] = []
+    real = StepEngine._pass_gate
+
+    def pass_gate(engine: StepEngine) -> bool:
+        passed.append(engine.cursor)
+        return real(engine)
+
+    monkeypatch.setattr(StepEngine, "_pass_gate", pass_gate)
+    resume = None
+    for generation in (1, 2):
+        with called(NoNextGroup(), resume, generation) as engine:
+            config = CONFIG | {"output": str(tmp_path)}
+            trainer = hf_job.build(config, use_cpu=True, disable_tqdm=True, eval_strategy="no")
+            of_transformers.prepare_trainer(trainer, global_batch_size=hf_job.GLOBAL_BATCH)
+            if generation == 1:
+                trainer.add_callback(Leaves())
+            with suppress(Left):
+                trainer.train()
+            resume = engine.resume_state()
+        assert trainer.state.global_step == 10
+    assert passed == [Cursor(0, 5), Cursor(1, 5)]
 
 
 def test_what_a_micro_batch_logs_is_logged_once_in_a_step(tmp_path: Path) -> None:

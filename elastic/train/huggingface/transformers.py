@@ -321,6 +321,10 @@ class _Run(TrainerCallback):
             self._next_epoch()
         return self._epoch == epoch
 
+    def is_done(self) -> bool:
+        """Return whether no epoch is left."""
+        return self._epoch == sys.maxsize
+
     def is_over(self) -> bool:
         """Pass the end of an epoch all of whose steps were done when this worker joined.
 
@@ -502,7 +506,10 @@ class _InSteps(Trainer):
     def _run_epoch(self, **named: Any) -> None:  # type: ignore[override]
         """Run the steps left in an epoch; none if it was over when this worker joined."""
         run = self._elastic
-        if run.has_epoch(named["epoch"]) and not run.is_over():
+        if not run.has_epoch(named["epoch"]):
+            # Others may have decided to stop after a later one, whose end this worker is to pass.
+            self.control.should_training_stop = run.is_done()
+        elif not run.is_over():
             # Each micro-batch has a seed of its own, not that of the checkpoint.
             super()._run_epoch(**named | {"resume_from_checkpoint": None})
             run.end_epoch()
