@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -112,12 +113,12 @@ def test_the_next_first_worker_writes_what_the_lost_one_has_not(
 ) -> None:
     folder, again = tmp_path / "whole", tmp_path / "again"
     best = {"monitor": "val_loss", "save_last": True, "save_top_k": 1}
-    whole = fitted(folder, None, Copying(folder), callbacks.ModelCheckpoint(**best))
+    rates = partial(callbacks.LearningRateMonitor, "step")
+    whole = fitted(folder, None, rates(), Copying(folder), callbacks.ModelCheckpoint(**best))
     ranks = [1]
     monkeypatch.setattr(of_strategy, "current_rank", lambda: ranks[0])
-    trainer = fitted(
-        again, None, Succeeding(again, written, ranks), callbacks.ModelCheckpoint(**best)
-    )
+    succeeding = Succeeding(again, written, ranks)
+    trainer = fitted(again, None, rates(), succeeding, callbacks.ModelCheckpoint(**best))
     assert ranks == [0]
     assert files(again) == files(folder)
     for name in files(folder):
@@ -297,6 +298,10 @@ SAVES = callbacks.ModelCheckpoint
         (
             lambda folder: fitted(folder, None, callbacks.GradientAccumulationScheduler({1: 2})),
             "steps have one size",
+        ),
+        (
+            lambda folder: fitted(folder, None, callbacks.LearningRateFinder()),
+            "in a run of its own",
         ),
         (
             lambda folder: fitted(folder, accumulate_grad_batches=4, limit_train_batches=6),

@@ -12,7 +12,7 @@ from __future__ import annotations
 import csv
 import io
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -38,14 +38,14 @@ class Files:
     def __init__(self, trainer: Any) -> None:
         """Begin with what is there; the Trainer's callbacks must be set up."""
         self._trainer = trainer
-        # Writes of the others; of a logger's row that Lightning counts by steps, with the step.
-        self._kept: list[tuple[int | None, Callable[[], Any]]] = []
+        # Writes of the others; of a logger's, with its row.
+        self._kept: list[tuple[Mapping[str, Any], Callable[[], Any]]] = []
         self._checkpoints = [one for one in trainer.callbacks if isinstance(one, ModelCheckpoint)]
         self._paths = {path for one in self._checkpoints for path in _files_of(one)}
         for one in self._checkpoints:
             vars(one)["file_exists"] = lambda path, trainer: str(path) in self._paths
         for logger in trainer.loggers:
-            vars(logger)["log_metrics"] = partial(self._log, logger.log_metrics)
+            vars(logger)["log_metrics"] = partial(self._log, logger, logger.log_metrics)
 
     def close(self) -> None:
         """Give the callbacks and loggers their own methods back."""
@@ -68,13 +68,14 @@ class Files:
 
     def _do(self, write: Callable[[], Any]) -> None:
         if not self._trainer.is_global_zero:
-            self._kept.append((None, write))
+            self._kept.append(({}, write))
             return
         with working("writes a checkpoint"):
             write()
 
     def _log(
         self,
+        logger: Any,
         log: Callable[..., None],
         metrics: Mapping[str, Any],
         step: int | None = None,
@@ -82,9 +83,11 @@ class Files:
     ) -> None:
         """Take a row of a logger; only the first worker's does anything with it."""
         log(metrics, step, **named)
+        if isinstance(logger, CSVLogger):
+            logger.save()  # Rows of callbacks stay in memory, which the others know nothing of.
         if not self._trainer.is_global_zero:
-            counted = step if "epoch" in metrics else None
-            self._kept.append((counted, partial(log, dict(metrics), step, **named)))
+            row = {**metrics, "step": step}
+            self._kept.append((row, partial(log, dict(metrics), step, **named)))
 
     def written(self) -> None:
         """Forget what was kept: a step is computed since, in which the first worker took part."""
@@ -93,18 +96,23 @@ class Files:
     def take_over(self) -> None:
         """Go on where the lost first worker has stopped; it may have written some of it."""
         kept, self._kept = self._kept, []
-        self._continue_rows([step for step, _ in kept if step is not None])
+        self._continue_rows([row for row, _ in kept if row])
         for _, write in kept:
             self._do(write)
         for logger in self._trainer.loggers:
             logger.save()
 
-    def _continue_rows(self, steps: list[int]) -> None:
-        """Let CSV files keep the rows of the steps before these, or before the one that is next."""
+    def _continue_rows(self, again: Sequence[Mapping[str, Any]]) -> None:
+        """Let CSV files keep the rows of the steps before those of these, or before the next step.
+
+        Args:
+            again: rows that are written again.
+        """
+        steps = [row["step"] for row in again if "epoch" in row and row["step"] is not None]
         before = min([*steps, self._trainer.fit_loop.epoch_loop._batches_that_stepped])
         for logger in self._trainer.loggers:
             if isinstance(logger, CSVLogger):
-                logger._experiment = _Rows(logger.log_dir, before)
+                logger._experiment = _Rows(logger.log_dir, before, again)
 
     # ------------------------------------------------------------------- the run's state
 
@@ -149,18 +157,20 @@ def _files_of(callback: Any) -> list[str]:
 class _Rows(ExperimentWriter):
     """A CSVLogger's writer that goes on with a file, where the library's own deletes it.
 
-    Lightning adds the epoch to rows that it counts by steps; others may count what they like, such
-    as samples, and are kept.
+    Lightning adds the epoch to rows that it counts by steps; others, of callbacks, may count what
+    they like, such as samples, and are kept.
     """
 
-    def __init__(self, log_dir: str, before: int) -> None:
+    def __init__(self, log_dir: str, before: int, again: Sequence[Mapping[str, Any]] = ()) -> None:
         """Open the file.
 
         Args:
             log_dir: its folder.
             before: the step from which on rows are written again.
+            again: rows that are, of callbacks, too.
         """
         self._before = before
+        self._again = [{name: _text(value) for name, value in row.items()} for row in again]
         super().__init__(log_dir)
 
     def _check_log_dir_exists(self) -> None:
@@ -169,9 +179,19 @@ class _Rows(ExperimentWriter):
             return
         text = self._fs.read_text(path)
         reader = csv.DictReader(io.StringIO(text[: text.rfind("\n") + 1]))  # Without a torn row.
-        rows = [one for one in reader if not one.get("epoch") or int(one["step"]) < self._before]
+        rows = [one for one in reader if self._is_kept(one)]
         self.metrics_keys = list(reader.fieldnames or ())
         with self._fs.transaction, self._fs.open(path, "w", newline="") as file:
             writer = csv.DictWriter(file, fieldnames=self.metrics_keys)
             writer.writeheader()
             writer.writerows(rows)
+
+    def _is_kept(self, row: Mapping[str, str]) -> bool:
+        if row.get("epoch"):
+            return int(row["step"]) < self._before
+        return {name: text for name, text in row.items() if text} not in self._again
+
+
+def _text(value: Any) -> str:
+    """Return a number as it stands in a file."""
+    return str(value.item() if hasattr(value, "item") else value)
