@@ -813,7 +813,7 @@ class StepEngine(ObjectRegistry):
 
     def is_of_step(self) -> bool:
         """Return whether what this iteration does is done once in a step: its last, or outside."""
-        return self.has_stepped() or self._phase in (IterationPhase.DUE, IterationPhase.SETTLED)
+        return self.has_stepped() or self._machine.phase in AT_STEP
 
     def step_is_done(self) -> bool:
         """Return whether a step has been done in this iteration; see `train.stepped`.
