@@ -19,6 +19,8 @@ from elastic.errors import GroupError, StorageError, UsageError
 from elastic.runtime.clock import SystemClock
 from elastic.storage.marker import CheckpointMarker, StoredFile
 from elastic.storage.run_directory import RunDirectory
+from elastic.train.checkpoint import Checkpoint
+from elastic.train.uploading import bring
 from elastic.worker.base.interrupt import GroupChanged
 from elastic.worker.checkpoint.committer import Committer
 from elastic.worker.checkpoint.delivery import CheckpointUploadMode, DeliveredParts
@@ -294,6 +296,18 @@ def test_a_function_of_the_users_may_upload(tmp_path: Path, mode: CheckpointUplo
         (storage.path / "checkpoints" / name / "_COMMITTED").read_text()
     )
     assert [file.path for file in marker.files] == ["shard0", "shard1"]
+
+
+def test_a_checkpoint_that_a_function_returns_as_it_lies_there_is_not_deleted(
+    tmp_path: Path,
+) -> None:
+    storage = Storage(tmp_path / "run")
+    mine = directory(storage.path / "checkpoints" / "a", model="x")
+    (rank,) = members(storage, 1)
+    checkpoint = Checkpoint.from_directory(mine)
+    rank.report({}, bring(checkpoint, ASYNC, delete_local=None, upload=lambda found, _: found))
+    rank.reporter.finish()
+    assert sorted(one.name for one in mine.iterdir()) == ["_COMMITTED", "model"]
 
 
 def test_a_function_that_raises_or_returns_another_place_fails_the_checkpoint(

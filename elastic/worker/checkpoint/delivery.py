@@ -62,7 +62,7 @@ class DeliveredParts:
         upload: the user's own way: takes the checkpoint's name, and returns the path of its
             directory in the run directory, with the files in it.
         release: called once the files lie in the run directory, and are not needed here any more;
-            what a script wrote is its own as long as they do not.
+            what a script wrote is its own as long as they do not, or is the checkpoint itself.
         validation: how the checkpoint is to be validated, JSON, "" if it is not; that of the
             member that commits it counts.
     """
@@ -126,7 +126,7 @@ class Delivery:
         outcome = reported.conclude(agreement, self.turn)
         if not self.turn.leaves:
             agreement.forget(key, self.readers)
-        if outcome.path:
+        if outcome.path and _place_of(self.parts.path) != _place_of(outcome.path):
             self.parts.release()
         return outcome
 
@@ -178,17 +178,22 @@ def name_in(run: RunDirectory, path: str, what: str) -> str:
     Raises:
         UsageError: it lies elsewhere.
     """
-    found, folder = Files(path), Files(f"{run.path}/{CHECKPOINTS}")
-    place, above = found.root.rstrip("/"), folder.root
-    if found.is_local and folder.is_local:
-        place, above = os.path.realpath(place), os.path.realpath(above)
+    folder = f"{run.path}/{CHECKPOINTS}"
+    kind, place = _place_of(path)
     parent, _, name = place.rpartition("/")
-    if parent != above or type(found.fs) is not type(folder.fs):
+    if (kind, parent) != _place_of(folder):
         raise UsageError(
-            f"train.report: {what} {path}, expected a directory in {folder.path}: write the "
+            f"train.report: {what} {path}, expected a directory in {Files(folder).path}: write the "
             f"checkpoint there (train.get_context().get_storage() is the run directory)"
         )
-    return str(name)
+    return name
+
+
+def _place_of(path: str) -> tuple[type, str]:
+    """Return the kind of file system of a local path or an URL, and where it lies there."""
+    files = Files(path)
+    place = files.root.rstrip("/")
+    return type(files.fs), os.path.realpath(place) if files.is_local else place
 
 
 class BackgroundDelivery:
