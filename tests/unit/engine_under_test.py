@@ -76,11 +76,11 @@ reported: list[dict[str, Any]] = []
 
 
 @contextmanager
-def inside_again() -> Iterator[None]:
+def inside_again(run_path: str = "") -> Iterator[None]:
     """Be called once more, as by a worker of another life."""
     outer, engine = current(), current_engine()
     try:
-        with local_context(LocalRun(job_name="again")):
+        with local_context(LocalRun(job_name="again", run_path=run_path)):
             yield
     finally:
         set_current(outer, engine)

@@ -17,7 +17,12 @@ from torch.utils.data import DataLoader, Dataset
 from torchmetrics import MeanMetric
 
 from elastic.errors import UsageError
-from elastic.train.lightning import RayDDPStrategy, RayLightningEnvironment
+from elastic.train import CheckpointUploadMode
+from elastic.train.lightning import (
+    RayDDPStrategy,
+    RayLightningEnvironment,
+    RayTrainReportCallback,
+)
 from elastic.train.lightning import strategy as of_strategy
 from elastic.train.lightning.files import _Rows
 from tests.unit.engine_under_test import inside_a_run, inside_again
@@ -60,10 +65,12 @@ class Module(BoringModel):
         return DataLoader(Numbers(), batch_size=4)
 
 
-def fitted(folder: Path, module: Any = None, *others: Callback, **named: Any) -> Any:
+def fitted(
+    folder: Path, module: Any = None, *others: Callback, run_path: str = "", **named: Any
+) -> Any:
     """Train with the logger and the checkpoints that a Trainer has by default."""
     options: dict[str, Any] = {"max_epochs": 2, "log_every_n_steps": 1, "max_steps": -1}
-    with inside_again():
+    with inside_again(run_path):
         trainer = Trainer(
             strategy=RayDDPStrategy(), plugins=[RayLightningEnvironment()],
             default_root_dir=folder, callbacks=list(others), enable_model_summary=False,
@@ -211,6 +218,13 @@ class Things(Module):
         self.log("mean", self.mean, on_epoch=True)
 
     val_dataloader: Any = None
+
+
+def test_epochs_are_reported_as_often_and_in_the_way_that_was_asked_for(tmp_path: Path) -> None:
+    callback = RayTrainReportCallback(CheckpointUploadMode.ASYNC, checkpoint_frequency=2)
+    fitted(tmp_path, None, callback, run_path=str(tmp_path / "run"), max_epochs=4)
+    saved = sorted((tmp_path / "run").rglob(RayTrainReportCallback.CHECKPOINT_NAME))
+    assert [torch.load(one, weights_only=False)["epoch"] for one in saved] == [1, 3]
 
 
 def test_batches_of_any_class_and_logs_of_other_hooks_count_by_samples(tmp_path: Path) -> None:

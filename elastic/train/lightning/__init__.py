@@ -26,6 +26,8 @@ from elastic.train.checkpoint import Checkpoint
 from elastic.train.lightning.environment import RayLightningEnvironment
 from elastic.train.lightning.strategy import RayDDPStrategy
 from elastic.train.session import report
+from elastic.train.validation import ValidationTaskConfig
+from elastic.worker.checkpoint.delivery import CheckpointUploadMode
 
 __all__ = [
     "DDPStrategy",
@@ -47,15 +49,44 @@ class RayTrainReportCallback(Callback):
 
     CHECKPOINT_NAME = "checkpoint.ckpt"
 
+    def __init__(
+        self,
+        checkpoint_upload_mode: CheckpointUploadMode | None = None,
+        validation: bool | ValidationTaskConfig = False,
+        checkpoint_frequency: int = 1,
+    ) -> None:
+        """Store what `train.report` is given with each checkpoint.
+
+        Args:
+            checkpoint_upload_mode: see `train.report`; None is SYNC.
+            validation: see `train.report`.
+            checkpoint_frequency: epochs from one report to the next.
+        """
+        super().__init__()
+        self._mode = checkpoint_upload_mode or CheckpointUploadMode.SYNC
+        self._validation = validation
+        self._epochs = checkpoint_frequency
+
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Report on all workers; the first one adds the file."""
+        if (trainer.current_epoch + 1) % self._epochs:
+            return
         metrics = {name: value.item() for name, value in trainer.callback_metrics.items()}
         metrics |= {"epoch": trainer.current_epoch, "step": trainer.global_step}
-        with tempfile.TemporaryDirectory() as folder:
-            if trainer.is_global_zero:  # The folder is gone when another worker is the first one.
-                trainer.save_checkpoint(Path(folder, self.CHECKPOINT_NAME), weights_only=False)
-            has_file = any(Path(folder).iterdir())
-            report(metrics, checkpoint=Checkpoint.from_directory(folder) if has_file else None)
+        # Its folder is deleted with it: after the upload, which may go on in the background.
+        checkpoint = Checkpoint.temporary(tempfile.mkdtemp())
+        folder = Path(checkpoint.path)
+        if trainer.is_global_zero:  # The folder is gone when another worker is the first one.
+            trainer.save_checkpoint(folder / self.CHECKPOINT_NAME, weights_only=False)
+        if not any(folder.iterdir()):
+            report(metrics, checkpoint=None)
+            return
+        report(
+            metrics,
+            checkpoint=checkpoint,
+            checkpoint_upload_mode=self._mode,
+            validation=self._validation,
+        )
 
 
 LOOP = (
