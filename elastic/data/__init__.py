@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from elastic.data.compute import ActorPoolStrategy, TaskPoolStrategy
     from elastic.data.context import (
         DataContext,
+        ExecutionOptions,
+        ExecutionResources,
         FileShuffleConfig,
         MixStoppingCondition,
         RandomSeedConfig,
@@ -54,6 +56,8 @@ __all__ = [
     "DataContext",
     "DataIterator",
     "Dataset",
+    "ExecutionOptions",
+    "ExecutionResources",
     "FileShuffleConfig",
     "MixStoppingCondition",
     "RandomSeedConfig",
@@ -86,6 +90,8 @@ _HOME = {
     "DataContext": "context",
     "DataIterator": "iterator",
     "Dataset": "dataset",
+    "ExecutionOptions": "context",
+    "ExecutionResources": "context",
     "FileShuffleConfig": "context",
     "MixStoppingCondition": "context",
     "RandomSeedConfig": "context",
@@ -95,8 +101,6 @@ _HOME = {
 _NOT_HERE = {
     "Datasink": "Dataset.write_parquet, write_csv or write_json",
     "Datasource": "read_parquet, from_items or another of the functions that read",
-    "ExecutionOptions": "train.DataConfig(num_feeders=..., shuffle_memory=...)",
-    "ExecutionResources": "train.DataConfig(num_feeders=..., shuffle_memory=...)",
     "Preprocessor": "Dataset.map_batches with a function, or a class",
     **dict.fromkeys(
         (

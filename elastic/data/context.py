@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from types import SimpleNamespace
 from typing import Any
@@ -50,6 +50,43 @@ def seed_of(given: int | RandomSeedConfig | None) -> int:
 def reseeds(given: int | RandomSeedConfig | None) -> bool:
     """Return whether each epoch is to have another order."""
     return not isinstance(given, RandomSeedConfig) or given.reseed_after_execution
+
+
+@dataclass
+class ExecutionResources:
+    """Amounts of Ray's, without effect: there is no object store, and feeders have a number."""
+
+    cpu: float | None = None
+    gpu: float | None = None
+    object_store_memory: float | None = None
+    memory: float | None = None
+
+    @classmethod
+    def zero(cls) -> ExecutionResources:
+        """Return nothing of each."""
+        return cls(0, 0, 0, 0)
+
+    @classmethod
+    def for_limits(cls, *amounts: float | None, **named: float | None) -> ExecutionResources:
+        """Return these amounts."""
+        return cls(*amounts, **named)
+
+    def copy(self, **amounts: float | None) -> ExecutionResources:
+        """Return a copy with other amounts."""
+        return replace(self, **amounts)
+
+
+@dataclass
+class ExecutionOptions:
+    """Options of Ray's, without effect: rows keep their order, and every worker reads its own."""
+
+    resource_limits: ExecutionResources = field(default_factory=ExecutionResources)
+    exclude_resources: ExecutionResources = field(default_factory=ExecutionResources)
+    locality_with_output: bool | str | Sequence[str] = False
+    preserve_order: bool = True
+    actor_locality_enabled: bool = True
+    verbose_progress: bool | None = None
+    label_selector: Mapping[str, str] | None = None
 
 
 class DataContext(SimpleNamespace):
@@ -101,6 +138,4 @@ def with_context(function: Callable[..., Any]) -> Callable[..., Any]:
     return called
 
 
-_current = DataContext(
-    execution_options=DataContext(preserve_order=True, resource_limits=DataContext())
-)
+_current = DataContext(execution_options=ExecutionOptions())

@@ -502,6 +502,7 @@ class DataConfig:
             worker sees all rows of the others, unless it trains with them in a loop over
             `train.epochs()`.
         execution_options, enable_shard_locality: of Ray, without effect: there is no object store.
+            So is `DataConfig.default_ingest_options()`.
         num_feeders: processes that run the datasets' functions ahead of time: a number, or (min,
             max) to begin with min, and have more while training waits for data. They run beside
             each worker, or with `feeder_resources` anywhere in the cluster, for all workers. 0 runs
@@ -544,6 +545,13 @@ class DataConfig:
         plain = (low, high) if isinstance(number, tuple) else low
         object.__setattr__(self, "num_feeders", plain)
         Resources.of(_expect_amounts(self, "feeder_resources"))
+
+    @staticmethod
+    def default_ingest_options() -> Any:
+        """Return Ray's options for `execution_options`."""
+        from elastic.data.context import ExecutionOptions
+
+        return ExecutionOptions()
 
     @property
     def feeder_bounds(self) -> tuple[int, int]:

@@ -209,8 +209,9 @@ def test_settings_of_rays_data_context_are_taken_also_for_a_while() -> None:
         assert data.DataContext.get_current() is own
         data.range(3).set_name("validation")
     assert data.DataContext.get_current() is given
-    assert not hasattr(given.execution_options, "label_selector")
-    assert not hasattr(given.execution_options.resource_limits, "cpu")
+    assert given.execution_options == train.DataConfig.default_ingest_options()
+    assert data.ExecutionResources.for_limits(cpu=1).copy(gpu=2) == data.ExecutionResources(1, 2)
+    assert data.ExecutionOptions(data.ExecutionResources.zero()) != given.execution_options
 
 
 def in_arrays(config: dict[str, Any]) -> list[list[int]]:

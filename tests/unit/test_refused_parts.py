@@ -42,7 +42,7 @@ from elastic.train import remote
             elastic.errors.UsageError,
             "outside a train function",
         ),
-        ("from elastic.data import ExecutionOptions", ImportError, "DataConfig"),
+        ("from elastic.data import Datasource", ImportError, "from_items"),
         ("import elastic; elastic.put(1)", AttributeError, "paths in storage"),
         ("import elastic; elastic.no_such_name", AttributeError, "no_such_name"),
     ],

@@ -1,7 +1,8 @@
-"""Ray's home of `Partitioning`."""
+"""Ray's home of `Partitioning` and `FileShuffleConfig`."""
 
 from __future__ import annotations
 
+from elastic.data.context import FileShuffleConfig
 from elastic.data.datasource.partitioning import Partitioning
 
-__all__ = ["Partitioning"]
+__all__ = ["FileShuffleConfig", "Partitioning"]
