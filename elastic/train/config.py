@@ -464,7 +464,8 @@ class TorchConfig(BackendConfig):
     """How torch.distributed is set up.
 
     Attributes:
-        backend: "gloo", "nccl", or None: nccl with GPUs, else gloo.
+        backend: "gloo", "nccl", or None, the same as "cpu:gloo,cuda:nccl": gloo for tensors on the
+            CPU, nccl for those on GPUs, if there are any.
         init_method: "env" or "tcp", of Ray, without effect: the runtime forms groups itself.
         timeout_s: torch.distributed's own timeout in seconds; a backstop, not the detector. Also
             the time in which a worker must have started, at least ten minutes; four hours once the
@@ -486,8 +487,10 @@ class TorchConfig(BackendConfig):
         """Refuse what cannot work."""
         if self.init_method not in ("env", "tcp"):
             refuse(self, "init_method", "env or tcp")
+        if self.backend == "cpu:gloo,cuda:nccl":
+            object.__setattr__(self, "backend", None)
         if self.backend not in (None, "gloo", "nccl"):
-            refuse(self, "backend", "gloo or nccl")
+            refuse(self, "backend", "gloo or nccl, or cpu:gloo,cuda:nccl")
         if self.consistency not in ("bitwise", "samples"):
             refuse(self, "consistency", "bitwise or samples")
         take_seconds(self, "timeout_s", "seconds, a finite number > 0")

@@ -89,6 +89,10 @@ def test_a_value_that_cannot_work_is_refused_by_name(make: Any, says: str) -> No
         make()
 
 
+def test_both_backends_are_what_no_backend_is() -> None:
+    assert TorchConfig(backend="cpu:gloo,cuda:nccl") == TorchConfig()
+
+
 @pytest.mark.parametrize(
     ("kind", "field", "value", "says"),
     [

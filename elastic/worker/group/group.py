@@ -45,7 +45,9 @@ log = logging.getLogger(__name__)
 
 Made = TypeVar("Made")
 
-BACKENDS = ("gloo", "nccl", "cpu:gloo,cuda:nccl")
+BOTH_BACKENDS = "cpu:gloo,cuda:nccl"
+"""With accelerators: tensors may be on either side, and gloo's connections show a lost peer."""
+BACKENDS = ("gloo", "nccl", BOTH_BACKENDS)
 NO_GENERATION = 0
 NCCL_ABORT_S = 30.0
 """An abort of NCCL that takes longer will not end; the process has to."""

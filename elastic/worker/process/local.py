@@ -51,6 +51,7 @@ from elastic.worker.engine.context import WorkerContext
 from elastic.worker.engine.outcome import NO_RESULT, exit_code_of, result_json
 from elastic.worker.engine.step_engine import StepEngine
 from elastic.worker.engine.train_call import set_current
+from elastic.worker.group.group import BOTH_BACKENDS
 from elastic.worker.group.peer_sockets import PeerAddress
 from elastic.worker.process.entry import call_with_config
 
@@ -323,7 +324,7 @@ def _form(run: LocalRun) -> bool:
         return False
     backend = run.backend
     if backend == "auto":
-        backend = "nccl" if run.use_gpu else "gloo"
+        backend = BOTH_BACKENDS if run.use_gpu else "gloo"
     timeout = datetime.timedelta(seconds=run.timeout_s)
     if torchrun_rank() is not None:
         dist.init_process_group(backend, timeout=timeout)

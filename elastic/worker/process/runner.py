@@ -64,7 +64,7 @@ from elastic.worker.engine.recovery_modes import ReenterRequested, ResumeState
 from elastic.worker.engine.step_engine import StepEngine
 from elastic.worker.engine.train_call import current, set_current
 from elastic.worker.group import c10d
-from elastic.worker.group.group import GroupSpec, ProcessGroups
+from elastic.worker.group.group import BOTH_BACKENDS, GroupSpec, ProcessGroups
 from elastic.worker.group.peer_sockets import PeerAddress
 from elastic.worker.group.store_server import StoreServer
 from elastic.worker.process import entry, environment
@@ -75,9 +75,6 @@ from elastic.worker.process.early_run import joining_on_demand
 from elastic.worker.process.tracking import Trackers
 
 log = logging.getLogger(__name__)
-
-BOTH_BACKENDS = "cpu:gloo,cuda:nccl"
-"""With accelerators: tensors may be on either side, and gloo's connections show a lost peer."""
 
 TrainEvent = TrainReturned | TrainLeft | TrainRaised
 
