@@ -18,6 +18,8 @@ ITERATION = "training_iteration"
 """What Ray calls the number of a report within its trial, from 1."""
 TOTAL_S = "time_total_s"
 """What Ray calls the seconds of a report since its trial began."""
+CHECKPOINT_PATH = "checkpoint_path"
+"""What Ray calls the path of the checkpoint that came with a report."""
 
 
 TRIAL_EVENTS = frozenset(

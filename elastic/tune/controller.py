@@ -24,6 +24,7 @@ from elastic.client.text_format import world_size
 from elastic.core.policy.decision import Decision
 from elastic.core.policy.tuning.decision import TrialAction, TrialDecision
 from elastic.core.study import (
+    CHECKPOINT_PATH,
     ITERATION,
     TOTAL_S,
     Study,
@@ -403,20 +404,25 @@ class Controller:
 
     def _take_report(self, trial: Trial, number: int, row: Mapping[str, Any], unix_ns: int) -> None:
         seconds = round(max(0, unix_ns - trial.started_unix_ns) / 1e9, 3)
+        given = row["metrics"]
+        name = row.get("checkpoint", "")
+        if name:
+            run = RunDirectory(self._log.files.folder(trial.attempt.run).path)
+            given = {CHECKPOINT_PATH: run.checkpoint_path(name), **given}
         self._log.add(
             {
                 "e": "reported",
                 "trial": trial.number,
                 "n": number,
-                "metrics": row["metrics"],
+                "metrics": given,
                 "generation": row["generation"],
                 "index": row["index"],
                 "s": seconds,
-                "checkpoint": row.get("checkpoint", ""),
+                "checkpoint": name,
             }
         )
-        self._check_metric(trial, row["metrics"])
-        metrics = self._reported(trial, number, row["metrics"], seconds)
+        self._check_metric(trial, given)
+        metrics = self._reported(trial, number, given, seconds)
         self._plan.search.on_trial_result(trial.name, metrics)
         self._plan.callbacks.call(
             "on_trial_result", trials=self.study.trials, trial=trial, result=metrics

@@ -663,15 +663,33 @@ def asks_for_two(controller: Controller, trial: Any) -> None:
     controller._take_end(trial, SimpleNamespace(record=record))  # type: ignore[arg-type]
 
 
-def test_a_trial_that_asks_for_another_size_waits_for_its_turn_and_ends_with_the_study(
-    tmp_path: Path,
-) -> None:
-    log = StudyLog(str(tmp_path / "mine"))
+def begun(folder: Path, cluster: PlayedCluster) -> tuple[StudyLog, Controller]:
+    """Return a study whose two trials were submitted."""
+    log = StudyLog(str(folder / "mine"))
     log.add({"e": "study", "settings": {"name": "mine", "trainable": "t", "seed": 1}})
-    cluster = PlayedCluster(slots=4)
     plan = tune.Tuner(print, tune_config=tune.TuneConfig(num_samples=2))._plan(log, cluster)  # type: ignore[arg-type]
     controller = Controller(log, plan, cluster, SimpleNamespace(is_embedded=False, env={}))  # type: ignore[arg-type]
     controller._fill()
+    return log, controller
+
+
+def test_the_path_of_a_reports_checkpoint_is_a_metric_unless_the_script_has_one(
+    tmp_path: Path,
+) -> None:
+    log, controller = begun(tmp_path, PlayedCluster(slots=4))
+    trial = log.study.trials[1]
+    own = {"metrics": {"checkpoint_path": "/own"}}
+    for n, more in enumerate(({}, {"checkpoint": "c1"}, {"checkpoint": "c2", **own})):
+        controller._take_report(trial, n + 1, row(1, n) | more, 0)
+    paths = [report.metrics.get("checkpoint_path") for report in trial.reports]
+    assert paths == [None, f"{tmp_path}/mine/mine_00001/checkpoints/c1", "/own"]
+
+
+def test_a_trial_that_asks_for_another_size_waits_for_its_turn_and_ends_with_the_study(
+    tmp_path: Path,
+) -> None:
+    cluster = PlayedCluster(slots=4)
+    log, controller = begun(tmp_path, cluster)
     first, second = log.study.trials
     for _ in range(SIZES_MAX):
         asks_for_two(controller, first)
