@@ -59,9 +59,11 @@ _NOT_HERE = {
     "get_actor": "there are no actors; train.DataParallelTrainer runs a group of workers",
     "method": "there are no actors; train.DataParallelTrainer runs a group of workers",
     "timeline": "elastic status JOB and the event logs show what happened when",
+    "get_runtime_context": "train.get_context() has the job, the rank and the node",
 }
 """Functions that Ray has and this has not, on purpose -> what to do instead."""
 _NO_SUCH_PART = {
+    "air": "elastic.train and elastic.tune have its names",
     "rllib": "reinforcement learning is a train function like any other",
     "serve": "models are not served here",
     "util": "train.collective has barrier, broadcast and a store",
