@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from elastic.core.study import Trial
+from elastic.storage.files import Files
+from elastic.storage.trackers import TrackerSpec, Tracking
 from elastic.tune.callback import Callback
 
 
@@ -38,3 +40,49 @@ class LoggerCallback(Callback):
     def on_trial_error(self, iteration: int, trials: Sequence[Trial], trial: Trial) -> None:
         """Call `log_trial_end`, as failed."""
         self.log_trial_end(trial, failed=True)
+
+
+class _Tracked(LoggerCallback):
+    """Exports the reports of each trial, once each, also in a study that goes on.
+
+    Attributes:
+        kind: of the tracker, whose file lies in the run directory of the trial.
+    """
+
+    kind = ""
+
+    def __init__(self) -> None:
+        """Export nothing yet."""
+        self._study = ""
+        self._open: dict[str, Tracking] = {}
+
+    def setup(self, **info: Any) -> None:
+        """Note the directory of the study."""
+        self._study = info["experiment_path"]
+
+    def log_trial_result(self, iteration: int, trial: Trial, result: dict[str, Any]) -> None:
+        """Export what was reported."""
+        run = trial.attempt.run
+        if run not in self._open:
+            path = Files(self._study).folder(run).path
+            self._open[run] = Tracking(path, TrackerSpec(self.kind))
+        self._open[run].turn()
+
+    def log_trial_end(self, trial: Trial, failed: bool = False) -> None:
+        """Export the rest, and close the file."""
+        tracking = self._open.pop(trial.attempt.run, None) if trial.attempts else None
+        if tracking is not None:
+            tracking.turn()
+            tracking.close()
+
+
+class TBXLoggerCallback(_Tracked):
+    """Writes the event file of each trial, for `tensorboard --logdir STUDY`."""
+
+    kind = "tensorboard"
+
+
+class JsonLoggerCallback(_Tracked):
+    """Writes `tracked.jsonl` of each trial: a line for each report."""
+
+    kind = "json"

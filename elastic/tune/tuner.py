@@ -201,7 +201,7 @@ class Tuner:
             self._path = log.files.path
             recipe.store()
             plan = self._plan(log, recipe)
-            plan.callbacks.call("setup", **log.study.settings)
+            plan.callbacks.call("setup", **log.study.settings, experiment_path=self._path)
             log.add({"e": "opened", "owner": asdict(RunOwner.this_process())})
             Controller(log, plan, client, cluster).run()
         return ResultGrid(log)

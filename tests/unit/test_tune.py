@@ -38,6 +38,7 @@ from elastic.tune import trainable
 from elastic.tune.callback import Callbacks
 from elastic.tune.controller import SIZES_MAX, Controller, Plan
 from elastic.tune.integration.ray_train import TuneReportCallback
+from elastic.tune.logger import JsonLoggerCallback, TBXLoggerCallback
 from elastic.tune.result_grid import ResultGrid
 from elastic.tune.schedulers import MedianStoppingRule, PopulationBasedTraining
 from elastic.tune.search import BasicVariantGenerator, ConcurrencyLimiter, Repeater, Searcher
@@ -546,6 +547,23 @@ def test_rays_callback_of_a_trainer_in_a_trial_is_taken(monkeypatch: pytest.Monk
     monkeypatch.setattr(train_call, "current", object)
     callback = TuneReportCallback()
     assert RunConfig(callbacks=[callback]).callbacks == (callback,)
+
+
+def test_loggers_write_each_report_of_a_trial_once(study: StudyLog) -> None:
+    trial = study.study.trials[1]
+    run = Path(study.files.path, trial.attempt.run)
+    rows = [row(1, n) | {"metrics": {"loss": loss}} for n, loss in enumerate((2.0, 1.5))]
+    run.mkdir()
+    (run / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
+    for kind in 2 * (JsonLoggerCallback, TBXLoggerCallback):  # Twice: the study goes on.
+        callbacks = Callbacks([kind()])
+        callbacks.call("setup", experiment_path=study.files.path)
+        callbacks.call("on_trial_result", trials=[], trial=trial, result={})
+        callbacks.call("on_trial_complete", trials=[], trial=trial)
+    lines = (run / "tracked.jsonl").read_text().splitlines()
+    assert [json.loads(line)["loss"] for line in lines] == [2.0, 1.5]
+    (events,) = (run / "tensorboard").iterdir()
+    assert events.read_bytes().count(b"loss") == 2
 
 
 def test_run_raises_for_failed_trials_and_names_what_it_does_not_take(
