@@ -71,6 +71,7 @@ from elastic.data.nodes import (
 from elastic.data.operations import (
     ROWS_AT_ONCE,
     AddColumn,
+    Blocks,
     Columns,
     FilterBy,
     MapBatches,
@@ -399,10 +400,25 @@ class Dataset:
         """Do the same as `random_shuffle`."""
         return self.random_shuffle(seed=seed)
 
-    def repartition(self, num_blocks: int | None = None, **others: Any) -> Dataset:
-        """Do nothing: here the distribution of rows to ranks does not depend on blocks."""
+    def repartition(
+        self,
+        num_blocks: int | None = None,
+        target_num_rows_per_block: int | None = None,
+        **others: Any,
+    ) -> Dataset:
+        """Set how many rows a function right behind it gets at once, if that changes their number.
+
+        Else it does nothing: the distribution of rows to ranks does not depend on blocks.
+
+        Args:
+            num_blocks: without effect.
+            target_num_rows_per_block: rows of a call of the `map_batches` behind it, whose function
+                is tried once. If it returns another number of rows, it is called before training.
+            others: Ray's, without effect here.
+        """
         del num_blocks, others
-        return self
+        size = check_size(target_num_rows_per_block, "repartition")
+        return self if size is None else self._apply(Blocks(size=size))
 
     def union(self, *other: Dataset) -> Dataset:
         """Append the rows of other datasets."""

@@ -10,7 +10,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from elastic.data.batches import Batch, check_format, check_size, rows_of, to_format, to_torch
+from elastic.data.batches import (
+    Batch,
+    check_format,
+    check_size,
+    num_rows,
+    rows_of,
+    taken,
+    to_format,
+    to_torch,
+)
 from elastic.data.lanes import (
     Ranges,
     batch_sizes,
@@ -307,9 +316,13 @@ class Collate:
 
     def __call__(self, batch: Batch) -> Any:
         """Return tensors, or the result of the user's function for arrays."""
-        if self._given is not None:
-            return self._given(to_format(batch, getattr(self._given, "batch_format", "numpy")))
-        return to_torch(batch, self._dtypes, self._device)
+        if self._given is None:
+            return to_torch(batch, self._dtypes, self._device)
+        name = getattr(self._given, "batch_format", "numpy")
+        found = to_format(batch, name)
+        if name == "pyarrow":  # A slice has the buffers of all rows, which scripts read as its own.
+            found = taken(found, range(num_rows(found)))
+        return self._given(found)
 
 
 class Again:

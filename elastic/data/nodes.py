@@ -11,6 +11,7 @@ import itertools
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ from elastic.data.batches import (
     sliced,
     taken,
 )
-from elastic.data.operations import Fill, MapBatches, Operation, row_slice
+from elastic.data.operations import Blocks, Fill, MapBatches, Operation, row_slice
 from elastic.data.parquet import Parquet
 from elastic.data.sources import FileSource, Memory, Source, bytes_of
 from elastic.data.table import Part, Table
@@ -86,6 +87,19 @@ class Apply(Node):
     def stream(self) -> Iterator[Batch]:
         """Yield all rows in order."""
         return self.operation.stream(self.parents[0].stream())
+
+    @cached_property
+    def keeps_rows(self) -> bool:
+        """Return whether there is one output row per input row.
+
+        Functions of batches are taken to keep the number. One behind `repartition` is tried:
+        it may make one row of a block, also where training reads single rows.
+        """
+        before, operation = self.parents[0], self.operation
+        is_given_blocks = isinstance(before, Apply) and isinstance(before.operation, Blocks)
+        if is_given_blocks and isinstance(operation, MapBatches):
+            return operation.keeps_number(before.stream())
+        return operation.keeps_rows
 
 
 @dataclass
@@ -228,7 +242,7 @@ def table_of(node: Node, keep: Keep, *, travels: bool = False) -> Table:
     begin_pass(node)
     operations: tuple[Operation, ...] = ()
     # Operations that keep rows can be applied after the shuffle.
-    while isinstance(node, Apply) and node.operation.keeps_rows:
+    while isinstance(node, Apply) and node.keeps_rows:
         operations, node = (node.operation, *operations), node.parents[0]
     # What others leave of shuffled rows is shuffled anew in each epoch, too.
     below = node
@@ -266,7 +280,7 @@ def _parts(node: Node, keep: Keep, travels: bool) -> list[Part]:
         source, listing = node.source, node.source.listing()
         if listing.blocks is not None and not (travels and isinstance(source, Memory)):
             return [Part(source, listing.files, listing.blocks, files_seed=source.files_seed)]
-    if isinstance(node, Apply) and node.operation.keeps_rows:
+    if isinstance(node, Apply) and node.keeps_rows:
         more = (node.operation,)
         return [
             replace(part, operations=(*part.operations, *more))

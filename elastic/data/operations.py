@@ -136,6 +136,24 @@ class MapRows(Operation):
 
 
 @dataclass
+class Blocks(Operation):
+    """`repartition(target_num_rows_per_block=)`: the rows of a call of the function behind it."""
+
+    size: int = ROWS_AT_ONCE
+
+    def __repr__(self) -> str:
+        return f"repartition(target_num_rows_per_block={self.size})"
+
+    def apply(self, batch: Batch) -> Batch:
+        """Return the rows."""
+        return batch
+
+    def stream(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """Yield the rows, so many at a time."""
+        return batched(batches, self.size)
+
+
+@dataclass
 class MapBatches(Operation):
     """`map_batches` and `map_groups`: a function of many rows at once."""
 
@@ -146,6 +164,11 @@ class MapBatches(Operation):
 
     def __repr__(self) -> str:
         return f"{self.kind}({self.function.name})"
+
+    def keeps_number(self, batches: Iterator[Batch]) -> bool:
+        """Try the function on the first batch: return whether it returns as many rows."""
+        first = next(batched(batches, self.batch_size), None)
+        return first is None or num_rows(self._call(first)) == num_rows(first)
 
     def apply(self, batch: Batch) -> Batch:
         """Apply the function; the number of rows must stay the same."""

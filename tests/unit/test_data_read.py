@@ -310,6 +310,15 @@ def test_arrays_and_images_are_written_and_batches_come_as_asked_for(tmp_path: P
 
     for rows in (data.range(4), data.range(4).iterator()):
         assert list(rows.iter_torch_batches(collate_fn=Summed())) == [6]
+
+    class Raw(ArrowBatchCollateFn):
+        def __call__(self, batch: Any) -> Any:
+            return np.frombuffer(batch.column("id").chunk(0).buffers()[1], np.int64).tolist()
+
+    found = data.from_arrow(pa.table({"id": [5, 6]})).iter_torch_batches(
+        batch_size=1, collate_fn=Raw()
+    )
+    assert list(found) == [[5], [6]]
     with pytest.raises(UsageError, match=r"column=None: expected one of \['id', 'x'\]"):
         data.range(2).with_column("x", lit(1)).write_numpy(tmp_path / "two")
 

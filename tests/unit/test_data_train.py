@@ -435,6 +435,22 @@ def test_a_pass_after_one_that_was_left_early_has_all_rows() -> None:
     assert iterator.state_dict() == {"epoch": 2, "left": None}
 
 
+def test_a_function_behind_repartition_may_make_one_row_of_each_block() -> None:
+    def count(batch: dict[str, Any]) -> dict[str, Any]:
+        return {"first": batch["id"][:1], "rows": [len(batch["id"])]}
+
+    def repeat(batch: dict[str, Any]) -> dict[str, Any]:
+        return batch | {"rows": np.full(len(batch["id"]), len(batch["id"]))}
+
+    blocks = data.range(10).repartition(target_num_rows_per_block=4)
+    for fn, sizes in ((count, [4, 4, 2]), (repeat, [1] * 10)):
+        whole = table_of(blocks.map_batches(fn, batch_size=4).node, in_memory)
+        iterator = DataIterator(lambda whole=whole: whole, lambda: (0, 1), Dataset)
+        assert [one["rows"].tolist() for one in iterator.iter_batches(batch_size=1)] == [
+            [size] for size in sizes
+        ]
+
+
 def test_a_file_that_changes_while_it_is_read_is_named(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({"id": np.arange(100)}), path, row_group_size=10)
