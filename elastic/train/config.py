@@ -119,7 +119,10 @@ class ScalingConfig:
         number = self.num_workers
         bounds = number if isinstance(number, tuple) else (number, number)
         if len(bounds) != 2 or not all(is_whole(bound) for bound in bounds):
-            refuse(self, "num_workers", "an int, or (min, max)")
+            what = (
+                "an int, or (min, max); a Tuner's param_space takes one of several ScalingConfigs"
+            )
+            refuse(self, "num_workers", what)
         low, high = int(bounds[0]), int(bounds[1])
         if low < 0 or high < low or (low == 0 and high != 0):
             refuse(self, "num_workers", "1 <= min <= max, or 0 to train in this process")
