@@ -166,8 +166,11 @@ def _scaling(resources: Any) -> ScalingConfig:
             f"or a ScalingConfig"
         )
     names = {"cpu": "CPU", "gpu": "GPU"}
+    others = resources.get("custom_resources", {})
     amounts: dict[str, float] = {
-        names.get(str(name), str(name)): float(amount) for name, amount in resources.items()
+        names.get(str(name), str(name)): float(amount)
+        for name, amount in {**resources, **others}.items()
+        if name != "custom_resources"
     }
     # Each worker takes a slot, which already counts as one CPU.
     if amounts.get("CPU", 1.0) <= 1.0:

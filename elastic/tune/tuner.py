@@ -178,7 +178,7 @@ class Tuner:
                 "Tuner.fit: this process is a worker of a job, and trials are jobs of their own: "
                 "run the script itself, with ELASTIC_COORD for a cluster that is there"
             )
-        log = StudyLog(self._path or self._own_path())
+        log = StudyLog(self._path or self._new_path())
         if log.is_there and not self._path:
             raise NameTaken(
                 f"a study is there already in {log.files.path}: resume it by tune.Tuner.restore"
@@ -208,13 +208,19 @@ class Tuner:
 
     # ---------------------------------------------------------------------- starting or resuming
 
-    def _own_path(self) -> str:
+    def _new_path(self) -> str:
+        """Return the directory of a new study: of names of our own, of the first that is free."""
         name = self._run_config.name or self._own_name()
         if len(name) > NAME_CHARS_MAX:
             raise ConfigError(
                 f"RunConfig(name={name!r}): of a study expected at most {NAME_CHARS_MAX} characters"
             )
-        return run_path_of(str(self._run_config.storage_path or DEFAULT_STORAGE), name)
+        storage = str(self._run_config.storage_path or DEFAULT_STORAGE)
+        path, number = run_path_of(storage, name), 1
+        while not self._run_config.name and StudyLog(path).is_there:
+            number += 1
+            path = run_path_of(storage, f"{name}-{number}")
+        return path
 
     def _begin(self, log: StudyLog) -> None:
         """Start a study: write its configuration and the first line of its log."""

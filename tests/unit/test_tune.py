@@ -256,6 +256,9 @@ def test_bundles_of_resources_are_added_up(tmp_path: Path) -> None:
 
 
 def test_resources_of_a_function_become_those_of_its_worker(tmp_path: Path) -> None:
+    wish = tune.with_resources(print, {"cpu": 2, "custom_resources": {"hdd": 80}})
+    own = Recipe(wish, RunConfig(), "/s").trainer("run", {}).scaling_config
+    assert own.resources_per_worker == {"CPU": 2, "hdd": 80}
     wish = tune.with_resources(print, lambda config: {"cpu": config["n"], "gpu": 1})
     spec = Recipe(wish, RunConfig(), str(tmp_path)).trainer("run", {"n": 3}).job_spec()
     assert spec.resources_per_worker.as_dict() == {"CPU": 3, "GPU": 1}
@@ -547,6 +550,18 @@ def test_rays_callback_of_a_trainer_in_a_trial_is_taken(monkeypatch: pytest.Monk
     monkeypatch.setattr(train_call, "current", object)
     callback = TuneReportCallback()
     assert RunConfig(callbacks=[callback]).callbacks == (callback,)
+
+
+def test_a_study_without_a_name_gets_one_that_is_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tune.RunConfig(storage_path=str(tmp_path))
+    monkeypatch.setattr(tune.Tuner, "_own_name", lambda tuner: "print_1")
+    paths = []
+    for _ in range(3):
+        paths.append(tune.Tuner(print, run_config=config)._new_path())
+        StudyLog(paths[-1]).add({"e": "study", "settings": {"name": "print_1"}})
+    assert [Path(path).name for path in paths] == ["print_1", "print_1-2", "print_1-3"]
 
 
 def test_loggers_write_each_report_of_a_trial_once(study: StudyLog) -> None:
