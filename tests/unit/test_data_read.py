@@ -392,12 +392,15 @@ def test_what_is_written_is_added_or_replaces_or_is_left(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("ending", ["parquet", "csv", "json"])
-def test_errors_of_functions_are_not_those_of_storage(tmp_path: Path, ending: str) -> None:
+def test_errors_of_functions_are_not_those_of_storage(
+    tmp_path: Path, ending: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def late(row: dict[str, Any]) -> dict[str, Any]:
-        return {"x": 1 / (69_999 - row["id"])}
+        return {"x": 1 / (2999 - row["id"])}
 
+    monkeypatch.setattr(writing, "GROUP_ROWS", 1024)
     with pytest.raises(ZeroDivisionError):
-        getattr(data.range(70_000).map(late), f"write_{ending}")(tmp_path / "out")
+        getattr(data.range(3000).map(late), f"write_{ending}")(tmp_path / "out")
     assert not [*tmp_path.glob("out/*")]
 
 
