@@ -215,7 +215,7 @@ def test_one_that_was_away_goes_on_from_what_a_later_group_has_saved(
         engine.enter(replace(engine.context, generation=3, saved=saved))
 
     with called_in(1, run) as engine:
-        monkeypatch.setattr(engine.groups, "is_called_back", lambda _: is_over.is_set())
+        monkeypatch.setattr(engine.groups, "must_leave", lambda _: is_over.is_set())
         monkeypatch.setattr(engine.groups, "rejoin", rejoin)
         loop = Loop.make()
         monkeypatch.setattr(engine, "_has_state", True)  # Its first group has begun the run.
