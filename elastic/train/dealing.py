@@ -18,7 +18,7 @@ from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from elastic.errors import UsageError
-from elastic.worker.data.loader import is_plain, is_shuffle
+from elastic.worker.data.loader import is_dealt, is_plain, is_shuffle
 from elastic.worker.data.sampler_order import OrderedSampler, SamplerOrders
 
 KEPT_ARGUMENTS = (
@@ -53,7 +53,7 @@ class Order:
         self._seed = seed % 2**31
         self._shuffles = is_shuffle(sampler, loader.dataset)
         self._drawn: OrderedSampler | None = None
-        if isinstance(sampler, DistributedSampler):
+        if is_dealt(sampler):
             self._size, self._seed = len(loader.dataset), sampler.seed  # type: ignore[arg-type]
         elif self._shuffles or (type(sampler) is SequentialSampler):
             self._size = len(sampler)

@@ -98,7 +98,8 @@ def prepare_data_loader(
 
     Raises:
         UsageError: the loader has a custom batch sampler, which cannot be split safely, or a
-            sampler without length; it is no DataLoader, or the global batch does not fit.
+            sampler without length; it is no DataLoader, or one that iterates otherwise; or the
+            global batch does not fit.
     """
     context = require_context("prepare_data_loader")
     if not isinstance(data_loader, DataLoader):
@@ -106,6 +107,8 @@ def prepare_data_loader(
             f"prepare_data_loader: expected a torch.utils.data.DataLoader that is not prepared yet,"
             f" got a {type(data_loader).__name__}"
         )
+    if add_dist_sampler:
+        _check_plain(data_loader)
     is_iterable = isinstance(data_loader.dataset, IterableDataset)
     batches: Any = data_loader.batch_sampler
     if data_loader.batch_size is None and is_plain(batches, BatchSampler) and add_dist_sampler:
@@ -127,6 +130,24 @@ def prepare_data_loader(
         streams=cut if is_iterable and add_dist_sampler else None,
         weigh=weigh,
     )
+
+
+def _check_plain(loader: DataLoader[Any]) -> None:
+    """Refuse a loader that does more in its iteration than torch's, which is read in its place.
+
+    Raises:
+        UsageError: naming its class.
+    """
+    kind = type(loader)
+    if kind.__module__.startswith("torchdata."):  # It only counts.
+        return
+    for name in ("__iter__", "_get_iterator"):
+        if getattr(kind, name) is not getattr(DataLoader, name):
+            raise UsageError(
+                f"prepare_data_loader: {kind.__name__} has its own {name}, which would not be "
+                f"called, since its samples are read in another order and number: do in the "
+                f"dataset or the collate_fn what it does there, and pass a DataLoader"
+            )
 
 
 def _cut_of(streams: str | None, is_iterable: bool) -> StreamCut | str:

@@ -110,6 +110,20 @@ def test_passes_are_shuffled_anew_and_set_epoch_chooses_one() -> None:
     assert seen(prepare_data_loader(other)) != first
 
 
+class Weighted(DistributedSampler[Any]):
+    """As libraries make of a sampler for one process one for each rank."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([3, 3, 3, 3, 3])
+
+
+class Filtering(DataLoader[Any]):
+    """As libraries of graphs do more with a batch than collate it."""
+
+    def __iter__(self) -> Any:
+        return (batch for batch in super().__iter__() if len(batch))
+
+
 @pytest.mark.usefixtures("_inside")
 @pytest.mark.parametrize(
     ("loader", "says"),
@@ -120,6 +134,11 @@ def test_passes_are_shuffled_anew_and_set_epoch_chooses_one() -> None:
             "batch_sampler .Mine",
         ),
         ([1, 2], "a list"),
+        (
+            DataLoader(DATA, sampler=Weighted(DATA, 2, 0)),
+            "sampler .Weighted. is a DistributedSampler with an order of its own",
+        ),
+        (Filtering(DATA), "Filtering has its own __iter__, which would not be called"),
     ],
 )
 def test_what_cannot_be_dealt_out_by_guess_is_refused(loader: Any, says: str) -> None:

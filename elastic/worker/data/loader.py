@@ -331,7 +331,7 @@ def _order_of(loader: DataLoader[Any], seed: int) -> tuple[int, bool, Any]:
     check_prefetch(loader)
     sampler: Any = loader.sampler
     own = _is_indexed(sampler) or isinstance(sampler, OrderedSampler)
-    of_all = isinstance(sampler, DistributedSampler)  # It knows of ranks; we deal out by ourselves.
+    of_all = is_dealt(sampler)  # It knows of ranks; we deal out by ourselves.
     is_torchs = of_all or is_plain(sampler, RandomSampler) or type(sampler) is SequentialSampler
     size = _length_of(loader.dataset) if is_torchs else 0
     if not of_all:
@@ -378,6 +378,25 @@ def is_plain(sampler: Any, kind: type) -> bool:
     cls = type(sampler)
     is_stateful = cls.__module__.startswith("torchdata.") and cls.__name__ == kind.__name__
     return cls is kind or is_stateful
+
+
+def is_dealt(sampler: Any) -> bool:
+    """Return whether a sampler deals the samples out by rank, as we do in its place.
+
+    Raises:
+        UsageError: it has an order of its own, of which it tells each rank only a part.
+    """
+    kind = type(sampler)
+    if not isinstance(sampler, DistributedSampler):
+        return False
+    if kind.__iter__ is DistributedSampler.__iter__ or kind.__module__.startswith("torchdata."):
+        return True
+    raise UsageError(
+        f"prepare_data_loader: the loader's sampler ({kind.__name__}) is a DistributedSampler with "
+        f"an order of its own, and deals it out by rank itself: pass the sampler of one process "
+        f"that it stands for, such as WeightedRandomSampler, whose samples are dealt out here; or "
+        f"leave it to this one, in a loop without train.epochs(): add_dist_sampler=False"
+    )
 
 
 def is_shuffle(sampler: Any, dataset: Any) -> bool:
