@@ -28,7 +28,12 @@ from elastic.worker.engine.prepared_optimizers import PreparedModel
 from elastic.worker.engine.step_engine import StepEngine
 from elastic.worker.engine.train_call import current_engine
 from elastic.worker.state.dtensor import is_dtensor
-from elastic.worker.state.sharded_state import has_shards, let_ranks_differ, shard
+from elastic.worker.state.sharded_state import (
+    check_not_flat,
+    has_shards,
+    let_ranks_differ,
+    shard,
+)
 
 __all__ = [
     "PreparedLoader",
@@ -82,7 +87,8 @@ def prepare_model(
     group changed its size; save `model.module.state_dict()` to load it without a wrapper. The
     result is a DistributedDataParallel to `isinstance`, and behaves as one in a loop without
     `train.epochs()`; in one with it, the runtime reduces gradients, once, and
-    `register_comm_hook` is refused. A model that is wrapped already is unwrapped first.
+    `register_comm_hook` is refused. A model that is wrapped already, also in DataParallel, is
+    unwrapped first.
 
     With "fsdp" each rank keeps its rows of each parameter (`torch.distributed.fsdp.fully_shard`),
     and the model itself is returned; so is one on which `fully_shard` was called already. Prepare
@@ -104,13 +110,16 @@ def prepare_model(
     """
     require_context("prepare_model")
     engine = current_engine()
+    if parallel_strategy is not None:
+        check_not_flat(model)
     is_sharded = has_shards([model])
     device = get_device()
     if move_to_device and not is_sharded:
         model = model.to(device)
     kwargs = dict(parallel_strategy_kwargs or {})
-    if isinstance(model, nn.parallel.DistributedDataParallel):
-        model = model.module  # The wrapper would reduce its gradients a second time.
+    if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+        # The wrapper would reduce its gradients a second time, or take other workers' devices.
+        model = model.module
     if parallel_strategy not in ("ddp", "fsdp", None):
         raise UsageError(
             f"prepare_model(parallel_strategy={parallel_strategy!r}): expected 'ddp', 'fsdp' or "

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.utils.data import (
     BatchSampler,
@@ -233,6 +234,15 @@ def test_a_model_is_wrapped_at_world_size_one_too() -> None:
     model(torch.ones(1, 2)).sum().backward()
     assert inner.weight.grad is not None
     assert prepare_model(inner, parallel_strategy=None) is inner
+    assert prepare_model(nn.DataParallel(inner)).module is inner
+
+
+@pytest.mark.usefixtures("_inside")
+def test_a_model_in_fsdps_first_version_is_refused() -> None:
+    model = FullyShardedDataParallel.__new__(FullyShardedDataParallel)
+    nn.Module.__init__(model)  # All of it needs an accelerator.
+    with pytest.raises(UsageError, match=r"FullyShardedDataParallel.*parallel_strategy='fsdp'"):
+        prepare_model(model)
 
 
 @pytest.mark.usefixtures("_inside")

@@ -355,6 +355,18 @@ def test_nothing_is_prepared_inside_the_loop(prepare: Callable[[Loop], Any], wha
         each(train.epochs(1), lambda _: prepare(loop))
 
 
+def test_what_is_no_optimizer_is_refused() -> None:
+    class Noam:
+        def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+            self.optimizer = optimizer
+
+        def step(self) -> None:
+            self.optimizer.step()
+
+    with pytest.raises(UsageError, match=r"a Noam is no torch\.optim\.Optimizer: prepare the one"):
+        prepare_optimizer(Noam(Loop.make().optimizer))  # type: ignore[arg-type]
+
+
 def test_nothing_is_prepared_twice() -> None:
     loop = Loop.make()
     scheduler = prepare_scheduler(torch.optim.lr_scheduler.StepLR(loop.optimizer, 1))

@@ -82,8 +82,14 @@ def adopt_optimizer(optimizer: torch.optim.Optimizer, steps: EngineSteps) -> Non
     """Replace `step` and `zero_grad` of this very optimizer; schedulers may be made at any time.
 
     Raises:
-        UsageError: it is prepared already.
+        UsageError: it is none, or prepared already.
     """
+    needed = ("param_groups", "state", "zero_grad", "state_dict", "load_state_dict")
+    if not all(hasattr(optimizer, name) for name in needed):
+        raise UsageError(
+            f"prepare_optimizer: a {type(optimizer).__name__} is no torch.optim.Optimizer: prepare "
+            f"the one that it steps, before it gets that"
+        )
     if getattr(optimizer, MARK, False):
         raise UsageError("prepare_optimizer: this optimizer is prepared already")
     real = optimizer.step

@@ -195,7 +195,8 @@ def not_stepped(cursor: Cursor) -> UsageError:
         f"optimizer.step() was not called in step {cursor.step} of epoch {cursor.epoch}: call it "
         f"in every iteration; to add up gradients of several batches, give prepare_data_loader a "
         f"larger global_batch_size; to leave a batch out, call zero_grad() and step() all the "
-        f"same: it adds nothing then"
+        f"same: it adds nothing then. Ask for the next batch only after that: batches are read "
+        f"ahead here, without a prefetcher of the script's"
     )
 
 

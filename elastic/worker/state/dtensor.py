@@ -30,6 +30,11 @@ def is_fsdp(module: object) -> TypeIs[FSDPModule]:
     return _is_a(module, "torch.distributed.fsdp", "FSDPModule")
 
 
+def is_flat_fsdp(module: object) -> bool:
+    """Return whether a module is one of FSDP's first version, with parts of flat parameters."""
+    return _is_a(module, "torch.distributed.fsdp", "FullyShardedDataParallel")
+
+
 def _is_a(value: object, module: str, name: str) -> bool:
     loaded: Any = sys.modules.get(module)
     kind = getattr(loaded, name, None)  # Absent while the module is being imported.

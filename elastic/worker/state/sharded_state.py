@@ -22,7 +22,7 @@ from torch import nn
 
 from elastic.core.policy.shares import RowRange, Spread, chunk, merged
 from elastic.errors import UsageError
-from elastic.worker.state.dtensor import is_dtensor, is_fsdp
+from elastic.worker.state.dtensor import is_dtensor, is_flat_fsdp, is_fsdp
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor, Shard
@@ -49,6 +49,20 @@ def has_shards(models: Iterable[nn.Module]) -> bool:
     )
 
 
+def check_not_flat(model: nn.Module) -> None:
+    """Refuse a model that was sharded by FSDP's first version.
+
+    Raises:
+        UsageError: it has such a part.
+    """
+    if any(map(is_flat_fsdp, model.modules())):
+        raise UsageError(
+            "prepare_model: the model is wrapped in FullyShardedDataParallel, whose shards cannot "
+            "be saved by themselves: pass the plain model with parallel_strategy='fsdp', or call "
+            "fully_shard on it"
+        )
+
+
 def shard(model: nn.Module, device_type: str, options: Mapping[str, Any]) -> None:
     """Let each rank of the group that stands keep its rows of each parameter.
 
@@ -61,7 +75,7 @@ def shard(model: nn.Module, device_type: str, options: Mapping[str, Any]) -> Non
         UsageError: options of another FSDP.
     """
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+    from torch.distributed.fsdp import fully_shard
 
     known = set(inspect.signature(fully_shard).parameters) - {"module"} | {"modules"}
     unknown = sorted(set(options) - known)
@@ -70,11 +84,6 @@ def shard(model: nn.Module, device_type: str, options: Mapping[str, Any]) -> Non
             f"prepare_model(parallel_strategy='fsdp', parallel_strategy_kwargs=...): "
             f"{', '.join(unknown)}: expected those of torch.distributed.fsdp.fully_shard "
             f"({', '.join(sorted(known))})"
-        )
-    if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
-        raise UsageError(
-            "prepare_model: the model is wrapped in FullyShardedDataParallel, whose shards cannot "
-            "be saved by themselves: pass the plain model, or call fully_shard on it"
         )
     options = dict(options)
     classes = tuple(options.pop("modules", ()))
