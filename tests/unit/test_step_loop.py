@@ -119,21 +119,22 @@ def test_leaving_an_epoch_between_micro_batches_of_a_step_is_refused() -> None:
         each(train.epochs(2), one_pass)
 
 
+@pytest.mark.parametrize("setting", ["lr", "weight_decay"])
 @pytest.mark.parametrize("follows", ["iterations", "steps"])
-def test_a_learning_rate_may_follow_steps_and_not_iterations(follows: str) -> None:
+def test_a_learning_rate_may_follow_steps_and_not_iterations(follows: str, setting: str) -> None:
     loop, context = Loop.make(), train.get_context()
 
     def one(numbered: tuple[int, Any]) -> None:
         it, (_, x, y) = numbered
         at = it if follows == "iterations" else context.get_step()
-        loop.optimizer.param_groups[0]["lr"] = 0.1 / (1 + at)
+        loop.optimizer.param_groups[0][setting] = 0.1 / (1 + at)
         square(loop.model(x), y).backward()
         loop.optimizer.step()
 
     if follows == "steps":
         each(enumerate(loop.batches()), one)
         return
-    with pytest.raises(UsageError, match="different learning rates in step 0 of epoch 0"):
+    with pytest.raises(UsageError, match=r"different learning rates \(or .* in step 0 of epoch 0"):
         each(enumerate(loop.batches()), one)
 
 

@@ -254,10 +254,10 @@ COUNTS = (
 def rates_within_a_step(optimizer: object, cursor: Cursor) -> UsageError:
     """A learning rate was changed between two micro-batches of a step."""
     return UsageError(
-        f"{type(optimizer).__name__}.step() was called with different learning rates in step "
-        f"{cursor.step} of epoch {cursor.epoch}, as by a rate that follows from the number of the "
-        f"iteration, or a scheduler without prepare_scheduler: {COUNTS}; let prepare_scheduler "
-        f"take what steps for each batch"
+        f"{type(optimizer).__name__}.step() was called with different learning rates (or "
+        f"weight_decay, momentum, betas) in step {cursor.step} of epoch {cursor.epoch}, as by a "
+        f"rate that follows from the number of the iteration, or a scheduler without "
+        f"prepare_scheduler: {COUNTS}; let prepare_scheduler take what steps for each batch"
     )
 
 

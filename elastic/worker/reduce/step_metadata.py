@@ -28,6 +28,8 @@ HEAD = 7
 """Numbers before the logged ones."""
 REQUESTS, SAVES, BUSY, RELEASES = 1, 2, 4, 8
 """Bits of a row's first number."""
+RATES = ("lr", "weight_decay", "momentum", "betas")
+"""Of a group of parameters: what is changed while it is trained."""
 Row = tuple[float, ...]
 """A row as it was received: `ROW` numbers."""
 Divisor = float | Callable[[Sequence[Row]], float]
@@ -43,8 +45,8 @@ class StepMetadata:
         saves: it asks for a snapshot after the step.
         busy: it has no room for one.
         releases: it knows that all leave after the step, and come back later or never.
-        rates: fingerprint of the learning rates that they stepped by, and of what was frozen; 0
-            before the first step.
+        rates: fingerprint of the learning rates that they stepped by, of other such settings, and
+            of what was frozen; 0 before the first step.
         checksum: checksum of a part of the weights before this step, 0 for none; see `divergence`.
         busy_ns: how long it worked between its last two exchanges, 0 if not known; see `timing`.
         cursor: the step that its gradients belong to.
@@ -131,9 +133,10 @@ def read_rows(rows: Sequence[Sequence[float]]) -> list[StepMetadata]:
             )
         if one.rates != metadata[0].rates:
             raise UsageError(
-                f"rank {rank} had other learning rates than rank 0, or other frozen parameters, in "
-                f"the step before step {first.step} of epoch {first.epoch}, so that their weights "
-                f"differ: neither may depend on the number of an iteration, on a loss, or on "
+                f"rank {rank} had other learning rates than rank 0, or other frozen parameters "
+                f"(or weight_decay, momentum, betas), in the step before step {first.step} of "
+                f"epoch {first.epoch}, so that their weights differ: none of these may depend on "
+                f"the number of an iteration, on a loss, or on "
                 f"anything else that a rank has for itself; let it depend on "
                 f"train.get_context().get_step() or train.get_logged()"
             )
@@ -143,12 +146,13 @@ def read_rows(rows: Sequence[Sequence[float]]) -> list[StepMetadata]:
 def rates_print(optimizers: Iterable[Any]) -> int:
     """Return a number that is equal where learning rates are, and which parameters are frozen.
 
-    Rates in tensors are left out.
+    Other settings that schedules change count as rates. Those in tensors are left out.
     """
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    rates = [group.get("lr") for group in groups]
     flags = bytes([one.requires_grad for group in groups for one in group["params"]])
-    numbers = [float(one) for one in rates if isinstance(one, (int, float))]
+    values = [group.get(name) for group in groups for name in RATES]
+    parts = [one if isinstance(one, (tuple, list)) else (one,) for one in values]
+    numbers = [float(one) for part in parts for one in part if isinstance(one, (int, float))]
     return zlib.crc32(flags, zlib.crc32(repr(numbers).encode()))
 
 
