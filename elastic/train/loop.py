@@ -102,7 +102,9 @@ def get_logged() -> dict[str, float]:
     Raises:
         UsageError: outside a train function.
     """
-    return dict(require_engine("train.get_logged").logbook.latest)
+    engine = require_engine("train.get_logged")
+    engine.note_asked()
+    return dict(engine.logbook.latest)
 
 
 def register(**objects: Stateful) -> None:
@@ -131,4 +133,6 @@ def stepped() -> bool:
     Raises:
         UsageError: outside a train function.
     """
-    return require_engine("train.stepped").step_is_done()
+    engine = require_engine("train.stepped")
+    engine.note_asked()
+    return engine.step_is_done()

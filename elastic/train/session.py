@@ -425,6 +425,8 @@ class TrainContext:
 
     def get_step(self) -> int:
         """Return the number of committed steps in this epoch."""
+        if (engine := current_engine()) is not None:
+            engine.note_asked()
         return self._cursor().step
 
     def _data(self) -> Data:

@@ -83,10 +83,10 @@ def test_an_epoch_may_be_left_early_and_may_have_no_pass_at_all() -> None:
         epochs.append((epoch, train.get_context().get_step()))
         if epoch == 1:
             continue
-        for count, (_, x, y) in enumerate(loop.loader):
+        for _, x, y in loop.loader:
             square(loop.model(x), y).backward()
             loop.optimizer.step()
-            if count == V - 1:
+            if train.stepped():
                 break
         assert train.stepped()
     assert epochs == [(0, 0), (1, 0), (2, 0)]
@@ -104,18 +104,24 @@ def test_an_epoch_may_be_left_at_the_beginning_of_a_step() -> None:
             loop.optimizer.step()
 
 
-def test_leaving_an_epoch_between_micro_batches_of_a_step_is_refused() -> None:
-    """Who counts iterations would leave it after another step at another number of workers."""
-    loop = Loop.make()
+@pytest.mark.parametrize("takes", ["micro-batches", "steps"])
+def test_an_epoch_whose_iterator_is_kept_ends_with_it(takes: str) -> None:
+    """Who calls next() as often as len(loader) says reads a part of the epoch, or all steps."""
+    loop, done = Loop.make(), []
 
     def one_pass(_: int) -> None:
-        for count, (_, x, y) in enumerate(loop.loader):
-            square(loop.model(x), y).backward()
+        batches = iter(train.steps(loop.loader) if takes == "steps" else loop.loader)
+        for _ in range(len(loop.loader)):
+            for _, x, y in [next(batches)] if takes == "micro-batches" else next(batches):
+                square(loop.model(x), y).backward()
             loop.optimizer.step()
-            if count == V:
-                break
+        done.append(batches)
 
-    with pytest.raises(UsageError, match=r"left in the middle of step 1 of epoch 0.*get_step\(\)"):
+    if takes == "steps":
+        each(train.epochs(2), one_pass)
+        assert len(done) == 2
+        return
+    with pytest.raises(UsageError, match="left in the middle of step 0 of epoch 0"):
         each(train.epochs(2), one_pass)
 
 

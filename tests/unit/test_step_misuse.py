@@ -68,6 +68,28 @@ def test_a_second_pass_of_training_in_an_epoch_is_refused() -> None:
         run(loop)
 
 
+@pytest.mark.parametrize("goes_on", [False, True])
+@pytest.mark.parametrize(
+    ("last", "where"), [(3, "where step 1 of epoch 0 begins"), (4, "in the middle of step 1")]
+)
+def test_leaving_an_epoch_after_a_number_of_iterations_is_refused(
+    last: int, where: str, goes_on: bool
+) -> None:
+    """Who counts iterations would leave it after another step at another number of workers."""
+
+    def loop(model: nn.Module, optimizer: torch.optim.Optimizer, loader: Any) -> None:
+        for _ in train.epochs(2):
+            for place, (x,) in enumerate(loader):
+                iterate(model, optimizer, x)
+                if place == last:
+                    break
+            if not goes_on:
+                return
+
+    with pytest.raises(UsageError, match=rf"was left {where}.*get_step\(\)"):
+        run(loop)
+
+
 def test_parameters_that_are_unfrozen_inside_the_loop_are_refused() -> None:
     def loop(model: nn.Module, optimizer: torch.optim.Optimizer, loader: Any) -> None:
         for epoch in train.epochs(3):
@@ -163,12 +185,17 @@ def test_a_scheduler_that_is_in_no_state_is_refused(how: str) -> None:
         run(loop)
 
 
-@pytest.mark.parametrize("how", ["in place", "data", "registered", "between steps", "in a step"])
+@pytest.mark.parametrize(
+    "how",
+    ["in place", "data", "in data", "registered", "between steps", "after steps", "in a step"],
+)
 def test_weights_that_change_while_a_step_is_computed_are_refused(how: str) -> None:
     def change(weight: torch.Tensor) -> None:
         with torch.no_grad():
             if how == "data":
                 weight.data = weight.data * 0.9
+            elif how == "in data":
+                weight.data.mul_(0.9)
             else:
                 weight.clamp_(-0.1, 0.1)
 
@@ -187,14 +214,15 @@ def test_weights_that_change_while_a_step_is_computed_are_refused(how: str) -> N
             change(target)
             for (x,) in loader:
                 model.to("cpu")  # As it is.
-                if how in ("in place", "data"):
+                assert target.data.numel() == 1
+                if how in ("in place", "data", "in data"):
                     change(target)
                 loss = model(x).square().mean()
                 loss.backward()
                 for one in current_engine().state.optimizers:  # type: ignore[union-attr]
                     one.step()
                 optimizer.zero_grad()
-                if how == "registered" or train.stepped():
+                if how in ("registered", "after steps") or train.stepped():
                     change(target)
 
     if how in ("between steps", "in a step"):
@@ -264,7 +292,7 @@ def test_gradients_that_the_loop_puts_in_place_itself_are_those_of_the_step(
         nn.init.ones_(parameters[0])
         nn.init.zeros_(parameters[1])
         for _ in train.epochs(1):
-            for place, (x,) in enumerate(loader):
+            for (x,) in loader:
                 loss = scaler.scale((model(x) - 1).square().mean())
                 gradients = torch.autograd.grad(loss, parameters)
                 for parameter, gradient in zip(parameters, gradients, strict=True):
@@ -274,7 +302,7 @@ def test_gradients_that_the_loop_puts_in_place_itself_are_those_of_the_step(
                 scaler.step(optimizer)
                 scaler.update()
                 optimizer.zero_grad()
-                if place == 3:
+                if train.stepped():
                     break
         return [parameter.item() for parameter in parameters]
 

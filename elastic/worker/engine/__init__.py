@@ -8,6 +8,7 @@ What is where:
                   recovery_modes, resume_point; bystander (a process without steps)
     checkpoints   checkpoint_schedule, state_restore, peer_copies; of a sharded model
                   sharded_choice, sharded_restore
-    errors        usage_errors, divergence (ranks differ), outcome
+    errors        usage_errors, divergence (ranks differ), still_weights (that change too often),
+                  outcome
     the script    train_call (what runs here), context (what it can know of its place)
 """

@@ -37,7 +37,7 @@ class WorkerContext:
         local_rank, local_world_size: among the group's workers on this node.
         node_rank, num_nodes: of this node among the group's nodes.
         devices: accelerators that are this worker's own, such as ("cuda:3",); () on CPU.
-        max_workers: the largest group that the job may have.
+        min_workers, max_workers: the smallest and the largest group that the job may have.
         entry_kind: what the job runs: a function, or a script or module of a command line.
         reach: how the other members reach this one.
         config: what the user gave to the train function; None for scripts.
@@ -70,6 +70,7 @@ class WorkerContext:
     node_rank: int
     num_nodes: int
     devices: tuple[str, ...] = ()
+    min_workers: int = 1
     max_workers: int = 1
     entry_kind: EntryKind = EntryKind.FUNCTION
     reach: PeerAddress = field(default_factory=PeerAddress)

@@ -5,7 +5,8 @@ Rule: where a group, a loop or an iteration begins anew, the part is replaced as
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -14,10 +15,11 @@ import torch
 
 from elastic.core.policy.cursor import Cursor
 from elastic.core.policy.streams import Data
-from elastic.errors import InvariantViolation
+from elastic.errors import InvariantViolation, UsageError
 from elastic.worker.data.streams import MicroBatches
 from elastic.worker.engine.logbook import PlaceCounter
 from elastic.worker.engine.step_values import StepValues
+from elastic.worker.engine.still_weights import StillWeights
 from elastic.worker.reduce.reducer import OptimizerUnit, Reducer
 from elastic.worker.reduce.sharded_reduce import Padding, ShardedReducer
 from elastic.worker.reduce.step_share import MicroBatch, StepShare, WeighedShare
@@ -60,6 +62,7 @@ class RunningLoop:
 
     Attributes:
         units: by the id of their optimizer.
+        still: weights that nothing may change while a step is computed.
         sync_norms: modules that exchange statistics by themselves, by name.
         patches: of torch, undone at the end.
     """
@@ -67,6 +70,7 @@ class RunningLoop:
     reducer: Reducer | ShardedReducer
     padding: Padding
     units: dict[int, OptimizerUnit]
+    still: StillWeights
     sync_norms: Mapping[str, torch.nn.SyncBatchNorm]
     patches: ExitStack
 
@@ -98,7 +102,8 @@ class EpochLoop:
         loader: that was read last.
         by_steps: it is read as whole steps, see `train.steps`.
         ends: the step at hand is the epoch's last one.
-        is_cut: a pass was left while this rank had more micro-batches of a step.
+        open_pass: the pass over the data that was opened last, if it is alive.
+        cut: what is wrong with where a pass was left, None if nothing is.
         is_over: the loop was left.
     """
 
@@ -109,13 +114,20 @@ class EpochLoop:
     loader: MicroBatches | None = None
     by_steps: bool = False
     ends: bool = False
-    is_cut: bool = False
+    open_pass: weakref.ref[Generator[Any, None, None]] | None = None
+    cut: UsageError | None = None
     is_over: bool = False
 
     @property
     def data(self) -> Data | None:
         """Return how the data is cut, None while no loader was read."""
         return self.loader.plan if self.loader is not None else None
+
+    def close_pass(self) -> None:
+        """End a pass that the script still holds and reads no more, as `break` ends others."""
+        open_pass = self.open_pass() if self.open_pass is not None else None
+        if open_pass is not None:
+            open_pass.close()
 
     def the_loader(self) -> MicroBatches:
         if self.loader is None:
@@ -144,12 +156,14 @@ class Iteration:
         share: our part of the step that it belongs to.
         calls: what optimizers that were asked to step in it do, by id.
         rates: prints of the learning rates with which they were asked to in this step, by id.
+        asks: the loop has asked in it whether a step is done, or how many are.
     """
 
     batch: MicroBatch | None = None
     share: StepShare | WeighedShare | None = None
     calls: dict[int, OptimizerCall] = field(default_factory=dict)
     rates: dict[int, int] = field(default_factory=dict)
+    asks: bool = False
 
 
 @dataclass

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from elastic.errors import UsageError
+from elastic.worker.engine.still_weights import StillWeights
 from elastic.worker.state.dtensor import dtensor_class
 
 
@@ -320,24 +321,23 @@ def unprepared_refused(names: Mapping[int, str], is_stepping: Callable[[], bool]
 
 
 @contextmanager
-def data_waits(
-    wait: Callable[[], None], is_set: Callable[[torch.Tensor, torch.Tensor], None]
-) -> Iterator[None]:
+def data_waits(wait: Callable[[], None], still: StillWeights) -> Iterator[None]:
     """Call this before a parameter's `data` is read or set: torch counts no change made there.
 
     Args:
         wait: called before either.
-        is_set: called before it is set, with the parameter and the new values.
+        still: is to know of both.
     """
     real: Any = torch.Tensor.data
 
     def read(self: torch.Tensor) -> Any:
         wait()
+        still.data_read(self)
         return real.__get__(self)
 
     def write(self: torch.Tensor, value: torch.Tensor) -> None:
         wait()
-        is_set(self, value)
+        still.data_set(self, value)
         real.__set__(self, value)
 
     kinds: list[Any] = [torch.nn.Parameter, *dtensor_class()]

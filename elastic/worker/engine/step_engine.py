@@ -20,7 +20,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import replace
@@ -112,6 +113,7 @@ from elastic.worker.engine.recovery_modes import GroupProvider, ReenterRequested
 from elastic.worker.engine.resume_point import ResumePoint, check_collectives
 from elastic.worker.engine.state_recovery import catch_up
 from elastic.worker.engine.step_values import StepValues
+from elastic.worker.engine.still_weights import StillWeights
 from elastic.worker.engine.whole_step import WholeStep
 from elastic.worker.group.abortable_wait import checked
 from elastic.worker.group.c10d import default_group
@@ -239,8 +241,8 @@ class StepEngine(ObjectRegistry):
                 self._epochs.has_head = self._checkpoints.begun == epoch
                 self._keep_for_code()
                 yield epoch
-                if self._epochs.is_cut:
-                    raise usage_errors.left_within_a_step(self.cursor)
+                self._epochs.close_pass()
+                self.check_left()
                 if self.cursor.epoch == epoch:
                     self.cursor = Cursor(epoch + 1, 0)
                 self._set_whole()
@@ -296,13 +298,15 @@ class StepEngine(ObjectRegistry):
         with ExitStack() as patches:
             patches.enter_context(scalers_know(self))
             patches.enter_context(modules_know(reducer.parameters_zeroed))
+            # Modules replace sharded ones while they are gathered.
+            still = StillWeights(() if self.state.is_sharded else self.state.named_weights())
             names = self._watch.begin()
             patches.enter_context(unprepared_refused(names, self._is_committing))
-            patches.enter_context(data_waits(self._checkpoints.settle, reducer.data_set))
+            patches.enter_context(data_waits(self._checkpoints.settle, still))
             patches.enter_context(captures_wait(self._checkpoints.settle))
             patches.enter_context(checked(self._check_collective))
             self._take(LoopBegan(len(units)))
-            return RunningLoop(reducer, padding, units, sync_norms, patches.pop_all())
+            return RunningLoop(reducer, padding, units, still, sync_norms, patches.pop_all())
 
     def _end(self) -> None:
         """The loop is left: from here on the train function is like any other."""
@@ -343,6 +347,11 @@ class StepEngine(ObjectRegistry):
 
     def _iterations(self, loader: MicroBatches, give: Callable[[], T]) -> Iterator[T]:
         """Yield what an iteration of the loop is given, until the epoch is over for all."""
+        opened = self._pass(loader, give)
+        self._epochs.open_pass = weakref.ref(opened)
+        return opened
+
+    def _pass(self, loader: MicroBatches, give: Callable[[], T]) -> Generator[T, None, None]:
         epoch, is_first, is_over = self._open_pass(loader), True, False
         try:
             while True:
@@ -368,9 +377,7 @@ class StepEngine(ObjectRegistry):
                     break
         except GeneratorExit:
             is_over = self.has_begun  # By a `break`, or by what the loop's body raises.
-            # Leaving before any optimizer was asked is no cut: every rank has that place in a step.
-            has_asked = bool(self._iteration.rates)
-            self._epochs.is_cut = self._machine.phase is StepPhase.GATHERING and has_asked
+            self._epochs.cut = self._find_cut()
             raise
         finally:
             self._settle_snapshot()
@@ -392,6 +399,34 @@ class StepEngine(ObjectRegistry):
             # User code between epochs may take as long as it likes.
             self.context.activity.reset()
             self.context.timing.switch(USER)
+
+    def _find_cut(self) -> UsageError | None:
+        """Return what is wrong with leaving the pass here; None if all ranks leave it here, too.
+
+        Leaving before any optimizer was asked is no cut: every rank has that place in a step.
+        """
+        iteration = self._iteration
+        if self._machine.phase is StepPhase.GATHERING and iteration.rates:
+            return usage_errors.left_within_a_step(self.cursor)
+        is_counted = self._machine.phase is StepPhase.COMMITTED and not iteration.asks
+        if is_counted and self._counts_iterations():
+            return usage_errors.left_by_count(self.cursor)
+        return None
+
+    def _counts_iterations(self) -> bool:
+        """Return whether how many iterations a step has depends on the number of workers."""
+        data = self._epochs.data
+        num = data.num_micro_batches if data is not None else 1
+        return not self._epochs.by_steps and self.context.min_workers < num
+
+    def check_left(self) -> None:
+        """Refuse to go on behind a pass, or to end, where it was left at a place of this rank's.
+
+        Raises:
+            UsageError: ranks, or groups of other sizes, would leave it at others.
+        """
+        if self._epochs.cut is not None:
+            raise self._epochs.cut
 
     def compute(self, loader: MicroBatches) -> Iterator[Any]:
         """Yield our micro-batches of one step, until all of it that needs others is done.
@@ -542,6 +577,7 @@ class StepEngine(ObjectRegistry):
         )
         loop.reducer.begin_step(share, row.numbers())
         loop.padding.begin_step(share)
+        loop.still.begin()
 
     def _check_collective(self) -> None:
         """Refuse one that the loop calls for each micro-batch, if ranks have unequally many.
@@ -583,6 +619,7 @@ class StepEngine(ObjectRegistry):
 
     def _close_step(self) -> None:
         """The user's code for a committed step is through: we are at a boundary."""
+        self._the_loop().still.check_after()
         self._note_step()
         self._due.end()
         self.logbook.commit_step()  # Only now: plain loops log after `optimizer.step()`.
@@ -723,6 +760,7 @@ class StepEngine(ObjectRegistry):
 
     def _settle_buffers(self) -> bool:
         """Do the last of a step that needs other ranks; leaving it puts the buffers back."""
+        self._the_loop().still.check()
         # An aborted NCCL collective ends without an error, so that order counts.
         return self._the_reducer().settle_buffers(lambda: not self._is_broken())
 
@@ -759,6 +797,8 @@ class StepEngine(ObjectRegistry):
             self.cursor = Cursor(self.cursor.epoch, self.cursor.step + 1)
             self._has_state = True
             self._take(StepCommitted(True))
+            if self._counts_iterations() and not self._iteration.asks:
+                self._the_loop().still.begin()
             self._group.is_leaving = any(row.requests for row in rows)
             self._checkpoints.committed(rows)
             self.logbook.take_rows([row.values for row in rows])
@@ -826,6 +866,12 @@ class StepEngine(ObjectRegistry):
     def iteration(self) -> object:
         """Return what differs once the loop has gone on, or has stepped."""
         return self.cursor, self._machine.phase, id(self._iteration.batch)
+
+    def note_asked(self) -> None:
+        """The loop asks whether a step is done, or how many are: it does not count iterations."""
+        self._iteration.asks = True
+        if self._loop is not None and self._machine.phase is StepPhase.COMMITTED:
+            self._loop.still.end()
 
     def once(self, call: Callable[[], Any], *, thing: object = None) -> Any:
         """Do for the step what a loop asks for in each iteration: now, with it, or not at all."""

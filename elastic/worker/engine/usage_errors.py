@@ -269,6 +269,16 @@ def left_within_a_step(cursor: Cursor) -> UsageError:
     )
 
 
+def left_by_count(cursor: Cursor) -> UsageError:
+    """A pass was left behind a step, in an iteration that did not ask for steps."""
+    return UsageError(
+        f"the loop over batches was left where step {cursor.step} of epoch {cursor.epoch} begins, "
+        f"in an iteration that called neither train.stepped() nor train.get_context().get_step() "
+        f"nor train.get_logged(), so that it may have counted iterations: {COUNTS}, and break only "
+        f"where train.stepped() is true"
+    )
+
+
 def collective_before(rank: int) -> UsageError:
     """The script called a collective before its first pass, and other ranks do not come there."""
     return UsageError(

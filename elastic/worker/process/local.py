@@ -50,7 +50,7 @@ from elastic.worker.data.seeding import FIRST_SEED, seed_everything
 from elastic.worker.engine.context import WorkerContext
 from elastic.worker.engine.outcome import NO_RESULT, exit_code_of, result_json
 from elastic.worker.engine.step_engine import StepEngine
-from elastic.worker.engine.train_call import set_current
+from elastic.worker.engine.train_call import current_engine, set_current
 from elastic.worker.group.group import BOTH_BACKENDS
 from elastic.worker.group.peer_sockets import PeerAddress
 from elastic.worker.process.entry import call_with_config
@@ -125,6 +125,8 @@ def run_local(function: Callable[..., Any], run: LocalRun) -> LocalOutcome:
             if exit_code_of(error):
                 raise
             result = NO_RESULT
+        if (engine := current_engine()) is not None:
+            engine.check_left()
         context.the_reporter().finish()
         if context.snapshotter is not None:
             context.snapshotter.finish()
@@ -371,6 +373,7 @@ def _context(run: LocalRun, link: NoCoordinator, clock: Clock) -> WorkerContext:
         node_rank=int(environ.get("GROUP_RANK", "0")),
         num_nodes=int(environ.get("GROUP_WORLD_SIZE", "1")),
         devices=devices,
+        min_workers=world_size,
         max_workers=world_size,
         reach=PeerAddress(_own_address(), run.timeout_s),
         config=run.config,

@@ -378,6 +378,8 @@ class Runner:
             if end.code not in (None, 0):
                 raise
             result, call.exited = None, outcome.where_raised(end) or "its end"
+        if call.engine is not None:
+            call.engine.check_left()
         if storage is not None:
             storage.committer.finish(lambda: self._is_over(call.generation))
         setup.snapshotter.finish()
@@ -624,6 +626,7 @@ class Runner:
             node_rank=place.node_rank,
             num_nodes=place.num_nodes,
             devices=setup.devices.names(),
+            min_workers=spec.min_workers,
             max_workers=spec.max_workers,
             entry_kind=spec.entry.kind,
             reach=PeerAddress(

@@ -16,7 +16,6 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import nn
 from torch.profiler import record_function
 
@@ -34,7 +33,6 @@ from elastic.worker.reduce.grad_preview import expose_partial_grad, hide, is_sho
 from elastic.worker.reduce.model_buffers import ModelBuffers
 from elastic.worker.reduce.step_metadata import ROW, Divisor
 from elastic.worker.reduce.step_share import SHARE_NUMBERS, StepShare, WeighedShare
-from elastic.worker.reduce.still_weights import StillWeights
 from elastic.worker.reduce.tree_exchange import MicroBatchPartition
 from elastic.worker.state.train_state import OptimizerUnit
 
@@ -162,7 +160,6 @@ class Reducer:
         units: Sequence[OptimizerUnit],
         modules: Sequence[nn.Module] = (),
         *,
-        still: Iterable[tuple[str, nn.Parameter]] = (),
         consistency: str = "bitwise",
         bucket_bytes: int = BUCKET_BYTES,
         activity: Activity | None = None,
@@ -173,7 +170,6 @@ class Reducer:
         Args:
             units: what each optimizer steps.
             modules: whose buffers (BatchNorm) are averaged over a step.
-            still: weights that nothing may change while a step is computed, with their names.
             consistency: "bitwise", or "samples" for an order of addition that is torch's.
             bucket_bytes: size of the pieces that are sent.
             activity: notified when we wait for others.
@@ -184,7 +180,6 @@ class Reducer:
         self._is_bitwise = consistency == "bitwise"
         self._activity = activity or Activity()
         self._buffers = ModelBuffers(modules)
-        self._still = StillWeights(still)
         parameters = (parameter for unit in units for _, parameter in unit.parameters)
         self._gate = CommitGate(parameters, self._activity, is_over)
         self._units = [_UnitStep(unit) for unit in units]
@@ -280,7 +275,6 @@ class Reducer:
         self._step = _Step(share, control, group.newest)
         for unit in self._units:
             unit.is_reduced = False
-        self._still.begin_step()
         self._buffers.begin_step()
 
     def begin_micro_batch(self, number: int) -> None:
@@ -344,10 +338,6 @@ class Reducer:
             if id(parameter) not in step.stepped_by_others:
                 bucket.forget(place)
 
-    def data_set(self, weight: torch.Tensor, value: torch.Tensor) -> None:
-        """A script sets the `.data` of a weight, which torch does not count as a change."""
-        self._still.data_set(weight, value)
-
     def settle(self, unit: OptimizerUnit) -> bool:
         """Have the gradient of the whole step in `p.grad`; called on the last micro-batch.
 
@@ -368,14 +358,10 @@ class Reducer:
 
         Returns:
             Whether the step is to be committed; not if the group broke.
-
-        Raises:
-            UsageError: something has changed weights since the step began.
         """
         step = self._the_step()
         if not step.counts or self.broken is not None:
             return False
-        self._still.check()
         share = step.share
         self._buffers.end_micro_batch(step.at(), share.counts[step.at()])
         own = self._gate.record()

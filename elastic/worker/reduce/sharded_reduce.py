@@ -265,9 +265,6 @@ class ShardedReducer:
         for unit in self._not_stepped():
             unit.zero(chosen)
 
-    def data_set(self, weight: torch.Tensor, value: torch.Tensor) -> None:
-        """Weights are not watched here: modules replace them while they are gathered."""
-
     def settle(self, unit: OptimizerUnit) -> bool:
         """Have the gradient of the whole step in `p.grad`; called on the last micro-batch.
 
@@ -461,7 +458,6 @@ def make_reducer(
         reducer = Reducer(
             units,
             state.models,
-            still=state.named_weights(),
             consistency=consistency,
             activity=activity,
             is_over=is_over,
