@@ -44,7 +44,7 @@ def epochs(total: int, *, start: int = 0) -> Iterator[int]:
     for name, value in (("total", total), ("start", start)):
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:
             raise UsageError(f"train.epochs: {name}={value!r}: expected an int, 0 or more")
-    return require_engine("train.epochs").epochs(total, start)
+    return require_engine("train.epochs").epochs(total, start, is_users=True)
 
 
 def steps(loader: PreparedLoader) -> Iterator[WholeStep]:

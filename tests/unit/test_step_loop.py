@@ -262,11 +262,13 @@ def test_whole_objects_may_be_saved_and_copied_within_the_loop(tmp_path: Path) -
     loop = Loop.make()
     scheduler = prepare_scheduler(torch.optim.lr_scheduler.StepLR(loop.optimizer, 1))
     average = torch.optim.swa_utils.AveragedModel(loop.model)
+    train.register(average=average)
     for _, x, y in loop.batches():
         square(loop.model(x), y).backward()
         loop.optimizer.step()
         scheduler.step()
-        average.update_parameters(loop.model)
+        if train.stepped():
+            average.update_parameters(loop.model)
         twin = copy.deepcopy(loop.model)
         square(twin(x), y).backward()
         for thing in (loop.model, loop.optimizer, scheduler, average):

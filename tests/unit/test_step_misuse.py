@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 from elastic import train
@@ -231,6 +232,89 @@ def test_weights_that_change_while_a_step_is_computed_are_refused(how: str) -> N
     name = "registered average: weight" if how == "registered" else r"module\.weight"
     with pytest.raises(UsageError, match=rf"{name}: forward, or code before the step was complete"):
         run(loop)
+
+
+class Average:
+    """An average of weights as scripts have it."""
+
+    def __init__(self, model: nn.Module, *, within: str) -> None:
+        copied = copy.deepcopy(model)
+        weights = {name: one.detach().clone() for name, one in model.named_parameters()}
+        self.of: Any = {"module": copied, "dict": weights, "list": [*weights.values()]}[within]
+
+    def update(self, model: nn.Module) -> None:
+        for place, (name, weight) in enumerate(model.named_parameters()):
+            if isinstance(self.of, nn.Module):
+                self.of.get_parameter(name).data.lerp_(weight.data, 0.5)
+            else:
+                key: Any = name if isinstance(self.of, dict) else place
+                self.of[key] = self.of[key].lerp(weight.detach(), 0.5)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"of": self.of.state_dict() if isinstance(self.of, nn.Module) else self.of}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+@pytest.mark.parametrize("within", ["module", "dict", "list"])
+def test_an_average_that_is_in_no_state_is_refused(within: str, is_known: bool) -> None:
+    def loop(model: nn.Module, optimizer: torch.optim.Optimizer, loader: Any) -> Any:
+        first = copy.deepcopy(model)  # A teacher stays as it is.
+        shown, average = model.state_dict(), Average(model, within=within)
+        if is_known:
+            train.register(average=average)
+        for _ in train.epochs(2):
+            for (x,) in loader:
+                iterate(model, optimizer, x + first(x).detach())
+                if train.stepped():
+                    average.update(model)
+        return shown
+
+    if is_known:
+        run(loop)
+        return
+    name = "PreparedModel" if within == "module" else f"a {within} of 2 tensors"
+    with pytest.raises(UsageError, match=f"{name}: what changes while the loop trains is neither"):
+        run(loop)
+
+
+def test_what_changes_without_being_prepared_is_refused_by_its_name() -> None:
+    class Head(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = nn.Sequential(nn.BatchNorm1d(1), nn.Linear(1, 1))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.parts(x)
+            return out
+
+    def with_head(model: nn.Module, optimizer: torch.optim.Optimizer, loader: Any) -> None:
+        head = Head()
+        optimizer.add_param_group({"params": list(head.parameters())})
+        for _ in train.epochs(1):
+            for (x,) in loader:
+                iterate(lambda x: model(head(x)), optimizer, x)  # type: ignore[arg-type]
+
+    def with_plateau(model: nn.Module, optimizer: torch.optim.Optimizer, loader: Any) -> None:
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+        for _ in train.epochs(2):
+            for (x,) in loader:
+                iterate(model, optimizer, x)
+            scheduler.step(1.0)
+
+    def with_ddp(model: nn.Module, optimizer: torch.optim.Optimizer, loader: Any) -> None:
+        wrapped = DistributedDataParallel(model.module)
+        for _ in train.epochs(1):
+            for (x,) in loader:
+                iterate(wrapped, optimizer, x)
+
+    with pytest.raises(UsageError, match=r"Head: .* model = prepare_model\(model\) for a model"):
+        run(with_head)
+    with pytest.raises(UsageError, match=r"ReduceLROnPlateau: .* = prepare_scheduler\("):
+        run(with_plateau)
+    with pytest.raises(UsageError, match="DistributedDataParallel, which reduces their gradients"):
+        run(with_ddp)
 
 
 @pytest.mark.parametrize("adds", [True, False])

@@ -93,6 +93,7 @@ from elastic.worker.engine.engine_parts import (
     PresentGroup,
     RunningLoop,
 )
+from elastic.worker.engine.forgotten import Forgotten
 from elastic.worker.engine.group_sync import (
     note_loop_begun,
     others_have_begun,
@@ -185,6 +186,7 @@ class StepEngine(ObjectRegistry):
         self._epochs = EpochLoop()
         self._group = PresentGroup()
         self._iteration = Iteration()
+        self._forgotten: Forgotten | None = None
         self._machine = StepMachine()
         # When we asked last whether others are in the loop, while we wait before it.
         self._asked_s = 0.0
@@ -220,18 +222,23 @@ class StepEngine(ObjectRegistry):
 
     # ------------------------------------------------------------------- epochs
 
-    def epochs(self, total: int, start: int = 0, step: int = 0) -> Iterator[int]:
+    def epochs(
+        self, total: int, start: int = 0, step: int = 0, *, is_users: bool = False
+    ) -> Iterator[int]:
         """Yield the numbers of the epochs that are left to do; see `train.epochs`.
 
         Args:
             total: epochs of the whole run.
             start: first epoch if no worker has the run's state.
             step: steps of that epoch that are done already.
+            is_users: the loop is the script's own, and no framework's, which keeps more.
         """
         self.cursor = max(self.cursor, Cursor(start, step))
         if not self.state.optimizers:
             raise usage_errors.no_optimizer()
         self._epochs.total = total
+        is_first = is_users and self._resume_point.given is None
+        self._forgotten = Forgotten(self.state) if is_first else None
         self._begin()
         try:
             while self.cursor.epoch < total:
@@ -243,6 +250,8 @@ class StepEngine(ObjectRegistry):
                 yield epoch
                 self._epochs.close_pass()
                 self.check_left()
+                if self._forgotten is not None:
+                    self._forgotten.look()
                 if self.cursor.epoch == epoch:
                     self.cursor = Cursor(epoch + 1, 0)
                 self._set_whole()
@@ -621,6 +630,8 @@ class StepEngine(ObjectRegistry):
         """The user's code for a committed step is through: we are at a boundary."""
         self._the_loop().still.check_after()
         self._note_step()
+        if self._forgotten is not None:
+            self._forgotten.step_done()
         self._due.end()
         self.logbook.commit_step()  # Only now: plain loops log after `optimizer.step()`.
         self._set_whole()
