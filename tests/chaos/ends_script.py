@@ -22,19 +22,21 @@ from elastic.train.torch import (
 
 STEPS, LEAVES_AT, LEAVER = 20, 5, 1
 LATER_S = 5.0
-"""By then the others have long let go of the group."""
+"""By then the others have long closed the group."""
 
 
-def plain(*, leaves: bool) -> None:
+def plain(way: str) -> None:
     """Train as scripts for torchrun do; rank 1 leaves early, or rank 0 has more to do."""
     dist.init_process_group("gloo")
     model = DistributedDataParallel(torch.nn.Linear(4, 1))
     for step in range(STEPS):
-        if leaves and step == LEAVES_AT and dist.get_rank() == LEAVER:
+        if way == "leaves" and step == LEAVES_AT and dist.get_rank() == LEAVER:
             sys.exit(0)
         model(torch.ones(2, 4)).mean().backward()
-    if not leaves and dist.get_rank() == 0:
+    if way != "leaves" and dist.get_rank() == 0:
         time.sleep(LATER_S)  # Not waiting: this is what takes it so long.
+        if way == "fails":
+            raise ValueError("no such column")
 
 
 def told(storage: Path) -> None:
@@ -73,4 +75,4 @@ if __name__ == "__main__":
     elif sys.argv[1] == "told":
         told(Path(sys.argv[2]))
     else:
-        plain(leaves=sys.argv[1] == "leaves")
+        plain(sys.argv[1])

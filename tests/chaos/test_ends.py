@@ -48,12 +48,17 @@ def test_a_job_whose_member_has_left_ends_and_says_who_and_where(
     assert view.record.failure.message == said
 
 
+@pytest.mark.parametrize(
+    ("way", "phase", "why"),
+    [("later", JobPhase.SUCCEEDED, ""), ("fails", JobPhase.FAILED, "ValueError: no such column")],
+)
 def test_a_rank_that_has_more_to_do_than_the_others_ends_in_its_own_time(
-    cluster: LocalCluster, tmp_path: Path
+    cluster: LocalCluster, tmp_path: Path, way: str, phase: JobPhase, why: str
 ) -> None:
-    job_id = cluster.submit(job_of("later", tmp_path))
+    job_id = cluster.submit(job_of(way, tmp_path))
     view = cluster.wait(job_id, lambda v: v.record.phase in ENDED, "the end")
-    assert view.record.phase is JobPhase.SUCCEEDED, view.reason
+    assert view.record.phase is phase, view.reason
+    assert why in view.reason
 
 
 def test_a_scripts_own_handlers_of_signals_are_called_as_under_torchrun(

@@ -455,7 +455,8 @@ class Runner:
         is_broken = (
             outcome.is_group_broken(error)
             or self._mailboxes.was_aborted(generation)
-            or self._groups.peer_hung_up()
+            # Peers may have finished. Who has met no failed collective has an error of its own.
+            or self.has_failed(generation)
         )
         if is_broken:
             log.info("group_broken generation=%d error=%s", generation, failure.error_type)
