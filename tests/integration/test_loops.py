@@ -112,7 +112,7 @@ def test_a_usual_loop_ends_with_the_same_bits_at_every_world_size(how: str) -> N
         ("own_batch_sampler", "own batch_sampler (Mine).*use batch_size= and sampler="),
         ("forgotten_optimizer", "change module.2.weight.*prepare_optimizer(optimizer)"),
         ("steps_by_hand", "module.2.weight and 1 more: forward, or code.*prepare_optimizer"),
-        ("sampler_of_each_rank", "the order of the loader's sampler: rank 0 and rank 1.*draw"),
+        ("sampler_of_each_rank", "the order of the loader's samples: rank 0 and rank 1.*draw"),
     ],
 )
 def test_what_cannot_be_meant_is_refused_with_the_line_to_write(how: str, says: str) -> None:

@@ -17,6 +17,7 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     SequentialSampler,
+    Subset,
     SubsetRandomSampler,
     TensorDataset,
     WeightedRandomSampler,
@@ -221,3 +222,16 @@ def test_nothing_is_read_before_a_deal_or_after_the_end() -> None:
     loader.close()
     with pytest.raises(InvariantViolation, match="after it was closed"):
         loader.next()
+
+
+def test_subsets_with_other_samples_are_told_apart() -> None:
+    """Such as of `random_split` with a seed of each rank's own."""
+
+    def print_of(dataset: Dataset[Any], epoch: int = 0) -> int:
+        loader = DataLoader(dataset, batch_size=2, shuffle=True)
+        return MicroBatchLoader(loader, num_micro_batches=1, seed=0).order_print(epoch)
+
+    some, others = Subset(DATA, [1, 2, 3]), Subset(DATA, [1, 2, 4])
+    assert print_of(some) == print_of(Subset(DATA, [1, 2, 3]), epoch=1) != print_of(others)
+    assert print_of(Subset(some, [0, 1])) not in (print_of(Subset(others, [0, 1])), 0)
+    assert print_of(DATA) == 0

@@ -5,6 +5,7 @@ Rule: which samples a micro-batch has is asked of `DataPlan` alone; `SampleFeed`
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     SequentialSampler,
+    Subset,
 )
 from torch.utils.data.distributed import DistributedSampler
 
@@ -112,7 +114,7 @@ class MicroBatchLoader:
         self._users, self._seed = loader, seed
         self._weigh = weigh
         self._share: WeighedShare | None = None
-        self._sampler = sampler
+        self._sampler, self._subset = sampler, _subset_print(loader.dataset)
         self._feed = SampleFeed(loader, _ByNumber(loader, seed, sampler), seed=seed)
 
     def take_span(self, cursor: Cursor, held: Span) -> None:
@@ -149,6 +151,7 @@ class MicroBatchLoader:
                 f"must stay; let a sampler of that length choose among all samples, or prepare a "
                 f"loader for each epoch"
             )
+        self._subset = _subset_print(self._users.dataset)
         is_stale = isinstance(self._sampler, SamplerOrders) and self._sampler.refresh(epoch)
         self._feed.refresh(is_stale=is_stale)
         self.plan = replace(self.plan, order=self.order_print(epoch))
@@ -183,8 +186,13 @@ class MicroBatchLoader:
         return self.plan.steps
 
     def order_print(self, epoch: int) -> int:
-        """Return a number that differs where a sampler of the user's orders an epoch otherwise."""
-        return self._sampler.print(epoch) if isinstance(self._sampler, OrderedSampler) else 0
+        """Return a number that differs where an epoch has other samples, or in another order.
+
+        As far as a subset, or a sampler of the user's, chooses them.
+        """
+        sampler = self._sampler
+        number = sampler.print(epoch) if isinstance(sampler, OrderedSampler) else 0
+        return number ^ self._subset
 
     def share(self, batch: MicroBatch, rank: int, world_size: int) -> StepShare | WeighedShare:
         plan, order = self.plan, self._order
@@ -406,6 +414,16 @@ def is_shuffle(sampler: Any, dataset: Any) -> bool:
     if not is_plain(sampler, RandomSampler) or sampler.replacement:
         return False
     return bool(len(sampler) == len(sampler.data_source) == _length_of(dataset))
+
+
+def _subset_print(dataset: Any) -> int:
+    """Return a number of 32 bits that differs where a subset has other samples; 0 for no subset."""
+    number = 0
+    while type(dataset) is Subset:
+        indices = np.asarray(dataset.indices)
+        number = zlib.crc32(indices.tobytes(), number) if indices.dtype != object else number
+        dataset = dataset.dataset
+    return number
 
 
 def _is_indexed(sampler: Any) -> bool:

@@ -54,7 +54,7 @@ CALL_BYTES = 64 << 10
 HEALED_MAX, HEALED_STEPS = 3, 1000
 """How often in how many steps ranks get the others' state before that is an error: something goes
 on changing it."""
-ORDER = "the order of the loader's sampler"
+ORDER = "the order of the loader's samples"
 BUFFER = " (buffer)"
 """What names of buffers end with."""
 Prints = dict[str, int]
@@ -292,7 +292,8 @@ def _usage_error(verdict: DivergenceResult, cursor: Cursor, stepped: Container[s
         what = (
             "the sampler must give every rank the same: let it draw from its generator attribute, "
             "or from torch's, NumPy's or Python's own generators, which are seeded for each epoch, "
-            "and keep nothing from the epochs before"
+            "and keep nothing from the epochs before; draw a subset (random_split) with the same "
+            "seed on all ranks"
         )
     elif first.startswith("registered "):
         what = (
