@@ -162,7 +162,9 @@ def _reached_from(state: TrainState) -> set[int]:
     known = {id(one) for one in things}
     while ahead and len(known) < REACHED_MAX:
         for one in gc.get_referents(ahead.popleft()):
-            if id(one) not in known and not issubclass(type(one), NOT_FOLLOWED):
+            # Numbers and texts, of which there may be millions, refer to nothing.
+            is_end = not gc.is_tracked(one) or issubclass(type(one), NOT_FOLLOWED)
+            if not is_end and id(one) not in known:
                 known.add(id(one))
                 ahead.append(one)
     return known
