@@ -166,6 +166,17 @@ def test_a_sparse_gradient_is_refused_by_name(make: Make) -> None:
         model["words"](torch.arange(3)).sum().backward()
 
 
+def test_a_gradient_that_is_part_of_a_graph_is_refused_by_name(make: Make) -> None:
+    """It would be moved out of the graph, and what is computed of it have no gradient."""
+    model = nn.ModuleDict({"words": nn.Linear(3, 1)})
+    reducer = make([unit_of(model)])
+    reducer.begin_step(share_of((4, 4)))
+    reducer.begin_micro_batch(0)
+    loss = model["words"](torch.ones(2, 3)).square().sum()
+    with pytest.raises(UsageError, match=r"gave parameter words\..* a gradient with a graph"):
+        loss.backward(create_graph=True)
+
+
 def test_shared_parameters_go_once(make: Make) -> None:
     model = nn.ModuleList([nn.Linear(5, 5), nn.Linear(5, 5)])
     model[1].weight = model[0].weight

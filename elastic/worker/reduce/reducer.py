@@ -383,10 +383,17 @@ class Reducer:
         """Return what is called when backward has finished a parameter's gradient."""
         unit, touched = self._units[bucket.unit], bucket.touched
 
-        def reached(_: nn.Parameter) -> None:
+        def reached(parameter: nn.Parameter) -> None:
             step = self._step
             if step is None or unit.has_stepped:
                 return
+            if parameter.grad is not None and parameter.grad.requires_grad:
+                raise UsageError(
+                    f"backward(create_graph=True) gave parameter {bucket.names[place]} a gradient "
+                    f"with a graph, which cannot be kept, because gradients are added up elsewhere:"
+                    f" compute what needs it by torch.autograd.grad(loss, parameters, "
+                    f"create_graph=True)"
+                )
             if bucket.is_sent and not (unit.is_reduced or step.is_void):
                 raise UsageError(
                     f"backward gave parameter {bucket.names[place]} a gradient once more, after it "
