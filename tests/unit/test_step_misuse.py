@@ -256,6 +256,19 @@ class Average:
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
+def test_a_registered_average_that_follows_iterations_is_refused() -> None:
+    def loop(model: nn.Module, optimizer: torch.optim.Optimizer, loader: Any) -> None:
+        average = Average(model, within="dict")
+        train.register(average=average)
+        for _ in train.epochs(1):
+            for (x,) in loader:
+                iterate(model, optimizer, x)
+                average.update(model)
+
+    with pytest.raises(UsageError, match=r"registered average: changed in .* train\.stepped\(\)"):
+        run(loop)
+
+
 @pytest.mark.parametrize("is_known", [False, True])
 @pytest.mark.parametrize("within", ["module", "dict", "list"])
 def test_an_average_that_is_in_no_state_is_refused(within: str, is_known: bool) -> None:

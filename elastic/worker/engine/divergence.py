@@ -155,7 +155,7 @@ class Divergence:
         for place, (one, first, last) in enumerate(some):
             total += one.checksum(first, last) * factor(place)
         if steps % SLICES == 0:
-            total += combined([*_registered_values(self._state).values()])
+            total += combined([*registered_values(self._state).values()])
         return total & MASK
 
     def _reported_later(self, some: Sequence[_Part]) -> int:
@@ -179,7 +179,7 @@ class Divergence:
 
     def prints(self) -> Prints:
         """Return the checksum of everything that is watched, by name."""
-        return {**_prints(self._watched), **_registered_values(self._state)}
+        return {**_prints(self._watched), **registered_values(self._state)}
 
     def weights(self) -> Prints:
         """Return those of parameters and of registered modules."""
@@ -376,7 +376,7 @@ def _tensors_of(module: nn.Module, prefix: str) -> Iterator[_WatchedTensor]:
                 yield _WatchedTensor(prefix + name + BUFFER, buffer, part._buffers, own)
 
 
-def _registered_values(state: TrainState) -> Prints:
+def registered_values(state: TrainState) -> Prints:
     """Return checksums of registered objects that are no modules, by their names."""
     found = {}
     for name, thing in state.registered.items():

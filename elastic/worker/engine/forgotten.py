@@ -28,6 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LRScheduler
 
 from elastic.errors import UsageError
+from elastic.worker.engine.divergence import registered_values
 from elastic.worker.state.checksums import flat_bytes
 from elastic.worker.state.dtensor import is_flat_fsdp
 from elastic.worker.state.pending_steps import parameters_of
@@ -61,6 +62,8 @@ class Forgotten:
         self._noted: list[tuple[weakref.ref[Any], str, Print]] = []
         # Held until the first look, because there are no weak references to them.
         self._containers: list[tuple[Any, str, Print]] = []
+        # What registered objects were when the body of the first steps went on behind the commit.
+        self._registered: Mapping[str, int] = {}
         self._known = _reached_from(state)
         if len(self._known) < REACHED_MAX:
             self._note()
@@ -84,12 +87,30 @@ class Forgotten:
                 name = f"a {type(one).__name__} of {len(one)} tensors"
                 self._containers.append((one, name, self._print(one, places)))
 
-    def step_done(self) -> None:
+    def step_committed(self) -> None:
+        """The loop's body goes on behind a step, and has not asked whether it is done."""
+        if self._steps < FIRST_LOOK:
+            self._registered = registered_values(self._state)
+
+    def step_done(self, *, has_asked: bool) -> None:
         """Look after the first steps.
+
+        Args:
+            has_asked: the body has asked whether the step is done.
 
         Raises:
             UsageError: something has changed.
         """
+        if self._registered and not has_asked:
+            now = registered_values(self._state)
+            changed = [name for name, was in self._registered.items() if now.get(name) != was]
+            if changed:
+                raise UsageError(
+                    f"{changed[0]}: changed in an iteration that did not ask whether the step is "
+                    f"done: a rank may have several iterations in a step, and would change it in "
+                    f"each: write 'if train.stepped(): ...' around that"
+                )
+        self._registered = {}
         self._steps += 1
         if self._steps == FIRST_LOOK:
             self.look()

@@ -631,7 +631,7 @@ class StepEngine(ObjectRegistry):
         self._the_loop().still.check_after()
         self._note_step()
         if self._forgotten is not None:
-            self._forgotten.step_done()
+            self._forgotten.step_done(has_asked=self._iteration.asks)
         self._due.end()
         self.logbook.commit_step()  # Only now: plain loops log after `optimizer.step()`.
         self._set_whole()
@@ -810,6 +810,8 @@ class StepEngine(ObjectRegistry):
             self._take(StepCommitted(True))
             if self._counts_iterations() and not self._iteration.asks:
                 self._the_loop().still.begin()
+                if self._forgotten is not None:
+                    self._forgotten.step_committed()
             self._group.is_leaving = any(row.requests for row in rows)
             self._checkpoints.committed(rows)
             self.logbook.take_rows([row.values for row in rows])
