@@ -23,6 +23,7 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
+from elastic import train
 from elastic.errors import UsageError
 from elastic.train.dealing import KEPT_ARGUMENTS
 from elastic.train.loaders import _moved
@@ -32,6 +33,7 @@ from elastic.train.torch import (
     get_devices,
     prepare_data_loader,
     prepare_model,
+    prepare_optimizer,
 )
 from elastic.worker.process.local import LocalRun, local_context
 
@@ -264,3 +266,11 @@ def test_a_sharded_model_is_the_same_object_with_its_own_names() -> None:
     assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
     assert list(model.state_dict()) == ["0.weight", "0.bias", "1.weight", "1.bias"]
     assert prepare_model(model) is inner
+
+
+@pytest.mark.usefixtures("_inside")
+def test_a_loop_over_a_sharded_model_begins_beside_one_that_is_not() -> None:
+    model, teacher = prepare_model(nn.Linear(2, 2), parallel_strategy="fsdp"), nn.Linear(2, 2)
+    prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    assert next(train.epochs(1)) == 0
+    assert teacher.weight.shape == model.weight.shape

@@ -30,7 +30,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from elastic.errors import UsageError
 from elastic.worker.engine.divergence import registered_values
 from elastic.worker.state.checksums import flat_bytes
-from elastic.worker.state.dtensor import is_flat_fsdp
+from elastic.worker.state.dtensor import is_dtensor, is_flat_fsdp
 from elastic.worker.state.pending_steps import parameters_of
 from elastic.worker.state.train_state import TrainState
 
@@ -227,7 +227,12 @@ def _values(container: Any) -> list[Any]:
 
 
 def _place(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+    """Return where a tensor lies; of a kind that does not tell, a number of its own."""
+    try:
+        own = tensor.to_local() if is_dtensor(tensor) else tensor
+        return own.untyped_storage().data_ptr()
+    except Exception:
+        return id(tensor)
 
 
 # --------------------------------------------------------------------------- how it is seen
