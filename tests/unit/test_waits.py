@@ -18,7 +18,7 @@ from elastic.worker.group import c10d
 from elastic.worker.group.abortable_wait import MESSAGES, AbortableWait, checked
 from elastic.worker.group.collective_watch import seen_stack
 from elastic.worker.group.gloo_threads import IdleDetector
-from elastic.worker.process.broken_group_hold import _checked_at
+from elastic.worker.process.broken_group_hold import _checked_at, held_back
 from tests.patience import DEADLINE_S
 
 
@@ -181,6 +181,19 @@ def alone() -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
+
+
+def test_an_error_of_a_barrier_that_waits_in_torch_is_met_before_the_script_has_it(
+    alone: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def closed(*_: Any, **named: Any) -> None:
+        raise RuntimeError("Connection closed by peer")
+
+    met: list[BaseException] = []
+    monkeypatch.setattr(dist.ProcessGroup, "monitored_barrier", closed)
+    with held_back(met.append), pytest.raises(RuntimeError) as caught:
+        dist.monitored_barrier()
+    assert met == [caught.value]
 
 
 def test_a_collective_is_none_of_what_torch_numbers_as_messages(alone: None) -> None:

@@ -15,6 +15,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
 
 from elastic.worker.group.c10d import look_up, parts
@@ -30,7 +32,11 @@ def held_back(met: Callable[[BaseException], None]) -> Iterator[None]:
     undo: list[tuple[Any, str, Any]] = []
     for owner, name in (
         (parts().work, "wait"),
-        # What waits in C++: the reduction of DistributedDataParallel, and its buffers.
+        # What waits in C++: a barrier that names who is late, the comparison that
+        # DistributedDataParallel begins with, its reduction, and its buffers.
+        (dist, "monitored_barrier"),
+        (distributed_c10d, "monitored_barrier"),
+        (DistributedDataParallel, "__init__"),
         (torch.autograd, "_engine_run_backward"),
         (DistributedDataParallel, "_pre_forward"),
         (DistributedDataParallel, "_post_forward"),
