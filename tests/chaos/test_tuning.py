@@ -24,7 +24,7 @@ from tests.chaos.study import NAME, fit_a_trainer, objective
 from tests.patience import DEADLINE_S, wait_for
 
 KILL_EVERY_S = 5.0
-REPORTED_APART = ["time_total_s", "logdir"]
+REPORTED_APART = ["time_total_s", "logdir", "checkpoint_path"]
 """Columns in which two runs of one study differ."""
 
 

@@ -26,7 +26,7 @@ from elastic.core.events.agent import (
 from elastic.core.messages import Ping, Pong, Warm
 from elastic.core.world import Entry, EntryKind, ExitCause, ExitKind
 from elastic.worker.process.main import EXIT_REPLACED
-from tests.integration.test_agent_processes import ECHO, ENV, Events, wait_until
+from tests.integration.test_agent_processes import ECHO, ENV, Events, pids_of, wait_until
 from tests.patience import DEADLINE_S
 
 pytestmark = pytest.mark.anyio
@@ -169,7 +169,7 @@ async def test_forked_spares_are_our_children_and_answer(node: Node) -> None:
     os.kill(pids[1], signal.SIGKILL)
     assert await node.exit_of(2) == ExitCause(ExitKind.SIGNAL, 9)
     await wait_until(lambda: not Path(f"/proc/{pids[1]}").exists())
-    assert node.processes.pids() == {1: pids[0], 3: pids[2]}
+    assert pids_of(node.processes) == {1: pids[0], 3: pids[2]}
 
 
 IMPORTED = """
@@ -245,7 +245,7 @@ async def test_a_spare_that_is_killed_before_it_is_born_ends(tmp_path: Path) -> 
         node.processes.spawn(1)
         node.processes.kill(1, "changed our mind")
         assert await node.exit_of(1) == ExitCause(ExitKind.SIGNAL, 9)
-        assert node.processes.pids() == {}
+        assert pids_of(node.processes) == {}
 
 
 async def test_a_zygote_that_is_killed_is_replaced(tmp_path: Path) -> None:
