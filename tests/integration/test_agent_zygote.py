@@ -96,11 +96,14 @@ async def running(
             await node.logs.close(DEADLINE_S)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="class")
 async def node(
     _adopts_no_more: None, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[Node]:
-    """One whose zygote has imported everything, for tests that leave it as it is."""
+    """One whose zygote has imported everything, for tests that leave it as it is.
+
+    No other node may run beside it in this process: each reaps what it does not know.
+    """
     async with running(tmp_path_factory.mktemp("node")) as shared:
         yield shared
 
@@ -155,21 +158,50 @@ def is_answer(message: object, number: int) -> bool:
     return isinstance(message, Pong) and message.number == number
 
 
-async def test_forked_spares_are_our_children_and_answer(node: Node) -> None:
-    pids = [await node.warm(number) for number in (1, 2, 3)]
-    assert len(set(pids)) == 3
-    for number, pid in enumerate(pids, 1):
+class TestOneNode:
+    """What leaves the zygote of a node as it is."""
+
+    async def test_forked_spares_are_our_children_and_answer(self, node: Node) -> None:
+        pids = [await node.warm(number) for number in (1, 2, 3)]
+        assert len(set(pids)) == 3
+        for number, pid in enumerate(pids, 1):
+            assert parent_of(pid) == os.getpid()
+            assert name_of(pid) == "elastic-worker"
+            assert os.getsid(pid) == pid != os.getsid(0)
+            node.processes.send(number, Ping(number))
+            await node.events.wait_for(
+                ProcessMessageReceived, lambda e, n=number: is_answer(e.message, n)
+            )
+        os.kill(pids[1], signal.SIGKILL)
+        assert await node.exit_of(2) == ExitCause(ExitKind.SIGNAL, 9)
+        await wait_until(lambda: not Path(f"/proc/{pids[1]}").exists())
+        assert pids_of(node.processes) == {1: pids[0], 3: pids[2]}
+
+    async def test_spares_of_a_script_have_its_imports_and_do_without_if_those_fail(
+        self, node: Node, tmp_path: Path
+    ) -> None:
+        installed = tmp_path / "site-packages"
+        installed.mkdir()
+        (installed / "costly.py").write_text(IMPORTED)
+        (installed / "deadly.py").write_text("import os; os._exit(1)")
+        for number, name in enumerate(("costly", "costly", "deadly"), 11):
+            (tmp_path / f"{name}.txt").write_text(f"import {name}")
+            entry = Entry(
+                EntryKind.SCRIPT, str(tmp_path / f"{name}.txt"), python_path=(str(installed),)
+            )
+            node.processes.spawn(number, name, entry)
+            pid = await node.is_warm(number)
+            assert (parent_of(pid), os.getsid(pid)) == (os.getpid(), pid)
+            assert name_of(pid) == "elastic-worker"
+        (_,) = (installed / "costly.py.pids").read_text().split()  # Imported once, for both.
+
+    async def test_what_a_worker_leaves_behind_is_adopted_and_reaped(self, node: Node) -> None:
+        await node.warm(21)
+        left = await anyio.run_process([sys.executable, "-c", LEAVES], start_new_session=True)
+        pid = int(left.stdout)
         assert parent_of(pid) == os.getpid()
-        assert name_of(pid) == "elastic-worker"
-        assert os.getsid(pid) == pid != os.getsid(0)
-        node.processes.send(number, Ping(number))
-        await node.events.wait_for(
-            ProcessMessageReceived, lambda e, n=number: is_answer(e.message, n)
-        )
-    os.kill(pids[1], signal.SIGKILL)
-    assert await node.exit_of(2) == ExitCause(ExitKind.SIGNAL, 9)
-    await wait_until(lambda: not Path(f"/proc/{pids[1]}").exists())
-    assert pids_of(node.processes) == {1: pids[0], 3: pids[2]}
+        os.kill(pid, signal.SIGKILL)
+        await wait_until(lambda: not exists(pid))
 
 
 IMPORTED = """
@@ -177,25 +209,6 @@ import os
 with open(__file__ + ".pids", "a") as file:
     file.write(f"{os.getpid()} ")
 """
-
-
-async def test_spares_of_a_script_have_its_imports_and_do_without_if_those_fail(
-    node: Node, tmp_path: Path
-) -> None:
-    installed = tmp_path / "site-packages"
-    installed.mkdir()
-    (installed / "costly.py").write_text(IMPORTED)
-    (installed / "deadly.py").write_text("import os; os._exit(1)")
-    for number, name in enumerate(("costly", "costly", "deadly"), 11):
-        (tmp_path / f"{name}.txt").write_text(f"import {name}")
-        entry = Entry(
-            EntryKind.SCRIPT, str(tmp_path / f"{name}.txt"), python_path=(str(installed),)
-        )
-        node.processes.spawn(number, name, entry)
-        pid = await node.is_warm(number)
-        assert (parent_of(pid), os.getsid(pid)) == (os.getpid(), pid)
-        assert name_of(pid) == "elastic-worker"
-    (_,) = (installed / "costly.py.pids").read_text().split()  # Imported once, for both.
 
 
 @pytest.mark.slow
@@ -308,12 +321,3 @@ def children_of(pid: int) -> list[int]:
         except OSError:
             continue
     return found
-
-
-async def test_what_a_worker_leaves_behind_is_adopted_and_reaped(node: Node) -> None:
-    await node.warm(21)
-    left = await anyio.run_process([sys.executable, "-c", LEAVES], start_new_session=True)
-    pid = int(left.stdout)
-    assert parent_of(pid) == os.getpid()
-    os.kill(pid, signal.SIGKILL)
-    await wait_until(lambda: not exists(pid))
