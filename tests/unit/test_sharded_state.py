@@ -20,6 +20,7 @@ from elastic.worker.checkpoint.snapshot import RankInfo
 from elastic.worker.checkpoint.snapshotter import Snapshotter
 from elastic.worker.engine.prepared_optimizers import data_waits
 from elastic.worker.engine.sharded_restore import ShardedRestorer
+from elastic.worker.engine.still_weights import StillWeights
 from elastic.worker.state.arena import SnapshotSlot
 from elastic.worker.state.sharded_state import check_shards, rows_of, spread_of
 from elastic.worker.state.train_state import State, TrainState
@@ -98,7 +99,7 @@ def test_rows_are_copied_while_the_next_step_is_computed(
 
 def test_data_of_a_sharded_parameter_waits_for_its_copy() -> None:
     parameter, seen = nn.Parameter(sharded(torch.zeros(3, 2), mesh_of(0, (2,)))), list[int]()
-    with data_waits(lambda: seen.append(1), lambda *_: None):
+    with data_waits(lambda: seen.append(1), StillWeights(())):
         parameter.data.add_(1)
     parameter.data.add_(1)
     assert seen == [1]
