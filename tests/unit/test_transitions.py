@@ -16,6 +16,7 @@ from elastic.core.machine.transitions import (
     NODE,
     PROCESS,
     RELEASE,
+    STEP,
     WORKER,
     WORKER_SEEN,
     TransitionTable,
@@ -31,7 +32,7 @@ from elastic.core.world import (
 )
 from elastic.errors import InvariantViolation
 
-TABLES = [WORKER, WORKER_SEEN, JOB, GROUP, RELEASE, NODE, CONNECTION, PROCESS, MAIN]
+TABLES = [WORKER, WORKER_SEEN, JOB, GROUP, RELEASE, NODE, CONNECTION, PROCESS, MAIN, STEP]
 by_table = pytest.mark.parametrize("table", TABLES, ids=lambda table: table.name)
 
 
@@ -76,6 +77,7 @@ def test_every_module_level_table_is_tested_here() -> None:
         (CONNECTION, []),
         (PROCESS, [transitions.ProcessPhase.GONE]),
         (MAIN, [transitions.MainPhase.OVER]),
+        (STEP, []),
     ],
     ids=lambda value: value.name if isinstance(value, TransitionTable) else "",
 )
