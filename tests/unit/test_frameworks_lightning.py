@@ -25,6 +25,7 @@ from elastic.train.lightning import (
 )
 from elastic.train.lightning import strategy as of_strategy
 from elastic.train.lightning.files import _Rows
+from elastic.worker.engine.train_call import current
 from tests.unit.engine_under_test import inside_a_run, inside_again
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Of Lightning: its own.
@@ -77,6 +78,9 @@ def fitted(
             enable_progress_bar=False, num_sanity_val_steps=0, **(options | named),
         )  # fmt: skip
         trainer.fit(module or Module())
+        context = current()
+        assert context is not None
+        context.the_reporter().finish()  # As at the end of a train function.
     return trainer
 
 
