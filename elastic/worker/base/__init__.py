@@ -4,5 +4,6 @@ What is where:
 
     control       mailboxes (main thread and control thread), interrupt, signals
     watching      activity (works or waits), thread_frames, timing
+    processes     children (that a worker has started)
     torch         torch_names (every private name that is used), numbers
 """

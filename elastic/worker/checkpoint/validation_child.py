@@ -22,6 +22,7 @@ import torch
 
 from elastic.core.world import CheckpointStatus
 from elastic.storage.validation import ValidationFinding
+from elastic.worker.base.children import kill
 
 FOUND_BYTES_MAX = 1024 * 1024
 """As much as a report may have; both go into one record of the coordinator."""
@@ -130,8 +131,7 @@ class ValidationChild:
             return
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
-        self._process.kill()  # It may have no group of its own yet.
-        self._process.wait()
+        kill(self._process)  # It may have no group of its own yet.
         for number in (self.pidfd, self._found):
             os.close(number)
         self.pidfd = -1

@@ -15,10 +15,11 @@ import os
 import subprocess
 import sys
 
+from elastic.worker.base.children import kill
+
 log = logging.getLogger(__name__)
 
 FINISH_S = 10.0
-KILLED_S = 2.0
 MODULE = "elastic.worker.process.tracking_process"
 
 
@@ -65,17 +66,10 @@ class Trackers:
                 "'elastic track %s' does",
                 self._wanted, FINISH_S, self._run_path,
             )  # fmt: skip
-            _kill(process)
+            kill(process)
 
     def close(self) -> None:
         """Send nothing any more: another worker is rank 0, and continues."""
         process, self._process = self._process, None
         if process is not None:
-            _kill(process)
-
-
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    """End it; one that is in a call of storage that does not answer ends with that call."""
-    process.kill()
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(KILLED_S)
+            kill(process)
