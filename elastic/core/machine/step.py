@@ -123,7 +123,8 @@ class StepMachine:
             self._move(StepPhase.RECEIVED)
         elif isinstance(event, (GroupLeft, PassLeft)):
             self._move(StepPhase.OUTSIDE)
-            self.asked, self._kept = [], []
+            self.asked = []
+            self._kept = []
         elif isinstance(event, LoopBegan):
             self._num_optimizers = event.num_optimizers
         return ()
@@ -131,7 +132,8 @@ class StepMachine:
     def _opened(self, event: MicroBatchOpened) -> Effects:
         phase = StepPhase.DUE if event.is_last else StepPhase.GATHERING
         self._move(StepPhase.COMPUTING if event.of_whole_step else phase)
-        self.asked, self._is_last = [], event.is_last
+        self.asked = []
+        self._is_last = event.is_last
         return ()
 
     def _computed(self, event: MicroBatchComputed) -> Effects:
@@ -163,11 +165,11 @@ class StepMachine:
         if isinstance(event, GradientsRequested):
             return self._settle(event, ()) if self.phase is StepPhase.DUE else ()
         optimizer, phase = event.optimizer, self.phase
-        is_again, does_nothing = optimizer in self.asked, phase in DOES_NOTHING
+        is_again = optimizer in self.asked
         if isinstance(event, StepSkipped):
             if is_again or phase is StepPhase.OUTSIDE:
                 return ()
-        elif is_again and not does_nothing:
+        elif is_again and phase not in DOES_NOTHING:
             return (Refuse(Refusal.STEPPED_TWICE, optimizer),)
         elif phase is StepPhase.COMPUTING:
             return (Refuse(Refusal.STEPPED_INSIDE, optimizer),)

@@ -680,7 +680,7 @@ class StepEngine(ObjectRegistry):
         Raises:
             UsageError: it would change the weights of this rank alone, or not at all.
         """
-        if self.has_begun and self._machine.phase is not StepPhase.OUTSIDE:
+        if self._machine.phase is not StepPhase.OUTSIDE:
             self._iteration.calls[id(optimizer)] = OptimizerCall(optimizer, real)
             self._take(StepRequested(id(optimizer), self._is_broken()))
             return
@@ -690,14 +690,14 @@ class StepEngine(ObjectRegistry):
 
     def optimizer_skipped(self, optimizer: Any) -> None:
         """Count a step that a scaler left out, because gradients overflowed."""
-        if self._machine.phase is StepPhase.OUTSIDE or id(optimizer) in self._machine.asked:
-            return
-        self._iteration.calls[id(optimizer)] = OptimizerCall(optimizer, lambda: None)
-        self._take(StepSkipped(id(optimizer), self._is_broken()))
+        if self._machine.phase is not StepPhase.OUTSIDE:
+            nothing = OptimizerCall(optimizer, lambda: None)
+            self._iteration.calls.setdefault(id(optimizer), nothing)
+            self._take(StepSkipped(id(optimizer), self._is_broken()))
 
     def optimizer_zeroed(self, optimizer: Any) -> None:
         """Forget what was gathered for an optimizer that has not stepped in this iteration."""
-        if self.has_begun and self._machine.phase is not StepPhase.OUTSIDE:
+        if self._machine.phase is not StepPhase.OUTSIDE:
             self._the_reducer().unit_zeroed(self._the_loop().units[id(optimizer)])
 
     def _take(self, event: StepEvent) -> None:
@@ -856,8 +856,7 @@ class StepEngine(ObjectRegistry):
 
     def is_due(self, optimizer: Any) -> bool:
         """Return whether the gradients of this optimizer are those that it steps with."""
-        if self._machine.phase is StepPhase.DUE:
-            self._take(GradientsRequested(id(optimizer), self._is_broken()))
+        self._take(GradientsRequested(id(optimizer), self._is_broken()))
         return self._machine.has_gradients
 
     def has_stepped(self) -> bool:
