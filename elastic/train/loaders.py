@@ -25,7 +25,7 @@ from elastic.train.devices import get_device
 from elastic.train.evaluating import begin_pass, forget_pass
 from elastic.train.expecting import is_whole
 from elastic.train.session import require_context, require_engine, require_place
-from elastic.worker.data.loader import MicroBatchLoader, Weigh, is_plain
+from elastic.worker.data.loader import MicroBatchLoader, Weigh, is_plain, is_torchdatas
 from elastic.worker.data.seeding import RandomStates, seed_everything, seeded
 from elastic.worker.data.streams import MicroBatches, StreamLoader
 from elastic.worker.engine.context import WorkerContext
@@ -139,7 +139,7 @@ def _check_plain(loader: DataLoader[Any]) -> None:
         UsageError: naming its class.
     """
     kind = type(loader)
-    if kind.__module__.startswith("torchdata."):  # It only counts.
+    if is_torchdatas(kind):
         return
     for name in ("__iter__", "_get_iterator"):
         if getattr(kind, name) is not getattr(DataLoader, name):

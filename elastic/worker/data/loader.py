@@ -384,8 +384,12 @@ def is_plain(sampler: Any, kind: type) -> bool:
     Those of its StatefulDataLoader draw the same; that they have a state is of no account here.
     """
     cls = type(sampler)
-    is_stateful = cls.__module__.startswith("torchdata.") and cls.__name__ == kind.__name__
-    return cls is kind or is_stateful
+    return cls is kind or (is_torchdatas(cls) and cls.__name__ == kind.__name__)
+
+
+def is_torchdatas(kind: type) -> bool:
+    """Return whether a class is torchdata's: those read in torch's order, and count what was."""
+    return kind.__module__.startswith("torchdata.")
 
 
 def is_dealt(sampler: Any) -> bool:
@@ -397,7 +401,7 @@ def is_dealt(sampler: Any) -> bool:
     kind = type(sampler)
     if not isinstance(sampler, DistributedSampler):
         return False
-    if kind.__iter__ is DistributedSampler.__iter__ or kind.__module__.startswith("torchdata."):
+    if kind.__iter__ is DistributedSampler.__iter__ or is_torchdatas(kind):
         return True
     raise UsageError(
         f"prepare_data_loader: the loader's sampler ({kind.__name__}) is a DistributedSampler with "
