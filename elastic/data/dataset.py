@@ -664,10 +664,11 @@ class Dataset:
                 lines.append(
                     f"{node.source.name}: {len(listing.files)} files, {size:,} bytes{blocks}"
                 )
-                for what, count in node.source.skipped.items():
+                for what, count in node.source.skipped.most.items():
                     lines.append(f"{node.source.name}: {count} {what} left out")
-            if isinstance(node, Apply) and node.operation.skipped:
-                lines.append(f"{node.operation!r}: {node.operation.skipped} rows left out")
+            if isinstance(node, Apply):
+                for what, count in node.operation.skipped.most.items():
+                    lines.append(f"{node.operation!r}: {count} {what} left out")
         return "\n".join(lines)
 
     def sum(self, on: str | Sequence[str] | None = None, ignore_nulls: bool = True) -> Any:

@@ -263,9 +263,9 @@ def begin_pass(node: Node) -> None:
     """Count anew what is skipped."""
     for one in nodes_of(node):
         if isinstance(one, Read):
-            one.source.begin_pass()
+            one.source.skipped.begin_pass()
         elif isinstance(one, Apply):
-            one.operation.begin_pass()
+            one.operation.skipped.begin_pass()
 
 
 def nodes_of(node: Node) -> Iterator[Node]:

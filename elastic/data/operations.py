@@ -35,6 +35,7 @@ from elastic.data.batches import (
 )
 from elastic.data.expressions import Expr
 from elastic.data.functions import Function
+from elastic.data.skipped import SkippedCounts
 from elastic.errors import UsageError
 
 ROWS_AT_ONCE = 1024
@@ -48,11 +49,12 @@ class Operation:
     """Base class: one step of processing.
 
     Attributes:
-        skipped: rows left out by `on_error="skip"`, in this process: the most in one pass.
+        skipped: rows left out by `on_error="skip"`.
     """
 
-    skipped: int = field(default=0, init=False, compare=False)
-    _skipped_now: int = field(default=0, init=False, compare=False, repr=False)
+    skipped: SkippedCounts = field(
+        default_factory=SkippedCounts, init=False, compare=False, repr=False
+    )
 
     @property
     def keeps_rows(self) -> bool:
@@ -63,10 +65,6 @@ class Operation:
     def numbers_rows(self) -> bool:
         """Return whether a row's result depends on how many rows are before it."""
         return False
-
-    def begin_pass(self) -> None:
-        """Count anew what is skipped."""
-        self._skipped_now = 0
 
     def apply(self, batch: Batch) -> Batch:
         """Apply the operation to some rows.
@@ -119,8 +117,7 @@ class MapRows(Operation):
             if self.on_error == "raise":
                 add_note(error, f"in {self!r}, of the row {shown(row)}")
                 raise
-            self._skipped_now += 1
-            self.skipped = max(self.skipped, self._skipped_now)
+            self.skipped.add("rows")
             return None
 
     def _checked(self, value: Any) -> Iterable[Mapping[str, Any]]:

@@ -30,6 +30,7 @@ from elastic.data.batches import (
 from elastic.data.context import FileShuffleConfig, reseeds, seed_of
 from elastic.data.datasource.partitioning import Partitioning
 from elastic.data.files import DataError, File, Reader, find_files, unreadable
+from elastic.data.skipped import SkippedCounts
 from elastic.errors import UsageError
 
 log = logging.getLogger(__name__)
@@ -72,12 +73,11 @@ class Source:
 
     Attributes:
         name: for messages.
-        skipped: number of items left out by `on_error="skip"`, by kind: the most in one pass.
+        skipped: items left out by `on_error="skip"`.
     """
 
     name: str
-    skipped: dict[str, int] = field(default_factory=dict, init=False)
-    _skipped_now: dict[str, int] = field(default_factory=dict, init=False, repr=False)
+    skipped: SkippedCounts = field(default_factory=SkippedCounts, init=False, repr=False)
     _listing: Listing | None = field(default=None, init=False, repr=False)
 
     def listing(self) -> Listing:
@@ -109,13 +109,8 @@ class Source:
 
     def skip(self, what: str, why: str) -> None:
         """Count a skipped item, and log it; the first of each kind as a warning."""
-        count = self._skipped_now[what] = self._skipped_now.get(what, 0) + 1
-        self.skipped[what] = max(count, self.skipped.get(what, 0))
-        (log.warning if self.skipped[what] == 1 else log.info)("data_skipped %s: %s", what, why)
-
-    def begin_pass(self) -> None:
-        """Count anew what is skipped."""
-        self._skipped_now = {}
+        is_first = self.skipped.add(what) == 1
+        (log.warning if is_first else log.info)("data_skipped %s: %s", what, why)
 
     @property
     def files_seed(self) -> int | None:
