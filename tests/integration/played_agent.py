@@ -49,11 +49,17 @@ ROOT = Path(__file__).resolve().parents[2]
 HOST = "127.0.0.1"
 
 
+def leave_orphans() -> None:
+    """Adopt no more processes, which other tests would find as children of theirs."""
+    assert ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0) == 0
+
+
 class Forked:
     """A process that the zygote forked, and that this one has adopted."""
 
     def __init__(self, pid: int) -> None:
-        self.pid, self._fd = pid, os.pidfd_open(pid)
+        self.pid = pid
+        self._fd = os.pidfd_open(pid)
         self._code: int | None = None
 
     def send_signal(self, number: int) -> None:
@@ -109,7 +115,7 @@ class PlayedZygote:
         self._sock.close()
         self._process.kill()
         self._process.wait(DEADLINE_S)
-        assert ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0) == 0
+        leave_orphans()
 
 
 @dataclass
@@ -205,7 +211,8 @@ class PlayedAgent:
     """Starts processes and makes workers of them; ends them all at its own end."""
 
     def __init__(self, zygote: PlayedZygote, directory: Path) -> None:
-        self._zygote, self._directory = zygote, directory
+        self._zygote = zygote
+        self._directory = directory
         self._directory.mkdir(parents=True, exist_ok=True)
         self._all: list[Played] = []
 

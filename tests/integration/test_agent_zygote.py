@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import sys
@@ -16,7 +15,6 @@ import pytest
 from elastic.agent.kernel import process_state
 from elastic.agent.logs import Logs
 from elastic.agent.processes import WORKER_COMMAND, ZYGOTE_COMMAND, ChildProcesses, SpareCommand
-from elastic.agent.zygote import PR_SET_CHILD_SUBREAPER
 from elastic.core.events.agent import (
     ProcessExited,
     ProcessMessageReceived,
@@ -26,6 +24,7 @@ from elastic.core.events.agent import (
 from elastic.core.messages import Ping, Pong, Warm
 from elastic.core.world import Entry, EntryKind, ExitCause, ExitKind
 from elastic.worker.process.main import EXIT_REPLACED
+from tests.integration.played_agent import leave_orphans
 from tests.integration.test_agent_processes import ECHO, ENV, Events, pids_of, wait_until
 from tests.patience import DEADLINE_S
 
@@ -46,7 +45,7 @@ else:
 @pytest.fixture(scope="module", autouse=True)
 def _adopts_no_more() -> Iterator[None]:
     yield
-    assert ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0) == 0
+    leave_orphans()
 
 
 class Node:
