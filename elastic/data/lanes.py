@@ -98,7 +98,8 @@ class EpochOrder:
 
     def __init__(self, lanes: Lanes, epoch: int) -> None:
         """Permute the blocks for an epoch."""
-        self._lanes, self._epoch = lanes, epoch if lanes.reseeds else 0
+        self._lanes = lanes
+        self._epoch = epoch if lanes.reseeds else 0
         count = len(lanes.blocks)
         order = np.arange(count, dtype=np.uint64)
         if lanes.shuffle:

@@ -47,8 +47,11 @@ class SecretServer:
             tls: used for all connections, None for plain text.
             begin_thread: called first in each thread.
         """
-        self._listener, self._talk, self._tls = listener, talk, tls
-        self._what, self._begin_thread = what, begin_thread
+        self._listener = listener
+        self._talk = talk
+        self._tls = tls
+        self._what = what
+        self._begin_thread = begin_thread
         # Twice: the threads of replaced connections may take a moment to end.
         self._threads = threading.BoundedSemaphore(connections_max + 2 * STRANGERS_MAX)
         self._open: set[socket.socket] = set()

@@ -244,7 +244,8 @@ class _Saves:
     """
 
     def __init__(self, config: Any) -> None:
-        self._config, self.goes_on = config, False
+        self._config = config
+        self.goes_on = False
 
     def state_dict(self) -> dict[str, int]:
         """Return their number."""

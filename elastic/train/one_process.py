@@ -34,10 +34,15 @@ def _begin_state(self: PartialState, cpu: bool = False, **named: Any) -> None:
     context = current()
     if context is not None and context.join is not None and not PartialState._shared_state:
         PartialState._shared_state.update(
-            _cpu=cpu, backend=None, debug=False, device=get_device(),
-            distributed_type=DistributedType.NO, num_processes=1,
-            process_index=NO_PLACE, local_process_index=NO_PLACE,
-        )  # fmt: skip
+            _cpu=cpu,
+            backend=None,
+            debug=False,
+            device=get_device(),
+            distributed_type=DistributedType.NO,
+            num_processes=1,
+            process_index=NO_PLACE,
+            local_process_index=NO_PLACE,
+        )
     _begin_stock_state(self, cpu, **named)
 
 

@@ -117,7 +117,9 @@ class _MetricsLines:
     """A member's lines in the run's metrics; storage that is away loses none."""
 
     def __init__(self, run: RunDirectory | None, origin: ReportOrigin, clock: Clock) -> None:
-        self._run, self._origin, self._clock = run, origin, clock
+        self._run = run
+        self._origin = origin
+        self._clock = clock
         self._is_warned = False
 
     def add(self, index: int, metrics: str, more: Mapping[str, str]) -> None:

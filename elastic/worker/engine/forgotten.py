@@ -58,7 +58,8 @@ class Forgotten:
         Raises:
             UsageError: what there is reduces gradients itself.
         """
-        self._steps, self._state = 0, state
+        self._state = state
+        self._steps = 0
         self._noted: list[tuple[weakref.ref[Any], str, Print]] = []
         # Held until the first look, because there are no weak references to them.
         self._containers: list[tuple[Any, str, Print]] = []

@@ -275,9 +275,14 @@ def report_all(group: Any, mine: MemberInfo) -> list[MemberInfo]:
         has_state, epoch, step, steps, inside, generation, committed, *others = one.tolist()
         taken_in, saved, model, data, threads, num_shared, memory, *entry = others
         position = RunPosition(
-            bool(has_state), Cursor(epoch, step), steps, bool(inside),
-            generation, committed, SavedPosition(taken_in, saved),
-        )  # fmt: skip
+            has_state=bool(has_state),
+            cursor=Cursor(epoch, step),
+            steps=steps,
+            is_inside=bool(inside),
+            generation=generation,
+            committed=committed,
+            saved=SavedPosition(taken_in, saved),
+        )
         members.append(
             MemberInfo(position, model, data, threads, MemberEntry.of(entry), num_shared, memory)
         )

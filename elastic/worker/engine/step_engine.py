@@ -395,7 +395,8 @@ class StepEngine(ObjectRegistry):
                 self.logbook.commit_step()  # The loop was left after a step.
             self.state.put_late()
             self._take(PassLeft())
-            self._iteration, self._epochs.ends = Iteration(), False
+            self._iteration = Iteration()
+            self._epochs.ends = False
             self._forget_step()
             if self._loop is not None:
                 self._loop.padding.forget()
@@ -1003,7 +1004,8 @@ class StepEngine(ObjectRegistry):
             met, self.cursor = catch_up(
                 self._checkpoints, self._position, self.data, units, reach, put=self._put
             )
-        self._has_state, self._group.code_cursors = True, met.code_cursors
+        self._has_state = True
+        self._group.code_cursors = met.code_cursors
         self._agreed_in = self.context.generation
         share_latest(default_group(), met.cursors, self.logbook)
         return met.num_bytes

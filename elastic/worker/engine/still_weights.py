@@ -43,8 +43,10 @@ class StillWeights:
 
     def begin(self) -> None:
         """What the weights are now is what they are to be later."""
-        self._versions, self._is_on = self._now(), True
-        self._replaced, self._read = [], {}
+        self._versions = self._now()
+        self._replaced = []
+        self._read = {}
+        self._is_on = True
 
     def end(self) -> None:
         """They may change."""
