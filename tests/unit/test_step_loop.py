@@ -25,6 +25,7 @@ from elastic.train.torch import (
     prepare_scheduler,
 )
 from elastic.worker.engine.train_call import current, current_engine, set_current
+from elastic.worker.process.local import LocalRun, local_context
 from tests.unit.engine_under_test import (
     GLOBAL,
     SAMPLES,
@@ -539,3 +540,15 @@ def test_the_trainer_takes_a_whole_loop(tmp_path: Path) -> None:
     assert [row["metrics"]["epoch"] for row in result.history] == list(range(5))
     assert losses[-1] < losses[0] / 2
     assert json.dumps(result.return_value)
+
+
+def test_a_profiler_shows_the_parts_of_a_step(tmp_path: Path) -> None:
+    run = LocalRun(job_name="seen", run_path=str(tmp_path), options={"every_n_steps": 1})
+    with local_context(run):
+        loop = Loop.make()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+            for _, x, y in loop.batches(1):
+                square(loop.model(x), y).backward()
+                loop.optimizer.step()
+    shown = {event.key for event in profiler.key_averages()}
+    assert shown >= {"elastic::exchange", "elastic::commit", "elastic::snapshot"}

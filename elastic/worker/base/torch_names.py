@@ -84,6 +84,12 @@ NAMES = (
     PrivateName(
         "torch.autograd", "_unsafe_preserve_version_counter", "buffers are put back in place"
     ),
+    PrivateName(
+        "torch._C",
+        "_profiler._RecordFunctionFast",
+        "profilers show the parts of a step",
+        without="they are not shown",
+    ),
     PrivateName("torch", "_foreach_add_", "gradients are added at once"),
     PrivateName("torch", "_foreach_copy_", "snapshots are copied at once"),
     PrivateName(

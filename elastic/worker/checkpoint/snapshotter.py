@@ -30,6 +30,7 @@ from elastic.core.policy.cursor import Cursor
 from elastic.core.policy.saving import SavingPlan, is_due
 from elastic.runtime.snapshot_memory import SnapshotMark
 from elastic.worker.base.mailboxes import WAIT_SLICE_S
+from elastic.worker.base.spans import span
 from elastic.worker.checkpoint.checkpoint_writer import CheckpointWriter, PartFailure
 from elastic.worker.checkpoint.replication_progress import ReplicationProgress
 from elastic.worker.checkpoint.snapshot import RankInfo, StateSnapshot, name_of
@@ -381,7 +382,8 @@ class Snapshotter:
         if copying is None or copying.pid != os.getpid():
             return  # A forked process has neither the thread nor the slot.
         try:
-            wait([copying.copied])
+            with span("snapshot_wait"):
+                wait([copying.copied])
         except BaseException:
             copying.is_left = True
             raise

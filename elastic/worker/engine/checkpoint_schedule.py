@@ -21,6 +21,7 @@ from elastic.core.world import NO_GENERATION
 from elastic.errors import UsageError
 from elastic.storage.run_directory import AUTOMATIC
 from elastic.worker.base.mailboxes import WAIT_SLICE_S
+from elastic.worker.base.spans import span
 from elastic.worker.checkpoint.snapshot import RankInfo, position_in
 from elastic.worker.checkpoint.snapshotter import FINISH_S, LEAVING_S, Snapshotter
 from elastic.worker.data.stream_book import StreamBook
@@ -178,17 +179,19 @@ class CheckpointScheduler:
             snapshotter.wait_for_room(lambda: self._goes_on(is_over), LEAVING_S)
 
         def take() -> None:
-            done = snapshotter.take(
-                lambda: self.take(cursor, data),
-                cursor,
-                self.steps,
-                request=request,
-                durable=self._is_stored,  # Not by our own plan or request: it may reach some later.
-                about=self._logbook.latest,
-                aliases=self._objects.aliases(),
-                own=PerRankState(self._objects.caches(), self._objects.own),
-                still=self._objects.still_between_steps() if goes_on else None,
-            )
+            with span("snapshot"):
+                done = snapshotter.take(
+                    lambda: self.take(cursor, data),
+                    cursor,
+                    self.steps,
+                    request=request,
+                    # Not by our own plan or request: it may reach some later.
+                    durable=self._is_stored,
+                    about=self._logbook.latest,
+                    aliases=self._objects.aliases(),
+                    own=PerRankState(self._objects.caches(), self._objects.own),
+                    still=self._objects.still_between_steps() if goes_on else None,
+                )
             while not snapshotter.is_async and not done.wait(WAIT_SLICE_S) and not is_over():
                 self._show_progress()
 

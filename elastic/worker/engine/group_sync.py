@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.profiler import record_function
 
 from elastic.core.policy.cursor import Cursor, derive
 from elastic.core.policy.recovery import (
@@ -25,6 +24,7 @@ from elastic.core.policy.recovery import (
 )
 from elastic.core.policy.streams import Data, StreamPlan
 from elastic.errors import UsageError
+from elastic.worker.base.spans import span
 from elastic.worker.data.stream_book import StreamBook
 from elastic.worker.engine.logbook import Logbook
 from elastic.worker.group.member_links import MemberEntry, join_links, open_links
@@ -106,7 +106,7 @@ def synchronize(
             None, (), (), 0, nobody_has_state=nobody, is_outdated=not nobody, memories=memories
         )
     plan = plan_transfers(positions).value
-    with record_function("elastic::transfer"):
+    with span("transfer"):
         state, num_bytes = transfer(group, plan, take)
     sender = plan.sender_to(group.rank())
     if sender is not None and members[sender].threads != threads:

@@ -28,7 +28,6 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
-from torch.profiler import record_function
 
 from elastic.core.events.step import (
     Abandon,
@@ -77,6 +76,7 @@ from elastic.core.telemetry import (
 from elastic.core.world import NO_GENERATION
 from elastic.errors import GroupError, InvariantViolation, UsageError, check
 from elastic.worker.base.interrupt import GroupChanged
+from elastic.worker.base.spans import span
 from elastic.worker.base.timing import COMPUTE, TimingSample
 from elastic.worker.data.seeding import seed_everything, seed_step
 from elastic.worker.data.stream_book import StreamBook
@@ -791,7 +791,7 @@ class StepEngine(ObjectRegistry):
             return
         # No interrupt in the middle of a step. If it raises, `_has_state` stays False, and this
         # member receives the state from another one.
-        with self.context.shielded(), record_function("elastic::commit"):
+        with self.context.shielded(), span("commit"):
             if not is_settled and not self._settle_buffers():
                 self._take(StepCommitted(False))
                 return

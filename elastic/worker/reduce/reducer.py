@@ -17,11 +17,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
-from torch.profiler import record_function
 
 from elastic.core.policy.exchange_plan import bucket_bytes_for
 from elastic.errors import InvariantViolation, UsageError
 from elastic.worker.base.activity import Activity
+from elastic.worker.base.spans import span
 from elastic.worker.group.accelerators import accelerator_of
 from elastic.worker.group.member_links import links_of
 from elastic.worker.group.shared_memory import OwnMemory
@@ -533,7 +533,7 @@ class Reducer:
                 if unit.is_reduced or not bucket.is_sent:
                     self._start(step, bucket)
         own = self._gate.record()
-        with record_function("elastic::exchange"):
+        with span("exchange"):
             self._guarded(lambda: self._finish(step, buckets))
             self._guarded(lambda: self._gate.wait_exchanged(own), waits=False)
         if self.broken is not None:
