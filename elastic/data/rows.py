@@ -17,6 +17,7 @@ from elastic.data.batches import Batch
 from elastic.data.lanes import Lanes
 from elastic.data.table import Table
 from elastic.data.table_reader import TableReader, finish
+from elastic.worker.data.sampler_order import OrderedSampler
 from elastic.worker.data.seeding import seeded
 
 if TYPE_CHECKING:
@@ -147,7 +148,7 @@ def _seed(seed: int, epoch: int, places: Any) -> int:
     return derive(seed, AUGMENT, epoch, int(places[0]), int(places[-1]), len(places))
 
 
-class LaneOrder:
+class LaneOrder(OrderedSampler):
     """The sampler of a loader over `Rows`: all places in order, with other indices per epoch."""
 
     def __init__(self, rows: Rows) -> None:

@@ -7,9 +7,10 @@ seeded for the epoch while one is asked, and are afterwards as they were.
 from __future__ import annotations
 
 import zlib
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 
@@ -24,20 +25,19 @@ KEPT = 2
 """Epochs whose order is kept: the end of one is read while the next one is prefetched."""
 
 
-@runtime_checkable
-class OrderedSampler(Protocol):
+class OrderedSampler(ABC):
     """A sampler whose order of any epoch can be asked for at once; it has a length."""
 
+    @abstractmethod
     def of(self, epoch: int) -> Sequence[Any]:
         """Return what the dataset is asked for, by place in the epoch."""
-        ...
 
+    @abstractmethod
     def print(self, epoch: int) -> int:
         """Return a number of 32 bits that differs where the order of an epoch does."""
-        ...
 
 
-class SamplerOrders:
+class SamplerOrders(OrderedSampler):
     """The orders of a sampler that has a length, and whose numbers cannot be asked for by place."""
 
     def __init__(self, sampler: Any, seed: int) -> None:
