@@ -3,6 +3,7 @@
     python bench/checkpoint.py --gigabytes 0.1 --gigabytes 0.5 --gigabytes 2
     python bench/checkpoint.py --gigabytes 0.5 --pace 30
     python bench/checkpoint.py --device cuda
+    python bench/checkpoint.py --device cuda --rows 64
 
 A model with Adam's state of so many bytes is saved several times by each system, in a process of
 its own, on one CPU thread as workers have it, while a loop of steps of `--step` seconds goes on.
@@ -12,7 +13,9 @@ time until then, the time to read it again, and the most memory that the process
 one copy of the state into memory that is there already, made in the same loop: what a consistent
 snapshot costs where the loop waits for it; ratios are to it, of the stall, and of stall and next
 step together: `elastic` copies in that step and begins to write after it. Every process has that
-copy, and `elastic` two slots of its own, in its peak.
+copy, and `elastic` two slots of its own, in its peak. On a device, batches of many rows keep it
+busy while the host is ahead of it; with few, it waits for the host at each kernel, and whatever
+else the host does counts.
 """
 
 from __future__ import annotations
@@ -65,7 +68,7 @@ PLAIN_STEPS = 3
 class Trained:
     """A model and its optimizer, of so many bytes, that has done a step."""
 
-    def __init__(self, num_bytes: float, device: str = "cpu") -> None:
+    def __init__(self, num_bytes: float, device: str = "cpu", rows: int = 0) -> None:
         torch.set_num_threads(1)
         self.device = torch.device(device)
         layers = max(1, round(num_bytes / COPIES / (4 * WIDTH * (WIDTH + 1))))
@@ -76,7 +79,9 @@ class Trained:
             parameter.grad = torch.full_like(parameter, 1e-3)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        self._width = 2048 if self.device.type == "cuda" else 256
+        on_device = self.device.type == "cuda"
+        self._width = 4096 if on_device else 256
+        self._rows = rows or (4096 if on_device else 64)
         self._probe = nn.Linear(self._width, self._width, device=self.device)
         self.wait()
 
@@ -93,7 +98,7 @@ class Trained:
         """Go forward and backward, as a loop does beside the writing; return the seconds."""
         began = time.perf_counter()
         for _ in range(batches):
-            x = torch.randn(64, self._width, device=self.device)
+            x = torch.randn(self._rows, self._width, device=self.device)
             self._probe(x).square().mean().backward()
         self.wait()
         return time.perf_counter() - began
@@ -235,11 +240,17 @@ def with_async_save(
 
 
 def measure(
-    system: str, num_bytes: float, rounds: int, parent: str, step_s: float, device: str
+    system: str,
+    num_bytes: float,
+    rounds: int,
+    parent: str,
+    step_s: float,
+    device: str = "cpu",
+    rows: int = 0,
 ) -> dict[str, float]:
     """Save and load several times; returns medians."""
     folder = Path(tempfile.mkdtemp(dir=parent))
-    trained = Trained(num_bytes, device)
+    trained = Trained(num_bytes, device, rows)
     copy = copying(trained)
     makers: dict[str, Callable[[], tuple[Saving, Loading]]] = {
         "elastic": lambda: ours(trained, folder),
@@ -317,7 +328,7 @@ def in_own_process(system: str, gigabytes: float, args: argparse.Namespace) -> d
     """Measure one system where nothing of the others is left."""
     call = [sys.executable, __file__, "--system", system, "--gigabytes", str(gigabytes)]
     call += ["--rounds", str(args.rounds), "--folder", args.folder, "--step", str(args.step)]
-    call += ["--device", args.device]
+    call += ["--device", args.device, "--rows", str(args.rows)]
     done = subprocess.run(call, capture_output=True, text=True, timeout=1800, check=False)
     if done.returncode:
         raise RuntimeError(f"{system}: {done.stderr[-3000:].strip()}")
@@ -336,12 +347,14 @@ def main() -> None:
         "--pace", type=float, help="seconds between two checkpoints: what they cost a loop instead"
     )
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--rows", type=int, default=0, help="of a batch; default 64, on cuda 4096")
     parser.add_argument("--system", choices=SYSTEMS, help="this one only, as JSON")
     args = parser.parse_args()
     sizes = args.gigabytes or [0.1, 0.5, 2.0]
     if args.system:
+        size = sizes[0] * 1e9
         found = measure(
-            args.system, sizes[0] * 1e9, args.rounds, args.folder, args.step, args.device
+            args.system, size, args.rounds, args.folder, args.step, args.device, args.rows
         )
         print(json.dumps(found))
         return

@@ -334,8 +334,15 @@ def _hold(
         All that is still, with its versions; None to copy everything at once.
     """
     ours = [_held_here(tensor) for tensor in tensors]
-    watched = [tensor for tensor in still if _address_of(_held_here(tensor))]
-    addresses = {_address_of(_held_here(tensor)) for tensor in watched}
+    watched, addresses = list[torch.Tensor](), set[int]()
+    for tensor in still:
+        held = _held_here(tensor)
+        address = _address_of(held)
+        if not address:
+            continue
+        addresses.add(address)
+        # Operations on a DTensor count there, those on the tensor that it holds in that one.
+        watched += (tensor,) if held is tensor else (tensor, held)
     changing = [number for number, held in enumerate(ours) if _address_of(held) not in addresses]
     total, at_once = (
         sum(held.nbytes for held in some) for some in (ours, [ours[number] for number in changing])
@@ -344,8 +351,6 @@ def _hold(
         return None
     for number in changing:
         tensors[number] = tensors[number].clone()
-    # Operations on a DTensor count there, those on the tensor that it holds in that one.
-    watched += [_held_here(tensor) for tensor in watched if is_dtensor(tensor)]
     return [(tensor, tensor._version) for tensor in watched]
 
 
