@@ -6,6 +6,7 @@ Rule: nothing here makes a test easier to pass.
 from __future__ import annotations
 
 import faulthandler
+import gc
 import os
 import random
 import shutil
@@ -78,6 +79,17 @@ def _no_process_is_left_behind() -> Iterator[None]:
     psutil.wait_procs(left, timeout=DEADLINE_S)
     if lines:
         pytest.fail("processes outlived the tests that started them:\n" + "\n".join(lines))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _what_others_made_is_frozen() -> None:
+    """Leave out of collections, and of walks over all objects, what is there by now: millions.
+
+    A training loop walks over all that are not frozen when it begins. In a worker's process these
+    are the script's own.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def described(process: psutil.Process) -> str:
