@@ -12,6 +12,7 @@ from tests.chaos.scripts import Script
 from tests.patience import wait_for
 
 
+@pytest.mark.slow
 def test_a_script_trains_twice_and_its_failure_is_told_once_and_last(
     start: Callable[..., Script],
 ) -> None:

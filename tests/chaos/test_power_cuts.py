@@ -28,6 +28,7 @@ def cut(cuts: int, storage: str, seed: int, life_s: float = 0.9) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_on_a_local_disk(tmp_path: Path) -> None:
     assert "2 power cuts" in cut(2, str(tmp_path), seed=1)
 

@@ -94,6 +94,7 @@ def test_another_world_goes_on_to_the_same_bits(
     assert min(steps) > marker.about("steps") - 5
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_taken_when_somebody_asks(cluster: LocalCluster, tmp_path: Path) -> None:
     job = chaos_job("steps", "asked", workers=3, directory=tmp_path)
     job_id = cluster.submit(job.spec)

@@ -26,6 +26,7 @@ def assert_done(script: Script, returned: str, *files: str) -> None:
     assert f"files {list(files)}\n" in said, said
 
 
+@pytest.mark.slow
 def test_training_goes_on_while_storage_is_slow(start: Start, tmp_path: Path) -> None:
     storage = tmp_path / "storage"
     script = start("plain", script=UPLOADING)

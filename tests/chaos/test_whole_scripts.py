@@ -30,6 +30,7 @@ def free_ports() -> int:
         return int(server.getsockname()[1]) - 10
 
 
+@pytest.mark.slow
 def test_a_script_that_loses_workers_finds_nothing_of_the_run_before(
     start: Callable[..., Script], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
