@@ -13,11 +13,13 @@ from elastic.core.events.worker import (
     AbortGroup,
     ActivitySampled,
     ExitWorker,
+    GroupFormed,
     InterruptTrain,
     LoopStateChanged,
     OrderReceived,
     RequestLeave,
     SignalScript,
+    TrainLeft,
     TrainRaised,
 )
 from elastic.core.machine.worker import END_NS
@@ -27,6 +29,7 @@ from elastic.errors import InvariantViolation
 from tests.unit.worker_under_test import (
     EVERYWHERE,
     ME,
+    announce,
     finished,
     leave,
     training,
@@ -64,9 +67,9 @@ def asked(grace_s: int = 30) -> OrderReceived:
     return OrderReceived(Stop("job stopped", grace_s * NS_PER_S, asks=True), is_handled=True)
 
 
-def exits_with(code: int) -> TrainRaised:
+def exits_with(code: int, generation: int = 1) -> TrainRaised:
     failure = Failure("SystemExit", str(code))
-    return TrainRaised(1, failure, group_broken=False, exit_code=code)
+    return TrainRaised(generation, failure, group_broken=False, exit_code=code)
 
 
 def test_a_script_with_a_handler_is_asked_to_end_and_ends_by_itself() -> None:
@@ -109,6 +112,17 @@ def test_a_script_whose_node_leaves_is_asked_once_and_is_no_failure(
     assert SignalScript("spot") not in worker.event(told)
     worker.event(exits_with(code))
     assert (worker.report.failure is None) == is_free
+
+
+def test_a_node_that_has_left_excuses_no_exit_in_the_next_group() -> None:
+    worker = training(1)
+    worker.event(LoopStateChanged(inside=True))
+    worker.told(Preemption(ME, 1, 30 * NS_PER_S, "spot", (LeavingNode(NodeId("n"), (1,)),)))
+    worker.told(announce(2))
+    worker.event(TrainLeft(1, at_boundary=False))
+    worker.event(GroupFormed(2))
+    worker.event(exits_with(143, generation=2))
+    assert worker.report.failure is not None
 
 
 # ---------------------------------------------------------------- what is stale or illegal

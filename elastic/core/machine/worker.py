@@ -47,7 +47,7 @@ from elastic.core.machine.transitions import MAIN, WORKER, MainPhase, check_move
 from elastic.core.machine.worker_loop import LoopState
 from elastic.core.machine.worker_parts import GroupOrders, MemberState
 from elastic.core.machine.worker_pulse import ActivityMonitor
-from elastic.core.machine.worker_reports import ReportBook, refused
+from elastic.core.machine.worker_reports import refused
 from elastic.core.messages import (
     Announce,
     Assign,
@@ -107,15 +107,10 @@ class WorkerMachine:
         self._member = MemberState()
         self._orders = GroupOrders()
         self._stop: Stop | None = None
-        self._has_trained = False
-        self._reports = ReportBook()
-        self._failure: Failure | None = None
         # When this process ends whatever its main thread does, None for never.
         self._end_by_ns: int | None = None
         # The script's handler of SIGTERM was called because its node leaves.
         self._is_warned = False
-        # The newest generation with a leaving node.
-        self._leavers_in: Generation = NO_GENERATION
         self._pulses = ActivityMonitor()
         self._loop = LoopState()
 
@@ -264,7 +259,7 @@ class WorkerMachine:
         """
         if not self._is_mine(order.worker_id) or order.generation != self._orders.newest:
             return
-        self._leavers_in = order.generation
+        self._orders.has_leavers = True
         deadline_ns = self._now_ns + order.timeout_ns
         self._out.append(NotifyPreemption(order.generation, deadline_ns, order.reason, order.nodes))
         if self._is_warned or self._loop.in_place or not is_handled:
@@ -297,7 +292,7 @@ class WorkerMachine:
         """Release the waiting `report` call; each is answered once."""
         is_current = self._is_at(MainPhase.TRAINING, ack.generation)
         if self._is_mine(ack.worker_id) and is_current:
-            self._out += self._reports.acked(ack)
+            self._out += self._member.reports.acked(ack)
 
     # ------------------------------------------------------------ replies of the main thread
 
@@ -380,7 +375,7 @@ class WorkerMachine:
 
     def _was_asked_to_end(self, exit_code: int | None) -> bool:
         """Return whether a script ends because it, or another rank, was asked to."""
-        is_reported = exit_code == TERMINATED and self._leavers_in == self._generation()
+        is_reported = exit_code == TERMINATED and self._orders.has_leavers
         return is_reported or bool(exit_code and self._is_warned)
 
     def _is_late(self) -> bool:
@@ -395,7 +390,7 @@ class WorkerMachine:
     def _reported(self, event: UserReported | CheckpointWritten | Validated) -> None:
         assign = self._assign
         if assign is not None and self._is_at(MainPhase.TRAINING, event.generation):
-            report = self._reports.reported(event, assign, self._assignment().rank)
+            report = self._member.reports.reported(event, assign, self._assignment().rank)
             self._out.append(SendPipe(Reported(report)))
         elif event.checkpoint:
             self._out.append(refused(event))
@@ -422,9 +417,9 @@ class WorkerMachine:
 
     def _begin(self) -> None:
         """Form the newest announced group, unless this process is spent."""
-        if self._is_spent():
+        if self._loop.is_spent:
             return
-        self._out += self._reports.turn_over(self._generation())
+        self._out += self._member.reports.close(self._generation())
         self._member, self._orders.next = MemberState(self._orders.next), None
         self._become(WorkerPhase.FORMING)
         if self._must_leave_now():
@@ -438,7 +433,7 @@ class WorkerMachine:
         self._set_main(MainPhase.IDLE)
         if self._stop is not None:
             self._exit(EXIT_DONE, self._stop.reason)
-        elif self._orders.next is not None and not self._is_spent():
+        elif self._orders.next is not None and not self._loop.is_spent:
             self._begin()
         else:
             self._become(WorkerPhase.READY if self._must_leave_now() else otherwise)
@@ -473,8 +468,7 @@ class WorkerMachine:
 
     def _fail(self, failure: Failure, code: int) -> None:
         """Report the failure of user code, then exit; the agent adds how the process ended."""
-        self._failure = failure
-        self._update()
+        self._update(failure)
         self._exit(code, f"{failure.error_type}: {failure.message}")
 
     def _exit(self, code: int, reason: str) -> None:
@@ -491,7 +485,7 @@ class WorkerMachine:
         check_move(MAIN, f"main thread of {self._name()}", self._main, phase)
         self._main = phase
         if phase is MainPhase.TRAINING:
-            self._has_trained = True
+            self._loop = self._loop.entered()
             self._pulses.begin(self._now_ns, self._assignment().world_size)
 
     # ------------------------------------------------------------ queries
@@ -510,10 +504,6 @@ class WorkerMachine:
         """Return whether the group that the main thread is in is over for us."""
         return self._stop is not None or self._orders.next is not None or self._must_leave_now()
 
-    def _is_spent(self) -> bool:
-        """Return whether the script has run here, and is in no loop that continues in place."""
-        return self._has_trained and not self._loop.keeps
-
     def _generation(self) -> Generation:
         assignment = self._member.assignment
         return assignment.generation if assignment is not None else NO_GENERATION
@@ -526,7 +516,7 @@ class WorkerMachine:
     def _name(self) -> str:
         return f"worker {self._assign.worker_id}" if self._assign else f"spare {self._pid}"
 
-    def _update(self) -> None:
+    def _update(self, failure: Failure | None = None) -> None:
         """Send the complete state of this worker; a later report replaces this one."""
         assign = self._assign
         if assign is None:
@@ -538,14 +528,14 @@ class WorkerMachine:
             generation=self._generation(),
             store_address=self._store_address,
             pid=self._pid,
-            failure=self._failure,
+            failure=failure,
             result=self._member.result,
             in_place=self._loop.in_place,
             copies_every=self._loop.copies.every_n_steps,
             copies_sharded=self._loop.copies.is_sharded,
             micro_batches=self._loop.micro_batches,
             left=self._member.left,
-            spent=self._is_spent(),
+            spent=self._loop.is_spent,
         )
         self._out.append(SendPipe(WorkerUpdate(report)))
 

@@ -1,7 +1,7 @@
 """The state of a worker's training loop: declared by it once, and used when its group changes.
 
 Rule: it holds across groups, because the loop does. A process that never enters a loop of ours
-declares nothing.
+declares nothing, and is spent once its train function was called.
 """
 
 from __future__ import annotations
@@ -22,12 +22,22 @@ class LoopState:
         keeps: this process keeps its progress from group to group.
         copies: the requested copies of the state on other nodes.
         micro_batches: per step, the minimum over its loaders; 0 before one was read.
+        has_trained: the train function was called in this process.
     """
 
     in_place: bool = False
     keeps: bool = False
     copies: CopiesRequested = NO_COPIES
     micro_batches: int = 0
+    has_trained: bool = False
+
+    @property
+    def is_spent(self) -> bool:
+        """Return whether the script has run here, and is in no loop that continues in place."""
+        return self.has_trained and not self.keeps
+
+    def entered(self) -> LoopState:
+        return replace(self, has_trained=True)
 
     def after(self, event: LoopStateChanged | CopiesRequested | MicroBatchesDeclared) -> LoopState:
         if isinstance(event, LoopStateChanged):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from elastic.core.machine.worker_reports import ReportBook
 from elastic.core.messages import LeaveGroup, SaveState
 from elastic.core.world import NO_GENERATION, Assignment, Generation
 
@@ -18,6 +19,7 @@ class MemberState:
         has_requested: its main thread was asked to leave it at a boundary.
         result, left: what the train function has returned, or how it was left.
         close_at_ns: when to close a group in which that was, None for never.
+        reports: what was reported there, as far as it is unanswered.
     """
 
     assignment: Assignment | None = None
@@ -26,6 +28,7 @@ class MemberState:
     result: str = ""
     left: str = ""
     close_at_ns: int | None = None
+    reports: ReportBook = field(default_factory=ReportBook)
 
 
 @dataclass
@@ -37,9 +40,11 @@ class GroupOrders:
         next: that group, if the main thread must first finish or leave its work.
         leave: the order to leave the newest group, if there is one.
         save: the newest checkpoint request, until the main thread can serve it.
+        has_leavers: a node of the newest group is to leave.
     """
 
     newest: Generation = NO_GENERATION
     next: Assignment | None = None
     leave: LeaveGroup | None = None
     save: SaveState | None = None
+    has_leavers: bool = False

@@ -1,4 +1,4 @@
-"""The unacknowledged reports of one worker in one generation.
+"""The unacknowledged reports of one worker in one group.
 
 Rule: each is answered once, and none is left unanswered when the generation is over.
 """
@@ -60,11 +60,10 @@ class ReportBook:
             )
         ]
 
-    def turn_over(self, generation: Generation) -> list[ResolveReport]:
-        """Reset for the next generation; return the answers for waiting threads."""
+    def close(self, generation: Generation) -> list[ResolveReport]:
+        """Return the answers for waiting threads, now that the group is over."""
         reason = f"generation {generation} is over"
-        left, self._count, self._unanswered = self._unanswered, 0, {}
-        return [_over(generation, index, kind, reason) for kind, index in left]
+        return [_over(generation, index, kind, reason) for kind, index in self._unanswered]
 
 
 def refused(event: Reporting) -> ResolveReport:
