@@ -53,6 +53,24 @@ OVER = frozenset({TrialState.SUCCEEDED, TrialState.STOPPED, TrialState.FAILED})
 
 
 @dataclass(frozen=True)
+class LoggedConfig:
+    """A config in the form that the log has.
+
+    Attributes:
+        shown: in JSON, perhaps without what that cannot represent.
+        pickled: all of it, base64, if JSON cannot represent it; "" otherwise.
+    """
+
+    shown: Any = None
+    pickled: str = ""
+
+    @classmethod
+    def of(cls, event: Event) -> LoggedConfig:
+        """Return the config of a line."""
+        return cls(event.get("config"), str(event.get("pickled", "")))
+
+
+@dataclass(frozen=True)
 class TrialAttempt:
     """One job of a trial; a trial that took over another one's checkpoint has several.
 
@@ -62,12 +80,14 @@ class TrialAttempt:
         begins: a checkpoint's name -> the report that it came with: of those that it may begin
             with and that no report of this run directory names.
         resume_from: path of the checkpoint that it took over, "" for none.
+        size: JSON of its scaling config, if its function's trainer asked for one; "" otherwise.
     """
 
     job_id: str
     run: str
     begins: Mapping[str, int] = field(default_factory=dict)
     resume_from: str = ""
+    size: str = ""
 
 
 @dataclass(frozen=True)
@@ -101,26 +121,22 @@ class Trial:
         number: in the order of proposals, from 0.
         name: study and number; names its job and its run directory, too.
         label: for people; the name, unless a user made another one.
-        config: what the trainable is called with.
-        pickled: the same, base64, if JSON cannot represent it; "" otherwise.
+        logged_config: what the trainable is called with.
         trainable_name: of the function, or the class of the trainer, that it runs.
-        proposal: config and pickled as they were proposed; a scheduler may have changed them since.
         attempts: one for each run directory, with its newest job.
         reports: those that count, oldest first.
         rungs: resource -> value, where a scheduler has judged it.
         verdict: why it must end, "" for not.
         started_unix_ns: when its first job began to run; until then, when that was submitted.
         has_begun: its first job has begun to run.
-        size, sizes: JSON of the scaling config of its job, if its function's trainer asked for one,
-            and how often it asked since the study was opened or its config was changed.
+        sizes: how often its function's trainer asked for another size, since the study was opened
+            or its config was changed.
     """
 
     number: int
     name: str
     label: str = ""
-    config: Any = None
-    pickled: str = ""
-    proposal: tuple[Any, str] = (None, "")
+    logged_config: LoggedConfig = LoggedConfig()
     state: TrialState = TrialState.PENDING
     attempts: list[TrialAttempt] = field(default_factory=list)
     reports: list[TrialReport] = field(default_factory=list)
@@ -131,8 +147,12 @@ class Trial:
     started_unix_ns: int = 0
     has_begun: bool = False
     trainable_name: str = ""
-    size: str = ""
     sizes: int = 0
+
+    @property
+    def config(self) -> Any:
+        """Return what the trainable is called with, as JSON shows it."""
+        return self.logged_config.shown
 
     @property
     def trial_id(self) -> str:
@@ -179,6 +199,7 @@ class Study:
 
     Attributes:
         settings: from the first line: trainable, metric, mode, seed, num_samples.
+        proposals: config of each trial as it was proposed; a scheduler may have changed it since.
         order: (kind, trial) of proposals and ends, in order, to be replayed to a search.
         is_exhausted: the search has no more proposals.
         size: JSON of the scaling config of the newest report whose function's trainer had asked for
@@ -188,6 +209,7 @@ class Study:
 
     settings: dict[str, Any] = field(default_factory=dict)
     trials: list[Trial] = field(default_factory=list)
+    proposals: list[LoggedConfig] = field(default_factory=list)
     order: list[tuple[str, int]] = field(default_factory=list)
     owner: Mapping[str, Any] | None = None
     is_exhausted: bool = False
@@ -219,7 +241,9 @@ class Study:
             # Perhaps on another cluster, where these have no room, or are not what is asked for.
             self.size = ""
             for trial in self.trials:
-                trial.size, trial.sizes = "", 0
+                trial.sizes = 0
+                if trial.attempts:
+                    trial.attempts[-1] = replace(trial.attempt, size="")
         elif kind == "exhausted":
             self.is_exhausted = True
         elif kind == "over":
@@ -232,19 +256,21 @@ class Study:
 
     def _propose(self, event: Event) -> None:
         number = int(event["trial"])
-        trial = Trial(number, str(event["name"]), str(event.get("label") or event["name"]))
-        trial.config, trial.pickled = event.get("config"), str(event.get("pickled", ""))
-        trial.proposal = (trial.config, trial.pickled)
-        trial.trainable_name = self.trainable_name
-        self.trials.append(trial)
+        name, config = str(event["name"]), LoggedConfig.of(event)
+        label = str(event.get("label") or name)
+        self.trials.append(Trial(number, name, label, config, trainable_name=self.trainable_name))
+        self.proposals.append(config)
         self.order.append(("proposed", number))
 
     def _started(self, trial: Trial, event: Event) -> None:
         begins = {str(name): int(n) for name, n in event.get("begins", {}).items()}
         begun = TrialAttempt(
-            str(event["job"]), str(event["run"]), begins, str(event.get("from", ""))
+            str(event["job"]),
+            str(event["run"]),
+            begins,
+            str(event.get("from", "")),
+            str(event.get("size", "")),
         )
-        trial.size = str(event.get("size", ""))
         if trial.attempts and trial.attempt.run == begun.run:
             trial.attempts.pop()  # The same run continues as another job.
         trial.attempts.append(begun)
@@ -256,7 +282,7 @@ class Study:
             trial.has_begun, trial.started_unix_ns = True, int(event["unix_ns"])
 
     def _reported(self, trial: Trial, event: Event) -> None:
-        self.size = trial.size or self.size
+        self.size = trial.attempt.size or self.size
         place = (int(event["generation"]), int(event["index"]))
         trial.reports.append(
             TrialReport(
@@ -270,7 +296,8 @@ class Study:
 
     def _resized(self, trial: Trial, event: Event) -> None:
         self._left(trial, event)
-        trial.size, trial.sizes = str(event["size"]), trial.sizes + 1
+        trial.attempts[-1] = replace(trial.attempt, size=str(event["size"]))
+        trial.sizes += 1
 
     def _decided(self, trial: Trial, event: Event) -> None:
         trial.rungs.update({int(at): float(v) for at, v in event.get("rungs", {}).items()})
@@ -280,9 +307,11 @@ class Study:
         elif what == "pause":
             trial.state = TrialState.PAUSED
         elif what == "exploit":
-            trial.config, trial.pickled = event.get("config"), str(event.get("pickled", ""))
+            trial.logged_config = LoggedConfig.of(event)
             begins = {str(event["checkpoint"]): trial.iteration}
-            trial.attempts.append(TrialAttempt("", str(event["run"]), begins, str(event["from"])))
+            trial.attempts.append(
+                TrialAttempt("", str(event["run"]), begins, str(event["from"]), trial.attempt.size)
+            )
             trial.state, trial.sizes = TrialState.PENDING, 0
         trial.reason = str(event.get("reason", ""))
 
@@ -296,7 +325,8 @@ class Study:
         trial.attempts[-1] = replace(trial.attempt, job_id="")
         if event.get("anew"):
             trial.reports, trial.rungs = [], {}
-            trial.attempts.append(TrialAttempt("", f"{trial.name}-{len(trial.attempts) + 1}"))
+            run = f"{trial.name}-{len(trial.attempts) + 1}"
+            trial.attempts.append(TrialAttempt("", run, size=trial.attempt.size))
 
     def _ended(self, trial: Trial, event: Event) -> None:
         trial.state, trial.reason = TrialState(event["phase"]), str(event.get("reason", ""))

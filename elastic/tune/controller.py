@@ -27,6 +27,7 @@ from elastic.core.study import (
     CHECKPOINT_PATH,
     ITERATION,
     TOTAL_S,
+    LoggedConfig,
     Study,
     Trial,
     TrialAttempt,
@@ -181,7 +182,7 @@ class Controller:
         for kind, number in self.study.order:
             trial = self.study.trials[number]
             if kind == "proposed":
-                self._plan.search.takes_again(trial.name, from_log(*trial.proposal))
+                self._plan.search.takes_again(trial.name, from_log(self.study.proposals[number]))
             else:
                 self._report_search(trial)
         for trial in self.study.trials:
@@ -279,7 +280,9 @@ class Controller:
             return None
         event = {"e": "proposed", "trial": number, "name": name, **to_log(dict(config))}
         if self._plan.label is not None:
-            trial = Trial(number, name, name, config, trainable_name=self.study.trainable_name)
+            trial = Trial(
+                number, name, name, LoggedConfig(config), trainable_name=self.study.trainable_name
+            )
             event["label"] = str(self._plan.label(trial))
         self._log.add(event)
         return self.study.trials[number]
@@ -287,8 +290,8 @@ class Controller:
     def _start(self, trial: Trial) -> None:
         """Submit a trial's job, in the run directory of its newest attempt."""
         known = trial.attempts[-1] if trial.attempts else TrialAttempt("", trial.name)
-        config = from_log(trial.config, trial.pickled)
-        size = trial.size or self.study.size
+        config = from_log(trial.logged_config)
+        size = known.size or self.study.size
         trainer = self._plan.recipe.trainer(known.run, config, known.resume_from, size)
         spec = replace(trainer.job_spec(self._cluster.env), job_id=new_job_id())
         try:
@@ -468,7 +471,7 @@ class Controller:
             ITERATION: number,
             "trial_id": trial.name,
             TOTAL_S: seconds,
-            "config": from_log(trial.config, trial.pickled),
+            "config": from_log(trial.logged_config),
         }
 
     # ------------------------------------------------------------------------------- actions
@@ -496,7 +499,7 @@ class Controller:
 
     def _exploit(self, trial: Trial, event: dict[str, Any], donor: Trial) -> None:
         """Continue a trial from another trial's newest checkpoint, with a mutated config."""
-        config = self._plan.scheduler.explore(trial, from_log(donor.config, donor.pickled))
+        config = self._plan.scheduler.explore(trial, from_log(donor.logged_config))
         # Copied: the donor keeps training, and may delete its checkpoint.
         run, old = next_run(trial), trial.attempt
         target = self._log.files.folder(f"{TAKEN}/{run}").path
@@ -688,7 +691,7 @@ class Controller:
         """
         if self.study.trials:
             trial = self.study.trials[-1]
-            config = from_log(trial.config, trial.pickled)
+            config = from_log(trial.logged_config)
             spec = self._plan.recipe.trainer(trial.name, config, size=self.study.size).job_spec()
             self._nodes = self._client.status().view.nodes
             self._room = room_for(spec, self._nodes)

@@ -225,7 +225,7 @@ class ResultGrid:
 
 
 def _config(trial: Trial) -> Any:
-    return from_log(trial.config, trial.pickled)
+    return from_log(trial.logged_config)
 
 
 def _in_scope(values: list[float], scope: str) -> float:

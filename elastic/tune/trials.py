@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 
+from elastic.core.study import LoggedConfig
 from elastic.core.view import NodeView
 from elastic.core.world import NodePhase
 from elastic.errors import ConfigError, UsageError
@@ -207,9 +208,9 @@ def to_log(config: Any) -> dict[str, Any]:
     return {"config": _shown(config), "pickled": pickled}
 
 
-def from_log(config: Any, pickled: str) -> Any:
-    """Return a config from its log fields; unpickling runs code, as the trainable does."""
-    return cloudpickle.loads(base64.b64decode(pickled)) if pickled else config
+def from_log(config: LoggedConfig) -> Any:
+    """Return a config of the log; unpickling runs code, as the trainable does."""
+    return cloudpickle.loads(base64.b64decode(config.pickled)) if config.pickled else config.shown
 
 
 def _is_plain(value: Any) -> bool:

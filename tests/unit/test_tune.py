@@ -24,7 +24,7 @@ from elastic.client.cli import main
 from elastic.core.events.shared import Note
 from elastic.core.policy.decision import Decision
 from elastic.core.policy.tuning import decision as tuning
-from elastic.core.study import TrialAttempt, TrialState
+from elastic.core.study import LoggedConfig, TrialAttempt, TrialState
 from elastic.core.view import NodeView
 from elastic.core.world import Failure, JobPhase, Node, NodePhase
 from elastic.errors import ConfigError, UsageError
@@ -269,7 +269,7 @@ def test_resources_of_a_function_become_those_of_its_worker(tmp_path: Path) -> N
 )
 def test_a_config_comes_back_from_the_log_as_it_was(config: dict[str, Any]) -> None:
     line = to_log(config)
-    assert from_log(line["config"], line.get("pickled", "")) == config
+    assert from_log(LoggedConfig.of(line)) == config
 
 
 # ---------------------------------------------------------------------------------------- search
@@ -730,7 +730,7 @@ def test_a_trial_that_asks_for_another_size_waits_for_its_turn_and_ends_with_the
         controller._fill()
     # In its own run directory, whose checkpoints it continues from.
     assert cluster.submitted == ["mine_00000", "mine_00001", *["mine_00000"] * SIZES_MAX]
-    assert (len(first.attempts), from_json(first.size).num_workers) == (1, 2)
+    assert (len(first.attempts), from_json(first.attempt.size).num_workers) == (1, 2)
     asks_for_two(controller, first)
     assert (first.state, first.reason[:22]) == (TrialState.FAILED, "its trainers have aske")
     asks_for_two(controller, second)
@@ -746,14 +746,14 @@ def test_later_trials_begin_with_a_size_once_a_trial_has_reported_with_it(study:
     trial = study.study.trials[1]
     study.add({"e": "resized", "trial": 1, "size": "16"})
     study.add({"e": "started", "trial": 1, "job": "j-7", "run": trial.name, "size": "16"})
-    assert (trial.size, study.study.size) == ("16", "")  # There may never be room for it.
+    assert (trial.attempt.size, study.study.size) == ("16", "")  # There may never be room for it.
     line = {"e": "reported", "trial": 1, "n": 3, "metrics": {}, "generation": 1, "index": 0}
     study.add(line)
     assert study.study.size == "16"
     # A driver on another cluster asks anew, also for a trial that has failed by what it asked.
     study.add({"e": "ended", "trial": 1, "phase": "failed", "error": {"message": "no room"}})
     study.add({"e": "left", "trial": 1, "anew": False}, {"e": "opened"})
-    assert (trial.size, trial.sizes, study.study.size) == ("", 0, "")
+    assert (trial.attempt.size, trial.sizes, study.study.size) == ("", 0, "")
 
 
 def test_what_a_function_does_with_a_refused_size_does_not_count(
@@ -884,11 +884,12 @@ def test_a_trial_that_takes_over_a_checkpoint_is_to_be_started_until_it_was(
     line = {"e": "decided", "trial": 1, "n": 2, "what": "exploit", "run": run, **donor}
     study.add({**line, "config": {"lr": 9}, "reason": "worst", "rungs": {"2": -1.5}})
     # A driver that was killed here knows from where to go on, with which config.
-    trial = StudyLog(study.files.path).study.trials[1]
+    driver = StudyLog(study.files.path).study
+    trial = driver.trials[1]
     assert (trial.state.value, trial.config, trial.rungs) == ("pending", {"lr": 9}, {2: -1.5})
     assert trial.attempt == TrialAttempt("", run, {"c7": 2}, "taken/mine_00001-2/c7")
     assert trial.attempts[0].job_id == "j-1"
-    assert from_log(*trial.proposal) == {"lr": 1}
+    assert driver.proposals[1] == LoggedConfig({"lr": 1})
     study.add({"e": "started", "trial": 1, "job": "j-9", "run": run, "begins": {"c7": 2}})
     assert [one.job_id for one in study.study.trials[1].attempts] == ["j-1", "j-9"]
 
