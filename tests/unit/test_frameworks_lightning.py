@@ -157,16 +157,16 @@ class Joining(Callback):
         self.state, self.found = state, {}
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        fit = trainer.strategy._fit
-        fit.load_state_dict(self.state)
-        self.found = fit.state_dict()
+        state = trainer.strategy._fit.state
+        state.load_state_dict(self.state)
+        self.found = state.state_dict()
         raise Seen
 
 
 class Asked(Callback):
     def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
         if trainer.global_step == STEPS + 1:
-            self.state = trainer.strategy._fit.state_dict()
+            self.state = trainer.strategy._fit.state.state_dict()
 
 
 def test_a_joiner_has_the_folders_and_the_averages_of_the_run(tmp_path: Path) -> None:

@@ -1,15 +1,14 @@
-"""One call of `trainer.fit`: its epochs, its steps, and Lightning's counters in the run's state."""
+"""One call of `trainer.fit`: its epochs and its steps, which Lightning's loop follows."""
 
 from __future__ import annotations
 
-import copy
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.loggers.utilities import _log_hyperparams
 from lightning.pytorch.strategies import SingleDeviceStrategy
@@ -17,25 +16,26 @@ from torchmetrics import Metric
 
 from elastic.errors import UsageError
 from elastic.train.lightning.files import Files
+from elastic.train.lightning.state import TrainerState
 from elastic.train.loaders import PreparedLoader
 from elastic.train.session import require_engine
 from elastic.worker.engine.whole_step import WholeStep
 
 NAME = "lightning.Trainer"
-"""Of a Fit in the run's state."""
+"""Of a Trainer in the run's state."""
 LOG_ARGUMENTS = ("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx")
 """Positional arguments of `LightningModule.log`, after the name and the value."""
 MEANS = ("mean", "avg", torch.mean)
 """The values of `reduce_fx` that mean the mean."""
 LOSS = "_loss"
 """Name of the loss among logged values; the "_" keeps it out of reports."""
+Logged = dict[str, tuple[Any, dict[str, Any]]]
+"""What training_step has logged, by name: the value, and its logging arguments."""
 
 
 @contextmanager
-def taken_log(
-    module: LightningModule, metrics: Sequence[Metric]
-) -> Iterator[dict[str, tuple[Any, dict[str, Any]]]]:
-    """Capture what is logged inside, by name: the value, and its logging arguments.
+def taken_log(module: LightningModule, metrics: Sequence[Metric]) -> Iterator[Logged]:
+    """Capture what is logged inside.
 
     Args:
         module: logs.
@@ -44,7 +44,7 @@ def taken_log(
     Raises:
         UsageError: what cannot be averaged is logged, or metrics were updated.
     """
-    logged: dict[str, tuple[Any, dict[str, Any]]] = {}
+    logged: Logged = {}
 
     def log(name: str, value: Any, *args: Any, **named: Any) -> None:
         if args:
@@ -135,9 +135,9 @@ class Fit:
     """One call of `trainer.fit`.
 
     Attributes:
-        logged: what training_step has logged in the current step, by name.
         loader: yields the training data.
         files: what only the first worker writes.
+        state: of the Trainer, in the run's.
         metrics: in the module.
     """
 
@@ -151,7 +151,6 @@ class Fit:
             strategy: the trainer's.
             take_place: tells the strategy its rank in the present group, and returns it.
         """
-        self.logged: dict[str, tuple[Any, dict[str, Any]]] = {}
         self._trainer: Any = trainer
         self._strategy, self._strategy_takes_place = strategy, take_place
         self._engine = require_engine("RayDDPStrategy")
@@ -163,18 +162,19 @@ class Fit:
                 "fit into a run of its own"
             )
         self._gradients: list[torch.Tensor | None] = []
-        self._steps: Iterator[WholeStep] = iter(())
-        self.loader: PreparedLoader | None = None
-        self._results: dict[str, Any] = {}
-        # The state that this worker has received, until the loop requests its first step.
-        self._received: Mapping[str, Any] | None = None
-        self._is_new, self._is_open, self._passed = True, False, -1
+        # Those of the epoch that Lightning is in, None between two epochs.
+        self._steps: Iterator[WholeStep] | None = None
+        # False from when Lightning gets a step until training_step is through with it.
         self._is_computed = True
+        # The newest epoch that this worker has ended with the others.
+        self._passed = -1
+        self.loader: PreparedLoader | None = None
         self._parameters = [
             one for group in strategy.optimizers[0].param_groups for one in group["params"]
         ]
         # Before the first exchange of state, from which all have the first worker's.
         self.files = Files(trainer)
+        self.state = TrainerState(trainer, self.files)
         module = trainer.lightning_module
         self.metrics = [part for part in module.modules() if isinstance(part, Metric)]
         before = module._on_before_batch_transfer
@@ -188,25 +188,12 @@ class Fit:
         engine.add_optimizer(strategy.optimizers[0])
         for config in strategy.lr_scheduler_configs:
             engine.add_scheduler(config.scheduler)
-        engine.register(NAME, self, is_own=True)
+        engine.register(NAME, self.state, is_own=True)
         total = fit.max_epochs if fit.max_epochs not in (None, -1) else sys.maxsize
-        progress: Any = fit.epoch_progress.current
-        done = 0
-        if progress.ready == progress.processed > progress.completed:
-            # `ckpt_path`, of an epoch's end: Lightning would begin the next one only in its loop,
-            # when the others may have received these counters.
-            fit.epoch_progress.increment_completed()
-            loop = fit.epoch_loop
-            for each in (loop.batch_progress, loop.scheduler_progress):
-                each.reset_on_run()
-            loop.automatic_optimization.optim_progress.reset_on_run()
-        if progress.ready > progress.processed:  # `ckpt_path`, of a step within an epoch.
-            # Its batches may not include the one at whose end it was written; its steps do.
-            state = self.state_dict()
-            state["batches"] = _whole(state["batches"], state["steps"])
-            self._received, done = state, state["steps"]["current"]["completed"]
+        done = self.state.resume()
         self._epochs = engine.epochs(total, trainer.current_epoch, done)
         self._epoch = next(self._epochs, sys.maxsize)
+        progress = fit.epoch_progress.current
         progress.ready = progress.started = progress.processed  # The loop starts the epoch.
         self.take_place(begins=True)
 
@@ -225,34 +212,34 @@ class Fit:
                 f"one: a step has samples of one loader; let one dataset return what all of them "
                 f"do, or write the loop yourself ('for step in train.steps(loader)')"
             )
-        if self._is_new and self._received is not None:
-            self.load_state_dict(self._received)  # Again: the loop has set its counters to zero.
-        self._is_new, self._received = False, None
+        self.state.begin_loop()
         self._leave_epoch()
         epoch = self._trainer.current_epoch
         while self._epoch < epoch:
             if self._passed < self._epoch:
                 self._pass_gate(loader)
             self._epoch = next(self._epochs, sys.maxsize)
-        self._steps, self._is_open = loader.steps(), True
+        self._steps = loader.steps()
         for step in self._steps:
             self.take_place()
-            self.logged, self._is_computed = {}, False
+            self._is_computed = False
             yield StepBatch(step)
 
     def _leave_epoch(self) -> None:
         """End the epoch with the others, also if Lightning has left it early."""
-        if self._is_open:
-            if not self._is_computed:
-                raise UsageError(
-                    "RayDDPStrategy: Lightning has left out a step, as after an "
-                    "on_train_batch_start that returns -1: to end the training set "
-                    "trainer.should_stop = True on all workers, behind a step"
-                )
-            self._engine.end_epoch()
-            next(self._steps, None)
-            self._is_open, self._passed = False, self._epoch
-            self.take_place()
+        if self._steps is None:
+            return
+        if not self._is_computed:
+            raise UsageError(
+                "RayDDPStrategy: Lightning has left out a step, as after an "
+                "on_train_batch_start that returns -1: to end the training set "
+                "trainer.should_stop = True on all workers, behind a step"
+            )
+        self._engine.end_epoch()
+        next(self._steps, None)
+        self._steps = None
+        self._passed = self._epoch
+        self.take_place()
 
     def _pass_gate(self, loader: PreparedLoader) -> None:
         """Pass the end of an epoch that was over when this worker joined."""
@@ -280,11 +267,12 @@ class Fit:
     # ------------------------------------------------------------------- a step
 
     def computed(
-        self, averages: Mapping[str, float], sums: Mapping[str, float], samples: int
+        self, logged: Logged, averages: Mapping[str, float], sums: Mapping[str, float], samples: int
     ) -> None:
         """Log the averages of the whole step in Lightning, and keep the step's gradients.
 
         Args:
+            logged: by this worker, in its micro-batches of the step.
             averages: by name.
             sums: micro-batches that have logged a name, by name, and under "" all of them;
                 nothing of a step that others did.
@@ -301,14 +289,12 @@ class Fit:
                     f"a step have logged it: log the same names in every training_step, or with "
                     f"train.log, which averages over those that have"
                 )
-        for name, (value, named) in self.logged.items():
+        for name, (value, named) in logged.items():
             like = value.detach() if torch.is_tensor(value) else torch.tensor(float(value))
             mean = torch.tensor(averages.get(name, float(like)), device=like.device)
             module.log(name, mean, **{**named, "batch_size": samples, "sync_dist": False})
-        results = trainer._results
-        results.batch_size = samples
-        for key in [key for key in self._results if key in results]:
-            _add(results[key], self._results.pop(key))
+        trainer._results.batch_size = samples
+        self.state.add_results(trainer._results)
         self._gradients = [one.grad for one in self._parameters]
         self._is_computed = True
         self.files.written()
@@ -337,123 +323,3 @@ class Fit:
                 if not begins:
                     one.on_train_start(trainer, trainer.lightning_module)
                     one.on_train_epoch_start(trainer, trainer.lightning_module)
-
-    # ------------------------------------------------------------------- the run's state
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the counters of Lightning and the state of its callbacks, as after whole steps."""
-        trainer = self._trainer
-        loop, connector = trainer.fit_loop.epoch_loop, trainer._logger_connector
-        optimization = loop.automatic_optimization.optim_progress
-        done = optimization.optimizer.step.state_dict()
-        return copy.deepcopy(
-            {
-                "epochs": trainer.fit_loop.epoch_progress.state_dict(),
-                "batches": _whole(loop.batch_progress.state_dict()),
-                "validated": loop.val_loop.batch_progress.state_dict(),
-                "schedulers": loop.scheduler_progress.state_dict(),
-                "steps": _whole(done),
-                "zeroed": _whole(optimization.optimizer.zero_grad.state_dict(), done),
-                "stepped": loop._batches_that_stepped,
-                "stops": trainer.should_stop,
-                "callback_metrics": dict(connector._callback_metrics),
-                "logged_metrics": dict(connector._logged_metrics),
-                "bar_metrics": dict(connector._progress_bar_metrics),
-                "results": {
-                    key: {name: getattr(one, name) for name in _names(one)}
-                    for key, one in loop._results.items()
-                    if not one.has_reset and one.meta.on_epoch
-                },
-                "files": self.files.state_dict(),
-                "data": trainer.datamodule.state_dict() if trainer.datamodule else {},
-                "hooked": self._hooked(),
-                "callbacks": {one.state_key: one.state_dict() for one in trainer.callbacks},
-            }
-        )
-
-    def _hooked(self) -> dict[str, Any]:
-        """Return what hooks keep in a checkpoint that is no state of their own, as averages are."""
-        trainer, module = self._trainer, self._trainer.lightning_module
-        hooks = [one for one in trainer.callbacks if _has_hook(one, Callback)]
-        if not hooks and not _has_hook(module, LightningModule):
-            return {}
-        checkpoint = {
-            "epoch": trainer.current_epoch,
-            "global_step": trainer.global_step,
-            "state_dict": dict(module.state_dict()),
-        }
-        for one in hooks:
-            one.on_save_checkpoint(trainer, module, checkpoint)
-        module.on_save_checkpoint(checkpoint)
-        return checkpoint
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from the state of another worker, or of a checkpoint."""
-        self._received = state
-        state, trainer = copy.deepcopy(dict(state)), self._trainer
-        fetcher = trainer.fit_loop._data_fetcher
-        if fetcher is not None:
-            fetcher.fetched = state["batches"]["current"]["completed"]
-        loop, connector = trainer.fit_loop.epoch_loop, trainer._logger_connector
-        optimization = loop.automatic_optimization.optim_progress
-        trainer.fit_loop.epoch_progress.load_state_dict(state["epochs"])
-        loop.batch_progress.load_state_dict(state["batches"])
-        loop.val_loop.batch_progress.load_state_dict(state["validated"])
-        loop.scheduler_progress.load_state_dict(state["schedulers"])
-        optimization.optimizer.step.load_state_dict(state["steps"])
-        optimization.optimizer.zero_grad.load_state_dict(state["zeroed"])
-        loop._batches_that_stepped = state["stepped"]
-        trainer.should_stop = state["stops"]
-        connector._callback_metrics.update(state["callback_metrics"])
-        connector._logged_metrics.update(state["logged_metrics"])
-        connector._progress_bar_metrics.update(state["bar_metrics"])
-        self._results = {}
-        for key, values in state["results"].items():
-            if key in loop._results:
-                vars(loop._results[key]).update(values)
-            else:
-                self._results[key] = values  # How to reduce them is not known yet.
-        self.files.load_state_dict(state["files"])
-        for one in trainer.callbacks:
-            if state["callbacks"].get(one.state_key):
-                one.load_state_dict(state["callbacks"][one.state_key])
-        if trainer.datamodule and state["data"]:
-            trainer.datamodule.load_state_dict(state["data"])
-        if state["hooked"]:
-            module = trainer.lightning_module
-            for one in trainer.callbacks:
-                one.on_load_checkpoint(trainer, module, state["hooked"])
-            module.on_load_checkpoint(state["hooked"])
-
-
-def _whole(progress: Mapping[str, Any], done: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return counters as they are between steps, when all that was started is completed.
-
-    Args:
-        progress: of Lightning.
-        done: counters to take the completed number from; None for `progress` itself.
-    """
-    return {
-        name: dict.fromkeys(part, (done or progress)[name]["completed"])
-        if isinstance(part, Mapping)
-        else part
-        for name, part in progress.items()
-    }
-
-
-def _names(metric: Any) -> list[str]:
-    return ["value", "cumulated_batch_size"] if metric.meta.is_mean_reduction else ["value"]
-
-
-def _add(metric: Any, before: Mapping[str, Any]) -> None:
-    """Add to a metric of an epoch what was logged before this worker joined."""
-    metric._computed = None
-    if metric.meta.is_mean_reduction or metric.meta.is_sum_reduction:
-        for name, value in before.items():
-            setattr(metric, name, value + getattr(metric, name))
-    else:
-        metric.value = metric.meta.reduce_fx(before["value"], metric.value)
-
-
-def _has_hook(thing: Any, base: type) -> bool:
-    return type(thing).on_save_checkpoint is not base.on_save_checkpoint  # type: ignore[attr-defined]

@@ -27,7 +27,7 @@ from elastic.errors import UsageError
 from elastic.train.datasets import ShardBatches
 from elastic.train.devices import get_device
 from elastic.train.lightning.environment import current_rank
-from elastic.train.lightning.fit import LOSS, Fit, StepBatch, Steps, taken_log
+from elastic.train.lightning.fit import LOSS, Fit, Logged, StepBatch, Steps, taken_log
 from elastic.train.loaders import PreparedLoader, prepare_data_loader
 from elastic.train.session import require_context
 
@@ -218,6 +218,7 @@ class RayDDPStrategy(strategies.SingleDeviceStrategy):
             return super().training_step(*args, **named)
         trainer, step, fit = self._the_trainer(), given.step, self._fit
         module, output = trainer.lightning_module, None
+        logged: Logged = {}
 
         def compute(batch: Any) -> dict[str, Any]:
             nonlocal output
@@ -225,7 +226,7 @@ class RayDDPStrategy(strategies.SingleDeviceStrategy):
             batch = trainer.precision_plugin.convert_input(batch)
             batch = module._on_before_batch_transfer(batch, dataloader_idx=0)
             batch = self.batch_to_device(batch)
-            with taken_log(module, fit.metrics) as logged:
+            with taken_log(module, fit.metrics) as taken:
                 output = super(RayDDPStrategy, self).training_step(batch, *others, **named)
                 loss = output["loss"] if isinstance(output, Mapping) else output
                 if loss is None:
@@ -234,12 +235,12 @@ class RayDDPStrategy(strategies.SingleDeviceStrategy):
                         f"cannot be left out; return a loss of zero (loss * 0)"
                     )
                 super(RayDDPStrategy, self).backward(loss, self.optimizers[0])
-            step.add(**{"": 1}, **dict.fromkeys(logged, 1))
-            fit.logged.update(logged)
-            return {LOSS: loss, **{name: value for name, (value, _) in logged.items()}}
+            step.add(**{"": 1}, **dict.fromkeys(taken, 1))
+            logged.update(taken)
+            return {LOSS: loss, **{name: value for name, (value, _) in taken.items()}}
 
         averages = step.run(compute)
-        fit.computed(averages, step.sums, step.samples)
+        fit.computed(logged, averages, step.sums, step.samples)
         loss = torch.tensor(averages.get(LOSS, 0.0), device=self.root_device)
         return {**output, "loss": loss} if isinstance(output, Mapping) else loss
 
