@@ -182,7 +182,7 @@ def _settle_group(cluster: ClusterState, job: JobState) -> bool:
     decision = membership.decide(job.limits, current, candidates, cluster.now_ns, cluster.config)
     wake(job, decision.wake_ns)
     plan = decision.value
-    if plan.shows:
+    if plan.dumps_stacks:
         timeouts.show_all(cluster, job, decision.reason)
     is_ended = plan.act is GroupAction.FORM or (
         plan.act is GroupAction.SUSPEND and bool(plan.members)

@@ -58,14 +58,14 @@ class GroupPlan:
 
     Attributes:
         saves: members must save their state where they leave.
-        shows: it is unknown which member hangs: request the stacks of all first.
+        dumps_stacks: it is unknown which member hangs: request the stacks of all first.
     """
 
     act: GroupAction
     members: tuple[WorkerId, ...] = ()
     cause: str = ""
     saves: bool = False
-    shows: bool = False
+    dumps_stacks: bool = False
 
 
 class Candidate(NamedTuple):
@@ -429,7 +429,7 @@ def _replace_stuck(
 ) -> Decision[GroupPlan]:
     """Replace a group in which all members form and none finishes: one of them hangs."""
     found = _replace_ended(spec, current, by_id, "broken", "no member has finished forming")
-    return replace(found, value=replace(found.value, shows=True))
+    return replace(found, value=replace(found.value, dumps_stacks=True))
 
 
 def _replace_out(
