@@ -1,1 +1,10 @@
-"""The core without IO: state, configuration, events, policies, machines; standard library only."""
+"""The core without IO: state, configuration, events, policies, machines; standard library only.
+
+What is where:
+
+    facts         world (node, worker, group, job), config, telemetry, study (of elastic.tune),
+                  view (what users are shown)
+    decisions     policy/ (pure functions), machine/ (states), events/ (what goes in and out)
+    messages      messages, cluster_messages, copy_messages, link_messages
+    errors        broken (which texts of others say that a group broke)
+"""

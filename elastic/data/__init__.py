@@ -7,6 +7,20 @@
 
 The API follows ray.data. Rule: nothing is read or computed before rows are requested, and pyarrow,
 pandas and torch are imported on first use only.
+
+What is where:
+
+    datasets      reading (`read_...`, `from_...`), dataset (its methods), nodes (the lazy plan),
+                  writing
+    sources       sources, files, formats, parquet, webdataset, databases, datasource/
+    operations    operations, functions (of the user), expressions, batches, preprocessors, moments;
+                  of all rows at once: gathering (in memory), aggregate, engines (other libraries)
+    training      iterator (of a loop), lanes (the order of an epoch), table and table_reader (rows
+                  by number), rows (as a torch dataset), kept (the record in the run directory),
+                  skipped (what `on_error="skip"` leaves out)
+    feeders       feeders (the pool: who is lost, and replaced), feeder (the process),
+                  feeder_network (on other nodes)
+    Ray's names   arguments, collate_fn, compute, context, datatype
 """
 
 from __future__ import annotations

@@ -2,6 +2,15 @@
 
 This module has names only. Each is loaded on first use, so that importing this package loads
 neither torch nor grpc.
+
+What is where:
+
+    a study       tuner, controller (its driver), config, result_grid, experiment (Ray's older
+                  interface); its state is `core.study`, as `storage.study_log` has it
+    a trial       trials (its job), following (that job), trial_function, trainable (Ray's class),
+                  session (what its code calls), taking (another trial's checkpoint)
+    rules         space, search/, schedulers (by `core.policy.tuning`), stopper
+    callbacks     callback, logger, integration/
 """
 
 from __future__ import annotations

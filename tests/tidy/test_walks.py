@@ -10,8 +10,8 @@ from tests.tidy.tree import ROOT, parsed
 PAGE = ROOT / "docs" / "walks.md"
 ANSWERS = ROOT / "docs" / "explain" / "architecture.md"
 MAPPED = (
-    "agent", "client", "coord", "core/machine", "core/policy", "storage",
-    "worker/base", "worker/checkpoint", "worker/data", "worker/engine", "worker/group",
+    "agent", "client", "coord", "core", "core/machine", "core/policy", "data", "runtime", "storage",
+    "tune", "worker/base", "worker/checkpoint", "worker/data", "worker/engine", "worker/group",
     "worker/process", "worker/reduce", "worker/state",
 )  # fmt: skip
 """Packages whose docstring says what is where."""
