@@ -13,7 +13,7 @@
     ├── Refused               a peer answered, and declined
     │   ├── NotAuthorized     wrong or missing token or certificate
     │   │   └── NotPermitted  the caller is known, and may not do this
-    │   ├── VersionMismatch   the peer speaks another major protocol version
+    │   ├── VersionMismatch   the peer speaks another version of the protocol
     │   ├── NameTaken         a job or node of this name exists already
     │   ├── NotFound          no job, node or worker of this name
     │   └── Fenced            the sender's generation, incarnation or term is over

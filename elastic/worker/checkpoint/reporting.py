@@ -3,9 +3,11 @@
 Without a checkpoint a report never blocks. With one (even if only other members have files), all
 wait until it counts: members store their files, all vote (`report_votes`), and the lead, the lowest
 rank with files, has it committed and informs the others (`reported_checkpoints`). While the
-coordinator is away they continue, and it counts later. If the files are uploaded later, or are
-there already, the vote comes first (`delivery`). If a planned change is due and every member waits
-here, all leave at this report, once the coordinator has recorded the checkpoint: nothing is lost.
+coordinator is away they continue, and it counts later. While storage fails, members retry
+(`storage.retry`); if one gives up, all that wait raise StorageError, and no checkpoint counts. If
+the files are uploaded later, or are there already, the vote comes first (`delivery`). If a planned
+change is due and every member waits here, all leave at this report, once the coordinator has
+recorded the checkpoint: nothing is lost.
 
 Rule: every member calls `report` equally often in a generation; the n-th calls belong together.
 """
