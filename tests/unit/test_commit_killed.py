@@ -91,7 +91,7 @@ def report(folder: Path, books: Books, generation: int) -> None:
     reporter = Reporter(
         ReportOrigin(JobId("j1"), generation, 0, 1),
         run,
-        agreement=ReportVotes(dist.HashStore(), 0, world_size=1),
+        votes=ReportVotes(dist.HashStore(), 0, world_size=1),
         link=books,  # type: ignore[arg-type]
         clock=SystemClock(),
         newest_checkpoint=newest,

@@ -66,16 +66,16 @@ def test_no_name_of_a_file_leads_out_of_its_folder(tmp_path: Path, name: str) ->
 )  # fmt: skip
 def test_parts_that_no_members_wrote_break_the_group_and_are_nobodys_failure(said: str) -> None:
     store = HashStore()
-    agreement = ReportVotes(store, 0, world_size=2)
-    agreement.add_part(0, ReportPart(1, "c"))
-    assert [part.rank for part in agreement.parts(0)] == [1]
+    votes = ReportVotes(store, 0, world_size=2)
+    votes.add_part(0, ReportPart(1, "c"))
+    assert [part.rank for part in votes.parts(0)] == [1]
     store.append("report/0/parts", said + "\n")
     with pytest.raises(GroupError, match="report 0"):
-        agreement.parts(0)
+        votes.parts(0)
     store.set("report/0/outcome", said)
     if said != '[-1, "../../precious", [], "x"]' and not said.endswith('""]'):
         with pytest.raises(GroupError, match="report 0"):
-            agreement.wait_outcome(0)
+            votes.wait_outcome(0)
 
 
 def test_a_pipe_a_device_or_a_file_without_end_is_no_file_to_read(tmp_path: Path) -> None:

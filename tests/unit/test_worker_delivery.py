@@ -80,7 +80,7 @@ def members(storage: Storage, world_size: int) -> list[Rank]:
             ReportOrigin(JobId("j1"), 2, rank, world_size),
             run,
             committer=Committer(run, SPEC, link),
-            agreement=ReportVotes(store, rank, world_size=world_size),
+            votes=ReportVotes(store, rank, world_size=world_size),
             link=link,
             clock=SystemClock(),
             is_over=over.is_set,

@@ -23,7 +23,7 @@ from elastic.runtime.clock import SystemClock
 from elastic.storage.run_directory import RunDirectory
 from elastic.worker.base.interrupt import GroupChanged
 from elastic.worker.base.mailboxes import ReportAnswer
-from elastic.worker.checkpoint import report_votes as agreement
+from elastic.worker.checkpoint import report_votes
 from elastic.worker.checkpoint import reported_checkpoints as reported
 from elastic.worker.checkpoint.committer import Committer
 from elastic.worker.checkpoint.delivery import NO_PART, CheckpointUploadMode, DeliveredParts
@@ -104,7 +104,7 @@ def run_group(
             ReportOrigin(JobId("j1"), 2, rank, len(links)),
             run,
             committer=committer,
-            agreement=ReportVotes(store, rank, world_size=len(links), watch=watch),
+            votes=ReportVotes(store, rank, world_size=len(links), watch=watch),
             link=links[rank],
             clock=SystemClock(),
             newest_checkpoint="before",
@@ -335,7 +335,7 @@ def test_who_has_no_files_goes_on_once_the_others_count(
 def test_the_rank_that_has_not_reported_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(agreement, "WARN_INTERVAL_S", 0.05)
+    monkeypatch.setattr(report_votes, "WARN_INTERVAL_S", 0.05)
     warned = threading.Event()
 
     class Listener(logging.Handler):

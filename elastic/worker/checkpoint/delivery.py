@@ -104,13 +104,13 @@ class Delivery:
     readers: int
 
     def make(
-        self, reported: ReportedCheckpoints, agreement: ReportVotes, go_on: Callable[[], None]
+        self, reported: ReportedCheckpoints, votes: ReportVotes, go_on: Callable[[], None]
     ) -> ReportOutcome:
         """Upload our part, and agree with the others on the outcome.
 
         Args:
             reported: of the generation.
-            agreement: used by this thread only.
+            votes: used by this thread only.
             go_on: called between two files, and before the marker; raises to end this here.
 
         Raises:
@@ -118,27 +118,27 @@ class Delivery:
             DistError: its store is gone.
         """
         key = self.turn.key
-        part = self._copy(reported, agreement, go_on)
-        agreement.add_part(key, part)
-        agreement.vote(key, ReportVote(waits=True, has_checkpoint=True), voters=self.members)
-        agreement.wait_closed(key)
+        part = self._copy(reported, votes, go_on)
+        votes.add_part(key, part)
+        votes.vote(key, ReportVote(waits=True, has_checkpoint=True), voters=self.members)
+        votes.wait_closed(key)
         go_on()
-        outcome = reported.conclude(agreement, self.turn)
+        outcome = reported.conclude(votes, self.turn)
         if not self.turn.leaves:
-            agreement.forget(key, self.readers)
+            votes.forget(key, self.readers)
         if outcome.path and _place_of(self.parts.path) != _place_of(outcome.path):
             self.parts.release()
         return outcome
 
     def _copy(
-        self, reported: ReportedCheckpoints, agreement: ReportVotes, go_on: Callable[[], None]
+        self, reported: ReportedCheckpoints, votes: ReportVotes, go_on: Callable[[], None]
     ) -> ReportPart:
         """Upload our files into the run directory; a failure is sent to all, not raised here."""
         run, rank, parts = reported.run, reported.origin.rank, self.parts
 
         def claim(path: str) -> bool:
             go_on()
-            return agreement.claim(self.turn.key, path)
+            return votes.claim(self.turn.key, path)
 
         if run is None:
             return ReportPart(rank, self.name, error="the job has no run directory")
@@ -152,9 +152,9 @@ class Delivery:
                 problem = f"checkpoint_upload_fn: {type(error).__name__}: {error}"
             # Uploads of others must be complete before any member reads them.
             gate = f"{self.turn.key}-uploaded"
-            agreement.vote(gate, ReportVote(waits=True), voters=self.members)
-            agreement.wait_closed(gate)
-            agreement.forget(gate, self.members)
+            votes.vote(gate, ReportVote(waits=True), voters=self.members)
+            votes.wait_closed(gate)
+            votes.forget(gate, self.members)
         if problem:
             return ReportPart(rank, name, error=problem)
         try:
@@ -204,11 +204,11 @@ class BackgroundDelivery:
     """
 
     def __init__(
-        self, delivery: Delivery, reported: ReportedCheckpoints, agreement: ReportVotes
+        self, delivery: Delivery, reported: ReportedCheckpoints, votes: ReportVotes
     ) -> None:
         """Begin nothing yet; see `Delivery.make`."""
         self.delivery = delivery
-        self._reported, self._agreement = reported, agreement
+        self._reported, self._votes = reported, votes
         self._given_up = False
         self.outcome: ReportOutcome | None = None
         self._error: BaseException | None = None
@@ -256,8 +256,8 @@ class BackgroundDelivery:
 
     def _run(self) -> None:
         try:
-            self._agreement.watch_also(self._go_on)
-            self.outcome = self.delivery.make(self._reported, self._agreement, self._go_on)
+            self._votes.watch_also(self._go_on)
+            self.outcome = self.delivery.make(self._reported, self._votes, self._go_on)
         except BaseException as error:  # Raised again by the thread that waits.
             self._error = error
         finally:

@@ -72,7 +72,7 @@ class PendingReport:
     """One checkpoint on its way.
 
     Attributes:
-        key: of its agreement in the group's store.
+        key: of its votes in the group's store.
         index: the report's number for the coordinator.
         metrics: of the report, JSON.
         leaves: every member leaves the group with it, if it is recorded.
@@ -140,20 +140,20 @@ class ReportedCheckpoints:
         if name in self.pending:
             raise StorageError(f"a checkpoint {name} was reported already; use another name")
 
-    def conclude(self, agreement: ReportVotes, turn: PendingReport) -> ReportOutcome:
+    def conclude(self, votes: ReportVotes, turn: PendingReport) -> ReportOutcome:
         """Commit as the lead, or receive the outcome from the lead.
 
         Args:
-            agreement: in which all parts are known.
+            votes: in which all parts are known.
             turn: which checkpoint.
         """
-        parts = agreement.parts(turn.key)
+        parts = votes.parts(turn.key)
         if parts[0].rank != self.origin.rank:
             self.post(turn.index, turn.metrics)
-            return agreement.wait_outcome(turn.key)
+            return votes.wait_outcome(turn.key)
         outcome = self._commit(turn, parts)
         claimed = {file.path for part in parts for file in part.files}
-        agreement.report_outcome(turn.key, outcome, tuple(sorted(claimed)))
+        votes.report_outcome(turn.key, outcome, tuple(sorted(claimed)))
         return outcome
 
     def finish(self, is_over: Callable[[], bool]) -> None:

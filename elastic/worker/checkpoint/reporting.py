@@ -177,7 +177,7 @@ class Reporter:
         origin: ReportOrigin,
         run: RunDirectory | None,
         *,
-        agreement: ReportVotes,
+        votes: ReportVotes,
         link: ReportLink,
         clock: Clock,
         newest_checkpoint: str = "",
@@ -191,7 +191,7 @@ class Reporter:
         Args:
             origin: of this member.
             run: the run directory, None if the job has none.
-            agreement: of this generation's group.
+            votes: of this generation's group.
             link: to the coordinator.
             clock: for the time of day in files.
             newest_checkpoint: path of the one that this generation begins with.
@@ -204,7 +204,7 @@ class Reporter:
         self.has_left = False
         self._origin = origin
         self._run = run
-        self._agreement = agreement
+        self._votes = votes
         self._link = link
         self._metrics = _MetricsLines(run, origin, clock)
         self._newest = _NewestCheckpoint(run, newest_checkpoint)
@@ -259,11 +259,11 @@ class Reporter:
         self._begin_part(index, name, delivered)
         requests = self._link.leave_request(self._origin.generation) is not None
         waits = requests or meets
-        self._agreement.vote(index, ReportVote(waits, requests, delivered is not None))
+        self._votes.vote(index, ReportVote(waits, requests, delivered is not None))
         tally = VoteCount()
         if waits:
             patience_s = None if meets else REQUEST_TIMEOUT_S
-            tally = self._agreement.wait_closed(index, patience_s=patience_s)
+            tally = self._votes.wait_closed(index, patience_s=patience_s)
         validation = delivered.validation if delivered is not None else ""
         turn = PendingReport(index, index, metrics, leaves=tally.leaves(), validation=validation)
         if tally.with_checkpoint == 0:
@@ -311,10 +311,8 @@ class Reporter:
             if self._is_over():
                 raise GroupError("it is over already")
             self._begin_part(where, name, delivered)
-            self._agreement.vote(
-                where, ReportVote(meets, False, delivered is not None), voters=voters
-            )
-            tally = self._agreement.wait_closed(where) if meets else VoteCount()
+            self._votes.vote(where, ReportVote(meets, False, delivered is not None), voters=voters)
+            tally = self._votes.wait_closed(where) if meets else VoteCount()
             validation = delivered.validation if delivered is not None else ""
             turn = PendingReport(where, index, metrics, validation=validation)
             if delivered is not None:
@@ -324,7 +322,7 @@ class Reporter:
                 if tally.with_checkpoint:
                     self._receive(turn, tally.waiting)
                 elif meets:
-                    self._agreement.forget(where, tally.waiting)
+                    self._votes.forget(where, tally.waiting)
         except (GroupError, dist.DistError) as error:
             if not self._reported.has_posted(index):
                 self._reported.post(index, metrics)
@@ -440,9 +438,9 @@ class Reporter:
     def _begin_part(self, key: Index, name: str, delivered: DeliveredParts | None) -> None:
         """Inform the others of our part, before our vote: that it is stored, or that it comes."""
         if delivered is not None and delivered.way:
-            self._agreement.report_way(key, delivered.way)
+            self._votes.report_way(key, delivered.way)
         elif delivered is not None:
-            self._agreement.add_part(key, self._store(key, name, Path(delivered.path)))
+            self._votes.add_part(key, self._store(key, name, Path(delivered.path)))
 
     def _store(self, key: Index, name: str, source: Path) -> ReportPart:
         """Copy this member's files; a failure is sent to all, not raised here."""
@@ -452,7 +450,7 @@ class Reporter:
         try:
             self._reported.check_free(name)
             wait_given_up(name)
-            files = run.upload(source, name, claim=lambda path: self._agreement.claim(key, path))
+            files = run.upload(source, name, claim=lambda path: self._votes.claim(key, path))
         except StorageError as error:
             return ReportPart(rank, name, error=str(error))
         return ReportPart(rank, name, files)
@@ -464,7 +462,7 @@ class Reporter:
     ) -> None:
         """Complete a checkpoint that we have a part of; all members must upload in the same way."""
         members = tally.with_checkpoint
-        ways = self._agreement.ways(turn.key)
+        ways = self._votes.ways(turn.key)
         alike = members if delivered.way else 0
         if ways != (delivered.way,) * alike:
             self._reported.post(turn.index, turn.metrics)
@@ -474,13 +472,13 @@ class Reporter:
                 f"pass the same checkpoint_upload_mode and checkpoint_upload_fn on every rank"
             )
         if not delivered.way:
-            outcome = self._reported.conclude(self._agreement, turn)
-            self._agreement.forget(turn.key, tally.waiting)
+            outcome = self._reported.conclude(self._votes, turn)
+            self._votes.forget(turn.key, tally.waiting)
             if outcome.path:
                 delivered.release()
             self._take(outcome)
             return
-        self._agreement.forget(turn.key, tally.waiting)
+        self._votes.forget(turn.key, tally.waiting)
         owns_files = (
             delivered.upload is None and delivered.mode is not CheckpointUploadMode.NO_UPLOAD
         )
@@ -490,27 +488,27 @@ class Reporter:
         delivery = Delivery(turn, name, delivered, members, readers)
         if is_aside:
             if self._aside is None:
-                self._aside = self._agreement.open_again()
+                self._aside = self._votes.open_again()
             # Known before it runs, so that whatever ends this call can give it up.
             self._background = BackgroundDelivery(delivery, self._reported, self._aside)
             self._background.start()
         else:
-            self._take(delivery.make(self._reported, self._agreement, lambda: None))
+            self._take(delivery.make(self._reported, self._votes, lambda: None))
 
     def _receive(self, turn: PendingReport, waiting: int) -> None:
         """Learn, without a part of our own, what became of the others' checkpoint.
 
         Not of one that is uploaded in the background, while all train on.
         """
-        ways = self._agreement.ways(turn.key)
+        ways = self._votes.ways(turn.key)
         if ways:
-            self._agreement.forget(turn.key, waiting)
+            self._votes.forget(turn.key, waiting)
         if ways and not turn.leaves and any(map(_is_aside, ways)):
             return
         key = _later(turn.key) if ways else turn.key
-        outcome = self._agreement.wait_outcome(key)
+        outcome = self._votes.wait_outcome(key)
         if not turn.leaves:
-            self._agreement.forget(key, waiting)
+            self._votes.forget(key, waiting)
         self._take(outcome)
 
     def _settle_upload(self, *, must_end: bool) -> StorageError | None:

@@ -381,7 +381,7 @@ def _context(run: LocalRun, link: NoCoordinator, clock: Clock) -> WorkerContext:
         reporter=Reporter(
             origin,
             directory,
-            agreement=ReportVotes(store, rank, world_size=world_size),
+            votes=ReportVotes(store, rank, world_size=world_size),
             link=link,
             clock=clock,
             newest_checkpoint=newest,

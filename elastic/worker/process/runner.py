@@ -586,7 +586,7 @@ class Runner:
         return Reporter(
             origin,
             storage.directory if storage is not None else None,
-            agreement=ReportVotes(
+            votes=ReportVotes(
                 self._groups.store,
                 assignment.rank,
                 world_size=assignment.world_size,

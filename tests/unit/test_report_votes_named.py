@@ -22,24 +22,24 @@ def test_the_store_does_not_grow_with_reports_in_a_loop() -> None:
     members = [ReportVotes(store, rank, world_size=WORLD_SIZE) for rank in range(WORLD_SIZE)]
     before = store.num_keys()
 
-    def report(agreement: ReportVotes, rank: int) -> None:
+    def report(votes: ReportVotes, rank: int) -> None:
         for step in range(40):
             where = f"e0-s{step}"
             # Every fourth has a checkpoint, of which two of the members bring a part.
             brings = step % 4 == 0 and rank < 2
             if brings:
-                agreement.claim(where, "shared")
-                agreement.add_part(where, ReportPart(rank, "c"))
-            agreement.vote(where, ReportVote(brings, False, brings), voters=WORLD_SIZE)
+                votes.claim(where, "shared")
+                votes.add_part(where, ReportPart(rank, "c"))
+            votes.vote(where, ReportVote(brings, False, brings), voters=WORLD_SIZE)
             if not brings:
                 continue
-            tally = agreement.wait_closed(where)
-            assert [part.rank for part in agreement.parts(where)] == [0, 1]
+            tally = votes.wait_closed(where)
+            assert [part.rank for part in votes.parts(where)] == [0, 1]
             if rank == 0:
-                agreement.report_outcome(where, ReportOutcome(path=where), ("shared",))
+                votes.report_outcome(where, ReportOutcome(path=where), ("shared",))
             else:
-                assert agreement.wait_outcome(where).path == where
-            agreement.forget(where, tally.with_checkpoint)
+                assert votes.wait_outcome(where).path == where
+            votes.forget(where, tally.with_checkpoint)
 
     with ThreadPoolExecutor(WORLD_SIZE) as threads:
         calls = [threads.submit(report, member, rank) for rank, member in enumerate(members)]
