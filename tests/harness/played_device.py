@@ -212,7 +212,7 @@ class PlayedMessages:
 
     def __init__(self, device: PlayedDevice, links: MemberLinks, generation: int) -> None:
         """Create an empty batch."""
-        self._device, self._mesh, self._generation = device, links.mesh, generation
+        self._device, self._sockets, self._generation = device, links.sockets, generation
         self._sends: list[tuple[int, int, torch.Tensor]] = []
         self._receives: list[tuple[int, int, torch.Tensor, torch.Tensor]] = []
         self._sent: list[torch.Tensor] | None = None
@@ -236,7 +236,7 @@ class PlayedMessages:
         with suppress(RuntimeError):  # A peer is gone: its unsent messages never arrive.
             if self._sent is None:
                 self._send()
-            self._mesh.poll()
+            self._sockets.poll()
         if self._missing or self._sent is None:
             return False
         for _, _, tensor, landed in self._receives:
@@ -248,10 +248,10 @@ class PlayedMessages:
         self._device.at("send")
         self._sent, self._missing = [], len(self._receives)
         for rank, tag, _, landed in self._receives:
-            self._mesh.expect(rank, tag, [bytes_of(landed)], self._arrived)
+            self._sockets.expect(rank, tag, [bytes_of(landed)], self._arrived)
         for rank, tag, tensor in self._sends:
             self._sent.append(tensor.clone())
-            self._mesh.send(rank, tag, [bytes_of(self._sent[-1])])
+            self._sockets.send(rank, tag, [bytes_of(self._sent[-1])])
         self._device.at("sent")
 
     def _arrived(self) -> None:

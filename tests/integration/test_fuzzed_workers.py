@@ -130,22 +130,22 @@ def fuzz_store(fuzz: Fuzz, each: int) -> None:
     server.close()
 
 
-def fuzz_mesh(fuzz: Fuzz, each: int) -> None:
+def fuzz_sockets(fuzz: Fuzz, each: int) -> None:
     """Greet members wrongly while they connect, and be a member that sends wrong messages."""
     for _ in range(each // 10):
-        meshes = [PeerSockets(PeerAddress(HOST, DEADLINE_S)) for _ in range(2)]
-        ends = [mesh.endpoint for mesh in meshes]
+        both = [PeerSockets(PeerAddress(HOST, DEADLINE_S)) for _ in range(2)]
+        ends = [sockets.endpoint for sockets in both]
         with contextlib.ExitStack() as stack:
-            for mesh in meshes:
-                stack.callback(mesh.close)
+            for sockets in both:
+                stack.callback(sockets.close)
             for end in ends * 3:
                 sock = stack.enter_context(socket.create_connection((end.address, end.port)))
                 sock.sendall(fuzz.damaged(HELLO.pack(bytes(16), fuzz.dice.randrange(-2, 3))))
                 sock.shutdown(socket.SHUT_WR)
             with ThreadPoolExecutor(2) as threads:
-                for rank, mesh in enumerate(meshes):
-                    threads.submit(mesh.join, rank, ends, DEADLINE_S)
-            send_wrong_messages(fuzz, *meshes)
+                for rank, sockets in enumerate(both):
+                    threads.submit(sockets.join, rank, ends, DEADLINE_S)
+            send_wrong_messages(fuzz, *both)
 
 
 def send_wrong_messages(fuzz: Fuzz, one: PeerSockets, other: PeerSockets) -> None:
@@ -158,7 +158,7 @@ def send_wrong_messages(fuzz: Fuzz, one: PeerSockets, other: PeerSockets) -> Non
         try:
             other.poll()
         except RuntimeError as error:
-            assert "mesh: rank 0" in str(error)  # noqa: PT017 (not each raises)
+            assert "peer sockets: rank 0" in str(error)  # noqa: PT017 (not each raises)
             return
 
 
@@ -214,7 +214,7 @@ def fuzz_feeder(fuzz: Fuzz, each: int) -> None:
     server.close()
 
 
-KINDS = {"store": fuzz_store, "mesh": fuzz_mesh, "copies": fuzz_copies, "feeder": fuzz_feeder}
+KINDS = {"store": fuzz_store, "sockets": fuzz_sockets, "copies": fuzz_copies, "feeder": fuzz_feeder}
 
 
 @pytest.mark.parametrize("kind", KINDS)

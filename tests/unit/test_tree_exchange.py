@@ -51,8 +51,8 @@ def groups(nodes: Sequence[str]) -> Iterator[list[Group]]:
         yield made
     finally:
         for one in links:
-            one.mesh.cut()
-            one.mesh.close()
+            one.sockets.cut()
+            one.sockets.close()
 
 
 def at_once(calls: Sequence[Callable[[], Any]]) -> list[Any]:
@@ -157,7 +157,7 @@ def test_the_memory_of_a_group_is_free_once_its_connections_are_closed(nodes: st
 def test_a_cut_ends_an_exchange_wherever_it_is(nodes: str) -> None:
     with groups(nodes) as made:
         members = [Member(group, 3, [LARGE]) for group in made]
-        links_module.links_of(made[-1]).mesh.cut()
+        links_module.links_of(made[-1]).sockets.cut()
 
         def fails(member: Member) -> BaseException:
             with pytest.raises(RuntimeError) as raised:

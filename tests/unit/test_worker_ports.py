@@ -91,7 +91,7 @@ def test_all_that_a_worker_and_its_agent_listen_on_is_in_the_range(four: PortRan
     before = listening()
     groups = ProcessGroups()
     store = StoreServer(HOST, four)
-    mesh = PeerSockets(PeerAddress(HOST, ports=four))
+    sockets = PeerSockets(PeerAddress(HOST, ports=four))
     copies = CopyServer(HOST, CopyStore(lambda: None), ports=four)
     groups.form(of_one(store, four))  # gloo's
     try:
@@ -99,7 +99,7 @@ def test_all_that_a_worker_and_its_agent_listen_on_is_in_the_range(four: PortRan
     finally:
         groups.close()
         copies.close()
-        mesh.close()
+        sockets.close()
         store.close()
 
 

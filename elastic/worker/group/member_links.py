@@ -80,7 +80,7 @@ class MemberLinks:
     """This rank's links in one group.
 
     Attributes:
-        mesh: the connections.
+        sockets: the connections.
         shape: how exchanges of large data connect the ranks; of small data `small_shape`.
         memory: by rank, of those whose memory we read in place; empty if any of the node cannot.
     """
@@ -92,11 +92,15 @@ class MemberLinks:
             OSError: this machine does not have the address.
         """
         self.rank, self.world_size = rank, world_size
-        self.mesh = PeerSockets(reach)
+        self.sockets = PeerSockets(reach)
         probe = os.memfd_create("elastic-links", os.MFD_CLOEXEC)
         weakref.finalize(self, os.close, probe).atexit = False
         self.entry = MemberEntry(
-            self.mesh.endpoint, _node_number(reach.node), os.getpid(), probe, os.fstat(probe).st_ino
+            self.sockets.endpoint,
+            _node_number(reach.node),
+            os.getpid(),
+            probe,
+            os.fstat(probe).st_ino,
         )
         self.shape = self.small_shape = flat_shape(world_size)
         self.memory: dict[int, PeerMemory] = {}
@@ -124,12 +128,12 @@ class MemberLinks:
             self.small_shape = self.shape
         wanted = None if self.world_size <= FEW else partners_of(self.rank, self.shape)
         try:
-            self.mesh.join(self.rank, [entry.endpoint for entry in entries], partners=wanted)
+            self.sockets.join(self.rank, [entry.endpoint for entry in entries], partners=wanted)
         except OSError as error:
             raise GroupBroken(
-                f"mesh: rank {self.rank} at {self.entry.endpoint.address} could not connect to all "
-                f"others ({error}): Connection closed; members must reach each other at the "
-                f"addresses that their agents announce (--host)"
+                f"peer sockets: rank {self.rank} at {self.entry.endpoint.address} could not "
+                f"connect to all others ({error}): Connection closed; members must reach each "
+                f"other at the addresses that their agents announce (--host)"
             ) from error
         here = [
             entry for entry, node in zip(entries, nodes, strict=True) if node == nodes[self.rank]
@@ -208,8 +212,8 @@ def open_links(group: Any, reach: PeerAddress) -> MemberLinks:
             known = _open[group] = MemberLinks(group.rank(), group.size(), reach)
         except OSError as error:
             raise GroupBroken(
-                f"mesh: Connection closed: rank {group.rank()} cannot listen on {reach.host} "
-                f"({error}); {remedy(error)}"
+                f"peer sockets: Connection closed: rank {group.rank()} cannot listen on "
+                f"{reach.host} ({error}); {remedy(error)}"
             ) from error
     return known
 

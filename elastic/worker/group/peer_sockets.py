@@ -415,7 +415,9 @@ class PeerSockets:
         left_s = deadline - time.monotonic() if what is not None else 0.0
         ready = self._poll.poll(min(max(0.0, left_s), POLL_S_MAX) * 1e3)
         if not ready and what is not None and time.monotonic() >= deadline:
-            raise GroupBroken(f"mesh: timed out after {self._timeout_s:.0f} s waiting for {what()}")
+            raise GroupBroken(
+                f"peer sockets: timed out after {self._timeout_s:.0f} s waiting for {what()}"
+            )
         for number, event in ready:
             peer = self._by_number[number]
             if peer.unsent and event & ~select.POLLIN:
@@ -466,7 +468,7 @@ class PeerSockets:
             peer.into = [*data]
             return
         if not 0 < size <= BYTES_MAX:
-            raise GroupBroken(f"mesh: rank {peer.rank} announces a message of {size} bytes")
+            raise GroupBroken(f"peer sockets: rank {peer.rank} announces a message of {size} bytes")
         peer.early_into = bytearray(size)
         peer.into = [memoryview(peer.early_into)]
 
@@ -571,13 +573,13 @@ def _arrived(peer: _PeerConnection, tag: int, then: Callable[[], None] | None) -
 def _check_length(peer: _PeerConnection, tag: int, size: int, expected: int) -> None:
     if size != expected:
         raise GroupBroken(
-            f"mesh: rank {peer.rank} sent {size} bytes with tag {tag}, expected {expected}"
+            f"peer sockets: rank {peer.rank} sent {size} bytes with tag {tag}, expected {expected}"
         )
 
 
 def _broken(peer: _PeerConnection, error: OSError | None) -> GroupBroken:
     why = f" ({error})" if error is not None else ""
-    return GroupBroken(f"mesh: Connection closed by peer, rank {peer.rank}{why}")
+    return GroupBroken(f"peer sockets: Connection closed by peer, rank {peer.rank}{why}")
 
 
 def _left_s(deadline: float) -> float:

@@ -192,7 +192,7 @@ class MetadataExchange:
         if self._links is not None:
             for one in self._rounds:
                 for source, ranks in one.receives:
-                    self._links.mesh.expect(source, TAG, [self._bytes(ranks)])
+                    self._links.sockets.expect(source, TAG, [self._bytes(ranks)])
             self._send(self._links, self._rounds[0])
 
     def finish(self) -> list[Row]:
@@ -206,13 +206,13 @@ class MetadataExchange:
                 if number:
                     self._send(self._links, one)
                 for source, _ in one.receives:
-                    self._links.mesh.wait(source, TAG)
-            self._links.mesh.flush()
+                    self._links.sockets.wait(source, TAG)
+            self._links.sockets.flush()
         return [tuple(row) for row in self._rows.tolist()]
 
     def _send(self, links: MemberLinks, one: RowsRound) -> None:
         for other in one.sends:
-            links.mesh.send(other, TAG, [self._bytes(one.held)])
+            links.sockets.send(other, TAG, [self._bytes(one.held)])
 
     def _bytes(self, ranks: Span) -> memoryview:
         return self._all[slice(*ranks)].reshape(-1).view("uint8").data

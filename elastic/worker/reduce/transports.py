@@ -87,11 +87,11 @@ class SocketTransport:
     carries_rows = True
 
     def __init__(self, links: MemberLinks) -> None:
-        mesh = self._mesh = links.mesh
-        self.call_soon = mesh.call_soon
-        self.progress = mesh.poll
-        self.wait_until = mesh.wait_until
-        self.flush = mesh.flush
+        sockets = self._sockets = links.sockets
+        self.call_soon = sockets.call_soon
+        self.progress = sockets.poll
+        self.wait_until = sockets.wait_until
+        self.flush = sockets.flush
         self._views: dict[tuple[int, int], list[memoryview]] = {}
 
     def expect(self, receives: Sequence[Message], then: Callable[[], None]) -> None:
@@ -100,7 +100,7 @@ class SocketTransport:
             views = self._views.get((rank, tag))
             if views is None:
                 views = self._views[rank, tag] = [bytes_of(tensor) for tensor in tensors]
-            self._mesh.expect(rank, tag, views, then)
+            self._sockets.expect(rank, tag, views, then)
 
     def post(
         self, sends: Sequence[Message], receives: Sequence[Message], then: Callable[[], None]
@@ -108,7 +108,7 @@ class SocketTransport:
         """Send; what is received is expected since long ago."""
         del receives, then
         for rank, tag, tensors in sends:
-            self._mesh.send(rank, tag, [bytes_of(tensor) for tensor in tensors])
+            self._sockets.send(rank, tag, [bytes_of(tensor) for tensor in tensors])
 
 
 class GroupTransport:

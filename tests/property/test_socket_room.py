@@ -1,4 +1,4 @@
-"""Members of a mesh exchange whatever they like through sockets that hold next to nothing.
+"""Members of a group exchange whatever they like through sockets that hold next to nothing.
 
 Whoever waits, for a message or for room, reads meanwhile: no order of sending, expecting, waiting
 and flushing can make members wait for each other.
@@ -36,38 +36,36 @@ def test_any_order_of_calls_ends_with_every_message_whole(size: int, seed: int) 
         for tag in range(3)
         if sender != receiver and draw.random() < 0.6
     }
-    meshes = _joined(size)
+    group = _joined(size)
     try:
         with ThreadPoolExecutor(size) as threads:
             running = [
-                threads.submit(_take_part, mesh, rank, messages, seed + rank)
-                for rank, mesh in enumerate(meshes)
+                threads.submit(_take_part, peers, rank, messages, seed + rank)
+                for rank, peers in enumerate(group)
             ]
             try:
                 for one in running:
                     one.result(DEADLINE_S)
             finally:
-                for mesh in meshes:
-                    mesh.cut()
+                for peers in group:
+                    peers.cut()
     finally:
-        for mesh in meshes:
-            mesh.close()
+        for peers in group:
+            peers.close()
 
 
 def _joined(size: int) -> list[PeerSockets]:
-    """Meshes whose connections hold next to nothing; Unix sockets, for TCP is slow when it is so
+    """Peers whose connections hold next to nothing; Unix sockets, for TCP is slow when it is so
     short of room."""
-    meshes = [PeerSockets(PeerAddress("127.0.0.1", DEADLINE_S)) for _ in range(size)]
+    group = [PeerSockets(PeerAddress("127.0.0.1", DEADLINE_S)) for _ in range(size)]
     for low in range(size):
         for high in range(low + 1, size):
             pair = socket.socketpair()
-            for end, mesh, other in zip(
-                pair, (meshes[low], meshes[high]), (high, low), strict=True
-            ):
+            for end, peers, other in zip(pair, (group[low], group[high]), (high, low), strict=True):
                 end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
                 end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER_BYTES)
-                mesh._add(other, mesh._tracked(end))
-    return meshes
+                peers._add(other, peers._tracked(end))
+    return group
 
 
 def _cut(data: bytes | bytearray, draw: random.Random) -> list[memoryview]:
@@ -77,7 +75,7 @@ def _cut(data: bytes | bytearray, draw: random.Random) -> list[memoryview]:
     return [view[first:last] for first, last in itertools.pairwise(places)]
 
 
-def _take_part(mesh: PeerSockets, rank: int, messages: Sent, seed: int) -> None:
+def _take_part(peers: PeerSockets, rank: int, messages: Sent, seed: int) -> None:
     """Do all that this rank does, in an order of its own."""
     draw = random.Random(seed)
     for turn in range(ROUNDS):
@@ -88,18 +86,18 @@ def _take_part(mesh: PeerSockets, rank: int, messages: Sent, seed: int) -> None:
         late = {key for key in got if draw.random() < 0.3}
         for key in keys:
             if key in got and key not in late:
-                mesh.expect(key[1], key[3], _cut(got[key], draw))
+                peers.expect(key[1], key[3], _cut(got[key], draw))
             elif key not in got:
-                mesh.send(key[2], key[3], _cut(mine[key], draw))
+                peers.send(key[2], key[3], _cut(mine[key], draw))
             if draw.random() < 0.1:
-                mesh.flush()
+                peers.flush()
             if draw.random() < 0.1:
-                mesh.poll()
+                peers.poll()
         for key in draw.sample([*got], len(got)):
             if key in late:
-                mesh.expect(key[1], key[3], _cut(got[key], draw))
-            mesh.wait(key[1], key[3])
+                peers.expect(key[1], key[3], _cut(got[key], draw))
+            peers.wait(key[1], key[3])
             if draw.random() < 0.3:
-                mesh.flush()
+                peers.flush()
         assert all(got[key] == mine[key] for key in got)
-    mesh.flush()
+    peers.flush()

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic.worker.engine.outcome import is_group_broken
-from elastic.worker.group import peer_sockets as mesh_module
+from elastic.worker.group import peer_sockets
 from elastic.worker.group.peer_sockets import HEADER, HELLO, PeerAddress, PeerEndpoint, PeerSockets
 from tests.effort import examples
 from tests.patience import DEADLINE_S, wait_for
@@ -26,14 +26,14 @@ REACH = PeerAddress("127.0.0.1", DEADLINE_S)
 @contextlib.contextmanager
 def members(size: int, reach: PeerAddress = REACH) -> Iterator[list[PeerSockets]]:
     """Meshes of a whole group, connected."""
-    meshes = [PeerSockets(reach) for _ in range(size)]
-    endpoints = [mesh.endpoint for mesh in meshes]
+    group = [PeerSockets(reach) for _ in range(size)]
+    endpoints = [sockets.endpoint for sockets in group]
     try:
-        at_once([lambda r=r, m=m: m.join(r, endpoints, DEADLINE_S) for r, m in enumerate(meshes)])
-        yield meshes
+        at_once([lambda r=r, m=m: m.join(r, endpoints, DEADLINE_S) for r, m in enumerate(group)])
+        yield group
     finally:
-        for mesh in meshes:
-            mesh.close()
+        for sockets in group:
+            sockets.close()
 
 
 def at_once(calls: list[Callable[[], object]]) -> None:
@@ -43,35 +43,35 @@ def at_once(calls: list[Callable[[], object]]) -> None:
             future.result(DEADLINE_S)
 
 
-def take(mesh: PeerSockets, rank: int, tag: int, size: int) -> bytes:
+def take(sockets: PeerSockets, rank: int, tag: int, size: int) -> bytes:
     """Wait for a message."""
     data = bytearray(size)
-    mesh.expect(rank, tag, [memoryview(data)])
-    mesh.wait(rank, tag)
+    sockets.expect(rank, tag, [memoryview(data)])
+    sockets.wait(rank, tag)
     return bytes(data)
 
 
-def give(mesh: PeerSockets, rank: int, tag: int, data: bytes) -> None:
-    mesh.send(rank, tag, [memoryview(data)])
+def give(sockets: PeerSockets, rank: int, tag: int, data: bytes) -> None:
+    sockets.send(rank, tag, [memoryview(data)])
 
 
-def give_for_ever(mesh: PeerSockets, rank: int) -> None:
+def give_for_ever(sockets: PeerSockets, rank: int) -> None:
     deadline = time.monotonic() + DEADLINE_S
     while time.monotonic() < deadline:
-        give(mesh, rank, 1, bytes(1000))
+        give(sockets, rank, 1, bytes(1000))
 
 
 @pytest.mark.parametrize("size", [2, 3, 5])
 def test_everyone_hears_everyone(size: int) -> None:
-    with members(size) as meshes:
-        for rank, mesh in enumerate(meshes):
+    with members(size) as group:
+        for rank, sockets in enumerate(group):
             for other in range(size):
                 if other != rank:
-                    give(mesh, other, 7, b"%d to %d" % (rank, other))
-        for rank, mesh in enumerate(meshes):
+                    give(sockets, other, 7, b"%d to %d" % (rank, other))
+        for rank, sockets in enumerate(group):
             for other in range(size):
                 if other != rank:
-                    assert take(mesh, other, 7, 6) == b"%d to %d" % (other, rank)
+                    assert take(sockets, other, 7, 6) == b"%d to %d" % (other, rank)
 
 
 @given(data=st.data())
@@ -104,16 +104,16 @@ def test_what_is_expected_beforehand_goes_where_it_belongs() -> None:
 
 def test_all_may_send_more_than_the_kernel_holds_before_anyone_reads() -> None:
     size = 8 << 20
-    with members(3) as meshes:
+    with members(3) as group:
         texts = [bytes([rank]) * size for rank in range(3)]
 
         def exchange(rank: int) -> None:
             others = [other for other in range(3) if other != rank]
             for other in others:
-                give(meshes[rank], other, 1, texts[rank])
+                give(group[rank], other, 1, texts[rank])
             for other in others:
-                assert take(meshes[rank], other, 1, size) == texts[other]
-            meshes[rank].flush()
+                assert take(group[rank], other, 1, size) == texts[other]
+            group[rank].flush()
 
         at_once([lambda rank=rank: exchange(rank) for rank in range(3)])
 
@@ -151,14 +151,14 @@ def test_a_cut_frees_whoever_waits() -> None:
 
 
 def test_a_cut_ends_joining() -> None:
-    mesh, other = PeerSockets(REACH), PeerSockets(REACH)
+    sockets, other = PeerSockets(REACH), PeerSockets(REACH)
     with ThreadPoolExecutor(1) as threads:
-        joining = threads.submit(mesh.join, 0, [mesh.endpoint, other.endpoint], DEADLINE_S)
+        joining = threads.submit(sockets.join, 0, [sockets.endpoint, other.endpoint], DEADLINE_S)
         # A cut before it listens counts, too: so no moment is the wrong one.
-        mesh.cut()
+        sockets.cut()
         with pytest.raises(OSError, match=r"."):
             joining.result(DEADLINE_S / 2)
-    mesh.close()
+    sockets.close()
     other.close()
 
 
@@ -186,15 +186,15 @@ def test_a_cut_frees_whoever_connects(rank: int) -> None:
             sock = held.enter_context(socket.socket())
             sock.setblocking(False)
             sock.connect_ex(("127.0.0.1", endpoint.port))
-        mesh = PeerSockets(REACH)
-        endpoints = [endpoint, mesh.endpoint] if rank else [mesh.endpoint, endpoint]
+        sockets = PeerSockets(REACH)
+        endpoints = [endpoint, sockets.endpoint] if rank else [sockets.endpoint, endpoint]
         with ThreadPoolExecutor(1) as threads:
-            joining = threads.submit(mesh.join, rank, endpoints, DEADLINE_S)
-            wait_for(lambda: len(mesh._socks) >= 1 + rank)
-            mesh.cut()  # Also between two lines of `join`: it must not connect after this.
+            joining = threads.submit(sockets.join, rank, endpoints, DEADLINE_S)
+            wait_for(lambda: len(sockets._socks) >= 1 + rank)
+            sockets.cut()  # Also between two lines of `join`: it must not connect after this.
             with pytest.raises(OSError, match=r"."):
                 joining.result(DEADLINE_S / 2)
-        mesh.close()
+        sockets.close()
 
 
 def test_sigpipe_does_not_end_who_sends_to_a_dead_peer() -> None:
@@ -230,7 +230,7 @@ def test_strangers_are_turned_away() -> None:
 
 
 def test_strangers_who_say_nothing_hold_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mesh_module, "STRANGERS_MAX", 20)
+    monkeypatch.setattr(peer_sockets, "STRANGERS_MAX", 20)
     one, other = PeerSockets(REACH), PeerSockets(REACH)
     endpoints = [one.endpoint, other.endpoint]
     with contextlib.ExitStack() as stack:
@@ -250,20 +250,20 @@ def test_strangers_who_say_nothing_hold_up_nobody(monkeypatch: pytest.MonkeyPatc
     other.close()
 
 
-def backlog(mesh: PeerSockets) -> int:
+def backlog(sockets: PeerSockets) -> int:
     """Return how many connections wait to be accepted."""
-    info = mesh._listener.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 32)
+    info = sockets._listener.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 32)
     return int.from_bytes(info[24:28], "little")  # tcpi_unacked
 
 
 def test_a_member_that_does_not_come_is_not_waited_for_long() -> None:
-    mesh, other = PeerSockets(REACH), PeerSockets(REACH)
+    sockets, other = PeerSockets(REACH), PeerSockets(REACH)
     with pytest.raises(OSError, match="timed out"):
-        mesh.join(0, [mesh.endpoint, other.endpoint], 0.05)
+        sockets.join(0, [sockets.endpoint, other.endpoint], 0.05)
     other.close()
     with pytest.raises(OSError, match=r"."):
-        mesh.join(1, [other.endpoint, mesh.endpoint], 0.05)
-    mesh.close()
+        sockets.join(1, [other.endpoint, sockets.endpoint], 0.05)
+    sockets.close()
 
 
 def test_a_message_of_another_length_is_refused() -> None:
@@ -279,7 +279,7 @@ def test_a_message_of_another_length_is_refused() -> None:
             take(other, 0, 1, 5)
 
 
-@pytest.mark.parametrize("size", [-1, 0, mesh_module.BYTES_MAX + 1])
+@pytest.mark.parametrize("size", [-1, 0, peer_sockets.BYTES_MAX + 1])
 def test_nonsense_is_refused_before_memory_is_given_to_it(size: int) -> None:
     with members(2) as (one, other):
         one._peers[1].sock.sendall(HEADER.pack(3, size))
