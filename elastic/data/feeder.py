@@ -3,7 +3,7 @@
 Rule: a batch depends on its request alone, so that any feeder can compute it, twice is no harm, and
 nothing is lost with one. It computes one batch at a time, because the user's functions share the
 generators of random numbers; its connections read and send meanwhile. Of each connection it holds
-one request at most.
+one request at most. It imports torch only where the user's functions do, which takes seconds.
 """
 
 from __future__ import annotations
@@ -21,9 +21,7 @@ import traceback
 from collections import OrderedDict
 from typing import Any
 
-import torch
-
-from elastic.worker.data.seeding import seeded
+from elastic.worker.data.randomness import seeded
 
 POLL_S = 1.0
 LENGTH = struct.Struct(">Q")
@@ -83,32 +81,48 @@ class BatchServer:
                 return
             send(sock, pickle.dumps((True, None)))
             while True:
-                key, rows = pickle.loads(receive(sock))
-                send(sock, self._answer(work, key, rows))
+                send(sock, self._answer(work, receive(sock)))
 
     def _work_of(self, pickled: bytes) -> Any:
         with self._lock:
             if pickled not in self._known:
                 self._known[pickled] = pickle.loads(pickled)
+                _limit_threads()
             self._known.move_to_end(pickled)
             while len(self._known) > WORK_KEPT:
                 self._known.popitem(last=False)
             return self._known[pickled]
 
-    def _answer(self, work: Any, key: int, rows: Any) -> bytes:
+    def _answer(self, work: Any, request: bytearray) -> bytes:
         with self._lock:
-            try:
-                with seeded(key):
-                    return pickle.dumps((True, work(rows)), protocol=5)
-            except Exception:
-                return pickle.dumps((False, traceback.format_exc(limit=-3)))
+            had_torch = "torch" in sys.modules
+            answer = _compute(work, request)
+            if "torch" in sys.modules and not had_torch:
+                # The work has imported it just now, and drawn from what was not seeded before.
+                _limit_threads()
+                answer = _compute(work, request)
+            return answer
+
+
+def _compute(work: Any, request: bytearray) -> bytes:
+    key, rows = pickle.loads(request)
+    try:
+        with seeded(key):
+            return pickle.dumps((True, work(rows)), protocol=5)
+    except Exception:
+        return pickle.dumps((False, traceback.format_exc(limit=-3)))
+
+
+def _limit_threads() -> None:
+    """Have torch use one thread, where it is imported: there are as many feeders as are wanted."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
 
 
 def main() -> None:
     """Serve the inherited connections of the training process until that is gone."""
     path, parent, *descriptors = sys.argv[1:]
     sys.path[:] = json.loads(path)
-    torch.set_num_threads(1)
     server = BatchServer()
     threads = [
         threading.Thread(target=server.serve, args=(socket.socket(fileno=int(one)),), daemon=True)

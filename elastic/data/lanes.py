@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from elastic.core.policy.cursor import Permutation, derive, shuffle_seed
 from elastic.errors import check
-from elastic.worker.data.loader import permuted
+from elastic.worker.data.randomness import permuted
 
 LANE = 6
 """Purpose number for the seeds of windows; others are in core/policy/cursor.py."""

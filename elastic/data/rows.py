@@ -17,8 +17,8 @@ from elastic.data.batches import Batch
 from elastic.data.lanes import Lanes
 from elastic.data.table import Table
 from elastic.data.table_reader import TableReader, finish
+from elastic.worker.data.randomness import seeded
 from elastic.worker.data.sampler_order import OrderedSampler
-from elastic.worker.data.seeding import seeded
 
 if TYPE_CHECKING:
     from elastic.data.feeders import Feeders, FeederSource

@@ -26,7 +26,7 @@ from elastic.train.evaluating import begin_pass, forget_pass
 from elastic.train.expecting import is_whole
 from elastic.train.session import require_context, require_engine, require_place
 from elastic.worker.data.loader import MicroBatchLoader, Weigh, is_plain, is_torchdatas
-from elastic.worker.data.seeding import RandomStates, seed_everything, seeded
+from elastic.worker.data.randomness import RandomStates, seed_everything, seeded
 from elastic.worker.data.streams import MicroBatches, StreamLoader
 from elastic.worker.engine.context import WorkerContext
 from elastic.worker.engine.prepared_optimizers import is_training

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from elastic.core.policy.cursor import Cursor, DataPlan, micro_batch_seed
-from elastic.worker.data.seeding import seed_everything
+from elastic.worker.data.randomness import seed_everything
 from elastic.worker.group.member_links import connect
 from elastic.worker.group.peer_sockets import PeerAddress
 from elastic.worker.reduce import tree_exchange

@@ -4,5 +4,6 @@ What is where:
 
     by number     loader, sampler_order
     as streams    streams, stream_source, stream_reader, stream_book, copying_samples
-    both          feed (the inner DataLoader), seeding, attributes (what has changed)
+    both          feed (the inner DataLoader), seeding, randomness (without torch), attributes
+                  (what has changed)
 """

@@ -11,7 +11,6 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -26,6 +25,7 @@ from elastic.core.policy.cursor import Cursor, DataPlan, Permutation, shuffle_se
 from elastic.core.policy.microbatch import Span
 from elastic.errors import UsageError, check
 from elastic.worker.data.feed import Key, SampleFeed, check_prefetch
+from elastic.worker.data.randomness import permuted
 from elastic.worker.data.sampler_order import OrderedSampler, SamplerOrders
 from elastic.worker.data.seeding import ReadRequest, SeededCollate, SeededDataset
 from elastic.worker.reduce.step_share import MicroBatch, StepShare, WeighedShare
@@ -314,16 +314,6 @@ class _Order:
         permutation = Permutation(self._plan.num_samples, seed)
         numbers: list[int] = permuted(permutation, positions.astype(np.uint64)).tolist()
         return numbers
-
-
-def permuted(permutation: Permutation, positions: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Return the numbers at many positions at once: for each the same as `permutation.at`."""
-    numbers: NDArray[np.uint64] = permutation.encipher(positions)
-    outside = np.flatnonzero(numbers >= permutation.size)
-    while outside.size:
-        numbers[outside] = permutation.encipher(numbers[outside])
-        outside = outside[numbers[outside] >= permutation.size]
-    return numbers
 
 
 # --------------------------------------------------------------------------- what is refused

@@ -17,7 +17,7 @@ import torch
 from elastic.core.policy.cursor import derive
 from elastic.errors import UsageError
 from elastic.worker.data.attributes import attributes_print
-from elastic.worker.data.seeding import seeded
+from elastic.worker.data.randomness import seeded
 
 SAMPLER = 4
 """Purpose of these seeds, beside those in cursor.py and feed.py."""

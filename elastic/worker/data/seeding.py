@@ -6,68 +6,20 @@ reads it: any worker process of a DataLoader, any rank, for the first time or on
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-import torch
 from torch.utils.data import ConcatDataset, Subset, TensorDataset, default_collate, get_worker_info
 
-from elastic.core.policy.cursor import AUGMENT, MASK_32, Cursor, derive, sample_seed, step_seed
+from elastic.core.policy.cursor import AUGMENT, Cursor, derive, sample_seed, step_seed
 from elastic.core.policy.streams import Data
+from elastic.worker.data.randomness import seed_everything
 
 FIRST_SEED = 0
 """What is random before the first step is seeded with this, unless the train function does."""
 COLLATE = 1
 """So that a micro-batch of one sample is not collated with the numbers that the sample had."""
-
-
-def seed_everything(seed: int) -> None:
-    """Seed all of this process's generators: torch's (CPU, CUDA once it is in use), NumPy, random.
-
-    7 µs without CUDA; `torch.manual_seed` alone takes more than ten times as long, because it asks
-    every backend there could be.
-
-    Args:
-        seed: 0 <= seed < 2**63. NumPy takes the lower 32 bits.
-    """
-    torch.default_generator.manual_seed(seed)
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        for generator in torch.cuda.default_generators:
-            generator.manual_seed(seed)
-    np.random.seed(seed & MASK_32)
-    random.seed(seed)
-
-
-class RandomStates:
-    """The states of all of this process's generators."""
-
-    def __init__(self) -> None:
-        self._on_cuda = torch.cuda.default_generators if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]
-        self._states = torch.get_rng_state(), np.random.get_state(), random.getstate()
-        self._states_on_cuda = [generator.get_state() for generator in self._on_cuda]
-
-    def restore(self) -> None:
-        """Continue from them."""
-        torch.set_rng_state(self._states[0])
-        np.random.set_state(self._states[1])
-        random.setstate(self._states[2])
-        for generator, state in zip(self._on_cuda, self._states_on_cuda, strict=True):
-            generator.set_state(state)
-
-
-@contextmanager
-def seeded(seed: int) -> Iterator[None]:
-    """Seed all of this process's generators for the block, and restore their states afterwards."""
-    before = RandomStates()
-    seed_everything(seed)
-    try:
-        yield
-    finally:
-        before.restore()
 
 
 def seed_step(data: Data | None, cursor: Cursor, shard: int = 0) -> None:

@@ -20,7 +20,7 @@ from elastic.core.policy.microbatch import Span
 from elastic.core.policy.streams import StreamPlan
 from elastic.errors import UsageError
 from elastic.worker.data.copying_samples import copied
-from elastic.worker.data.seeding import seed_everything
+from elastic.worker.data.randomness import seed_everything
 from elastic.worker.data.stream_book import StreamSnapshot
 from elastic.worker.data.stream_source import END, SampleWindow, reset_locks
 

@@ -24,7 +24,7 @@ from torch.utils.data._utils import worker as torchs_worker
 from elastic.core.policy.cursor import derive
 from elastic.core.policy.streams import StreamCut, StreamPlan, StreamPosition, nearest
 from elastic.errors import UsageError, check
-from elastic.worker.data.seeding import seed_everything
+from elastic.worker.data.randomness import seed_everything
 from elastic.worker.data.stream_book import StreamSnapshot
 
 log = logging.getLogger(__name__)

@@ -78,7 +78,8 @@ from elastic.errors import GroupError, InvariantViolation, UsageError, check
 from elastic.worker.base.interrupt import GroupChanged
 from elastic.worker.base.spans import span
 from elastic.worker.base.timing import COMPUTE, TimingSample
-from elastic.worker.data.seeding import seed_everything, seed_step
+from elastic.worker.data.randomness import seed_everything
+from elastic.worker.data.seeding import seed_step
 from elastic.worker.data.stream_book import StreamBook
 from elastic.worker.data.streams import MicroBatches
 from elastic.worker.engine import usage_errors

@@ -46,7 +46,8 @@ from elastic.worker.checkpoint.reported_checkpoints import ReportOrigin
 from elastic.worker.checkpoint.reporting import Reporter
 from elastic.worker.checkpoint.snapshotter import Snapshotter
 from elastic.worker.checkpoint.validating import Validator
-from elastic.worker.data.seeding import FIRST_SEED, seed_everything
+from elastic.worker.data.randomness import seed_everything
+from elastic.worker.data.seeding import FIRST_SEED
 from elastic.worker.engine.context import WorkerContext
 from elastic.worker.engine.outcome import NO_RESULT, exit_code_of, result_json
 from elastic.worker.engine.step_engine import StepEngine

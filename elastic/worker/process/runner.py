@@ -57,7 +57,8 @@ from elastic.worker.checkpoint.reporting import Reporter, place_of_failure
 from elastic.worker.checkpoint.shared_storage import SharedStorage
 from elastic.worker.checkpoint.snapshotter import Snapshotter
 from elastic.worker.checkpoint.validating import Validator
-from elastic.worker.data.seeding import FIRST_SEED, seed_everything
+from elastic.worker.data.randomness import seed_everything
+from elastic.worker.data.seeding import FIRST_SEED
 from elastic.worker.engine import outcome
 from elastic.worker.engine.context import WorkerContext
 from elastic.worker.engine.recovery_modes import ReenterRequested, ResumeState
