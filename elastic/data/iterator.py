@@ -19,6 +19,7 @@ from elastic.data.batches import (
     taken,
     to_format,
     to_torch,
+    writable,
 )
 from elastic.data.lanes import (
     Ranges,
@@ -190,7 +191,7 @@ class DataIterator:
             batch_size: rows of each.
             dtypes: a torch.dtype, or one for each column.
             device: of the tensors; "auto" is the CPU.
-            collate_fn: takes a dict of arrays, returns the batch.
+            collate_fn: takes a dict of arrays, returns the batch; its tensors go to the device.
             drop_last: see `iter_batches`.
             local_shuffle_buffer_size: see `iter_batches`.
             local_shuffle_seed: see `iter_batches`.
@@ -322,7 +323,18 @@ class Collate:
         found = to_format(batch, name)
         if name == "pyarrow":  # A slice has the buffers of all rows, which scripts read as its own.
             found = taken(found, range(num_rows(found)))
-        return self._given(found)
+        elif name != "pandas":  # A tensor of an array that is read again may be written to.
+            found = {column: writable(values) for column, values in found.items()}
+        return self._on_device(self._given(found))
+
+    def _on_device(self, made: Any) -> Any:
+        import torch
+
+        from elastic.worker.data.moving import moved
+
+        # What it has made for the CPU stays as it is: a dict of its own kind, for one.
+        device = torch.device("cpu" if self._device is None else self._device)
+        return made if device.type == "cpu" else moved(made, device)
 
 
 class Again:

@@ -9,11 +9,10 @@ Anywhere else it yields this rank's share of one pass, padded to equal size, as 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from elastic.core.policy.cursor import derive
@@ -26,6 +25,7 @@ from elastic.train.evaluating import begin_pass, forget_pass
 from elastic.train.expecting import is_whole
 from elastic.train.session import require_context, require_engine, require_place
 from elastic.worker.data.loader import MicroBatchLoader, Weigh, is_plain, is_torchdatas
+from elastic.worker.data.moving import moved
 from elastic.worker.data.randomness import RandomStates, seed_everything, seeded
 from elastic.worker.data.streams import MicroBatches, StreamLoader
 from elastic.worker.engine.context import WorkerContext
@@ -314,7 +314,7 @@ class PreparedLoader:
     def _on_device(self, batch: Any) -> Any:
         if self._device is None:
             return batch
-        return _moved(batch, self._device, non_blocking=self._non_blocking)
+        return moved(batch, self._device, non_blocking=self._non_blocking)
 
     def _begin_pass(self, engine: StepEngine) -> MicroBatches:
         loader = self._micro_batches(engine)
@@ -493,17 +493,3 @@ def is_trained_with(engine: StepEngine) -> bool:
 
 def _seed_of(loader: DataLoader[Any], default: int) -> int:
     return loader.generator.initial_seed() if loader.generator is not None else default
-
-
-def _moved(value: Any, device: torch.device, *, non_blocking: bool) -> Any:
-    """Return a batch with every tensor in it on the device."""
-    if isinstance(value, torch.Tensor):
-        return value.to(device, non_blocking=non_blocking)
-    if isinstance(value, PackedSequence):  # A tuple, but one that must be moved as a whole.
-        return value.to(device, non_blocking=non_blocking)  # type: ignore[arg-type]
-    if isinstance(value, Mapping):
-        return {key: _moved(v, device, non_blocking=non_blocking) for key, v in value.items()}
-    if not isinstance(value, (list, tuple)):
-        return value
-    parts = [_moved(part, device, non_blocking=non_blocking) for part in value]
-    return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)

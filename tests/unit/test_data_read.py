@@ -319,6 +319,12 @@ def test_arrays_and_images_are_written_and_batches_come_as_asked_for(tmp_path: P
         batch_size=1, collate_fn=Raw()
     )
     assert list(found) == [[5], [6]]
+    pairs = data.range(4).iter_torch_batches(
+        device="meta", collate_fn=lambda batch: (torch.as_tensor(batch["id"]), {"n": len(batch)})
+    )
+    [(ids, rest)] = pairs
+    assert ids.is_meta
+    assert rest == {"n": 1}
     with pytest.raises(UsageError, match=r"column=None: expected one of \['id', 'x'\]"):
         data.range(2).with_column("x", lit(1)).write_numpy(tmp_path / "two")
 

@@ -26,7 +26,6 @@ from torch.utils.data.distributed import DistributedSampler
 from elastic import train
 from elastic.errors import UsageError
 from elastic.train.dealing import KEPT_ARGUMENTS
-from elastic.train.loaders import _moved
 from elastic.train.torch import (
     PreparedLoader,
     get_device,
@@ -35,6 +34,7 @@ from elastic.train.torch import (
     prepare_model,
     prepare_optimizer,
 )
+from elastic.worker.data.moving import moved
 from elastic.worker.process.local import LocalRun, local_context
 
 DATA = TensorDataset(torch.arange(10))
@@ -215,15 +215,15 @@ def test_every_tensor_of_a_batch_is_moved_and_nothing_else() -> None:
     pair = namedtuple("pair", ["x", "name"])
     packed = nn.utils.rnn.pack_sequence([torch.ones(2), torch.ones(1)])
     batch = {"a": [torch.ones(1), (torch.ones(1), 5)], "b": pair(torch.ones(1), "n"), "c": packed}
-    moved = _moved(batch, torch.device("meta"), non_blocking=True)
-    assert moved["a"][0].is_meta
-    assert moved["a"][1][0].is_meta
-    assert moved["a"][1][1] == 5
-    assert isinstance(moved["b"], pair)
-    assert moved["b"].x.is_meta
-    assert moved["b"].name == "n"
-    assert moved["c"].data.is_meta
-    assert not moved["c"].batch_sizes.is_meta
+    found = moved(batch, torch.device("meta"), non_blocking=True)
+    assert found["a"][0].is_meta
+    assert found["a"][1][0].is_meta
+    assert found["a"][1][1] == 5
+    assert isinstance(found["b"], pair)
+    assert found["b"].x.is_meta
+    assert found["b"].name == "n"
+    assert found["c"].data.is_meta
+    assert not found["c"].batch_sizes.is_meta
 
 
 @pytest.mark.usefixtures("_inside")
