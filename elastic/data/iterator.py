@@ -83,6 +83,8 @@ class DataIterator:
         self._left: Ranges | None = None
         # Of the running pass: batches done, ranks, rows of a batch, drop_last.
         self._pass: tuple[int, int, int, bool] | None = None
+        # Rows of the last of these batches that were yielded one by one; None for all.
+        self._rows_of_last: int | None = None
 
     @property
     def table(self) -> Table:
@@ -140,7 +142,9 @@ class DataIterator:
 
     def _left_now(self) -> Ranges:
         left = self._left if self._left is not None else [(0, self.table.rows)]
-        return left if self._pass is None else left_after(left, *self._pass)
+        if self._pass is None:
+            return left
+        return left_after(left, *self._pass, rows_of_last=self._rows_of_last)
 
     # --------------------------------------------------------------------- reading
 
@@ -204,9 +208,15 @@ class DataIterator:
         return Again(lambda: (make(one) for one in self._batches(size, drop_last=drop_last)))
 
     def iter_rows(self, **others: Any) -> Iterable[dict[str, Any]]:
-        """Return an iterable over this rank's rows of a pass; positions are of 256 of them."""
+        """Return an iterable over this rank's rows of a pass; functions get 256 of them at once."""
         check_others("iter_rows", others)
-        return Again(lambda: (row for one in self._batches(256) for row in rows_of(one)))
+        return Again(self._each_row)
+
+    def _each_row(self) -> Iterator[dict[str, Any]]:
+        for batch in self._batches(256):
+            for number, row in enumerate(rows_of(batch), start=1):
+                self._rows_of_last = number
+                yield row
 
     def to_torch(self, **options: Any) -> Any:
         """Return a torch IterableDataset of batches, with the arguments of `iter_torch_batches`."""
@@ -283,6 +293,7 @@ class DataIterator:
         self._left, self._pass = left, (0, world, size, drop_last)
         for number, (start, stop) in enumerate(spans):
             self._pass = (number + 1, world, size, drop_last)
+            self._rows_of_last = None
             places = places_of(mine, start, stop)
             if not len(places):
                 if not _learns():

@@ -233,9 +233,18 @@ def batch_sizes(rows: int, batches: int, size: int) -> list[int]:
 
 
 def left_after(
-    left: Ranges, done: int, world_size: int, size: int, drop_last: bool = False
+    left: Ranges,
+    done: int,
+    world_size: int,
+    size: int,
+    drop_last: bool = False,
+    *,
+    rows_of_last: int | None = None,
 ) -> Ranges:
-    """Return the remaining places after every rank has read `done` batches."""
+    """Return the remaining places after every rank has read `done` batches.
+
+    Of the last of them so many rows, None for all.
+    """
     batches = num_batches(left, world_size, size, drop_last)
     check(0 <= done <= batches, f"{done} of {batches} batches")
     if drop_last and done == batches:
@@ -244,7 +253,10 @@ def left_after(
     for rank in range(world_size):
         mine = share_of(left, rank, world_size)
         rows = sum(stop - start for start, stop in mine)
-        read = sum(batch_sizes(rows, batches, size)[:done])
+        sizes = batch_sizes(rows, batches, size)[:done]
+        if sizes and rows_of_last is not None:
+            sizes[-1] = min(sizes[-1], rows_of_last)
+        read = sum(sizes)
         found.extend(_between(mine, read, rows))
     joined: Ranges = []
     for start, stop in found:

@@ -6,6 +6,7 @@ In this process: `test_data.py` among the chaos tests has groups that lose worke
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import pickle
@@ -412,6 +413,27 @@ def test_a_plain_pass_goes_on_elsewhere_at_another_size(table: Path) -> None:
         assert iterator.state_dict() == {"epoch": 1, "left": None}
         assert sum(1 for _ in iterator.iter_rows()) == ROWS // 2
     assert sorted(seen) == list(range(ROWS))
+
+
+def test_a_pass_over_rows_goes_on_at_any_row() -> None:
+    whole = table_of(data.range(1501).random_shuffle(seed=3).node, in_memory)
+
+    def member(rank: int, world_size: int) -> DataIterator:
+        return DataIterator(lambda: whole, lambda: (rank, world_size), Dataset)
+
+    seen: list[int] = []
+    state = {"epoch": 0, "left": None}
+    for world_size, read in ((3, 300), (2, 100), (1, 1501)):
+        states = []
+        for rank in range(world_size):
+            iterator = member(rank, world_size)
+            iterator.load_state_dict(state)
+            seen += [row["id"] for row in itertools.islice(iterator.iter_rows(), read)]
+            states.append(iterator.state_dict())
+        assert all(one == states[0] for one in states)
+        state = states[0]
+    assert sorted(seen) == list(range(1501))
+    assert state == {"epoch": 1, "left": None}
 
 
 @pytest.mark.parametrize("rows", [64, 65, 66, 127, 130])
