@@ -287,7 +287,10 @@ def _parts(node: Node, keep: Keep, travels: bool) -> list[Part]:
             for part in _parts(node.parents[0], keep, travels)
         ]
     if isinstance(node, Slice):
-        return _cut(_parts(node.parents[0], keep, travels), node.start, node.stop)
+        stop = node.stop
+        # Of what has to be kept first, no rows behind the last one.
+        first = keep if stop is None else lambda one: keep(Slice((one,), 0, stop))
+        return _cut(_parts(node.parents[0], first, travels), node.start, stop)
     if isinstance(node, Union):
         return _filled([part for one in node.parents for part in _parts(one, keep, travels)])
     seed, files = _by_file(node)

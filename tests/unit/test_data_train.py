@@ -39,9 +39,9 @@ from elastic.data.feeders import CONNECTIONS, Feeders, Processes
 from elastic.data.files import DataError
 from elastic.data.iterator import DataIterator
 from elastic.data.kept import table_of_run
-from elastic.data.nodes import in_memory, table_of
+from elastic.data.nodes import Node, in_memory, table_of
 from elastic.data.rows import LaneOrder, Rows
-from elastic.data.table import Table
+from elastic.data.table import Part, Table
 from elastic.errors import ElasticError, TrainingFailed, UsageError
 from elastic.storage.files import Files
 from elastic.train.torch import TorchTrainer, prepare_model, prepare_optimizer
@@ -139,6 +139,21 @@ def test_what_cannot_be_read_by_number_is_kept_with_the_run(tmp_path: Path) -> N
     saved = json.loads((tmp_path / "run" / "data" / "train.json").read_text())
     assert saved["rows"] == 160
     assert list((tmp_path / "run" / "data" / "train-0").glob("*.parquet"))
+
+
+def test_no_rows_behind_a_limit_are_kept() -> None:
+    kept: list[int] = []
+
+    def keep(node: Node) -> Part:
+        part = in_memory(node)
+        kept.append(Table((part,)).rows)
+        return part
+
+    ds = data.range(90).filter(lambda row: row["id"] % 2)
+    assert table_of(ds.union(ds).map(lambda row: row).limit(50).limit(48).node, keep).rows == 48
+    assert kept == [45, 45]
+    assert table_of(ds.union(ds).limit(20).node, keep).rows == 20
+    assert kept[2:] == [20, 20]
 
 
 def stops_once(config: dict[str, Any]) -> None:
