@@ -33,11 +33,16 @@ class Function:
         """Return its name for messages."""
         return getattr(self.given, "__name__", type(self.given).__name__)
 
+    @property
+    def is_class(self) -> bool:
+        """Return whether it is a class, so that the first call creates an instance."""
+        return inspect.isclass(self.given)
+
     def __call__(self, *values: Any, **more: Any) -> Any:
         """Call it, and wait for it if it is async; the first call creates a class's instance."""
         if self._called is None:
             self._called = self.given
-            if inspect.isclass(self.given):
+            if self.is_class:
                 self._called = self.given(*self.constructor_args, **self.constructor_kwargs)
         found = self._called(*values, *self.args, **self.kwargs, **more)
         if inspect.isasyncgen(found):

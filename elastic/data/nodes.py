@@ -26,7 +26,10 @@ from elastic.data.batches import (
     num_rows,
     sliced,
     taken,
+    to_table,
 )
+from elastic.data.files import Reader
+from elastic.data.functions import Function
 from elastic.data.operations import Blocks, Fill, MapBatches, Operation, row_slice
 from elastic.data.parquet import Parquet
 from elastic.data.sources import FileSource, Memory, Source, bytes_of
@@ -35,7 +38,10 @@ from elastic.data.table_reader import TableReader
 from elastic.data.writing import write_parquet
 from elastic.errors import UsageError
 from elastic.storage.files import Files
+from elastic.worker.data.randomness import seeded
 
+ROWS_TRIED = 16
+"""With so many rows functions are tried, to know the columns that they return."""
 HELD_BYTES = 256 * 1024**2
 """Rows that are shuffled without random access are held in memory up to this size."""
 
@@ -301,19 +307,33 @@ def _filled(parts: Sequence[Part]) -> list[Part]:
     """Return parts that have the columns of each other, as far as those are known."""
     known = [_types_in(part) for part in parts]
     kinds = {name: kind for one in known for name, kind in one.items()}
+    fill = Fill(kinds)
     return [
-        replace(part, operations=(Fill(kinds),)) if 0 < len(one) < len(kinds) else part
+        replace(part, operations=(*part.operations, fill)) if 0 < len(one) < len(kinds) else part
         for part, one in zip(parts, known, strict=True)
     ]
 
 
 def _types_in(part: Part) -> dict[str, Any]:
-    """Return the types of a part's columns by name; none if they are unknown before it is read."""
+    """Return the types of a part's columns by name; none if they are unknown.
+
+    Functions are tried with some rows. One that is a class is not, as its instance may be large.
+    """
     source = part.source
-    if part.operations or not isinstance(source, Parquet):
+    if isinstance(source, Parquet) and not part.operations:
+        chosen = source.types if source.columns is None else source.columns
+        return {name: source.types[name] for name in chosen if name in source.types}
+    functions = [getattr(one, "function", None) for one in part.operations]
+    if not part.blocks or any(isinstance(one, Function) and one.is_class for one in functions):
         return {}
-    chosen = source.types if source.columns is None else source.columns
-    return {name: source.types[name] for name in chosen if name in source.types}
+    # Any error of theirs comes again when the rows are read.
+    with contextlib.suppress(Exception), seeded(0):
+        reader = Reader(getattr(source, "options", None))
+        batch = sliced(source.read(reader, part.files, part.blocks[0]), 0, ROWS_TRIED)
+        for operation in part.operations:
+            batch = operation.apply(batch)
+        return {one.name: one.type for one in to_table(batch).schema}
+    return {}
 
 
 def _by_file(node: Node) -> tuple[int | None, list[Node]]:

@@ -343,11 +343,15 @@ class Fill(Operation):
 
     def apply(self, batch: Batch) -> Batch:
         """Return the same rows with all columns."""
-        table = to_table(batch)
-        for name, kind in self.kinds.items():
-            if name not in table.column_names:
-                table = table.append_column(name, arrow().nulls(table.num_rows, kind))
-        return table
+        pa = arrow()
+        there = columns_of(batch)
+        lacking = {name: kind for name, kind in self.kinds.items() if name not in there}
+        nothing = {name: pa.nulls(num_rows(batch), kind) for name, kind in lacking.items()}
+        if isinstance(batch, dict):
+            return {**batch, **to_numpy(pa.table(nothing))}
+        for name, column in nothing.items():
+            batch = batch.append_column(name, column)
+        return batch
 
 
 @dataclass

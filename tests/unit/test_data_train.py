@@ -339,11 +339,19 @@ def test_a_run_with_shuffled_files_goes_on_and_another_dataset_is_refused(
         table(whole.filter(over_ten), "valid")
 
 
-def test_all_batches_of_a_union_have_the_columns_of_all(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "behind",
+    [
+        lambda ds: ds,
+        lambda ds: ds.map(lambda row: row),
+        lambda ds: ds.map_batches(lambda batch: batch, batch_format="pyarrow"),
+    ],
+)
+def test_all_batches_of_a_union_have_the_columns_of_all(tmp_path: Path, behind: Any) -> None:
     for name, columns in (("a", {"id": [0, 1]}), ("b", {"id": [2, 3], "x": [1, 2]})):
         pq.write_table(pa.table(columns), tmp_path / f"{name}.parquet")
     old, new = (data.read_parquet(tmp_path / f"{name}.parquet") for name in "ab")
-    ds = old.union(new, new.filter(over_ten).map(lambda row: row)).map_batches(lambda batch: batch)
+    ds = behind(old).union(behind(new), new.filter(over_ten)).map_batches(lambda batch: batch)
     batches = list(ds.iterator().iter_torch_batches(batch_size=2))
     assert [batch["x"].nan_to_num(-1).tolist() for batch in batches] == [[-1, -1], [1, 2]]
     assert [batch["id"].tolist() for batch in batches] == [[0, 1], [2, 3]]
