@@ -189,10 +189,19 @@ def has_null(kind: Any) -> bool:
 
 
 def _kind(kind: Any) -> Any:
-    """Return a type without how its values are stored: categories, or offsets of 64 bits."""
+    """Return a type without how its values are stored: categories, wide offsets, equal lengths."""
     pa = arrow()
     if pa.types.is_dictionary(kind):
-        kind = kind.value_type
+        return _kind(kind.value_type)
+    if isinstance(kind, pa.FixedShapeTensorType):
+        inner = kind.value_type
+        for _ in kind.shape:
+            inner = pa.list_(inner)
+        return inner
+    if hasattr(kind, "value_type"):  # Of lists.
+        return pa.list_(_kind(kind.value_type))
+    if pa.types.is_struct(kind):
+        return pa.struct([one.with_type(_kind(one.type)) for one in kind])
     if pa.types.is_large_string(kind) or pa.types.is_string_view(kind):
         return pa.string()
     if pa.types.is_large_binary(kind) or pa.types.is_binary_view(kind):

@@ -8,7 +8,16 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from elastic.data.batches import Batch, arrow, batched, check_columns, joined, to_table
+from elastic.data.batches import (
+    Batch,
+    arrow,
+    check_columns,
+    joined,
+    num_rows,
+    sliced,
+    to_table,
+)
+from elastic.data.sources import bytes_of
 from elastic.storage.files import Files
 
 GROUP_BYTES, GROUP_ROWS = 8 * 1024**2, 65536
@@ -104,6 +113,7 @@ def write_partitions(
         ),
         basename_template=f"part-{number:05d}-{{i}}.parquet",
         existing_data_behavior="overwrite_or_ignore",
+        max_partitions=GROUP_ROWS,
         preserve_order=True,
     )
 
@@ -127,7 +137,7 @@ def _row_groups(batches: Iterator[Batch]) -> Iterator[Any]:
     """Yield tables of about `GROUP_ROWS` rows or `GROUP_BYTES` bytes."""
     held: list[Any] = []
     size = rows = 0
-    for batch in batched(batches, 1024):
+    for batch in _in_pieces(batches):
         table = to_table(batch)
         held.append(table)
         size, rows = size + table.nbytes, rows + table.num_rows
@@ -136,3 +146,12 @@ def _row_groups(batches: Iterator[Batch]) -> Iterator[Any]:
             held, size, rows = [], 0, 0
     if held:
         yield to_table(joined(held))
+
+
+def _in_pieces(batches: Iterator[Batch]) -> Iterator[Batch]:
+    """Yield the same rows, at most 1,024 or about `GROUP_BYTES` at once."""
+    for batch in batches:
+        rows = num_rows(batch)
+        size = max(1, min(1024, GROUP_BYTES * rows // max(1, bytes_of(batch))))
+        for start in range(0, rows, size):
+            yield sliced(batch, start, min(rows, start + size))

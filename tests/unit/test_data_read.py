@@ -368,11 +368,21 @@ def test_arrays_of_several_shapes_are_kept_with_their_type(
     table = Table((part,))
     assert len(part.files) == 2
     kept = TableReader(table, table.lanes(1, 1)).read(0, np.arange(table.rows))
-    for rows in (again.take_all(), data.from_arrow([kept]).iter_rows()):
+    ds.write_parquet(tmp_path / "all")
+    written = data.read_parquet(tmp_path / "all")
+    for rows in (again.take_all(), data.from_arrow([kept]).iter_rows(), written.iter_rows()):
         for row in rows:
             assert row["x"].dtype == np.uint8
             assert np.array_equal(row["x"], image(row)["x"])
             row["x"][:] = 0  # A function may.
+
+
+def test_no_more_rows_are_written_at_once_than_a_row_group_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(writing, "GROUP_BYTES", 4000)
+    images = data.from_items([{"x": np.zeros(1000, np.uint8)} for _ in range(10)])
+    assert [one.num_rows for one in writing._row_groups(images.node.stream())] == [4, 4, 2]
 
 
 def test_what_is_written_is_added_or_replaces_or_is_left(tmp_path: Path) -> None:
@@ -482,6 +492,12 @@ def test_how_values_are_stored_is_no_other_schema(tmp_path: Path) -> None:
     assert [row["x"] for row in ds.take_all()] == ["a", "b", *many, "c"]
     (whole,) = ds.random_shuffle(seed=1).iterator().iter_batches(batch_size=400)
     assert sorted(whole["x"]) == sorted(["a", "b", *many, "c"])
+    lists = tmp_path / "lists"
+    lists.mkdir()
+    kinds = [pa.list_(pa.int64()), pa.large_list(pa.int64()), pa.list_(pa.int64(), 2)]
+    for number, kind in enumerate(kinds):
+        pq.write_table(pa.table({"x": pa.array([[number, 1]], kind)}), lists / f"{number}.parquet")
+    assert data.read_parquet(lists).take_batch()["x"].tolist() == [[0, 1], [1, 1], [2, 1]]
     wide = tmp_path / "wide"
     wide.mkdir()
     for number, values in enumerate(([1], [0.5])):
