@@ -1,7 +1,7 @@
 """The train script of runs over a dataset of elastic.data: parquet files, functions, a shuffle.
 
 It returns the SHA-256 of weights and optimizer state, as `steps_job` does, and writes down which
-rows it computes with: a line for each micro-batch, before it is computed.
+rows it computes with, and whether a feeder has computed them: before each micro-batch.
 """
 
 from __future__ import annotations
@@ -18,18 +18,29 @@ import torch
 import torch.nn.functional as F
 
 from elastic import data, train
+from elastic.data.feeders import CONNECTIONS
 from elastic.train.torch import TorchTrainer, prepare_model, prepare_optimizer
 from tests.harness.jobs.steps_job import CLASSES, WithLedger, digest, is_over, trace
 
 MICRO_BATCH = 4
 """Rows."""
+FEEDERS_S = 20.0
 
 
 def with_noise(batch: dict[str, Any]) -> dict[str, Any]:
     """Return features with noise that is drawn anew for each batch."""
     ids = batch["id"]
     x = np.sin(ids[:, None] * np.arange(1, 65)) + 0.1 * np.random.randn(len(ids), 64)
-    return {"id": ids, "x": x.astype(np.float32), "y": ids % CLASSES}
+    by = np.full(len(ids), os.getpid())
+    return {"id": ids, "x": x.astype(np.float32), "y": ids % CLASSES, "by": by}
+
+
+def wait_for_feeders(batches: Any, number: int) -> None:
+    """Wait a while for the feeders of a shard: small epochs might be over before they are there."""
+    rows = batches.loader()._loader.dataset
+    until = time.monotonic() + FEEDERS_S
+    while rows._feeders.num_ready < number * CONNECTIONS and time.monotonic() < until:
+        time.sleep(0.01)
 
 
 def train_func(config: dict[str, Any]) -> dict[str, Any]:
@@ -42,19 +53,20 @@ def train_func(config: dict[str, Any]) -> dict[str, Any]:
     if config["ledger"]:
         path = Path(config["ledger"]) / f"{os.getpid()}.csv"
         ledger = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    shard = train.get_dataset_shard("train")
+    batches = train.get_dataset_shard("train").iter_torch_batches(
+        batch_size=MICRO_BATCH, global_batch_size=MICRO_BATCH * config["micro_batches"]
+    )
+    if config["ledger"] and config["feeders"] and not config["placed"]:
+        wait_for_feeders(batches, config["feeders"])
     steps = 0
     for epoch in train.epochs(config["epochs"]):
-        sizes = {
-            "batch_size": MICRO_BATCH,
-            "global_batch_size": MICRO_BATCH * config["micro_batches"],
-        }
-        for batch in shard.iter_torch_batches(**sizes):
+        for batch in batches:
             if config["pace"]:
                 time.sleep(config["pace"])  # Stands for a model that takes longer.
             if ledger is not None:
                 step = train.get_context().get_step()
-                lines = "".join(f"{epoch},{step},{one}\n" for one in batch["id"].tolist())
+                fed = int(batch["by"][0] != os.getpid())
+                lines = "".join(f"{epoch},{step},{one},{fed}\n" for one in batch["id"].tolist())
                 os.write(ledger, lines.encode())
             loss = F.cross_entropy(model(batch["x"]), batch["y"])
             loss.backward()
