@@ -1,10 +1,10 @@
 """Copies of other nodes' snapshots, in this agent's memory: two slots for each source of a job.
 
 State that all members of a job share has one source. Of a sharded model every node is a source, and
-its copies use the same slots as the snapshots on that node: even numbers one, odd numbers the
-other. So the copy that a group continues from stays until two newer ones have come, as there.
+its copies take the slots by the rule for snapshots on that node: so the copy that a group continues
+from stays until two newer ones have come, as there.
 
-Rule: an incoming copy never overwrites the newest complete one of its group; it replaces that one
+Rule: an incoming copy never overwrites the newest complete one before it; it replaces that one
 after its last byte was checked. A slot that is being read or written is not reused.
 """
 
@@ -82,6 +82,23 @@ class SourceCopies:
         """Return the slot number of the newest copy, None for none."""
         marks = [(s.mark.generation, s.mark.number, n) for n, s in enumerate(self.slots) if s.mark]
         return max(marks)[2] if marks else None
+
+    def slot_for(self, mark: SnapshotMark, *, are_rows: bool) -> CopySlot:
+        """Return where a copy goes: not where the newest complete one before it is.
+
+        Args:
+            mark: of the copy.
+            are_rows: of a sharded model. Rows of greater numbers are then of a snapshot that was
+                left for an older one, because rows of other nodes were missing.
+        """
+        marks = [(slot.mark, n) for n, slot in enumerate(self.slots) if slot.mark is not None]
+        before = [
+            (one.generation, one.number, n)
+            for one, n in marks
+            if not are_rows or one.number < mark.number
+        ]
+        taken = max(before)[2] if before else mark.number - 1
+        return self.slots[(taken + 1) % SLOTS]
 
     def end(self) -> None:
         """End the push in progress, if any."""
@@ -251,8 +268,7 @@ class CopyStore:
                 if holding.coming < mark.generation:
                     holding.end()  # That push is of an ended group; this one is retried soon.
                 raise Refused("another copy of this job is on its way here")
-            before = -1 if (newest := holding.newest()) is None else newest
-            slot = holding.slots[(mark.number if source else before + 1) % SLOTS]
+            slot = holding.slot_for(mark, are_rows=bool(source))
             if slot.users:
                 raise Refused("the copy before is being read")
             slot.users, slot.mark = 1, None

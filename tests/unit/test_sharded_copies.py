@@ -149,6 +149,19 @@ def test_two_newest_copies_of_each_source_are_held_and_given(store: CopyStore) -
         store.mark_of(JOB)
 
 
+def test_the_newest_rows_stay_where_a_snapshot_was_left_out(store: CopyStore) -> None:
+    for number in (1, 2):
+        bring(store, mark(number), "a")
+    bring(store, mark(4), "a", breaks=True)  # The third came to nothing, and now the node dies.
+    assert store.list(JOB) == (("a", mark(2)),)
+
+
+def test_rows_that_a_group_goes_on_from_stay_until_it_has_sent_others(store: CopyStore) -> None:
+    for one in (mark(1), mark(2), mark(2, generation=2)):  # It went on from the first.
+        bring(store, one, "a")
+    assert set(store.list(JOB)) == {("a", mark(1)), ("a", mark(2, generation=2))}
+
+
 def test_rows_of_one_node_are_freed_alone(store: CopyStore) -> None:
     bring(store, mark(1), "a")
     bring(store, mark(1), "b")
