@@ -39,7 +39,8 @@ class SnapshotMark(NamedTuple):
     """A worker's description of its part of a snapshot.
 
     Attributes:
-        number: of the snapshot in its run, >= 1; 0 for none.
+        number: of the snapshot in its run, >= 1; 0 for none, or for one that is being copied, whose
+            number is in `steps` then.
         generation: of the group that took it: after a loss, a number may be reused.
         steps: committed in the run when it was taken.
         parts: number of the node's workers that share it.
@@ -61,6 +62,11 @@ class SnapshotMark(NamedTuple):
     def is_with(self, other: SnapshotMark | None) -> bool:
         """Return whether both describe the same snapshot, possibly different parts of it."""
         return other is not None and self[:OF_ALL] == other[:OF_ALL]
+
+    @property
+    def begun(self) -> tuple[int, int]:
+        """Return generation and number of the snapshot that is here, or is being copied here."""
+        return self.generation, self.number or self.steps
 
     @property
     def num_bytes(self) -> int:
@@ -86,7 +92,10 @@ def whole(marks: bytes) -> SnapshotMark | None:
     for part in range(1, first.parts):
         if not SnapshotMark(*MARK.unpack_from(marks, part * MARK.size)).is_with(first):
             return None
-    return first
+    # A node may have more workers by now: one of them may write before the first has begun.
+    behind = marks[first.parts * MARK.size : SENT_AT]
+    others = MARK.iter_unpack(behind) if behind.strip(b"\0") else ()
+    return None if any(SnapshotMark(*one).begun > first.begun for one in others) else first
 
 
 def set_sent(descriptor: int, number: int) -> None:

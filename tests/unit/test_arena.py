@@ -30,7 +30,7 @@ def take(
     skeleton, tensors = pack(STATE)
     layout = StateLayout.of(tensors_of(read_skeleton(skeleton)))
     tensors_print = places_print(read_skeleton(skeleton))
-    slot.unmark(part)
+    slot.unmark(part, generation, number)
     slot.reserve(layout.data_bytes + len(skeleton))
     slot.put(layout, tensors, cut(layout.extents(), part, parts))
     if part == 0:
@@ -48,6 +48,20 @@ def test_a_flipped_bit_in_what_is_no_tensor_is_noticed() -> None:
     memory[HEADER + mark.data_bytes + 20] ^= 1
     with pytest.raises(ValueError, match="checksum"):
         slot.skeleton(mark)
+
+
+def test_what_a_further_worker_has_begun_to_overwrite_is_not_whole() -> None:
+    slot = SnapshotSlot()
+    mark = take(slot, 0, 1)
+    slot.unmark(1, 1, 2)  # The first one is still in its code after the step.
+    assert slot.whole() is None
+    take(slot, 1, 2, number=2)
+    assert slot.whole() is None
+    slot.unmark(1)
+    assert slot.whole() == mark
+    alone = take(slot, 0, 1, number=1, generation=2)
+    slot.unmark(1, 1, 2)  # The further one of the group before was killed in its copy.
+    assert slot.whole() == alone
 
 
 def test_more_memory_than_there_is_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -269,7 +269,7 @@ class SnapshotCopier:
         rank_info, slot = begun.arrangement.rank_info, begun.slot
         if begun.warming is not None:
             begun.warming.join()
-        slot.unmark(rank_info.local_rank)
+        slot.unmark(rank_info.local_rank, rank_info.generation, begun.number)
         slot.reserve(layout.data_bytes + begun.room)
         # Runs while the copy has released the interpreter lock; these values no longer change.
         writing = self._skeletons.submit(write_skeleton, begun.values)

@@ -286,11 +286,11 @@ class SnapshotSlot:
 
     # ------------------------------------------------------------------------------------ marks
 
-    def unmark(self, part: int) -> None:
-        """Mark a part as about to change."""
+    def unmark(self, part: int, generation: int = 0, number: int = 0) -> None:
+        """Mark a part as about to change, for a snapshot of this generation and number."""
         check(part < MARKS_MAX, f"worker {part} of a node: at most {MARKS_MAX}")
         self.reserve(0)
-        MARK.pack_into(self._mapped(), part * MARK.size, *[0] * len(SnapshotMark._fields))
+        MARK.pack_into(self._mapped(), part * MARK.size, 0, generation, number, *[0] * 5)
 
     def mark(self, part: int, mark: SnapshotMark) -> None:
         """Mark a part as there; the number, which makes it count, is written last."""
