@@ -104,6 +104,27 @@ def test_who_is_no_longer_rank_0_has_none_of_its_own_counted_late(tmp_path: Path
     assert {one.generation for one in run.coordinator.told} == {1}
 
 
+def test_one_that_was_away_and_leads_has_none_counted_behind_a_newer_one(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    refused = threading.Event()
+    post = run.coordinator.post
+
+    def refuse(item: Any) -> None:
+        run.coordinator.refuses = "generation 1 is over" if item.generation == 1 else ""
+        post(item)
+        refused.set()
+
+    run.coordinator.post = refuse  # type: ignore[method-assign]
+    run.save(wait=False)
+    assert refused.wait(DEADLINE_S)
+    newer = run.directory.checkpoint_path("auto-j1-s000000002-g000002-000002")
+    committer = run.savers[0]._writer._committer  # type: ignore[union-attr]
+    committer.enter(3, (newer,), leads=True)
+    run.savers[0].finish()
+    assert run.committed() == []
+    assert {one.generation for one in run.coordinator.told} == {1}
+
+
 def damaged(content: bytes, draws: random.Random) -> bytes:
     """Return the content with a bit flipped, or cut off."""
     at = draws.randrange(len(content))

@@ -30,8 +30,8 @@ loses nothing:
 A group that is over is refused in 4 and writes no marker. An answer that is lost is not a refusal:
 so nothing is deleted on the strength of one. What was recorded after all is named to the next
 group; an automatic checkpoint, which is a state of committed steps in whichever group, is offered
-again there, and recorded once. By rank 0 alone, whose checkpoints come in their order: a member
-that was away, and another one is rank 0 by now, would have its old one recorded as the newest.
+again there, and recorded once. By rank 0 alone, whose checkpoints come in their order, and only if
+no newer one was recorded: a member that was away would have its old one recorded as the newest.
 
 While the coordinator is away, 4 waits on this thread, with no memory of a snapshot held, and
 training goes on: of automatic checkpoints the newest waits behind the one that is asked about;
@@ -53,13 +53,14 @@ from typing import Protocol
 from elastic.core.config import JobSpec
 from elastic.core.events.worker import CheckpointWritten, UserReported, WorkerEvent
 from elastic.core.messages import Progress
+from elastic.core.policy.recovery import SavedPosition
 from elastic.core.world import Generation, RefusalCode, ReportKind
 from elastic.errors import StorageError
 from elastic.storage.marker import CheckpointMarker
 from elastic.storage.run_directory import RunDirectory
 from elastic.worker.base.mailboxes import WAIT_SLICE_S, ReportAnswer
 from elastic.worker.checkpoint.pruning import prune
-from elastic.worker.checkpoint.snapshot import CheckpointAbandoned, polls
+from elastic.worker.checkpoint.snapshot import CheckpointAbandoned, polls, position_of
 
 log = logging.getLogger(__name__)
 
@@ -125,7 +126,7 @@ class Committer:
             link: to the coordinator.
         """
         self.generation = 0
-        self._leads = True
+        self._leads, self._saved = True, SavedPosition()
         self.unfinished: Callable[[], Collection[str]] = tuple
         self._run, self._spec, self._link = run, spec, link
         self._changed = threading.Condition()
@@ -149,7 +150,9 @@ class Committer:
             leads: this is rank 0, which takes the automatic checkpoints of the group. It sees to it
                 now that recorded ones have markers, and not only before the next commit.
         """
-        self._leads = leads  # Before the generation, by which the thread asks.
+        # Before the generation, by which the thread asks.
+        self._leads = leads
+        self._saved = max(position_of(path, self._spec.job_id) for path in ("", *recorded))
         self.generation = generation
         names = {self._run.name_of(path) for path in recorded} - {""}
         with self._changed:
@@ -306,8 +309,8 @@ class Committer:
         marker, is_bound = commit.marker, commit.marker.kind is ReportKind.SCRIPT
         for _ in polls(CONSENT_S):
             generation = marker.generation if is_bound else self.generation
-            if generation != marker.generation and not self._leads:
-                raise CheckpointAbandoned("another member takes them by now, and has newer ones")
+            if generation != marker.generation and self._is_outdated(marker):
+                raise CheckpointAbandoned("others have taken newer ones since")
             answer = self._link.expect_answer(generation, marker.kind, marker.index)
             commit.is_posted = True
             self._link.post(commit.event(generation))
@@ -317,6 +320,11 @@ class Committer:
             if is_bound or answer.code in (RefusalCode.JOB_ENDED, RefusalCode.JOB_UNKNOWN):
                 break
         raise CheckpointAbandoned(f"the coordinator refuses it: {answer.reason}")
+
+    def _is_outdated(self, marker: CheckpointMarker) -> bool:
+        """Return whether a newer one is recorded, or another member takes them by now."""
+        own = SavedPosition(marker.generation, marker.about("steps", 0))
+        return not self._leads or self._saved > own
 
     def _wait_answer(self, name: str, answer: ReportAnswer) -> None:
         began = warned = self._waiting_since = time.monotonic()

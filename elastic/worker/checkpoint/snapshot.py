@@ -12,7 +12,9 @@ from typing import Any
 from elastic.core.policy.cursor import Cursor
 from elastic.core.policy.recovery import SavedPosition
 from elastic.core.policy.shares import TensorRows
+from elastic.core.world import JobId
 from elastic.runtime.snapshot_memory import SnapshotMark
+from elastic.storage.run_directory import AUTOMATIC
 from elastic.worker.state.arena import SnapshotSlot, StateLayout
 
 POLL_S_MIN, POLL_S_MAX = 0.01, 0.5
@@ -81,6 +83,13 @@ def position_in(name: str) -> SavedPosition | None:
     """Return what the name of a checkpoint says of it, None if it is of another kind."""
     match = re.search(r"-s(\d+)-g(\d+)-\d+$", name)
     return SavedPosition(int(match[2]), int(match[1])) if match else None
+
+
+def position_of(path: str, job_id: JobId) -> SavedPosition:
+    """Return the position of an automatic checkpoint of this job; for other paths that of none."""
+    name = path.rpartition("/")[2]
+    known = position_in(name) if name.startswith(f"{AUTOMATIC}{job_id}-s") else None
+    return known or SavedPosition()
 
 
 class CheckpointAbandoned(Exception):
