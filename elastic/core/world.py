@@ -316,6 +316,7 @@ class Assignment:
             workers; the agent adds them.
         group_key: with which the members authenticate to each other; a secret.
         holders: members that trained in a group before, and so have the state; 0 if unknown.
+        copied: the newest copy with those agents of state that all members share, None for none.
     """
 
     job_id: JobId
@@ -337,6 +338,7 @@ class Assignment:
     group_key: str = field(default="", repr=False)
     saved: str = ""
     holders: int = 0
+    copied: HeldCopy | None = None
 
 
 class Strategy(Enum):

@@ -417,6 +417,9 @@ def test_what_is_saved_is_newer_if_a_later_group_has_come_further(
     assert is_outdated([away, newcomer]) == outdated
     one_of_them = RunPosition(True, generation=6, committed=40)
     assert not is_outdated([away, newcomer, one_of_them])
+    # Memory of a node that had no worker in the groups since is newer, whenever it was taken.
+    assert is_outdated([away, RunPosition(held=51)])
+    assert not is_outdated([away, RunPosition(held=50)])
 
 
 @given(st.integers(1, 8), st.integers(0, 5))

@@ -14,7 +14,7 @@ import pytest
 from elastic.agent.copy_server import CopyServer
 from elastic.agent.copy_store import CopyStore
 from elastic.core.policy.cursor import Cursor
-from elastic.core.world import JobId
+from elastic.core.world import HeldCopy, JobId
 from elastic.runtime import secret_connection
 from elastic.runtime.copy_wire import PUSH, CopyRequest, calling
 from elastic.runtime.snapshot_memory import HEADER, SnapshotMark, set_sent, whole
@@ -26,6 +26,7 @@ from elastic.worker.engine import state_restore as restoring
 from elastic.worker.engine.checkpoint_schedule import CheckpointScheduler
 from elastic.worker.engine.logbook import Logbook
 from elastic.worker.reduce.step_metadata import StepMetadata
+from elastic.worker.state.train_state import TrainState
 from tests.patience import DEADLINE_S
 from tests.unit.saving_under_test import Run, Table
 
@@ -177,6 +178,16 @@ class Loop:
         assert self.run.savers[0]._writer is not None
         assert self.run.savers[0]._writer.finish(DEADLINE_S)
         return [m.about("steps") for _, m in sorted(self.run.directory.markers())]  # type: ignore[misc]
+
+
+def test_the_newest_that_was_saved_is_a_copy_or_a_checkpoint() -> None:
+    checkpoints = CheckpointScheduler(TrainState(), Logbook(), StreamBook())
+    checkpoints._snapshotter = memory_only()
+    for copied, newest in ((None, (2, 30)), (HeldCopy(JobId("j1"), 3, 40), (3, 40))):
+        checkpoints._context = SimpleNamespace(  # type: ignore[assignment]
+            saved="run/checkpoints/auto-j1-s000000030-g000002-000003", job_id="j1", copied=copied
+        )
+        assert checkpoints.newest_saved() == newest
 
 
 def test_the_last_step_is_stored_also_if_it_was_copied(tmp_path: Path) -> None:

@@ -195,6 +195,32 @@ def commits_of(loop: Loop, epochs: int, after_first: Callable[[], None]) -> int:
     return commits
 
 
+def test_memory_that_a_later_worker_comes_with_counts_if_it_has_more_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All who had the newest state were killed, and a worker of another node has begun anew."""
+    run = LocalRun(job_name="r", job_id="j1", options={"every_n_steps": 3})
+    with local_context(LocalRun(job_name="undisturbed")):
+        undisturbed = Loop.make()
+        assert commits_of(undisturbed, 2, lambda: None) == 2 * STEPS
+    memory, is_over = Snapshotter((), None), threading.Event()
+    with called_in(1, run) as engine:
+        commits_of(Loop.make(), 1, lambda: None)
+        assert engine.context.snapshotter is not None
+        memory.slots._slots = engine.context.snapshotter.slots.all()
+
+    def rejoin(*_: Any) -> None:
+        is_over.clear()
+        engine.enter(replace(engine.context, generation=3, snapshotter=memory))
+
+    with called_in(2, run) as engine:
+        monkeypatch.setattr(engine.groups, "must_leave", lambda _: is_over.is_set())
+        monkeypatch.setattr(engine.groups, "rejoin", rejoin)
+        loop = Loop.make()
+        assert commits_of(loop, 2, is_over.set) == 1 + STEPS
+    assert bits(loop.plain) == bits(undisturbed.plain)
+
+
 @pytest.mark.parametrize("later", [True, False])
 def test_one_that_was_away_goes_on_from_what_a_later_group_has_saved(
     later: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

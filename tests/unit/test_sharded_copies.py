@@ -12,7 +12,7 @@ from elastic.core.copy_messages import CopiesHeld, CopyFailed, DropCopy, KeepCop
 from elastic.core.policy import replication
 from elastic.core.policy.replication import CopyMode
 from elastic.core.policy.shares import RowRange
-from elastic.core.world import SNAPSHOT_SLOTS, HeldCopy, JobId, NodeId, WorkerPhase
+from elastic.core.world import SNAPSHOT_SLOTS, HeldCopy, JobId, NodeId, WorkerId, WorkerPhase
 from elastic.errors import Refused
 from elastic.runtime.snapshot_memory import SnapshotMark, set_arrived, set_copying
 from elastic.worker.checkpoint.replication_progress import ReplicationProgress
@@ -112,6 +112,23 @@ def test_rows_of_a_dead_node_stay_while_the_others_have_copies_of_its_group_only
     assert cluster.dropped() == set()
     cluster.holds("c", ("b", 2, 12))
     assert cluster.dropped() == {("b", "a")}
+
+
+def test_a_new_group_is_told_how_new_a_copy_of_state_is_that_all_share() -> None:
+    played = Coordinator()
+    for name in "abc":
+        played.agent(name, copies_at=f"{name}:9")
+    played.submit("j", 1, 1)
+    played.ready("a/1")
+    played.update("a/1", WorkerPhase.TRAINING, copies_every=5)
+    copy = HeldCopy(JOB, 1, 40)
+    played.says("c", CopiesHeld((copy,)))
+    played.exits("a/1")
+    assert played.announced[WorkerId("a/1")].assignment.copied is None
+    played.advance(1)
+    (worker,) = (one for agent in played.agents.values() for one in agent.workers)
+    played.ready(worker)
+    assert played.announced[worker].assignment.copied == copy
 
 
 # ------------------------------------------------------------------- how a node holds them

@@ -74,6 +74,7 @@ def announcer(cluster: ClusterState, job: JobState) -> Callable[[RankPlace], Ann
     world_size, num_nodes = len(places), places[-1].node_rank + 1
     leader_address, checkpoint = group.members[0].store_address, job.latest_checkpoint()
     found = copies.addresses(cluster, job)
+    copied = copies.newest(job, found)
     key = copies.key_of(cluster, job.job_id) if found else ""
     shares = _shares(found, places)
 
@@ -103,6 +104,7 @@ def announcer(cluster: ClusterState, job: JobState) -> Callable[[RankPlace], Ann
                 if any(one.fingerprint for one in endpoints)
                 else ()
             ),
+            copied=copied,
         )
 
     known: dict[int, Assignment] = {}

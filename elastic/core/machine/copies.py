@@ -72,6 +72,13 @@ def addresses(cluster: ClusterState, job: JobState) -> tuple[StateLocation, ...]
     )
 
 
+def newest(job: JobState, found: Sequence[StateLocation]) -> HeldCopy | None:
+    """Return the newest copy there of state that all members share, None if there is none."""
+    ages = [job.copies.newest(one.node_id, ALL_ALIKE) for one in found]
+    age = max(ages, default=replication.NO_COPY)
+    return HeldCopy(job.job_id, *age) if age > replication.NO_COPY else None
+
+
 # ---------------------------------------------------------------- reports of agents
 
 

@@ -2,8 +2,8 @@
 
 Rule: every member decides from the same table, so that no further communication is needed. The most
 advanced members have the state of the run; all others, and new members, receive it. Members differ
-by at most one step: no member commits a step without the whole group. Only one that was away while
-a later group trained, of which nobody is left, may be behind what was saved.
+by at most one step: no member commits a step without the whole group. Only a group without anybody
+of the one that came furthest may be behind what was saved.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from elastic.core.world import NO_GENERATION, Generation
 
 
 class SavedPosition(NamedTuple):
-    """A snapshot or an automatic checkpoint.
+    """An automatic checkpoint, or a copy of a snapshot.
 
     Attributes:
         generation: of the group that took it, 0 for none.
@@ -41,7 +41,8 @@ class RunPosition:
         is_inside: it is in a pass over this epoch's data; the code before the pass has run.
         generation: of the newest group whose members had its state.
         committed: steps of the run in its state.
-        saved: the newest state that it knows in memory or storage.
+        saved: the newest state that it knows in storage, or on a node without members.
+        held: steps of the newest snapshot in its node's memory, -1 for none.
     """
 
     has_state: bool = False
@@ -51,6 +52,7 @@ class RunPosition:
     generation: Generation = NO_GENERATION
     committed: int = 0
     saved: SavedPosition = field(default_factory=SavedPosition)
+    held: int = -1
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,13 @@ class TransferPlan:
 
 
 def is_outdated(positions: Sequence[RunPosition]) -> bool:
-    """Return whether a later group than any that the members know has saved a newer state.
+    """Return whether a group has saved a newer state than any member has.
+
+    Where all who had the newest state are killed, a group may form without a worker of their nodes,
+    and begin with less. The memory of those nodes comes with their next workers, and is newer, in
+    whatever group it was taken. What is in storage, or on a node without members, each group has
+    known when it formed: only what a later one has saved is news. What could not be read is not
+    tried again in each group.
 
     Args:
         positions: by rank; at least one has state.
@@ -83,7 +91,8 @@ def is_outdated(positions: Sequence[RunPosition]) -> bool:
     generation = max(position.generation for position in having)
     committed = max(position.committed for position in having)
     return any(
-        position.saved.generation > generation and position.saved.steps > committed
+        position.held > committed
+        or (position.saved.generation > generation and position.saved.steps > committed)
         for position in positions
     )
 

@@ -19,10 +19,9 @@ from elastic.core.policy.recovery import SavedPosition
 from elastic.core.policy.streams import Data
 from elastic.core.world import NO_GENERATION
 from elastic.errors import UsageError
-from elastic.storage.run_directory import AUTOMATIC
 from elastic.worker.base.mailboxes import WAIT_SLICE_S
 from elastic.worker.base.spans import span
-from elastic.worker.checkpoint.snapshot import RankInfo, position_in
+from elastic.worker.checkpoint.snapshot import RankInfo, position_of
 from elastic.worker.checkpoint.snapshotter import FINISH_S, LEAVING_S, Snapshotter
 from elastic.worker.data.stream_book import StreamBook
 from elastic.worker.engine.context import WorkerContext
@@ -320,15 +319,18 @@ class CheckpointScheduler:
             snapshotter.go_on([int(one) for one in max(rows)[:3]])
 
     def newest_saved(self) -> SavedPosition:
-        """Return the newest state that this job has in this node's memory, or recorded."""
-        snapshotter, context = self._snapshotter, self._context
-        if snapshotter is None or context is None:
+        """Return the newest state of this job that is recorded, or copied to another node."""
+        context = self._context
+        if self._snapshotter is None or context is None:
             return SavedPosition()
-        held = snapshotter.held_snapshots()
-        found = [SavedPosition(mark.generation, mark.steps) for _, mark in held]
-        name = context.saved.rpartition("/")[2]
-        recorded = position_in(name) if name.startswith(f"{AUTOMATIC}{context.job_id}-s") else None
-        return max([*found, recorded or SavedPosition()])
+        copied, recorded = context.copied, position_of(context.saved, context.job_id)
+        if copied is None:
+            return recorded
+        return max(recorded, SavedPosition(copied.generation, copied.steps))
+
+    def held(self) -> int:
+        """Return the steps of the newest snapshot in this node's memory, -1 for none."""
+        return self._snapshotter.held() if self._snapshotter is not None else -1
 
     def memory(self) -> int:
         """Return which memory of this node we have for snapshots, 0 for none."""

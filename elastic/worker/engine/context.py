@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from elastic.core.telemetry import CHECKPOINT_STALL
-from elastic.core.world import EntryKind, Generation, JobId, WorkerId
+from elastic.core.world import EntryKind, Generation, HeldCopy, JobId, WorkerId
 from elastic.errors import check
 from elastic.worker.base.activity import Activity
 from elastic.worker.base.timing import Timing
@@ -44,6 +44,8 @@ class WorkerContext:
         options: what the library passed along with the train function.
         activity: what the control thread can see of the training loop.
         is_local: there is no agent; the train function runs in the user's own process.
+        saved: path of the newest automatic checkpoint that is recorded, "" for none.
+        copied: the newest of the copies below of state that all members share, None for none.
         copies: "host:port" of agents of other nodes that hold a copy of the run's state.
         copies_key: proves to them that it is ours.
         copies_dealt: of those that have rows of a sharded model, they are only our share.
@@ -78,6 +80,7 @@ class WorkerContext:
     options: Mapping[str, Any] = field(default_factory=dict)
     is_local: bool = False
     saved: str = ""
+    copied: HeldCopy | None = None
     copies: tuple[str, ...] = ()
     copies_key: str = field(default="", repr=False)
     copies_dealt: bool = False

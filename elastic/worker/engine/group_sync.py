@@ -263,7 +263,7 @@ def report_all(group: Any, mine: MemberInfo) -> list[MemberInfo]:
         [
             int(position.has_state), position.cursor.epoch, position.cursor.step, position.steps,
             int(position.is_inside), position.generation, position.committed, *position.saved,
-            mine.model, mine.data, mine.threads, mine.num_shared, mine.memory,
+            position.held, mine.model, mine.data, mine.threads, mine.num_shared, mine.memory,
             *mine.entry.numbers(),
         ],
         dtype=torch.int64,
@@ -273,7 +273,7 @@ def report_all(group: Any, mine: MemberInfo) -> list[MemberInfo]:
     members = []
     for one in rows:
         has_state, epoch, step, steps, inside, generation, committed, *others = one.tolist()
-        taken_in, saved, model, data, threads, num_shared, memory, *entry = others
+        taken_in, saved, held, model, data, threads, num_shared, memory, *entry = others
         position = RunPosition(
             has_state=bool(has_state),
             cursor=Cursor(epoch, step),
@@ -282,6 +282,7 @@ def report_all(group: Any, mine: MemberInfo) -> list[MemberInfo]:
             generation=generation,
             committed=committed,
             saved=SavedPosition(taken_in, saved),
+            held=held,
         )
         members.append(
             MemberInfo(position, model, data, threads, MemberEntry.of(entry), num_shared, memory)

@@ -1020,6 +1020,7 @@ class StepEngine(ObjectRegistry):
             self._agreed_in,
             self._checkpoints.steps,
             self._checkpoints.newest_saved(),
+            self._checkpoints.held(),
         )
 
     def _put(self, state: State) -> Cursor:

@@ -640,6 +640,7 @@ class Runner:
             config=call.function.config,
             options=call.function.options,
             saved=place.saved,
+            copied=place.copied,
             copies=place.copies,
             copies_key=place.copies_key,
             copies_dealt=True,
