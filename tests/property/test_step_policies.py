@@ -31,9 +31,11 @@ from elastic.core.policy.microbatch import (
     subtrees,
 )
 from elastic.core.policy.recovery import (
+    CodePlace,
     RunPosition,
     SavedPosition,
     is_outdated,
+    next_code_places,
     plan_transfers,
 )
 from elastic.errors import ConfigError, InvariantViolation
@@ -404,6 +406,23 @@ def test_the_end_of_an_epoch_and_the_start_of_the_next_are_one_state(cursors: li
     again = RunPosition(True, Cursor(1, STEPS), STEPS)  # It is called again, and passed the end.
     assert plan_transfers([*group, again]).value.cursors == (*cursors, max(cursors))
     assert plan_transfers([again, again]).value.pairs == ()
+
+
+@pytest.mark.parametrize(
+    ("position", "place"),
+    [
+        (RunPosition(True, Cursor(1, 2), STEPS, is_inside=True), CodePlace(Cursor(1, 3))),
+        (RunPosition(True, Cursor(1, 3), STEPS, is_inside=True), CodePlace(Cursor(1, 3), True)),
+        (RunPosition(True, Cursor(1, 3), STEPS), CodePlace(Cursor(1, 3))),
+        (RunPosition(True, Cursor(1, 3), is_inside=True), CodePlace(Cursor(1, 4))),
+    ],
+)
+def test_who_comes_at_the_end_of_a_pass_runs_other_code_than_who_is_inside(
+    position: RunPosition, place: CodePlace
+) -> None:
+    group = [position, RunPosition()]
+    found = next_code_places(group, plan_transfers(group).value)
+    assert found == (place, CodePlace(position.cursor))
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, WeightedRandomSampler
 
 from elastic import train
 from elastic.core.policy.cursor import Cursor
+from elastic.core.policy.recovery import CodePlace
 from elastic.errors import UsageError
 from elastic.train.torch import (
     prepare_data_loader,
@@ -315,7 +316,9 @@ def test_code_at_the_head_of_an_epoch_counts_once_in_a_state_that_is_received(
 
     def received(*_: Any, put: Callable[[Any], Cursor], **__: Any) -> tuple[Any, Cursor]:
         cursor = put(copy.deepcopy(sent))
-        return SimpleNamespace(cursors=(cursor,), code_cursors=(cursor,), num_bytes=0), cursor
+        return SimpleNamespace(
+            cursors=(cursor,), code_places=(CodePlace(cursor),), num_bytes=0
+        ), cursor
 
     with called(Home(), None, 1) as engine:
         undisturbed = trained(engine)

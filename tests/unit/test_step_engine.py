@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from elastic import train
 from elastic.core.policy.cursor import Cursor, step_seed
+from elastic.core.policy.recovery import CodePlace
 from elastic.errors import UsageError
 from elastic.train.torch import (
     enable_reproducibility,
@@ -22,6 +23,7 @@ from elastic.train.torch import (
     prepare_optimizer,
     prepare_scheduler,
 )
+from elastic.worker.engine.train_call import current_engine
 from tests.unit.engine_under_test import (
     GLOBAL,
     SAMPLES,
@@ -401,3 +403,31 @@ def test_a_scheduler_made_before_the_optimizer_was_prepared_does_not_warn() -> N
         warnings.simplefilter("error")
         optimizer.step()
         scheduler.step()
+
+
+def test_a_report_that_others_have_made_before_keeps_its_metrics_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who joins behind the last step runs the code before the pass; the others are past it."""
+    engine, made = current_engine(), []
+    assert engine is not None
+
+    def report(_: str, checkpoint: Any, __: Any, *, where: str, voters: int) -> None:
+        made.append((where, voters, checkpoint is not None))
+
+    loop, end = Loop.make(), CodePlace(Cursor(0, STEPS), is_behind=True)
+    for _ in train.epochs(1):
+        monkeypatch.setattr(engine.context.the_reporter(), "report_in_place", report)
+        engine._group.code_places = CodePlace(Cursor()), end
+        train.report({}, checkpoint=train.Checkpoint.from_directory(tmp_path))
+        for _, x, y in loop.loader:
+            square(loop.model(x), y).backward()
+            loop.optimizer.step()
+        train.report({}, checkpoint=train.Checkpoint.from_directory(tmp_path))
+        train.report({}, checkpoint=None)
+    end_of_epoch = f"e00000-s{STEPS:07d}-end"
+    assert made == [
+        ("e00000-s0000000-1", 1, False),
+        (f"{end_of_epoch}1", 2, True),
+        (f"{end_of_epoch}2", 2, True),
+    ]

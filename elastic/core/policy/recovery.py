@@ -139,24 +139,39 @@ def plan_transfers(positions: Sequence[RunPosition]) -> Decision[TransferPlan]:
     return Decision(TransferPlan(pairs, cursors), f"ranks receive the state of {where}: {names}")
 
 
-def next_code_cursors(
-    positions: Sequence[RunPosition], transfers: TransferPlan
-) -> tuple[Cursor, ...]:
-    """Return the first cursor at which each member will run code of its own again, by rank.
+class CodePlace(NamedTuple):
+    """A place of the script's own code in the run; places are in the order of the run.
 
-    A member inside a pass has run all code at its cursor: it continues with the next step. One that
-    begins, or that receives the state of another epoch, runs the code before that epoch's pass.
+    Attributes:
+        cursor: the next step to be committed there.
+        is_behind: behind the pass over that epoch.
+    """
+
+    cursor: Cursor
+    is_behind: bool = False
+
+
+def next_code_places(
+    positions: Sequence[RunPosition], transfers: TransferPlan
+) -> tuple[CodePlace, ...]:
+    """Return the first place at which each member will run code of its own again, by rank.
+
+    A member inside a pass has run all code at its cursor: it continues with the next step, or
+    behind the pass. One that begins, or that receives the state of another epoch, runs the code
+    before that epoch's pass.
 
     Args:
         positions: as given to `plan_transfers`.
         transfers: its result.
     """
     steps = max(position.steps for position in positions)
-    code_cursors = []
+    places = []
     for position, cursor in zip(positions, transfers.cursors, strict=True):
         is_inside = position.is_inside and position.cursor.epoch == cursor.epoch
         # While the end is unknown to all, no member is past it.
         has_more = cursor.step < steps or not steps
-        next_step = Cursor(cursor.epoch, cursor.step + 1)
-        code_cursors.append(next_step if is_inside and has_more else cursor)
-    return tuple(code_cursors)
+        if is_inside and has_more:
+            places.append(CodePlace(Cursor(cursor.epoch, cursor.step + 1)))
+        else:
+            places.append(CodePlace(cursor, is_behind=is_inside))
+    return tuple(places)

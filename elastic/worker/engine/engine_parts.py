@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from elastic.core.policy.cursor import Cursor
+from elastic.core.policy.recovery import CodePlace
 from elastic.core.policy.streams import Data
 from elastic.errors import InvariantViolation, UsageError
 from elastic.worker.data.streams import MicroBatches
@@ -123,6 +124,11 @@ class EpochLoop:
         """Return how the data is cut, None while no loader was read."""
         return self.loader.plan if self.loader is not None else None
 
+    @property
+    def is_behind(self) -> bool:
+        """Return whether the code behind the pass runs."""
+        return self.epoch is not None and self.passed == self.epoch
+
     def close_pass(self) -> None:
         """End a pass that the script still holds and reads no more, as `break` ends others."""
         open_pass = self.open_pass() if self.open_pass is not None else None
@@ -171,7 +177,7 @@ class PresentGroup:
     """What the engine knows of the group that it is in; the next one begins with nothing of it.
 
     Attributes:
-        code_cursors: where each member runs code of its own next, by rank.
+        code_places: where each member runs code of its own next, by rank.
         values: how the steps' values are averaged.
         reports, evaluations: counts what we have reported and evaluated in it.
         stepped: which optimizers had gradients in its newest step, as bits.
@@ -182,7 +188,7 @@ class PresentGroup:
         meets: ranks differ, as all of them know, and they meet again in it.
     """
 
-    code_cursors: tuple[Cursor, ...] = ()
+    code_places: tuple[CodePlace, ...] = ()
     values: StepValues = field(default_factory=lambda: StepValues(None))
     reports: PlaceCounter = field(default_factory=PlaceCounter)
     evaluations: PlaceCounter = field(default_factory=PlaceCounter)

@@ -16,10 +16,11 @@ import torch.distributed as dist
 
 from elastic.core.policy.cursor import Cursor, derive
 from elastic.core.policy.recovery import (
+    CodePlace,
     RunPosition,
     SavedPosition,
     is_outdated,
-    next_code_cursors,
+    next_code_places,
     plan_transfers,
 )
 from elastic.core.policy.streams import Data, StreamPlan
@@ -41,7 +42,7 @@ class SyncResult:
     Attributes:
         state: what we received, None if we needed nothing.
         cursors: where each member stands now, by rank.
-        code_cursors: where each member will run code of its own again, by rank.
+        code_places: where each member will run code of its own again, by rank.
         num_bytes: of state that we sent or received.
         nobody_has_state: no member has the state of the run, and nothing was sent.
         is_outdated: what was saved is newer than theirs, and nothing was sent.
@@ -52,7 +53,7 @@ class SyncResult:
 
     state: Any
     cursors: tuple[Cursor, ...]
-    code_cursors: tuple[Cursor, ...]
+    code_places: tuple[CodePlace, ...]
     num_bytes: int
     nobody_has_state: bool = False
     is_outdated: bool = False
@@ -112,8 +113,8 @@ def synchronize(
     if sender is not None and members[sender].threads != threads:
         torch.set_num_threads(members[sender].threads)
     parts = _share_all(group, shared, [one.num_shared for one in members])
-    code_cursors = next_code_cursors(positions, plan)
-    return SyncResult(state, plan.cursors, code_cursors, num_bytes, shared=parts, memories=memories)
+    code_places = next_code_places(positions, plan)
+    return SyncResult(state, plan.cursors, code_places, num_bytes, shared=parts, memories=memories)
 
 
 def share_book(group: Any, book: StreamBook, cursor: Cursor) -> bool:

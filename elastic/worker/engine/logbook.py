@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from elastic.core.policy.cursor import Cursor
+from elastic.core.policy.recovery import CodePlace
 
 log = logging.getLogger(__name__)
 
@@ -235,12 +236,12 @@ class PlaceCounter:
     """Counts what members of one group do alike at a place in the run: the first, the second."""
 
     def __init__(self) -> None:
-        self._at, self._count = Cursor(), 0
+        self._at, self._count = CodePlace(Cursor()), 0
 
-    def next(self, cursor: Cursor) -> int:
+    def next(self, place: CodePlace) -> int:
         """Return the number of what is done here now, from 1."""
-        if self._at != cursor:
-            self._at, self._count = cursor, 0
+        if self._at != place:
+            self._at, self._count = place, 0
         self._count += 1
         return self._count
 

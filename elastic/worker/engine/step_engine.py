@@ -64,7 +64,7 @@ from elastic.core.machine.step import AT_STEP, StepMachine
 from elastic.core.machine.transitions import StepPhase
 from elastic.core.policy.cursor import Cursor, epoch_seed, evaluation_seed, micro_batch_seed
 from elastic.core.policy.microbatch import deal
-from elastic.core.policy.recovery import RunPosition
+from elastic.core.policy.recovery import CodePlace, RunPosition
 from elastic.core.policy.streams import Data
 from elastic.core.telemetry import (
     CHECKPOINT_STALL,
@@ -78,6 +78,7 @@ from elastic.errors import GroupError, InvariantViolation, UsageError, check
 from elastic.worker.base.interrupt import GroupChanged
 from elastic.worker.base.spans import span
 from elastic.worker.base.timing import COMPUTE, TimingSample
+from elastic.worker.checkpoint.delivery import NO_PART
 from elastic.worker.data.randomness import seed_everything
 from elastic.worker.data.seeding import seed_step
 from elastic.worker.data.stream_book import StreamBook
@@ -291,7 +292,7 @@ class StepEngine(ObjectRegistry):
                 self._has_state, self._resume_point.given = True, None
                 self._agreed_in = resume_state.agreed_in
             if resume_state.generation == self.context.generation:
-                self._group.code_cursors = resume_state.code_cursors
+                self._group.code_places = resume_state.code_places
                 self._attach()
                 return
         self._change_group(is_first=True)
@@ -509,7 +510,7 @@ class StepEngine(ObjectRegistry):
             raise usage_errors.outside_epochs()
         if self._machine.phase is not StepPhase.OUTSIDE:
             raise usage_errors.two_at_once()
-        if self._epochs.passed == self._epochs.epoch:
+        if self._epochs.is_behind:
             raise usage_errors.read_again(self._epochs.epoch)
         self.state.check_known(self._the_loop().units)
         if self._epochs.has_head:
@@ -914,10 +915,20 @@ class StepEngine(ObjectRegistry):
         """Report once per step, or once between epochs; see `train.report`."""
         if not self.has_stepped():
             return  # The report of a step is made once, where its gradients are complete.
+        here, places = self._code_place(), self._group.code_places
         # Members that had come further when this group was formed have made this report before.
-        voters = sum(1 for one in self._group.code_cursors if one <= self.cursor)
-        number = self._group.reports.next(self.cursor)
-        where = f"e{self.cursor.epoch:05d}-s{self.cursor.step:07d}-{number}"
+        voters = sum(1 for one in places if one <= here)
+        number = self._group.reports.next(here)
+        end = "end" if here.is_behind else ""  # It comes after those of the last step.
+        where = f"e{self.cursor.epoch:05d}-s{self.cursor.step:07d}-{end}{number}"
+        if 0 < voters < len(places):
+            if checkpoint is not None and checkpoint is not NO_PART:
+                log.warning(
+                    "checkpoint_given_up at=%s: it would lack the parts of members that have made "
+                    "this report before the group changed",
+                    where,
+                )
+            checkpoint = None
         reporter = self.context.the_reporter()
         with self.context.stalls(checkpoint):
             reporter.report_in_place(metrics, checkpoint, name, where=where, voters=voters)
@@ -928,7 +939,11 @@ class StepEngine(ObjectRegistry):
         Args:
             seed: of the loader.
         """
-        return evaluation_seed(seed, self.cursor, self._group.evaluations.next(self.cursor))
+        number = self._group.evaluations.next(self._code_place())
+        return evaluation_seed(seed, self.cursor, number)
+
+    def _code_place(self) -> CodePlace:
+        return CodePlace(self.cursor, self._epochs.is_behind)
 
     # ------------------------------------------------------------------- groups
 
@@ -1006,7 +1021,7 @@ class StepEngine(ObjectRegistry):
                 self._checkpoints, self._position, self.data, units, reach, put=self._put
             )
         self._has_state = True
-        self._group.code_cursors = met.code_cursors
+        self._group.code_places = met.code_places
         self._agreed_in = self.context.generation
         share_latest(default_group(), met.cursors, self.logbook)
         return met.num_bytes
@@ -1038,7 +1053,8 @@ class StepEngine(ObjectRegistry):
         A member that reaches the code after the loop can then be followed by all others, which
         have the same state.
         """
-        if max(self._group.code_cursors, default=self.cursor) > self.cursor:
+        behind = CodePlace(self.cursor, is_behind=True)
+        if max(self._group.code_places, default=behind) > behind:
             return True  # Others of this group have passed it in the one before.
         all_of_it = halves(self._watch.of_all(self.context.world_size))
         row = [*map(float, all_of_it), *self.logbook.row()]
@@ -1096,7 +1112,7 @@ class StepEngine(ObjectRegistry):
             self.cursor,
             logbook,
             agreed,
-            self._group.code_cursors,
+            self._group.code_places,
             self._checkpoints.steps,
             self.streams,
             self._resume_point.calls_late,
