@@ -29,7 +29,7 @@ from elastic.worker.checkpoint.committer import Committer
 from elastic.worker.checkpoint.report_votes import ReportVotes
 from elastic.worker.checkpoint.reported_checkpoints import ReportOrigin
 from elastic.worker.checkpoint.reporting import Reporter
-from elastic.worker.checkpoint.snapshot import RankInfo
+from elastic.worker.checkpoint.snapshot import RankInfo, SnapshotId
 from tests.unit.saving_under_test import Run
 from tests.unit.test_worker_pruning import spec
 
@@ -120,7 +120,7 @@ def save(folder: Path, books: Books, generation: int) -> None:
         committer.enter(generation, [newest], leads=False)
         markers = dict(run.directory.automatic())
         run.steps = int(markers[run.directory.name_of(newest)].about("steps"))
-        snapshotter.go_on([run.steps, run.steps, generation])
+        snapshotter.newest = SnapshotId(run.steps, run.steps, generation)
     run.save()
     snapshotter.close()
 

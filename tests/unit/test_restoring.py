@@ -17,7 +17,7 @@ from elastic.core.policy.cursor import Cursor
 from elastic.errors import StorageError
 from elastic.storage.run_directory import RunDirectory
 from elastic.worker.base.activity import Activity
-from elastic.worker.checkpoint.snapshot import RankInfo
+from elastic.worker.checkpoint.snapshot import RankInfo, SnapshotId
 from elastic.worker.checkpoint.snapshotter import Snapshotter
 from elastic.worker.data.stream_book import StreamBook
 from elastic.worker.engine import state_restore as restoring
@@ -91,7 +91,7 @@ def two_of_one_step(tmp_path: Path) -> Run:
     run.save()
     run.savers[0].enter(RankInfo(generation=2))
     run.steps = 0
-    run.savers[0].number = 6
+    run.savers[0].newest = SnapshotId(6)
     run.save()
     assert [steps for steps, _, _ in restoring._candidates(run.directory)] == [1, 1]
     return run

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from elastic.core.policy.cursor import Cursor
 from elastic.core.policy.recovery import SavedPosition
@@ -34,6 +34,25 @@ class RankInfo:
     world_size: int = 1
     local_rank: int = 0
     local_world_size: int = 1
+
+
+class SnapshotId(NamedTuple):
+    """Which snapshot of a run one is; these numbers, in this order, are part of the run's state.
+
+    Attributes:
+        number: of it in the run, >= 1; 0 for none.
+        steps: committed in the run when it was taken.
+        generation: of the group that took it.
+    """
+
+    number: int = 0
+    steps: int = 0
+    generation: int = 0
+
+    @property
+    def name(self) -> str:
+        """Return its name, the same on all members and never used twice in a job."""
+        return f"s{self.steps:09d}-g{self.generation:06d}-{self.number:06d}"
 
 
 @dataclass(frozen=True)
@@ -71,12 +90,7 @@ class StateSnapshot:
 
     @property
     def name(self) -> str:
-        """Return its name, the same on all members and never used twice in a job."""
-        return name_of(self.mark.steps, self.generation, self.mark.number)
-
-
-def name_of(steps: int, generation: int, number: int) -> str:
-    return f"s{steps:09d}-g{generation:06d}-{number:06d}"
+        return SnapshotId(self.mark.number, self.mark.steps, self.generation).name
 
 
 def position_in(name: str) -> SavedPosition | None:

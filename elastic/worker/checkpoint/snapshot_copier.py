@@ -138,9 +138,14 @@ class CopiedSnapshot:
 
 
 class SnapshotCopier:
-    """The threads that copy, and what they know of the state's place in memory from before."""
+    """The threads that copy, and what they know of the state's place in memory from before.
+
+    Attributes:
+        may_overlap: with the loop; until a script changes weights between steps.
+    """
 
     def __init__(self) -> None:
+        self.may_overlap = True
         self._arrangement: SnapshotLayout | None = None
         # Memory is reserved for it: if it grows a little, nothing else has to move.
         self._skeleton_room = 0
@@ -242,7 +247,7 @@ class SnapshotCopier:
         arrangement = self._arranged(rank_info, values, tensors, trace)
         held = arrangement.layout.held
         versions, streams = None, list[AbstractContextManager[object]]()
-        if still is not None:
+        if still is not None and self.may_overlap:
             versions = _hold(tensors, still)
         if versions is not None:
             state = None  # Its containers are the script's, and may change.

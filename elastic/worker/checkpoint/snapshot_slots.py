@@ -33,6 +33,13 @@ class SnapshotSlots:
         """
         self._paths = tuple(paths)
         self._slots: list[SnapshotSlot] = []
+        # That of this group's last snapshot, and whether all members have settled that one.
+        self._last: SnapshotSlot | None = None
+        self._others_settled = True
+
+    def enter(self) -> None:
+        """A new group has taken none yet."""
+        self._last, self._others_settled = None, True
 
     @property
     def are_shared(self) -> bool:
@@ -54,7 +61,7 @@ class SnapshotSlots:
 
     def use_own(self) -> None:
         """Do without the agent's memory for good."""
-        self._paths, self._slots = (), []
+        self._paths, self._slots, self._last = (), [], None
 
     def close(self) -> None:
         self._slots = []
@@ -64,6 +71,16 @@ class SnapshotSlots:
             paths = self._paths or ("",) * SNAPSHOT_SLOTS
             self._slots = [SnapshotSlot(path) for path in paths]
         return self._slots
+
+    def doubt_last(self) -> None:
+        """Others may not have settled the last one: whether it is whole is not known yet."""
+        self._others_settled = False
+
+    def take(self, number: int) -> SnapshotSlot:
+        """Return where the snapshot that is taken now goes, as `next` does."""
+        self._last = self.next(number)
+        self._others_settled = True  # The next time all will have reported that.
+        return self._last
 
     def next(self, number: int) -> SnapshotSlot:
         """Return where a snapshot goes; OSError if a slot cannot be read.
@@ -75,13 +92,15 @@ class SnapshotSlots:
             number: of the snapshot. Those of greater numbers are of a state that was left for an
                 older one.
         """
+        if self._last is not None and not self._others_settled:
+            return self._other_than(self._last)
         before = [(mark.generation, mark.number, slot) for slot, mark in self.whole()]
         before = [one for one in before if one[1] < number]
         if not before:
             return self.all()[number % SNAPSHOT_SLOTS]
-        return self.other_than(max(before, key=lambda one: one[:2])[2])
+        return self._other_than(max(before, key=lambda one: one[:2])[2])
 
-    def other_than(self, slot: SnapshotSlot) -> SnapshotSlot:
+    def _other_than(self, slot: SnapshotSlot) -> SnapshotSlot:
         return next(one for one in self.all() if one is not slot)
 
     def whole(self) -> list[tuple[SnapshotSlot, SnapshotMark]]:

@@ -33,7 +33,7 @@ from elastic.worker.base.mailboxes import WAIT_SLICE_S
 from elastic.worker.base.spans import span
 from elastic.worker.checkpoint.checkpoint_writer import CheckpointWriter, PartFailure
 from elastic.worker.checkpoint.replication_progress import ReplicationProgress
-from elastic.worker.checkpoint.snapshot import RankInfo, StateSnapshot, name_of
+from elastic.worker.checkpoint.snapshot import RankInfo, SnapshotId, StateSnapshot
 from elastic.worker.checkpoint.snapshot_copier import BegunSnapshot, CopiedSnapshot, SnapshotCopier
 from elastic.worker.checkpoint.snapshot_slots import SnapshotSlots
 from elastic.worker.state.arena import SnapshotSlot
@@ -88,9 +88,8 @@ class Snapshotter:
         plan: how often to storage.
         copies: how often to memory alone, from where the agent sends it to another node.
         arrival: whether the newest has come there, if that matters.
-        number: of the newest snapshot that this worker knows of; part of the run's state.
-        last_steps: steps of the run that were committed when it was taken; likewise.
-        last_generation: in which it was taken; likewise.
+        newest: snapshot that this worker knows of; part of the run's state.
+        slots: where they lie in memory.
     """
 
     def __init__(self, paths: Sequence[str], writer: CheckpointWriter | None) -> None:
@@ -102,8 +101,7 @@ class Snapshotter:
         """
         self.plan, self.copies = SavingPlan(), SavingPlan()
         self.arrival = ReplicationProgress()
-        self.is_async = True
-        self.number, self.last_steps, self.last_generation = 0, 0, 0
+        self.newest = SnapshotId()
         self.slots = SnapshotSlots(paths)
         self._writer, self._copier = writer, SnapshotCopier()
         self._rank_info = RankInfo()
@@ -111,18 +109,14 @@ class Snapshotter:
         self._served = 0
         self._is_warm = self._is_stored = False
         self._copying: _Copying | None = None
-        # Until a script changes weights between steps; and then another snapshot is due.
-        self._can_overlap, self._is_again = True, False
-        # The slot of this group's last one, and whether all members have settled that one.
-        self._last_slot: SnapshotSlot | None = None
-        self._others_settled = True
+        # One has come to nothing because the script has changed weights.
+        self._is_again = False
 
     def configure(self, options: Mapping[str, Any]) -> None:
         """Take what the user chose."""
         every_n, every_s = options.get("every_n_steps"), options.get("every_s")
         self.plan = SavingPlan(int(every_n or 0), float(every_s or 0.0))
         self.copies = SavingPlan(int(options.get("copies_every") or 0))
-        self.is_async = bool(options.get("async_save", True))
 
     def enter(self, rank_info: RankInfo) -> None:
         self.settle()
@@ -133,8 +127,7 @@ class Snapshotter:
             else replace(rank_info, local_rank=0, local_world_size=1)
         )
         self._served = 0  # An unserved request is sent again to the next group.
-        self._last_slot = None
-        self._others_settled = True
+        self.slots.enter()
         self.arrival.forget()  # What this group continues from stays until it has taken two.
         if self._writer is not None:
             self._writer.generation = rank_info.generation
@@ -168,7 +161,6 @@ class Snapshotter:
 
     def _use_own_memory(self) -> None:
         self.slots.use_own()
-        self._last_slot = None
         self._copier.forget_layout()
         self.arrival.is_awaited = False
         self._rank_info = replace(self._rank_info, local_rank=0, local_world_size=1)
@@ -185,11 +177,12 @@ class Snapshotter:
         if request > self._served or self._is_again:
             return True
         waited_s = time.monotonic() - self._last_s if self._rank_info.rank == 0 else 0.0
-        return is_due(self.plan, steps=steps, last_steps=self.last_steps, waited_s=waited_s).value
+        last_steps = self.newest.steps
+        return is_due(self.plan, steps=steps, last_steps=last_steps, waited_s=waited_s).value
 
     def wants_copy(self, steps: int) -> bool:
         """Return whether a snapshot for another node is due after a step: alike on all members."""
-        return is_due(self.copies, steps=steps, last_steps=self.last_steps, waited_s=0.0).value
+        return is_due(self.copies, steps=steps, last_steps=self.newest.steps, waited_s=0.0).value
 
     def is_busy(self) -> bool:
         """Return whether no other one is begun now: storage, or another node, is slow.
@@ -205,7 +198,7 @@ class Snapshotter:
         if self._copying is not None:
             return True
         held = [s for s in self.slots.all() if self._is_being_written(s) or s.is_sent()]
-        if held and self._next_slot(self.number + 1) in held:
+        if held and self.slots.next(self.newest.number + 1) in held:
             return True
         return self.arrival.is_missing()
 
@@ -218,7 +211,7 @@ class Snapshotter:
     def wait_for_room(self, is_over: Callable[[], bool], timeout_s: float = FINISH_S) -> None:
         """Wait until there is room for another one; not in a group that is over, nor for ever."""
         self.settle()
-        self._others_settled = False
+        self.slots.doubt_last()
         deadline, writer = time.monotonic() + timeout_s, self._writer
         try:
             while self._is_full() and not is_over() and time.monotonic() < deadline:
@@ -242,16 +235,8 @@ class Snapshotter:
 
     def has_taken(self, steps: int) -> bool:
         """Return whether this group has taken one for storage after so many steps."""
-        last = [self.last_steps, self.last_generation, self._is_stored]
-        return [steps, self._rank_info.generation, True] == last
-
-    def last(self) -> list[int]:
-        """Return number, steps and generation of the newest snapshot that we know of."""
-        return [self.number, self.last_steps, self.last_generation]
-
-    def go_on(self, last: Sequence[int]) -> None:
-        """Continue at the run's position, as read from `last`."""
-        self.number, self.last_steps, self.last_generation = last
+        newest, group = self.newest, self._rank_info.generation
+        return self._is_stored and (newest.steps, newest.generation) == (steps, group)
 
     # ------------------------------------------------------------------- taking
 
@@ -280,7 +265,7 @@ class Snapshotter:
         All members of the group take the same snapshot.
 
         Args:
-            state: returns the state; it must know what `last` is then.
+            state: returns the state; it must know what `newest` is then.
             cursor: where in the run this is.
             steps: committed in the run.
             request: the number of the request that this serves.
@@ -300,13 +285,13 @@ class Snapshotter:
         """
         self.settle()
         # First of all: members agree on the number even if one of them cannot take it.
-        self.go_on([self.number + 1, steps, self._rank_info.generation])
+        rank_info = self._rank_info
+        taken = self.newest = SnapshotId(self.newest.number + 1, steps, rank_info.generation)
         began, self._is_stored = time.monotonic(), durable
         if durable:
             self._last_s, self._served = began, max(request, self._served)
             self._is_again = False
-        done, rank_info = threading.Event(), self._rank_info
-        name = name_of(steps, rank_info.generation, self.number)
+        done = threading.Event()
         noted, others = dict(about or {}), tuple(aliases)
 
         def end(copied: CopiedSnapshot) -> None:
@@ -345,20 +330,18 @@ class Snapshotter:
             except Exception as error:
                 log.warning("snapshot_failed steps=%d reason=%r", steps, str(error))
                 if begun.has_changed():
-                    self._can_overlap, self._is_again = False, durable
+                    self._copier.may_overlap, self._is_again = False, durable
                 with suppress(RuntimeError):  # There is no thread to be had.
-                    self._report_failed(name, rank_info.rank, error, durable=durable)
+                    self._report_failed(taken.name, rank_info.rank, error, durable=durable)
                 done.set()
 
         copied = None
         try:
-            slot = self._last_slot = self._next_slot(self.number)
-            self._others_settled = True  # The next time all will have reported that.
-            begun = self._begin(slot, state(), steps, own, still)
+            begun = self._begin(self.slots.take(taken.number), state(), own, still)
             if begun.versions is None:
                 copied = self._copier.copy(begun)
         except Exception as error:
-            self._report_failed(name, rank_info.rank, error, durable=durable)
+            self._report_failed(taken.name, rank_info.rank, error, durable=durable)
             raise
         if copied is not None:
             end(copied)
@@ -391,31 +374,19 @@ class Snapshotter:
             self._copying = None
             copying.end(copying)
 
-    def _next_slot(self, number: int) -> SnapshotSlot:
-        """Return where a snapshot goes, alike on all workers of a node; see `SnapshotSlots.next`.
-
-        Where others may not have settled the last one, whether it is whole is not known yet.
-        """
-        if self._others_settled or self._last_slot is None:
-            return self.slots.next(number)
-        return self.slots.other_than(self._last_slot)
-
     def _begin(
         self,
         slot: SnapshotSlot,
         state: Any,
-        steps: int,
         own: PerRankState,
         still: Iterable[torch.Tensor] | None,
     ) -> BegunSnapshot:
+        number, steps, _ = self.newest
         if self._is_being_written(slot):
-            raise OSError(f"snapshot {self.number}: one in the same place is still being written")
-        later = still if self._may_overlap() else None
-        return self._copier.begin(self.number, steps, state, self._rank_info, slot, own, later)
-
-    def _may_overlap(self) -> bool:
-        plans = (self.plan, self.copies)
-        return self._can_overlap and all(plan.every_n_steps != 1 for plan in plans)
+            raise OSError(f"snapshot {number}: one in the same place is still being written")
+        if 1 in (self.plan.every_n_steps, self.copies.every_n_steps):
+            still = None  # Each would be waited for.
+        return self._copier.begin(number, steps, state, self._rank_info, slot, own, still)
 
     def _is_being_written(self, slot: SnapshotSlot) -> bool:
         return self._writer is not None and self._writer.reads(slot)

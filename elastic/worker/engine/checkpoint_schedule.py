@@ -21,7 +21,7 @@ from elastic.core.world import NO_GENERATION
 from elastic.errors import UsageError
 from elastic.worker.base.mailboxes import WAIT_SLICE_S
 from elastic.worker.base.spans import span
-from elastic.worker.checkpoint.snapshot import RankInfo, position_of
+from elastic.worker.checkpoint.snapshot import RankInfo, SnapshotId, position_of
 from elastic.worker.checkpoint.snapshotter import FINISH_S, LEAVING_S, Snapshotter
 from elastic.worker.data.stream_book import StreamBook
 from elastic.worker.engine.context import WorkerContext
@@ -142,7 +142,7 @@ class CheckpointScheduler:
             if self._is_sharded:
                 snapshotter.await_copies()
             context.link.post(CopiesRequested(snapshotter.copies.every_n_steps, self._is_sharded))
-        is_first = snapshotter.last_generation != context.generation
+        is_first = snapshotter.newest.generation != context.generation
         if self._is_sharded and is_first and self._steps_here >= FIRST_COPY_AT:
             return True  # Until then a loss would be the second of what the group has gone on from.
         return snapshotter.wants_copy(self.steps)
@@ -173,7 +173,8 @@ class CheckpointScheduler:
                 self._try(lambda: snapshotter.warm_up(lambda: self.take(cursor, data)))
             return
         self.is_due, request = False, self._request()
-        goes_on = goes_on and snapshotter.is_async and not self.releases
+        is_async = bool(self._options.get("async_save", True))
+        goes_on = goes_on and is_async and not self.releases
         if self.releases:
             snapshotter.wait_for_room(lambda: self._goes_on(is_over), LEAVING_S)
 
@@ -191,7 +192,7 @@ class CheckpointScheduler:
                     own=PerRankState(self._objects.caches(), self._objects.own),
                     still=self._objects.still_between_steps() if goes_on else None,
                 )
-            while not snapshotter.is_async and not done.wait(WAIT_SLICE_S) and not is_over():
+            while not is_async and not done.wait(WAIT_SLICE_S) and not is_over():
                 self._show_progress()
 
         self._try(take)
@@ -271,7 +272,7 @@ class CheckpointScheduler:
             cursor: the next step.
             data: how the data is cut, None while that is not known.
         """
-        snapshotter = self._snapshotter
+        newest = self._snapshotter.newest if self._snapshotter is not None else SnapshotId()
         return {
             "objects": self._objects.take(),
             "cursor": [cursor.epoch, cursor.step],
@@ -279,7 +280,7 @@ class CheckpointScheduler:
             "streams": self._streams.sent(cursor, all_of_it=True),
             "steps": self.steps,
             "begun": self.begun,
-            "saved": snapshotter.last() if snapshotter is not None else [0, 0, 0],
+            "saved": list(newest),
             "data": _plain(data) if data is not None else dict(self._data),
         }
 
@@ -299,7 +300,7 @@ class CheckpointScheduler:
         self._streams.receive([state["streams"]])
         self.steps, self.begun, self._data = state["steps"], state["begun"], state["data"]
         if self._snapshotter is not None:
-            self._snapshotter.go_on(state["saved"])
+            self._snapshotter.newest = SnapshotId(*state["saved"])
         return Cursor(*state["cursor"])
 
     def agree_on_number(self, group: Any) -> None:
@@ -313,10 +314,10 @@ class CheckpointScheduler:
         """
         snapshotter = self._snapshotter
         rows = send_metadata(
-            group, [float(one) for one in snapshotter.last()] if snapshotter else [0.0]
+            group, [float(one) for one in snapshotter.newest] if snapshotter else [0.0]
         )
         if snapshotter is not None:
-            snapshotter.go_on([int(one) for one in max(rows)[:3]])
+            snapshotter.newest = SnapshotId(*(int(one) for one in max(rows)[:3]))
 
     def newest_saved(self) -> SavedPosition:
         """Return the newest state of this job that is recorded, or copied to another node."""
