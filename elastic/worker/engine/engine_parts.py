@@ -18,6 +18,7 @@ from elastic.core.policy.recovery import CodePlace
 from elastic.core.policy.streams import Data
 from elastic.errors import InvariantViolation, UsageError
 from elastic.worker.data.streams import MicroBatches
+from elastic.worker.engine.forgotten import Forgotten
 from elastic.worker.engine.logbook import PlaceCounter
 from elastic.worker.engine.step_values import StepValues
 from elastic.worker.engine.still_weights import StillWeights
@@ -65,6 +66,8 @@ class RunningLoop:
         units: by the id of their optimizer.
         still: weights that nothing may change while a step is computed.
         sync_norms: modules that exchange statistics by themselves, by name.
+        forgotten: looks for what changes beside the run's state; None in a framework's loop, and
+            where an earlier call has looked.
         patches: of torch, undone at the end.
     """
 
@@ -73,6 +76,7 @@ class RunningLoop:
     units: dict[int, OptimizerUnit]
     still: StillWeights
     sync_norms: Mapping[str, torch.nn.SyncBatchNorm]
+    forgotten: Forgotten | None
     patches: ExitStack
 
     def parameters(self) -> Iterator[torch.Tensor]:
@@ -106,6 +110,7 @@ class EpochLoop:
         open_pass: the pass over the data that was opened last, if it is alive.
         cut: what is wrong with where a pass was left, None if nothing is.
         is_over: the loop was left.
+        others_asked_s: when it was asked last whether others are in it, in which we are not yet.
     """
 
     total: int = 0
@@ -118,6 +123,7 @@ class EpochLoop:
     open_pass: weakref.ref[Generator[Any, None, None]] | None = None
     cut: UsageError | None = None
     is_over: bool = False
+    others_asked_s: float = 0.0
 
     @property
     def data(self) -> Data | None:

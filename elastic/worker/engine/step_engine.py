@@ -28,6 +28,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
+from torch import nn
 
 from elastic.core.events.step import (
     Abandon,
@@ -104,8 +105,9 @@ from elastic.worker.engine.group_sync import (
 )
 from elastic.worker.engine.logbook import Logbook
 from elastic.worker.engine.outcome import is_group_broken
-from elastic.worker.engine.preparation import ObjectRegistry
 from elastic.worker.engine.prepared_optimizers import (
+    adopt_optimizer,
+    adopt_scheduler,
     captures_wait,
     data_waits,
     modules_know,
@@ -133,7 +135,7 @@ from elastic.worker.reduce.step_metadata import (
 from elastic.worker.reduce.step_share import StepShare, WeighedShare
 from elastic.worker.reduce.tree_exchange import MicroBatchPartition
 from elastic.worker.state.pending_steps import PendingOptimizerSteps, has_gradients
-from elastic.worker.state.train_state import State
+from elastic.worker.state.train_state import State, Stateful, TrainState
 
 log = logging.getLogger(__name__)
 
@@ -143,18 +145,15 @@ ASK_EVERY_S = 1.0
 """How often a collective before the loop asks the group's store whether others are in it."""
 
 
-class StepEngine(ObjectRegistry):
+class StepEngine:
     """What the prepared objects of one call of the train function share.
 
     Attributes:
         cursor: the next step to be committed.
         state: the prepared and registered objects.
         logbook: what `train.log` was given.
-        has_begun: the loop over epochs runs, so that groups change in place.
         groups: where groups come from.
         options: what the user chose.
-        keeps: what is reached stays in this process: the loop has run, or the user has it called
-            again here.
         at_close: what is to be done at the end of the call.
         at_boundary: called before each iteration and before the end of an epoch, and where a step
             is dealt out anew: all state is of whole steps, and this worker's place is known.
@@ -168,14 +167,13 @@ class StepEngine(ObjectRegistry):
             groups: where groups come from.
             resume_state: what an earlier call of the train function has reached in this process.
         """
-        super().__init__()
         self.groups = groups
+        self.state = TrainState()
         self.cursor = Cursor()
         self.logbook = Logbook()
         # Loaders that are asked for the steps of an epoch before the loop know of it from then on.
         self.streams = resume_state.streams if resume_state is not None else StreamBook()
         self.options = EngineOptions()
-        self.keeps = resume_state is not None
         self.at_close = ExitStack()
         self.at_boundary: Callable[[], None] = lambda: None
         self._context: WorkerContext | None = None
@@ -185,21 +183,19 @@ class StepEngine(ObjectRegistry):
         self._resume_point = ResumePoint(self.state, self._watch, resume_state)
         self._has_state = False
         self._agreed_in = NO_GENERATION  # The newest group that has met; its members had our state.
+        self._loop: RunningLoop | None = None
         self._epochs = EpochLoop()
         self._group = PresentGroup()
         self._iteration = Iteration()
-        self._forgotten: Forgotten | None = None
         self._machine = StepMachine()
-        # When we asked last whether others are in the loop, while we wait before it.
-        self._asked_s = 0.0
         self.at_close.enter_context(checked(self._check_others_come, while_waiting=True))
 
     def configure(self, options: Mapping[str, Any]) -> None:
         """Take what the user chose, from what is known of this call."""
+        kept = self.keeps
         self.options = self.options.with_those_of(options)
         self._checkpoints.configure(options)
-        if self.options.recovery == "reenter" and not self.keeps:
-            self.keeps = True
+        if self.keeps and not kept:
             self.groups.declare(in_place=False)
 
     def enter(self, context: WorkerContext) -> None:
@@ -218,9 +214,52 @@ class StepEngine(ObjectRegistry):
         """Return how the data is cut, None while no loader was read."""
         return self._epochs.data
 
+    @property
+    def has_begun(self) -> bool:
+        """Return whether the loop over epochs runs, so that groups change in place."""
+        return self._loop is not None
+
+    @property
+    def keeps(self) -> bool:
+        """Return whether what is reached stays in this process.
+
+        The loop has begun, or the user has the train function called again here.
+        """
+        is_called_again = self._resume_point.given is not None
+        has_begun = self.has_begun or self._epochs.is_over
+        return has_begun or is_called_again or self.options.recovery == "reenter"
+
     def bytes_sent(self) -> int:
         """Return the bytes of gradients that this rank has sent in its present group."""
         return self._the_reducer().bytes_sent
+
+    # ------------------------------------------------------------------- objects, before the loop
+
+    def add_model(self, model: nn.Module) -> None:
+        """Let a model's parameters and buffers be part of the run's state."""
+        usage_errors.check_early("prepare_model", self.has_begun)
+        self.state.models.append(model)
+
+    def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let an optimizer step once for each step; UsageError if it is prepared already."""
+        usage_errors.check_early("prepare_optimizer", self.has_begun)
+        adopt_optimizer(optimizer, self)
+        self.state.optimizers.append(optimizer)
+
+    def add_scheduler(self, scheduler: Any) -> None:
+        """Let a scheduler step once for each step or epoch; UsageError if it is none."""
+        usage_errors.check_early("prepare_scheduler", self.has_begun)
+        adopt_scheduler(scheduler, self)
+        self.state.schedulers.append(scheduler)
+
+    def add_scaler(self, scaler: Stateful) -> None:
+        """Let a scaler's state be part of the run's; known at its first use."""
+        self.state.add_scaler(scaler)
+
+    def register(self, name: str, thing: Stateful, *, is_own: bool = False) -> None:
+        """Let an object of the user's own be part of the run's state; see `TrainState.register`."""
+        usage_errors.check_early("train.register", self.has_begun)
+        self.state.register(name, thing, is_own=is_own)
 
     # ------------------------------------------------------------------- epochs
 
@@ -239,9 +278,7 @@ class StepEngine(ObjectRegistry):
         if not self.state.optimizers:
             raise usage_errors.no_optimizer()
         self._epochs.total = total
-        is_first = is_users and self._resume_point.given is None
-        self._forgotten = Forgotten(self.state) if is_first else None
-        self._begin()
+        self._begin(is_users=is_users)
         try:
             while self.cursor.epoch < total:
                 epoch = self._epochs.epoch = self.cursor.epoch
@@ -252,8 +289,8 @@ class StepEngine(ObjectRegistry):
                 yield epoch
                 self._epochs.close_pass()
                 self.check_left()
-                if self._forgotten is not None:
-                    self._forgotten.look()
+                if (forgotten := self._the_loop().forgotten) is not None:
+                    forgotten.look()
                 if self.cursor.epoch == epoch:
                     self.cursor = Cursor(epoch + 1, 0)
                 self._set_whole()
@@ -264,20 +301,22 @@ class StepEngine(ObjectRegistry):
         finally:
             self._end()
 
-    def _begin(self) -> None:
+    def _begin(self, *, is_users: bool) -> None:
         """Meet the group: everyone's objects are prepared, and get the same state."""
         if self.has_begun:
             raise UsageError("train.epochs: a loop over it is running already")
         if self._epochs.is_over:
             raise usage_errors.second_loop()
+        looks = is_users and self._resume_point.given is None
+        forgotten = Forgotten(self.state) if looks else None
         usage_errors.check_forward(self.state.models)
         sync_norms = usage_errors.sync_norms(self.state.models)
         usage_errors.check_sync_norms(sync_norms)
         usage_errors.check_whole(self.state.optimizers)
         usage_errors.check_scheduled(self.state)
         recovery = recovery_of(self.state, self.options.recovery)
+        self._loop = self._make_loop(sync_norms, forgotten)
         self.options = replace(self.options, recovery=recovery)
-        self._loop, self.keeps = self._make_loop(sync_norms), True
         self.groups.declare(in_place=self.options.is_in_place)
         self.groups.defer(self.options.is_in_place)
         if self.context.join is not None:
@@ -297,7 +336,9 @@ class StepEngine(ObjectRegistry):
                 return
         self._change_group(is_first=True)
 
-    def _make_loop(self, sync_norms: Mapping[str, torch.nn.SyncBatchNorm]) -> RunningLoop:
+    def _make_loop(
+        self, sync_norms: Mapping[str, nn.SyncBatchNorm], forgotten: Forgotten | None
+    ) -> RunningLoop:
         units = self.state.begin()
         reducer, padding = make_reducer(
             self.state,
@@ -317,7 +358,9 @@ class StepEngine(ObjectRegistry):
             patches.enter_context(captures_wait(self._checkpoints.settle))
             patches.enter_context(checked(self._check_collective))
             self._take(LoopBegan(len(units)))
-            return RunningLoop(reducer, padding, units, still, sync_norms, patches.pop_all())
+            return RunningLoop(
+                reducer, padding, units, still, sync_norms, forgotten, patches.pop_all()
+            )
 
     def _end(self) -> None:
         """The loop is left: from here on the train function is like any other."""
@@ -614,8 +657,8 @@ class StepEngine(ObjectRegistry):
         is_before = not (self.has_begun or epochs.is_over)
         if context is None or not (is_before or epochs.has_head) or context.world_size == 1:
             return
-        if now_s - self._asked_s >= ASK_EVERY_S:
-            self._asked_s = now_s
+        if now_s - epochs.others_asked_s >= ASK_EVERY_S:
+            epochs.others_asked_s = now_s
             if others_have_begun(is_inside=epochs.has_head):
                 raise usage_errors.collective_before(context.world_rank)
 
@@ -631,10 +674,11 @@ class StepEngine(ObjectRegistry):
 
     def _close_step(self) -> None:
         """The user's code for a committed step is through: we are at a boundary."""
-        self._the_loop().still.check_after()
+        loop = self._the_loop()
+        loop.still.check_after()
         self._note_step()
-        if self._forgotten is not None:
-            self._forgotten.step_done(has_asked=self._iteration.asks)
+        if loop.forgotten is not None:
+            loop.forgotten.step_done(has_asked=self._iteration.asks)
         self._due.end()
         self.logbook.commit_step()  # Only now: plain loops log after `optimizer.step()`.
         self._set_whole()
@@ -812,9 +856,10 @@ class StepEngine(ObjectRegistry):
             self._has_state = True
             self._take(StepCommitted(True))
             if self._counts_iterations() and not self._iteration.asks:
-                self._the_loop().still.begin()
-                if self._forgotten is not None:
-                    self._forgotten.step_committed()
+                loop = self._the_loop()
+                loop.still.begin()
+                if loop.forgotten is not None:
+                    loop.forgotten.step_committed()
             self._group.is_leaving = any(row.requests for row in rows)
             self._checkpoints.committed(rows)
             self.logbook.take_rows([row.values for row in rows])
