@@ -193,7 +193,7 @@ class Fit:
         done = self.state.resume()
         self._epochs = engine.epochs(total, trainer.current_epoch, done)
         self._epoch = next(self._epochs, sys.maxsize)
-        progress = fit.epoch_progress.current
+        progress: Any = fit.epoch_progress.current
         progress.ready = progress.started = progress.processed  # The loop starts the epoch.
         self.take_place(begins=True)
 
