@@ -338,7 +338,7 @@ class PreparedLoader:
                     num_micro_batches=number,
                     seed=seed,
                     cut=self._streams if isinstance(self._streams, StreamCut) else None,
-                    book=engine.streams,
+                    book=engine.run.streams,
                     weigh=self._weigh,
                 )
             elif self._deals:

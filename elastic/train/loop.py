@@ -104,7 +104,7 @@ def get_logged() -> dict[str, float]:
     """
     engine = require_engine("train.get_logged")
     engine.note_asked()
-    return dict(engine.logbook.latest)
+    return dict(engine.run.logbook.latest)
 
 
 def register(**objects: Stateful) -> None:

@@ -212,7 +212,7 @@ def report(
         if not engine.step_is_done():
             return
         send = engine.report
-        logged = engine.logbook.take_averages().items()
+        logged = engine.run.logbook.take_averages().items()
         metrics = {name: x for name, x in logged if name[:1] != "_"} | dict(checked(metrics))
     text = to_json(metrics)
     requested = _requested(context, checkpoint, validation)

@@ -30,6 +30,7 @@ from elastic.train.torch import (
 )
 from elastic.worker.base.interrupt import GroupChanged, Interrupter
 from elastic.worker.engine import step_engine
+from elastic.worker.engine.run_state import RunState
 from elastic.worker.engine.step_engine import StepEngine
 from elastic.worker.process.local import NoNextGroup
 from elastic.worker.state.transfer import pack, read_skeleton, unpack
@@ -297,7 +298,7 @@ def test_code_at_the_head_of_an_epoch_counts_once_in_a_state_that_is_received(
 
     def send(engine: StepEngine) -> None:
         if engine.cursor == Cursor(epoch, step) and not sent:
-            sent.update(copy.deepcopy(engine._checkpoints.take(engine.cursor, engine.data)))
+            sent.update(copy.deepcopy(engine._checkpoints.take()))
 
     def trained(engine: StepEngine) -> float:
         model = prepare_model(nn.Linear(5, 1))
@@ -314,11 +315,10 @@ def test_code_at_the_head_of_an_epoch_counts_once_in_a_state_that_is_received(
             send(engine)
         return float(optimizer.param_groups[0]["lr"])
 
-    def received(*_: Any, put: Callable[[Any], Cursor], **__: Any) -> tuple[Any, Cursor]:
-        cursor = put(copy.deepcopy(sent))
-        return SimpleNamespace(
-            cursors=(cursor,), code_places=(CodePlace(cursor),), num_bytes=0
-        ), cursor
+    def received(run: RunState, *_: Any, put: Callable[[Any], None]) -> Any:
+        put(copy.deepcopy(sent))
+        places = (CodePlace(run.cursor),)
+        return SimpleNamespace(cursors=(run.cursor,), code_places=places, num_bytes=0)
 
     with called(Home(), None, 1) as engine:
         undisturbed = trained(engine)

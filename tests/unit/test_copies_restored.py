@@ -24,7 +24,7 @@ from elastic.worker.checkpoint.snapshotter import Snapshotter
 from elastic.worker.data.stream_book import StreamBook
 from elastic.worker.engine import state_restore as restoring
 from elastic.worker.engine.checkpoint_schedule import CheckpointScheduler
-from elastic.worker.engine.logbook import Logbook
+from elastic.worker.engine.run_state import RunState
 from elastic.worker.reduce.step_metadata import StepMetadata
 from elastic.worker.state.train_state import TrainState
 from tests.patience import DEADLINE_S
@@ -84,14 +84,14 @@ def restored(
     patch.setattr(restoring, "send_metadata", table.tell)
 
     def restore(rank: int) -> None:
-        checkpoints = CheckpointScheduler(run.objects, Logbook(), StreamBook())
+        checkpoints = CheckpointScheduler(RunState(run.objects, StreamBook()))
         checkpoints._snapshotter = savers[rank]
         checkpoints._context = SimpleNamespace(  # type: ignore[assignment]
             world_rank=rank, run_path=run.directory.path, job_id="j1", saved="",
             copies=copies[rank], copies_key=KEY, copies_dealt=True, copies_fingerprints=(),
             worker_id=f"n{rank}/1", tls=(), activity=Activity(),
         )  # fmt: skip
-        found[rank] = checkpoints.restore(rank, Cursor())  # type: ignore[call-overload]
+        found[rank] = checkpoints.restore(rank)  # type: ignore[call-overload]
 
     threads = [threading.Thread(target=restore, args=(rank,)) for rank in range(len(savers))]
     for thread in threads:
@@ -148,7 +148,8 @@ class Loop:
 
     def __init__(self, run: Run, options: dict[str, Any]) -> None:
         self.run, self.posted = run, list[Any]()
-        self.checkpoints = CheckpointScheduler(run.objects, Logbook(), StreamBook())
+        self.state = RunState(run.objects, StreamBook())
+        self.checkpoints = CheckpointScheduler(self.state)
         self.checkpoints.configure(options)
         link = SimpleNamespace(
             post=self.posted.append,
@@ -164,9 +165,10 @@ class Loop:
     def step(self) -> None:
         self.run.step()
         saves, busy, _ = self.checkpoints.flags(None)
-        cursor = Cursor(0, self.checkpoints.steps)
-        self.checkpoints.committed([StepMetadata(False, cursor, 0, saves=saves, busy=busy)])
-        self.checkpoints.at_boundary(Cursor(0, self.checkpoints.steps), None, lambda: False)
+        row = StepMetadata(False, self.state.cursor, 0, saves=saves, busy=busy)
+        self.state.count_step()
+        self.checkpoints.committed([row])
+        self.checkpoints.at_boundary(lambda: False)
 
     def newest(self) -> int:
         return max((mark.steps for mark in self.marks()), default=0)
@@ -181,7 +183,7 @@ class Loop:
 
 
 def test_the_newest_that_was_saved_is_a_copy_or_a_checkpoint() -> None:
-    checkpoints = CheckpointScheduler(TrainState(), Logbook(), StreamBook())
+    checkpoints = CheckpointScheduler(RunState(TrainState(), StreamBook()))
     checkpoints._snapshotter = memory_only()
     for copied, newest in ((None, (2, 30)), (HeldCopy(JobId("j1"), 3, 40), (3, 40))):
         checkpoints._context = SimpleNamespace(  # type: ignore[assignment]
@@ -195,7 +197,7 @@ def test_the_last_step_is_stored_also_if_it_was_copied(tmp_path: Path) -> None:
     for _ in range(3):
         loop.step()
     assert loop.stored() == []
-    loop.checkpoints.at_end(Cursor(1, 0), None, lambda: False, holds=False)
+    loop.checkpoints.at_end(lambda: False, holds=False)
     assert loop.stored() == [3]
 
 

@@ -22,7 +22,7 @@ from elastic.worker.checkpoint.snapshotter import Snapshotter
 from elastic.worker.data.stream_book import StreamBook
 from elastic.worker.engine import state_restore as restoring
 from elastic.worker.engine.checkpoint_schedule import CheckpointScheduler
-from elastic.worker.engine.logbook import Logbook
+from elastic.worker.engine.run_state import RunState
 from elastic.worker.engine.step_engine import StepEngine
 from elastic.worker.engine.train_call import current_engine
 from elastic.worker.process.local import LocalRun, local_context
@@ -32,7 +32,7 @@ from tests.unit.saving_under_test import Run, Table
 
 
 def keeper_of(run: Run, rank: int, snapshotter: Snapshotter) -> CheckpointScheduler:
-    checkpoints = CheckpointScheduler(run.objects, Logbook(), StreamBook())
+    checkpoints = CheckpointScheduler(RunState(run.objects, StreamBook()))
     checkpoints._snapshotter = snapshotter
     checkpoints._context = SimpleNamespace(  # type: ignore[assignment]
         world_rank=rank,
@@ -61,7 +61,7 @@ def restored(
     def restore(rank: int) -> None:
         threading.current_thread().name = f"rank {rank}"
         try:
-            found[rank] = keeper_of(run, rank, savers[rank]).restore(rank, Cursor())
+            found[rank] = keeper_of(run, rank, savers[rank]).restore(rank)
         except Exception as error:
             found[rank] = error
 
@@ -244,6 +244,6 @@ def test_one_that_was_away_goes_on_from_what_a_later_group_has_saved(
         monkeypatch.setattr(engine.groups, "must_leave", lambda _: is_over.is_set())
         monkeypatch.setattr(engine.groups, "rejoin", rejoin)
         loop = Loop.make()
-        monkeypatch.setattr(engine, "_has_state", True)  # Its first group has begun the run.
+        monkeypatch.setattr(engine.run, "is_held", True)  # Its first group has begun the run.
         assert commits_of(loop, 2, is_over.set) == (1 + STEPS if later else 2 * STEPS)
     assert bits(loop.plain) == bits(undisturbed.plain)

@@ -17,7 +17,7 @@ from elastic.worker.checkpoint.snapshot import RankInfo
 from elastic.worker.data.stream_book import StreamBook
 from elastic.worker.engine import checkpoint_schedule as keeping
 from elastic.worker.engine.checkpoint_schedule import CheckpointScheduler
-from elastic.worker.engine.logbook import Logbook
+from elastic.worker.engine.run_state import RunState
 from elastic.worker.reduce.step_metadata import StepMetadata
 from tests.patience import DEADLINE_S
 from tests.unit.saving_under_test import Run, Table
@@ -28,8 +28,10 @@ def keepers_of(run: Run) -> list[CheckpointScheduler]:
     found = []
     for rank, snapshotter in enumerate(run.savers):
         snapshotter.configure({"every_n_steps": 100})
-        checkpoints = CheckpointScheduler(run.objects, Logbook(), StreamBook())
-        checkpoints._snapshotter, checkpoints.steps = snapshotter, 7
+        state = RunState(run.objects, StreamBook())
+        state.cursor, state.steps = Cursor(0, 7), 7
+        checkpoints = CheckpointScheduler(state)
+        checkpoints._snapshotter = snapshotter
         known = Mailboxes()
         link = SimpleNamespace(
             save_request=lambda generation: 0, leave_request=known.leave_request,
@@ -54,15 +56,21 @@ def rows_of(keepers: list[CheckpointScheduler]) -> list[StepMetadata]:
     for checkpoints in keepers:
         leave_request = checkpoints._context.link.leave_request(1)  # type: ignore[union-attr]
         told = checkpoints.flags(leave_request)
-        found.append(
-            StepMetadata(leave_request is not None, Cursor(0, checkpoints.steps), 0, (), *told)
-        )
+        cursor = checkpoints._run.cursor
+        found.append(StepMetadata(leave_request is not None, cursor, 0, (), *told))
     return found
+
+
+def commit(checkpoints: CheckpointScheduler, rows: list[StepMetadata]) -> None:
+    """Let a member commit a step, and be at the boundary behind it."""
+    checkpoints._run.count_step()
+    checkpoints.committed(rows)
+    checkpoints.at_boundary(lambda: False)
 
 
 def at_end(keepers: list[CheckpointScheduler]) -> None:
     for checkpoints in keepers:
-        checkpoints.at_end(Cursor(1, 0), None, lambda: False, holds=False)
+        checkpoints.at_end(lambda: False, holds=False)
 
 
 def test_the_next_group_takes_it_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,8 +99,7 @@ def test_a_wish_that_some_members_have_not_heard_of_yet_is_written_by_all(tmp_pa
     rows = rows_of(keepers)
     assert [row.saves for row in rows] == [True, False]
     for checkpoints in keepers:
-        checkpoints.committed(rows)
-        checkpoints.at_boundary(Cursor(0, 7), None, lambda: False)
+        commit(checkpoints, rows)
     for snapshotter in run.savers:
         assert snapshotter._writer is not None
         assert snapshotter._writer.finish(DEADLINE_S)
@@ -107,7 +114,7 @@ def test_only_shards_that_leave_by_plan_are_in_storage_also_without_automatic_ch
     run = Run(tmp_path)
     (checkpoints,) = keepers_of(run)
     run.savers[0].configure({})
-    checkpoints.before_leaving(Cursor(0, 7), None, lambda: False)
+    checkpoints.before_leaving(lambda: False)
     assert len(run.committed()) == int(sharded), "others take it along"
 
 
@@ -117,17 +124,15 @@ def test_a_job_that_rests_has_its_last_step_in_storage_whoever_heard_of_it(tmp_p
     for snapshotter in run.savers:
         snapshotter.configure({})
     for checkpoints in keepers:
-        checkpoints.committed([StepMetadata(False, Cursor(0, 6), 0, (), saves=True)] * 2)
-        checkpoints.at_boundary(Cursor(0, 7), None, lambda: False)
+        commit(checkpoints, [StepMetadata(False, Cursor(0, 7), 0, (), saves=True)] * 2)
     rests(keepers[1])
     rows = rows_of(keepers)
     rows = [replace(StepMetadata.of(row.numbers()), busy=True) for row in rows]
     assert [row.releases for row in rows] == [False, True]
 
     def leave(checkpoints: CheckpointScheduler) -> None:
-        checkpoints.committed(rows)
-        checkpoints.at_boundary(Cursor(0, 8), None, lambda: False)
-        checkpoints.before_leaving(Cursor(0, 8), None, lambda: False)
+        commit(checkpoints, rows)
+        checkpoints.before_leaving(lambda: False)
 
     threads = [threading.Thread(target=leave, args=(checkpoints,)) for checkpoints in keepers]
     for thread in threads:
@@ -144,9 +149,8 @@ def test_a_job_whose_group_is_over_waits_for_no_storage(tmp_path: Path) -> None:
     run = Run(tmp_path, workers=2)
     checkpoints = keepers_of(run)[0]  # The other one has not written its part.
     rests(checkpoints)
-    checkpoints.committed(rows_of([checkpoints]))
-    checkpoints.at_boundary(Cursor(0, 8), None, lambda: False)
-    checkpoints.before_leaving(Cursor(0, 8), None, lambda: True)
+    commit(checkpoints, rows_of([checkpoints]))
+    checkpoints.before_leaving(lambda: True)
     assert run.committed() == []
 
 

@@ -133,7 +133,7 @@ def test_several_optimizers_and_those_a_step_leaves_out() -> None:
                 step.skip()
                 continue
             pair.of_judge.step()
-    data: Any = current_engine()._epochs.loader  # type: ignore[union-attr]
+    data: Any = current_engine().run.loader  # type: ignore[union-attr]
     assert data.plan.steps == STEPS
     everything = loader.dataset.tensors[1]
     for place in range(STEPS):

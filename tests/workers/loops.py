@@ -159,7 +159,7 @@ def leaving(asked: bool) -> list[tuple[int, dict[str, float]]]:
     def rejoin(*_: Any) -> None:
         is_asked[0] = False
         if dist.get_rank() == 1:  # Another process has its place now.
-            engine.logbook.receive(engine.logbook.latest, ["loss"])
+            engine.run.logbook.receive(engine.run.logbook.latest, ["loss"])
 
     engine.context.link.leave_request = leave_request
     engine.groups.rejoin = rejoin

@@ -2,8 +2,8 @@
 
 What is where:
 
-    a step        step_engine and its engine_parts, whole_step, prepared_optimizers, step_values,
-                  logbook
+    a step        step_engine and its engine_parts, run_state, whole_step, prepared_optimizers,
+                  step_values, logbook
     a new group   group_sync (what members exchange), state_recovery (who gets the state),
                   recovery_modes, resume_point; bystander (a process without steps)
     checkpoints   checkpoint_schedule, state_restore, peer_copies; of a sharded model

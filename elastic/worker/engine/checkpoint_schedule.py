@@ -9,28 +9,22 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict
-from enum import Enum
 from typing import Any
 
-from elastic.core.events.worker import CopiesRequested, MicroBatchesDeclared, RequestLeave
-from elastic.core.policy.cursor import Cursor
+from elastic.core.events.worker import CopiesRequested, RequestLeave
 from elastic.core.policy.recovery import SavedPosition
-from elastic.core.policy.streams import Data
 from elastic.core.world import NO_GENERATION
 from elastic.errors import UsageError
 from elastic.worker.base.mailboxes import WAIT_SLICE_S
 from elastic.worker.base.spans import span
 from elastic.worker.checkpoint.snapshot import RankInfo, SnapshotId, position_of
 from elastic.worker.checkpoint.snapshotter import FINISH_S, LEAVING_S, Snapshotter
-from elastic.worker.data.stream_book import StreamBook
 from elastic.worker.engine.context import WorkerContext
-from elastic.worker.engine.logbook import Logbook
-from elastic.worker.engine.recovery_modes import ResumeState
+from elastic.worker.engine.run_state import RunState
 from elastic.worker.engine.state_restore import StateRestorer
 from elastic.worker.reduce.step_metadata import StepMetadata, send_metadata
 from elastic.worker.state.replica_checksums import PerRankState
-from elastic.worker.state.train_state import State, TrainState
+from elastic.worker.state.train_state import State
 
 log = logging.getLogger(__name__)
 
@@ -44,21 +38,16 @@ class CheckpointScheduler:
     """Automatic checkpoints of one call of the train function.
 
     Attributes:
-        steps: committed in the run.
-        begun: the last epoch whose code before the pass has run, -1 if none.
         is_due: a snapshot is to be taken at this boundary.
         releases: all members leave at this boundary, and none continues soon.
     """
 
-    def __init__(self, objects: TrainState, logbook: Logbook, streams: StreamBook) -> None:
-        """Begin before the first step.
+    def __init__(self, run: RunState) -> None:
+        """Take nothing yet.
 
         Args:
-            objects: what the train function has prepared and registered.
-            logbook: what it has logged.
-            streams: what is known of a dataset that is read as streams.
+            run: the state that is saved.
         """
-        self.steps, self.begun = 0, -1
         self.is_due = False
         self._is_stored = False
         self.releases = False
@@ -67,25 +56,16 @@ class CheckpointScheduler:
         self._steps_here = 0
         # The generation in which copies were asked for, and whether of rows.
         self._requested_in, self._is_sharded = NO_GENERATION, False
-        self._logbook, self._streams = logbook, streams
-        self._objects = objects
+        self._run = run
         self._snapshotter: Snapshotter | None = None
         self._context: WorkerContext | None = None
-        self._restorer = StateRestorer(objects)
+        self._restorer = StateRestorer(run.objects)
         self._options: Mapping[str, Any] = {}
-        self._data: Mapping[str, Any] = {}
 
     @property
     def is_sharded(self) -> bool:
         """Return whether every member has rows of the model, and none all of it."""
-        return self._objects.is_sharded
-
-    def go_on(self, left: ResumeState) -> None:
-        """Continue from where an earlier call of the train function stood."""
-        self._logbook = left.logbook
-        self.steps = left.steps
-        self.begun = left.begun
-        self._data = _plain(left.data) if left.data is not None else {}
+        return self._run.objects.is_sharded
 
     def configure(self, options: Mapping[str, Any]) -> None:
         """Take what the user chose."""
@@ -120,11 +100,11 @@ class CheckpointScheduler:
         if snapshotter is None or self._context is None:
             return False, True, False
         releases = leave_request is not None and leave_request.saves
-        return snapshotter.wants(self.steps + 1, self._request()), snapshotter.is_busy(), releases
+        saves = snapshotter.wants(self._run.steps + 1, self._request())
+        return saves, snapshotter.is_busy(), releases
 
     def committed(self, rows: Sequence[StepMetadata]) -> None:
-        """Count a step, and decide from everyone's rows whether it is saved."""
-        self.steps += 1
+        """Decide from everyone's rows whether the step that was just committed is saved."""
         self._steps_here += 1
         self._restorer.forget()
         self.releases = any(row.releases for row in rows)
@@ -145,21 +125,12 @@ class CheckpointScheduler:
         is_first = snapshotter.newest.generation != context.generation
         if self._is_sharded and is_first and self._steps_here >= FIRST_COPY_AT:
             return True  # Until then a loss would be the second of what the group has gone on from.
-        return snapshotter.wants_copy(self.steps)
+        return snapshotter.wants_copy(self._run.steps)
 
-    def at_boundary(
-        self,
-        cursor: Cursor,
-        data: Data | None,
-        is_over: Callable[[], bool],
-        *,
-        goes_on: bool = False,
-    ) -> None:
+    def at_boundary(self, is_over: Callable[[], bool], *, goes_on: bool = False) -> None:
         """Take a snapshot if one is due: the user's code for the step is through.
 
         Args:
-            cursor: the next step.
-            data: how the data is cut.
             is_over: whether the group is; then storage is not waited for.
             goes_on: the caller calls `settle` before the state changes, or the script continues
                 elsewhere than with the next step.
@@ -170,10 +141,10 @@ class CheckpointScheduler:
         if not self.is_due:
             self._boundaries += 1
             if self._boundaries == WARM_UP_AT:
-                self._try(lambda: snapshotter.warm_up(lambda: self.take(cursor, data)))
+                self._try(lambda: snapshotter.warm_up(self.take))
             return
         self.is_due, request = False, self._request()
-        is_async = bool(self._options.get("async_save", True))
+        run, is_async = self._run, bool(self._options.get("async_save", True))
         goes_on = goes_on and is_async and not self.releases
         if self.releases:
             snapshotter.wait_for_room(lambda: self._goes_on(is_over), LEAVING_S)
@@ -181,16 +152,16 @@ class CheckpointScheduler:
         def take() -> None:
             with span("snapshot"):
                 done = snapshotter.take(
-                    lambda: self.take(cursor, data),
-                    cursor,
-                    self.steps,
+                    self.take,
+                    run.cursor,
+                    run.steps,
                     request=request,
                     # Not by our own plan or request: it may reach some later.
                     durable=self._is_stored,
-                    about=self._logbook.latest,
-                    aliases=self._objects.aliases(),
-                    own=PerRankState(self._objects.caches(), self._objects.own),
-                    still=self._objects.still_between_steps() if goes_on else None,
+                    about=run.logbook.latest,
+                    aliases=run.objects.aliases(),
+                    own=PerRankState(run.objects.caches(), run.objects.own),
+                    still=run.objects.still_between_steps() if goes_on else None,
                 )
             while not is_async and not done.wait(WAIT_SLICE_S) and not is_over():
                 self._show_progress()
@@ -203,16 +174,12 @@ class CheckpointScheduler:
         if activity is not None and activity.beats:  # At 0 it is not judged.
             activity.beats += 1
 
-    def at_end(
-        self, cursor: Cursor, data: Data | None, is_over: Callable[[], bool], *, holds: bool
-    ) -> None:
+    def at_end(self, is_over: Callable[[], bool], *, holds: bool) -> None:
         """The last epoch is over: save it, unless this group has done that.
 
         What an earlier one began may have come to nothing, and nothing comes after this.
 
         Args:
-            cursor: the end of the run.
-            data: how the data is cut.
             is_over: whether the group is; then storage is not waited for.
             holds: have it in memory also if nothing is saved: code that follows may change it.
         """
@@ -220,37 +187,33 @@ class CheckpointScheduler:
         if (
             snapshotter is not None
             and (snapshotter.plan.is_on or holds)
-            and not snapshotter.has_taken(self.steps)
+            and not snapshotter.has_taken(self._run.steps)
         ):
             snapshotter.wait_for_room(is_over)
             self.is_due, self._is_stored = True, snapshotter.plan.is_on
-            self.at_boundary(cursor, data, is_over)
+            self.at_boundary(is_over)
 
     def settle(self) -> None:
         """Let the state change: see `Snapshotter.settle`."""
         if self._snapshotter is not None:
             self._snapshotter.settle()
 
-    def before_leaving(
-        self, cursor: Cursor, data: Data | None, is_over: Callable[[], bool]
-    ) -> None:
+    def before_leaving(self, is_over: Callable[[], bool]) -> None:
         """Save the state that only the members have, because all of them leave here by plan.
 
         Those of a paused job end. Of a sharded model none could continue with its rows alone, and
         some may not come back. So they wait until it is durable.
 
         Args:
-            cursor: the next step.
-            data: how the data is cut.
             is_over: whether the group is, so that there is no member to wait for.
         """
         snapshotter = self._snapshotter
         if snapshotter is None or not (self.releases or self.is_sharded):
             return
-        if not snapshotter.has_taken(self.steps):
+        if not snapshotter.has_taken(self._run.steps):
             snapshotter.wait_for_room(is_over, LEAVING_S)
             self.is_due = self._is_stored = True
-            self.at_boundary(cursor, data, is_over)
+            self.at_boundary(is_over)
         if self.releases:  # It has time, until the coordinator calls it off.
             snapshotter.wait_durable(lambda: self._goes_on(is_over), self._show_progress, FINISH_S)
         if self.is_sharded:  # Those that continue wait for it, too.
@@ -265,43 +228,22 @@ class CheckpointScheduler:
         context = self._context
         return is_over() or (context is not None and context.link.is_called_off(context.generation))
 
-    def take(self, cursor: Cursor, data: Data | None) -> State:
-        """Return the state of the run; its tensors are the live ones.
+    def take(self) -> State:
+        """Return the state of the run, with the newest snapshot; its tensors are the live ones."""
+        snapshotter = self._snapshotter
+        return self._run.take(snapshotter.newest if snapshotter is not None else SnapshotId())
 
-        Args:
-            cursor: the next step.
-            data: how the data is cut, None while that is not known.
-        """
-        newest = self._snapshotter.newest if self._snapshotter is not None else SnapshotId()
-        return {
-            "objects": self._objects.take(),
-            "cursor": [cursor.epoch, cursor.step],
-            "logged": self._logbook.state(),
-            "streams": self._streams.sent(cursor, all_of_it=True),
-            "steps": self.steps,
-            "begun": self.begun,
-            "saved": list(newest),
-            "data": _plain(data) if data is not None else dict(self._data),
-        }
-
-    def put(self, state: State) -> Cursor:
+    def put(self, state: State) -> None:
         """Make this the state of the run, as far as this member is concerned.
-
-        Returns:
-            Where it stands.
 
         Raises:
             UsageError: it is the state of other objects; nothing was changed then.
         """
         self.settle()
         with self._working("moves the state that it received to its device"):
-            self._objects.put(state["objects"])
-        self._logbook.load_state(state["logged"])
-        self._streams.receive([state["streams"]])
-        self.steps, self.begun, self._data = state["steps"], state["begun"], state["data"]
+            self._run.put(state)
         if self._snapshotter is not None:
             self._snapshotter.newest = SnapshotId(*state["saved"])
-        return Cursor(*state["cursor"])
 
     def agree_on_number(self, group: Any) -> None:
         """Know the newest snapshot that any member knows of; all members call this.
@@ -342,39 +284,6 @@ class CheckpointScheduler:
         if self._snapshotter is not None:
             self._snapshotter.agree_on_memory(memories)
 
-    def known_streams(self, cursor: Cursor) -> bytes:
-        """Return what we have read of streams, for the others."""
-        return self._streams.sent(cursor)
-
-    def learn_streams(self, shared: Sequence[bytes]) -> None:
-        """Take what the others have read of streams."""
-        self._streams.receive(shared)
-
-    def check_data(self, data: Data, cursor: Cursor) -> None:
-        """Refuse to continue in the middle of an epoch with data that is cut in another way.
-
-        The coordinator is informed how many members can share a step.
-
-        Raises:
-            UsageError: naming what differs.
-        """
-        if self._context is not None:
-            self._context.link.post(MicroBatchesDeclared(data.num_micro_batches))
-        known, self._data = self._data, {}
-        mine = _plain(data)
-        wrong = [name for name, value in known.items() if mine.get(name) != value]
-        if cursor.step and wrong:
-            was, now = (
-                ", ".join(f"{n}={known[n]}" for n in wrong),
-                ", ".join(f"{n}={mine.get(n)}" for n in wrong),
-            )
-            raise UsageError(
-                f"this run stands at step {cursor.step} of epoch {cursor.epoch}, with {was}; the "
-                f"loader has {now}: continue with the same data, batch_size, seed, sampler (let "
-                f"train.register know one that changes) and "
-                f"prepare_data_loader(global_batch_size=...), or begin a new run"
-            )
-
     def _working(self, what: str) -> AbstractContextManager[None]:
         """Enter what takes this member's own time, although others wait for it meanwhile."""
         return self._context.activity.working(what) if self._context is not None else nullcontext()
@@ -388,21 +297,15 @@ class CheckpointScheduler:
         try:
             take()
         except (UsageError, OSError, MemoryError, RuntimeError) as error:
-            log.warning("snapshot_failed steps=%d reason=%r", self.steps, str(error))
+            log.warning("snapshot_failed steps=%d reason=%r", self._run.steps, str(error))
         except Exception:
             # State_dict is the user's own, and may raise anything.
-            log.exception("snapshot_failed steps=%d", self.steps)
+            log.exception("snapshot_failed steps=%d", self._run.steps)
 
     # ------------------------------------------------------------------- reading
 
-    def restore(self, group: Any, begin: Cursor) -> State | None:
+    def restore(self, group: Any) -> State | None:
         """Return the newest saved state, None if there is none for us; see `StateRestorer`."""
         if self._snapshotter is None or self._context is None:
             return None
-        return self._restorer.restore(group, begin, self._context, self._snapshotter)
-
-
-def _plain(data: Data) -> dict[str, Any]:
-    """Return how data is cut in numbers and strings."""
-    fields = asdict(data)
-    return {name: v.value if isinstance(v, Enum) else v for name, v in fields.items()}
+        return self._restorer.restore(group, self._run.cursor, self._context, self._snapshotter)

@@ -15,9 +15,7 @@ import torch
 
 from elastic.core.policy.cursor import Cursor
 from elastic.core.policy.recovery import CodePlace
-from elastic.core.policy.streams import Data
-from elastic.errors import InvariantViolation, UsageError
-from elastic.worker.data.streams import MicroBatches
+from elastic.errors import UsageError
 from elastic.worker.engine.forgotten import Forgotten
 from elastic.worker.engine.logbook import PlaceCounter
 from elastic.worker.engine.step_values import StepValues
@@ -104,8 +102,7 @@ class EpochLoop:
         epoch: whose code runs, None outside of the loop.
         has_head: the state had what the code before its pass does when that code began to run.
         passed: the epoch whose data was read to its end, None for none.
-        loader: that was read last.
-        by_steps: it is read as whole steps, see `train.steps`.
+        by_steps: its data is read as whole steps, see `train.steps`.
         ends: the step at hand is the epoch's last one.
         open_pass: the pass over the data that was opened last, if it is alive.
         cut: what is wrong with where a pass was left, None if nothing is.
@@ -117,18 +114,12 @@ class EpochLoop:
     epoch: int | None = None
     has_head: bool = False
     passed: int | None = None
-    loader: MicroBatches | None = None
     by_steps: bool = False
     ends: bool = False
     open_pass: weakref.ref[Generator[Any, None, None]] | None = None
     cut: UsageError | None = None
     is_over: bool = False
     others_asked_s: float = 0.0
-
-    @property
-    def data(self) -> Data | None:
-        """Return how the data is cut, None while no loader was read."""
-        return self.loader.plan if self.loader is not None else None
 
     @property
     def is_behind(self) -> bool:
@@ -140,11 +131,6 @@ class EpochLoop:
         open_pass = self.open_pass() if self.open_pass is not None else None
         if open_pass is not None:
             open_pass.close()
-
-    def the_loader(self) -> MicroBatches:
-        if self.loader is None:
-            raise InvariantViolation("no loader is read")
-        return self.loader
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from elastic.core.policy.cursor import Cursor
-from elastic.core.policy.recovery import RunPosition
-from elastic.core.policy.streams import Data
 from elastic.errors import StorageError
 from elastic.worker.engine.checkpoint_schedule import CheckpointScheduler
 from elastic.worker.engine.group_sync import SyncResult, synchronize
+from elastic.worker.engine.run_state import RunState
 from elastic.worker.group.c10d import default_group
 from elastic.worker.group.peer_sockets import PeerAddress
 from elastic.worker.reduce.reducer import OptimizerUnit
@@ -22,64 +20,63 @@ from elastic.worker.state.train_state import State
 
 
 def catch_up(
+    run: RunState,
     checkpoints: CheckpointScheduler,
-    position: Callable[[], RunPosition],
-    data: Data | None,
+    epoch: int | None,
     units: Sequence[OptimizerUnit],
     reach: PeerAddress,
     *,
-    put: Callable[[State], Cursor],
-) -> tuple[SyncResult, Cursor]:
+    put: Callable[[State], None],
+) -> SyncResult:
     """Find out who is how far, and give everyone the same state.
 
     Args:
-        checkpoints: knows our state, and reads what was saved.
-        position: returns how far we are.
-        data: how the data is cut, None while that is not known.
+        run: what we have of it.
+        checkpoints: reads what was saved.
+        epoch: whose code runs, None outside of the loop.
         units: the parameters that we have prepared.
         reach: how the others reach us.
-        put: makes a state ours, and returns its place.
-
-    Returns:
-        What came of it, and where we stand now.
+        put: makes a state ours.
 
     Raises:
         RuntimeError: the group broke.
         UsageError: members cannot train together.
         StorageError: there are checkpoints, and none can be read.
     """
-    group, here = default_group(), position()
+    group = default_group()
 
-    def meet_again(begins: bool) -> SyncResult:
+    def meet(begins: bool) -> SyncResult:
+        here = run.position(epoch, checkpoints.newest_saved(), checkpoints.held())
+        if begins and checkpoints.is_sharded:
+            # Of these none could send the beginning: each has made its own rows.
+            here = replace(here, has_state=True)
         return synchronize(
             group,
             here,
             units,
-            data,
-            lambda: checkpoints.take(here.cursor, data),
+            run.data,
+            checkpoints.take,
             reach,
             begins=begins,
-            shared=checkpoints.known_streams(here.cursor),
+            shared=run.streams.sent(run.cursor),
             memory=checkpoints.memory(),
         )
 
-    met = meet_again(False)
+    met = meet(False)
     checkpoints.agree_on_memory(met.memories)
     if met.nobody_has_state or met.is_outdated:
         try:
-            saved = checkpoints.restore(group, here.cursor)
+            saved = checkpoints.restore(group)
         except StorageError:
             if met.nobody_has_state:
                 raise
             saved = None  # All raise it alike: the newest that some have will do.
         if saved is not None:
             put(saved)
-        # Of a sharded model none could send the beginning: each has made its own rows.
-        here = position()
-        here = replace(here, has_state=here.has_state or checkpoints.is_sharded)
-        met = meet_again(True)
-    checkpoints.learn_streams(met.shared)
-    cursor = here.cursor if met.state is None else put(met.state)
+        met = meet(True)
+    run.streams.receive(met.shared)
+    if met.state is not None:
+        put(met.state)
     if min(met.cursors) < max(met.cursors):  # The same on all members.
         checkpoints.agree_on_number(group)
-    return met, cursor
+    return met

@@ -61,11 +61,12 @@ from elastic.core.events.step import (
     StepSkipped,
     TakeGradients,
 )
+from elastic.core.events.worker import MicroBatchesDeclared
 from elastic.core.machine.step import AT_STEP, StepMachine
 from elastic.core.machine.transitions import StepPhase
 from elastic.core.policy.cursor import Cursor, epoch_seed, evaluation_seed, micro_batch_seed
 from elastic.core.policy.microbatch import deal
-from elastic.core.policy.recovery import CodePlace, RunPosition
+from elastic.core.policy.recovery import CodePlace
 from elastic.core.policy.streams import Data
 from elastic.core.telemetry import (
     CHECKPOINT_STALL,
@@ -74,7 +75,6 @@ from elastic.core.telemetry import (
     RESTORE,
     USER,
 )
-from elastic.core.world import NO_GENERATION
 from elastic.errors import GroupError, InvariantViolation, UsageError, check
 from elastic.worker.base.interrupt import GroupChanged
 from elastic.worker.base.spans import span
@@ -116,6 +116,7 @@ from elastic.worker.engine.prepared_optimizers import (
 )
 from elastic.worker.engine.recovery_modes import GroupProvider, ReenterRequested, ResumeState
 from elastic.worker.engine.resume_point import ResumePoint, check_collectives
+from elastic.worker.engine.run_state import RunState
 from elastic.worker.engine.state_recovery import catch_up
 from elastic.worker.engine.step_values import StepValues
 from elastic.worker.engine.still_weights import StillWeights
@@ -149,15 +150,12 @@ class StepEngine:
     """What the prepared objects of one call of the train function share.
 
     Attributes:
-        cursor: the next step to be committed.
-        state: the prepared and registered objects.
-        logbook: what `train.log` was given.
+        run: the state of the run, as we have it.
         groups: where groups come from.
         options: what the user chose.
         at_close: what is to be done at the end of the call.
         at_boundary: called before each iteration and before the end of an epoch, and where a step
             is dealt out anew: all state is of whole steps, and this worker's place is known.
-        streams: what is known of a dataset that is read as streams.
     """
 
     def __init__(self, groups: GroupProvider, *, resume_state: ResumeState | None = None) -> None:
@@ -167,22 +165,18 @@ class StepEngine:
             groups: where groups come from.
             resume_state: what an earlier call of the train function has reached in this process.
         """
-        self.groups = groups
-        self.state = TrainState()
-        self.cursor = Cursor()
-        self.logbook = Logbook()
         # Loaders that are asked for the steps of an epoch before the loop know of it from then on.
-        self.streams = resume_state.streams if resume_state is not None else StreamBook()
+        streams = resume_state.streams if resume_state is not None else StreamBook()
+        self.run = RunState(TrainState(), streams)
+        self.groups = groups
         self.options = EngineOptions()
         self.at_close = ExitStack()
         self.at_boundary: Callable[[], None] = lambda: None
         self._context: WorkerContext | None = None
-        self._checkpoints = CheckpointScheduler(self.state, self.logbook, self.streams)
+        self._checkpoints = CheckpointScheduler(self.run)
         self._due = PendingOptimizerSteps()
         self._watch = Divergence(self.state)
         self._resume_point = ResumePoint(self.state, self._watch, resume_state)
-        self._has_state = False
-        self._agreed_in = NO_GENERATION  # The newest group that has met; its members had our state.
         self._loop: RunningLoop | None = None
         self._epochs = EpochLoop()
         self._group = PresentGroup()
@@ -210,9 +204,19 @@ class StepEngine:
         self.at_close.close()
 
     @property
+    def state(self) -> TrainState:
+        """Return the prepared and registered objects."""
+        return self.run.objects
+
+    @property
+    def cursor(self) -> Cursor:
+        """Return the next step to be committed."""
+        return self.run.cursor
+
+    @property
     def data(self) -> Data | None:
         """Return how the data is cut, None while no loader was read."""
-        return self._epochs.data
+        return self.run.data
 
     @property
     def has_begun(self) -> bool:
@@ -274,7 +278,7 @@ class StepEngine:
             step: steps of that epoch that are done already.
             is_users: the loop is the script's own, and no framework's, which keeps more.
         """
-        self.cursor = max(self.cursor, Cursor(start, step))
+        self.run.cursor = max(self.cursor, Cursor(start, step))
         if not self.state.optimizers:
             raise usage_errors.no_optimizer()
         self._epochs.total = total
@@ -284,7 +288,7 @@ class StepEngine:
                 epoch = self._epochs.epoch = self.cursor.epoch
                 # A member that joins later runs this code, too, and with the same random numbers.
                 seed_everything(epoch_seed(self.options.seed, epoch, is_over=False))
-                self._epochs.has_head = self._checkpoints.begun == epoch
+                self._epochs.has_head = self.run.begun == epoch
                 self._keep_for_code()
                 yield epoch
                 self._epochs.close_pass()
@@ -292,11 +296,11 @@ class StepEngine:
                 if (forgotten := self._the_loop().forgotten) is not None:
                     forgotten.look()
                 if self.cursor.epoch == epoch:
-                    self.cursor = Cursor(epoch + 1, 0)
+                    self.run.cursor = Cursor(epoch + 1, 0)
                 self._set_whole()
             with self.context.timing.spending(CHECKPOINT_STALL):
                 holds = not (self._resume_point.is_small or self.context.is_local)
-                self._checkpoints.at_end(self.cursor, self.data, self._is_broken, holds=holds)
+                self._checkpoints.at_end(self._is_broken, holds=holds)
             self._keep_for_code()
         finally:
             self._end()
@@ -325,11 +329,8 @@ class StepEngine:
         if resume_state is not None:
             # An interrupt between two tensors would leave a state of no step.
             with self.context.shielded():
-                self.state.put(resume_state.state)
-                self.cursor, self.logbook = resume_state.cursor, resume_state.logbook
-                self._checkpoints.go_on(resume_state)
-                self._has_state, self._resume_point.given = True, None
-                self._agreed_in = resume_state.agreed_in
+                self.run.go_on(resume_state)
+                self._resume_point.given = None
             if resume_state.generation == self.context.generation:
                 self._group.code_places = resume_state.code_places
                 self._attach()
@@ -437,7 +438,7 @@ class StepEngine:
             self._settle_snapshot()
             if self._machine.phase is StepPhase.COMMITTED:
                 self._due.end()
-                self.logbook.commit_step()  # The loop was left after a step.
+                self.run.logbook.commit_step()  # The loop was left after a step.
             self.state.put_late()
             self._take(PassLeft())
             self._iteration = Iteration()
@@ -470,7 +471,7 @@ class StepEngine:
 
     def _counts_iterations(self) -> bool:
         """Return whether how many iterations a step has depends on the number of workers."""
-        data = self._epochs.data
+        data = self.data
         num = data.num_micro_batches if data is not None else 1
         return not self._epochs.by_steps and self.context.min_workers < num
 
@@ -496,7 +497,7 @@ class StepEngine:
             self.context.activity.beats += 1
             batch = self._iteration.batch
             if batch is not None and not self._the_loop().padding.is_under_way:
-                self.logbook.end_micro_batch(batch.number)
+                self.run.logbook.end_micro_batch(batch.number)
             self._iteration.batch = None
             self._take(MicroBatchComputed(self._is_broken()))
             if self._machine.phase is not StepPhase.VOID:
@@ -512,7 +513,7 @@ class StepEngine:
     def add_up(self, values: Mapping[str, Any]) -> None:
         """Add these up over the micro-batches of the step at hand; see `WholeStep.add`."""
         if self._iteration.batch is not None:
-            self.logbook.add_up(values, counts=self._iteration.batch.count > 0)
+            self.run.logbook.add_up(values, counts=self._iteration.batch.count > 0)
 
     def num_samples(self) -> int:
         """Return the samples of the step that was computed last; see `WholeStep.samples`."""
@@ -545,8 +546,8 @@ class StepEngine:
         """Leave the rest of the epoch out; who joins here finds nothing left in it."""
         self._epochs.ends, epoch = False, self.cursor.epoch
         if not loader.steps_of(epoch):
-            self.streams.end(epoch, self.cursor.step)
-        self.cursor = Cursor(epoch, loader.steps_of(epoch))
+            self.run.streams.end(epoch, self.cursor.step)
+        self.run.cursor = Cursor(epoch, loader.steps_of(epoch))
 
     def _open_pass(self, loader: MicroBatches) -> int:
         if self._epochs.epoch is None:
@@ -559,9 +560,9 @@ class StepEngine:
         if self._epochs.has_head:
             self._put_head_back()
         self._set_whole()
-        self._checkpoints.begun = self._epochs.epoch
-        self._epochs.loader = loader
-        self._checkpoints.check_data(loader.plan, self.cursor)
+        self.run.begun = self._epochs.epoch
+        self.context.link.post(MicroBatchesDeclared(loader.plan.num_micro_batches))
+        self.run.read(loader)
         self._deal()
         return self._epochs.epoch
 
@@ -583,7 +584,7 @@ class StepEngine:
 
     def _deal(self) -> None:
         """Ask the loader for our micro-batches of the present group."""
-        loader = self._epochs.loader
+        loader = self.run.loader
         if loader is None or not loader.has_step(self.cursor):
             return
         context = self.context
@@ -618,7 +619,7 @@ class StepEngine:
         loop, context = self._the_loop(), self.context
         context.activity.at(self.cursor.epoch, self.cursor.step)
         request = context.link.leave_request(context.generation)  # Once: it may change.
-        flags = tuple(self.logbook.row()), *self._checkpoints.flags(request)
+        flags = tuple(self.run.logbook.row()), *self._checkpoints.flags(request)
         row = StepMetadata(
             request is not None,
             self.cursor,
@@ -627,7 +628,7 @@ class StepEngine:
             rates=self._group.rates,
             busy_ns=float(context.timing.busy_ns),
             checksum=self._watch.step_checksum(
-                self._checkpoints.steps, context.world_size, loader.order_print(self.cursor.epoch)
+                self.run.steps, context.world_size, loader.order_print(self.cursor.epoch)
             ),
         )
         loop.reducer.begin_step(share, row.numbers())
@@ -674,21 +675,21 @@ class StepEngine:
 
     def _close_step(self) -> None:
         """The user's code for a committed step is through: we are at a boundary."""
-        loop = self._the_loop()
+        loop, run = self._the_loop(), self.run
         loop.still.check_after()
         self._note_step()
         if loop.forgotten is not None:
             loop.forgotten.step_done(has_asked=self._iteration.asks)
         self._due.end()
-        self.logbook.commit_step()  # Only now: plain loops log after `optimizer.step()`.
+        run.logbook.commit_step()  # Only now: plain loops log after `optimizer.step()`.
         self._set_whole()
         if self._checkpoints.is_due or self._group.is_leaving:
             self._together(self._share_logged)
-        shares_book = self.streams.is_due(self.cursor, self._checkpoints.is_due)
+        shares_book = run.streams.is_due(run.cursor, self._checkpoints.is_due)
         if self._group.error is None and shares_book:
-            self._together(lambda: share_book(default_group(), self.streams, self.cursor))
+            self._together(lambda: share_book(default_group(), run.streams, run.cursor))
         with self.context.timing.spending(CHECKPOINT_STALL):
-            self._checkpoints.at_boundary(self.cursor, self.data, self._is_broken, goes_on=True)
+            self._checkpoints.at_boundary(self._is_broken, goes_on=True)
 
     def _close_received(self) -> None:
         """The user's code for a step that others have committed is through."""
@@ -709,14 +710,14 @@ class StepEngine:
     def _timing_sample(self) -> TimingSample:
         """Return what is reported of this loop about once a second."""
         epoch, step = self.cursor.epoch, self.cursor.step
-        loader, rank = self._epochs.loader, self.context.world_rank
+        loader, rank = self.run.loader, self.context.world_rank
         return TimingSample(
             bytes_sent=self._the_reducer().bytes_sent,
             epoch=epoch,
             step=step,
             num_epochs=self._epochs.total,
             num_steps=loader.steps_of(epoch) or 0 if loader is not None else 0,
-            logged=self.logbook.latest_json() if rank == 0 else "",
+            logged=self.run.logbook.latest_json() if rank == 0 else "",
         )
 
     # ------------------------------------------------------------------- optimizer steps
@@ -802,9 +803,9 @@ class StepEngine:
             return
         for unit in units:
             reducer.unit_stepped(unit)  # What backward gives from here on is of no step.
-        logged, context = self.logbook.take_micro_batches(), self.context
+        logged, context = self.run.logbook.take_micro_batches(), self.context
         partition = MicroBatchPartition(
-            context.world_rank, context.world_size, self._epochs.the_loader().plan.num_micro_batches
+            context.world_rank, context.world_size, self.run.the_loader().plan.num_micro_batches
         )
         totals = self._together(lambda: self._group.values.totals(partition, logged))
         if totals is None:
@@ -813,7 +814,7 @@ class StepEngine:
         with context.shielded():
             is_whole = self._settle_buffers()
             if is_whole:
-                self.logbook.take_totals(totals)
+                self.run.logbook.take_totals(totals)
             self._take(StepSettled(is_whole))
 
     def _settle_buffers(self) -> bool:
@@ -835,8 +836,8 @@ class StepEngine:
         if not is_settled and self._ranks_differ():
             self._take(StepCommitted(False))
             return
-        # No interrupt in the middle of a step. If it raises, `_has_state` stays False, and this
-        # member receives the state from another one.
+        # No interrupt in the middle of a step. If it raises, `run.is_held` stays False, and
+        # this member receives the state from another one.
         with self.context.shielded(), span("commit"):
             if not is_settled and not self._settle_buffers():
                 self._take(StepCommitted(False))
@@ -846,14 +847,14 @@ class StepEngine:
             if self._resume_point.calls_late and self._resume_point.is_small:
                 self._keep()
             self._resume_point.begin_code(follows_commit=True)
-            self._has_state = False
+            self.run.is_held = False
             self._the_reducer().keep_buffers()
             self._group.stepped = self._due.bits(self.state.optimizers)
             self._group.rates = rates_print(self.state.optimizers)
             seed_step(self.data, self.cursor, self.state.shard_number)
             self._due.do()
-            self.cursor = Cursor(self.cursor.epoch, self.cursor.step + 1)
-            self._has_state = True
+            self.run.count_step()
+            self.run.is_held = True
             self._take(StepCommitted(True))
             if self._counts_iterations() and not self._iteration.asks:
                 loop = self._the_loop()
@@ -862,7 +863,7 @@ class StepEngine:
                     loop.forgotten.step_committed()
             self._group.is_leaving = any(row.requests for row in rows)
             self._checkpoints.committed(rows)
-            self.logbook.take_rows([row.values for row in rows])
+            self.run.logbook.take_rows([row.values for row in rows])
             # Only the script's own collectives count, not those of its optimizers.
             self._resume_point.begin_code(follows_commit=True)
             self.groups.defer(True)
@@ -876,7 +877,7 @@ class StepEngine:
         rows = read_rows(self._the_reducer().rows)
         if not differ([row.checksum for row in rows]):
             return False
-        self.logbook.share([row.values for row in rows])
+        self.run.logbook.share([row.values for row in rows])
         self._together(self._heal)
         return True
 
@@ -890,13 +891,13 @@ class StepEngine:
         self._the_reducer().abandon()  # Buffers are what they were before the step.
         self._iteration.batch = None
         differing = self._watch.settle(default_group(), self.cursor)
-        self._has_state = self.context.world_rank not in differing
+        self.run.is_held = self.context.world_rank not in differing
         self._group.meets = True  # All of us, in this group.
         self._take(GroupBroke())
 
     def _forget_step(self) -> None:
         """Whatever the broken step has left behind is not to be seen by the next attempt."""
-        self.logbook.forget_step()
+        self.run.logbook.forget_step()
         self._due.forget()
         self.state.forget_step()
 
@@ -952,9 +953,9 @@ class StepEngine:
     def log(self, values: Mapping[str, Any]) -> None:
         """Average these over the step; see `train.log`."""
         if self._iteration.batch is not None:
-            self.logbook.add(values, self._iteration.batch.weight)
+            self.run.logbook.add(values, self._iteration.batch.weight)
         elif self.has_computed():
-            self.logbook.add(values, 1.0)  # Of a whole step, once.
+            self.run.logbook.add(values, 1.0)  # Of a whole step, once.
 
     def report(self, metrics: str, checkpoint: Any = None, *, name: str | None = None) -> None:
         """Report once per step, or once between epochs; see `train.report`."""
@@ -1021,13 +1022,13 @@ class StepEngine:
             if not stays:
                 if at_boundary:
                     with timing.spending(CHECKPOINT_STALL):
-                        self._checkpoints.before_leaving(self.cursor, self.data, self.must_leave)
+                        self._checkpoints.before_leaving(self.must_leave)
                 if self.options.recovery in ("reenter", "restart"):
                     raise GroupChanged("the group changes", self.context.generation) from error
                 self.groups.rejoin(self.context.generation, error, at_boundary)
             comes_again, stays, at_boundary = not stays, False, False
             self._group = PresentGroup()
-            timing.switch(REFORM if self._has_state else RESTORE)
+            timing.switch(REFORM if self.run.is_held else RESTORE)
             try:
                 if comes_again:
                     note_loop_begun(is_inside=self._epochs.epoch is not None)
@@ -1062,35 +1063,20 @@ class StepEngine:
         """
         with self.context.activity.waiting():
             units, reach = list(self._the_loop().units.values()), self.context.reach
-            met, self.cursor = catch_up(
-                self._checkpoints, self._position, self.data, units, reach, put=self._put
+            met = catch_up(
+                self.run, self._checkpoints, self._epochs.epoch, units, reach, put=self._put
             )
-        self._has_state = True
+        self.run.is_held = True
         self._group.code_places = met.code_places
-        self._agreed_in = self.context.generation
-        share_latest(default_group(), met.cursors, self.logbook)
+        self.run.agreed_in = self.context.generation
+        share_latest(default_group(), met.cursors, self.run.logbook)
         return met.num_bytes
 
-    def _position(self) -> RunPosition:
-        return RunPosition(
-            self._has_state,
-            self.cursor,
-            (self._epochs.loader or self.streams).steps_of(self.cursor.epoch),
-            self._epochs.epoch == self.cursor.epoch,
-            self._agreed_in,
-            self._checkpoints.steps,
-            self._checkpoints.newest_saved(),
-            self._checkpoints.held(),
-        )
-
-    def _put(self, state: State) -> Cursor:
+    def _put(self, state: State) -> None:
         """Make this our state; what an error leaves of it is not offered."""
         with self.context.shielded():
-            self._has_state = False
-            self.cursor = self._checkpoints.put(state)
-            self._has_state = True
+            self._checkpoints.put(state)
             self._set_whole()
-        return self.cursor
 
     def _pass_gate(self) -> bool:
         """Wait until everyone has committed the epoch's last step; False if the group broke.
@@ -1102,18 +1088,19 @@ class StepEngine:
         if max(self._group.code_places, default=behind) > behind:
             return True  # Others of this group have passed it in the one before.
         all_of_it = halves(self._watch.of_all(self.context.world_size))
-        row = [*map(float, all_of_it), *self.logbook.row()]
+        row = [*map(float, all_of_it), *self.run.logbook.row()]
         rows = self._together(lambda: send_metadata(default_group(), row))
         if rows is not None and differ([whole(*row[:2]) for row in rows]):
-            self.logbook.share([row[2:] for row in rows])
+            self.run.logbook.share([row[2:] for row in rows])
             self._together(self._heal)
             return False
-        self.logbook.take_rows([row[2:] for row in rows or ()])
+        self.run.logbook.take_rows([row[2:] for row in rows or ()])
         return rows is not None
 
     def _share_logged(self) -> None:
         """Keep what all have logged of this step in the snapshot, and with those who stay."""
-        self.logbook.share(send_metadata(default_group(), self.logbook.row()))
+        logbook = self.run.logbook
+        logbook.share(send_metadata(default_group(), logbook.row()))
 
     def _together(self, exchange: Callable[[], Any]) -> Any:
         """Do what all members do here; None if the group broke."""
@@ -1143,27 +1130,28 @@ class StepEngine:
         point = self._resume_point
         if not point.is_whole and (has_raised or point.has_copy):
             return point.copy()
-        if not self._has_state:
+        if not self.run.is_held:
             return None
         if self._loop is not None:
             self._loop.reducer.release_gradients()  # Buffers are those of the last commit again.
-        self.logbook.forget_step()
+        self.run.logbook.forget_step()
         agreed = self.context.generation if in_this_group else 0
-        return self._resume_from(self.state.take(), self.logbook, agreed)
+        return self._resume_from(self.state.take(), self.run.logbook, agreed)
 
     def _resume_from(self, state: State, logbook: Logbook, agreed: int = 0) -> ResumeState:
+        run = self.run
         return ResumeState(
             state,
-            self.cursor,
+            run.cursor,
             logbook,
             agreed,
             self._group.code_places,
-            self._checkpoints.steps,
-            self.streams,
+            run.steps,
+            run.streams,
             self._resume_point.calls_late,
-            self._checkpoints.begun,
-            self.data,
-            self._agreed_in,
+            run.begun,
+            run.data,
+            run.agreed_in,
         )
 
     def _set_whole(self) -> None:
@@ -1179,10 +1167,10 @@ class StepEngine:
 
     def _check_collectives(self) -> None:
         """Raise GroupChanged if the script's collectives have failed: no state is ours then."""
-        has_state, self._has_state = self._has_state, False
+        was_held, self.run.is_held = self.run.is_held, False
         devices = [parameter.device for parameter in self._the_loop().parameters()]
         check_collectives(self.groups, self.context, devices)
-        self._has_state = has_state
+        self.run.is_held = was_held
 
     def _keep_for_code(self) -> None:
         """Code of the script's follows, before a pass or behind it."""
@@ -1195,7 +1183,7 @@ class StepEngine:
             return
 
         def resume_from(state: State) -> ResumeState:
-            logbook = deepcopy(self.logbook)
+            logbook = deepcopy(self.run.logbook)
             logbook.forget_step()
             return self._resume_from(state, logbook)
 

@@ -11,13 +11,13 @@ from typing import Any, Protocol
 
 from elastic.errors import UsageError
 from elastic.worker.data.streams import MicroBatches
-from elastic.worker.engine.logbook import Logbook
+from elastic.worker.engine.run_state import RunState
 
 
 class StepComputer(Protocol):
     """The engine, as a whole step sees it."""
 
-    logbook: Logbook
+    run: RunState
 
     def compute(self, loader: MicroBatches) -> Iterator[Any]:
         """Yield our micro-batches of the step, until all of it that needs others is done."""
@@ -118,7 +118,7 @@ class WholeStep:
                 "step.averages: this step is not computed: read its micro-batches first, or it "
                 "is over, and another one has begun"
             )
-        return dict(self._engine.logbook.latest)
+        return dict(self._engine.run.logbook.latest)
 
     def add(self, **values: Any) -> None:
         """Add values up over all micro-batches of the step, such as counts of tokens.
@@ -131,7 +131,7 @@ class WholeStep:
     @property
     def sums(self) -> dict[str, float]:
         """Return what `add` was given, over the whole step; nothing of a step that others did."""
-        return dict(self._engine.logbook.sums) if self._engine.has_computed() else {}
+        return dict(self._engine.run.logbook.sums) if self._engine.has_computed() else {}
 
     @property
     def samples(self) -> int:

@@ -1,0 +1,163 @@
+"""The state of the run, as this member has it.
+
+A snapshot and a checkpoint hold it, a member that lacks it is sent it, and a call of the train
+function leaves it to the next one.
+
+Rule: while it is of no step, `is_held` is False.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from enum import Enum
+from typing import Any
+
+from elastic.core.policy.cursor import Cursor
+from elastic.core.policy.recovery import RunPosition, SavedPosition
+from elastic.core.policy.streams import Data
+from elastic.core.world import NO_GENERATION
+from elastic.errors import InvariantViolation, UsageError
+from elastic.worker.data.stream_book import StreamBook
+from elastic.worker.data.streams import MicroBatches
+from elastic.worker.engine.logbook import Logbook
+from elastic.worker.engine.recovery_modes import ResumeState
+from elastic.worker.state.train_state import State, TrainState
+
+
+class RunState:
+    """What this member has of the run.
+
+    Attributes:
+        objects: the prepared and registered ones.
+        cursor: the next step to be committed.
+        steps: committed in the run.
+        begun: the last epoch whose code before the pass has run, -1 if none.
+        logbook: what `train.log` was given.
+        streams: what is known of a dataset that is read as streams.
+        loader: that was read last, None before the first pass.
+        is_held: we have begun the run, received its state, or loaded it. What an error leaves of a
+            step that is applied, or of a state that is put, is not the run's.
+        agreed_in: the newest group that has met; its members had this state.
+    """
+
+    def __init__(self, objects: TrainState, streams: StreamBook) -> None:
+        """Begin before the first step.
+
+        Args:
+            objects: what the train function prepares and registers.
+            streams: what an earlier call of it knew of streams.
+        """
+        self.objects, self.streams = objects, streams
+        self.cursor, self.steps, self.begun = Cursor(), 0, -1
+        self.logbook = Logbook()
+        self.loader: MicroBatches | None = None
+        self.is_held = False
+        self.agreed_in = NO_GENERATION
+        # How the data was cut where this state comes from; empty once a loader was read.
+        self._cut: dict[str, Any] = {}
+
+    @property
+    def data(self) -> Data | None:
+        """Return how the data is cut, None while no loader was read."""
+        return self.loader.plan if self.loader is not None else None
+
+    def the_loader(self) -> MicroBatches:
+        if self.loader is None:
+            raise InvariantViolation("no loader is read")
+        return self.loader
+
+    def position(self, epoch: int | None, saved: SavedPosition, held: int) -> RunPosition:
+        """Return what the others are to know of us when a group meets.
+
+        Args:
+            epoch: whose code runs, None outside of the loop.
+            saved: the newest state that we know in storage, or on a node without members.
+            held: steps of the newest snapshot in our node's memory, -1 for none.
+        """
+        return RunPosition(
+            self.is_held,
+            self.cursor,
+            (self.loader or self.streams).steps_of(self.cursor.epoch),
+            epoch == self.cursor.epoch,
+            self.agreed_in,
+            self.steps,
+            saved,
+            held,
+        )
+
+    def read(self, loader: MicroBatches) -> None:
+        """A pass over this loader begins.
+
+        Raises:
+            UsageError: in the middle of an epoch, and its data is cut in another way; it names
+                what differs.
+        """
+        self.loader = loader
+        known, self._cut = self._cut, {}
+        mine = _plain(loader.plan)
+        wrong = [name for name, value in known.items() if mine.get(name) != value]
+        if self.cursor.step and wrong:
+            was, now = (
+                ", ".join(f"{n}={known[n]}" for n in wrong),
+                ", ".join(f"{n}={mine.get(n)}" for n in wrong),
+            )
+            raise UsageError(
+                f"this run stands at step {self.cursor.step} of epoch {self.cursor.epoch}, with "
+                f"{was}; the loader has {now}: continue with the same data, batch_size, seed, "
+                f"sampler (let train.register know one that changes) and "
+                f"prepare_data_loader(global_batch_size=...), or begin a new run"
+            )
+
+    def count_step(self) -> None:
+        """The step at the cursor is committed."""
+        self.cursor = Cursor(self.cursor.epoch, self.cursor.step + 1)
+        self.steps += 1
+
+    # ------------------------------------------------------------------- as a whole
+
+    def take(self, saved: Sequence[int]) -> State:
+        """Return the state; its tensors are the live ones.
+
+        Args:
+            saved: number, steps and generation of the newest snapshot that we know of.
+        """
+        data = self.data
+        return {
+            "objects": self.objects.take(),
+            "cursor": [self.cursor.epoch, self.cursor.step],
+            "logged": self.logbook.state(),
+            "streams": self.streams.sent(self.cursor, all_of_it=True),
+            "steps": self.steps,
+            "begun": self.begun,
+            "saved": list(saved),
+            "data": _plain(data) if data is not None else dict(self._cut),
+        }
+
+    def put(self, state: State) -> None:
+        """Make this our state.
+
+        Raises:
+            UsageError: it is the state of other objects; nothing but `is_held` was changed then.
+        """
+        self.is_held = False
+        self.objects.put(state["objects"])
+        self.logbook.load_state(state["logged"])
+        self.streams.receive([state["streams"]])
+        self.steps, self.begun, self._cut = state["steps"], state["begun"], state["data"]
+        self.cursor = Cursor(*state["cursor"])
+        self.is_held = True
+
+    def go_on(self, left: ResumeState) -> None:
+        """Continue from where an earlier call of the train function stood."""
+        self.objects.put(left.state)
+        self.cursor, self.logbook = left.cursor, left.logbook
+        self.steps, self.begun = left.steps, left.begun
+        self._cut = _plain(left.data) if left.data is not None else {}
+        self.is_held, self.agreed_in = True, left.agreed_in
+
+
+def _plain(data: Data) -> dict[str, Any]:
+    """Return how data is cut in numbers and strings."""
+    fields = asdict(data)
+    return {name: v.value if isinstance(v, Enum) else v for name, v in fields.items()}
