@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
 
+from elastic.core.policy.cursor import Cursor
 from elastic.storage.verify import verify
 from elastic.worker.checkpoint import checkpoint_writer as writing
 from tests.harness.faulty_storage import Faults
@@ -110,6 +112,29 @@ def test_a_member_that_could_not_even_say_that_it_did_not_write_says_so_later(
     assert not first._writer.finish(0.2)
     faults.remove()
     assert first._writer.finish(DEADLINE_S)
+    assert not run.committed()
+    run.save()
+    assert_newest_is(run, 2)
+
+
+def test_a_thread_that_cannot_be_started_costs_one_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A container's limit of processes counts threads, too; the others waited for ten minutes."""
+    start, refused = threading.Thread.start, list[str]()
+
+    def start_most(thread: threading.Thread) -> None:
+        if thread.name == "elastic-writer" and not refused:
+            refused.append(thread.name)
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_most)
+    run = Run(tmp_path, workers=2)
+    run.step()
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        run.savers[1].take(run.state, Cursor(0, 1), 1)
+    assert run.savers[0].take(run.state, Cursor(0, 1), 1).wait(DEADLINE_S)
     assert not run.committed()
     run.save()
     assert_newest_is(run, 2)

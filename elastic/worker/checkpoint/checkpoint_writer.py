@@ -140,7 +140,7 @@ class CheckpointWriter:
         self._queue.put(failure)
 
     def _start(self) -> None:
-        if self._thread is None:
+        if self._thread is None or not self._thread.is_alive():  # One may have failed to start.
             self._thread = threading.Thread(target=self._work, name="elastic-writer", daemon=True)
             self._thread.start()
 
@@ -182,7 +182,7 @@ class CheckpointWriter:
         So does the committer's.
         """
         self._queue.put(None)
-        if self._thread is None:
+        if self._thread is None or not self._thread.is_alive():
             self._committer.close()
 
     # ------------------------------------------------------------------- the thread

@@ -177,7 +177,7 @@ class Committer:
 
     def _wake(self) -> None:
         self._changed.notify_all()
-        if self._thread is None:
+        if self._thread is None or not self._thread.is_alive():  # One may have failed to start.
             self._thread = threading.Thread(
                 target=self._work, name="elastic-committer", daemon=True
             )

@@ -282,6 +282,7 @@ class Snapshotter:
         Raises:
             UsageError: the state holds what cannot be saved.
             OSError: there is not enough memory, or the one before the last is still being written.
+            RuntimeError: there is no thread to be had.
         """
         self.settle()
         # First of all: members agree on the number even if one of them cannot take it.
@@ -331,29 +332,27 @@ class Snapshotter:
                 log.warning("snapshot_failed steps=%d reason=%r", steps, str(error))
                 if begun.has_changed():
                     self._copier.may_overlap, self._is_again = False, durable
-                with suppress(RuntimeError):  # There is no thread to be had.
-                    self._report_failed(taken.name, rank_info.rank, error, durable=durable)
+                self._report_failed(taken.name, rank_info.rank, error, durable=durable)
                 done.set()
 
-        copied = None
         try:
             begun = self._begin(self.slots.take(taken.number), state(), own, still)
             if begun.versions is None:
-                copied = self._copier.copy(begun)
+                end(self._copier.copy(begun))
+            else:
+                copy = self._copier.copy_later(begun)
+                taker = threading.get_ident()
+                self._copying = _Copying(begun, os.getpid(), taker, copy, end_later)
         except Exception as error:
             self._report_failed(taken.name, rank_info.rank, error, durable=durable)
             raise
-        if copied is not None:
-            end(copied)
-        else:
-            copy = self._copier.copy_later(begun)
-            self._copying = _Copying(begun, os.getpid(), threading.get_ident(), copy, end_later)
         return done
 
     def _report_failed(self, name: str, rank: int, error: Exception, *, durable: bool) -> None:
         """Let the others not wait for our part of a snapshot that we could not take."""
         if self._writer is not None and durable:
-            self._writer.fail_part(PartFailure(rank, name, str(error)))
+            with suppress(RuntimeError):  # There is no thread to be had.
+                self._writer.fail_part(PartFailure(rank, name, str(error)))
 
     def settle(self) -> None:
         """Have what is copied beside the loop marked and written; then the state may change.
