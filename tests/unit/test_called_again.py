@@ -289,6 +289,25 @@ def test_a_loss_after_a_collective_that_succeeded_takes_nothing_away(
     assert left.cursor == Cursor(0, 3)
 
 
+def test_state_that_cannot_be_taken_does_not_stand_for_the_end_of_a_call() -> None:
+    """The worker's process ended there, whatever its train function had returned or raised."""
+
+    class Closed(Tally):
+        def state_dict(self) -> dict[str, Any]:
+            raise ValueError("it is closed")
+
+    with called(Home(), None, 1) as engine:
+        model = prepare_model(nn.Linear(5, 1))
+        optimizer = prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        loader = prepare_data_loader(DataLoader(data(), batch_size=SIZE), global_batch_size=GLOBAL)
+        train.register(closed=Closed())
+        for _ in train.epochs(1):
+            for _, x, y in loader:
+                square(model(x), y).backward()
+                optimizer.step()
+        assert engine.resume_state() is None
+
+
 @pytest.mark.parametrize(("epoch", "step"), [(0, 0), (0, 2), (1, 0), (1, 3)])
 def test_code_at_the_head_of_an_epoch_counts_once_in_a_state_that_is_received(
     epoch: int, step: int, monkeypatch: pytest.MonkeyPatch

@@ -1136,7 +1136,12 @@ class StepEngine:
             self._loop.reducer.release_gradients()  # Buffers are those of the last commit again.
         self.run.logbook.forget_step()
         agreed = self.context.generation if in_this_group else 0
-        return self._resume_from(self.state.take(), self.run.logbook, agreed)
+        try:
+            state = self.state.take()
+        except Exception as error:  # Of what the user has registered; the call's own end counts.
+            log.warning("state_not_kept reason=%r", str(error))
+            return None
+        return self._resume_from(state, self.run.logbook, agreed)
 
     def _resume_from(self, state: State, logbook: Logbook, agreed: int = 0) -> ResumeState:
         run = self.run
