@@ -237,13 +237,14 @@ Keep = Callable[[Node], Part]
 """Computes a node, and stores its rows with random access."""
 
 
-def table_of(node: Node, keep: Keep, *, travels: bool = False) -> Table:
+def table_of(node: Node, keep: Keep, *, travels: bool = False, fills: bool = True) -> Table:
     """Return a dataset as a table.
 
     Args:
         node: the dataset.
         keep: for nodes without random access.
         travels: other processes will read it, so that rows in memory are stored, too.
+        fills: give parts of a union each other's columns, for which functions are tried.
     """
     begin_pass(node)
     operations: tuple[Operation, ...] = ()
@@ -259,7 +260,7 @@ def table_of(node: Node, keep: Keep, *, travels: bool = False) -> Table:
         node = node.parents[0]
     parts = tuple(
         replace(part, operations=(*part.operations, *operations))
-        for part in _parts(node, keep, travels)
+        for part in _parts(node, keep, travels, fills)
         if part.blocks
     )
     return Table(parts) if shuffle is None else Table(parts, True, shuffle.seed, shuffle.reseeds)
@@ -281,7 +282,7 @@ def nodes_of(node: Node) -> Iterator[Node]:
     yield node
 
 
-def _parts(node: Node, keep: Keep, travels: bool) -> list[Part]:
+def _parts(node: Node, keep: Keep, travels: bool, fills: bool) -> list[Part]:
     if isinstance(node, Read):
         source, listing = node.source, node.source.listing()
         if listing.blocks is not None and not (travels and isinstance(source, Memory)):
@@ -290,15 +291,16 @@ def _parts(node: Node, keep: Keep, travels: bool) -> list[Part]:
         more = (node.operation,)
         return [
             replace(part, operations=(*part.operations, *more))
-            for part in _parts(node.parents[0], keep, travels)
+            for part in _parts(node.parents[0], keep, travels, fills)
         ]
     if isinstance(node, Slice):
         stop = node.stop
         # Of what has to be kept first, no rows behind the last one.
         first = keep if stop is None else lambda one: keep(Slice((one,), 0, stop))
-        return _cut(_parts(node.parents[0], first, travels), node.start, stop)
+        return _cut(_parts(node.parents[0], first, travels, fills), node.start, stop)
     if isinstance(node, Union):
-        return _filled([part for one in node.parents for part in _parts(one, keep, travels)])
+        parts = [part for one in node.parents for part in _parts(one, keep, travels, fills)]
+        return _filled(parts) if fills else parts
     seed, files = _by_file(node)
     return [replace(keep(one), files_seed=seed) for one in files]
 
@@ -432,6 +434,6 @@ def counted(node: Node, *, by_functions: bool) -> int:
 
     if not (by_functions and calls(node)):
         with contextlib.suppress(Unknown):
-            return table_of(node, refuse).rows
+            return table_of(node, refuse, fills=False).rows
     begin_pass(node)
     return sum(num_rows(batch) for batch in node.stream())

@@ -339,6 +339,10 @@ def test_a_run_with_shuffled_files_goes_on_and_another_dataset_is_refused(
         table(whole.filter(over_ten), "valid")
 
 
+def refuse(row: dict[str, Any]) -> dict[str, Any]:
+    pytest.fail(f"called with {row}")
+
+
 @pytest.mark.parametrize(
     "behind",
     [
@@ -352,6 +356,7 @@ def test_all_batches_of_a_union_have_the_columns_of_all(tmp_path: Path, behind: 
         pq.write_table(pa.table(columns), tmp_path / f"{name}.parquet")
     old, new = (data.read_parquet(tmp_path / f"{name}.parquet") for name in "ab")
     ds = behind(old).union(behind(new), new.filter(over_ten)).map_batches(lambda batch: batch)
+    assert old.map(refuse).union(new).count() == 4  # No function is tried for that.
     batches = list(ds.iterator().iter_torch_batches(batch_size=2))
     assert [batch["x"].nan_to_num(-1).tolist() for batch in batches] == [[-1, -1], [1, 2]]
     assert [batch["id"].tolist() for batch in batches] == [[0, 1], [2, 3]]
