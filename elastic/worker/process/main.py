@@ -19,12 +19,16 @@ import signal
 import socket
 import sys
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import click
 
 from elastic.core.config import STACKS_SIGNAL
 from elastic.runtime import worker_ports
 from elastic.worker.base.signals import leave_to_agent
+
+if TYPE_CHECKING:
+    from elastic.worker.group.group import ProcessGroups
 
 PR_SET_PDEATHSIG = 1
 EXIT_AGENT_GONE = 70
@@ -137,19 +141,17 @@ def set_up_logs() -> None:
     ours.propagate = False
 
 
-def run_worker(sock: socket.socket, started_with: Mapping[str, str]) -> None:
+def run_worker(sock: socket.socket, started_with: Mapping[str, str], groups: ProcessGroups) -> None:
     """Start the control thread, and let the main thread take orders for ever."""
     from elastic.runtime.clock import SystemClock
     from elastic.wire.pipe import Pipe
     from elastic.worker.base.interrupt import Interrupter
     from elastic.worker.base.mailboxes import Mailboxes
-    from elastic.worker.group.group import ProcessGroups
     from elastic.worker.process.control import ControlThread
     from elastic.worker.process.gloo_watchdog import StuckWaitWatchdog
     from elastic.worker.process.runner import Runner
 
     clock, mailboxes = SystemClock(), Mailboxes()
-    groups = ProcessGroups()
     interrupter = Interrupter(overdue=StuckWaitWatchdog(groups).check)
     ControlThread(
         Pipe(sock), mailboxes, groups=groups, interrupter=interrupter, clock=clock
@@ -168,12 +170,12 @@ def main(pipe_fd: int, protocol: str) -> None:
     be_worker(pipe_fd)
 
 
-def be_worker(pipe_fd: int, started_with: Mapping[str, str] | None = None) -> None:
+def be_worker(pipe_fd: int, warm: tuple[Mapping[str, str], ProcessGroups] | None = None) -> None:
     """Be a worker until asked to end.
 
     Args:
         pipe_fd: socket to the agent, which is our parent.
-        started_with: the environment before warming up; None if that is still to be done.
+        warm: the environment before warming up, and this process's groups; None if it is cold.
     """
     die_with_parent()
     name_process("elastic-worker")
@@ -183,7 +185,7 @@ def be_worker(pipe_fd: int, started_with: Mapping[str, str] | None = None) -> No
     os.set_inheritable(pipe_fd, False)
     set_up_process()
     set_up_logs()
-    run_worker(sock, warm_up_here() if started_with is None else started_with)
+    run_worker(sock, *(warm or (warm_up_here(), take_torch())))
 
 
 def warm_up_here() -> Mapping[str, str]:
@@ -193,6 +195,16 @@ def warm_up_here() -> Mapping[str, str]:
     started_with = dict(os.environ)
     warm_up(chooses_ports=bool(started_with.get(worker_ports.VARIABLE)))
     return started_with
+
+
+def take_torch() -> ProcessGroups:
+    """Replace functions of torch's, and return this process's groups, which do their work.
+
+    Before a script's imports: packages that are imported earlier keep torch's own by name.
+    """
+    from elastic.worker.group.group import ProcessGroups
+
+    return ProcessGroups()
 
 
 if __name__ == "__main__":

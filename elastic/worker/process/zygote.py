@@ -35,6 +35,7 @@ from elastic.worker.process.main import (
     die_with_parent,
     has_agent,
     name_process,
+    take_torch,
     warm_up_here,
 )
 
@@ -296,9 +297,10 @@ def main(socket_fd: int, protocol: str) -> None:
     started_with = warm_up_here()
     check_torch(started_with)
     try_once_beside(started_with, sock)
+    groups = take_torch()
     pipe_fd = WorkerZygote(sock).serve()
     np.random.seed()  # As Python's own does after a fork; or all would draw the same.
-    be_worker(pipe_fd, started_with)
+    be_worker(pipe_fd, (started_with, groups))
 
 
 if __name__ == "__main__":
