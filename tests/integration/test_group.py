@@ -296,8 +296,8 @@ def test_a_subgroup_that_user_code_destroys_is_not_taken_for_a_lost_member() -> 
 def test_a_script_written_for_torchrun_gets_the_group_that_stands() -> None:
     members = CREW.take(2)
     formed(members)
-    assert all_ask(members, "script", backend="gloo") == [[2.0, 2.0, True, 2]] * 2
-    assert all_ask(members, "script", backend="nccl") == [[2.0, 2.0, True, 2]] * 2
+    assert all_ask(members, "script", backend="gloo") == [[2.0, 2.0, False]] * 2
+    assert all_ask(members, "script", backend="nccl") == [[2.0, 2.0, False]] * 2
     wrong = members[0].answer(members[0].tell("wrong_script"))
     assert wrong.error.startswith("UsageError: init_process_group(world_size=99)")
 

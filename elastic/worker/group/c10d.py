@@ -366,6 +366,7 @@ class TorchPatches:
         if group is None:
             real(*args, **named)
             return
+        parts().update_default(default_group())
         names = ("backend", "init_method", "timeout", "world_size", "rank")
         passed = dict(zip(names, args, strict=False)) | named
         for name, ours in (("world_size", group.world_size), ("rank", group.rank)):
@@ -387,12 +388,15 @@ class TorchPatches:
             )
 
     def _destroy(self, real: Callable[..., None], group: Any = None) -> None:
-        """Let a script end its groups; the default one is the runtime's, and stays."""
+        """Let a script end its groups; the default one is the runtime's, and only hidden from it.
+
+        What follows, as an evaluation by rank 0 alone, asks `is_initialized()` whom to wait for.
+        """
         if self._standing() is None:
             real(group)
             return
-        if group is None or group is parts().world.default_pg:
-            log.debug("destroy_ignored: the default group ends with its generation")
+        if group is None or group is default_group():
+            parts().update_default(None)
             return
         if self._forget_subgroup(group):
             real(group)
@@ -483,8 +487,9 @@ def any_nccl_error(groups: list[Any]) -> bool:
 
 
 def default_group() -> Any:
-    """Return torch's default process group."""
-    return distributed_c10d._get_default_group()
+    """Return the default process group, also one that the script has destroyed for itself."""
+    # Made before all others.
+    return next(iter(parts().world.pg_map), None) or distributed_c10d._get_default_group()
 
 
 def has_nccl(group: Any) -> bool:
