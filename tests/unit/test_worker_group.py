@@ -102,6 +102,24 @@ def test_torch_gets_its_own_functions_back() -> None:
     server.close()
 
 
+def test_a_script_is_warned_only_of_a_backend_that_the_group_lacks(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    import torch.distributed as dist
+
+    groups = ProcessGroups()
+    server = StoreServer("127.0.0.1")
+    server.admit(1, PLACE["key"])  # type: ignore[arg-type]
+    groups.form(GroupSpec(**{**PLACE, "leader_address": server.address}))  # type: ignore[arg-type]
+    for same in (None, "gloo", "cpu:gloo"):
+        dist.init_process_group(same)
+    assert not caplog.records
+    dist.init_process_group("cuda:nccl,cpu:gloo")
+    assert "backend_differs asked=cuda:nccl,cpu:gloo formed=gloo" in caplog.text
+    groups.close()
+    server.close()
+
+
 def test_there_is_no_store_and_no_hang_up_without_a_group() -> None:
     groups = ProcessGroups()
     assert not groups.peer_hung_up()

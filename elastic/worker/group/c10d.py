@@ -217,8 +217,12 @@ def begun_in_parts() -> tuple[tuple[str, tuple[int, ...], int], ...]:
 def all_by_gloo() -> bool:
     """Return whether all groups of this process carry everything by gloo; any thread."""
     backends = [str(backend) for backend, _ in list(parts().world.pg_map.values())]
-    names = [part.rpartition(":")[2] for backend in backends for part in backend.split(",")]
-    return set(names) == {"gloo"}
+    return _backends_in(",".join(backends)) == {"gloo"}
+
+
+def _backends_in(text: str) -> set[str]:
+    """Return the names in "gloo", or in "cpu:gloo,cuda:nccl"."""
+    return {part.rpartition(":")[2] for part in text.split(",")}
 
 
 def all_ranks_of(group: Any) -> tuple[int, ...]:
@@ -376,6 +380,7 @@ class TorchPatches:
                     f"of {group.world_size}, and its group stands already; leave {name} out, or "
                     f"read it from the environment (RANK, WORLD_SIZE)"
                 )
+        parts().update_default(default_group())
         if passed.get("timeout") is not None:
             look_up(distributed_c10d, "_set_pg_timeout")(passed["timeout"])
         backend = str(passed.get("backend") or group.backend).lower()
