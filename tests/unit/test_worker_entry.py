@@ -22,8 +22,10 @@ from tests.patience import DEADLINE_S
 @pytest.fixture(autouse=True)
 def _process_as_before() -> Iterator[None]:
     path, argv, directory = list(sys.path), list(sys.argv), os.getcwd()
+    main = sys.modules["__main__"]
     yield
     sys.path[:], sys.argv[:] = path, argv
+    sys.modules["__main__"] = main
     os.chdir(directory)
 
 
@@ -170,13 +172,17 @@ def test_modules_of_a_function_read_the_arguments_of_its_driver(
 
 
 ENDS = """
-import atexit, pathlib, sys, threading
+import atexit, pathlib, pickle, sys, threading
 from concurrent.futures import ThreadPoolExecutor
 
 gate, folder = threading.Event(), pathlib.Path(sys.argv[1])
 
+class Config:
+    pass
+
 def late(name):
     gate.wait(60)
+    pickle.dumps(Config())  # Which looks for it in `__main__`.
     (folder / name).write_text("")
 
 executor = ThreadPoolExecutor(1)

@@ -109,6 +109,7 @@ NAMES = (
     PrivateName("sys", "_current_frames", "a hang is distinguished from work"),
     PrivateName("sys", "_getframe", "libraries that ask for their rank early are found"),
     PrivateName("threading", "_shutdown", "threads of a script end before its process"),
+    PrivateName("runpy", "_run_module_as_main", "a job of `-m` is in `__main__`, as under Python"),
     PrivateName("atexit", "_run_exitfuncs", "what a script registered with atexit is called"),
 )
 

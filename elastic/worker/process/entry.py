@@ -208,15 +208,13 @@ def _run_script(path: str, args: tuple[str, ...]) -> None:
         runpy.run_path(path, run_name=RUN_NAME)  # Compiled, or an archive.
         return
     # As Python itself; for runpy a script is of a package "", and not of none.
-    main, before = ModuleType(RUN_NAME), sys.modules[RUN_NAME]
+    main = ModuleType(RUN_NAME)
     loader = SourceFileLoader(RUN_NAME, path)
     vars(main).update(__file__=path, __cached__=None, __loader__=loader)
     sys.modules[RUN_NAME] = main
-    try:
-        exec(compile(loader.get_data(path), path, "exec", dont_inherit=True), vars(main))
-    finally:
-        sys.modules[RUN_NAME] = before
+    exec(compile(loader.get_data(path), path, "exec", dont_inherit=True), vars(main))
 
+    # It stays: threads and functions at exit may pickle what is of its classes.
 
 def _check_module(entry: Entry) -> None:
     # Only its first part: to find others, packages are run, which may read their rank.
@@ -232,4 +230,6 @@ def _check_module(entry: Entry) -> None:
 
 def _run_module(entry: Entry) -> None:
     sys.argv = [entry.target, *entry.args]
-    runpy.run_module(entry.target, run_name=RUN_NAME, alter_sys=True)
+    sys.modules[RUN_NAME] = ModuleType(RUN_NAME)
+    # As `python -m` does.
+    runpy._run_module_as_main(entry.target)  # type: ignore[attr-defined]
