@@ -270,29 +270,6 @@ def test_a_script_ends_its_process_with_its_code_but_with_0_it_has_finished(
     assert worker.wait_exit() == 3
 
 
-TORCHRUN_SCRIPT = """
-import os, sys
-from pathlib import Path
-import torch
-import torch.distributed as dist
-
-def main():
-    dist.init_process_group("gloo")
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    assert (dist.get_rank(), dist.get_world_size()) == (rank, world_size)
-    total = torch.tensor([rank + 1.0])
-    dist.all_reduce(total)
-    half = dist.new_group([0])
-    dist.barrier()
-    attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
-    Path(sys.argv[1], f"{attempt}-{rank}").write_text(str(int(total)))
-    dist.destroy_process_group()
-
-if __name__ == "__main__":
-    main()
-"""
-
-
 FIT_SCRIPT = """
 import sys
 from elastic import train
@@ -322,6 +299,25 @@ def test_what_native_code_has_printed_is_kept(agent: PlayedAgent, tmp_path: Path
     announce([worker], 1)
     worker.wait_phase(FINISHED, 1)
     assert "from C" in worker.log.read_text()
+
+
+DRAWING_SCRIPT = """
+import random, numpy, torch
+print(random.random(), numpy.random.rand(), float(torch.rand(1)))
+"""
+
+
+def test_ranks_of_a_script_that_does_not_seed_draw_as_under_torchrun(
+    agent: PlayedAgent, tmp_path: Path
+) -> None:
+    script = tmp_path / "draws.py"
+    script.write_text(DRAWING_SCRIPT)
+    workers = agent.workers(2, Entry(EntryKind.SCRIPT, str(script)))
+    announce(workers, 1)
+    for one in workers:
+        one.wait_phase(FINISHED, 1)
+    drawn = [one.log.read_text().split() for one in workers]
+    assert [mine != others for mine, others in zip(*drawn, strict=True)] == [True, True, False]
 
 
 REQUESTING_SCRIPT = """

@@ -217,6 +217,12 @@ def test_a_script_has_ended_when_its_threads_and_what_it_registered_have(tmp_pat
     assert done.stdout.split() == ["atexit", "first", "second", "thread"], done.stderr
 
 
+def test_only_a_script_that_names_this_library_is_known_to_use_it(tmp_path: Path) -> None:
+    for text, is_foreign in (("import torch\n", True), ("from elastic import train\n", False)):
+        job = Entry(EntryKind.SCRIPT, str(script_of(tmp_path, text)))
+        assert entry.load(job, imports_ahead=False)().is_foreign is is_foreign
+
+
 def test_a_script_that_exits_with_a_code_has_failed(tmp_path: Path) -> None:
     script = script_of(tmp_path, "raise SystemExit(3)\n")
     with pytest.raises(SystemExit, match="3"):

@@ -6,13 +6,15 @@ reads it: any worker process of a DataLoader, any rank, for the first time or on
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from torch.utils.data import ConcatDataset, Subset, TensorDataset, default_collate, get_worker_info
 
-from elastic.core.policy.cursor import AUGMENT, Cursor, derive, sample_seed, step_seed
+from elastic.core.policy.cursor import AUGMENT, MASK_32, Cursor, derive, sample_seed, step_seed
 from elastic.core.policy.streams import Data
 from elastic.worker.data.randomness import seed_everything
 
@@ -20,6 +22,17 @@ FIRST_SEED = 0
 """What is random before the first step is seeded with this, unless the train function does."""
 COLLATE = 1
 """So that a micro-batch of one sample is not collated with the numbers that the sample had."""
+
+
+def seed_like_a_process(rank: int) -> None:
+    """Seed NumPy and random by rank, for scripts that rely on ranks to draw differently.
+
+    In processes that are started by themselves only torch begins alike. What a script draws (its
+    batches, a split of its data) is the same each time that this rank runs it.
+    """
+    seed = derive(FIRST_SEED, rank)
+    np.random.seed(seed & MASK_32)
+    random.seed(seed)
 
 
 def seed_step(data: Data | None, cursor: Cursor, shard: int = 0) -> None:

@@ -34,6 +34,8 @@ from elastic.worker.process.error_file import error_file
 from elastic.worker.process.importing import import_ahead, put_first
 
 RUN_NAME = "__main__"
+OUR_NAME = b"elastic"
+"""In the text of every script that uses this library."""
 
 
 @dataclass(frozen=True)
@@ -45,11 +47,13 @@ class EntryCall:
             `sys.exit()` comes out as it is.
         config: what the user passed to the train function.
         options: what the library passed along with the function.
+        is_foreign: it is a script that does not know of this library.
     """
 
     run: Callable[[], Any]
     config: Any = None
     options: Mapping[str, Any] = field(default_factory=dict)
+    is_foreign: bool = False
 
 
 def _with_file(code: CodeType) -> tuple[Any, ...]:
@@ -117,15 +121,17 @@ def load(entry: Entry, *, imports_ahead: bool = True) -> Callable[[], EntryCall]
         _function_call(entry)  # An import error is known before the group forms.
         return lambda: _function_call(entry)
     run: Callable[[], None]
+    is_foreign = False
     if entry.kind is EntryKind.SCRIPT:
         path = _script_path(entry)
         if imports_ahead:
             import_ahead(path)
+        is_foreign = OUR_NAME not in Path(path).read_bytes()
         run = partial(_run_script, path, entry.args)
     else:
         _check_module(entry)
         run = partial(_run_module, entry)
-    return lambda: EntryCall(partial(_run_to_end, run))
+    return lambda: EntryCall(partial(_run_to_end, run), is_foreign=is_foreign)
 
 
 def _run_to_end(run: Callable[[], None]) -> None:
@@ -211,10 +217,10 @@ def _run_script(path: str, args: tuple[str, ...]) -> None:
     main = ModuleType(RUN_NAME)
     loader = SourceFileLoader(RUN_NAME, path)
     vars(main).update(__file__=path, __cached__=None, __loader__=loader)
+    # It stays: threads and functions at exit may pickle what is of its classes.
     sys.modules[RUN_NAME] = main
     exec(compile(loader.get_data(path), path, "exec", dont_inherit=True), vars(main))
 
-    # It stays: threads and functions at exit may pickle what is of its classes.
 
 def _check_module(entry: Entry) -> None:
     # Only its first part: to find others, packages are run, which may read their rank.

@@ -58,7 +58,7 @@ from elastic.worker.checkpoint.shared_storage import SharedStorage
 from elastic.worker.checkpoint.snapshotter import Snapshotter
 from elastic.worker.checkpoint.validating import Validator
 from elastic.worker.data.randomness import seed_everything
-from elastic.worker.data.seeding import FIRST_SEED
+from elastic.worker.data.seeding import FIRST_SEED, seed_like_a_process
 from elastic.worker.engine import outcome
 from elastic.worker.engine.context import WorkerContext
 from elastic.worker.engine.recovery_modes import ReenterRequested, ResumeState
@@ -352,6 +352,8 @@ class Runner:
             context = self._enter(call, call.assignment)
             # Weights that a train function draws are then the same in every run of it.
             seed_everything(FIRST_SEED)
+            if call.function.is_foreign:
+                seed_like_a_process(context.world_rank)
             self._mailboxes.activity.reset()
             try:
                 with ExitStack() as stack:
