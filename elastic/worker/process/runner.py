@@ -468,7 +468,8 @@ class Runner:
             log.info("script_ended code=%s", exit_code)
         elif not isinstance(error, ProgramFailed):  # Which has printed its own error.
             # After a broken group it goes to the log only, not to users who follow the job.
-            print(failure.traceback.rstrip("\n"), file=sys.stderr)
+            # Not by `print`, which scripts replace on all ranks but one.
+            sys.stderr.write(failure.traceback.rstrip("\n") + "\n")
         return TrainRaised(generation, failure, group_broken=is_broken, exit_code=exit_code)
 
     def _recovered_by(self, call: _UserCall, event: TrainEvent) -> TrainEvent:
