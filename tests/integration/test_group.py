@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -300,6 +301,16 @@ def test_a_script_written_for_torchrun_gets_the_group_that_stands() -> None:
     assert all_ask(members, "script", backend="nccl") == [[2.0, 2.0, False]] * 2
     wrong = members[0].answer(members[0].tell("wrong_script"))
     assert wrong.error.startswith("UsageError: init_process_group(world_size=99)")
+
+
+def test_saves_in_the_background_neither_meet_each_other_nor_the_scripts_collectives(
+    tmp_path: Path,
+) -> None:
+    members = CREW.take(2)
+    formed(members)
+    assert all_ask(members, "saves", folder=str(tmp_path / "first")) == [5, 5]
+    formed(members)
+    assert all_ask(members, "saves", folder=str(tmp_path / "second")) == [5, 5]
 
 
 def test_the_timeout_that_a_script_asks_for_holds_in_the_group_that_stands() -> None:

@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
+from torch.distributed import checkpoint, distributed_c10d
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.utils import _sync_params_and_buffers
@@ -236,6 +236,15 @@ class Member:
             sums.append(float(tensor))
             dist.destroy_process_group()
         return [*sums, dist.is_initialized()]
+
+    def saves(self, folder: str) -> int:
+        """Save in the background without waiting, beside collectives; return how many are done."""
+        saves = []
+        for number in range(5):
+            state = {"weight": torch.ones(1000)}
+            saves.append(checkpoint.async_save(state, checkpoint_id=f"{folder}/{number}"))
+            dist.all_reduce(torch.ones(1000))
+        return len([save.result() for save in saves])
 
     def wrong_script(self) -> None:
         dist.init_process_group("gloo", rank=17, world_size=99)

@@ -300,6 +300,7 @@ class TorchPatches:
         standing: Callable[[], DefaultGroup | None],
         forget_subgroup: Callable[[Any], bool],
         waits: WaitHook,
+        begin_save: Callable[..., Any],
     ) -> None:
         """Change nothing yet.
 
@@ -308,11 +309,13 @@ class TorchPatches:
             standing: the group that stands now, None if there is none.
             forget_subgroup: called with one that the script destroys; returns whether torch may.
             waits: waits for works.
+            begin_save: begins a save in the background, called as begin_save(real, ...).
         """
         self._make_gloo = make_gloo
         self._standing = standing
         self._forget_subgroup = forget_subgroup
         self._waits = waits
+        self._begin_save = begin_save
         self._wait_messages: Callable[[Sequence[Any]], None] | None = None
         self._undo: list[tuple[Any, str, Any]] = []
         self.init_process_group = dist.init_process_group
@@ -330,6 +333,12 @@ class TorchPatches:
             self._put(distributed_c10d, name, wrapped)
             self._put(dist, name, wrapped)
         self._put_waits(found.work)
+        # Not at the top: a driver that imports this module needs none of it.
+        saver = importlib.import_module("torch.distributed.checkpoint.state_dict_saver")
+        real_save = saver.async_save
+        save = functools.wraps(real_save)(functools.partial(self._begin_save, real_save))
+        for owner in (saver, importlib.import_module("torch.distributed.checkpoint")):
+            self._put(owner, "async_save", save)
         begin = DeviceMesh.__init__
 
         @functools.wraps(begin)
@@ -380,11 +389,10 @@ class TorchPatches:
                     f"of {group.world_size}, and its group stands already; leave {name} out, or "
                     f"read it from the environment (RANK, WORLD_SIZE)"
                 )
-        parts().update_default(default_group())
         if passed.get("timeout") is not None:
             look_up(distributed_c10d, "_set_pg_timeout")(passed["timeout"])
         backend = str(passed.get("backend") or group.backend).lower()
-        if backend not in (group.backend, "undefined"):
+        if not _backends_in(backend) <= _backends_in(group.backend) | {"undefined"}:
             log.warning(
                 "backend_differs asked=%s formed=%s: the script gets the group that stands; set "
                 "the backend in TorchConfig to change it",

@@ -28,6 +28,7 @@ from elastic.errors import ConfigError, GroupError, InvariantViolation
 from elastic.runtime.worker_ports import ANY_PORT, PortRange
 from elastic.worker.group import c10d, connections
 from elastic.worker.group.abortable_wait import AbortableWait
+from elastic.worker.group.background_saves import BackgroundSaves
 from elastic.worker.group.gloo_port import binding_within
 from elastic.worker.group.gloo_threads import numbers_of_gloo
 from elastic.worker.group.group_resources import AT_WORK_S, BackgroundReaper, GroupResources
@@ -135,11 +136,13 @@ class ProcessGroups:
         self._resources: GroupResources | None = None
         self._fence = NO_GENERATION
         self._reaper = BackgroundReaper()
+        self._saves = BackgroundSaves()
         self._seams = c10d.TorchPatches(
             self._make_gloo,
             standing=self._standing,
             forget_subgroup=self._forget_subgroup,
             waits=AbortableWait(lambda: self._resources),
+            begin_save=self._saves.begin,
         )
         self._seams.install()
 
@@ -192,6 +195,7 @@ class ProcessGroups:
         """
         with self._lock:
             resources, self._resources = self._resources, None
+        self._saves.forget()
         if resources is not None:
             self._abort(resources)
             connections.close_all()
