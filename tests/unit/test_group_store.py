@@ -23,11 +23,17 @@ from tests.patience import DEADLINE_S, wait_for
 KEY = "the secret of generation 7"
 
 
+STORES: list[GroupStore] = []
+"""Those of the test that runs: what torch knew of stays in memory, with its connection."""
+
+
 @pytest.fixture
 def server() -> Iterator[StoreServer]:
     server = StoreServer("127.0.0.1")
     server.admit(7, KEY)
     yield server
+    while STORES:
+        STORES.pop().close()
     server.close()
 
 
@@ -37,6 +43,7 @@ def connected(
     where = StoreAddress(server.address, generation, key)
     store = GroupStore.connect(where, lambda: DEADLINE_S, lambda: not is_patient)
     store.set_timeout(timedelta(seconds=DEADLINE_S))
+    STORES.append(store)
     return store
 
 
