@@ -85,8 +85,9 @@ def _no_process_is_left_behind() -> Iterator[None]:
 def _what_others_made_is_frozen() -> None:
     """Leave out of collections, and of walks over all objects, what is there by now: millions.
 
-    A training loop walks over all that are not frozen when it begins. In a worker's process these
-    are the script's own.
+    A training loop walks over all that are not frozen when it begins; in a worker's process these
+    are the script's own. What a test file makes while it is imported is frozen, too: make what such
+    a walk is to find in the test.
     """
     gc.collect()
     gc.freeze()

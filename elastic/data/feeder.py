@@ -74,33 +74,35 @@ class BatchServer:
         The other side was authenticated before: what it sends is unpickled.
         """
         with contextlib.suppress(EOFError, OSError):
+            pickled = bytes(receive(sock))
             try:
-                work = self._work_of(bytes(receive(sock)))
+                with self._lock:
+                    self._work_of(pickled)
             except Exception:
                 send(sock, pickle.dumps((False, traceback.format_exc(limit=-3))))
                 return
             send(sock, pickle.dumps((True, None)))
             while True:
-                send(sock, self._answer(work, receive(sock)))
+                send(sock, self._answer(pickled, receive(sock)))
 
     def _work_of(self, pickled: bytes) -> Any:
-        with self._lock:
-            if pickled not in self._known:
-                self._known[pickled] = pickle.loads(pickled)
-                _limit_threads()
-            self._known.move_to_end(pickled)
-            while len(self._known) > WORK_KEPT:
-                self._known.popitem(last=False)
-            return self._known[pickled]
+        if pickled not in self._known:
+            self._known[pickled] = pickle.loads(pickled)
+            _limit_threads()
+        self._known.move_to_end(pickled)
+        while len(self._known) > WORK_KEPT:
+            self._known.popitem(last=False)
+        return self._known[pickled]
 
-    def _answer(self, work: Any, request: bytearray) -> bytes:
+    def _answer(self, pickled: bytes, request: bytearray) -> bytes:
         with self._lock:
             had_torch = "torch" in sys.modules
-            answer = _compute(work, request)
+            answer = _compute(self._work_of(pickled), request)
             if "torch" in sys.modules and not had_torch:
-                # The work has imported it just now, and drawn from what was not seeded before.
-                _limit_threads()
-                answer = _compute(work, request)
+                # The work has imported it just now, and drawn from what was not seeded before, also
+                # for instances that it has made.
+                del self._known[pickled]
+                answer = _compute(self._work_of(pickled), request)
             return answer
 
 

@@ -119,9 +119,9 @@ class DataIterator:
     # --------------------------------------------------------------------- position
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position of all ranks: equal on each, if all have read as many batches.
+        """Return the position of all ranks: equal on each, if all have read as much.
 
-        It is the position after the last yielded batch, and valid for any number of ranks.
+        It is the position after the last yielded batch or row, and valid for any number of ranks.
         """
         left = self._left_now()
         if not left:

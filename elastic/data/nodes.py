@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+import cloudpickle
 import numpy as np
 
 from elastic.data.batches import (
@@ -30,7 +31,7 @@ from elastic.data.batches import (
 )
 from elastic.data.files import Reader
 from elastic.data.functions import Function
-from elastic.data.operations import Blocks, Fill, MapBatches, Operation, row_slice
+from elastic.data.operations import Blocks, Fetch, Fill, MapBatches, Operation, row_slice
 from elastic.data.parquet import Parquet
 from elastic.data.sources import FileSource, Memory, Source, bytes_of
 from elastic.data.table import Part, Table
@@ -260,7 +261,7 @@ def table_of(node: Node, keep: Keep, *, travels: bool = False, fills: bool = Tru
         node = node.parents[0]
     parts = tuple(
         replace(part, operations=(*part.operations, *operations))
-        for part in _parts(node, keep, travels, fills)
+        for part in _parts(node, keep, None, travels, fills)
         if part.blocks
     )
     return Table(parts) if shuffle is None else Table(parts, True, shuffle.seed, shuffle.reseeds)
@@ -282,7 +283,11 @@ def nodes_of(node: Node) -> Iterator[Node]:
     yield node
 
 
-def _parts(node: Node, keep: Keep, travels: bool, fills: bool) -> list[Part]:
+def _parts(node: Node, keep: Keep, most: int | None, travels: bool, fills: bool) -> list[Part]:
+    """Return a dataset's parts, or those of its first rows.
+
+    Of what has to be kept, no rows behind the first `most` are; None for all.
+    """
     if isinstance(node, Read):
         source, listing = node.source, node.source.listing()
         if listing.blocks is not None and not (travels and isinstance(source, Memory)):
@@ -291,24 +296,31 @@ def _parts(node: Node, keep: Keep, travels: bool, fills: bool) -> list[Part]:
         more = (node.operation,)
         return [
             replace(part, operations=(*part.operations, *more))
-            for part in _parts(node.parents[0], keep, travels, fills)
+            for part in _parts(node.parents[0], keep, most, travels, fills)
         ]
     if isinstance(node, Slice):
-        stop = node.stop
-        # Of what has to be kept first, no rows behind the last one.
-        first = keep if stop is None else lambda one: keep(Slice((one,), 0, stop))
-        return _cut(_parts(node.parents[0], first, travels, fills), node.start, stop)
+        ends = (node.stop, None if most is None else node.start + most)
+        needed = min((one for one in ends if one is not None), default=None)
+        parts = _parts(node.parents[0], keep, needed, travels, fills)
+        return _cut(parts, node.start, node.stop)
     if isinstance(node, Union):
-        parts = [part for one in node.parents for part in _parts(one, keep, travels, fills)]
+        parts = [part for one in node.parents for part in _parts(one, keep, most, travels, fills)]
         return _filled(parts) if fills else parts
     seed, files = _by_file(node)
-    return [replace(keep(one), files_seed=seed) for one in files]
+    return [
+        replace(keep(one if most is None else Slice((one,), 0, most)), files_seed=seed)
+        for one in files
+    ]
 
 
 def _filled(parts: Sequence[Part]) -> list[Part]:
     """Return parts that have the columns of each other, as far as those are known."""
     known = [_types_in(part) for part in parts]
-    kinds = {name: kind for one in known for name, kind in one.items()}
+    kinds: dict[str, Any] = {}
+    for name, kind in (pair for one in known for pair in one.items()):
+        # A column of which only missing values were read has a type elsewhere.
+        if str(kinds.get(name, "null")) == "null":
+            kinds[name] = kind
     fill = Fill(kinds)
     return [
         replace(part, operations=(*part.operations, fill)) if 0 < len(one) < len(kinds) else part
@@ -319,20 +331,24 @@ def _filled(parts: Sequence[Part]) -> list[Part]:
 def _types_in(part: Part) -> dict[str, Any]:
     """Return the types of a part's columns by name; none if they are unknown.
 
-    Functions are tried with some rows. One that is a class is not, as its instance may be large.
+    Functions are tried with some rows. A class is not, as its instance may be large, and no torch
+    dataset is read.
     """
     source = part.source
     if isinstance(source, Parquet) and not part.operations:
         chosen = source.types if source.columns is None else source.columns
         return {name: source.types[name] for name in chosen if name in source.types}
     functions = [getattr(one, "function", None) for one in part.operations]
-    if not part.blocks or any(isinstance(one, Function) and one.is_class for one in functions):
+    is_class = any(isinstance(one, Function) and one.is_class for one in functions)
+    if is_class or not part.blocks or any(isinstance(one, Fetch) for one in part.operations):
         return {}
     # Any error of theirs comes again when the rows are read.
     with contextlib.suppress(Exception), seeded(0):
+        # What a function opens or draws here must not go along to other processes.
+        operations = cloudpickle.loads(cloudpickle.dumps(part.operations))
         reader = Reader(getattr(source, "options", None))
         batch = sliced(source.read(reader, part.files, part.blocks[0]), 0, ROWS_TRIED)
-        for operation in part.operations:
+        for operation in operations:
             batch = operation.apply(batch)
         return {one.name: one.type for one in to_table(batch).schema}
     return {}

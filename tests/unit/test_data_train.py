@@ -13,7 +13,7 @@ import pickle
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from subprocess import PIPE
 from typing import Any
@@ -154,6 +154,20 @@ def test_no_rows_behind_a_limit_are_kept() -> None:
     assert kept == [45, 45]
     assert table_of(ds.union(ds).limit(20).node, keep).rows == 20
     assert kept[2:] == [20, 20]
+
+
+@pytest.mark.parametrize(
+    "cut",
+    [
+        lambda ds: ds.split_at_indices([10])[1].limit(25),
+        lambda ds: ds.split_at_indices([5, 15])[1].limit(8),
+        lambda ds: ds.train_test_split(0.2, shuffle=True)[1].train_test_split(0.5)[0],
+        lambda ds: ds.limit(30).split_at_indices([10])[1].limit(0),
+    ],
+)
+def test_a_cut_of_a_cut_has_all_its_rows(cut: Callable[[data.Dataset], data.Dataset]) -> None:
+    ds = cut(data.range(90).filter(lambda row: row["id"] % 2))
+    assert table_of(ds.node, in_memory).rows == ds.count()
 
 
 def stops_once(config: dict[str, Any]) -> None:
