@@ -408,22 +408,6 @@ def test_the_end_of_an_epoch_and_the_start_of_the_next_are_one_state(cursors: li
     assert plan_transfers([again, again]).value.pairs == ()
 
 
-def test_a_whole_step_begins_with_code_of_its_own() -> None:
-    here, before, options = Cursor(1, 1), Cursor(1, 0), {"steps": STEPS, "is_inside": True}
-
-    def next_steps(*group: RunPosition) -> list[int]:
-        return [one.cursor.step for one in next_code_places(group, plan_transfers(group).value)]
-
-    between = RunPosition(True, here, by_steps=True, **options)
-    within = RunPosition(True, here, by_steps=True, in_step=True, **options)
-    behind = RunPosition(True, before, by_steps=True, in_step=True, **options)
-    assert next_steps(between, within, behind, RunPosition()) == [1, 2, 1, 1]
-    # In a plain loop one that is behind does nothing more in the step that it receives.
-    assert next_steps(RunPosition(True, here, **options), RunPosition(True, before, **options)) == [
-        2, 2,
-    ]  # fmt: skip
-
-
 @pytest.mark.parametrize(
     ("position", "place"),
     [

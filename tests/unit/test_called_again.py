@@ -334,7 +334,7 @@ def test_code_at_the_head_of_an_epoch_counts_once_in_a_state_that_is_received(
             send(engine)
         return float(optimizer.param_groups[0]["lr"])
 
-    def received(run: RunState, *_: Any, put: Callable[[Any], None], **__: Any) -> Any:
+    def received(run: RunState, *_: Any, put: Callable[[Any], None]) -> Any:
         put(copy.deepcopy(sent))
         places = (CodePlace(run.cursor),)
         return SimpleNamespace(cursors=(run.cursor,), code_places=places, num_bytes=0)

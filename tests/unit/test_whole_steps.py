@@ -13,7 +13,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from elastic import train
 from elastic.errors import UsageError
 from elastic.train.torch import prepare_data_loader, prepare_model, prepare_optimizer
-from elastic.worker.engine import step_engine
 from elastic.worker.engine.train_call import current_engine
 from tests.unit.engine_under_test import (
     STEPS,
@@ -316,30 +315,3 @@ def test_a_step_that_is_left_before_the_optimizer_steps_is_done_again_from_its_b
                 assert float(loop.plain.seen) == 0.0
                 break
             break
-
-
-def test_members_of_the_next_group_know_whether_the_code_before_a_step_has_run(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    home: Any = current_engine().groups  # type: ignore[union-attr]
-    loop, is_over, real = Loop.make(), [False], step_engine.catch_up
-    met: list[tuple[bool, bool]] = []
-
-    def catch_up(*args: Any, by_steps: bool, in_step: bool, **options: Any) -> Any:
-        met.append((by_steps, in_step))
-        return real(*args, by_steps=by_steps, in_step=in_step, **options)
-
-    def rejoin(*_: Any) -> None:
-        is_over[0] = False
-
-    monkeypatch.setattr(home, "must_leave", lambda generation: is_over[0])
-    monkeypatch.setattr(home, "rejoin", rejoin)
-    monkeypatch.setattr(step_engine, "catch_up", catch_up)
-    for _ in train.epochs(1):
-        for number, step in enumerate(train.steps(loop.loader)):
-            for _, x, y in step:
-                square(loop.model(x), y).backward()
-                is_over[0] = number == 0 and len(met) == 1
-            loop.optimizer.step()
-            is_over[0] = number == 1
-    assert met == [(False, False), (True, True), (True, False)]

@@ -39,8 +39,6 @@ class RunPosition:
         steps: steps of an epoch; 0 if unknown. If the length shows only in the epoch's last step,
             the steps of the cursor's epoch.
         is_inside: it is in a pass over this epoch's data; the code before the pass has run.
-        by_steps: its loop is over whole steps, of which each begins with code of its own.
-        in_step: that of the step at its cursor has run.
         generation: of the newest group whose members had its state.
         committed: steps of the run in its state.
         saved: the newest state that it knows in storage, or on a node without members.
@@ -51,8 +49,6 @@ class RunPosition:
     cursor: Cursor = field(default_factory=Cursor)
     steps: int = 0
     is_inside: bool = False
-    by_steps: bool = False
-    in_step: bool = False
     generation: Generation = NO_GENERATION
     committed: int = 0
     saved: SavedPosition = field(default_factory=SavedPosition)
@@ -160,9 +156,9 @@ def next_code_places(
 ) -> tuple[CodePlace, ...]:
     """Return the first place at which each member will run code of its own again, by rank.
 
-    A member inside a pass has run all code at its cursor, but that with which a whole step begins:
-    it continues with the next step, or behind the pass. One that begins, or that receives the state
-    of another epoch, runs the code before that epoch's pass.
+    A member inside a pass has run all code at its cursor: it continues with the next step, or
+    behind the pass. One that begins, or that receives the state of another epoch, runs the code
+    before that epoch's pass.
 
     Args:
         positions: as given to `plan_transfers`.
@@ -175,8 +171,7 @@ def next_code_places(
         # While the end is unknown to all, no member is past it.
         has_more = cursor.step < steps or not steps
         if is_inside and has_more:
-            begins = position.by_steps and not (position.in_step and position.cursor == cursor)
-            places.append(CodePlace(Cursor(cursor.epoch, cursor.step + (not begins))))
+            places.append(CodePlace(Cursor(cursor.epoch, cursor.step + 1)))
         else:
             places.append(CodePlace(cursor, is_behind=is_inside))
     return tuple(places)

@@ -263,8 +263,7 @@ def report_all(group: Any, mine: MemberInfo) -> list[MemberInfo]:
     row = torch.tensor(
         [
             int(position.has_state), position.cursor.epoch, position.cursor.step, position.steps,
-            int(position.is_inside), int(position.by_steps), int(position.in_step),
-            position.generation, position.committed, *position.saved,
+            int(position.is_inside), position.generation, position.committed, *position.saved,
             position.held, mine.model, mine.data, mine.threads, mine.num_shared, mine.memory,
             *mine.entry.numbers(),
         ],
@@ -274,16 +273,13 @@ def report_all(group: Any, mine: MemberInfo) -> list[MemberInfo]:
     dist.all_gather(rows, row, group=group)
     members = []
     for one in rows:
-        has_state, epoch, step, steps, inside, by_steps, in_step, *others = one.tolist()
-        generation, committed, taken_in, saved, held, *others = others
-        model, data, threads, num_shared, memory, *entry = others
+        has_state, epoch, step, steps, inside, generation, committed, *others = one.tolist()
+        taken_in, saved, held, model, data, threads, num_shared, memory, *entry = others
         position = RunPosition(
             has_state=bool(has_state),
             cursor=Cursor(epoch, step),
             steps=steps,
             is_inside=bool(inside),
-            by_steps=bool(by_steps),
-            in_step=bool(in_step),
             generation=generation,
             committed=committed,
             saved=SavedPosition(taken_in, saved),

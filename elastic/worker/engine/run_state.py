@@ -67,31 +67,19 @@ class RunState:
             raise InvariantViolation("no loader is read")
         return self.loader
 
-    def position(
-        self,
-        epoch: int | None,
-        saved: SavedPosition,
-        held: int,
-        *,
-        by_steps: bool,
-        in_step: bool,
-    ) -> RunPosition:
+    def position(self, epoch: int | None, saved: SavedPosition, held: int) -> RunPosition:
         """Return what the others are to know of us when a group meets.
 
         Args:
             epoch: whose code runs, None outside of the loop.
             saved: the newest state that we know in storage, or on a node without members.
             held: steps of the newest snapshot in our node's memory, -1 for none.
-            by_steps: the loop is over whole steps.
-            in_step: the code with which the step at the cursor begins has run.
         """
         return RunPosition(
             self.is_held,
             self.cursor,
             (self.loader or self.streams).steps_of(self.cursor.epoch),
             epoch == self.cursor.epoch,
-            by_steps,
-            in_step,
             self.agreed_in,
             self.steps,
             saved,

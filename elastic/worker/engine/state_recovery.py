@@ -26,8 +26,6 @@ def catch_up(
     units: Sequence[OptimizerUnit],
     reach: PeerAddress,
     *,
-    by_steps: bool,
-    in_step: bool,
     put: Callable[[State], None],
 ) -> SyncResult:
     """Find out who is how far, and give everyone the same state.
@@ -38,8 +36,6 @@ def catch_up(
         epoch: whose code runs, None outside of the loop.
         units: the parameters that we have prepared.
         reach: how the others reach us.
-        by_steps: the loop is over whole steps.
-        in_step: the code with which the step at the cursor begins has run.
         put: makes a state ours.
 
     Raises:
@@ -50,8 +46,7 @@ def catch_up(
     group = default_group()
 
     def meet(begins: bool) -> SyncResult:
-        saved, held = checkpoints.newest_saved(), checkpoints.held()
-        here = run.position(epoch, saved, held, by_steps=by_steps, in_step=in_step)
+        here = run.position(epoch, checkpoints.newest_saved(), checkpoints.held())
         if begins and checkpoints.is_sharded:
             # Of these none could send the beginning: each has made its own rows.
             here = replace(here, has_state=True)

@@ -503,7 +503,7 @@ class StepEngine:
             if self._machine.phase is not StepPhase.VOID:
                 continue
             with self.state.registered_later():
-                self._change_group(in_step=True)
+                self._change_group()
             if self.cursor != here:
                 self._take(StepReceived())
                 self._the_loop().show_zeros()
@@ -1000,14 +1000,10 @@ class StepEngine:
         """Return whether the present group is over by order."""
         return self.groups.must_leave(self.context.generation)
 
-    def _change_group(self, *, is_first: bool = False, in_step: bool = False) -> None:
+    def _change_group(self, *, is_first: bool = False) -> None:
         """Join the newest group, until one stands in which all have the same state.
 
         The first group stands already, and has only to meet; so has one of which some differ.
-
-        Args:
-            is_first: it is that one.
-            in_step: the code with which the step at the cursor begins has run.
         """
         began = time.monotonic()
         reducer = self._the_reducer()
@@ -1036,7 +1032,7 @@ class StepEngine:
             try:
                 if comes_again:
                     note_loop_begun(is_inside=self._epochs.epoch is not None)
-                num_bytes = self._agree(in_step=in_step)
+                num_bytes = self._agree()
                 break
             except (RuntimeError, GroupError) as failure:
                 if not (self.must_leave() or is_group_broken(failure)):
@@ -1059,25 +1055,16 @@ class StepEngine:
         self._watch.begin()
         self._deal()
 
-    def _agree(self, *, in_step: bool) -> int:
+    def _agree(self) -> int:
         """Find out who is how far, and send state to those who need it.
-
-        Args:
-            in_step: the code with which the step at the cursor begins has run.
 
         Returns:
             Bytes that we sent or received.
         """
         with self.context.activity.waiting():
+            units, reach = list(self._the_loop().units.values()), self.context.reach
             met = catch_up(
-                self.run,
-                self._checkpoints,
-                self._epochs.epoch,
-                list(self._the_loop().units.values()),
-                self.context.reach,
-                by_steps=self._epochs.by_steps,
-                in_step=in_step,
-                put=self._put,
+                self.run, self._checkpoints, self._epochs.epoch, units, reach, put=self._put
             )
         self.run.is_held = True
         self._group.code_places = met.code_places
