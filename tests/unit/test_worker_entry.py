@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -217,10 +218,30 @@ def test_a_script_has_ended_when_its_threads_and_what_it_registered_have(tmp_pat
     assert done.stdout.split() == ["atexit", "first", "second", "thread"], done.stderr
 
 
-def test_only_a_script_that_names_this_library_is_known_to_use_it(tmp_path: Path) -> None:
-    for text, is_foreign in (("import torch\n", True), ("from elastic import train\n", False)):
+def test_only_a_script_that_names_this_library_is_known_to_use_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def is_foreign(text: str) -> bool:
         job = Entry(EntryKind.SCRIPT, str(script_of(tmp_path, text)))
-        assert entry.load(job, imports_ahead=False)().is_foreign is is_foreign
+        return entry.load(job, imports_ahead=False)().is_foreign
+
+    assert is_foreign("import torch\n")
+    assert not is_foreign("from elastic import train\n")
+    part = tmp_path / "loop" / "__init__.py"
+    part.parent.mkdir()
+    part.write_text("from elastic import train\n")
+    imported = ModuleType("loop")
+    imported.__file__ = str(part)
+    monkeypatch.setitem(sys.modules, "loop", imported)
+    assert not is_foreign("from loop import main\n")
+
+
+def test_a_script_that_is_left_early_leaves_no_globals_behind(tmp_path: Path) -> None:
+    before = sys.modules["__main__"]
+    script = script_of(tmp_path, "raise ValueError('left')\n")
+    with pytest.raises(ValueError, match="left"):
+        entry.load(Entry(EntryKind.SCRIPT, str(script)))().run()
+    assert sys.modules["__main__"] is before
 
 
 def test_a_script_that_exits_with_a_code_has_failed(tmp_path: Path) -> None:

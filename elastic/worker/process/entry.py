@@ -18,7 +18,8 @@ import runpy
 import sys
 import threading
 from collections import ChainMap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.machinery import SourceFileLoader
@@ -35,7 +36,7 @@ from elastic.worker.process.importing import import_ahead, put_first
 
 RUN_NAME = "__main__"
 OUR_NAME = b"elastic"
-"""In the text of every script that uses this library."""
+"""In the text of a script that uses this library, or of a module of its own."""
 
 
 @dataclass(frozen=True)
@@ -126,12 +127,22 @@ def load(entry: Entry, *, imports_ahead: bool = True) -> Callable[[], EntryCall]
         path = _script_path(entry)
         if imports_ahead:
             import_ahead(path)
-        is_foreign = OUR_NAME not in Path(path).read_bytes()
+        is_foreign = not _names_us(Path(path))
         run = partial(_run_script, path, entry.args)
     else:
         _check_module(entry)
         run = partial(_run_module, entry)
     return lambda: EntryCall(partial(_run_to_end, run), is_foreign=is_foreign)
+
+
+def _names_us(script: Path) -> bool:
+    """Return whether a script, or what it has imported of its own by now, names this library."""
+    if script.suffix != ".py":
+        return True  # Unknown.
+    files = [getattr(module, "__file__", None) for module in list(sys.modules.values())]
+    own = [Path(file) for file in files if file and "site-packages" not in file]
+    beside = [file for file in own if script.parent in file.parents and file.suffix == ".py"]
+    return any(OUR_NAME in file.read_bytes() for file in (script, *beside) if file.is_file())
 
 
 def _run_to_end(run: Callable[[], None]) -> None:
@@ -217,9 +228,26 @@ def _run_script(path: str, args: tuple[str, ...]) -> None:
     main = ModuleType(RUN_NAME)
     loader = SourceFileLoader(RUN_NAME, path)
     vars(main).update(__file__=path, __cached__=None, __loader__=loader)
-    # It stays: threads and functions at exit may pickle what is of its classes.
+    with _as_main(main):
+        exec(compile(loader.get_data(path), path, "exec", dont_inherit=True), vars(main))
+
+
+@contextmanager
+def _as_main(main: ModuleType) -> Iterator[None]:
+    """Have a script's module in `__main__`.
+
+    It stays behind the script's end: threads and functions at exit may pickle what is of its
+    classes. A script that is left early may run again here: models of its globals must go before.
+    """
+    before = sys.modules[RUN_NAME]
     sys.modules[RUN_NAME] = main
-    exec(compile(loader.get_data(path), path, "exec", dont_inherit=True), vars(main))
+    try:
+        yield
+    except SystemExit:
+        raise
+    except BaseException:
+        sys.modules[RUN_NAME] = before
+        raise
 
 
 def _check_module(entry: Entry) -> None:
@@ -236,6 +264,6 @@ def _check_module(entry: Entry) -> None:
 
 def _run_module(entry: Entry) -> None:
     sys.argv = [entry.target, *entry.args]
-    sys.modules[RUN_NAME] = ModuleType(RUN_NAME)
-    # As `python -m` does.
-    runpy._run_module_as_main(entry.target)  # type: ignore[attr-defined]
+    with _as_main(ModuleType(RUN_NAME)):
+        # As `python -m` does.
+        runpy._run_module_as_main(entry.target)  # type: ignore[attr-defined]
