@@ -269,7 +269,8 @@ class CheckpointScheduler:
         copied, recorded = context.copied, position_of(context.saved, context.job_id)
         if copied is None:
             return recorded
-        return max(recorded, SavedPosition(copied.generation, copied.steps))
+        found = recorded, SavedPosition(copied.generation, copied.steps)
+        return max(found, key=lambda one: one.steps)
 
     def held(self) -> int:
         """Return the steps of the newest snapshot in this node's memory, -1 for none."""

@@ -1138,7 +1138,9 @@ class StepEngine:
         agreed = self.context.generation if in_this_group else 0
         try:
             state = self.state.take()
-        except Exception as error:  # Of what the user has registered; the call's own end counts.
+        except Exception as error:  # Of what the user has registered.
+            if in_this_group:  # The others count on this member.
+                raise
             log.warning("state_not_kept reason=%r", str(error))
             return None
         return self._resume_from(state, self.run.logbook, agreed)
