@@ -61,7 +61,6 @@ def test_a_rank_that_has_more_to_do_than_the_others_ends_in_its_own_time(
     assert why in view.reason
 
 
-@pytest.mark.slow
 def test_a_scripts_own_handlers_of_signals_are_called_as_under_torchrun(
     start: Callable[..., Script], tmp_path: Path
 ) -> None:
