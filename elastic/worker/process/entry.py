@@ -139,10 +139,14 @@ def _names_us(script: Path) -> bool:
     """Return whether a script, or what it has imported of its own by now, names this library."""
     if script.suffix != ".py":
         return True  # Unknown.
-    files = [getattr(module, "__file__", None) for module in list(sys.modules.values())]
-    own = [Path(file) for file in files if file and "site-packages" not in file]
-    beside = [file for file in own if script.parent in file.parents and file.suffix == ".py"]
-    return any(OUR_NAME in file.read_bytes() for file in (script, *beside) if file.is_file())
+    folder = f"{script.parent}{os.sep}"
+    files = [getattr(module, "__file__", None) or "" for module in list(sys.modules.values())]
+    own = [
+        Path(file)
+        for file in files
+        if file.startswith(folder) and file.endswith(".py") and "site-packages" not in file
+    ]
+    return any(OUR_NAME in file.read_bytes() for file in (script, *own) if file.is_file())
 
 
 def _run_to_end(run: Callable[[], None]) -> None:
