@@ -126,7 +126,8 @@ class Committer:
             link: to the coordinator.
         """
         self.generation = 0
-        self._leads, self._saved = True, SavedPosition()
+        self._leads = True
+        self._saved = SavedPosition()
         self.unfinished: Callable[[], Collection[str]] = tuple
         self._run, self._spec, self._link = run, spec, link
         self._changed = threading.Condition()

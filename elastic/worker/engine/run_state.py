@@ -48,8 +48,11 @@ class RunState:
             objects: what the train function prepares and registers.
             streams: what an earlier call of it knew of streams.
         """
-        self.objects, self.streams = objects, streams
-        self.cursor, self.steps, self.begun = Cursor(), 0, -1
+        self.objects = objects
+        self.streams = streams
+        self.cursor = Cursor()
+        self.steps = 0
+        self.begun = -1
         self.logbook = Logbook()
         self.loader: MicroBatches | None = None
         self.is_held = False
@@ -144,7 +147,9 @@ class RunState:
         self.objects.put(state["objects"])
         self.logbook.load_state(state["logged"])
         self.streams.receive([state["streams"]])
-        self.steps, self.begun, self._cut = state["steps"], state["begun"], state["data"]
+        self.steps = state["steps"]
+        self.begun = state["begun"]
+        self._cut = state["data"]
         self.cursor = Cursor(*state["cursor"])
         self.is_held = True
 
