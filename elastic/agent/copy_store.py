@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from elastic.core.copy_messages import DropCopy
 from elastic.core.world import HeldCopy, JobId, NodeId
 from elastic.errors import Refused
-from elastic.runtime.snapshot_memory import SnapshotMark, check_room
+from elastic.runtime.snapshot_memory import SnapshotMark, check_room, slot_after
 
 log = logging.getLogger(__name__)
 
@@ -84,21 +84,15 @@ class SourceCopies:
         return max(marks)[2] if marks else None
 
     def slot_for(self, mark: SnapshotMark, *, are_rows: bool) -> CopySlot:
-        """Return where a copy goes: not where the newest complete one before it is.
+        """Return where a copy goes; see `slot_after`.
 
         Args:
             mark: of the copy.
-            are_rows: of a sharded model. Rows of greater numbers are then of a snapshot that was
-                left for an older one, because rows of other nodes were missing.
+            are_rows: of a sharded model. Rows of greater numbers were left then because rows of
+                other nodes were missing.
         """
-        marks = [(slot.mark, n) for n, slot in enumerate(self.slots) if slot.mark is not None]
-        before = [
-            (one.generation, one.number, n)
-            for one, n in marks
-            if not are_rows or one.number < mark.number
-        ]
-        taken = max(before)[2] if before else mark.number - 1
-        return self.slots[(taken + 1) % SLOTS]
+        marks = [slot.mark for slot in self.slots]
+        return self.slots[slot_after(marks, mark.number, later_count=not are_rows)]
 
     def end(self) -> None:
         """End the push in progress, if any."""

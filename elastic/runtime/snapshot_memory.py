@@ -16,6 +16,7 @@ from __future__ import annotations
 import errno
 import os
 import struct
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -63,6 +64,11 @@ class SnapshotMark(NamedTuple):
         """Return whether both describe the same snapshot, possibly different parts of it."""
         return other is not None and self[:OF_ALL] == other[:OF_ALL]
 
+    @classmethod
+    def copying(cls, generation: int, number: int) -> SnapshotMark:
+        """Return the mark of a snapshot that is being copied, which does not count; see `begun`."""
+        return cls(0, generation, number, 0, 0, 0, 0, 0)
+
     @property
     def begun(self) -> tuple[int, int]:
         """Return generation and number of the snapshot that is here, or is being copied here."""
@@ -96,6 +102,26 @@ def whole(marks: bytes) -> SnapshotMark | None:
     behind = marks[first.parts * MARK.size : SENT_AT]
     others = MARK.iter_unpack(behind) if behind.strip(b"\0") else ()
     return None if any(SnapshotMark(*one).begun > first.begun for one in others) else first
+
+
+def slot_after(
+    marks: Sequence[SnapshotMark | None], number: int, *, later_count: bool = False
+) -> int:
+    """Return the slot for a snapshot or its copy: not that of the newest whole one before it.
+
+    Args:
+        marks: of what is whole, by slot.
+        number: of the snapshot.
+        later_count: those of greater numbers, too. If not, they are of a state that was left for an
+            older one, and may be overwritten.
+    """
+    before = [
+        (mark.generation, mark.number, slot)
+        for slot, mark in enumerate(marks)
+        if mark is not None and (later_count or mark.number < number)
+    ]
+    taken = max(before)[2] if before else number - 1
+    return (taken + 1) % len(marks)
 
 
 def set_sent(descriptor: int, number: int) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from elastic.core.world import SNAPSHOT_SLOTS
-from elastic.runtime.snapshot_memory import SnapshotMark
+from elastic.runtime.snapshot_memory import SnapshotMark, slot_after
 from elastic.worker.state.arena import SnapshotSlot
 
 log = logging.getLogger(__name__)
@@ -39,7 +39,8 @@ class SnapshotSlots:
 
     def enter(self) -> None:
         """A new group has taken none yet."""
-        self._last, self._others_settled = None, True
+        self._last = None
+        self._others_settled = True
 
     @property
     def are_shared(self) -> bool:
@@ -61,7 +62,9 @@ class SnapshotSlots:
 
     def use_own(self) -> None:
         """Do without the agent's memory for good."""
-        self._paths, self._slots, self._last = (), [], None
+        self._paths = ()
+        self._slots = []
+        self._last = None
 
     def close(self) -> None:
         self._slots = []
@@ -93,15 +96,8 @@ class SnapshotSlots:
                 older one.
         """
         if self._last is not None and not self._others_settled:
-            return self._other_than(self._last)
-        before = [(mark.generation, mark.number, slot) for slot, mark in self.whole()]
-        before = [one for one in before if one[1] < number]
-        if not before:
-            return self.all()[number % SNAPSHOT_SLOTS]
-        return self._other_than(max(before, key=lambda one: one[:2])[2])
-
-    def _other_than(self, slot: SnapshotSlot) -> SnapshotSlot:
-        return next(one for one in self.all() if one is not slot)
+            return next(one for one in self.all() if one is not self._last)
+        return self.all()[slot_after([slot.whole() for slot in self.all()], number)]
 
     def whole(self) -> list[tuple[SnapshotSlot, SnapshotMark]]:
         """Return the snapshots that are whole, those of more steps first.

@@ -290,7 +290,8 @@ class SnapshotSlot:
         """Mark a part as about to change, for a snapshot of this generation and number."""
         check(part < MARKS_MAX, f"worker {part} of a node: at most {MARKS_MAX}")
         self.reserve(0)
-        MARK.pack_into(self._mapped(), part * MARK.size, 0, generation, number, *[0] * 5)
+        begun = SnapshotMark.copying(generation, number)
+        MARK.pack_into(self._mapped(), part * MARK.size, *begun)
 
     def mark(self, part: int, mark: SnapshotMark) -> None:
         """Mark a part as there; the number, which makes it count, is written last."""
