@@ -1,4 +1,4 @@
-"""Rows per second into the step: elastic.data beside Hugging Face datasets and a plain DataLoader.
+"""Rows per second into the step: elastic.data beside Ray Data, Hugging Face and a DataLoader.
 
     python bench/data.py --rows 40000 --cost-ms 2
 
@@ -10,6 +10,10 @@ consumer took on. All are read in turns, each in a process of its own.
 "Feeders on nodes" are as many processes, reached by TCP as those of `feeder_resources` are, without
 TLS on this one machine; they run before the epoch begins, as on nodes.
 
+Ray Data is there if it is installed (bench/requirements-peers.txt): on a cluster of its own with a
+processor for each process, which is started once before the epoch, as its documents say for
+training: files in random order, and a buffer in which rows are shuffled.
+
 The plain DataLoader has the table in memory and shuffles all rows; Hugging Face has it in its Arrow
 cache, whose making is not counted; elastic.data reads the parquet files, shuffled in windows.
 """
@@ -17,9 +21,11 @@ cache, whose making is not counted; elastic.data reads the parquet files, shuffl
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import resource
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -34,7 +40,8 @@ from rich.console import Console
 from rich.table import Table
 
 PLACED = "elastic.data, feeders on nodes"
-VARIANTS = ("DataLoader", "HF datasets + DataLoader", "elastic.data", PLACED)
+RAY = "Ray Data"
+VARIANTS = ("DataLoader", "HF datasets + DataLoader", RAY, "elastic.data", PLACED)
 SERVE = """
 import json, sys
 from elastic.data.feeder_network import FeederServer
@@ -43,6 +50,8 @@ sys.stdin.read()
 """
 BATCH = 128
 WIDTH = 256
+RAY_BUFFER = 1000
+"""Rows that Ray Data shuffles among; elastic.data shuffles windows of row groups."""
 COST_MS = "BENCH_COST_MS"
 
 
@@ -114,6 +123,15 @@ def batches_of(variant: str, folder: str, processes: int) -> Iterator[Any]:
         yield from iterator.iter_torch_batches(batch_size=BATCH)
         iterator.close()
         return
+    if variant == RAY:
+        import ray
+
+        if not ray.is_initialized():
+            ray.init(num_cpus=1 + processes, include_dashboard=False, logging_level="ERROR")
+            ray.data.DataContext.get_current().enable_progress_bars = False
+        ds = ray.data.read_parquet(folder, shuffle="files").map_batches(costly, batch_size=BATCH)
+        yield from ds.iter_torch_batches(batch_size=BATCH, local_shuffle_buffer_size=RAY_BUFFER)
+        return
     if variant == "DataLoader":
         import pyarrow.parquet as parquet
 
@@ -170,14 +188,15 @@ def main() -> None:
     if args.measure:
         print(json.dumps(measure(*args.measure, args.processes)))
         return
-    found: dict[str, list[dict[str, float]]] = {name: [] for name in VARIANTS}
+    variants = [one for one in VARIANTS if one != RAY or importlib.util.find_spec("ray")]
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in variants}
     with tempfile.TemporaryDirectory(prefix="bench-data-") as place:
         folder = Path(place) / "table"
         folder.mkdir()
         write_table(folder, args.rows)
         size = sum(one.stat().st_size for one in folder.iterdir()) / 1024**2
         for _ in range(args.rounds):
-            for name in VARIANTS:
+            for name in variants:
                 command = [
                     *(sys.executable, __file__, "--measure", name, str(folder)),
                     *("--cost-ms", str(args.cost_ms), "--processes", str(args.processes)),
@@ -186,18 +205,21 @@ def main() -> None:
                 found[name].append(json.loads(done.stdout.splitlines()[-1]))
     table = Table(
         title=f"{args.rows:,} rows, {size:.0f} MB; {args.cost_ms} ms a batch of {BATCH}; "
-        f"{args.processes} processes beside; best of {args.rounds}"
+        f"{args.processes} processes beside; medians of {args.rounds}"
     )
     for heading in ("", "rows/s", "first batch", "memory", "each row once"):
         table.add_column(heading, justify="right")
     for name, rounds in found.items():
-        best = max(rounds, key=lambda one: one["rows_per_s"])
+        middle = {
+            key: statistics.median(one[key] for one in rounds)
+            for key in ("rows_per_s", "first_s", "memory_mb")
+        }
         once = all(one["rows"] == one["distinct"] == args.rows for one in rounds)
         table.add_row(
             name,
-            f"{best['rows_per_s']:,.0f}",
-            f"{min(one['first_s'] for one in rounds):.2f} s",
-            f"{min(one['memory_mb'] for one in rounds):,.0f} MB",
+            f"{middle['rows_per_s']:,.0f}",
+            f"{middle['first_s']:.2f} s",
+            f"{middle['memory_mb']:,.0f} MB",
             "yes" if once else "no",
         )
     Console(width=100).print(table)
