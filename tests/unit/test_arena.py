@@ -11,7 +11,7 @@ from elastic.core.policy.shares import cut
 from elastic.runtime import snapshot_memory
 from elastic.runtime.snapshot_memory import HEADER, SnapshotMark
 from elastic.worker.state.arena import SnapshotSlot, StateLayout
-from elastic.worker.state.transfer import pack, places_print, read_skeleton, tensors_of
+from elastic.worker.state.packing import pack, places_print, read_skeleton, tensors_of
 
 STATE = {
     "weights": torch.arange(12.0).reshape(4, 3),

@@ -33,7 +33,7 @@ from elastic.worker.engine import step_engine
 from elastic.worker.engine.run_state import RunState
 from elastic.worker.engine.step_engine import StepEngine
 from elastic.worker.process.local import NoNextGroup
-from elastic.worker.state.transfer import pack, read_skeleton, unpack
+from elastic.worker.state.packing import pack, read_skeleton, unpack
 from tests.unit.engine_under_test import (
     GLOBAL,
     SAMPLES,

@@ -17,7 +17,7 @@ from elastic.core.policy.shares import cut
 from elastic.runtime.snapshot_memory import HEADER
 from elastic.worker.group import accelerators
 from elastic.worker.state.arena import SnapshotSlot, StateLayout
-from elastic.worker.state.transfer import pack, read_skeleton, tensors_of
+from elastic.worker.state.packing import pack, read_skeleton, tensors_of
 from tests.unit.saving_under_test import Run
 
 CPU = torch.device("cpu")

@@ -20,7 +20,7 @@ from elastic.worker.checkpoint.snapshotter import Snapshotter
 from elastic.worker.engine import state_restore as restoring
 from elastic.worker.process.local import LocalRun, local_context
 from elastic.worker.state import replica_checksums as likeness
-from elastic.worker.state.transfer import pack
+from elastic.worker.state.packing import pack
 from tests.unit.engine_under_test import Loop, square
 from tests.unit.saving_under_test import Coordinator, Run, writer_of
 

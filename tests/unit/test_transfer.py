@@ -13,8 +13,9 @@ import torch
 from torch import nn
 
 from elastic.errors import UsageError
+from elastic.worker.state.packing import bytes_of, pack, tensors_of, unpack
 from elastic.worker.state.train_state import TrainState
-from elastic.worker.state.transfer import _sorted_by_size, bytes_of, pack, tensors_of, unpack
+from elastic.worker.state.transfer import _sorted_by_size
 
 Pair = namedtuple("Pair", ["left", "right"])
 

@@ -32,7 +32,7 @@ from elastic.core.policy.shares import RowRange, TensorRows
 from elastic.storage.files import Files, OutputFile
 from elastic.storage.marker import StoredFile
 from elastic.worker.state.arena import SnapshotSlot, StateLayout
-from elastic.worker.state.transfer import TensorSpec, bytes_of
+from elastic.worker.state.packing import TensorSpec, bytes_of
 
 log = logging.getLogger(__name__)
 

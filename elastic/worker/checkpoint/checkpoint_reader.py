@@ -12,9 +12,9 @@ from typing import Any
 from elastic.storage.marker import CheckpointMarker
 from elastic.storage.run_directory import RunDirectory
 from elastic.worker.checkpoint import checkpoint_files
+from elastic.worker.state.packing import read_skeleton, tensors_of, unpack
 from elastic.worker.state.sharded_state import like, places_of, rows_of
 from elastic.worker.state.train_state import State
-from elastic.worker.state.transfer import read_skeleton, tensors_of, unpack
 
 
 def read_checkpoint(

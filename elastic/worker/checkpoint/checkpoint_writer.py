@@ -44,8 +44,8 @@ from elastic.worker.checkpoint.checkpoint_files import (
 from elastic.worker.checkpoint.committer import Commit, Committer
 from elastic.worker.checkpoint.snapshot import CheckpointAbandoned, StateSnapshot, polls
 from elastic.worker.state.arena import SnapshotSlot
+from elastic.worker.state.packing import read_skeleton, unpack
 from elastic.worker.state.replica_checksums import differing
-from elastic.worker.state.transfer import read_skeleton, unpack
 
 log = logging.getLogger(__name__)
 

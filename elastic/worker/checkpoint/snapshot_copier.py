@@ -44,9 +44,7 @@ from elastic.worker.checkpoint.snapshot import RankInfo
 from elastic.worker.group.accelerators import accelerator_of, beside, record, wait_done
 from elastic.worker.state.arena import SnapshotSlot, StateLayout
 from elastic.worker.state.dtensor import is_dtensor
-from elastic.worker.state.replica_checksums import PerRankState, combined, state_prints
-from elastic.worker.state.sharded_state import Held, answered_by, held_by, spread_of, with_held
-from elastic.worker.state.transfer import (
+from elastic.worker.state.packing import (
     Trace,
     places_print,
     split_and_trace,
@@ -54,6 +52,8 @@ from elastic.worker.state.transfer import (
     unpack,
     write_skeleton,
 )
+from elastic.worker.state.replica_checksums import PerRankState, combined, state_prints
+from elastic.worker.state.sharded_state import Held, answered_by, held_by, spread_of, with_held
 
 log = logging.getLogger(__name__)
 

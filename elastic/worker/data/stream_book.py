@@ -17,7 +17,7 @@ import torch
 from elastic.core.policy.cursor import Cursor
 from elastic.core.policy.streams import StreamPosition, nearest
 from elastic.errors import UsageError
-from elastic.worker.state.transfer import pack, unpack
+from elastic.worker.state.packing import pack, unpack
 
 log = logging.getLogger(__name__)
 

@@ -40,16 +40,16 @@ from elastic.worker.engine.sharded_choice import (
 from elastic.worker.group import c10d
 from elastic.worker.reduce.step_metadata import send_metadata
 from elastic.worker.state.arena import SnapshotMark, SnapshotSlot, StateLayout, dtype_of, extent_of
-from elastic.worker.state.sharded_state import Held, like, places_of, rows_of, without_held
-from elastic.worker.state.train_state import State
-from elastic.worker.state.transfer import (
-    TAG,
+from elastic.worker.state.packing import (
     TensorSpec,
     bytes_of,
     read_skeleton,
     tensors_of,
     unpack,
 )
+from elastic.worker.state.sharded_state import Held, like, places_of, rows_of, without_held
+from elastic.worker.state.train_state import State
+from elastic.worker.state.transfer import TAG
 
 log = logging.getLogger(__name__)
 

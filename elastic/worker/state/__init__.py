@@ -5,5 +5,5 @@ What is where:
     contents      train_state, sharded_state, dtensor, pending_steps
     checksums     checksums (of bytes), replica_checksums (of what must be alike on all members)
     memory        arena (snapshots that outlive workers)
-    sending       transfer
+    as bytes      packing (a state as plain values and tensors), transfer (to another member)
 """

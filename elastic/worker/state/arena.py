@@ -46,8 +46,8 @@ from elastic.runtime.snapshot_memory import (
     whole,
 )
 from elastic.worker.group.accelerators import Accelerator, accelerator_of
+from elastic.worker.state.packing import TensorSpec, read_skeleton, tensors_of, unpack
 from elastic.worker.state.sharded_state import Held, without_held
-from elastic.worker.state.transfer import TensorSpec, read_skeleton, tensors_of, unpack
 
 log = logging.getLogger(__name__)
 

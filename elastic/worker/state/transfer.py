@@ -1,266 +1,24 @@
 """Training state sent from a member that has it to one that lacks it.
 
 Rule: what a member receives is complete before any of it is used, so that a sender that dies in
-the middle leaves the receiver as it was. Nothing is unpickled but plain containers and numbers:
-tensors travel as bytes, everything around them through torch's `weights_only` loader.
+the middle leaves the receiver as it was.
 """
 
 from __future__ import annotations
 
-import functools
-import io
-import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
 from elastic.core.policy.recovery import TransferPlan
-from elastic.errors import UsageError
 from elastic.worker.group import c10d
+from elastic.worker.state.packing import bytes_of, pack, read_skeleton, tensors_of, unpack
 
 SMALL_BYTES = 1 << 20
 """Tensors below this travel together, in one message."""
-PLAIN: tuple[Any, ...] = (bool, int, float, complex, bytes)
-PLAIN_SCALARS = (*PLAIN, str)
 TAG = 9_000
 """Tags of transfers; those of the reduction are others."""
-
-
-@dataclass(frozen=True)
-class TensorSpec:
-    """Stands in the skeleton where a tensor was.
-
-    Attributes:
-        number: of the tensor, in the order in which `pack` gives them.
-        dtype: such as "float32".
-        shape: of the tensor.
-        is_array: it was a NumPy array.
-    """
-
-    number: int
-    dtype: str
-    shape: tuple[int, ...]
-    is_array: bool
-
-
-# -------------------------------------------------------------------------------------- packing
-
-
-def pack(state: Any) -> tuple[bytes, list[torch.Tensor]]:
-    """Split a nested state into plain values as bytes, and tensors.
-
-    Raises:
-        UsageError: it holds something that is neither, naming where.
-    """
-    skeleton, tensors = split(state)
-    return write_skeleton(skeleton), tensors
-
-
-def split(state: Any) -> tuple[Any, list[torch.Tensor]]:
-    """Split a nested state into plain values, with a `TensorSpec` for each tensor, and tensors.
-
-    Raises:
-        UsageError: it holds something that is neither, naming where.
-    """
-    skeleton, tensors, _ = split_and_trace(state)
-    return skeleton, tensors
-
-
-Trace = list[Any]
-"""What a walk over a state met: kinds and sizes of containers, keys, types and shapes of tensors.
-Equal traces have the same tensors in the same places; values beside them are not in it."""
-
-
-def split_and_trace(state: Any) -> tuple[Any, list[torch.Tensor], Trace]:
-    """Split a state as `split` does, and return its trace too: the training loop waits for this.
-
-    Raises:
-        UsageError: it holds something that cannot be sent, naming where.
-    """
-    tensors: list[torch.Tensor] = []
-    trace: Trace = []
-    try:
-        return _replaced(state, tensors, trace), tensors, trace
-    except _Unsendable as error:
-        where = "".join(f"[{key!r}]" for key in reversed(error.path))
-        raise UsageError(f"state{where}{error.reason}") from error.__cause__
-
-
-class _Unsendable(Exception):
-    """Something that cannot be sent; the path to it is put together on the way up."""
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason)
-        self.reason = reason
-        self.path: list[Any] = []
-
-
-def write_skeleton(skeleton: Any) -> bytes:
-    """Return plain values as bytes."""
-    buffer = io.BytesIO()
-    torch.save(skeleton, buffer)
-    return buffer.getvalue()
-
-
-def _replaced(value: Any, tensors: list[torch.Tensor], trace: Trace) -> Any:
-    if isinstance(value, (torch.Tensor, np.ndarray)):
-        return _noted(value, tensors, trace)
-    if isinstance(value, dict):
-        trace += (dict, len(value))
-        pairs = []
-        for key, one in value.items():
-            try:
-                name = key if type(key) is str else _plain_key(key)
-                trace.append(name)
-                pairs.append([name, _replaced(one, tensors, trace)])
-            except _Unsendable as error:
-                error.path.append(key)
-                raise
-        return ["dict", pairs]
-    if isinstance(value, (list, tuple)):
-        kind = "list" if isinstance(value, list) else "tuple"
-        trace += (kind, len(value))
-        values = []
-        for number, one in enumerate(value):
-            try:
-                values.append(_replaced(one, tensors, trace))
-            except _Unsendable as error:
-                error.path.append(number)
-                raise
-        return [kind, values]
-    trace.append(None)
-    if isinstance(value, np.generic) and isinstance(value.item(), PLAIN_SCALARS):
-        return ["value", value.item()]
-    if isinstance(value, bytes) and not value:
-        return ["empty", None]  # Torch's loader refuses these alone, for how they are pickled.
-    if value is None or isinstance(value, (*PLAIN, str)):
-        return ["value", _plain(value)]
-    if isinstance(value, set):
-        return ["set", [["value", _plain_key(one)] for one in value]]
-    raise _Unsendable(
-        f" is a {type(value).__name__}, which cannot be sent to another worker: let "
-        f"state_dict return tensors, arrays, numbers, strings and containers of them"
-    )
-
-
-def _noted(value: Any, tensors: list[torch.Tensor], trace: Trace) -> Any:
-    """Put a tensor or an array with the others, and return what stands in its place."""
-    is_array = isinstance(value, np.ndarray)
-    tensor = _tensor_of(value) if is_array else value
-    if tensor.layout is not torch.strided:
-        raise _Unsendable(
-            f": a sparse tensor ({tensor.layout}) cannot be sent to another worker: let "
-            f"state_dict return tensor.to_dense()"
-        )
-    shape = tensor.shape
-    trace += (tensor.dtype, shape, is_array)
-    tensors.append(tensor.detach())
-    return ["tensor", len(tensors) - 1, _name_of(tensor.dtype), list(shape), is_array]
-
-
-@functools.cache
-def _name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _tensor_of(array: np.ndarray[Any, Any]) -> torch.Tensor:
-    try:
-        return torch.from_numpy(np.ascontiguousarray(array)).reshape(array.shape)
-    except (TypeError, ValueError) as error:
-        raise _Unsendable(
-            f": a NumPy array of {array.dtype} cannot be sent to another worker: let "
-            f"state_dict return numbers, or lists of strings"
-        ) from error
-
-
-def _plain(value: Any) -> Any:
-    """Return the value without a class of the user's around it, which could not be unpickled."""
-    if value is None:
-        return None
-    if isinstance(value, str):
-        return str.__str__(value)  # An enum's own returns something else.
-    return next(kind(value) for kind in PLAIN if isinstance(value, kind))
-
-
-def _plain_key(key: Any) -> Any:
-    if isinstance(key, tuple):
-        return tuple(_plain_key(one) for one in key)
-    key = key.item() if isinstance(key, np.generic) else key
-    if key is None or isinstance(key, (*PLAIN, str)):
-        return _plain(key)
-    raise _Unsendable(
-        f": a key or set element of type {type(key).__name__} cannot be sent to another "
-        f"worker; use numbers and strings"
-    )
-
-
-def read_skeleton(text: bytes) -> Any:
-    """Return the plain values of a state, from the bytes that `pack` made; runs no code in them.
-
-    Raises:
-        Exception: these are no such bytes.
-    """
-    return torch.load(io.BytesIO(text), weights_only=True)
-
-
-def tensors_of(skeleton: Any) -> list[TensorSpec]:
-    """Return what stands in a skeleton for tensors, by number."""
-    found: list[TensorSpec] = []
-
-    def walk(node: Any) -> None:
-        kind, content = node[0], node[1]
-        if kind == "tensor":
-            found.append(TensorSpec(content, node[2], tuple(node[3]), node[4]))
-        elif kind == "dict":
-            for _, value in content:
-                walk(value)
-        elif kind in ("list", "tuple"):
-            for value in content:
-                walk(value)
-
-    walk(skeleton)
-    return sorted(found, key=lambda one: one.number)
-
-
-def places_print(skeleton: Any) -> int:
-    """Return a number that is equal for skeletons with the same tensors in the same places.
-
-    What stands beside them may differ: only one member reports it.
-    """
-    found: list[str] = []
-
-    def walk(node: Any, where: str) -> None:
-        kind, content = node[0], node[1]
-        if kind == "tensor":
-            found.append(f"{where}={content}:{node[2]}{node[3]}")
-        elif kind == "dict":
-            for key, value in content:
-                walk(value, f"{where}/{key!r}")
-        elif kind in ("list", "tuple"):
-            for number, value in enumerate(content):
-                walk(value, f"{where}/{number}")
-
-    walk(skeleton, "")
-    return zlib.crc32("\n".join(found).encode(errors="surrogatepass"))
-
-
-def unpack(skeleton: Any, tensors: Sequence[torch.Tensor]) -> Any:
-    """Return the state that `pack` split."""
-    kind, content = skeleton[0], skeleton[1]
-    if kind == "tensor":
-        return tensors[content].numpy() if skeleton[4] else tensors[content]
-    if kind == "dict":
-        return {key: unpack(value, tensors) for key, value in content}
-    if kind in ("value", "empty"):
-        return content if kind == "value" else b""
-    values = [unpack(value, tensors) for value in content]
-    return {"list": list, "tuple": tuple, "set": set}[kind](values)
-
-
-# -------------------------------------------------------------------------------------- sending
 
 
 def transfer(group: Any, transfers: TransferPlan, state: Any) -> tuple[Any, int]:
@@ -329,12 +87,6 @@ def _receive(group: Any, sender: int) -> tuple[Any, int]:
         c10d.wait_messages([group.recv([part], sender, TAG + 3 + number)])
     total = len(text) + sum(part.numel() for part in parts)
     return unpack(skeleton, tensors), total
-
-
-def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a contiguous tensor's memory as bytes."""
-    flat = tensor.contiguous().reshape(-1)
-    return flat.view(torch.uint8) if flat.numel() else torch.empty(0, dtype=torch.uint8)
 
 
 Part = tuple[int, torch.Tensor]
