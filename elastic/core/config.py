@@ -231,8 +231,8 @@ class CoordinatorConfig:
             off it for `quarantine_s` from the last one.
         jobs_max: jobs that have not ended, at once.
         ended_jobs_kept: number of ended jobs kept in memory.
-        report_first_min: groups of at least this size are notified of their end before the next
-            group is computed; smaller ones get both at once.
+        announce_end_early_min: groups of at least this size are notified of their end before the
+            next group is computed; smaller ones get both at once.
         preemption_deadline_s: time of a preempted job for a checkpoint, and again to reach a
             boundary; after that it continues later from its newest checkpoint.
     """
@@ -255,7 +255,7 @@ class CoordinatorConfig:
     quarantine_s: float = 600.0
     jobs_max: int = 1000
     ended_jobs_kept: int = 200
-    report_first_min: int = 2000
+    announce_end_early_min: int = 2000
     preemption_deadline_s: float = 60.0
 
     def __post_init__(self) -> None:
@@ -277,7 +277,7 @@ class CoordinatorConfig:
                 )
         for name in (
             "crash_loop_limit", "node_faults_max", "jobs_max", "ended_jobs_kept",
-            "report_first_min",
+            "announce_end_early_min",
         ):  # fmt: skip
             if getattr(self, name) < 1:
                 raise ConfigError(f"coordinator: {name}={getattr(self, name)}: expected >= 1")

@@ -243,7 +243,7 @@ class PreparedLoader:
         self._deals = deals
         self._num_micro_batches = num_micro_batches
         # Batches of this rank that a script was told of, while no optimizer was prepared.
-        self._told: int | None = None
+        self._length: int | None = None
         # Our own shuffle is seeded from the first pass on; the user's once `set_epoch` is called.
         self._epoch = 0 if deals else None
         self._by_step: MicroBatches | None = None
@@ -320,9 +320,9 @@ class PreparedLoader:
         loader = self._micro_batches(engine)
         loader.refresh(engine.cursor.epoch)
         steps = loader.steps_of(engine.cursor.epoch)
-        if self._told not in (None, steps):
+        if self._length not in (None, steps):
             raise UsageError(
-                f"len(loader) was {self._told}, the batches of this rank, because it was asked "
+                f"len(loader) was {self._length}, the batches of this rank, because it was asked "
                 f"before an optimizer was prepared, and an epoch has {steps} steps: call "
                 f"prepare_optimizer before len(loader), so that a schedule that is made of it does "
                 f"not depend on the number of workers"
@@ -475,7 +475,7 @@ class PreparedLoader:
         if self._deals:
             self._deal_by_rank(require_place("len of a prepared loader"))
         batches = len(self._loader)
-        self._told = batches if self._deals else None
+        self._length = batches if self._deals else None
         return batches
 
     def __getattr__(self, name: str) -> Any:

@@ -219,14 +219,14 @@ def report(
     if checkpoint is None or checkpoint is UNSAID:
         send(text, NO_PART if checkpoint is None else None, name=checkpoint_dir_name)
         return
-    brought = bring(
+    delivered = bring(
         checkpoint,
         checkpoint_upload_mode,
         delete_local=delete_local_checkpoint_after_upload,
         upload=checkpoint_upload_fn,
         validation=requested,
     )
-    send(text, brought, name=checkpoint_dir_name)
+    send(text, delivered, name=checkpoint_dir_name)
 
 
 def _requested(

@@ -431,9 +431,9 @@ class Controller:
             "on_trial_result", trials=self.study.trials, trial=trial, result=metrics
         )
         if self._plan.stopper(trial.name, metrics):
-            self._carry_out(trial, Decision(TrialDecision(TrialAction.STOP), self._met(metrics)))
+            self._apply(trial, Decision(TrialDecision(TrialAction.STOP), self._met(metrics)))
         elif trial.state is TrialState.RUNNING and not self._stop_reason:
-            self._carry_out(trial, self._plan.scheduler.judge(self.study, trial))
+            self._apply(trial, self._plan.scheduler.judge(self.study, trial))
         if self._plan.stopper.stop_all() and not self._stop_reason:
             self._stop_all("its stopper has had enough")
 
@@ -476,7 +476,7 @@ class Controller:
 
     # ------------------------------------------------------------------------------- actions
 
-    def _carry_out(self, trial: Trial, decision: Decision[TrialDecision]) -> None:
+    def _apply(self, trial: Trial, decision: Decision[TrialDecision]) -> None:
         verdict, number = decision.value, trial.number
         if verdict.act is TrialAction.GO_ON and not verdict.rungs:
             return
@@ -572,7 +572,7 @@ class Controller:
                 return  # Perhaps only now: a trial that fails at its start may end the study.
             trial = self.study.trials[number]
             if decision.value.act is TrialAction.STOP:
-                self._carry_out(trial, decision)
+                self._apply(trial, decision)
                 continue
             self._log.add({"e": "resumed", "trial": number, "reason": decision.reason})
             if trial.number in self._following:

@@ -368,7 +368,7 @@ def weights_at(cursor: Cursor, *, has: bool) -> Cursor:
 @LIMITS
 def test_the_furthest_state_wins_and_reaches_all_who_lack_it(group: list[RunPosition]) -> None:
     plan = plan_transfers(group).value
-    has = any(one.steps for one in group)
+    has = any(one.epoch_steps for one in group)
     at = [weights_at(one.cursor, has=has and one.is_inside) for one in group]
     with_state = [rank for rank, one in enumerate(group) if one.has_state]
     best = max((at[rank] for rank in with_state), default=at[0])

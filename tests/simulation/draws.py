@@ -40,9 +40,9 @@ def draw_config(seed: int, timeline: Timeline, conditions: Conditions) -> Coordi
         # Longer than a healthy agent needs to reply, including all delays.
         probe_timeout_s=max(0.6, 2 * conditions.delay_max_ns / S + 0.2),
         preemption_deadline_s=5.0,
-        report_first_min=2
+        announce_end_early_min=2
         if seed % REPORTED_FIRST_EVERY == 3
-        else CoordinatorConfig.report_first_min,
+        else CoordinatorConfig.announce_end_early_min,
     )
 
 

@@ -99,13 +99,12 @@ def test_no_name_says_nothing() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def test_classes_and_modules_have_the_names_of_the_field() -> None:
+def test_everything_has_the_names_of_the_field() -> None:
     named = [(path, 1, path.stem) for path in python_files("elastic")]
     named += [
-        (path, node.lineno, node.name)
+        (path, line, name)
         for path in python_files("elastic")
-        for node in ast.walk(parsed(path))
-        if isinstance(node, ast.ClassDef)
+        for line, name in names_given(parsed(path))
     ]
     wrong = [
         f"{where(path, line)}: {name!r} says {word!r}; say {PRIVATE[word]}"

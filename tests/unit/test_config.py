@@ -128,7 +128,7 @@ SECONDS = (
     "restart_delay_s_max", "healthy_after_s", "fault_window_s", "quarantine_s",
 )  # fmt: skip
 COUNTS = (
-    "crash_loop_limit", "node_faults_max", "jobs_max", "ended_jobs_kept", "report_first_min",
+    "crash_loop_limit", "node_faults_max", "jobs_max", "ended_jobs_kept", "announce_end_early_min",
 )  # fmt: skip
 ABOVE_ZERO = ("probe_timeout_s", "preemption_deadline_s")
 NO_DURATIONS = (-0.001, -1, math.nan, math.inf)

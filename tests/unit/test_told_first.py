@@ -8,7 +8,7 @@ from elastic.core.events.shared import Tick
 from elastic.core.messages import LeaveGroup
 from tests.unit.coordinator_under_test import CONFIG, Coordinator, running
 
-LARGE = replace(CONFIG, report_first_min=4)
+LARGE = replace(CONFIG, announce_end_early_min=4)
 
 
 def large(*, nodes: int = 4, low: int = 1) -> Coordinator:

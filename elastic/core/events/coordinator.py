@@ -328,7 +328,14 @@ CoordinatorEvent = (
 
 @dataclass(frozen=True)
 class Persist:
-    """Make these records durable (replacing those of the same job) before later effects."""
+    """Make these records durable (replacing those of the same job) before later effects.
+
+    The driver sends nothing of the effects behind this one before the store has confirmed it. So a
+    group that some worker knows of is in the store, and a coordinator that restarts reads it there
+    and announces it again. One that was killed before the store confirmed has announced nothing:
+    the next coordinator forms a group from what the store has, under the same number, which then
+    stands for one group only.
+    """
 
     records: tuple[JobRecord, ...]
 

@@ -144,7 +144,7 @@ class AgentMachine:
     def _take(self, event: AgentEvent) -> None:
         if isinstance(event, CoordinatorMessageReceived):
             if self._books.connection.is_current(event.session):
-                agent_orders.on_reported(self._books, event.message)
+                agent_orders.on_message(self._books, event.message)
         elif isinstance(event, (Connected, ConnectionLost)):
             self._connection_changed(event)
         elif isinstance(event, DrainSignalled):

@@ -79,7 +79,7 @@ def on_connected(cluster: ClusterState, event: AgentConnected) -> None:
     if event.hello.draining:
         start_drain(cluster, state, event.hello.drain_reason, event.hello.drain_timeout_ns)
     elif state.drain.is_on:
-        _report_drain(cluster, state)
+        _send_drain(cluster, state)
     copies.take_held(cluster, state, event.hello.copies)
     _compare(cluster, state, event.hello)
     cluster.book.settle(state)
@@ -181,10 +181,10 @@ def _resume(cluster: ClusterState, report: WorkerReport) -> None:
     if worker.stop_cause is not None:
         send_worker(cluster, worker, stop_order(cluster, job, worker))
         return
-    if worker.reported_ns < job.newest.announced_ns:
+    if worker.group_sent_ns < job.newest.announced_ns:
         # A worker is not late for a message that it could not get. Only once, so that a flapping
         # link does not extend its time again and again.
-        worker.reported_ns = cluster.now_ns
+        worker.group_sent_ns = cluster.now_ns
     is_member = job.is_open and job.is_member(report.worker_id)
     if is_member and report.generation < job.generation:
         send_worker(cluster, worker, announcement(cluster, job, report.worker_id))
@@ -244,11 +244,11 @@ def start_drain(cluster: ClusterState, state: NodeState, reason: str, timeout_ns
     if drain.is_on and drain.by_ns is not None:
         if leave_by_ns < drain.by_ns:
             drain.by_ns = leave_by_ns
-            _report_groups(cluster, state)
+            _note_leavers(cluster, state)
         cluster.touch_active()
         return
     drain.is_on, drain.by_ns, drain.announced = True, leave_by_ns, reason or "told to leave"
-    _report_groups(cluster, state)
+    _note_leavers(cluster, state)
     if state.is_live():
         state.move(NodePhase.DRAINING, cluster.now_ns, reason)
     cluster.book.settle(state)
@@ -268,11 +268,11 @@ def order_drain(cluster: ClusterState, state: NodeState, reason: str, timeout_ns
         Nanoseconds until it has left; fewer than requested if it drains already, and sooner.
     """
     start_drain(cluster, state, reason, timeout_ns)
-    _report_drain(cluster, state)
+    _send_drain(cluster, state)
     return max(0, (state.drain.by_ns or 0) - cluster.now_ns)
 
 
-def _report_drain(cluster: ClusterState, state: NodeState) -> None:
+def _send_drain(cluster: ClusterState, state: NodeState) -> None:
     """Notify an agent that its node drains.
 
     The agent itself ends workers that are still there a stop grace before the time is over.
@@ -283,7 +283,7 @@ def _report_drain(cluster: ClusterState, state: NodeState) -> None:
     cluster.do(SendAgent(state.session, Drain(state.drain.announced, left_ns)))
 
 
-def _report_groups(cluster: ClusterState, state: NodeState) -> None:
+def _note_leavers(cluster: ClusterState, state: NodeState) -> None:
     """Schedule a notice to all members of groups with workers on this leaving node."""
     for worker_id in sorted(state.held):
         job = cluster.job_of(worker_id)
@@ -307,7 +307,7 @@ def lose_node_workers(cluster: ClusterState, state: NodeState, why: str) -> None
 # ---------------------------------------------------------------- workers
 
 
-def on_reported(cluster: ClusterState, event: AgentMessageReceived) -> None:
+def on_message(cluster: ClusterState, event: AgentMessageReceived) -> None:
     """Process one message of a registered agent; ignore one over an old session."""
     state = cluster.book.of_session(event.session)
     if state is None:

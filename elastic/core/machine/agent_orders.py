@@ -50,7 +50,7 @@ from elastic.core.world import (
 )
 
 
-def on_reported(books: AgentBooks, message: CoordinatorMessage) -> None:
+def on_message(books: AgentBooks, message: CoordinatorMessage) -> None:
     """Process one message of the current session; before `Welcome` only the reply counts."""
     if isinstance(message, Refusal):
         books.connection.refused(message.reason, books.now_ns, final=message.final)

@@ -26,7 +26,7 @@ def send_worker(cluster: ClusterState, worker: WorkerState, message: Coordinator
     cluster.send(cluster.node_of(worker), message)
 
 
-def report_first(cluster: ClusterState, job: JobState) -> bool:
+def announce_end_early(cluster: ClusterState, job: JobState) -> bool:
     """Notify the members of a large group that lost one that it is over; return whether it did.
 
     Computing, persisting and announcing the next group takes as long as this does. Meanwhile the
@@ -57,7 +57,7 @@ def _may_keep_it(cluster: ClusterState, worker: WorkerState) -> bool:
 
 def is_large(cluster: ClusterState, job: JobState) -> bool:
     """Return whether the newest group is so large that its announcement takes long."""
-    return len(job.member_ids()) >= cluster.config.report_first_min
+    return len(job.member_ids()) >= cluster.config.announce_end_early_min
 
 
 def announcement(cluster: ClusterState, job: JobState, worker_id: WorkerId) -> Announce:

@@ -149,7 +149,7 @@ class CoordinatorMachine:
             f"the first event must be Recovered, got {type(event).__name__}",
         )
         if isinstance(event, AgentMessageReceived):
-            agent_messages.on_reported(cluster, event)
+            agent_messages.on_message(cluster, event)
         elif isinstance(event, Tick):
             self._touch_due()
             for state, reason in suspicion.silent(cluster):

@@ -63,7 +63,7 @@ class WorkerState:
         stop_cause: set once it was ordered to end; the cause to record for its exit.
         main_thread: last report of its main thread, None if there was none.
         lingers_since_ns: since when it stays in a group that continues without it; None if not.
-        reported_ns: when the newest group, or the order to leave, was first sent to its agent in
+        group_sent_ns: when the newest group, or the order to leave, was first sent to its agent in
             this term; earlier than `announced_ns` while its agent is away, -1 for never.
         shown_ns: when its stacks were requested because it was late, -1 for never.
         account: its time by category.
@@ -79,7 +79,7 @@ class WorkerState:
     stop_cause: ExitCause | None = None
     main_thread: MainThreadState | None = None
     lingers_since_ns: int | None = None
-    reported_ns: int = -1
+    group_sent_ns: int = -1
     shown_ns: int = -1
     telemetry: Telemetry = field(default_factory=Telemetry)
     measured_ns: int = 0

@@ -65,7 +65,7 @@ def reconcile_job(cluster: ClusterState, job: JobState) -> None:
         return
     if job.phase is JobPhase.PAUSED:
         return
-    if announcing.report_first(cluster, job):
+    if announcing.announce_end_early(cluster, job):
         job.wake_ns = cluster.now_ns + 1
         return
     wake(job, links.settle(cluster, job))
@@ -154,12 +154,10 @@ def hurry(cluster: ClusterState, job: JobState) -> None:
             )
 
 
-def _report_group(
-    cluster: ClusterState, worker: WorkerState, message: Announce | LeaveGroup
-) -> None:
+def _send_group(cluster: ClusterState, worker: WorkerState, message: Announce | LeaveGroup) -> None:
     """Send a worker the newest group; its timeout starts now if its agent is connected."""
     if cluster.node_of(worker).session is not None:
-        worker.reported_ns = cluster.now_ns
+        worker.group_sent_ns = cluster.now_ns
     send_worker(cluster, worker, message)
 
 
@@ -286,13 +284,13 @@ def _form(cluster: ClusterState, job: JobState, plan: GroupPlan, reason: str) ->
     for place in places:
         worker = job.workers[place.worker_id]
         worker.steps, worker.telemetry = 0, Telemetry()
-        _report_group(cluster, worker, announce(place))
+        _send_group(cluster, worker, announce(place))
         saves.remind(cluster, job, worker)
     remind_of_leavers(cluster, job, plan.members)
     for worker_id in sorted(before - set(plan.members)):
         if worker_id in job.workers:
             leave = LeaveGroup(worker_id, job.generation - 1, False, reason)
-            _report_group(cluster, job.workers[worker_id], leave)
+            _send_group(cluster, job.workers[worker_id], leave)
     cluster.note(
         "group_formed",
         job.job_id,
@@ -342,7 +340,7 @@ def _suspend(cluster: ClusterState, job: JobState, plan: GroupPlan, reason: str)
     for worker_id in job.member_ids():
         if worker_id in job.workers:
             leave = LeaveGroup(worker_id, job.generation, False, plan.cause)
-            _report_group(cluster, job.workers[worker_id], leave)
+            _send_group(cluster, job.workers[worker_id], leave)
     cluster.note("group_suspended", job.job_id, generation=job.generation, reason=reason)
 
 
@@ -384,7 +382,7 @@ def _give_up_stuck(cluster: ClusterState, job: JobState) -> None:
         worker = job.workers.get(worker_id)
         if worker is None or worker.stop_cause is not None:
             continue
-        report, since_ns = worker.report, max(job.newest.announced_ns, worker.reported_ns)
+        report, since_ns = worker.report, max(job.newest.announced_ns, worker.group_sent_ns)
         lingers_since_ns, worker.lingers_since_ns = worker.lingers_since_ns, None
         is_forming = report.phase is WorkerPhase.FORMING
         if members and report.generation >= job.generation:  # Only members know that generation.

@@ -76,8 +76,8 @@ class AllocationDraft:
     """An allocation while the plan is computed.
 
     Attributes:
-        kept: its seats that are counted.
-        tried: number of its seats that need not be checked again. Full or barred nodes stay so
+        kept: its slots that are counted.
+        tried: number of its slots that need not be checked again. Full or barred nodes stay so
             while the plan grows; code that frees something resets this to 0.
         starts, num_starts: new workers by node, and in all.
     """
@@ -89,7 +89,7 @@ class AllocationDraft:
     num_starts: int = 0
     is_admitted: bool = False
     reason: str = ""
-    dealer: WorkerPlacer | None = None
+    placer: WorkerPlacer | None = None
     yields_to: AllocationDraft | None = None
 
     @property
@@ -111,7 +111,7 @@ class AllocationDraft:
         return len(self.kept) + self.num_starts
 
     def unkept(self) -> list[HeldSlot]:
-        """Return its seats that are not counted yet."""
+        """Return its slots that are not counted yet."""
         return [slot for slot in self.demand.held_slots if slot[0] not in self.kept]
 
 

@@ -149,10 +149,10 @@ def judge(
         return Decision(Hang(works=works), works or f"{moves} moves")
     if waiting and not stalled:
         return _judge_all(max(waiting.values()), now_ns, timeout_ns)
-    queue = WaitChain(
+    chain = WaitChain(
         {m.worker_id: m.main_thread.begun for m in members if m.main_thread is not None}
     )
-    hidden = [] if waiting else [w for w in stalled if queue.is_ahead(w)]
+    hidden = [] if waiting else [w for w in stalled if chain.is_ahead(w)]
     if not waiting and not hidden:
         return Decision(Hang(), "no member waits")
     since_ns = max(*waiting.values(), *stalled.values())
@@ -160,7 +160,7 @@ def judge(
     if not timeout_ns or now_ns - since_ns < limit_ns * (STUCK_TIMES if hidden else 1):
         return Decision(Hang(since_ns=since_ns), f"waiting for {', '.join(stalled)}")
     waiters = [*waiting] or hidden
-    names = _at_the_end(waiters, [*stalled], queue)
+    names = _at_the_end(waiters, [*stalled], chain)
     return Decision(Hang(names, since_ns), f"{len(waiters)} members wait for {', '.join(names)}")
 
 
@@ -232,16 +232,16 @@ class WaitChain:
 
 
 def _at_the_end(
-    waiting: Sequence[WorkerId], stalled: Sequence[WorkerId], queue: WaitChain
+    waiting: Sequence[WorkerId], stalled: Sequence[WorkerId], chain: WaitChain
 ) -> tuple[WorkerId, ...]:
     """Return the stalled members that are waited for and wait for no other stalled one."""
     if len(stalled) == 1 or len(stalled) > STALLED_MAX:
         return tuple(stalled)
-    before = {worker_id: queue.before(worker_id) for worker_id in stalled}
+    before = {worker_id: chain.before(worker_id) for worker_id in stalled}
     awaited: dict[WorkerId, None] = {}
     for worker_id in waiting:
         # A member whose wait is not visible may wait for all of them.
-        awaited.update(queue.before(worker_id) or dict.fromkeys(stalled))
+        awaited.update(chain.before(worker_id) or dict.fromkeys(stalled))
         if all(one in awaited for one in stalled):
             break
 

@@ -178,12 +178,12 @@ class _Plan:
         return fits
 
     def _release(self, draft: AllocationDraft, count: int) -> None:
-        """Release all but the first `count` kept seats."""
+        """Release all but the first `count` kept slots."""
         over = list(draft.kept)[count:]
         for worker_id in over:
             node_id = draft.kept.pop(worker_id)
             self.space.give(node_id, draft.demand.spec.resources_per_worker, is_new=False)
-        draft.dealer = None
+        draft.placer = None
 
     def _wake_at(self, moment: int) -> None:
         self.wake_ns = moment if self.wake_ns is None else min(self.wake_ns, moment)
@@ -230,7 +230,7 @@ class _Plan:
         size = draft.size if self._size_counts else 0
         return -draft.demand.spec.priority, size, draft.demand.sequence
 
-    # ------------------------------------------------------------ seats and nodes
+    # ------------------------------------------------------------ slots and nodes
 
     def _keep_workers(self, draft: AllocationDraft, limit: int) -> int:
         """Count up to `limit` of its workers where they are; return how many."""
@@ -244,16 +244,16 @@ class _Plan:
                 continue
             self.space.take(node_id, need, is_new=False)
             draft.kept[worker_id] = node_id
-            if draft.dealer is not None:
-                draft.dealer.host(node_id, 1)
+            if draft.placer is not None:
+                draft.placer.host(node_id, 1)
             count += 1
         return count
 
     def _place(self, draft: AllocationDraft, count: int) -> bool:
-        """Give `count` more workers, its own seats first; all of them or none."""
+        """Give `count` more workers, its own slots first; all of them or none."""
         spec = draft.demand.spec
         need = spec.resources_per_worker
-        rank_infos_before, tried_before = len(draft.kept), draft.tried
+        num_kept_before, tried_before = len(draft.kept), draft.tried
         missing = count - self._keep_workers(draft, count)
         chosen = self._choose(draft, missing) if missing else []
         if len(chosen) == missing:
@@ -261,33 +261,33 @@ class _Plan:
                 draft.starts[node_id] = draft.starts.get(node_id, 0) + 1
             draft.num_starts += missing
             if self._barred:
-                draft.dealer = None  # It covers only the nodes that are not reserved for others.
+                draft.placer = None  # It covers only the nodes that are not reserved for others.
             return True
         for node_id in chosen:
             self.space.give(node_id, need, is_new=True)
-        undone = list(draft.kept)[rank_infos_before:]
+        undone = list(draft.kept)[num_kept_before:]
         for worker_id in undone:
             self.space.give(draft.kept.pop(worker_id), need, is_new=False)
         draft.tried = tried_before
-        draft.dealer = None
+        draft.placer = None
         return False
 
     def _choose(self, draft: AllocationDraft, count: int) -> list[NodeId]:
         """Take capacity for up to `count` new workers; return their nodes."""
         spec = draft.demand.spec
-        if draft.dealer is None:
+        if draft.placer is None:
             demand = draft.demand
             barred = {**self._barred, **dict.fromkeys(demand.out)} if demand.out else self._barred
-            draft.dealer = WorkerPlacer(
+            draft.placer = WorkerPlacer(
                 spec, self.space, draft.hosting(), barred=barred, pinned=demand.away > 0
             )
         chosen: list[NodeId] = []
         while len(chosen) < count:
-            node_id = draft.dealer.next()
+            node_id = draft.placer.next()
             if node_id is None:
                 break
             self.space.take(node_id, spec.resources_per_worker, is_new=True)
-            draft.dealer.host(node_id, 1)
+            draft.placer.host(node_id, 1)
             chosen.append(node_id)
         return chosen
 

@@ -36,8 +36,8 @@ class RunPosition:
     Attributes:
         has_state: it holds the run's state: it began the run, received it, or loaded it.
         cursor: the next step that it would commit.
-        steps: steps of an epoch; 0 if unknown. If the length shows only in the epoch's last step,
-            the steps of the cursor's epoch.
+        epoch_steps: steps of the cursor's epoch; 0 while unknown, as that of an iterable dataset is
+            up to its last step.
         is_inside: it is in a pass over this epoch's data; the code before the pass has run.
         generation: of the newest group whose members had its state.
         committed: steps of the run in its state.
@@ -47,7 +47,7 @@ class RunPosition:
 
     has_state: bool = False
     cursor: Cursor = field(default_factory=Cursor)
-    steps: int = 0
+    epoch_steps: int = 0
     is_inside: bool = False
     generation: Generation = NO_GENERATION
     committed: int = 0
@@ -111,7 +111,7 @@ def plan_transfers(positions: Sequence[RunPosition]) -> Decision[TransferPlan]:
     Args:
         positions: by rank; at least one.
     """
-    steps = max(position.steps for position in positions)
+    steps = max(position.epoch_steps for position in positions)
 
     def weights(position: RunPosition) -> tuple[bool, Cursor]:
         cursor = position.cursor
@@ -164,7 +164,7 @@ def next_code_places(
         positions: as given to `plan_transfers`.
         transfers: its result.
     """
-    steps = max(position.steps for position in positions)
+    steps = max(position.epoch_steps for position in positions)
     places = []
     for position, cursor in zip(positions, transfers.cursors, strict=True):
         is_inside = position.is_inside and position.cursor.epoch == cursor.epoch

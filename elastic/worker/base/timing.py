@@ -38,7 +38,7 @@ INTERVAL_NS = NS_PER_S
 SILENCE_NS = 2 * NS_PER_S
 """A loop without a step for so long is polled by the control thread."""
 COMPUTE, EXCHANGE, COMMIT = range(len(CATEGORIES), len(CATEGORIES) + 3)
-"""Parts of a step that are no categories: they become one or the other when it is over."""
+"""Parts of a step, booked as productive or as redone once it is known whether the step counts."""
 NOTICED = 0.05
 """A rank is named as the one that others wait for when that takes such a part of the time."""
 
@@ -264,7 +264,7 @@ class Timing:
         window.exchange_ns += pending_ns
         window.straggler_ns += late_ns
         if most:
-            # Also by the one who was waited for: by how much the mean of the others was shorter.
+            # On every rank, the slowest too: its time less the mean of all.
             rank, known = busy.index(most), [one for one in busy if one]
             by_ns = int(most - sum(known) / len(known))
             window.waited_for[rank] = window.waited_for.get(rank, 0) + by_ns

@@ -90,14 +90,14 @@ class Delivery:
     """A checkpoint whose parts are on their way.
 
     Attributes:
-        turn: which one.
+        report: which one.
         name: of its directory.
         parts: this member's part.
         members: how many members have a part.
         readers: how many wait for the outcome.
     """
 
-    turn: PendingReport
+    report: PendingReport
     name: str
     parts: DeliveredParts
     members: int
@@ -117,14 +117,14 @@ class Delivery:
             GroupError: the group changed.
             DistError: its store is gone.
         """
-        key = self.turn.key
+        key = self.report.key
         part = self._copy(reported, votes, go_on)
         votes.add_part(key, part)
         votes.vote(key, ReportVote(waits=True, has_checkpoint=True), voters=self.members)
         votes.wait_closed(key)
         go_on()
-        outcome = reported.conclude(votes, self.turn)
-        if not self.turn.leaves:
+        outcome = reported.conclude(votes, self.report)
+        if not self.report.leaves:
             votes.forget(key, self.readers)
         if outcome.path and _place_of(self.parts.path) != _place_of(outcome.path):
             self.parts.release()
@@ -138,7 +138,7 @@ class Delivery:
 
         def claim(path: str) -> bool:
             go_on()
-            return votes.claim(self.turn.key, path)
+            return votes.claim(self.report.key, path)
 
         if run is None:
             return ReportPart(rank, self.name, error="the job has no run directory")
@@ -151,7 +151,7 @@ class Delivery:
             except Exception as error:
                 problem = f"checkpoint_upload_fn: {type(error).__name__}: {error}"
             # Uploads of others must be complete before any member reads them.
-            gate = f"{self.turn.key}-uploaded"
+            gate = f"{self.report.key}-uploaded"
             votes.vote(gate, ReportVote(waits=True), voters=self.members)
             votes.wait_closed(gate)
             votes.forget(gate, self.members)
@@ -159,7 +159,7 @@ class Delivery:
             return ReportPart(rank, name, error=problem)
         try:
             reported.check_free(name)
-            if self.turn.owns_files:
+            if self.report.owns_files:
                 wait_given_up(name)
                 return ReportPart(rank, name, run.upload(Path(parts.path), name, claim=claim))
             return ReportPart(rank, name, run.weigh(name, claim=claim))

@@ -223,18 +223,18 @@ class ReportVotes:
         self._count(index, mine.number(), self._voters)
 
     def _count(self, index: Index, number: int, voters: int) -> VoteCount:
-        tally = VoteCount.of(self._store.add(_key(index, "votes"), number))
+        count = VoteCount.of(self._store.add(_key(index, "votes"), number))
         is_vote = number & WORLD_SIZE_MAX  # Not the withdrawal of a promise to wait.
-        if is_vote and tally.votes == voters:
-            if isinstance(index, str) and not tally.waiting:
+        if is_vote and count.votes == voters:
+            if isinstance(index, str) and not count.waiting:
                 self._store.delete_key(_key(index, "votes"))  # Never read again.
-                return tally
-            self._store.set(_key(index, "closed"), str(tally.number()))
+                return count
+            self._store.set(_key(index, "closed"), str(count.number()))
             if isinstance(index, int) and index > 0:
                 # All are here, so the previous report is never read again.
                 for what in KEYS:
                     self._store.delete_key(_key(index - 1, what))
-        return tally
+        return count
 
     def forget(self, index: Index, waiting: int) -> None:
         """Have nothing more to read of a report; the last who waited takes it out of the store.
@@ -258,7 +258,7 @@ class ReportVotes:
                 that; None: wait for as long as it takes.
 
         Returns:
-            The same tally for everyone who waits; if we withdrew, one without votes.
+            The same count for everyone who waits; if we withdrew, one without votes.
         """
         closed = self._await(index, "closed", patience_s)
         if closed is None:

@@ -140,20 +140,20 @@ class ReportedCheckpoints:
         if name in self.pending:
             raise StorageError(f"a checkpoint {name} was reported already; use another name")
 
-    def conclude(self, votes: ReportVotes, turn: PendingReport) -> ReportOutcome:
+    def conclude(self, votes: ReportVotes, report: PendingReport) -> ReportOutcome:
         """Commit as the lead, or receive the outcome from the lead.
 
         Args:
             votes: in which all parts are known.
-            turn: which checkpoint.
+            report: which checkpoint.
         """
-        parts = votes.parts(turn.key)
+        parts = votes.parts(report.key)
         if parts[0].rank != self.origin.rank:
-            self.post(turn.index, turn.metrics)
-            return votes.wait_outcome(turn.key)
-        outcome = self._commit(turn, parts)
+            self.post(report.index, report.metrics)
+            return votes.wait_outcome(report.key)
+        outcome = self._commit(report, parts)
         claimed = {file.path for part in parts for file in part.files}
-        votes.report_outcome(turn.key, outcome, tuple(sorted(claimed)))
+        votes.report_outcome(report.key, outcome, tuple(sorted(claimed)))
         return outcome
 
     def finish(self, is_over: Callable[[], bool]) -> None:
@@ -162,48 +162,48 @@ class ReportedCheckpoints:
             self._committer.finish(is_over)
         self._link.deliver()
 
-    def _commit(self, turn: PendingReport, parts: tuple[ReportPart, ...]) -> ReportOutcome:
+    def _commit(self, report: PendingReport, parts: tuple[ReportPart, ...]) -> ReportOutcome:
         """Have the checkpoint committed; without the coordinator all continue; it comes later."""
         name, committer = parts[0].name, self._committer
         try:
-            marker = self._marker(turn, parts)
+            marker = self._marker(report, parts)
         except StorageError as error:
-            self.post(turn.index, turn.metrics)
+            self.post(report.index, report.metrics)
             return ReportOutcome(error=str(error))
         if committer is None or self.run is None:
             return ReportOutcome(error="the job has no run directory")
         origin, path = self.origin, self.run.checkpoint_path(name)
         status = CheckpointStatus.COMMITTED
-        if turn.validation:
+        if report.validation:
             status = CheckpointStatus.PENDING_VALIDATION
         reported = UserReported(
-            origin.generation, origin.rank, turn.metrics, path, turn.index, status
+            origin.generation, origin.rank, report.metrics, path, report.index, status
         )
 
         def ended(commit: Commit) -> None:
             if commit.path:
                 self._on_commit()
             elif not commit.is_posted:
-                self.post(turn.index, turn.metrics)
+                self.post(report.index, report.metrics)
 
         commit = Commit(name, marker, lambda generation: reported, ended)
-        self._note_posted(turn.index)
+        self._note_posted(report.index)
         committer.put(commit)
-        is_over = committer.wait(commit, LEAVING_TIMEOUT_S if turn.leaves else TIMEOUT_S)
+        is_over = committer.wait(commit, LEAVING_TIMEOUT_S if report.leaves else TIMEOUT_S)
         self._link.deliver()
         if not is_over:
             log.warning(
                 "checkpoint_waits path=%s: the coordinator has not recorded it yet; %s",
                 path,
-                "the group is not left here" if turn.leaves else "training goes on",
+                "the group is not left here" if report.leaves else "training goes on",
             )
             return ReportOutcome(path=path, is_pending=True)
         if commit.is_recorded and not commit.path:
             return ReportOutcome(path=path, is_pending=True)  # It has no marker yet.
-        leaves = turn.leaves and bool(commit.path)
+        leaves = report.leaves and bool(commit.path)
         return ReportOutcome(path=commit.path, error=commit.error, leaves=leaves)
 
-    def _marker(self, turn: PendingReport, parts: tuple[ReportPart, ...]) -> CheckpointMarker:
+    def _marker(self, report: PendingReport, parts: tuple[ReportPart, ...]) -> CheckpointMarker:
         """Return the marker if the parts make a checkpoint, else remove what there is of it.
 
         Raises:
@@ -216,23 +216,23 @@ class ReportedCheckpoints:
         run.check_free(name)
         refusal = _refusal(parts)
         if refusal:
-            if turn.owns_files:
+            if report.owns_files:
                 run.discard(name)
             raise StorageError(f"checkpoint {name} was not committed: {refusal}")
         files = _files_of(parts)
-        if turn.owns_files:
+        if report.owns_files:
             run.clear(name, kept={file.path for file in files})
         if self.metadata:
             run.add_metadata(name, self.metadata)
         return CheckpointMarker(
             job_id=self.origin.job_id,
             generation=self.origin.generation,
-            index=turn.index,
+            index=report.index,
             world_size=self.origin.world_size,
             unix_ns=self._clock.unix_ns(),
-            metrics=turn.metrics,
+            metrics=report.metrics,
             files=files,
-            validation=turn.validation,
+            validation=report.validation,
         )
 
 

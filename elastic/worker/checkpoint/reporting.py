@@ -260,19 +260,19 @@ class Reporter:
         requests = self._link.leave_request(self._origin.generation) is not None
         waits = requests or meets
         self._votes.vote(index, ReportVote(waits, requests, delivered is not None))
-        tally = VoteCount()
+        count = VoteCount()
         if waits:
             patience_s = None if meets else REQUEST_TIMEOUT_S
-            tally = self._votes.wait_closed(index, patience_s=patience_s)
+            count = self._votes.wait_closed(index, patience_s=patience_s)
         validation = delivered.validation if delivered is not None else ""
-        turn = PendingReport(index, index, metrics, leaves=tally.leaves(), validation=validation)
-        if tally.with_checkpoint == 0:
+        report = PendingReport(index, index, metrics, leaves=count.leaves(), validation=validation)
+        if count.with_checkpoint == 0:
             self._reported.post(index, metrics)
         elif delivered is None:
             self._reported.post(index, metrics)
-            self._receive(turn, tally.waiting)
+            self._receive(report, count.waiting)
         else:
-            self._complete(turn, name, delivered, tally)
+            self._complete(report, name, delivered, count)
         if late:
             raise late
 
@@ -312,17 +312,17 @@ class Reporter:
                 raise GroupError("it is over already")
             self._begin_part(where, name, delivered)
             self._votes.vote(where, ReportVote(meets, False, delivered is not None), voters=voters)
-            tally = self._votes.wait_closed(where) if meets else VoteCount()
+            count = self._votes.wait_closed(where) if meets else VoteCount()
             validation = delivered.validation if delivered is not None else ""
-            turn = PendingReport(where, index, metrics, validation=validation)
+            report = PendingReport(where, index, metrics, validation=validation)
             if delivered is not None:
-                self._complete(turn, name, delivered, tally)
+                self._complete(report, name, delivered, count)
             else:
                 self._reported.post(index, metrics)
-                if tally.with_checkpoint:
-                    self._receive(turn, tally.waiting)
+                if count.with_checkpoint:
+                    self._receive(report, count.waiting)
                 elif meets:
-                    self._votes.forget(where, tally.waiting)
+                    self._votes.forget(where, count.waiting)
         except (GroupError, dist.DistError) as error:
             if not self._reported.has_posted(index):
                 self._reported.post(index, metrics)
@@ -458,34 +458,34 @@ class Reporter:
     # ------------------------------------------------------------ all together
 
     def _complete(
-        self, turn: PendingReport, name: str, delivered: DeliveredParts, tally: VoteCount
+        self, report: PendingReport, name: str, delivered: DeliveredParts, count: VoteCount
     ) -> None:
         """Complete a checkpoint that we have a part of; all members must upload in the same way."""
-        members = tally.with_checkpoint
-        ways = self._votes.ways(turn.key)
+        members = count.with_checkpoint
+        ways = self._votes.ways(report.key)
         alike = members if delivered.way else 0
         if ways != (delivered.way,) * alike:
-            self._reported.post(turn.index, turn.metrics)
+            self._reported.post(report.index, report.metrics)
             raise UsageError(
                 f"train.report: {members} ranks brought parts of one checkpoint in different ways "
                 f"(this one: {delivered.way or 'SYNC'}; not SYNC: {', '.join(ways) or 'none'}): "
                 f"pass the same checkpoint_upload_mode and checkpoint_upload_fn on every rank"
             )
         if not delivered.way:
-            outcome = self._reported.conclude(self._votes, turn)
-            self._votes.forget(turn.key, tally.waiting)
+            outcome = self._reported.conclude(self._votes, report)
+            self._votes.forget(report.key, count.waiting)
             if outcome.path:
                 delivered.release()
             self._take(outcome)
             return
-        self._votes.forget(turn.key, tally.waiting)
+        self._votes.forget(report.key, count.waiting)
         owns_files = (
             delivered.upload is None and delivered.mode is not CheckpointUploadMode.NO_UPLOAD
         )
-        turn = replace(turn, key=_later(turn.key), owns_files=owns_files)
-        is_aside = delivered.mode is CheckpointUploadMode.ASYNC and not turn.leaves
-        readers = members if is_aside else tally.waiting
-        delivery = Delivery(turn, name, delivered, members, readers)
+        report = replace(report, key=_later(report.key), owns_files=owns_files)
+        is_aside = delivered.mode is CheckpointUploadMode.ASYNC and not report.leaves
+        readers = members if is_aside else count.waiting
+        delivery = Delivery(report, name, delivered, members, readers)
         if is_aside:
             if self._aside is None:
                 self._aside = self._votes.open_again()
@@ -495,19 +495,19 @@ class Reporter:
         else:
             self._take(delivery.make(self._reported, self._votes, lambda: None))
 
-    def _receive(self, turn: PendingReport, waiting: int) -> None:
+    def _receive(self, report: PendingReport, waiting: int) -> None:
         """Learn, without a part of our own, what became of the others' checkpoint.
 
         Not of one that is uploaded in the background, while all train on.
         """
-        ways = self._votes.ways(turn.key)
+        ways = self._votes.ways(report.key)
         if ways:
-            self._votes.forget(turn.key, waiting)
-        if ways and not turn.leaves and any(map(_is_aside, ways)):
+            self._votes.forget(report.key, waiting)
+        if ways and not report.leaves and any(map(_is_aside, ways)):
             return
-        key = _later(turn.key) if ways else turn.key
+        key = _later(report.key) if ways else report.key
         outcome = self._votes.wait_outcome(key)
-        if not turn.leaves:
+        if not report.leaves:
             self._votes.forget(key, waiting)
         self._take(outcome)
 
@@ -534,7 +534,7 @@ class Reporter:
         self._background = None
         if outcome.error:
             return StorageError(outcome.error)
-        self._go_on_from(outcome, self._index - 1 - background.delivery.turn.index)
+        self._go_on_from(outcome, self._index - 1 - background.delivery.report.index)
         return None
 
     def _take(self, outcome: ReportOutcome) -> None:

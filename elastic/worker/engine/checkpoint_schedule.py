@@ -124,7 +124,9 @@ class CheckpointScheduler:
             context.link.post(CopiesRequested(snapshotter.copies.every_n_steps, self._is_sharded))
         is_first = snapshotter.newest.generation != context.generation
         if self._is_sharded and is_first and self._steps_here >= FIRST_COPY_AT:
-            return True  # Until then a loss would be the second of what the group has gone on from.
+            # Not only at the next multiple: until this group has a copy of its own, it depends on
+            # the copy that it began from, which has lost a node already.
+            return True
         return snapshotter.wants_copy(self._run.steps)
 
     def at_boundary(self, is_over: Callable[[], bool], *, goes_on: bool = False) -> None:

@@ -100,7 +100,8 @@ class EpochLoop:
     Attributes:
         total: epochs of the whole run.
         epoch: whose code runs, None outside of the loop.
-        has_head: the state had what the code before its pass does when that code began to run.
+        has_head: the state that we were given already holds what the script's code between the head
+            of this epoch and its pass does; what that code does here is undone before the pass.
         passed: the epoch whose data was read to its end, None for none.
         by_steps: its data is read as whole steps, see `train.steps`.
         ends: the step at hand is the epoch's last one.

@@ -262,8 +262,9 @@ def report_all(group: Any, mine: MemberInfo) -> list[MemberInfo]:
     position = mine.position
     row = torch.tensor(
         [
-            int(position.has_state), position.cursor.epoch, position.cursor.step, position.steps,
-            int(position.is_inside), position.generation, position.committed, *position.saved,
+            int(position.has_state), position.cursor.epoch, position.cursor.step,
+            position.epoch_steps, int(position.is_inside), position.generation,
+            position.committed, *position.saved,
             position.held, mine.model, mine.data, mine.threads, mine.num_shared, mine.memory,
             *mine.entry.numbers(),
         ],
@@ -273,12 +274,12 @@ def report_all(group: Any, mine: MemberInfo) -> list[MemberInfo]:
     dist.all_gather(rows, row, group=group)
     members = []
     for one in rows:
-        has_state, epoch, step, steps, inside, generation, committed, *others = one.tolist()
+        has_state, epoch, step, epoch_steps, inside, generation, committed, *others = one.tolist()
         taken_in, saved, held, model, data, threads, num_shared, memory, *entry = others
         position = RunPosition(
             has_state=bool(has_state),
             cursor=Cursor(epoch, step),
-            steps=steps,
+            epoch_steps=epoch_steps,
             is_inside=bool(inside),
             generation=generation,
             committed=committed,

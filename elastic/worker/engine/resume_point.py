@@ -1,16 +1,20 @@
-"""What the train function would continue from, were it left now and called again.
+"""The state from which the train function continues if it is left now and called again.
 
-A train function that is called again runs code again that it had begun: of an iteration, between
-two passes over the data, or behind the loop. So the next call must continue from the state before
-that code. Until a step is committed that is the state at hand. Behind its commit a scheduler may
-have stepped and an average not, which is not known: the state is no step's until the iteration is
-over. Orders to leave wait for that. An error of a collective of the script's own does not: where a
-loop calls any there, a copy is taken before each commit, if it is small: training must neither
-wait for it nor run out of memory. Without a copy a member offers nothing, and continues from
-another's state, or from what was saved last. So does a script that continues after such an error:
-what it has made of it counts no more. Between passes and behind the loop weights stay as they are,
-so that a copy of all else will do; if they have changed all the same, as where averages stand in
-for them, nothing is offered either.
+The next call runs code again that this one had begun, so it continues from the state before that
+code:
+
+    left before the commit of a step    The state at hand.
+    behind the commit, in the same      A copy from before the commit. It is taken if the loop calls
+    iteration                           collectives of its own there, and only of a small state:
+                                        training must not wait for it, nor run out of memory.
+    between passes, behind the loop     A copy of all but the weights, if these are unchanged since:
+                                        averages, for example, may stand in for them.
+    none of these copies is there       Another member's state, or what was saved last.
+
+Behind the commit the script's own code runs: its scheduler may have stepped, its average not, which
+cannot be seen. Orders to leave wait until that code is over. An error of a collective that it calls
+there cannot wait, and neither can a script that goes on after such an error: what it made of the
+state since counts no more.
 
 Rule: a state is whole while no code of the user's for its last step, or its last pass, is running.
 """

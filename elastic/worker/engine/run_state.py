@@ -79,14 +79,14 @@ class RunState:
             held: steps of the newest snapshot in our node's memory, -1 for none.
         """
         return RunPosition(
-            self.is_held,
-            self.cursor,
-            (self.loader or self.streams).steps_of(self.cursor.epoch),
-            epoch == self.cursor.epoch,
-            self.agreed_in,
-            self.steps,
-            saved,
-            held,
+            has_state=self.is_held,
+            cursor=self.cursor,
+            epoch_steps=(self.loader or self.streams).steps_of(self.cursor.epoch),
+            is_inside=epoch == self.cursor.epoch,
+            generation=self.agreed_in,
+            committed=self.steps,
+            saved=saved,
+            held=held,
         )
 
     def read(self, loader: MicroBatches) -> None:

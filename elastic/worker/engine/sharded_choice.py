@@ -17,7 +17,7 @@ class SnapshotKey(NamedTuple):
     """Which snapshot; alike on all nodes that have a part of it.
 
     Attributes:
-        steps, generation, number, tensors: see `Mark`.
+        steps, generation, number, tensors: see `SnapshotMark`.
     """
 
     steps: int

@@ -45,7 +45,7 @@ def catch_up(
     """
     group = default_group()
 
-    def meet(begins: bool) -> SyncResult:
+    def sync(begins: bool) -> SyncResult:
         here = run.position(epoch, checkpoints.newest_saved(), checkpoints.held())
         if begins and checkpoints.is_sharded:
             # Of these none could send the beginning: each has made its own rows.
@@ -62,21 +62,21 @@ def catch_up(
             memory=checkpoints.memory(),
         )
 
-    met = meet(False)
-    checkpoints.agree_on_memory(met.memories)
-    if met.nobody_has_state or met.is_outdated:
+    synced = sync(False)
+    checkpoints.agree_on_memory(synced.memories)
+    if synced.nobody_has_state or synced.is_outdated:
         try:
             saved = checkpoints.restore(group)
         except StorageError:
-            if met.nobody_has_state:
+            if synced.nobody_has_state:
                 raise
             saved = None  # All raise it alike: the newest that some have will do.
         if saved is not None:
             put(saved)
-        met = meet(True)
-    run.streams.receive(met.shared)
-    if met.state is not None:
-        put(met.state)
-    if min(met.cursors) < max(met.cursors):  # The same on all members.
+        synced = sync(True)
+    run.streams.receive(synced.shared)
+    if synced.state is not None:
+        put(synced.state)
+    if min(synced.cursors) < max(synced.cursors):  # The same on all members.
         checkpoints.agree_on_number(group)
-    return met
+    return synced

@@ -558,7 +558,7 @@ class StepEngine:
             raise usage_errors.read_again(self._epochs.epoch)
         self.state.check_known(self._the_loop().units)
         if self._epochs.has_head:
-            self._put_head_back()
+            self._undo_head()
         self._set_whole()
         self.run.begun = self._epochs.epoch
         self.context.link.post(MicroBatchesDeclared(loader.plan.num_micro_batches))
@@ -566,7 +566,7 @@ class StepEngine:
         self._deal()
         return self._epochs.epoch
 
-    def _put_head_back(self) -> None:
+    def _undo_head(self) -> None:
         """Undo what the code at the head of this epoch has done to a state that has it already.
 
         Raises:
@@ -1063,14 +1063,14 @@ class StepEngine:
         """
         with self.context.activity.waiting():
             units, reach = list(self._the_loop().units.values()), self.context.reach
-            met = catch_up(
+            synced = catch_up(
                 self.run, self._checkpoints, self._epochs.epoch, units, reach, put=self._put
             )
         self.run.is_held = True
-        self._group.code_places = met.code_places
+        self._group.code_places = synced.code_places
         self.run.agreed_in = self.context.generation
-        share_latest(default_group(), met.cursors, self.run.logbook)
-        return met.num_bytes
+        share_latest(default_group(), synced.cursors, self.run.logbook)
+        return synced.num_bytes
 
     def _put(self, state: State) -> None:
         """Make this our state; what an error leaves of it is not offered."""

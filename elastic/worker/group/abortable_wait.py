@@ -62,7 +62,7 @@ class AbortableWait:
             resources: returns them, None while there is no group.
         """
         self._resources = resources
-        self._standbys = threading.local()
+        self._waiters = threading.local()
 
     def wait(self, real: Wait, work: Any, *args: Any, **named: Any) -> Any:
         """Wait for a work, as `Work.wait` does.
@@ -102,16 +102,16 @@ class AbortableWait:
             self._in_another_thread(resources, lambda: _each(real, works, resources.timeout))
 
     def _in_another_thread(self, resources: GroupResources, call: Callable[[], Any]) -> Any:
-        standby = getattr(self._standbys, "mine", None) or WaitThread()
+        waiter = getattr(self._waiters, "mine", None) or WaitThread()
         # A thread left behind, by an exception of a signal handler's too, gets no further call.
-        self._standbys.mine = None
-        answer = standby.submit(call)
+        self._waiters.mine = None
+        answer = waiter.submit(call)
         over = _Over(resources)
         while not answer.is_there.wait(SLICE_S):
             if over.is_certain():
-                standby.leave()
+                waiter.leave()
                 raise over.error()
-        self._standbys.mine = standby
+        self._waiters.mine = waiter
         return answer.take()
 
 
@@ -200,7 +200,7 @@ class WaitThread:
 
 
 def _serve(calls: queue.SimpleQueue[tuple[Callable[[], Any], CallResult] | None]) -> None:
-    # No method of the standby's: it would keep itself alive.
+    # No method of the waiter's: it would keep itself alive.
     while (item := calls.get()) is not None:
         call, answer = item
         try:

@@ -89,7 +89,7 @@ class BlockedIn(Enum):
     NATIVE = "native"
 
 
-NAPS = {
+SLEEP_CALLS = {
     "x86_64": ("35", "230"),
     "aarch64": ("101", "115"),
 }.get(platform.machine(), ())
@@ -258,7 +258,7 @@ def is_asleep() -> bool:
     try:
         # Not `native_id`: after a fork it is still that of the process before.
         with open(f"/proc/self/task/{os.getpid()}/syscall") as file:
-            return file.read().split(" ", 1)[0] in NAPS
+            return file.read().split(" ", 1)[0] in SLEEP_CALLS
     except OSError:
         return False  # Some containers do not show it.
 

@@ -251,15 +251,15 @@ class PeerSockets:
             OSError: one has not come in time, or the group was cut.
         """
         hellos: dict[int, tuple[socket.socket, bytearray]] = {}
-        poll, door = select.poll(), self._listener.fileno()
+        poll, listening = select.poll(), self._listener.fileno()
         self._listener.setblocking(False)
-        poll.register(door, select.POLLIN)
+        poll.register(listening, select.POLLIN)
         while missing:
             ready = poll.poll(_left_s(deadline) * 1e3)
             if time.monotonic() >= deadline:  # Also while strangers keep it busy.
                 raise TimeoutError(f"timed out waiting for rank {', '.join(map(str, missing))}")
             for number, _ in ready:
-                if number == door:
+                if number == listening:
                     with contextlib.suppress(BlockingIOError, ConnectionError):
                         sock = self._tracked(self._listener.accept()[0])
                         sock.setblocking(False)

@@ -22,7 +22,9 @@ Message = tuple[int, int, Sequence[torch.Tensor]]
 
 
 class Transport(Protocol):
-    """Point-to-point messages, and the waits for them: all that a `TreeExchange` needs of one.
+    """Point-to-point messages, and the waits for them: what a `TreeExchange` sends its sums by.
+
+    Tags, shapes and shared memory it has from the group's `MemberLinks`.
 
     Each bucket has one of its own, of one group, chosen by `transport_of`; only the main thread
     calls it. What it shares with those of other buckets, it keeps by the group.
