@@ -25,7 +25,7 @@ SendLines = Callable[[LogLines], Awaitable[bool]]
 """Sends when there is room; False when the stream has ended."""
 
 
-class Room:
+class FlowWindow:
     """Flow control of one reader, in characters: it grants room, which sending uses up."""
 
     def __init__(self, chars: int) -> None:
@@ -53,7 +53,7 @@ class LogFollowers:
         self._logs = logs
         self._send = send
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._rooms: dict[str, Room] = {}
+        self._rooms: dict[str, FlowWindow] = {}
 
     def handle(self, request: FollowLogs) -> None:
         """Start to send, or stop; a repeated follow id grants more room."""
@@ -64,7 +64,7 @@ class LogFollowers:
         elif request.follow_id in self._tasks:
             self._rooms[request.follow_id].give(request.room)
         else:
-            self._rooms[request.follow_id] = Room(request.room)
+            self._rooms[request.follow_id] = FlowWindow(request.room)
             task = asyncio.ensure_future(self._follow(request))
             self._tasks[request.follow_id] = task
 

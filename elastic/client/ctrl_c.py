@@ -13,14 +13,14 @@ from types import FrameType, TracebackType
 from typing import Any
 
 
-class CtrlC:
+class InterruptHandler:
     """Handles SIGINT during a `with` block; on other threads it does nothing."""
 
     def __init__(self) -> None:
         self._came = False
         self._before: Any = None
 
-    def __enter__(self) -> CtrlC:
+    def __enter__(self) -> InterruptHandler:
         if threading.current_thread() is threading.main_thread():
             self._before = signal.signal(signal.SIGINT, self._note)
         return self

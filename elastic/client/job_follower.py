@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from elastic.client.ctrl_c import CtrlC
+from elastic.client.ctrl_c import InterruptHandler
 from elastic.client.jobs import Client
 from elastic.client.printer import JobPrinter
 from elastic.client.streams import ResumingStream
@@ -189,7 +189,7 @@ class JobFollower:
             KeyboardInterrupt: see `follow`; within a quarter of a second. The job continues.
             ElasticError: see `follow`.
         """
-        with CtrlC() as ctrl_c:
+        with InterruptHandler() as ctrl_c:
             self._printer.open()
             try:
                 self._read("events", self._client.watch(self._job, on_outage=self._on_outage))
@@ -211,7 +211,7 @@ class JobFollower:
     def _on_outage(self, seconds: float) -> None:
         self._readers[0].put(_Outage(seconds))
 
-    def _until_over(self, ctrl_c: CtrlC) -> None:
+    def _until_over(self, ctrl_c: InterruptHandler) -> None:
         started_ns = self._clock.monotonic_ns()
         give_up_ns: int | None = None
         end_ns: int | None = None

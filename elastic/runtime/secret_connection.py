@@ -178,7 +178,7 @@ class SecretConnection:
         return bytes(data)
 
 
-class Strangers:
+class UnauthenticatedConnections:
     """The unauthenticated connections of a server, in limited number."""
 
     def __init__(self) -> None:

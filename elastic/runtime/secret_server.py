@@ -16,7 +16,12 @@ from collections.abc import Callable
 from elastic.errors import ElasticError
 from elastic.runtime.listening import AcceptErrors
 from elastic.runtime.own_tls import ConnectionTls
-from elastic.runtime.secret_connection import STRANGERS_MAX, Strangers, end, securing
+from elastic.runtime.secret_connection import (
+    STRANGERS_MAX,
+    UnauthenticatedConnections,
+    end,
+    securing,
+)
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +61,7 @@ class SecretServer:
         self._threads = threading.BoundedSemaphore(connections_max + 2 * STRANGERS_MAX)
         self._open: set[socket.socket] = set()
         self._lock = threading.Lock()
-        self._strangers = Strangers()
+        self._strangers = UnauthenticatedConnections()
         self._errors = AcceptErrors(what)
         self._thread: threading.Thread | None = None
 

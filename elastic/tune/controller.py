@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from elastic.client.attempts import note_end
-from elastic.client.ctrl_c import CtrlC
+from elastic.client.ctrl_c import InterruptHandler
 from elastic.client.jobs import Client, new_job_id
 from elastic.client.printer import BY_ORDER
 from elastic.client.study_show import StudyView, config_line, headline
@@ -134,7 +134,7 @@ class Controller:
             UsageError: the trials' reports or their resources are not usable.
             ElasticError: the cluster does not reply, or the log cannot be written.
         """
-        with CtrlC() as ctrl_c, self._view:
+        with InterruptHandler() as ctrl_c, self._view:
             try:
                 self._recover()
                 while not self._is_done():

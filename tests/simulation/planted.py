@@ -179,7 +179,9 @@ def says_nothing_again_after_a_reconnect(patch: Patch) -> None:
 @bug
 def tells_metrics_to_one_coordinator_only(patch: Patch) -> None:
     """Unacknowledged reports are not sent again to the next coordinator."""
-    patch.setattr(agent_connection.Unacknowledged, "reconnect", lambda self, generations: None)
+    patch.setattr(
+        agent_connection.UnacknowledgedReports, "reconnect", lambda self, generations: None
+    )
 
 
 @bug

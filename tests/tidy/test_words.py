@@ -115,6 +115,34 @@ def test_everything_has_the_names_of_the_field() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+NAMED_OTHERWISE = re.compile(r"elastic/(core/(events/|\w*messages)|errors|data/|train/|tune/)")
+"""Classes there say what has happened or is to be done, or have their names from Ray or Arrow."""
+
+
+def words_of_the_glossary() -> set[str]:
+    """Every word that has an entry, or that is listed for names of classes."""
+    entries, _, lists = (ROOT / "docs/glossary.md").read_text().partition("## In names of classes")
+    words = re.findall(r"^\| ([^|]+) \|", entries, re.MULTILINE)
+    words += re.findall(r"^[A-Z][^:]+: (.*?)\.$", lists, re.MULTILINE | re.DOTALL)
+    return set(re.findall(r"\w+", " ".join(words)))
+
+
+def test_each_class_is_named_by_a_word_of_the_glossary() -> None:
+    known = words_of_the_glossary()
+    wrong = [
+        f"{where(path, node.lineno)}: {node.name}: {word!r} is no word of docs/glossary.md"
+        for path in python_files("elastic")
+        if not NAMED_OTHERWISE.match(path.relative_to(ROOT).as_posix())
+        for node in ast.walk(parsed(path))
+        if isinstance(node, ast.ClassDef)
+        and node.name[0] != "_"
+        and not node.name.endswith("ed")  # What has happened.
+        for word in words_of(node.name)[-1:]
+        if not known & {word, word.removesuffix("s"), word.removesuffix("es"), word[:-3] + "y"}
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
 def test_nothing_is_left_for_later_in_a_comment() -> None:
     wrong = [
         f"{where(path, number)}: do it, or open an issue and say what holds until then"

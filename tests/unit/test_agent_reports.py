@@ -8,7 +8,7 @@ from elastic.core.events.agent import (
     AgentEffect,
     ProcessExited,
 )
-from elastic.core.machine.agent_connection import Unacknowledged
+from elastic.core.machine.agent_connection import UnacknowledgedReports
 from elastic.core.messages import ForgetWorker, ReportAck, Reported, Welcome
 from elastic.core.world import WorkerPhase
 from tests.unit.agent_under_test import (
@@ -62,7 +62,7 @@ def test_metrics_that_nobody_needs_any_more_are_not_told_again(why: str) -> None
 
 def test_reports_are_bounded_and_those_with_a_checkpoint_are_never_dropped() -> None:
     notes: list[AgentEffect] = []
-    kept = Unacknowledged(notes, limit=3)
+    kept = UnacknowledgedReports(notes, limit=3)
     for index in range(10):
         kept.add(reported(W1, 1, index, checkpoint="/c" if index in (0, 1) else ""))
     assert [one.report.index for one in kept.all()] == [0, 1, 9]

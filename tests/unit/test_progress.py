@@ -24,7 +24,7 @@ from elastic.core.policy.hang import (
 from elastic.core.world import Generation, WorkerId
 from elastic.worker.base.activity import Activity
 from elastic.worker.group import collective_watch
-from elastic.worker.group.collective_watch import BlockedIn, CollectiveWatch
+from elastic.worker.group.collective_watch import BlockedKind, CollectiveWatch
 from tests.patience import DEADLINE_S
 
 TIMEOUT_NS = 30 * NS_PER_S
@@ -121,7 +121,7 @@ def test_named_work_counts_however_still_it_looks() -> None:
 def test_a_wait_is_seen_also_where_looks_come_late(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a busy machine some always do: what was between them is left out, and no more."""
     monkeypatch.setattr(collective_watch, "seen_stack", lambda _: ((1,), ""))
-    monkeypatch.setattr(collective_watch, "blocked_in_of", lambda _: BlockedIn.CALLED)
+    monkeypatch.setattr(collective_watch, "blocked_in_of", lambda _: BlockedKind.CALLED)
     monkeypatch.setattr(collective_watch.c10d, "issued", lambda: (7,))
     watch, now_ns, waited_ns = CollectiveWatch(), NS_PER_S, 0
     for _ in range(3):

@@ -31,7 +31,7 @@ Line = tuple[float, int, int, str, str]
 
 
 @dataclass
-class Wanted:
+class OutputFilter:
     """Selects the output to show; implements `LogFilter`."""
 
     follow: bool
@@ -40,7 +40,7 @@ class Wanted:
     contains: str = ""
 
     @classmethod
-    def of(cls, query: Mapping[str, str], *, follow: bool) -> Wanted:
+    def of(cls, query: Mapping[str, str], *, follow: bool) -> OutputFilter:
         """Parse the fields of a form; parts that are not ranks are ignored."""
         ranks = tuple(
             int(part) for part in query.get("rank", "").split(",")[:64] if part.strip().isdecimal()
@@ -85,7 +85,7 @@ async def output_stream(
     Raises:
         NotLeading: this coordinator does not lead, or no longer.
     """
-    wanted, driver = Wanted.of(query, follow=True), context.driver
+    wanted, driver = OutputFilter.of(query, follow=True), context.driver
     lines = Lines(wanted.contains)
     with (
         context.follows.merged() as merged,
@@ -139,7 +139,7 @@ async def newest_lines(
     Raises:
         NotLeading: this coordinator does not lead.
     """
-    wanted = Wanted.of(query, follow=False)
+    wanted = OutputFilter.of(query, follow=False)
     lines, found = Lines(wanted.contains), list[Line]()
     with context.follows.merged() as merged:
         reader = LogRequest(context, job_id, wanted, merged)

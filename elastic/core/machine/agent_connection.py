@@ -143,7 +143,7 @@ class Connection:
         self.phase = phase
 
 
-class Unacknowledged:
+class UnacknowledgedReports:
     """Reports of workers that the coordinator has not answered yet, oldest first.
 
     A train function may report for hours while the coordinator is away; reports with a

@@ -11,7 +11,7 @@ from elastic.core.config import AgentConfig
 from elastic.core.copy_messages import CopiesHeld, CopyEndpoint, CopyFailed
 from elastic.core.events.agent import AgentEffect
 from elastic.core.link_messages import LinksTried
-from elastic.core.machine.agent_connection import Connection, Unacknowledged
+from elastic.core.machine.agent_connection import Connection, UnacknowledgedReports
 from elastic.core.machine.agent_copies import HeldCopies
 from elastic.core.machine.agent_departure import Departure
 from elastic.core.machine.agent_pacing import Pacer
@@ -67,7 +67,7 @@ class AgentBooks:
         self.now_ns = 0
         self.out: list[AgentEffect] = []
         self.connection = Connection(node, config, self.out)
-        self.reports = Unacknowledged(self.out)
+        self.reports = UnacknowledgedReports(self.out)
         self.processes = ProcessBook(config, self.out)
         self.workers = WorkerBook(devices)
         self.departure = Departure(config)

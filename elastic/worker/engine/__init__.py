@@ -9,6 +9,6 @@ What is where:
     checkpoints   checkpoint_schedule, state_restore, peer_copies; of a sharded model
                   sharded_choice, sharded_restore
     errors        usage_errors, divergence (ranks differ), still_weights (that change too often),
-                  forgotten (what is in no state of the run), outcome
+                  unregistered (what is in no state of the run), outcome
     the script    train_call (what runs here), context (what it can know of its place)
 """

@@ -16,10 +16,10 @@ import torch
 from elastic.core.policy.cursor import Cursor
 from elastic.core.policy.recovery import CodePlace
 from elastic.errors import UsageError
-from elastic.worker.engine.forgotten import Forgotten
 from elastic.worker.engine.logbook import PlaceCounter
 from elastic.worker.engine.step_values import StepValues
 from elastic.worker.engine.still_weights import StillWeights
+from elastic.worker.engine.unregistered import UnregisteredObjects
 from elastic.worker.reduce.reducer import OptimizerUnit, Reducer
 from elastic.worker.reduce.sharded_reduce import Padding, ShardedReducer
 from elastic.worker.reduce.step_share import MicroBatch, StepShare, WeighedShare
@@ -64,7 +64,7 @@ class RunningLoop:
         units: by the id of their optimizer.
         still: weights that nothing may change while a step is computed.
         sync_norms: modules that exchange statistics by themselves, by name.
-        forgotten: looks for what changes beside the run's state; None in a framework's loop, and
+        unregistered: looks for what changes beside the run's state; None in a framework's loop, and
             where an earlier call has looked.
         patches: of torch, undone at the end.
     """
@@ -74,7 +74,7 @@ class RunningLoop:
     units: dict[int, OptimizerUnit]
     still: StillWeights
     sync_norms: Mapping[str, torch.nn.SyncBatchNorm]
-    forgotten: Forgotten | None
+    unregistered: UnregisteredObjects | None
     patches: ExitStack
 
     def parameters(self) -> Iterator[torch.Tensor]:

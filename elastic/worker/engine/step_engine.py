@@ -96,7 +96,6 @@ from elastic.worker.engine.engine_parts import (
     PresentGroup,
     RunningLoop,
 )
-from elastic.worker.engine.forgotten import Forgotten
 from elastic.worker.engine.group_sync import (
     note_loop_begun,
     others_have_begun,
@@ -120,6 +119,7 @@ from elastic.worker.engine.run_state import RunState
 from elastic.worker.engine.state_recovery import catch_up
 from elastic.worker.engine.step_values import StepValues
 from elastic.worker.engine.still_weights import StillWeights
+from elastic.worker.engine.unregistered import UnregisteredObjects
 from elastic.worker.engine.whole_step import WholeStep
 from elastic.worker.group.abortable_wait import checked
 from elastic.worker.group.c10d import default_group
@@ -293,8 +293,8 @@ class StepEngine:
                 yield epoch
                 self._epochs.close_pass()
                 self.check_left()
-                if (forgotten := self._the_loop().forgotten) is not None:
-                    forgotten.look()
+                if (unregistered := self._the_loop().unregistered) is not None:
+                    unregistered.check()
                 if self.cursor.epoch == epoch:
                     self.run.cursor = Cursor(epoch + 1, 0)
                 self._set_whole()
@@ -312,14 +312,14 @@ class StepEngine:
         if self._epochs.is_over:
             raise usage_errors.second_loop()
         looks = is_users and self._resume_point.given is None
-        forgotten = Forgotten(self.state) if looks else None
+        unregistered = UnregisteredObjects(self.state) if looks else None
         usage_errors.check_forward(self.state.models)
         sync_norms = usage_errors.sync_norms(self.state.models)
         usage_errors.check_sync_norms(sync_norms)
         usage_errors.check_whole(self.state.optimizers)
         usage_errors.check_scheduled(self.state)
         recovery = recovery_of(self.state, self.options.recovery)
-        self._loop = self._make_loop(sync_norms, forgotten)
+        self._loop = self._make_loop(sync_norms, unregistered)
         self.options = replace(self.options, recovery=recovery)
         self.groups.declare(in_place=self.options.is_in_place)
         self.groups.defer(self.options.is_in_place)
@@ -338,7 +338,7 @@ class StepEngine:
         self._change_group(is_first=True)
 
     def _make_loop(
-        self, sync_norms: Mapping[str, nn.SyncBatchNorm], forgotten: Forgotten | None
+        self, sync_norms: Mapping[str, nn.SyncBatchNorm], unregistered: UnregisteredObjects | None
     ) -> RunningLoop:
         units = self.state.begin()
         reducer, padding = make_reducer(
@@ -360,7 +360,7 @@ class StepEngine:
             patches.enter_context(checked(self._check_collective))
             self._take(LoopBegan(len(units)))
             return RunningLoop(
-                reducer, padding, units, still, sync_norms, forgotten, patches.pop_all()
+                reducer, padding, units, still, sync_norms, unregistered, patches.pop_all()
             )
 
     def _end(self) -> None:
@@ -678,8 +678,8 @@ class StepEngine:
         loop, run = self._the_loop(), self.run
         loop.still.check_after()
         self._note_step()
-        if loop.forgotten is not None:
-            loop.forgotten.step_done(has_asked=self._iteration.asks)
+        if loop.unregistered is not None:
+            loop.unregistered.step_done(has_asked=self._iteration.asks)
         self._due.end()
         run.logbook.commit_step()  # Only now: plain loops log after `optimizer.step()`.
         self._set_whole()
@@ -859,8 +859,8 @@ class StepEngine:
             if self._counts_iterations() and not self._iteration.asks:
                 loop = self._the_loop()
                 loop.still.begin()
-                if loop.forgotten is not None:
-                    loop.forgotten.step_committed()
+                if loop.unregistered is not None:
+                    loop.unregistered.step_committed()
             self._group.is_leaving = any(row.requests for row in rows)
             self._checkpoints.committed(rows)
             self.run.logbook.take_rows([row.values for row in rows])

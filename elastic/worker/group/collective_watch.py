@@ -72,7 +72,7 @@ WAITS_DEPTH = 8
 """Frames of that, and of `threading` below it."""
 
 
-class BlockedIn(Enum):
+class BlockedKind(Enum):
     """Where a thread is.
 
     `CALLED` is a collective that the script calls by itself. With a sharded model it may be in one
@@ -192,14 +192,14 @@ class CollectiveWatch:
         stance = blocked_in_of(threading.main_thread())
         runs = self._probe.has_run()
         waits = (
-            stance is BlockedIn.SHARDING
-            or (stance is BlockedIn.CALLED and not is_sharded)
-            or (stance is BlockedIn.NATIVE and main_waits_for_peers(self._threads()))
+            stance is BlockedKind.SHARDING
+            or (stance is BlockedKind.CALLED and not is_sharded)
+            or (stance is BlockedKind.NATIVE and main_waits_for_peers(self._threads()))
         )
         if waits:
             self._since_ns = self._since_ns or now_ns
             return beats + self._moves, max(1, now_ns - self._since_ns)
-        stands = stance in (BlockedIn.ELSEWHERE, BlockedIn.NATIVE)
+        stands = stance in (BlockedKind.ELSEWHERE, BlockedKind.NATIVE)
         if runs or not stands or self._since_ns:
             self._move()
         return beats + self._moves, 0
@@ -210,16 +210,16 @@ class CollectiveWatch:
         self._has_moved = True
 
 
-def blocked_in_of(thread: threading.Thread) -> BlockedIn:
+def blocked_in_of(thread: threading.Thread) -> BlockedKind:
     """Return where a thread is, by its stack."""
     # Nothing may keep the frame: it would keep the tensors in it.
     frame = _outside_of_waits(thread_frames().get(thread.ident or 0))
     found = _blocked_in(frame)
-    if found is BlockedIn.ELSEWHERE and is_asleep():
-        return BlockedIn.ASLEEP
-    if found is BlockedIn.ELSEWHERE and frame is not None and frame.f_code.co_filename in NATIVE:
-        return BlockedIn.NATIVE
-    return _elsewhere(frame) if found is BlockedIn.ELSEWHERE else found
+    if found is BlockedKind.ELSEWHERE and is_asleep():
+        return BlockedKind.ASLEEP
+    if found is BlockedKind.ELSEWHERE and frame is not None and frame.f_code.co_filename in NATIVE:
+        return BlockedKind.NATIVE
+    return _elsewhere(frame) if found is BlockedKind.ELSEWHERE else found
 
 
 def main_waits_for_peers(threads: Set[int]) -> bool:
@@ -278,18 +278,18 @@ def _outside_of_waits(frame: FrameType | None) -> FrameType | None:
     return frame
 
 
-def _elsewhere(frame: FrameType | None) -> BlockedIn:
+def _elsewhere(frame: FrameType | None) -> BlockedKind:
     """Return what a thread does from here outwards that waits in no collective."""
     while frame is not None:
         if frame.f_code.co_filename.removeprefix(TORCH) in COMPILING:
-            return BlockedIn.COMPILING
+            return BlockedKind.COMPILING
         frame = frame.f_back
-    return BlockedIn.ELSEWHERE
+    return BlockedKind.ELSEWHERE
 
 
-def _blocked_in(frame: FrameType | None) -> BlockedIn:
+def _blocked_in(frame: FrameType | None) -> BlockedKind:
     """Go outwards from the innermost frame, for as long as that is torch's own way down."""
-    found = BlockedIn.ELSEWHERE
+    found = BlockedKind.ELSEWHERE
     while frame is not None:
         file = frame.f_code.co_filename
         if not file.startswith(TORCH):
@@ -298,12 +298,12 @@ def _blocked_in(frame: FrameType | None) -> BlockedIn:
         if part.startswith(DISTRIBUTED):
             part = part[len(DISTRIBUTED) :]
             if part.startswith(SHARDING):
-                return BlockedIn.SHARDING
+                return BlockedKind.SHARDING
             if not part.startswith(CALLED):
                 return found
-            found = BlockedIn.CALLED
+            found = BlockedKind.CALLED
         elif part == OPERATORS and _is_collective(frame.f_locals.get("self")):
-            return BlockedIn.SHARDING
+            return BlockedKind.SHARDING
         elif not part.startswith(PLUMBING):
             return found
         frame = frame.f_back

@@ -25,7 +25,7 @@ from typing import Any
 
 from elastic.worker.base.thread_frames import thread_frames
 from elastic.worker.group.collective_watch import (
-    BlockedIn,
+    BlockedKind,
     blocked_in_of,
     main_waits_for_peers,
 )
@@ -38,7 +38,7 @@ LATE_S = 0.5
 """Samples further apart are not compared: it is not known what was between them."""
 BUSY = 0.1
 """Of a processor: more than our own threads use, and less than any training does."""
-PLACES = (BlockedIn.SHARDING, BlockedIn.CALLED, BlockedIn.NATIVE)
+PLACES = (BlockedKind.SHARDING, BlockedKind.CALLED, BlockedKind.NATIVE)
 
 Place = tuple[int, int, int]
 """Generation, innermost frame of the main thread, and where in it."""

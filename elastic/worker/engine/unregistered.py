@@ -46,7 +46,7 @@ Print = tuple[int, ...]
 """Of an object; empty for one that has nothing of its own, or cannot be read."""
 
 
-class Forgotten:
+class UnregisteredObjects:
     """Looks for what changes beside the run's state."""
 
     def __init__(self, state: TrainState) -> None:
@@ -114,10 +114,10 @@ class Forgotten:
         self._registered = {}
         self._steps += 1
         if self._steps == FIRST_LOOK:
-            self.look()
+            self.check()
             self._containers = []
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Look for what has changed since the loop began.
 
         Raises:
