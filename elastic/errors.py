@@ -19,7 +19,6 @@
     │   └── Fenced            the sender's generation, incarnation or term is over
     ├── PeerError             another process sent what the protocol does not allow
     ├── StoreError            the membership store answered what it must not
-    │   ├── Compacted         the asked-for revision is gone from the store's history
     │   └── CorruptRecord     a stored record does not decode
     ├── StorageError          a run directory or checkpoint cannot be written or read
     │   └── DamagedCheckpoint a file of it is missing, torn or changed
@@ -158,19 +157,6 @@ class PeerError(ElasticError):
 
 class StoreError(ElasticError):
     """The membership store answered something that it must not answer."""
-
-
-class Compacted(StoreError):
-    """A watch asked for a revision that the store has already forgotten; read anew."""
-
-    def __init__(self, requested: int, oldest: int) -> None:
-        """Name the revision asked for and the oldest that is kept."""
-        self.requested = requested
-        self.oldest = oldest
-        super().__init__(
-            f"revision {requested} is compacted, the oldest kept is {oldest}; read the keys anew "
-            f"and watch from that revision"
-        )
 
 
 class CorruptRecord(StoreError):

@@ -199,7 +199,7 @@ async def _checked(draft: Path, prefix: str, *, begin_history: bool = False) -> 
         everything = await store.read("")
         terms = [term_of(e) for e in everything.entries if e.key == f"{prefix}/term"]
         placeholder = LeaderKey("nobody", "", 0, "")
-        leadership = Leadership(store, prefix, placeholder, SystemClock(), shared=False)
+        leadership = Leadership(store, prefix, placeholder, SystemClock())
         records = await Journal(store, prefix, leadership).load()
         for entry in everything.entries if begin_history else ():
             if entry.key == f"{prefix}/history":

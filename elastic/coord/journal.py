@@ -37,10 +37,6 @@ log = logging.getLogger(__name__)
 RECORD_BYTES = 64 * 1024
 """A record above this is split, so that several fit into one transaction."""
 DELETES_MAX = 100
-COMPACT_COMMITS, COMPACT_BYTES = 1000, 64 * 1024 * 1024
-"""After so many, whichever comes first, an embedded store is compacted."""
-HISTORY_KEPT = 100
-"""Revisions that compaction keeps."""
 POINTER_TRIES = 3
 
 
@@ -51,16 +47,13 @@ class Journal:
         nodes: the nodes record that `load` read.
     """
 
-    def __init__(
-        self, store: Store, prefix: str, leadership: Leadership, *, compacts: bool = False
-    ) -> None:
+    def __init__(self, store: Store, prefix: str, leadership: Leadership) -> None:
         """Read nothing yet; `load` comes first.
 
         Args:
             store: where the keys are.
             prefix: of all keys, the leadership's too.
             leadership: proves that this process may write.
-            compacts: this process is the store's only user and keeps its history short.
         """
         self._store = store
         self._jobs_prefix = f"{prefix}/jobs/"
@@ -69,8 +62,6 @@ class Journal:
         self._nodes_revision = 0
         self.nodes = NodesRecord()
         self._leadership = leadership
-        self._compacts = compacts
-        self._commits = self._bytes = 0
         self._kept: dict[JobId, StoredJob] = {}
         self._unwanted: dict[JobId, None] = {}
         # Serialises the driver's writes and the concurrent upload of payloads.
@@ -104,10 +95,10 @@ class Journal:
         """
         # Pieces last: the leader that wrote them is gone, and wrote them before their record.
         entries = (await self._store.read(self._jobs_prefix)).entries
-        found = await self._store.read(self._pieces_prefix)
+        pieces = (await self._store.read(self._pieces_prefix)).entries
         await self._load_nodes()
         self._kept, self._unwanted = {}, {}
-        blobs = self._take_pieces(found.entries)
+        blobs = self._take_pieces(pieces)
         records = []
         for entry in entries:
             job_id = JobId(entry.key.removeprefix(self._jobs_prefix))
@@ -129,8 +120,6 @@ class Journal:
             if not kept.revision:
                 kept.keep(())
                 self._unwanted[job_id] = None
-        # A coordinator that is often restarted may never reach the limits for compaction.
-        await self._compact(found.revision)
         return tuple(sorted(records, key=lambda record: record.sequence))
 
     async def write(self, records: Iterable[JobRecord]) -> None:
@@ -294,10 +283,6 @@ class Journal:
         result = await self._store.commit([fence, *compares], writes)
         if not result.committed and not self._leadership.holds(fence, result.current):
             raise self._leadership.replaced(result.current)
-        self._commits += 1
-        self._bytes += sum(len(write.value) for write in writes if isinstance(write, Put))
-        if self._commits >= COMPACT_COMMITS or self._bytes >= COMPACT_BYTES:
-            await self._compact(result.revision)
         return result
 
     # ------------------------------------------------------------ pieces
@@ -370,16 +355,6 @@ class Journal:
             kept = self._kept.setdefault(job_id, StoredJob())
             kept.labels[label] = tuple(piece.key for piece in pieces)
         return grouped
-
-    async def _compact(self, revision: int) -> None:
-        """Compact an embedded store: its old revisions have no readers."""
-        self._commits = self._bytes = 0
-        if not self._compacts or revision <= HISTORY_KEPT:
-            return
-        try:
-            await self._store.compact(revision - HISTORY_KEPT)
-        except StoreUnavailable as error:
-            log.warning("compaction_postponed error=%r", str(error))
 
 
 async def read_records(store: Store, prefix: str) -> tuple[JobRecord, ...]:

@@ -19,24 +19,16 @@ import asyncio
 import json
 import logging
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import aclosing
+from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import TypeVar
 
 import anyio
 
-from elastic.errors import (
-    CorruptRecord,
-    ElasticError,
-    Fenced,
-    NotAuthorized,
-    StoreUnavailable,
-    check,
-)
+from elastic.errors import CorruptRecord, Fenced, NotAuthorized, StoreUnavailable, check
 from elastic.runtime.clock import Clock
-from elastic.store.interface import Compare, Entry, Lease, Put, Store
+from elastic.store.interface import Compare, Entry, Lease, Put, SharedStore, Store
 
 log = logging.getLogger(__name__)
 
@@ -45,9 +37,8 @@ LEASE_TTL_S = 2.0
 wait. etcd accepts no less with its usual election time of 1 s, and checks for expired leases
 twice a second: so a killed leader is replaced within 3 s."""
 RENEWALS_PER_TTL = 5
-STANDBY_POLL_S = 0.5
-"""How often a standby polls, although it also watches the key: so it detects a broken watch, and
-knows how old its view may be."""
+STANDBY_POLL_S = 0.2
+"""How often a standby reads the leader key; part of the 3 s."""
 RETRY_S = 0.2
 DENIED_RETRY_S = 1.0
 """etcd checks a password slowly, on purpose: a process that waits for a new one retries rarely."""
@@ -194,18 +185,16 @@ class Leadership:
         holder: LeaderKey,
         clock: Clock,
         *,
-        shared: bool,
         ttl_s: float = LEASE_TTL_S,
     ) -> None:
         """Claim nothing yet.
 
         Args:
-            store: where the keys are.
+            store: where the keys are. If it is not a shared one, a claiming process is the only one
+                alive, and takes over from its predecessor without waiting.
             prefix: of all keys, such as "elastic".
             holder: this process.
             clock: for ages in texts, and for the validity of the lease.
-            shared: several processes may use this store at once (etcd). If not, a claiming process
-                is the only one alive, and takes over from its predecessor without waiting.
             ttl_s: of the lease on a shared store, seconds.
         """
         self._store = store
@@ -214,7 +203,7 @@ class Leadership:
         self._history_key = f"{prefix}/history"
         self._holder = holder
         self._clock = clock
-        self._shared = shared
+        self._shared = store if isinstance(store, SharedStore) else None
         self._ttl_s = ttl_s
         self._lease: Lease | None = None
         self._valid_until_ns = 0
@@ -242,7 +231,7 @@ class Leadership:
 
     def is_valid(self) -> bool:
         """Return whether no other process can lead now: the renewed lease has not expired."""
-        if not self._shared:
+        if self._shared is None:
             return self._revision > 0
         return self._clock.boottime_ns() < self._valid_until_ns
 
@@ -252,26 +241,8 @@ class Leadership:
         Args:
             saw: called with the leader, None for none, after each read of the store.
         """
-        news = anyio.Event()
-
-        async def follow() -> None:
-            nonlocal news
-            async for _ in self._changes():
-                news.set()
-                news = anyio.Event()
-
-        failure: ElasticError | None = None
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(follow)
-            try:
-                while not await self._take_over(saw):
-                    with anyio.move_on_after(STANDBY_POLL_S):
-                        await news.wait()
-            except ElasticError as error:
-                failure = error
-            tasks.cancel_scope.cancel()
-        if failure is not None:
-            raise failure
+        while not await self._take_over(saw):  # noqa: ASYNC110 (the store tells nobody)
+            await anyio.sleep(STANDBY_POLL_S)
 
     async def _take_over(self, saw: Callable[[LeaderKey | None], None]) -> bool:
         """Claim leadership if there is no leader; return False if another process leads."""
@@ -284,9 +255,10 @@ class Leadership:
             )
             self._was_let_in = True
             leader = LeaderKey.decode(seen.value) if seen is not None else None
-            if self._shared:
+            if self._shared is not None:
                 saw(leader)
-            if leader is not None and self._shared and leader.nonce != self._holder.nonce:
+            is_shared = self._shared is not None
+            if leader is not None and is_shared and leader.nonce != self._holder.nonce:
                 if describe(leader) != self._reported:
                     self._reported = describe(leader)
                     log.info("standby leader=%r term=%d", self._reported, leader.term)
@@ -302,15 +274,15 @@ class Leadership:
         Raises:
             Fenced: it does not any more, or cannot be sure.
         """
-        lease = self._lease
-        if lease is None:
+        shared, lease = self._shared, self._lease
+        if shared is None or lease is None:
             await anyio.sleep_forever()
             return
         while True:
             await anyio.sleep(lease.ttl_s / RENEWALS_PER_TTL)
             began_ns = self._clock.boottime_ns()
             left_s = (self._valid_until_ns - began_ns) / 1e9
-            renewed = await in_time(self._renew(lease), left_s)
+            renewed = await in_time(self._renew(shared, lease), left_s)
             if not self.is_valid() or renewed is None:
                 raise self.fenced(f"its lease of {lease.ttl_s:g} s was not renewed in time")
             if not renewed:
@@ -345,38 +317,24 @@ class Leadership:
         """Revoke the lease so that a standby takes over at once; do not insist on an answer."""
         lease, self._lease = self._lease, None
         self._valid_until_ns = self._revision = 0
-        if lease is None:
+        if lease is None or self._shared is None:
             return
         try:
-            await in_time(self._store.revoke_lease(lease.lease_id), self._ttl_s)
+            await in_time(self._shared.revoke_lease(lease.lease_id), self._ttl_s)
         except (StoreUnavailable, NotAuthorized) as error:
             log.warning("resign_failed error=%r", str(error))
 
-    async def _renew(self, lease: Lease) -> bool:
+    async def _renew(self, shared: SharedStore, lease: Lease) -> bool:
         """Renew until the store answers; the caller cancels this after its timeout.
 
         This also retries NotAuthorized: a new password may arrive before the lease expires.
         """
         while True:
             try:
-                return await self._store.renew_lease(lease.lease_id)
+                return await shared.renew_lease(lease.lease_id)
             except (StoreUnavailable, NotAuthorized) as error:
                 log.warning("lease_renewal_postponed error=%r", str(error))
                 await anyio.sleep(RETRY_S)
-
-    async def _changes(self) -> AsyncIterator[None]:
-        """Yield at each change of the leader key; if the watch fails, the standby still polls."""
-        if not self._shared:
-            return
-        while True:
-            try:
-                revision = (await self._store.read(self._key)).revision
-                async with aclosing(self._store.watch(self._key, revision + 1)) as changes:
-                    async for _ in changes:
-                        yield
-            except ElasticError as error:
-                log.debug("leader_watch_failed error=%r", str(error))
-                await anyio.sleep(STANDBY_POLL_S)
 
     async def _read(self, key: str) -> Entry | None:
         entries = (await self._store.read(key)).entries
@@ -388,7 +346,8 @@ class Leadership:
         history = await self._read(self._history_key)
         number = term_of(term) + 1 if term is not None else 1
         drawn = history.value if history is not None else secrets.token_hex(8).encode()
-        lease = await self._store.grant_lease(self._ttl_s) if self._shared else None
+        shared = self._shared
+        lease = await shared.grant_lease(self._ttl_s) if shared is not None else None
         lease_id = lease.lease_id if lease is not None else 0
         compares = [
             Compare(self._key, leader.mod_revision if leader is not None else 0),
@@ -410,23 +369,18 @@ class Leadership:
             return False  # The store was so slow that the lease has expired already.
         if not result.committed:
             self._lease = None
-            if lease is not None:
-                await self._store.revoke_lease(lease.lease_id)
+            if shared is not None and lease is not None:
+                await shared.revoke_lease(lease.lease_id)
             return False
-        if lease is not None and not await self._count_from_now(lease):
-            self._lease = None
-            return False
+        if shared is not None and lease is not None:
+            # A slow store may need most of the lease's time for a write, but little for a renewal,
+            # which etcd does not write: counted from before the claim, it would always expire.
+            began_ns = self._clock.boottime_ns()
+            renewed = await in_time(self._renew(shared, lease), lease.ttl_s)
+            self._valid_until_ns = began_ns + round(lease.ttl_s * 1e9) if renewed else 0
+            if not self.is_valid():
+                self._lease = None
+                return False
         self._revision, self.term = result.revision, number
         self.history = drawn.decode("ascii", "replace")
         return True
-
-    async def _count_from_now(self, lease: Lease) -> bool:
-        """Renew the lease after the claim was written; return False if that is not in time.
-
-        A slow store may need most of the lease's time for a write, but little for a renewal, which
-        etcd does not write. Counted from before the claim, the lease would always expire first.
-        """
-        began_ns = self._clock.boottime_ns()
-        renewed = await in_time(self._renew(lease), lease.ttl_s)
-        self._valid_until_ns = began_ns + round(lease.ttl_s * 1e9) if renewed else 0
-        return self.is_valid()

@@ -19,7 +19,7 @@ import anyio
 from elastic.coord.leadership import LeaderKey
 from elastic.errors import ElasticError
 from elastic.runtime.rpc import ADDRESSES_MAX, plain_addresses
-from elastic.store.interface import Compare, Entry, Lease, Put, Store
+from elastic.store.interface import Compare, Entry, Lease, Put, SharedStore
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ class Roster:
 
     def __init__(
         self,
-        store: Store,
+        store: SharedStore,
         prefix: str,
         holder: LeaderKey,
         on_read: Callable[[tuple[str, ...]], None],

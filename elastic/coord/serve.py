@@ -48,7 +48,7 @@ from elastic.runtime.clock import Clock, SystemClock
 from elastic.runtime.eventlog import EventLog
 from elastic.runtime.rpc import SILENCE_S, format_endpoint, is_loopback, parse_endpoint
 from elastic.runtime.tether import check_tether
-from elastic.store.interface import Store
+from elastic.store.interface import SharedStore, Store
 from elastic.store.open import open_store
 
 if TYPE_CHECKING:  # It needs an extra.
@@ -192,11 +192,6 @@ def parse_http(text: str) -> tuple[str, int] | None:
     return parse_listen(f"127.0.0.1:{text}" if text.isdecimal() else text)
 
 
-def is_shared(store: str) -> bool:
-    """Return whether several coordinators may use the store of this URL at once."""
-    return store.startswith("etcd:")
-
-
 async def serve(options: ServeOptions, announce: Callable[[str], None]) -> None:
     """Run a coordinator until SIGTERM or SIGINT.
 
@@ -313,12 +308,11 @@ class _Components:
         self._leader_state = server.leader_state
         self._leader_state.name = self._name
         self._follower = StandbyView(store, options.prefix, self._leader_state, self._clock)
-        self._shared = is_shared(options.store)
         holder = LeaderKey(self._name, address, os.getpid(), secrets.token_hex(8))
-        self._leadership = Leadership(
-            store, options.prefix, holder, self._clock, shared=self._shared
-        )
-        self._roster = Roster(store, options.prefix, holder, self._leader_state.know)
+        self._leadership = Leadership(store, options.prefix, holder, self._clock)
+        self._roster: Roster | None = None
+        if isinstance(store, SharedStore):
+            self._roster = Roster(store, options.prefix, holder, self._leader_state.know)
 
     async def run(self, announce: Callable[[str], None], more: Sequence[Part] = ()) -> None:
         """Run until a signal, or until a part fails; with `more` parts."""
@@ -334,7 +328,7 @@ class _Components:
             lambda: self._lead_for_ever(announce),
             *more,
         ]
-        if self._shared:
+        if self._roster is not None:
             parts += [self._roster.keep, Watchdog().keep]
         page = self._page
         if page is not None:
@@ -357,8 +351,8 @@ class _Components:
             try:
                 await self._lead(announce)
             except Fenced as error:
-                if not self._shared:
-                    raise
+                if self._roster is None:
+                    raise  # Nobody else may write to a store that is not shared.
                 log.warning("leads_no_more reason=%r", str(error))
 
     async def _lead(self, announce: Callable[[str], None]) -> None:
@@ -366,7 +360,7 @@ class _Components:
         options = self._options
         self._leader_state.claim(self._leadership.term)
         machine = CoordinatorMachine(options.config, self._name)
-        journal = Journal(self._store, options.prefix, self._leadership, compacts=not self._shared)
+        journal = Journal(self._store, options.prefix, self._leadership)
         driver = Driver(machine, journal, self._clock, event_log=self._event_log)
         history = History() if self._page is not None else None
         parts: list[Part] = [self._leadership.keep, driver.run]

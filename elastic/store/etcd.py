@@ -6,34 +6,18 @@ handles them. No state is kept here that the cluster does not have.
 
 from __future__ import annotations
 
-import asyncio
 import math
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import Callable, Sequence
 
 import grpc
-import grpc.aio
 
-from elastic.errors import ConfigError, StoreError, UsageError
+from elastic.errors import ConfigError, StoreError
 from elastic.store.etcd_commit import EtcdCommitter, is_granted_already, new_lease_id
-from elastic.store.etcd_link import TOTAL_S, EtcdAccess, EtcdLink, EtcdRefusal, RequestUnanswered
+from elastic.store.etcd_link import TOTAL_S, EtcdAccess, EtcdLink, EtcdRefusal
 from elastic.store.etcd_read import read_range
-from elastic.store.etcd_watch import watch_prefix
-from elastic.store.etcd_wire import (
-    COMPACT,
-    DEFAULT_ROOT,
-    GRANT,
-    KEEP_ALIVE,
-    REVOKE,
-    KeySpace,
-)
-from elastic.store.interface import Change, CommitResult, Compare, Lease, StoreSnapshot, Write
-from elastic.store.rules import (
-    check_commit,
-    check_from_revision,
-    check_lease_id,
-    check_ttl,
-    encode_prefix,
-)
+from elastic.store.etcd_wire import DEFAULT_ROOT, GRANT, KEEP_ALIVE, REVOKE, KeySpace
+from elastic.store.interface import CommitResult, Compare, Lease, StoreSnapshot, Write
+from elastic.store.rules import check_commit
 from elastic.wire.generated.elastic.etcd.v1 import wire_pb2 as pb
 
 RENEW_TRY_S = 0.5
@@ -41,7 +25,7 @@ RENEW_TRY_S = 0.5
 
 
 class EtcdStore:
-    """A `Store` on etcd 3.4 or newer.
+    """A `SharedStore` on etcd 3.4 or newer.
 
     etcd 3.5.0 to 3.5.2 may lose consistency when a member crashes; use 3.4.22, 3.5.6 or newer.
 
@@ -96,7 +80,6 @@ class EtcdStore:
 
     async def grant_lease(self, ttl_s: float) -> Lease:
         """Create a lease of whole seconds; etcd may grant more, depending on its election time."""
-        check_ttl(ttl_s)
         request = pb.LeaseGrantRequest(TTL=math.ceil(ttl_s), ID=new_lease_id())
         try:
             answer = await self._link.repeat(GRANT, request, "lease grant")
@@ -108,68 +91,28 @@ class EtcdStore:
 
     async def renew_lease(self, lease_id: int) -> bool:
         """Renew the lease; False if it has ended already."""
-        check_lease_id(lease_id)
-        patience = self._link.patience("lease renewal")
-        while True:
-            try:
-                return await self._renew_once(lease_id, min(RENEW_TRY_S, patience.try_s()))
-            except RequestUnanswered as error:
-                await patience.pause(error)
-            except EtcdRefusal as refusal:
-                raise _unexpected("lease renewal", refusal) from None
+        request = pb.LeaseKeepAliveRequest(ID=lease_id)
+        try:
+            # A stream of etcd's, which answers each message: one message is a call like others.
+            answer = await self._link.repeat(
+                KEEP_ALIVE, request, "lease renewal", try_s=RENEW_TRY_S
+            )
+        except EtcdRefusal as refusal:
+            raise _unexpected("lease renewal", refusal) from None
+        return answer.TTL > 0
 
     async def revoke_lease(self, lease_id: int) -> None:
         """End the lease now and delete its keys."""
-        check_lease_id(lease_id)
         try:
             await self._link.repeat(REVOKE, pb.LeaseRevokeRequest(ID=lease_id), "lease revocation")
         except EtcdRefusal as refusal:
             if refusal.code is not grpc.StatusCode.NOT_FOUND:
                 raise _unexpected("lease revocation", refusal) from None
 
-    def watch(self, prefix: str, from_revision: int) -> AsyncGenerator[Change, None]:
-        """Yield every change under `prefix` since `from_revision`."""
-        check_from_revision(from_revision)
-        encode_prefix(prefix)
-        return watch_prefix(self._link, self._keys, prefix, from_revision)
-
-    async def compact(self, revision: int) -> None:
-        """Drop history older than `revision`, of the whole cluster, including other users' keys."""
-        if revision <= 2:
-            # An empty etcd is at revision 1: there is no older history.
-            return
-        # etcd's compaction at r drops the changes of r too; ours keeps those of `revision`.
-        request = pb.CompactionRequest(revision=revision - 1)
-        try:
-            await self._link.repeat(COMPACT, request, "compaction")
-        except EtcdRefusal as refusal:
-            if refusal.code is not grpc.StatusCode.OUT_OF_RANGE:
-                raise _unexpected("compaction", refusal) from None
-            if "future" in refusal.details:
-                raise UsageError(
-                    f"history before revision {revision} cannot be forgotten: {refusal.details}"
-                ) from None
-
     async def close(self) -> None:
         """Remove this client's marker and close all connections."""
         await self._committer.close()
         await self._link.close()
-
-    async def _renew_once(self, lease_id: int, timeout_s: float) -> bool:
-        """Renew on a new stream, so that there is no stream to restore after a failure."""
-        async with self._link.stream(KEEP_ALIVE, timeout_s) as (call, index):
-            try:
-                await call.write(pb.LeaseKeepAliveRequest(ID=lease_id))
-                answer = await call.read()
-            except grpc.aio.AioRpcError as error:
-                raise self._link.judged(error, index) from None
-            except asyncio.InvalidStateError as error:
-                raise self._link.unanswered(index, repr(error)) from None
-            finally:
-                call.cancel()
-        if not isinstance(answer, pb.LeaseKeepAliveResponse):
-            raise self._link.unanswered(index, "the server ended the stream")
-        return answer.TTL > 0
 
 
 def _unexpected(what: str, refusal: EtcdRefusal) -> StoreError:

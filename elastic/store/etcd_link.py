@@ -8,6 +8,7 @@ requests.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -140,8 +141,10 @@ class RetryBudget:
         """Record a failed try, and wait if all endpoints have been tried."""
         self._tries += 1
         self._reported = str(error)
-        left = self._until - time.monotonic()
-        await asyncio.sleep(max(0.0, min(pause_s(self._tries, self._endpoints), left)))
+        rounds = self._tries - self._endpoints
+        if rounds >= 0:
+            pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(rounds, 10))
+            await asyncio.sleep(max(0.0, min(pause_s, self._until - time.monotonic())))
 
 
 def _hint(detail: str) -> str:
@@ -152,13 +155,6 @@ def _hint(detail: str) -> str:
         "; if they speak TLS, pass --store-ca, and --store-cert and --store-key where they ask for "
         "a certificate, of the authority that they were set up with"
     )
-
-
-def pause_s(tries: int, endpoints: int) -> float:
-    """Return the seconds to wait after this many consecutive failed tries."""
-    if tries < endpoints:
-        return 0.0
-    return min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(tries - endpoints, 10))
 
 
 class EtcdLink:
@@ -185,12 +181,12 @@ class EtcdLink:
         self._channels: dict[int, grpc.aio.Channel] = {}
         # Channels with replaced credentials; closed once no call runs on them.
         self._retired: list[grpc.aio.Channel] = []
-        # Number of running calls and streams on each channel, retired ones too.
+        # Number of running calls on each channel, retired ones too.
         self._running: dict[grpc.aio.Channel, int] = {}
         self._asked = 0
         self._token = ""
         self._ended = asyncio.Event()
-        self.closing = asyncio.Event()
+        self._is_closed = False
 
     def patience(self, what: str) -> RetryBudget:
         """Return the budget of a request that starts now."""
@@ -204,20 +200,26 @@ class EtcdLink:
             EtcdRefusal: etcd refused the request.
             NotAuthorized: wrong or missing user.
         """
-        index = self._index()
+        if self._is_closed:
+            raise closed()
+        index = self._asked
         async with self._held(index) as channel:
-            call: Any = channel.unary_unary(
-                method.path, request_serializer=_serialize, response_deserializer=method.parse
-            )
             try:
                 metadata = await self._metadata(timeout_s)
-                answer: Answer = await call(request, timeout=timeout_s, metadata=metadata)
+                return await _call(channel, method, request, timeout_s, metadata)
             except grpc.aio.AioRpcError as error:
-                raise self.judged(error, index) from None
-            return answer
+                raise self._judged(error, index) from None
 
-    async def repeat(self, method: Method[Answer], request: Any, what: str) -> Answer:
+    async def repeat(
+        self, method: Method[Answer], request: Any, what: str, *, try_s: float = TRY_S
+    ) -> Answer:
         """Retry until an endpoint replies; for idempotent requests.
+
+        Args:
+            method: to call.
+            request: its message.
+            what: the request, for the error.
+            try_s: timeout of one try.
 
         Raises:
             StoreUnavailable: none did in time.
@@ -227,51 +229,23 @@ class EtcdLink:
         patience = self.patience(what)
         while True:
             try:
-                return await self.once(method, request, patience.try_s())
+                return await self.once(method, request, min(try_s, patience.try_s()))
             except RequestUnanswered as error:
                 await patience.pause(error)
 
-    @asynccontextmanager
-    async def stream(
-        self, method: Method[Answer], timeout_s: float | None
-    ) -> AsyncIterator[tuple[grpc.aio.StreamStreamCall[Any, Answer], int]]:
-        """Open a stream; yields it and its endpoint's index, for `judged`. The caller ends it.
-
-        Raises:
-            RequestUnanswered, EtcdRefusal, NotAuthorized: logging in failed.
-        """
-        index = self._index()
-        async with self._held(index) as channel:
-            opened: Any = channel.stream_stream(
-                method.path, request_serializer=_serialize, response_deserializer=method.parse
-            )
-            try:
-                metadata = await self._metadata(TRY_S)
-            except grpc.aio.AioRpcError as error:
-                raise self.judged(error, index) from None
-            yield opened(timeout=timeout_s, metadata=metadata), index
-
-    def judged(self, error: grpc.aio.AioRpcError, index: int) -> Exception:
+    def _judged(self, error: grpc.aio.AioRpcError, index: int) -> Exception:
         """Return the error for a failed call, and switch to another endpoint if that may help."""
         code, details = error.code(), error.details() or ""
         if any(words in details for words in STALE_LOGIN) and self._access.username:
-            return self.login_again(details)
+            self._token = ""  # The next try logs in again.
+            return RequestUnanswered(details)
         if NO_SPACE in details:
             return StoreUnavailable(FULL)
-        if code in UNANSWERED:
-            return self.unanswered(index, f"{code.name} {details}")
-        return self._denied(code, details) or EtcdRefusal(code, details)
-
-    def login_again(self, details: str) -> RequestUnanswered:
-        """Discard an invalid token; the next try logs in again."""
-        self._token = ""
-        return RequestUnanswered(details)
-
-    def unanswered(self, index: int, detail: str) -> RequestUnanswered:
-        """Switch to the next endpoint, unless another call has done so already."""
-        if self._asked == index:
+        if code not in UNANSWERED:
+            return self._denied(code, details) or EtcdRefusal(code, details)
+        if self._asked == index:  # Otherwise another call has done so already.
             self._asked = (index + 1) % len(self.endpoints)
-        return RequestUnanswered(f"{self.endpoints[index]}: {detail}")
+        return RequestUnanswered(f"{self.endpoints[index]}: {code.name} {details}")
 
     async def close(self) -> None:
         """Close all channels once the running calls have ended, which have timeouts.
@@ -279,28 +253,20 @@ class EtcdLink:
         Closing a channel during a call would raise CancelledError in a task that was not
         cancelled.
         """
-        self.closing.set()
+        self._is_closed = True
         until = time.monotonic() + 2 * TRY_S
-        while self._running and (left := until - time.monotonic()) > 0:
+        while self._running and time.monotonic() < until:
             self._ended.clear()
-            try:
-                await asyncio.wait_for(self._ended.wait(), left)
-            except asyncio.TimeoutError:
-                # A watch that is neither read nor closed is left.
-                break
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._ended.wait(), until - time.monotonic())
         channels = [*self._retired, *self._channels.values()]
         self._channels, self._retired = {}, []
         for channel in channels:
             await channel.close()
 
-    def _index(self) -> int:
-        if self.closing.is_set():
-            raise closed()
-        return self._asked
-
     @asynccontextmanager
     async def _held(self, index: int) -> AsyncIterator[grpc.aio.Channel]:
-        """Keep the channel to an endpoint open while a call or a stream runs on it."""
+        """Keep the channel to an endpoint open while a call runs on it."""
         channel = self._channel(index)
         self._running[channel] = self._running.get(channel, 0) + 1
         try:
@@ -341,16 +307,11 @@ class EtcdLink:
         if not self._access.username:
             return (HAS_LEADER,)
         if not self._token:
+            request = pb.AuthenticateRequest(
+                name=self._access.username, password=self._access.password
+            )
             async with self._held(self._asked) as channel:
-                login: Any = channel.unary_unary(
-                    AUTHENTICATE.path,
-                    request_serializer=pb.AuthenticateRequest.SerializeToString,
-                    response_deserializer=AUTHENTICATE.parse,
-                )
-                request = pb.AuthenticateRequest(
-                    name=self._access.username, password=self._access.password
-                )
-                answer = await login(request, timeout=timeout_s, metadata=(HAS_LEADER,))
+                answer = await _call(channel, AUTHENTICATE, request, timeout_s, (HAS_LEADER,))
             self._token = answer.token
         return (HAS_LEADER, ("token", self._token))
 
@@ -370,6 +331,17 @@ class EtcdLink:
         return None
 
 
-def _serialize(message: Any) -> bytes:
-    data: bytes = message.SerializeToString()
-    return data
+async def _call(
+    channel: grpc.aio.Channel,
+    method: Method[Answer],
+    request: Any,
+    timeout_s: float,
+    metadata: tuple[tuple[str, str], ...],
+) -> Answer:
+    call: Any = channel.unary_unary(
+        method.path,
+        request_serializer=type(request).SerializeToString,
+        response_deserializer=method.parse,
+    )
+    answer: Answer = await call(request, timeout=timeout_s, metadata=metadata)
+    return answer

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from elastic.errors import CorruptRecord, UsageError
-from elastic.store.interface import Change, ChangeKind, Compare, Entry, Put, Write
+from elastic.store.interface import Compare, Entry, Put, Write
 from elastic.store.rules import encode_key, encode_prefix, end_of_prefix
 from elastic.wire.generated.elastic.etcd.v1 import wire_pb2 as pb
 
@@ -37,8 +37,6 @@ class Method(Generic[Answer]):
 
 RANGE = Method("/etcdserverpb.KV/Range", pb.RangeResponse)
 TXN = Method("/etcdserverpb.KV/Txn", pb.TxnResponse)
-COMPACT = Method("/etcdserverpb.KV/Compact", pb.CompactionResponse)
-WATCH = Method("/etcdserverpb.Watch/Watch", pb.WatchResponse)
 GRANT = Method("/etcdserverpb.Lease/LeaseGrant", pb.LeaseGrantResponse)
 REVOKE = Method("/etcdserverpb.Lease/LeaseRevoke", pb.LeaseRevokeResponse)
 KEEP_ALIVE = Method("/etcdserverpb.Lease/LeaseKeepAlive", pb.LeaseKeepAliveResponse)
@@ -86,12 +84,7 @@ class KeySpace:
                 f"etcd key {kv.key!r} is no UTF-8: another program writes under this store's "
                 f"prefix; give the store a prefix of its own"
             ) from None
-        return Entry(key, kv.value, kv.create_revision, kv.mod_revision, kv.lease)
-
-    def change(self, event: pb.Event) -> Change:
-        """Return the change that a watch reports."""
-        deleted = event.type == pb.Event.DELETE
-        return Change(ChangeKind.DELETE if deleted else ChangeKind.PUT, self.entry(event.kv))
+        return Entry(key, kv.value, kv.mod_revision)
 
     def compares(self, compares: Sequence[Compare]) -> list[pb.Compare]:
         """Return comparisons of entries."""

@@ -8,10 +8,9 @@ all keys that it changes, and every successful commit increases the revision.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 
 @dataclass(frozen=True)
@@ -21,16 +20,12 @@ class Entry:
     Attributes:
         key: UTF-8 path such as "elastic/jobs/j1/group".
         value: opaque bytes.
-        create_revision: revision of the commit that created the key.
         mod_revision: revision of the commit that changed it last.
-        lease: id of the lease whose end deletes the key, 0 for none.
     """
 
     key: str
     value: bytes
-    create_revision: int
     mod_revision: int
-    lease: int = 0
 
 
 @dataclass(frozen=True)
@@ -51,7 +46,7 @@ class Compare:
 
 @dataclass(frozen=True)
 class Put:
-    """Write `value`; with `lease` the key is deleted when that lease ends."""
+    """Write `value`; with `lease`, in a `SharedStore`, the key is deleted when that lease ends."""
 
     key: str
     value: bytes
@@ -81,25 +76,6 @@ class CommitResult:
     current: tuple[Entry, ...] = ()
 
 
-class ChangeKind(Enum):
-    """Kind of a change that a watch reports."""
-
-    PUT = "put"
-    DELETE = "delete"
-
-
-@dataclass(frozen=True)
-class Change:
-    """One key changed.
-
-    A deletion carries an entry with the key and the deletion's mod_revision; its value is empty,
-    its create_revision and lease are 0.
-    """
-
-    kind: ChangeKind
-    entry: Entry
-
-
 @dataclass(frozen=True)
 class Lease:
     """A lease, which ends `ttl_s` seconds after its last renewal.
@@ -112,7 +88,7 @@ class Lease:
 
 
 class Store(Protocol):
-    """A small transactional, watchable key-value store.
+    """A small transactional key-value store.
 
     All methods raise StoreUnavailable when the backend does not reply within the store's own
     timeout. A store belongs to one event loop.
@@ -137,14 +113,20 @@ class Store(Protocol):
         """
         ...
 
+    async def close(self) -> None:
+        """Release connections and files; the store must not be used afterwards."""
+        ...
+
+
+@runtime_checkable
+class SharedStore(Store, Protocol):
+    """A store that several processes use at once, which see by leases who is alive."""
+
     async def grant_lease(self, ttl_s: float) -> Lease:
         """Create a lease; its keys are deleted when it is not renewed for its `ttl_s` seconds.
 
         They are deleted not before that, and soon after. A store that was restarted, or has a new
         leader, restarts the time of every lease.
-
-        Raises:
-            UsageError: `ttl_s` is not a positive number.
         """
         ...
 
@@ -154,31 +136,4 @@ class Store(Protocol):
 
     async def revoke_lease(self, lease_id: int) -> None:
         """End the lease now and delete its keys; ending an ended lease is no error."""
-        ...
-
-    def watch(self, prefix: str, from_revision: int) -> AsyncGenerator[Change, None]:
-        """Yield every change under `prefix` with mod revision >= `from_revision`, in order, once.
-
-        Survives reconnects without loss or repetition, and waits as long as the backend is
-        unavailable. Changes of one revision come in the order of its writes. To continue after a
-        read, watch from the snapshot's revision + 1. Close it (`contextlib.aclosing`) when done.
-
-        Raises:
-            Compacted: history since `from_revision`, or since the last change yielded before a
-                reconnect, was dropped: read again.
-            UsageError: `from_revision` is below 1.
-            StoreUnavailable: this store was closed.
-        """
-        ...
-
-    async def compact(self, revision: int) -> None:
-        """Drop history older than `revision`; current entries stay. Repeating it is no error.
-
-        Raises:
-            UsageError: `revision` is more than one past the present one.
-        """
-        ...
-
-    async def close(self) -> None:
-        """Release connections and files; the store must not be used afterwards."""
         ...

@@ -48,9 +48,9 @@ async def open_store(
     if scheme == "memory":
         if rest:
             raise ConfigError(f"store {url!r}: nothing follows 'memory:'; {EXPECTED}")
-        from elastic.store.memory import memory_store
+        from elastic.store.memory import MemoryStore
 
-        return memory_store()
+        return MemoryStore()
     if scheme == "sqlite":
         path = sqlite_path(url)
         from elastic.store.sqlite import sqlite_store

@@ -1,7 +1,7 @@
 """The file of the embedded store: its lock, and checks of its owner, version and integrity.
 
 Rule: nothing is repaired or guessed. A file that is in use by another process, belongs to another
-program, was written by a newer version, or is damaged, is refused with its path and advice.
+program, was written by another version, or is damaged, is refused with its path and advice.
 """
 
 from __future__ import annotations
@@ -17,35 +17,18 @@ from elastic.errors import CorruptRecord, StoreError, StoreUnavailable, UsageErr
 
 APPLICATION_ID = 0x454C5354
 """Marks a SQLite file as ours: "ELST"."""
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 SCHEMA = """
 CREATE TABLE numbers (name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
-INSERT INTO numbers VALUES ('revision', 1), ('oldest', 1);
+INSERT INTO numbers VALUES ('revision', 1);
 
 CREATE TABLE entries (
     key BLOB PRIMARY KEY,
     value BLOB NOT NULL,
-    create_revision INTEGER NOT NULL,
     mod_revision INTEGER NOT NULL,
-    lease INTEGER NOT NULL,
     checksum INTEGER NOT NULL
 );
-CREATE INDEX entries_by_lease ON entries (lease) WHERE lease != 0;
-
-CREATE TABLE history (
-    mod_revision INTEGER NOT NULL,
-    position INTEGER NOT NULL,
-    kind TEXT NOT NULL,
-    key BLOB NOT NULL,
-    value BLOB NOT NULL,
-    create_revision INTEGER NOT NULL,
-    lease INTEGER NOT NULL,
-    checksum INTEGER NOT NULL,
-    PRIMARY KEY (mod_revision, position)
-);
-
-CREATE TABLE leases (lease INTEGER PRIMARY KEY AUTOINCREMENT, ttl_s REAL NOT NULL);
 """
 
 DAMAGED = ("not a database", "malformed")
@@ -121,7 +104,7 @@ def open_database(path: Path) -> sqlite3.Connection:
     Raises:
         UsageError: not a file, or it cannot be opened.
         CorruptRecord: damaged, or no SQLite file.
-        StoreError: another program's file, or one of a newer version of ours.
+        StoreError: another program's file, or one of another version of ours.
         StoreUnavailable: disk full or I/O error.
     """
     try:

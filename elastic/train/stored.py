@@ -16,7 +16,7 @@ from typing import Any
 import cloudpickle
 
 from elastic.client.attempts import TRAINER_FILE
-from elastic.errors import StorageError, UsageError
+from elastic.errors import UsageError
 from elastic.storage.files import Files
 
 log = logging.getLogger(__name__)

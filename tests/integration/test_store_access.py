@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import urllib.request
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import aclosing
 from pathlib import Path
 from typing import TypeVar
 
@@ -22,7 +21,7 @@ from elastic.errors import NotAuthorized, StoreError, StoreUnavailable
 from elastic.runtime.access import replace_file
 from elastic.store.etcd import EtcdStore
 from elastic.store.etcd_link import EtcdAccess
-from elastic.store.interface import Compare, Delete, Put
+from elastic.store.interface import Compare, Put
 from tests.etcd_server import Certificates, EtcdServer, find_etcd
 from tests.integration.coordinator import Coordinator, User, elastic_coord, spec
 from tests.integration.locked import authority, certificate
@@ -66,14 +65,11 @@ async def test_a_user_that_may_use_the_root_can_do_everything(guarded: EtcdServe
         lease = await store.grant_lease(30.0)
         first = await store.commit([Compare("k", 0)], [Put("k", b"1", lease.lease_id)])
         assert await store.renew_lease(lease.lease_id)
-        async with aclosing(store.watch("k", first.revision)) as watch:
-            assert (await anext(watch)).entry.value == b"1"
-            # A server that was restarted knows nobody's token any more.
-            guarded.member.kill()
-            guarded.member.start()
-            result = await store.commit([Compare("k", first.revision)], [Put("k", b"2")])
-            assert result.committed
-            assert (await anext(watch)).entry.value == b"2"
+        # A server that was restarted knows nobody's token any more.
+        guarded.member.kill()
+        guarded.member.start()
+        result = await store.commit([Compare("k", first.revision)], [Put("k", b"2")])
+        assert result.committed
         await store.revoke_lease(lease.lease_id)
         assert (await store.read("k")).entries[0].value == b"2"
     await store.close()
@@ -97,8 +93,6 @@ async def test_who_is_not_let_in_is_told_so_by_every_call(
             await store.read("")
         with pytest.raises(NotAuthorized, match=words):
             await store.commit([Compare("k", 0)], [Put("k", b"")])
-        with pytest.raises(NotAuthorized, match="etcd refuses"):
-            await anext(store.watch("", 1))
         with pytest.raises(NotAuthorized) as refused:
             await store.read("")
         assert "secret" not in str(refused.value)
@@ -127,25 +121,6 @@ async def test_connections_of_earlier_credentials_are_closed_once_nothing_runs_o
         await store.read("")
     assert len(set(channels)) == 5
     assert not any(map(is_open, channels))
-    await store.close()
-
-
-async def test_a_watch_outlives_the_credentials_that_it_began_with(guarded: EtcdServer) -> None:
-    shown = EtcdAccess("worker", "secret")
-    store = EtcdStore([guarded.endpoint], root=ROOT, access=lambda: shown)
-    with anyio.fail_after(DEADLINE_S):
-        lease = await store.grant_lease(30.0)
-        first = await store.commit([Compare("w", 0)], [Put("w", b"1", lease.lease_id)])
-        async with aclosing(store.watch("w", first.revision)) as watch:
-            assert (await anext(watch)).entry.value == b"1"
-            (channel,) = store._link._channels.values()
-            shown = EtcdAccess("worker", "secret")
-            await store.commit([Compare("w", first.revision)], [Put("w", b"2")])
-            assert is_open(channel)
-            assert (await anext(watch)).entry.value == b"2"
-        assert not is_open(channel)
-        (entry,) = (await store.read("w")).entries
-        await store.commit([Compare("w", entry.mod_revision)], [Delete("w")])
     await store.close()
 
 

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator
-from contextlib import aclosing, asynccontextmanager, closing
+from contextlib import asynccontextmanager, closing
 from pathlib import Path
 
 import anyio
@@ -19,9 +19,8 @@ import anyio.lowlevel
 import pytest
 
 from elastic.errors import CorruptRecord, StoreError, UsageError
-from elastic.store.interface import ChangeKind, Compare, Put
-from elastic.store.local import LocalStore
-from elastic.store.sqlite import sqlite_store
+from elastic.store.interface import Compare, Put
+from elastic.store.sqlite import SqliteStore, sqlite_store
 from tests.patience import DEADLINE_S
 
 # Tests wait for the processes that they start; nothing else runs on their loop meanwhile.
@@ -81,7 +80,7 @@ asyncio.run(main())
 
 
 @asynccontextmanager
-async def opened(path: Path) -> AsyncIterator[LocalStore]:
+async def opened(path: Path) -> AsyncIterator[SqliteStore]:
     store = await sqlite_store(path)
     try:
         yield store
@@ -136,47 +135,6 @@ async def test_what_a_process_was_told_is_durable_survives_its_sigkill(path: Pat
                 assert entries[f"log/{number:06}"].mod_revision == revision
             if count > last:
                 told.append((count, entries["n"].mod_revision))
-
-
-async def test_everything_is_there_after_a_restart_history_and_leases_too(path: Path) -> None:
-    async with opened(path) as store:
-        ended = await store.grant_lease(60.0)
-        await store.revoke_lease(ended.lease_id)
-        lease = await store.grant_lease(60.0)
-        first = await store.commit([Compare("a", 0)], [Put("a", b"1", lease.lease_id)])
-        second = await store.commit(
-            [Compare("a", first.revision)], [Put("a", b"2", lease.lease_id)]
-        )
-        await store.compact(second.revision)
-        before = await store.read("")
-    async with opened(path) as store:
-        assert await store.read("") == before
-        watch = store.watch("", second.revision)
-        change = await anext(watch)
-        await watch.aclose()
-        assert (change.kind, change.entry) == (ChangeKind.PUT, before.entries[0])
-        # A lease has its full time again, and its id belongs to nobody else.
-        assert await store.renew_lease(lease.lease_id)
-        assert not await store.renew_lease(ended.lease_id)
-        assert (await store.grant_lease(1.0)).lease_id > lease.lease_id
-        await store.revoke_lease(lease.lease_id)
-        assert (await store.read("")).entries == ()
-
-
-async def test_a_lease_from_before_a_restart_ends_by_the_clock_that_was_passed(path: Path) -> None:
-    now = 1000.0
-    store = await sqlite_store(path, clock=lambda: now)
-    lease = await store.grant_lease(5.0)
-    await store.commit([Compare("k", 0)], [Put("k", b"", lease.lease_id)])
-    await store.close()
-    now = 3.0  # Monotonic clocks begin anew when a machine does.
-    store = await sqlite_store(path, clock=lambda: now)
-    assert (await store.read("k")).entries
-    now += 4.9
-    assert (await store.read("k")).entries
-    now += 0.1
-    assert not (await store.read("k")).entries
-    await store.close()
 
 
 async def test_a_full_disk_is_reported_and_writing_goes_on_when_there_is_room(path: Path) -> None:
@@ -326,7 +284,6 @@ async def test_a_damaged_file_is_refused_by_its_path(path: Path, damage: object)
         "UPDATE entries SET value = x'00' WHERE key = CAST('k001' AS BLOB)",
         "UPDATE entries SET mod_revision = 2 WHERE key = CAST('k001' AS BLOB)",
         "UPDATE entries SET key = CAST('k001x' AS BLOB) WHERE key = CAST('k001' AS BLOB)",
-        "UPDATE entries SET lease = 9 WHERE key = CAST('k001' AS BLOB)",
     ],
 )
 async def test_a_record_that_is_not_what_was_written_is_refused_by_its_key(
@@ -340,8 +297,6 @@ async def test_a_record_that_is_not_what_was_written_is_refused_by_its_key(
         with pytest.raises(CorruptRecord, match=r"key 'k001x?'"):
             await store.read("k")
         assert len((await store.read("k002")).entries) == 1
-        # The history has the truth still.
-        assert (await anext(store.watch("k001", 1))).entry.value == b"k001" * 50
 
 
 async def test_a_file_that_lost_its_numbers_is_refused(path: Path) -> None:
@@ -406,18 +361,14 @@ async def test_the_event_loop_runs_on_while_the_disk_is_slow(path: Path) -> None
             assert (await commit).committed
 
 
-async def test_a_watch_hears_of_a_commit_whose_caller_did_not_wait(path: Path) -> None:
+async def test_a_commit_whose_caller_did_not_wait_takes_place(path: Path) -> None:
     async with opened(path) as store:
-        revision = (await store.read("")).revision
-        async with aclosing(store.watch("", revision + 1)) as watch:
-            waiting = asyncio.ensure_future(anext(watch))
-            with closing(sqlite3.connect(path, isolation_level=None)) as somebody:
-                somebody.execute("BEGIN IMMEDIATE")
-                commit = asyncio.ensure_future(store.commit([Compare("k", 0)], [Put("k", b"")]))
-                await anyio.wait_all_tasks_blocked()
-                commit.cancel()
-                with pytest.raises(asyncio.CancelledError):
-                    await commit
-                somebody.execute("ROLLBACK")
-            with anyio.fail_after(DEADLINE_S):
-                assert (await waiting).entry.key == "k"
+        with closing(sqlite3.connect(path, isolation_level=None)) as somebody:
+            somebody.execute("BEGIN IMMEDIATE")
+            commit = asyncio.ensure_future(store.commit([Compare("k", 0)], [Put("k", b"")]))
+            await anyio.wait_all_tasks_blocked()
+            commit.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await commit
+            somebody.execute("ROLLBACK")
+        assert [entry.key for entry in (await store.read("")).entries] == ["k"]

@@ -26,12 +26,13 @@ from elastic.errors import ConfigError, CorruptRecord, NotAuthorized, PeerError,
 from elastic.runtime.certificates import read_shown
 from elastic.runtime.clock import SystemClock
 from elastic.store.interface import Compare, Put
-from elastic.store.memory import memory_store
+from elastic.store.memory import MemoryStore
 from elastic.wire.async_pipe import AsyncPipe
 from elastic.wire.codec_records import encode_record
 from elastic.wire.codec_stream import encode_from_worker
 from elastic.wire.frames import FRAME_BYTES_MAX, encode_frame
 from tests.effort import examples
+from tests.harness.shared_store import SharedMemoryStore
 from tests.patience import DEADLINE_S
 from tests.strategies import FROM_WORKER, RECORDS
 
@@ -63,9 +64,9 @@ def load(entries: dict[str, bytes]) -> str:
     """Let a coordinator read a store that holds these entries; return "" or the refusal."""
 
     async def run() -> str:
-        store = memory_store()
+        store = MemoryStore()
         holder = LeaderKey("a", "a:1", 1, "a")
-        leadership = Leadership(store, "c", holder, CLOCK, shared=False)
+        leadership = Leadership(store, "c", holder, CLOCK)
         await leadership.acquire(lambda _: None)
         for key, value in entries.items():
             await store.commit([Compare(key, 0)], [Put(key, value)])
@@ -103,11 +104,11 @@ def test_a_hostile_leader_key_is_outlived_or_refused(
     leader: bytes | None, term: bytes | None, shared: bool
 ) -> None:
     async def run() -> None:
-        store = memory_store()
+        store = SharedMemoryStore() if shared else MemoryStore()
         for key, value in (("c/leader", leader), ("c/term", term)):
             if value is not None:
                 await store.commit([Compare(key, 0)], [Put(key, value)])
-        leadership = Leadership(store, "c", LeaderKey("a", "a:1", 1, "a"), CLOCK, shared=shared)
+        leadership = Leadership(store, "c", LeaderKey("a", "a:1", 1, "a"), CLOCK)
         refusal = ""
         try:
             # On a shared store whoever holds the key is waited for.

@@ -15,66 +15,45 @@ from elastic.core.events.coordinator import JobRecord
 from elastic.core.world import CheckpointRecord, Entry, EntryKind, JobId, JobPhase
 from elastic.errors import StoreUnavailable
 from elastic.runtime.clock import SystemClock
-from elastic.store.interface import CommitResult, Compare, Lease, StoreSnapshot, Write
-from elastic.store.local import LocalStore
+from elastic.store.interface import CommitResult, Compare, Store, Write
+from elastic.store.memory import MemoryStore
 from tests.patience import DEADLINE_S
 
 PREFIX = "test"
 TTL_S = 0.3
 
 
-class Weak:
+class Weak(MemoryStore):
     """A store in memory that can fail: before a commit takes effect, or after."""
 
-    def __init__(self, store: LocalStore) -> None:
-        self.store = store
+    def __init__(self) -> None:
+        super().__init__()
         self.fail_before = 0
         self.fail_after = 0
         self.commits: list[tuple[Write, ...]] = []
-
-    async def read(self, prefix: str) -> StoreSnapshot:
-        return await self.store.read(prefix)
 
     async def commit(self, compares: Sequence[Compare], writes: Sequence[Write]) -> CommitResult:
         if self.fail_before:
             self.fail_before -= 1
             raise StoreUnavailable("no answer")
-        result = await self.store.commit(compares, writes)
+        result = await super().commit(compares, writes)
         self.commits.append(tuple(writes))
         if self.fail_after:
             self.fail_after -= 1
             raise StoreUnavailable("the answer was lost")
         return result
 
-    async def grant_lease(self, ttl_s: float) -> Lease:
-        return await self.store.grant_lease(ttl_s)
-
-    async def renew_lease(self, lease_id: int) -> bool:
-        return await self.store.renew_lease(lease_id)
-
-    async def revoke_lease(self, lease_id: int) -> None:
-        await self.store.revoke_lease(lease_id)
-
-    def watch(self, prefix: str, from_revision: int) -> object:
-        return self.store.watch(prefix, from_revision)
-
-    async def compact(self, revision: int) -> None:
-        await self.store.compact(revision)
-
-    async def close(self) -> None:
-        await self.store.close()
-
 
 def holder(name: str) -> LeaderKey:
     return LeaderKey(name, f"{name}:7070", 1, name)
 
 
-async def leading_journal(store: object, name: str = "a", *, shared: bool = False) -> Journal:
+async def leading_journal(store: Store, name: str = "a") -> Journal:
     """A journal whose coordinator leads."""
-    leadership = Leadership(store, PREFIX, holder(name), SystemClock(), shared=shared)  # type: ignore[arg-type]
+    leadership = Leadership(store, PREFIX, holder(name), SystemClock())
     with anyio.fail_after(DEADLINE_S):
         await leadership.acquire(lambda _: None)
-    return Journal(store, PREFIX, leadership)  # type: ignore[arg-type]
+    return Journal(store, PREFIX, leadership)
 
 
 def record(job_id: str = "j-1", payload: bytes = b"", **changes: object) -> JobRecord:

@@ -41,7 +41,6 @@ from elastic.core.view import ClusterView, JobSample
 from elastic.core.world import JobId, Member, Node, NodeId, WorkerId
 from elastic.errors import InvariantViolation
 from elastic.runtime.clock import SystemClock
-from elastic.store.memory import memory_store
 from tests.patience import DEADLINE_S
 from tests.unit.journal_under_test import Weak, holder, record
 
@@ -79,9 +78,9 @@ class ScriptedMachine:
 
 async def stopped(machine: ScriptedMachine, *, events_max: int = 100) -> tuple[Driver, Weak]:
     """A driver that may write and does not run yet."""
-    weak = Weak(memory_store())
+    weak = Weak()
     clock = SystemClock()
-    leadership = Leadership(weak, "test", holder("a"), clock, shared=False)  # type: ignore[arg-type]
+    leadership = Leadership(weak, "test", holder("a"), clock)
     await leadership.acquire(lambda _: None)
     journal = Journal(weak, "test", leadership)  # type: ignore[arg-type]
     return Driver(machine, journal, clock, events_max=events_max), weak

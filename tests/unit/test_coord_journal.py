@@ -5,7 +5,6 @@ from __future__ import annotations
 import anyio
 import pytest
 
-from elastic.coord import leadership
 from elastic.coord.chunks import PIECE_BYTES
 from elastic.coord.journal import Journal
 from elastic.coord.leadership import Leadership
@@ -13,7 +12,8 @@ from elastic.core.world import JobId
 from elastic.errors import CorruptRecord, Fenced, InvariantViolation, StoreUnavailable
 from elastic.runtime.clock import SystemClock
 from elastic.store.interface import Compare, Delete, Put
-from elastic.store.memory import memory_store
+from elastic.store.memory import MemoryStore
+from tests.harness.shared_store import SharedMemoryStore
 from tests.patience import DEADLINE_S
 from tests.unit.journal_under_test import (
     PREFIX,
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.anyio
 
 
 async def test_a_coordinator_whose_leadership_was_taken_over_writes_nothing_more() -> None:
-    store = memory_store()
+    store = MemoryStore()
     old = await leading_journal(store, "old")
     await old.write([record()])
     new = await leading_journal(store, "new")
@@ -44,7 +44,7 @@ async def test_a_coordinator_whose_leadership_was_taken_over_writes_nothing_more
 
 
 async def test_a_record_that_somebody_else_changed_is_not_overwritten() -> None:
-    store = memory_store()
+    store = MemoryStore()
     journal = await leading_journal(store)
     await journal.write([record()])
     key = f"{PREFIX}/jobs/j-1"
@@ -55,7 +55,7 @@ async def test_a_record_that_somebody_else_changed_is_not_overwritten() -> None:
 
 
 async def test_a_write_whose_answer_was_lost_can_be_repeated() -> None:
-    weak = Weak(memory_store())
+    weak = Weak()
     journal = await leading_journal(weak)
     for generation in range(1, 4):
         weak.fail_after = 1
@@ -66,7 +66,7 @@ async def test_a_write_whose_answer_was_lost_can_be_repeated() -> None:
 
 
 async def test_a_payload_with_a_missing_part_is_refused() -> None:
-    store = memory_store()
+    store = MemoryStore()
     journal = await leading_journal(store)
     await journal.write([record(payload=b"z" * (3 * PIECE_BYTES))])
     lost = (await store.read(f"{PREFIX}/pieces/")).entries[1]
@@ -76,8 +76,8 @@ async def test_a_payload_with_a_missing_part_is_refused() -> None:
 
 
 async def test_nobody_writes_before_it_leads() -> None:
-    store = memory_store()
-    leadership = Leadership(store, PREFIX, holder("a"), SystemClock(), shared=False)
+    store = MemoryStore()
+    leadership = Leadership(store, PREFIX, holder("a"), SystemClock())
     with pytest.raises(InvariantViolation, match="never led"):
         await Journal(store, PREFIX, leadership).write([record()])
 
@@ -85,34 +85,26 @@ async def test_nobody_writes_before_it_leads() -> None:
 # ------------------------------------------------------------------------------ leadership
 
 
-async def test_a_standby_is_told_of_a_resignation_and_does_not_wait_for_its_next_look(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(leadership, "STANDBY_POLL_S", DEADLINE_S * 10)
-    store = memory_store()
-    clock = SystemClock()
-    first = Leadership(store, PREFIX, holder("a"), clock, shared=True, ttl_s=60.0)
-    second = Leadership(store, PREFIX, holder("b"), clock, shared=True, ttl_s=60.0)
+async def test_a_standby_leads_once_the_leader_has_resigned() -> None:
+    store = SharedMemoryStore()
+    first = Leadership(store, PREFIX, holder("a"), SystemClock(), ttl_s=60.0)
+    second = Leadership(store, PREFIX, holder("b"), SystemClock(), ttl_s=60.0)
     await first.acquire(lambda _: None)
-    polls: list[float] = []
+    polled = anyio.Event()
     with anyio.fail_after(DEADLINE_S):
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(second.acquire, lambda _: polls.append(clock.monotonic_ns()))
-            await wait_checks(polls, 1)
+            tasks.start_soon(second.acquire, lambda _: polled.set())
+            await polled.wait()
+            assert not second.term
             await first.resign()
-    assert len(polls) == 2
-
-
-async def wait_checks(polls: list[float], number: int) -> None:
-    while len(polls) < number:  # noqa: ASYNC110 (nothing tells of it)
-        await anyio.sleep(0.005)
+    assert second.term == 2
 
 
 async def test_a_leader_that_stops_renewing_is_replaced_and_learns_of_it() -> None:
-    store = memory_store()
+    store = SharedMemoryStore()
     clock = SystemClock()
-    first = Leadership(store, PREFIX, holder("a"), clock, shared=True, ttl_s=TTL_S)
-    second = Leadership(store, PREFIX, holder("b"), clock, shared=True, ttl_s=60.0)
+    first = Leadership(store, PREFIX, holder("a"), clock, ttl_s=TTL_S)
+    second = Leadership(store, PREFIX, holder("b"), clock, ttl_s=60.0)
     with anyio.fail_after(DEADLINE_S):
         await first.acquire(lambda _: None)
         await second.acquire(lambda _: None)
@@ -125,11 +117,10 @@ async def test_a_leader_that_stops_renewing_is_replaced_and_learns_of_it() -> No
 
 
 async def test_a_leader_whose_lease_was_revoked_stops_and_may_lead_again() -> None:
-    store = memory_store()
-    leader = Leadership(store, PREFIX, holder("a"), SystemClock(), shared=True, ttl_s=3.0)
+    store = SharedMemoryStore()
+    leader = Leadership(store, PREFIX, holder("a"), SystemClock(), ttl_s=3.0)
     await leader.acquire(lambda _: None)
-    lease = (await store.read(f"{PREFIX}/leader")).entries[0].lease
-    await store.revoke_lease(lease)
+    await store.revoke_lease(store.lease_of[f"{PREFIX}/leader"])
     with anyio.fail_after(DEADLINE_S):
         with pytest.raises(Fenced, match="its lease has ended"):
             await leader.keep()
@@ -140,10 +131,14 @@ async def test_a_leader_whose_lease_was_revoked_stops_and_may_lead_again() -> No
     await Journal(store, PREFIX, leader).write([record()])
 
 
+class WeakShared(Weak, SharedMemoryStore):
+    """Both."""
+
+
 async def test_a_claim_whose_answer_was_lost_counts() -> None:
-    weak = Weak(memory_store())
+    weak = WeakShared()
     weak.fail_after = 1
-    leader = Leadership(weak, PREFIX, holder("a"), SystemClock(), shared=True, ttl_s=300.0)  # type: ignore[arg-type]
+    leader = Leadership(weak, PREFIX, holder("a"), SystemClock(), ttl_s=300.0)
     with anyio.fail_after(DEADLINE_S):
         await leader.acquire(lambda _: None)
-    await Journal(weak, PREFIX, leader).write([record()])  # type: ignore[arg-type]
+    await Journal(weak, PREFIX, leader).write([record()])

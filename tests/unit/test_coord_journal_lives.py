@@ -8,18 +8,14 @@ import pytest
 
 from elastic.coord.chunks import PIECE_BYTES
 from elastic.coord.journal import Journal
-from elastic.coord.leadership import Leadership
 from elastic.core.events.coordinator import JobRecord
 from elastic.core.world import JobId, JobPhase
 from elastic.errors import StoreUnavailable
-from elastic.runtime.clock import SystemClock
 from elastic.store.interface import Compare, Put
-from elastic.store.memory import memory_store
 from tests.unit.journal_under_test import (
     PREFIX,
     Weak,
     checkpoints,
-    holder,
     leading_journal,
     record,
 )
@@ -31,7 +27,7 @@ pytestmark = pytest.mark.anyio
 async def test_a_record_that_is_as_before_has_its_parts_though_removing_them_failed(
     fails: str,
 ) -> None:
-    weak = Weak(memory_store())
+    weak = Weak()
     journal = await leading_journal(weak)
     large = record(checkpoints=checkpoints(9_000))
     await journal.write([large])
@@ -53,7 +49,7 @@ async def test_a_record_that_is_as_before_has_its_parts_though_removing_them_fai
 
 
 async def test_parts_of_a_record_that_was_not_written_are_not_taken_for_whole() -> None:
-    weak = Weak(memory_store())
+    weak = Weak()
     journal = await leading_journal(weak)
     large = record(payload=b"x", checkpoints=checkpoints(12_000))
     await journal.write([record(payload=b"x")])
@@ -68,7 +64,7 @@ async def test_parts_of_a_record_that_was_not_written_are_not_taken_for_whole() 
 
 async def left_with_an_ended_job() -> tuple[Weak, JobRecord, Journal]:
     """A store in which a part of an ended job's function could not be removed; its next leader."""
-    weak = Weak(memory_store())
+    weak = Weak()
     journal = await leading_journal(weak)
     await journal.write([record(payload=b"z" * (2 * PIECE_BYTES))])
     pieces = (await weak.read(f"{PREFIX}/pieces/")).entries
@@ -87,7 +83,7 @@ async def test_the_function_of_an_ended_job_that_was_not_removed_is_at_the_next_
 
 async def test_an_id_that_comes_again_before_its_parts_are_removed_is_another_job() -> None:
     """As when a leader dies within a submission, and the client repeats it to the next one."""
-    weak = Weak(memory_store())
+    weak = Weak()
     first = await leading_journal(weak)
     weak.fail_after = 1
     with pytest.raises(StoreUnavailable):
@@ -105,7 +101,7 @@ async def test_an_id_that_comes_again_before_its_parts_are_removed_is_another_jo
 
 @pytest.mark.parametrize("fails", ["before", "after"])
 async def test_an_id_that_comes_again_is_not_removed_with_the_job_before(fails: str) -> None:
-    weak = Weak(memory_store())
+    weak = Weak()
     journal = await leading_journal(weak)
     await journal.write([record(payload=b"z" * (2 * PIECE_BYTES))])
     weak.fail_before, weak.fail_after = int(fails == "before"), int(fails == "after")
@@ -114,14 +110,3 @@ async def test_an_id_that_comes_again_is_not_removed_with_the_job_before(fails: 
     await journal.write([job])
     await journal.forget([JobId("j-other")])
     assert await (await leading_journal(weak, "b")).load() == (job,)
-
-
-async def test_an_embedded_store_does_not_keep_its_history_for_ever() -> None:
-    store = memory_store()
-    leadership = Leadership(store, PREFIX, holder("a"), SystemClock(), shared=False)
-    await leadership.acquire(lambda _: None)
-    journal = Journal(store, PREFIX, leadership, compacts=True)
-    for generation in range(2_000):
-        await journal.write([record(generation=generation)])
-    engine = store._engine
-    assert len(engine._history) < 1_200  # type: ignore[attr-defined]

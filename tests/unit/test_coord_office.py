@@ -14,7 +14,7 @@ from elastic.core.events.coordinator import Cordon, NodesRecord
 from elastic.core.view import ClusterView, JobView
 from elastic.core.world import NodeId
 from elastic.errors import NotLeading
-from elastic.store.memory import memory_store
+from elastic.store.memory import MemoryStore
 from tests.patience import DEADLINE_S
 from tests.unit.journal_under_test import PREFIX, checkpoints, record
 from tests.unit.journal_under_test import leading_journal as journal_in_leader_state
@@ -100,7 +100,7 @@ async def test_an_agent_at_the_door_is_let_in_when_this_coordinator_leads() -> N
 
 
 async def test_a_standby_shows_the_records_of_the_store_with_their_age_large_ones_too() -> None:
-    store, clock = memory_store(), StoppedClock()
+    store, clock = MemoryStore(), StoppedClock()
     journal = await journal_in_leader_state(store)
     await journal.write([record("j-1", payload=b"x" * 100, sequence=1, reason="why")])
     await journal.write([record("j-2", sequence=2, checkpoints=checkpoints(2000))])
@@ -119,7 +119,7 @@ async def test_a_standby_shows_the_records_of_the_store_with_their_age_large_one
 
 
 async def test_a_coordinator_that_led_shows_what_it_knew_while_its_store_does_not_answer() -> None:
-    store, clock = memory_store(), StoppedClock()
+    store, clock = MemoryStore(), StoppedClock()
     leader_state = LeaderState("a/1", clock)
     follower = StandbyView(store, PREFIX, leader_state, clock)
     leader_state.saw(None)

@@ -13,18 +13,18 @@ from elastic.core.config import NS_PER_S
 from elastic.errors import Fenced, NotAuthorized
 from elastic.runtime.clock import SystemClock
 from elastic.store.interface import CommitResult, Compare, Lease, StoreSnapshot, Write
-from elastic.store.memory import memory_store
+from tests.harness.shared_store import SharedMemoryStore
 from tests.patience import DEADLINE_S
-from tests.unit.test_coord_journal import PREFIX, Weak, holder
+from tests.unit.journal_under_test import PREFIX, holder
 
 pytestmark = pytest.mark.anyio
 
 
-class Guarded(Weak):
+class Guarded(SharedMemoryStore):
     """A store in memory that asks for a password; `denied` is set whenever it was the wrong one."""
 
     def __init__(self) -> None:
-        super().__init__(memory_store())
+        super().__init__()
         self.is_open = True
         self.denied = anyio.Event()
         self.renewed = anyio.Event()
@@ -63,8 +63,8 @@ def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leadership, "DENIED_RETRY_S", 0.01)
 
 
-def candidate(store: object, ttl_s: float = 60.0) -> Leadership:
-    return Leadership(store, PREFIX, holder("a"), SystemClock(), shared=True, ttl_s=ttl_s)  # type: ignore[arg-type]
+def candidate(store: Guarded, ttl_s: float = 60.0) -> Leadership:
+    return Leadership(store, PREFIX, holder("a"), SystemClock(), ttl_s=ttl_s)
 
 
 # ------------------------------------------------------------------------------ not let in
@@ -131,7 +131,7 @@ class SuspendedClock(SystemClock):
 
 async def test_a_leader_whose_machine_was_suspended_is_not_valid_when_it_wakes() -> None:
     clock = SuspendedClock()
-    leader = Leadership(memory_store(), PREFIX, holder("a"), clock, shared=True, ttl_s=60.0)
+    leader = Leadership(SharedMemoryStore(), PREFIX, holder("a"), clock, ttl_s=60.0)
     await leader.acquire(lambda _: None)
     assert leader.is_valid()
     clock.slept_ns = 61 * NS_PER_S
@@ -151,7 +151,7 @@ async def test_a_claim_whose_renewal_is_not_answered_does_not_count() -> None:
 
     async def never(lease_id: int) -> bool:
         if len(polls) > 1:
-            return await store.store.renew_lease(lease_id)
+            return await SharedMemoryStore.renew_lease(store, lease_id)
         await anyio.sleep_forever()
         raise AssertionError
 

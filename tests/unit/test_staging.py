@@ -30,7 +30,6 @@ from elastic.core.world import JobId, JobPhase, Member
 from elastic.errors import Fenced, Refused, StoreUnavailable, Unavailable
 from elastic.runtime.clock import SystemClock
 from elastic.store.interface import CommitResult, Compare, Put, Write
-from elastic.store.memory import memory_store
 from tests.patience import DEADLINE_S
 from tests.unit.journal_under_test import PREFIX, Weak, leading_journal, record
 
@@ -43,7 +42,7 @@ class Gated(Weak):
     """A store that writes no piece of a function without leave."""
 
     def __init__(self) -> None:
-        super().__init__(memory_store())
+        super().__init__()
         self.leave = anyio.Semaphore(0)
         self.asked = 0
         self.loses_answer = False
@@ -228,7 +227,7 @@ async def test_who_is_replaced_while_a_function_is_written_leads_no_more() -> No
 async def test_a_job_has_its_own_function_whatever_was_written_ahead_under_its_id(
     payload: bytes,
 ) -> None:
-    weak = Weak(memory_store())
+    weak = Weak()
     journal = await leading_journal(weak)
     await journal.stage(JobId("j-1"), BIG)
     await journal.stage(JobId("j-1"), OTHER)
