@@ -1,4 +1,4 @@
-"""The command `elastic-coord`: run a coordinator, or query one.
+"""The command `elastic-coord`: run a coordinator, and manage its store and locks.
 
 Rule: the only module in this package that reads the environment. Exit codes: 0 done, 2 wrong usage,
 69 no answer or the address is in use, 70 a bug, 75 another process took over a store that is
@@ -8,7 +8,6 @@ not shared, or the event loop hung with a shared store, 78 a setting is wrong (d
 from __future__ import annotations
 
 import functools
-import json
 import logging
 import os
 import sys
@@ -19,13 +18,11 @@ from typing import Any, NoReturn, TypeVar
 import anyio
 import click
 
-from elastic.client.show import print_cluster, status_as_dict
-from elastic.client.terminal import stdout_console
 from elastic.coord.backup import BackupSummary, back_up, check, restore, salvage
 from elastic.coord.cli_locks import certs, tokens
 from elastic.coord.collector import stop_collector
 from elastic.coord.serve import PREFIX, ServeOptions, parse_http, parse_listen, serve
-from elastic.coord.server_probe import fetch_health, first_answer
+from elastic.coord.server_probe import fetch_health
 from elastic.coord.store_access import StoreFiles
 from elastic.core.config import CoordinatorConfig
 from elastic.errors import (
@@ -35,8 +32,7 @@ from elastic.errors import (
     Unavailable,
     is_for_now,
 )
-from elastic.runtime.access import Access, find_access, find_tls, read_token_file
-from elastic.runtime.clock import SystemClock
+from elastic.runtime.access import find_access, find_tls, read_token_file
 from elastic.runtime.leaving import run_process
 from elastic.runtime.logging_thread import set_up_logging
 from elastic.runtime.rpc import (
@@ -132,11 +128,6 @@ def store_files_of(settings: dict[str, Any]) -> StoreFiles | None:
     given = {name: settings[f"store_{name}"] for name in ("ca", "cert", "key", "user")}
     paths = {name: Path(path).absolute() for name, path in given.items() if path}
     return StoreFiles(**paths) if paths else None
-
-
-def access_of(token_file: str, tls: dict[str, str]) -> Access:
-    """Return the credentials for a coordinator from the flags of a command."""
-    return find_access(token_file, **paths_of(tls))
 
 
 def paths_of(tls: dict[str, str]) -> dict[str, str]:
@@ -288,25 +279,6 @@ def serve_command(log_level: str, **settings: Any) -> None:
 
 @main.command()
 @coord_option
-@token_option
-@tls_options
-@timeout_option
-@click.option("-o", "--output", type=click.Choice(["table", "json"]), default="table")
-def status(coord: str, token_file: str, timeout_s: float, output: str, **tls: str) -> None:
-    """Show nodes, jobs, generations, and what each job waits for."""
-    try:
-        endpoints, access = parse_endpoints(coord), access_of(token_file, tls)
-        answer = first_answer(endpoints, access, timeout_s=timeout_s, clock=SystemClock())
-    except ElasticError as error:
-        fail(error)
-    if output == "json":
-        click.echo(json.dumps(status_as_dict(answer), indent=2))
-    else:
-        print_cluster(answer, stdout_console())
-
-
-@main.command()
-@coord_option
 @tls_options
 @timeout_option
 def health(coord: str, timeout_s: float, **tls: str) -> None:
@@ -316,7 +288,7 @@ def health(coord: str, timeout_s: float, **tls: str) -> None:
     """
     codes: list[int] = []
     try:
-        access = access_of("", tls)
+        access = find_access("", **paths_of(tls))
         endpoints = parse_endpoints(coord)
     except ElasticError as error:
         fail(error)

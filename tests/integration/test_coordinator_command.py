@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 from collections.abc import Iterator
@@ -21,17 +20,6 @@ from tests.integration.coordinator import (
 def coordinator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Coordinator]:
     """One coordinator for the tests that need nothing special; each uses names of its own."""
     with Coordinator(tmp_path_factory.mktemp("coordinator")) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Coordinator]:
-    """One that asks for a token."""
-    folder = tmp_path_factory.mktemp("guarded")
-    token = folder / "token"
-    token.write_text("secret-word\n")
-    token.chmod(0o600)
-    with Coordinator(folder, args=("--token-file", str(token))) as running:
         yield running
 
 
@@ -97,33 +85,8 @@ def test_a_log_that_nobody_reads_keeps_nobody_from_answering_or_ending(
         assert coordinator.kill(signal.SIGTERM) == 0
 
 
-def test_status_and_health_say_what_there_is(coordinator: Coordinator) -> None:
-    table = elastic_coord("status", "--coord", coordinator.address)
-    assert table.returncode == 0, table.stderr
-    assert f"coordinator {coordinator.address}" in table.stdout
-    shown = elastic_coord("status", ELASTIC_COORD=coordinator.address, COLUMNS="200")
-    assert f"coordinator {coordinator.address}" in shown.stdout
-    as_json = json.loads(
-        elastic_coord("status", "--coord", coordinator.address, "-o", "json").stdout
-    )
-    assert as_json["store"] == "memory:"
-    assert {"nodes", "jobs", "version", "protocol", "uptime_s"} <= set(as_json)
-    healthy = elastic_coord("health", "--coord", coordinator.address)
-    assert (healthy.returncode, healthy.stdout) == (0, f"{coordinator.address} SERVING\n")
-
-
 def test_the_health_of_several_is_asked_of_all(coordinator: Coordinator) -> None:
     both = f"127.0.0.1:9,{coordinator.address}"
     done = elastic_coord("health", "--coord", both, "--timeout", "1")
     assert (done.returncode, done.stdout) == (69, f"{coordinator.address} SERVING\n")
     assert "no coordinator answers at 127.0.0.1:9" in done.stderr
-
-
-def test_asking_where_nobody_listens_says_so(guarded: Coordinator) -> None:
-    for command in ("status", "health"):
-        done = elastic_coord(command, "--coord", "127.0.0.1:9", "--timeout", "1")
-        assert done.returncode == 69
-        assert "no coordinator answers at 127.0.0.1:9" in done.stderr
-    wrong = elastic_coord("status", "--coord", guarded.address)
-    assert wrong.returncode == 78
-    assert "--token-file" in wrong.stderr

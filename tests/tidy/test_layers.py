@@ -37,7 +37,7 @@ MAY_IMPORT = {
     "agent": BELOW | {"wire", "runtime"},
     "worker": BELOW | {"wire", "runtime", "storage"},
     "client": BELOW | {"wire", "runtime", "storage"},
-    # `elastic-coord status` asks as any user would: through the client.
+    # The page has the texts of the commands.
     "coord": BELOW | DRIVERS | {"client"},
     "data": BELOW | DRIVERS | PROCESSES,
     "train": BELOW | DRIVERS | PROCESSES | {"data"},
