@@ -116,7 +116,7 @@ def attempt(plan: RunPlan, *, job_of: JobOf = lambda job_id: None) -> Iterator[R
     try:
         _claim(files, plan, before)
         if plan.trainer:
-            replaced = files.read(TRAINER_FILE) if files.exists(TRAINER_FILE) else b""
+            replaced = files.read_if_there(TRAINER_FILE) or b""
             files.write(TRAINER_FILE, plan.trainer)
         yield begun
     except BaseException:
@@ -217,8 +217,8 @@ def _take_back(
     # The record last: once it is gone, another attempt may begin.
     if replaced:
         files.write(TRAINER_FILE, replaced)
-    elif replaced is not None and files.exists(TRAINER_FILE):
-        files.delete(TRAINER_FILE)
+    elif replaced is not None:
+        files.delete_if_there(TRAINER_FILE)
     if before is not None:
         write_run(files, before)
     else:

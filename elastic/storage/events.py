@@ -11,7 +11,6 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
-from elastic.errors import StorageError
 from elastic.storage.files import Files
 
 NAME = "events.jsonl"
@@ -37,7 +36,7 @@ class EventsFile:
             StorageError: the file cannot be read or written; nothing was added then.
         """
         if self._known is None:
-            self._data = _content(self._files)
+            self._data = self._files.read_if_there(NAME, BYTES_MAX) or b""
             self._known = {_key(event) for event in _events_in(self._data)}
         news = {_key(json.loads(line)): line for line in lines}
         data = "".join(f"{line}\n" for key, line in news.items() if key not in self._known).encode()
@@ -62,16 +61,7 @@ def read_events(run_path: str) -> list[dict[str, Any]]:
     Raises:
         StorageError: the file exists and cannot be read.
     """
-    return _events_in(_content(Files(run_path)))
-
-
-def _content(files: Files) -> bytes:
-    try:
-        return files.read(NAME, BYTES_MAX)
-    except StorageError as error:
-        if isinstance(error.__cause__, FileNotFoundError):
-            return b""
-        raise
+    return _events_in(Files(run_path).read_if_there(NAME, BYTES_MAX) or b"")
 
 
 def _events_in(data: bytes) -> list[dict[str, Any]]:

@@ -155,6 +155,15 @@ class Files:
 
         return self._do(f"cannot read {self.path}/{name}", read)
 
+    def read_if_there(self, name: str, limit: int = READ_BYTES_MAX) -> bytes | None:
+        """Return the content of a file, None if it does not exist."""
+        try:
+            return self.read(name, limit)
+        except StorageError as error:
+            if isinstance(error.__cause__, (FileNotFoundError, NotADirectoryError)):
+                return None
+            raise
+
     @contextlib.contextmanager
     def reading(self, name: str) -> Iterator[Any]:
         """Open a file for the `with` block; only opening it is retried.
@@ -370,6 +379,11 @@ class Files:
                     raise  # Otherwise an earlier attempt deleted it, and its reply was lost.
 
         self._do(f"cannot delete {self.path}/{name}", remove)
+
+    def delete_if_there(self, name: str) -> None:
+        """Delete a file or folder, if it exists."""
+        if self.exists(name):
+            self.delete(name)
 
     def _delete_literally(self, path: str) -> None:
         """Delete a path that fsspec would read as a pattern: "run[1]" would also match "run1"."""

@@ -286,13 +286,7 @@ def _names(files: Files, rank: int) -> list[str]:
 
 
 def _rows(files: Files, name: str) -> list[dict[str, Any]]:
-    try:
-        data = files.read(name, METRICS_BYTES_MAX)
-    except StorageError as error:
-        if isinstance(error.__cause__, FileNotFoundError):
-            return []
-        raise
-    return _rows_in(data)
+    return _rows_in(files.read_if_there(name, METRICS_BYTES_MAX) or b"")
 
 
 def _rows_in(data: bytes) -> list[dict[str, Any]]:

@@ -228,8 +228,7 @@ class RunDirectory:
         with _as("cannot commit", self.checkpoint_path(name)):
             # Left by a checkpoint that had this name before, and was set aside.
             for sign in (DAMAGED, VALIDATED):
-                if files.exists(sign):
-                    files.delete(sign)
+                files.delete_if_there(sign)
             files.write(PREPARED, marker.to_json().encode())
 
     def prepared(self, name: str) -> CheckpointMarker | None:
@@ -239,12 +238,9 @@ class RunDirectory:
             StorageError: it cannot be read.
         """
         files = self.checkpoint(name)
-        try:
-            text = files.read(PREPARED)
-        except StorageError as error:
-            if isinstance(error.__cause__, (FileNotFoundError, NotADirectoryError)):
-                return None
-            raise
+        text = files.read_if_there(PREPARED)
+        if text is None:
+            return None
         try:
             return CheckpointMarker.from_json(text.decode())
         except ValueError as error:
@@ -344,8 +340,7 @@ class RunDirectory:
         """
         # `_PREPARED` before the marker: otherwise the checkpoint could be finished without files.
         for sign in (PREPARED, MARKER):
-            if self.checkpoint(name).exists(sign):
-                self.files.delete(f"{_folder(name)}/{sign}")
+            self.checkpoint(name).delete_if_there(sign)
         self.files.delete(_folder(name))
 
     def names(self, prefix: str = "") -> list[str]:
@@ -445,8 +440,7 @@ class RunDirectory:
         files = self.checkpoint(name)
         files.write(DAMAGED, reason.encode())
         for sign in (MARKER, PREPARED):
-            if files.exists(sign):
-                files.delete(sign)
+            files.delete_if_there(sign)
 
     def markers(self, prefix: str = "") -> list[tuple[str, CheckpointMarker]]:
         """Return name and marker of every checkpoint whose marker can be read; see `marker`.
@@ -473,8 +467,11 @@ class RunDirectory:
             StorageError: storage cannot be read.
         """
         files = self.checkpoint(name)
+        text = files.read_if_there(MARKER)
+        if text is None:
+            return None  # Not committed, or pruned by another member since we listed it.
         try:
-            return completed(files, CheckpointMarker.from_json(files.read(MARKER).decode()))
+            return completed(files, CheckpointMarker.from_json(text.decode()))
         except ValueError as error:
             if files.path not in self._unreadable:
                 self._unreadable.add(files.path)
@@ -484,10 +481,6 @@ class RunDirectory:
                     str(error),
                 )
             return None
-        except StorageError as error:
-            if isinstance(error.__cause__, (FileNotFoundError, NotADirectoryError)):
-                return None  # Not committed, or pruned by another member since we listed it.
-            raise
 
 
 def read_metadata(checkpoint: Files) -> dict[str, Any]:
@@ -497,8 +490,7 @@ def read_metadata(checkpoint: Files) -> dict[str, Any]:
         ValueError: they are not a JSON object.
         StorageError: they cannot be read.
     """
-    text = checkpoint.read(METADATA) if checkpoint.exists(METADATA) else b"{}"
-    found = json.loads(text)
+    found = json.loads(checkpoint.read_if_there(METADATA) or b"{}")
     if not isinstance(found, dict):
         raise ValueError(f"a {type(found).__name__}, expected a JSON object")
     return found

@@ -121,12 +121,9 @@ def read_run(files: Files) -> RunRecord | None:
     Raises:
         StorageError: it cannot be read.
     """
-    try:
-        data = files.read(RUN_FILE)
-    except StorageError as error:
-        if isinstance(error.__cause__, (FileNotFoundError, NotADirectoryError)):
-            return None
-        raise
+    data = files.read_if_there(RUN_FILE)
+    if data is None:
+        return None
     try:
         return RunRecord.from_json(data.decode())
     except ValueError as error:

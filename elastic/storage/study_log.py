@@ -88,9 +88,10 @@ class StudyLog:
         Raises:
             StorageError: it cannot be read or removed.
         """
-        if not self.files.exists(STOP):
+        data = self.files.read_if_there(STOP)
+        if data is None:
             return ""
-        reason = str(json.loads(self.files.read(STOP)).get("reason", "")) or "by a user"
+        reason = str(json.loads(data).get("reason", "")) or "by a user"
         self.files.delete(STOP)
         return reason
 
@@ -98,12 +99,7 @@ class StudyLog:
         names = self.files.list(f"{PARTS}/*.jsonl") if self.files.is_object_store else [LOG]
         self._num_parts = len(names)
         for name in names:
-            try:
-                data = self.files.read(name)
-            except StorageError as error:
-                if isinstance(error.__cause__, (FileNotFoundError, NotADirectoryError)):
-                    continue
-                raise
+            data = self.files.read_if_there(name) or b""
             for line in data.decode(errors="replace").split("\n"):
                 try:
                     event = json.loads(line)

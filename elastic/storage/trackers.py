@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from elastic.errors import ConfigError, StorageError
+from elastic.errors import ConfigError
 from elastic.storage.event_file import first_record, scalars
 from elastic.storage.files import Files
 from elastic.storage.metrics import MetricsReader, Numbering
@@ -169,11 +169,8 @@ class Tracking:
 
     def _remembered(self) -> dict[str, Any]:
         try:
-            state = json.loads(self._files.read(f"{FOLDER}/{self._request.name}.json"))
-        except StorageError as error:
-            if isinstance(error.__cause__, FileNotFoundError):
-                return {}
-            raise
+            path = f"{FOLDER}/{self._request.name}.json"
+            state = json.loads(self._files.read_if_there(path) or b"{}")
         except ValueError:
             return {}
         return state if isinstance(state, dict) else {}

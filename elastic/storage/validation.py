@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from elastic.core.world import CheckpointStatus
-from elastic.errors import StorageError
 from elastic.storage.files import Files
 from elastic.storage.marker import VALIDATED, CheckpointMarker
 from elastic.storage.summed import from_summed_json, to_summed_json
@@ -101,13 +100,9 @@ def read_finding(checkpoint: Files) -> ValidationFinding | None:
         StorageError: storage cannot be read.
     """
     try:
-        return ValidationFinding.from_json(checkpoint.read(VALIDATED).decode())
+        return ValidationFinding.from_json((checkpoint.read_if_there(VALIDATED) or b"").decode())
     except ValueError:
         return None
-    except StorageError as error:
-        if isinstance(error.__cause__, (FileNotFoundError, NotADirectoryError)):
-            return None
-        raise
 
 
 def write_finding(checkpoint: Files, finding: ValidationFinding) -> ValidationFinding:

@@ -55,15 +55,12 @@ def read_trainer(files: Files) -> dict[str, Any]:
     """
     where = f"TorchTrainer.restore({files.path!r})"
     pass_it = "pass the train function: TorchTrainer.restore(path, train_func, ...)"
-    try:
-        data = files.read(TRAINER_FILE)
-    except StorageError as error:
-        if not isinstance(error.__cause__, FileNotFoundError):
-            raise
+    data = files.read_if_there(TRAINER_FILE)
+    if data is None:
         raise UsageError(
             f"{where}: no trainer is stored there (it was submitted by 'elastic submit', or could "
             f"not be pickled); {pass_it}"
-        ) from None
+        )
     magic, crc32 = HEADER.unpack(data[: HEADER.size].ljust(HEADER.size, b"\0"))
     if magic != MAGIC or crc32 != zlib.crc32(data[HEADER.size :]):
         raise UsageError(f"{where}: {TRAINER_FILE} is damaged, and was not read; {pass_it}")

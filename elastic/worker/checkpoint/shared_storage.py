@@ -97,13 +97,11 @@ class SharedStorage:
         deadline = time.monotonic() + POLLS_S
         while not is_over():
             try:
-                run.files.read(_name(assignment))
+                self._is_known = run.files.read_if_there(_name(assignment)) is not None
             except StorageError as error:
-                if not isinstance(error.__cause__, FileNotFoundError):
-                    log.warning("shared_storage_unknown reason=%r", str(error))
-                    return
-            else:
-                self._is_known = True
+                log.warning("shared_storage_unknown reason=%r", str(error))
+                return
+            if self._is_known:
                 return
             if time.monotonic() >= deadline:
                 raise StorageNotShared(_refusal(run, assignment))
