@@ -57,9 +57,6 @@ def read_events(run_path: str) -> list[dict[str, Any]]:
 
     Args:
         run_path: the run directory.
-
-    Raises:
-        StorageError: the file exists and cannot be read.
     """
     return _events_in(Files(run_path).read_if_there(NAME, BYTES_MAX) or b"")
 

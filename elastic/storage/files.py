@@ -52,6 +52,8 @@ PACKAGES = {
 class Files:
     """One directory; paths of its methods are relative to it, with slashes.
 
+    What reads or writes raises `StorageError`, also for a name that leads out of the directory.
+
     Attributes:
         path: as given by the caller.
         fs: fsspec's file system; replaced when credentials are read again.
@@ -87,11 +89,7 @@ class Files:
         self._is_ours = filesystem is None and not self.is_local
 
     def folder(self, name: str) -> Files:
-        """Return the files of a folder in this directory, with the same `patience_s`.
-
-        Raises:
-            StorageError: the name leads out of this directory.
-        """
+        """Return the files of a folder in this directory, with the same `patience_s`."""
         return Files(f"{self.path}/{check_inside(name)}", patience_s=self.patience_s)
 
     @property
@@ -107,21 +105,13 @@ class Files:
         return not OBJECT_STORES.isdisjoint(names)
 
     def at(self, name: str) -> str:
-        """Return the path of a file or folder for the file system; the root for "".
-
-        Raises:
-            StorageError: the name leads out of this directory.
-        """
+        """Return the path of a file or folder for the file system; the root for ""."""
         return f"{self.root}/{check_inside(name)}" if name else str(self.root)
 
     # ---------------------------------------------------------------------------------- reading
 
     def exists(self, name: str) -> bool:
-        """Return whether there is such a file or folder.
-
-        Raises:
-            StorageError: storage cannot be read.
-        """
+        """Return whether there is such a file or folder."""
 
         def probe() -> bool:
             self.fs.invalidate_cache()
@@ -166,11 +156,7 @@ class Files:
 
     @contextlib.contextmanager
     def reading(self, name: str) -> Iterator[Any]:
-        """Open a file for the `with` block; only opening it is retried.
-
-        Raises:
-            StorageError: it cannot be opened or read.
-        """
+        """Open a file for the `with` block; only opening it is retried."""
         what = f"cannot read {self.path}/{name}"
         opened = self._do(what, lambda: self._open(name))
         with self._wrap_errors(what), opened as file:
@@ -182,11 +168,7 @@ class Files:
         return outputs.open_regular(path) if self.is_local else self.fs.open(path, "rb")
 
     def tree(self) -> list[StoredFile]:
-        """Return all files below the directory, sorted by name, without their checksums.
-
-        Raises:
-            StorageError: the directory cannot be listed.
-        """
+        """Return all files below the directory, sorted by name, without their checksums."""
 
         def find() -> Any:
             self.fs.invalidate_cache()
@@ -213,11 +195,7 @@ class Files:
                 yield info
 
     def checksum(self, name: str) -> StoredFile:
-        """Read a file, and return its size and checksum.
-
-        Raises:
-            StorageError: it cannot be read.
-        """
+        """Read a file, and return its size and checksum."""
 
         def sum_up() -> StoredFile:
             size, crc32 = 0, 0
@@ -231,8 +209,7 @@ class Files:
     def list(self, pattern: str) -> Names:
         """Return the names that match a pattern, sorted; a `*` does not match slashes.
 
-        Raises:
-            StorageError: a directory cannot be listed; a missing one counts as empty.
+        A missing directory counts as empty.
         """
         what = f"cannot list {self.path}/{pattern}"
         self.fs.invalidate_cache()
@@ -265,11 +242,7 @@ class Files:
     # ---------------------------------------------------------------------------------- writing
 
     def write(self, name: str, data: bytes) -> StoredFile:
-        """Write a file atomically and durably.
-
-        Raises:
-            StorageError: it cannot be written.
-        """
+        """Write a file atomically and durably."""
         return self.put(name, lambda output: output.write(data))
 
     def put(self, name: str, produce: Callable[[OutputFile], object]) -> StoredFile:
@@ -278,9 +251,6 @@ class Files:
         Args:
             name: of the file.
             produce: writes the whole content to its argument, the same each time.
-
-        Raises:
-            StorageError: it cannot be written; no partial file has the name.
         """
 
         def write_all() -> StoredFile:
@@ -295,10 +265,6 @@ class Files:
         """Open a file to write for the `with` block; its name exists afterwards.
 
         The block cannot be repeated, so a transient fault fails it; `put` retries.
-
-        Raises:
-            StorageError: it cannot be written; no partial file has the name.
-            Exception: what the block raises of itself.
         """
         of_block: Exception | None = None
         try:
@@ -322,9 +288,6 @@ class Files:
         Returns:
             Whether it was written here. After a lost reply this may be False although it was: read
             the file to find out.
-
-        Raises:
-            StorageError: it cannot be written.
         """
 
         def create() -> bool:
@@ -358,11 +321,7 @@ class Files:
                 file.write(data)
 
     def delete(self, name: str) -> None:
-        """Delete a file, or a folder with its content.
-
-        Raises:
-            StorageError: a file cannot be deleted, or does not exist.
-        """
+        """Delete a file, or a folder with its content; it must exist."""
         attempts = 0
 
         def remove() -> None:
@@ -413,11 +372,7 @@ class Files:
         return outputs.renamed_output(self.fs, final)
 
     def _do(self, what: str, action: Callable[[], T]) -> T:
-        """Run an idempotent operation with retries; see `with_timeout`.
-
-        Raises:
-            StorageError: it failed permanently, or for too long.
-        """
+        """Run an idempotent operation with retries; see `with_timeout`."""
         try:
             return with_timeout(lambda: self._accepted(action), self.patience_s, what)
         except Exception as error:
@@ -462,11 +417,7 @@ class Files:
 
 
 def _opened(path: str) -> tuple[Any, str]:
-    """Return fsspec's file system for a path, and the path within it.
-
-    Raises:
-        StorageError: there is no file system for it, or it cannot be opened.
-    """
+    """Return fsspec's file system for a path, and the path within it."""
     try:
         fs, root = fsspec.core.url_to_fs(path, **_options(path))
         return fs, str(root)

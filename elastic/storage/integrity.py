@@ -23,7 +23,6 @@ def read_marker(checkpoint: Files) -> CheckpointMarker | None:
     Raises:
         DamagedCheckpoint: the marker is torn or changed, or the checkpoint was found damaged
             before.
-        StorageError: storage cannot be read.
     """
     if not checkpoint.exists(MARKER):
         if checkpoint.exists(DAMAGED):
@@ -50,7 +49,6 @@ def verify(checkpoint: Files, marker: CheckpointMarker) -> None:
 
     Raises:
         DamagedCheckpoint: naming the first file that is missing, torn or changed.
-        StorageError: storage cannot be read.
     """
     for file in marker.files:
         how = damage_of(checkpoint, file)
@@ -78,9 +76,6 @@ def newest_valid(
         run: a run whose attempts have ended.
         report: receives a text for each that is skipped, with the reason.
         job: the last attempt, None if the coordinator does not know it.
-
-    Raises:
-        StorageError: storage cannot be read or written.
     """
     records = job.checkpoints if job is not None else ()
     recorded = {_name(record) for record in records}

@@ -26,7 +26,10 @@ REFUSED = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP})
 
 
 class LocalFile:
-    """A file that is written sequentially, once; for use in a `with` block."""
+    """A new file that is written sequentially, once; for use in a `with` block.
+
+    Its methods raise `OSError`.
+    """
 
     def __init__(self, path: str, buffer_bytes: int = BUFFER_BYTES) -> None:
         """Create the file.
@@ -34,9 +37,6 @@ class LocalFile:
         Args:
             path: of the file.
             buffer_bytes: size of the write buffer, a multiple of `ALIGN`.
-
-        Raises:
-            OSError: it exists, or cannot be created.
         """
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         self._buffer: npt.NDArray[np.uint8] | None = None
@@ -57,11 +57,7 @@ class LocalFile:
         os.close(self._fd)
 
     def write(self, view: memoryview) -> None:
-        """Append bytes.
-
-        Raises:
-            OSError: they cannot be written.
-        """
+        """Append bytes."""
         if self._buffer is None:
             # Anonymous memory is page-aligned, as `O_DIRECT` needs it.
             self._buffer = np.frombuffer(mmap.mmap(-1, self._buffer_bytes), np.uint8)
@@ -77,11 +73,7 @@ class LocalFile:
                 self._write_out(self._used)
 
     def finish(self) -> None:
-        """Write the rest of the buffer, and sync the file to the disk.
-
-        Raises:
-            OSError: it cannot be written.
-        """
+        """Write the rest of the buffer, and sync the file to the disk."""
         if self._used:
             whole = self._used - self._used % ALIGN
             if whole and self._is_direct:

@@ -179,9 +179,6 @@ def read_metrics(files: Files, rank: int) -> list[dict[str, Any]]:
     """Return the reports of a rank, oldest first.
 
     A line that was torn by a kill is left out.
-
-    Raises:
-        StorageError: the metrics exist and cannot be read.
     """
     return [row for name in _names(files, rank) for row in _rows(files, name)]
 
@@ -206,11 +203,7 @@ class MetricsReader:
         """
 
     def read(self) -> list[dict[str, Any]]:
-        """Return the reports since the last call; an unfinished line is returned later.
-
-        Raises:
-            StorageError: the metrics exist and cannot be read.
-        """
+        """Return the reports since the last call; an unfinished line is returned later."""
         if not self._files.is_local:
             rows = []
             for name in _names(self._files, self._rank):
@@ -271,11 +264,7 @@ METRICS_BYTES_MAX = 1 << 40
 
 
 def has_metrics(files: Files) -> bool:
-    """Return whether rank 0 has reported anything.
-
-    Raises:
-        StorageError: storage cannot be read.
-    """
+    """Return whether rank 0 has reported anything."""
     return files.exists(log_name(0)) or files.exists(FOLDER)
 
 

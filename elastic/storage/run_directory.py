@@ -56,7 +56,10 @@ AUTOMATIC = "auto-"
 
 
 class RunDirectory:
-    """One run's directory, on any file system that fsspec has."""
+    """One run's directory, on any file system that fsspec has.
+
+    What reads or writes raises `StorageError`; also a write to a checkpoint that is committed.
+    """
 
     def __init__(self, path: str, *, patience_s: float = TIMEOUT_S) -> None:
         """Touch nothing yet.
@@ -64,9 +67,6 @@ class RunDirectory:
         Args:
             path: storage_path/name, as an fsspec path such as "/data/run" or "s3://b/run".
             patience_s: how long transient faults of the storage are retried, in seconds.
-
-        Raises:
-            StorageError: no file system for such a path.
         """
         self.files = Files(path, patience_s=patience_s)
         self.path = self.files.path
@@ -82,11 +82,7 @@ class RunDirectory:
         return name if name and path == self.checkpoint_path(name) else ""
 
     def checkpoint(self, name: str) -> Files:
-        """Return the files of a checkpoint.
-
-        Raises:
-            StorageError: the name leads out of the run directory.
-        """
+        """Return the files of a checkpoint."""
         return self.files.folder(_folder(name))
 
     def append_metrics(self, rank: int, record: dict[str, Any]) -> None:
@@ -104,20 +100,12 @@ class RunDirectory:
             raise StorageError(f"rank {rank} {error}") from error
 
     def flush_metrics(self) -> None:
-        """Write every line that was added; for the end of a train function.
-
-        Raises:
-            StorageError: they cannot be written.
-        """
+        """Write every line that was added; for the end of a train function."""
         for log in self._logs.values():
             log.flush()
 
     def read_metrics(self, rank: int = 0) -> list[dict[str, Any]]:
-        """Return the reports of a rank, oldest first; a torn line is left out.
-
-        Raises:
-            StorageError: the metrics exist and cannot be read.
-        """
+        """Return the reports of a rank, oldest first; a torn line is left out."""
         return read_metrics(self.files, rank)
 
     def upload(
@@ -133,10 +121,6 @@ class RunDirectory:
 
         Returns:
             Every file of the source, claimed or not; claimed ones with their checksums.
-
-        Raises:
-            StorageError: a file cannot be read or written, or a checkpoint of this name is
-                committed.
         """
         self.check_free(name)
         target = self.checkpoint(name)
@@ -185,9 +169,6 @@ class RunDirectory:
             name: of the checkpoint.
             claim: called for each relative path; returns False for files that another member
                 reads.
-
-        Raises:
-            StorageError: a file cannot be read, or there is none.
         """
         target = self.checkpoint(name)
         with _as("cannot read", target.path):
@@ -201,28 +182,16 @@ class RunDirectory:
         return tuple(stored)
 
     def is_committed(self, name: str) -> bool:
-        """Return whether a checkpoint of this name is committed.
-
-        Raises:
-            StorageError: the directory cannot be read.
-        """
+        """Return whether a checkpoint of this name is committed."""
         return self.checkpoint(name).exists(MARKER)
 
     def check_free(self, name: str) -> None:
-        """Refuse to overwrite a committed checkpoint.
-
-        Raises:
-            StorageError: there is one of this name, or storage cannot be read.
-        """
+        """Refuse to overwrite a committed checkpoint."""
         if self.is_committed(name):
             raise StorageError(f"{self.checkpoint_path(name)} exists already; use another name")
 
     def prepare(self, name: str, marker: CheckpointMarker) -> None:
-        """Write the text of the marker as `_PREPARED`, beside the checkpoint's files.
-
-        Raises:
-            StorageError: it cannot be written, or a checkpoint of this name is committed.
-        """
+        """Write the text of the marker as `_PREPARED`, beside the checkpoint's files."""
         self.check_free(name)
         files = self.checkpoint(name)
         with _as("cannot commit", self.checkpoint_path(name)):
@@ -232,11 +201,7 @@ class RunDirectory:
             files.write(PREPARED, marker.to_json().encode())
 
     def prepared(self, name: str) -> CheckpointMarker | None:
-        """Return the prepared marker of a checkpoint, None if there is none.
-
-        Raises:
-            StorageError: it cannot be read.
-        """
+        """Return the prepared marker of a checkpoint, None if there is none."""
         files = self.checkpoint(name)
         text = files.read_if_there(PREPARED)
         if text is None:
@@ -258,9 +223,6 @@ class RunDirectory:
 
         Returns:
             Whether it has one now: not if it was set aside, or if nothing was prepared.
-
-        Raises:
-            StorageError: the marker cannot be written.
         """
         files = self.checkpoint(name)
         if files.exists(MARKER):
@@ -304,9 +266,6 @@ class RunDirectory:
         Args:
             name: of the checkpoint.
             kept: relative paths of its files.
-
-        Raises:
-            StorageError: the directory cannot be listed, or a file cannot be deleted.
         """
         files = self.checkpoint(name)
         for file in files.tree():
@@ -314,11 +273,7 @@ class RunDirectory:
                 files.delete(file.path)
 
     def add_metadata(self, name: str, metadata: Mapping[str, Any]) -> None:
-        """Add to what a checkpoint has as metadata; keys that it has already stay as they are.
-
-        Raises:
-            StorageError: it cannot be read or written.
-        """
+        """Add to what a checkpoint has as metadata; keys that it has already stay as they are."""
         files = self.checkpoint(name)
         try:
             known = read_metadata(files)
@@ -333,31 +288,19 @@ class RunDirectory:
             self.files.delete(_folder(name))
 
     def remove(self, name: str) -> None:
-        """Delete a committed checkpoint: its marker first, then its files.
-
-        Raises:
-            StorageError: a file cannot be deleted.
-        """
+        """Delete a committed checkpoint: its marker first, then its files."""
         # `_PREPARED` before the marker: otherwise the checkpoint could be finished without files.
         for sign in (PREPARED, MARKER):
             self.checkpoint(name).delete_if_there(sign)
         self.files.delete(_folder(name))
 
     def names(self, prefix: str = "") -> list[str]:
-        """Return the names of all checkpoints, committed or not.
-
-        Raises:
-            StorageError: the directory cannot be listed.
-        """
+        """Return the names of all checkpoints, committed or not."""
         found = self.files.list(f"{CHECKPOINTS}/{prefix}*")
         return [path.split("/")[1] for path in found]
 
     def reported(self) -> list[tuple[str, CheckpointMarker]]:
-        """Return name and marker of the reported checkpoints of all attempts, oldest first.
-
-        Raises:
-            StorageError: the directory cannot be listed.
-        """
+        """Return name and marker of the reported checkpoints of all attempts, oldest first."""
         return [(name, marker) for name, marker in self.committed() if not marker.automatic]
 
     def committed(self, prefix: str = "") -> list[tuple[str, CheckpointMarker]]:
@@ -365,9 +308,6 @@ class RunDirectory:
 
         Args:
             prefix: of the names.
-
-        Raises:
-            StorageError: the directory cannot be listed.
         """
         jobs, found = self.jobs(), self.markers(prefix)
         # Attempts that the run's record does not list are ordered by their first commits.
@@ -385,28 +325,16 @@ class RunDirectory:
         return sorted(found, key=age)
 
     def automatic(self) -> list[tuple[str, CheckpointMarker]]:
-        """Return name and marker of the automatic checkpoints, oldest first.
-
-        Raises:
-            StorageError: the directory cannot be listed.
-        """
+        """Return name and marker of the automatic checkpoints, oldest first."""
         return [(name, marker) for name, marker in self.committed(AUTOMATIC) if marker.automatic]
 
     def jobs(self) -> tuple[str, ...]:
-        """Return the ids of the run's attempts, in order; () if it has no record.
-
-        Raises:
-            StorageError: the record cannot be read.
-        """
+        """Return the ids of the run's attempts, in order; () if it has no record."""
         record = read_run(self.files)
         return record.jobs if record is not None else ()
 
     def records(self) -> tuple[CheckpointRecord, ...]:
-        """Return the committed checkpoints of all attempts, in the order of commits.
-
-        Raises:
-            StorageError: the directory cannot be listed.
-        """
+        """Return the committed checkpoints of all attempts, in the order of commits."""
         return tuple(self.record(name, marker) for name, marker in self.committed())
 
     def record(self, name: str, marker: CheckpointMarker) -> CheckpointRecord:
@@ -414,29 +342,17 @@ class RunDirectory:
         return marker.record(self.checkpoint_path(name))
 
     def newest_checkpoint(self) -> str:
-        """Return the path of the reported checkpoint that was committed last, "" for none.
-
-        Raises:
-            StorageError: the directory cannot be listed.
-        """
+        """Return the path of the reported checkpoint that was committed last, "" for none."""
         reported = self.reported()
         return self.checkpoint_path(reported[-1][0]) if reported else ""
 
     def newest_generation(self, job_id: str) -> int:
-        """Return the last generation of an attempt that has a checkpoint here, 0 if none has.
-
-        Raises:
-            StorageError: the directory cannot be listed.
-        """
+        """Return the last generation of an attempt that has a checkpoint here, 0 if none has."""
         of_job = (marker for _, marker in self.markers() if marker.job_id == job_id)
         return max((marker.generation for marker in of_job), default=0)
 
     def set_aside(self, name: str, reason: str) -> None:
-        """Replace the marker of a damaged checkpoint by `_DAMAGED`; its files stay.
-
-        Raises:
-            StorageError: its marker cannot be replaced.
-        """
+        """Replace the marker of a damaged checkpoint by `_DAMAGED`; its files stay."""
         files = self.checkpoint(name)
         files.write(DAMAGED, reason.encode())
         for sign in (MARKER, PREPARED):
@@ -447,9 +363,6 @@ class RunDirectory:
 
         Args:
             prefix: of the names.
-
-        Raises:
-            StorageError: the directory cannot be read.
         """
         found = []
         for name in self.names(prefix):
@@ -462,9 +375,6 @@ class RunDirectory:
         """Return a checkpoint's marker, None if it has none that can be read.
 
         Includes the result of its validation, if known.
-
-        Raises:
-            StorageError: storage cannot be read.
         """
         files = self.checkpoint(name)
         text = files.read_if_there(MARKER)
@@ -488,7 +398,6 @@ def read_metadata(checkpoint: Files) -> dict[str, Any]:
 
     Raises:
         ValueError: they are not a JSON object.
-        StorageError: they cannot be read.
     """
     found = json.loads(checkpoint.read_if_there(METADATA) or b"{}")
     if not isinstance(found, dict):

@@ -116,11 +116,7 @@ class RunRecord:
 
 
 def read_run(files: Files) -> RunRecord | None:
-    """Read a run directory's `run.json`; None if it has none.
-
-    Raises:
-        StorageError: it cannot be read.
-    """
+    """Read a run directory's `run.json`; None if it has none."""
     data = files.read_if_there(RUN_FILE)
     if data is None:
         return None
@@ -134,20 +130,12 @@ def read_run(files: Files) -> RunRecord | None:
 
 
 def create_run(files: Files, record: RunRecord) -> bool:
-    """Write `run.json` unless there is one; return whether it was written.
-
-    Raises:
-        StorageError: it cannot be written.
-    """
+    """Write `run.json` unless there is one; return whether it was written."""
     return files.create(RUN_FILE, record.to_json().encode())
 
 
 def write_run(files: Files, record: RunRecord) -> None:
-    """Write `run.json`.
-
-    Raises:
-        StorageError: it cannot be written.
-    """
+    """Write `run.json`."""
     files.write(RUN_FILE, record.to_json().encode())
 
 

@@ -37,9 +37,6 @@ class StudyLog:
 
         Args:
             path: the study's directory, storage_path/name.
-
-        Raises:
-            StorageError: it cannot be read.
         """
         self.files = Files(path)
         self.study = Study()
@@ -75,19 +72,11 @@ class StudyLog:
             self.study.apply(event)
 
     def ask_to_stop(self, reason: str) -> None:
-        """Request that the study's driver stops all trials.
-
-        Raises:
-            StorageError: it cannot be written.
-        """
+        """Request that the study's driver stops all trials."""
         self.files.write(STOP, json.dumps({"reason": reason}).encode())
 
     def take_stop(self) -> str:
-        """Remove the request to stop, and return its reason; "" if there is none.
-
-        Raises:
-            StorageError: it cannot be read or removed.
-        """
+        """Remove the request to stop, and return its reason; "" if there is none."""
         data = self.files.read_if_there(STOP)
         if data is None:
             return ""

@@ -135,7 +135,6 @@ class Tracking:
 
         Raises:
             ConfigError: a package is missing, or the target cannot be appended to.
-            StorageError: the run directory cannot be read.
         """
         self._files, self._request = Files(run), spec
         self._reader, self._numbering = MetricsReader(self._files, 0), Numbering()

@@ -79,11 +79,7 @@ class ValidationFinding:
 
 
 def completed(checkpoint: Files, marker: CheckpointMarker) -> CheckpointMarker:
-    """Return the marker with status and metrics of its validation, if it requests one.
-
-    Raises:
-        StorageError: storage cannot be read.
-    """
+    """Return the marker with status and metrics of its validation, if it requests one."""
     if not marker.validation:
         return marker
     found = read_finding(checkpoint)
@@ -94,11 +90,7 @@ def completed(checkpoint: Files, marker: CheckpointMarker) -> CheckpointMarker:
 
 
 def read_finding(checkpoint: Files) -> ValidationFinding | None:
-    """Return the result of a validation, None if there is none.
-
-    Raises:
-        StorageError: storage cannot be read.
-    """
+    """Return the result of a validation, None if there is none."""
     try:
         return ValidationFinding.from_json((checkpoint.read_if_there(VALIDATED) or b"").decode())
     except ValueError:
@@ -106,11 +98,7 @@ def read_finding(checkpoint: Files) -> ValidationFinding | None:
 
 
 def write_finding(checkpoint: Files, finding: ValidationFinding) -> ValidationFinding:
-    """Write the result of a validation, unless there is one; returns the result that counts.
-
-    Raises:
-        StorageError: it cannot be written.
-    """
+    """Write the result of a validation, unless there is one; returns the result that counts."""
     if checkpoint.create(VALIDATED, finding.to_json().encode()):
         return finding
     known = read_finding(checkpoint)

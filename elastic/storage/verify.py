@@ -70,9 +70,6 @@ def verify(path: str, *, patience_s: float = TIMEOUT_S) -> VerifyResult:
 
     Returns:
         The result; a file that cannot be read counts as damaged.
-
-    Raises:
-        StorageError: no file system for such a path.
     """
     files = Files(path, patience_s=patience_s)
     try:
@@ -103,7 +100,6 @@ def checkpoints_at(path: str) -> tuple[str, ...]:
 
     Raises:
         NotFound: it is neither.
-        StorageError: it cannot be read.
     """
     files = Files(path)
     if files.exists(MARKER):
