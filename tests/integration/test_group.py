@@ -12,7 +12,7 @@ import pytest
 from tests.patience import wait_for
 from tests.workers.members import Crew, MemberProcess, abort_all, all_ask, stop
 
-# gloo itself would hold them for its own timeout; bench/abort.py measures what it is (about 1 ms).
+# gloo itself would hold them for its own timeout; ours takes about 1 ms.
 CREW = Crew()
 
 

@@ -1,4 +1,4 @@
-"""Starts, controls and ends processes of `group_member`, for tests and bench/abort.py.
+"""Starts, controls and ends processes of `group_member`, for tests.
 
 Rule: every wait has a deadline, and the owner of a crew ends all its processes.
 """
