@@ -31,12 +31,6 @@ class AddressBook:
     """
 
     def __init__(self, path: Path, named: Sequence[str]) -> None:
-        """Read the file.
-
-        Args:
-            path: of the file; its directory belongs to this user alone.
-            named: "host:port" of the configured coordinators.
-        """
         self._path = path
         self._named = list(named)
         self.learned = self._read()

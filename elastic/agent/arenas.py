@@ -94,7 +94,6 @@ class Arenas:
                 arena.timer = loop.call_later(self._kept_s, self._drop, job_id)
 
     def close(self) -> None:
-        """Free all memory."""
         for job_id in list(self._arenas):
             self._drop(job_id)
 

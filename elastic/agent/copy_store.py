@@ -161,7 +161,6 @@ class CopyStore:
         return True
 
     def close(self) -> None:
-        """Free everything, and end all pushes in progress."""
         with self._lock:
             jobs, self._jobs = self._jobs, {}
         for job in jobs.values():
@@ -238,12 +237,6 @@ class CopyStore:
         self, job_id: str, mark: SnapshotMark, stop: Callable[[], None], source: str = ""
     ) -> Iterator[tuple[memoryview, Callable[[int], None]]]:
         """Yield memory for a copy, and a `commit` function, to be called with its CRC-32.
-
-        Args:
-            job_id: of the copy.
-            mark: of the copy.
-            stop: ends the push, from another thread.
-            source: the node whose rows these are, "" for state that all members share.
 
         Raises:
             Refused: a copy of a later group is held, another one is being pushed, or the slot is

@@ -128,7 +128,6 @@ class Check:
 
 
 def ok(name: str, found: str) -> Check:
-    """Return a passed check."""
     return Check(name, CheckLevel.OK, found)
 
 
@@ -226,7 +225,6 @@ def check_folder(name: str, folder: Path) -> list[Check]:
 
 
 def gib(amount: int) -> str:
-    """Return bytes as text in GiB."""
     return f"{amount / GIB:.1f} GiB"
 
 
@@ -257,12 +255,7 @@ def check_address(host: str, endpoints: tuple[str, ...]) -> list[Check]:
 
 
 def check_ports(flags: Mapping[str, str], devices: Devices) -> list[Check]:
-    """Check that --worker-ports has enough ports that can be listened on.
-
-    Args:
-        flags: of the agent.
-        devices: of this node, for `--workers auto`.
-    """
+    """Check that --worker-ports has enough ports that can be listened on."""
     host = flags["host"]
     try:
         num_workers = parse_workers(flags["workers"], devices)
@@ -341,12 +334,7 @@ async def find_unreachable(host: str, ports: Sequence[int]) -> dict[int, str]:
 
 
 def check_coordinator(endpoint: str, flags: Mapping[str, str]) -> list[Check]:
-    """Check that the coordinator accepts this agent, and that the clocks agree.
-
-    Args:
-        endpoint: "host:port".
-        flags: of the agent; they name its credentials.
-    """
+    """Check that the coordinator accepts this agent, and that the clocks agree."""
     single = {kind: flags[f"tls_{kind}"] for kind in ("cert", "key", "ca")}
     try:
         access = find_access(flags["token_file"], folder=flags["tls_dir"], **single)

@@ -131,10 +131,6 @@ class FiguresServer:
     def __init__(self, host: str, port: int) -> None:
         """Bind.
 
-        Args:
-            host: to listen on.
-            port: 0 for a free one.
-
         Raises:
             Unavailable: the address cannot be bound.
         """

@@ -27,12 +27,6 @@ class LinkProber:
     """Runs the orders to test connections, each as a task."""
 
     def __init__(self, post: Callable[[LinksProbed], None], limit_s: float = LIMIT_S) -> None:
-        """Start without orders.
-
-        Args:
-            post: receives the results.
-            limit_s: timeout of a connection attempt.
-        """
         self._post = post
         self._limit_s = limit_s
         self._tasks: set[asyncio.Task[None]] = set()

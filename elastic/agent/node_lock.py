@@ -24,11 +24,6 @@ WORDS_CHARS = 64
 def hold_node(run_dir: Path, node_id: str, unix_ns: int) -> Iterator[int]:
     """Hold the node id on this host inside the `with` block.
 
-    Args:
-        run_dir: private directory of this user's agents; made when needed.
-        node_id: the node's name.
-        unix_ns: now.
-
     Yields:
         The incarnation of this run of the agent: milliseconds since 1970, and greater than that of
         any earlier run here, even if the host's clock was set back.

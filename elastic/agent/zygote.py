@@ -158,7 +158,6 @@ class Zygote:
 
     @property
     def pid(self) -> int:
-        """Its process id."""
         return self._popen.pid
 
     def is_gone(self) -> bool:

@@ -91,10 +91,6 @@ class RunAttempt:
 def attempt(plan: RunPlan, *, job_of: JobOf = lambda job_id: None) -> Iterator[RunAttempt]:
     """Claim a run directory for the submission in the `with` block; undo that if it fails.
 
-    Args:
-        plan: the run.
-        job_of: asks the coordinator for a job.
-
     Raises:
         NameTaken: the run has succeeded and may not be repeated, or is still running, or the
             directory is not a run's.

@@ -74,7 +74,6 @@ class ClusterConnection:
 
     @property
     def is_embedded(self) -> bool:
-        """Return whether this script started it."""
         return bool(self.processes)
 
     def check(self) -> None:

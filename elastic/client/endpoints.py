@@ -119,7 +119,6 @@ class Endpoints:
 
     @property
     def address(self) -> str:
-        """Return all addresses as one text."""
         return ",".join(self.names)
 
     @property
@@ -137,7 +136,6 @@ class Endpoints:
         return (self._leader, *others) if self._leader else others
 
     def answered(self, endpoint: str) -> None:
-        """Record that this one leads."""
         self.in_touch = True
         self._leader = endpoint
 

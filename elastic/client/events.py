@@ -85,7 +85,6 @@ def as_dict(timed: TimedNote) -> dict[str, Any]:
 
 
 def from_dict(record: dict[str, Any]) -> TimedNote:
-    """Return the event from such a line."""
     note = Note(record["event"], record["job"], tuple(record["fields"].items()))
     return TimedNote(note, record["time_unix_ns"])
 

@@ -121,7 +121,6 @@ class Client:
         Raises:
             NameTaken: a job of this name has not ended.
             UsageError: the cluster can never run this, or the spec cannot be serialised.
-            ElasticError: see the class.
         """
         job_id = spec.job_id or new_job_id()
         request = submit_request(replace(spec, job_id=job_id))
@@ -143,7 +142,6 @@ class Client:
         Raises:
             NotFound: there is none.
             Refused: it has ended already.
-            ElasticError: see the class.
         """
         request = jobs_pb2.StopJobRequest(job=job, reason=reason, now=now)
         self._call("Stop", request, timeout_s=CHANGE_TIMEOUT_S)
@@ -157,7 +155,6 @@ class Client:
         Raises:
             NotFound: there is no such job.
             Refused: it can take none now: it has ended, does not train, or has no run directory.
-            ElasticError: see the class.
         """
         request = jobs_pb2.CheckpointRequest(job=job)
         return int(self._call("Checkpoint", request, timeout_s=CHANGE_TIMEOUT_S).request)
@@ -168,7 +165,6 @@ class Client:
         Raises:
             NotFound: there is no such job.
             Refused: it has ended, or has no run directory to continue from.
-            ElasticError: see the class.
         """
         self._call("Pause", jobs_pb2.PauseRequest(job=job), timeout_s=CHANGE_TIMEOUT_S)
 
@@ -178,7 +174,6 @@ class Client:
         Raises:
             NotFound: there is no such job.
             Refused: it has ended.
-            ElasticError: see the class.
         """
         self._call("Resume", jobs_pb2.ResumeRequest(job=job), timeout_s=CHANGE_TIMEOUT_S)
 
@@ -189,7 +184,6 @@ class Client:
             NotFound: there is no such job.
             Refused: it has ended.
             UsageError: it cannot have these bounds.
-            ElasticError: see the class.
         """
         request = jobs_pb2.ScaleRequest(job=job, min_workers=min_workers, max_workers=max_workers)
         self._call("Scale", request, timeout_s=CHANGE_TIMEOUT_S)
@@ -198,22 +192,17 @@ class Client:
         """Return the present state of a job; times are on this process's monotonic clock.
 
         Args:
-            job: see the class.
+            job: id or name.
             stale_ok: while there is no leader, a standby may answer; the job's reason states it.
 
         Raises:
             NotFound: there is none.
-            ElasticError: see the class.
         """
         proto = self._call("Get", jobs_pb2.GetJobRequest(job=job), stale_ok=stale_ok)
         return job_from_proto(proto, self._clock.monotonic_ns())
 
     def record_of(self, job: str) -> JobRecord | None:
-        """Return the coordinator's record of a job, None if it does not know it.
-
-        Raises:
-            ElasticError: see the class.
-        """
+        """Return the coordinator's record of a job, None if it does not know it."""
         try:
             return self.get(job).record
         except NotFound:
@@ -225,9 +214,6 @@ class Client:
         Args:
             include_ended: ended ones too, as far as the coordinator remembers them.
             stale_ok: as for `get`.
-
-        Raises:
-            ElasticError: see the class.
         """
         request = jobs_pb2.ListJobsRequest(include_ended=include_ended)
         proto = self._call("List", request, stale_ok=stale_ok)
@@ -243,7 +229,7 @@ class Client:
         continues; changes meanwhile are in the next snapshot only.
 
         Args:
-            job: see the class.
+            job: id or name.
             on_outage: called during outages, in the thread that reads.
             limit_s: the longest tolerated outage.
 
@@ -254,10 +240,6 @@ class Client:
 
     def events(self, job: str, *, follow: bool = False) -> ResumingStream[TimedNote]:
         """Read the events of a job, oldest first, as far as the coordinator remembers.
-
-        Args:
-            job: see the class.
-            follow: continue until the job has ended.
 
         Returns:
             An iterator, which raises as the other methods do.
@@ -273,7 +255,6 @@ class Client:
         Raises:
             NotFound: there is no such job, or no worker has this rank.
             Refused: the job has no run directory.
-            ElasticError: see the class.
         """
         request = jobs_pb2.ProfileRequest(job=job, rank=rank, seconds=seconds)
         return str(self._call("Profile", request, timeout_s=CHANGE_TIMEOUT_S).name)
@@ -281,16 +262,11 @@ class Client:
     def stacks(self, job: str, *, ranks: Sequence[int] = ()) -> tuple[WorkerId, ...]:
         """Request that a job's workers write the stacks of all their threads to their output.
 
-        Args:
-            job: see the class.
-            ranks: in the newest group; empty for all workers.
-
         Returns:
             The workers that were asked.
 
         Raises:
             NotFound: there is no such job.
-            ElasticError: see the class.
         """
         request = jobs_pb2.StacksRequest(job=job, ranks=ranks)
         answer = self._call("Stacks", request, timeout_s=CHANGE_TIMEOUT_S)
@@ -302,7 +278,7 @@ class Client:
         """Read the output of a job's workers.
 
         Args:
-            job: see the class.
+            job: id or name.
             ranks: in the newest group; empty for all workers.
             tail: lines of existing output, for each worker; -1 for all.
             follow: continue until the job has ended, also with the output of later workers.
@@ -321,9 +297,6 @@ class Client:
 
         Args:
             stale_ok: while there is no leader, a standby may answer; `standby` states it.
-
-        Raises:
-            ElasticError: see the class.
         """
         proto = self._call("Status", jobs_pb2.StatusRequest(), stale_ok=stale_ok)
         return status_from_proto(proto, self._clock.monotonic_ns())
@@ -343,7 +316,6 @@ class Client:
         Raises:
             NotFound: there is none.
             Refused: it is not connected.
-            ElasticError: see the class.
         """
         request = jobs_pb2.DrainRequest(node=node, timeout_s=timeout_s, reason=reason)
         answer = self._call("Drain", request, timeout_s=CHANGE_TIMEOUT_S)
@@ -354,7 +326,6 @@ class Client:
 
         Raises:
             NotFound: there is none.
-            ElasticError: see the class.
         """
         request = jobs_pb2.CordonRequest(node=node, cordoned=cordoned, reason=reason)
         self._call("Cordon", request, timeout_s=CHANGE_TIMEOUT_S)
@@ -398,5 +369,4 @@ class Client:
 
 
 def new_job_id() -> JobId:
-    """Return "j-" and six random characters."""
     return JobId("j-" + "".join(secrets.choice(ID_CHARS) for _ in range(ID_LENGTH)))

@@ -65,7 +65,6 @@ class StartedCluster:
 
     @property
     def is_head(self) -> bool:
-        """Return whether the coordinator is on this machine."""
         return any(daemon.part == "coordinator" for daemon in self.daemons)
 
     def alive(self) -> tuple[StartedDaemon, ...]:
@@ -143,10 +142,6 @@ def join(address: str, node: Sequence[str], *, token_file: str) -> StartedCluste
 
 def stop_started(started: StartedCluster, *, force: bool = False) -> tuple[StartedDaemon, ...]:
     """End the daemons, the agent first: its workers leave at a boundary.
-
-    Args:
-        started: from `find_started`.
-        force: kill at once.
 
     Returns:
         The daemons that were alive.

@@ -118,15 +118,6 @@ class JobPrinter:
         clock: Clock | None = None,
         router: OutputRouter | None = None,
     ) -> None:
-        """Write to stderr, and output of workers to stdout, by default.
-
-        Args:
-            console: for lines about the job; the updating line needs a terminal.
-            ranks: see the class.
-            stdout: for output of workers.
-            clock: for ages.
-            router: routes and formats output; by default `ranks` selects it.
-        """
         self.ranks = ranks
         self._console = console or PlainConsole(stderr=True)
         self._stdout = stdout or sys.stdout
@@ -226,7 +217,6 @@ class JobPrinter:
             self._print_metrics()
 
     def output(self, chunk: LogChunk) -> None:
-        """Show a worker's output."""
         if self._router is not None and not self._router.route(chunk):
             return
         self._write(self._lines.take(chunk, self._clock.monotonic_ns()))

@@ -335,13 +335,7 @@ def _submit(
 
 
 def _follow(client: Client, job: _Job, *, check: Callable[[], None] | None = None) -> None:
-    """Show the output until the job ends, and exit as it does; an interrupt stops the job.
-
-    Args:
-        client: of the cluster.
-        job: that was submitted.
-        check: see `watching.follow`.
-    """
+    """Show the output until the job ends, and exit as it does; an interrupt stops the job."""
     spec = job.spec
     has_come = False
 

@@ -142,7 +142,6 @@ def job_as_dict(view: JobView, now_ns: int) -> dict[str, Any]:
 
 
 def print_cluster(status: ClusterStatus, console: Console) -> None:
-    """Print a line about the coordinator, its nodes and its jobs."""
     console.print(
         f"coordinator {escape(status.coordinator)}, version {status.version}, up "
         f"{duration(status.uptime_ns)}, store {escape(status.store)}"
@@ -328,7 +327,6 @@ def coloured(phase: str) -> str:
 
 
 def new_table(*columns: str) -> Table:
-    """Return an empty table with these columns."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in columns:
         table.add_column(column, overflow="fold")

@@ -45,12 +45,10 @@ class JobSource:
         """Do nothing: each call begins with a snapshot."""
 
     def start(self, channel: grpc.Channel, **options: Any) -> Any:
-        """Begin the call."""
         request = jobs_pb2.WatchRequest(job=self._job)
         return jobs_pb2_grpc.JobsStub(channel).Watch(request, **options)
 
     def decode(self, message: jobs_pb2.JobEvent, now_ns: int) -> JobEvent:
-        """Return the snapshot or the note."""
         event = job_event_from_proto(message, now_ns)
         if isinstance(event, JobView):
             self._job = event.record.spec.job_id  # Names are reused, ids are not.
@@ -73,7 +71,6 @@ class EventSource:
         """Do nothing: a call includes the time of the last event."""
 
     def start(self, channel: grpc.Channel, **options: Any) -> Any:
-        """Begin the call."""
         return jobs_pb2_grpc.JobsStub(channel).Events(self._request, **options)
 
     def decode(self, message: jobs_pb2.TimedNote, now_ns: int) -> TimedNote:
@@ -115,7 +112,6 @@ class LogSource:
             self._owes_remark = True
 
     def start(self, channel: grpc.Channel, **options: Any) -> Any:
-        """Begin the call."""
         return jobs_pb2_grpc.JobsStub(channel).Logs(self._request, **options)
 
     def decode(self, message: jobs_pb2.LogChunk, now_ns: int) -> LogChunk | None:

@@ -79,7 +79,6 @@ def stack(
 
 
 def newest_dumps(client: Client, job_id: str) -> dict[WorkerId, Dump]:
-    """Return the last stacks that each worker wrote."""
     texts: dict[WorkerId, list[tuple[int, int, str]]] = {}
     with client.logs(job_id, tail=TAIL_LINES) as chunks:
         for chunk in chunks:

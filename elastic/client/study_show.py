@@ -171,7 +171,6 @@ class StudyView:
             self._live.stop()
 
     def print_line(self, line: str) -> None:
-        """Print a line above the table."""
         if self._live is not None:
             self._live.console.print(escape(line))
         elif not self._is_quiet:

@@ -49,10 +49,6 @@ class SubmitOptions:
 def job_spec(options: SubmitOptions, *, now: datetime.datetime) -> JobSpec:
     """Return the job.
 
-    Args:
-        options: the command line.
-        now: used in the name, if none was given.
-
     Raises:
         ConfigError: a value is not valid.
         UsageError: the script is not on this machine.
@@ -93,11 +89,6 @@ def plain_name(text: str) -> str:
 
 def entry_of(script: str, *, is_module: bool, working_dir: str) -> Entry:
     """Return the entry point of workers, without arguments yet; paths are made absolute.
-
-    Args:
-        script: its path, or the name of the module.
-        is_module: which of the two.
-        working_dir: where workers run it, "" for the current directory.
 
     Raises:
         UsageError: the script or the directory is not on this machine.

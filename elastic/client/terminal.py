@@ -147,7 +147,6 @@ def ending_code(view: JobView) -> int:
 
 
 def fail(text: str, code: int) -> NoReturn:
-    """Exit with one text on stderr."""
     click.echo(f"elastic: {plain(text)}", err=True)
     sys.exit(code)
 
@@ -181,5 +180,4 @@ def stdout_console() -> Console:
 
 
 def print_json(value: Any) -> None:
-    """Print an answer for programs."""
     click.echo(json.dumps(value, indent=2))

@@ -81,12 +81,7 @@ def ending_line(view: JobView) -> str:
 
 
 def where_it_goes_on(view: JobView, how: str) -> str:
-    """Return the line from where a stopped job continues, for the end of the output.
-
-    Args:
-        view: of the job, at its end.
-        how: how the user continues it.
-    """
+    """Return the line from where a stopped job continues, for the end of the output."""
     record = view.record
     newest = record.checkpoints[-1].path if record.checkpoints else ""
     if newest:

@@ -118,11 +118,7 @@ def per_node(launch: RunCommandLine, nodes: Sequence[Node]) -> int:
 
 
 def size_on(launch: RunCommandLine, nodes: Sequence[Node]) -> JobSize:
-    """Return the job's size on a cluster with these nodes.
-
-    Raises:
-        UsageError: see `per_node`.
-    """
+    """Return the job's size on a cluster with these nodes."""
     counts = [int(node.resources.amount("GPU")) for node in nodes]
     gpus = min((count for count in counts if count), default=0)
     if launch.num_workers is not None:
@@ -134,11 +130,7 @@ def size_on(launch: RunCommandLine, nodes: Sequence[Node]) -> JobSize:
 
 
 def size_here(launch: RunCommandLine, node: Node) -> JobSize:
-    """Return the job's size if this machine is the only node: it cannot grow.
-
-    Raises:
-        UsageError: see `per_node`.
-    """
+    """Return the job's size if this machine is the only node: it cannot grow."""
     size = size_on(launch, (node,))
     high = size.high if launch.num_workers is not None else size.low
     return replace(size, high=high, gpus=_share(high, int(node.resources.amount("GPU"))))

@@ -71,7 +71,6 @@ class Audit:
         self._write("call_refused", fields)
 
     def close(self) -> None:
-        """Write the queued lines and close the file."""
         if self._file is not None:
             self._file.close()
 

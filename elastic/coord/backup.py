@@ -51,11 +51,6 @@ class BackupSummary:
 async def back_up(store: str, prefix: str, target: Path) -> BackupSummary:
     """Copy a consistent snapshot of a store into a file, also while a coordinator writes to it.
 
-    Args:
-        store: its URL.
-        prefix: of all keys.
-        target: a file that does not exist yet.
-
     Raises:
         ConfigError: the store is not an embedded one.
         UsageError: there is no such store, or the target exists.
@@ -72,11 +67,6 @@ async def back_up(store: str, prefix: str, target: Path) -> BackupSummary:
 
 async def restore(source: Path, store: str, prefix: str) -> BackupSummary:
     """Create a store from a backup.
-
-    Args:
-        source: a file written by `back_up`.
-        store: URL of the new store; its file must not exist yet.
-        prefix: of all keys.
 
     Raises:
         ConfigError: the store is not an embedded one.

@@ -39,7 +39,6 @@ class StoredJob:
     leftover: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
     def keys(self) -> list[str]:
-        """Return the keys of all pieces that may exist."""
         return [
             key for part in (self.labels, self.leftover) for keys in part.values() for key in keys
         ]

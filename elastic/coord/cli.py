@@ -68,7 +68,6 @@ def exit_code(error: ElasticError) -> int:
 
 
 def fail(error: ElasticError) -> NoReturn:
-    """Exit with one line on stderr."""
     click.echo(f"elastic-coord: {error}", err=True)
     sys.exit(exit_code(error))
 

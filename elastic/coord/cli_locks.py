@@ -49,7 +49,6 @@ tokens_option = click.option(
 
 
 def fail(error: ElasticError) -> NoReturn:
-    """Exit with one line on stderr."""
     click.echo(f"elastic-coord: {error}", err=True)
     sys.exit(EXIT_CONFIG)
 

@@ -111,7 +111,6 @@ class JobHistory:
     _logged: frozenset[str] = frozenset()
 
     def add(self, name: str, unix_s: float, value: float | None) -> None:
-        """Add a point to a series."""
         series = self.series.get(name)
         if series is None:
             if len(self.series) >= SERIES_MAX:
@@ -124,7 +123,6 @@ class JobHistory:
     # ------------------------------------------------------------------- inputs
 
     def take(self, timed: TimedNote) -> None:
-        """Record an event of this job."""
         name, fields, now_ns = timed.note.name, dict(timed.note.fields), timed.unix_ns
         if name == "job_submitted":
             self.submitted_ns = now_ns
@@ -232,7 +230,6 @@ class History:
         return self._jobs.get(job_id) or JobHistory()
 
     def take(self, timed: TimedNote) -> None:
-        """Record an event, of a job or of the cluster."""
         note, fields = timed.note, dict(timed.note.fields)
         if note.name == "node_quarantined":
             self.quarantined.add(fields.get("node", ""))

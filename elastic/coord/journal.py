@@ -43,18 +43,14 @@ POINTER_TRIES = 3
 class Journal:
     """Records of jobs and of nodes, written by the leader only.
 
+    After `StoreUnavailable` it is not known whether something was written: repeat it.
+
     Attributes:
         nodes: the nodes record that `load` read.
     """
 
     def __init__(self, store: Store, prefix: str, leadership: Leadership) -> None:
-        """Read nothing yet; `load` comes first.
-
-        Args:
-            store: where the keys are.
-            prefix: of all keys, the leadership's too.
-            leadership: proves that this process may write.
-        """
+        """Read nothing yet; `load` comes first."""
         self._store = store
         self._jobs_prefix = f"{prefix}/jobs/"
         self._pieces_prefix = f"{prefix}/pieces/"
@@ -91,7 +87,6 @@ class Journal:
 
         Raises:
             CorruptRecord: a record cannot be read; names the key.
-            StoreUnavailable: the store does not answer.
         """
         # Pieces last: the leader that wrote them is gone, and wrote them before their record.
         entries = (await self._store.read(self._jobs_prefix)).entries
@@ -129,7 +124,6 @@ class Journal:
 
         Raises:
             Fenced: another coordinator leads.
-            StoreUnavailable: not known whether it was written; to be repeated.
         """
         async with self._turn:
             await self._write(records)
@@ -149,7 +143,6 @@ class Journal:
 
         Raises:
             Fenced: another coordinator leads.
-            StoreUnavailable: not known whether it was written; to be repeated.
         """
         async with self._turn:
             if job_id in self._unwanted:
@@ -187,7 +180,6 @@ class Journal:
 
         Raises:
             Fenced: another coordinator leads.
-            StoreUnavailable: not known whether it was written; to be repeated.
         """
         put = Put(self._nodes_key, encode_record(record))
         result = await self._commit_fenced([put], [Compare(put.key, self._nodes_revision)])
@@ -364,7 +356,6 @@ async def read_records(store: Store, prefix: str) -> tuple[JobRecord, ...]:
 
     Raises:
         CorruptRecord: a record cannot be read; names the key.
-        StoreUnavailable: the store does not answer.
     """
     jobs_prefix = f"{prefix}/jobs/"
     records = []
@@ -391,7 +382,6 @@ async def read_nodes(store: Store, prefix: str) -> NodesRecord:
 
     Raises:
         CorruptRecord: it cannot be read; names the key.
-        StoreUnavailable: the store does not answer.
     """
     entry = await _read_nodes(store, f"{prefix}/nodes")
     return decode_nodes(entry.value, key=entry.key) if entry is not None else NodesRecord()
@@ -402,12 +392,7 @@ async def _read_nodes(store: Store, key: str) -> Entry | None:
 
 
 def _needed(record: JobRecord, value: bytes) -> tuple[str, ...]:
-    """Return the labels of the pieces that a record needs; an ended job needs no payload.
-
-    Args:
-        record: of a job.
-        value: the value of its key.
-    """
+    """Return the labels of the pieces that a record needs; an ended job needs no payload."""
     label = pointed(value)
     return (label,) if record.phase in ENDED else (ENTRY, label)
 

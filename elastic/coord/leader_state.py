@@ -49,12 +49,6 @@ class LeaderState:
     """
 
     def __init__(self, name: str, clock: Clock) -> None:
-        """Start without knowing which coordinator leads.
-
-        Args:
-            name: of this coordinator.
-            clock: for ages.
-        """
         self.name = name
         self._clock = clock
         self._tenure: Term | None = None
@@ -109,7 +103,6 @@ class LeaderState:
 
     @property
     def tenure(self) -> Term | None:
-        """Return the current term, None if this coordinator does not lead."""
         tenure = self._tenure
         return tenure if tenure is not None and not self._ending and self._is_valid() else None
 

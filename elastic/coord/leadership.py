@@ -64,7 +64,6 @@ class LeaderKey:
     term: int = 0
 
     def encode(self) -> bytes:
-        """Return the key's value."""
         return json.dumps(asdict(self), sort_keys=True).encode()
 
     @classmethod

@@ -128,11 +128,9 @@ class ServiceContext:
 
     @property
     def name(self) -> str:
-        """Return the coordinator's name."""
         return self.leader_state.name
 
     def uptime_ns(self) -> int:
-        """Return how long the coordinator has led, 0 if it does not."""
         tenure = self.leader_state.tenure
         return self.clock.monotonic_ns() - tenure.since_ns if tenure is not None else 0
 

@@ -181,15 +181,6 @@ class Guard(grpc.aio.ServerInterceptor):
         *,
         limits: ServerLimits | None = None,
     ) -> None:
-        """Check each call against these.
-
-        Args:
-            locks: the credentials required of callers.
-            audit: records changes and refusals.
-            clock: for the limits, and the expiry of certificates.
-            leader_state: whether this coordinator leads.
-            limits: how much callers may request.
-        """
         self.leader_state = leader_state
         self._locks = locks
         self._audit = audit

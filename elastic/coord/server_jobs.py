@@ -112,7 +112,6 @@ class JobsService:
 
     @answering
     async def Pause(self, request: jobs_pb2.PauseRequest) -> jobs_pb2.PauseResponse:
-        """Pause a job; it releases its workers."""
         job_id = self._own(request.job)
         await self._context.request(lambda request_id: PauseRequested(request_id, job_id))
         return jobs_pb2.PauseResponse()
@@ -125,7 +124,6 @@ class JobsService:
 
     @answering
     async def Scale(self, request: jobs_pb2.ScaleRequest) -> jobs_pb2.ScaleResponse:
-        """Change the bounds on the number of a job's workers."""
         job_id, low, high = self._own(request.job), request.min_workers, request.max_workers
         if low < 0 or high < 0 or not (low or high):
             raise UsageError(
@@ -144,7 +142,6 @@ class JobsService:
 
     @answering
     async def List(self, request: jobs_pb2.ListJobsRequest) -> jobs_pb2.ListJobsResponse:
-        """Return all jobs in order of submission."""
         view, _ = await self._context.read_view()
         shown = [job for job in view.jobs if request.include_ended or not job.has_ended()]
         return jobs_pb2.ListJobsResponse(jobs=[job_to_proto(job, view.now_ns) for job in shown])
@@ -194,7 +191,6 @@ class JobsService:
 
     @answering
     async def Stacks(self, request: jobs_pb2.StacksRequest) -> jobs_pb2.StacksResponse:
-        """Request that workers write their stacks to their output."""
         job_id, requested = self._own(request.job), []
         job, sessions = job_of(self._context.view(), job_id), self._context.driver.sessions
         for worker in job.workers if job is not None else ():
@@ -206,7 +202,6 @@ class JobsService:
 
     @answering
     async def Profile(self, request: jobs_pb2.ProfileRequest) -> jobs_pb2.ProfileResponse:
-        """Request that a worker samples its stacks."""
         seconds, rank = request.seconds, request.rank
         if not 0 < seconds <= PROFILE_S_MAX:
             raise UsageError(
@@ -228,7 +223,6 @@ class JobsService:
 
     @streaming
     async def Logs(self, request: jobs_pb2.LogsRequest) -> AsyncGenerator[jobs_pb2.LogChunk, None]:
-        """Stream the output of a job's workers."""
         job_id = self._find(request.job)
         driver = self._context.driver
         with (

@@ -90,7 +90,6 @@ class Session:
         return self._out.popleft() if self._out else None
 
     def is_over(self) -> bool:
-        """Return whether it is closing and has nothing left to write."""
         return self._closing and not self._out
 
     def is_cut(self) -> bool:
@@ -123,7 +122,6 @@ class Sessions:
         self._leavers.append(callback)
 
     def open(self, peer: str) -> Session:
-        """Add a session for a new stream."""
         self._number += 1
         session = Session(SessionId(f"s{self._number}"), peer, limit=self._limit)
         self._sessions[session.session_id] = session

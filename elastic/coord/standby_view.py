@@ -44,14 +44,6 @@ class StandbyView:
     """Reads the records of the coordinator that leads."""
 
     def __init__(self, store: Store, prefix: str, leader_state: LeaderState, clock: Clock) -> None:
-        """Read nothing yet.
-
-        Args:
-            store: the leader's.
-            prefix: of all keys.
-            leader_state: which coordinator leads.
-            clock: for ages.
-        """
         self._store = store
         self._prefix = prefix
         self._leader_state = leader_state

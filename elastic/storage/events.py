@@ -53,11 +53,7 @@ class EventsFile:
 
 
 def read_events(run_path: str) -> list[dict[str, Any]]:
-    """Return the events of a run, oldest first; a torn line is left out.
-
-    Args:
-        run_path: the run directory.
-    """
+    """Return the events of a run, oldest first; a torn line is left out."""
     return _events_in(Files(run_path).read_if_there(NAME, BYTES_MAX) or b"")
 
 

@@ -229,7 +229,6 @@ class Files:
         return names if is_listed else [name for name in names if self.exists(name)]
 
     def _names(self, folder: str) -> Names:
-        """Return the names in a folder, given with its final slash, or as "" for the root."""
         path = self.at(folder.rstrip("/"))
         try:
             # Not `fs.glob`: that treats a folder that cannot be read as an empty one.

@@ -57,7 +57,6 @@ class LocalFile:
         os.close(self._fd)
 
     def write(self, view: memoryview) -> None:
-        """Append bytes."""
         if self._buffer is None:
             # Anonymous memory is page-aligned, as `O_DIRECT` needs it.
             self._buffer = np.frombuffer(mmap.mmap(-1, self._buffer_bytes), np.uint8)

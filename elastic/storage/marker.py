@@ -102,7 +102,6 @@ class CheckpointMarker:
         return sum(file.size for file in self.files)
 
     def record(self, path: str) -> CheckpointRecord:
-        """Return the coordinator's record of the checkpoint."""
         return CheckpointRecord(
             path, self.generation, self.index, self.metrics, self.status, kind=self.kind
         )
@@ -111,7 +110,6 @@ class CheckpointMarker:
         return json.loads(self.metrics).get(name, default)
 
     def to_json(self) -> str:
-        """Return the text of the file."""
         files = {file.path: [file.size, file.crc32] for file in self.files}
         fields = {**vars(self), "metrics": json.loads(self.metrics), "files": files}
         fields["kind"] = self.kind.value

@@ -187,12 +187,6 @@ class MetricsReader:
     """Reads the reports of a rank incrementally."""
 
     def __init__(self, files: Files, rank: int) -> None:
-        """Start before its first line.
-
-        Args:
-            files: the run directory.
-            rank: of the reports.
-        """
         self._files = files
         self._rank = rank
         self._num_bytes = 0

@@ -82,7 +82,6 @@ class RunDirectory:
         return name if name and path == self.checkpoint_path(name) else ""
 
     def checkpoint(self, name: str) -> Files:
-        """Return the files of a checkpoint."""
         return self.files.folder(_folder(name))
 
     def append_metrics(self, rank: int, record: dict[str, Any]) -> None:
@@ -182,7 +181,6 @@ class RunDirectory:
         return tuple(stored)
 
     def is_committed(self, name: str) -> bool:
-        """Return whether a checkpoint of this name is committed."""
         return self.checkpoint(name).exists(MARKER)
 
     def check_free(self, name: str) -> None:
@@ -262,10 +260,6 @@ class RunDirectory:
 
         With a name chosen by the script an earlier attempt may have been killed while it wrote
         other files: a reader of the whole folder would take them for a part of the checkpoint.
-
-        Args:
-            name: of the checkpoint.
-            kept: relative paths of its files.
         """
         files = self.checkpoint(name)
         for file in files.tree():
@@ -304,11 +298,7 @@ class RunDirectory:
         return [(name, marker) for name, marker in self.committed() if not marker.automatic]
 
     def committed(self, prefix: str = "") -> list[tuple[str, CheckpointMarker]]:
-        """Return name and marker of every committed checkpoint, in the order of commits.
-
-        Args:
-            prefix: of the names.
-        """
+        """Return name and marker of every committed checkpoint, in the order of commits."""
         jobs, found = self.jobs(), self.markers(prefix)
         # Attempts that the run's record does not list are ordered by their first commits.
         began: dict[str, int] = {}
@@ -329,7 +319,6 @@ class RunDirectory:
         return [(name, marker) for name, marker in self.committed(AUTOMATIC) if marker.automatic]
 
     def jobs(self) -> tuple[str, ...]:
-        """Return the ids of the run's attempts, in order; () if it has no record."""
         record = read_run(self.files)
         return record.jobs if record is not None else ()
 
@@ -338,7 +327,6 @@ class RunDirectory:
         return tuple(self.record(name, marker) for name, marker in self.committed())
 
     def record(self, name: str, marker: CheckpointMarker) -> CheckpointRecord:
-        """Return the coordinator's record of a checkpoint."""
         return marker.record(self.checkpoint_path(name))
 
     def newest_checkpoint(self) -> str:
@@ -359,11 +347,7 @@ class RunDirectory:
             files.delete_if_there(sign)
 
     def markers(self, prefix: str = "") -> list[tuple[str, CheckpointMarker]]:
-        """Return name and marker of every checkpoint whose marker can be read; see `marker`.
-
-        Args:
-            prefix: of the names.
-        """
+        """Return name and marker of every checkpoint whose marker can be read; see `marker`."""
         found = []
         for name in self.names(prefix):
             marker = self.marker(name)

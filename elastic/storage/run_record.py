@@ -89,7 +89,6 @@ class RunRecord:
         return replace(self, phase=phase, ended_unix_ns=unix_ns, reason=reason)
 
     def to_json(self) -> str:
-        """Return the text of the file."""
         return to_summed_json({**asdict(self), "phase": self.phase.value}, RUN_FORMAT)
 
     @classmethod
@@ -135,7 +134,6 @@ def create_run(files: Files, record: RunRecord) -> bool:
 
 
 def write_run(files: Files, record: RunRecord) -> None:
-    """Write `run.json`."""
     files.write(RUN_FILE, record.to_json().encode())
 
 

@@ -33,11 +33,7 @@ class StudyLog:
     """
 
     def __init__(self, path: str) -> None:
-        """Read the log, if there is one.
-
-        Args:
-            path: the study's directory, storage_path/name.
-        """
+        """Read the log, if there is one."""
         self.files = Files(path)
         self.study = Study()
         self._num_parts = 0

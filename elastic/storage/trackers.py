@@ -129,10 +129,6 @@ class Tracking:
     def __init__(self, run: str, spec: TrackerSpec) -> None:
         """Read the recorded progress; nothing is exported yet.
 
-        Args:
-            run: path of the run directory.
-            spec: the tracker to use.
-
         Raises:
             ConfigError: a package is missing, or the target cannot be appended to.
         """

@@ -34,7 +34,6 @@ class ValidationRequest:
     timeout_s: float | None = None
 
     def to_json(self) -> str:
-        """Return the text for the marker."""
         return json.dumps({"fn_kwargs": self.fn_kwargs, "timeout_s": self.timeout_s})
 
     @classmethod
@@ -59,7 +58,6 @@ class ValidationFinding:
     reason: str = ""
 
     def to_json(self) -> str:
-        """Return the text of the file."""
         body = {
             "status": self.status.value,
             "metrics": self.metrics,

@@ -50,7 +50,6 @@ class VerifyResult:
 
     @property
     def is_whole(self) -> bool:
-        """Return whether the checkpoint is intact."""
         return not self.damages
 
     def __str__(self) -> str:
@@ -116,10 +115,6 @@ def checkpoints_at(path: str) -> tuple[str, ...]:
 
 def damage_of(files: Files, expected: StoredFile) -> str:
     """Return how a file of a checkpoint is damaged, "" if it is intact.
-
-    Args:
-        files: of the checkpoint, or of a copy of it.
-        expected: the file's entry in the marker.
 
     Raises:
         StorageError: it cannot be read; the file itself may be intact.

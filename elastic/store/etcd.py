@@ -74,7 +74,6 @@ class EtcdStore:
         return StoreSnapshot(tuple(self._keys.entry(kv) for kv in kvs), revision)
 
     async def commit(self, compares: Sequence[Compare], writes: Sequence[Write]) -> CommitResult:
-        """Apply all writes if all comparisons hold; at most once."""
         check_commit(compares, writes)
         return await self._committer.commit(tuple(compares), tuple(writes))
 
@@ -90,7 +89,6 @@ class EtcdStore:
         return Lease(answer.ID, float(answer.TTL))
 
     async def renew_lease(self, lease_id: int) -> bool:
-        """Renew the lease; False if it has ended already."""
         request = pb.LeaseKeepAliveRequest(ID=lease_id)
         try:
             # A stream of etcd's, which answers each message: one message is a call like others.
@@ -102,7 +100,6 @@ class EtcdStore:
         return answer.TTL > 0
 
     async def revoke_lease(self, lease_id: int) -> None:
-        """End the lease now and delete its keys."""
         try:
             await self._link.repeat(REVOKE, pb.LeaseRevokeRequest(ID=lease_id), "lease revocation")
         except EtcdRefusal as refusal:

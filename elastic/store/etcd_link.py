@@ -215,12 +215,6 @@ class EtcdLink:
     ) -> Answer:
         """Retry until an endpoint replies; for idempotent requests.
 
-        Args:
-            method: to call.
-            request: its message.
-            what: the request, for the error.
-            try_s: timeout of one try.
-
         Raises:
             StoreUnavailable: none did in time.
             EtcdRefusal: etcd refused the request.

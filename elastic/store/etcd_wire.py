@@ -115,10 +115,8 @@ def unchanged(key: bytes, mod_revision: int) -> pb.Compare:
 
 
 def put(key: bytes, value: bytes, lease: int) -> pb.RequestOp:
-    """Return the part of a transaction that writes a key."""
     return pb.RequestOp(request_put=pb.PutRequest(key=key, value=value, lease=lease))
 
 
 def read(key: bytes) -> pb.RequestOp:
-    """Return the part of a transaction that reads a key."""
     return pb.RequestOp(request_range=pb.RangeRequest(key=key))

@@ -27,7 +27,6 @@ class MemoryStore:
         return StoreSnapshot(tuple(found), self._revision)
 
     async def commit(self, compares: Sequence[Compare], writes: Sequence[Write]) -> CommitResult:
-        """Apply all writes if all comparisons hold."""
         self._check_open()
         check_commit(compares, writes)
         if refused := refusal(compares, self._entries.get, self._revision):
@@ -41,7 +40,6 @@ class MemoryStore:
         return CommitResult(True, self._revision)
 
     async def close(self) -> None:
-        """Let every later call fail."""
         self._is_closed = True
 
     def _check_open(self) -> None:

@@ -95,13 +95,7 @@ def closed() -> StoreUnavailable:
 def refusal(
     compares: Sequence[Compare], lookup: Callable[[str], Entry | None], revision: int
 ) -> CommitResult | None:
-    """Return the result of a commit of which a comparison does not hold, None if all do.
-
-    Args:
-        compares: comparisons that must hold.
-        lookup: returns a key's present entry.
-        revision: the store's present one.
-    """
+    """Return the result of a commit of which a comparison does not hold, None if all do."""
     found = [(compare, lookup(compare.key)) for compare in compares]
     if all(
         compare.mod_revision == (entry.mod_revision if entry else 0) for compare, entry in found

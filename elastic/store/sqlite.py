@@ -59,7 +59,6 @@ class SqliteStore:
         self._is_closed = False
 
     async def read(self, prefix: str) -> StoreSnapshot:
-        """Return all entries whose key starts with `prefix`."""
         encode_prefix(prefix)
         return await self._run(lambda: self._file.read(prefix))
 
@@ -130,7 +129,6 @@ class SqliteFile:
         return CommitResult(True, revision)
 
     def close(self) -> None:
-        """Close the file, and release its lock."""
         try:
             self._mark.close()
             with own_errors(self._path):

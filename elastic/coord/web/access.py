@@ -86,7 +86,6 @@ class Sessions:
         return token if self.clock.monotonic_ns() < until_ns else ""
 
     def close(self, secret: str) -> None:
-        """Forget a session id."""
         self._tokens.pop(_digest(secret), None)
 
 
@@ -131,7 +130,6 @@ class Gate:
         return bool(self._locks.token) or self._locks.tokens is not None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
         if scope["type"] != "http":
             return
 

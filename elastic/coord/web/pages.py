@@ -46,14 +46,6 @@ class Clocks:
 
 
 def front_page(view: ClusterView, unix_ns: int, *, about: str, studies: Iterable[str] = ()) -> Page:
-    """Return the page with all jobs and nodes.
-
-    Args:
-        view: the whole cluster.
-        unix_ns: now.
-        about: a line about this coordinator.
-        studies: names of the studies to link.
-    """
     clocks = Clocks(view.now_ns, unix_ns)
     live = [job for job in view.jobs if not job.has_ended()]
     ended = [job for job in reversed(view.jobs) if job.has_ended()][:ENDED_SHOWN]
@@ -144,15 +136,6 @@ def job_page(
     unix_ns: int,
     events: Sequence[TimedNote] = (),
 ) -> Page:
-    """Return the page of one job.
-
-    Args:
-        view: the whole cluster.
-        job: one of its jobs.
-        history: of the job.
-        unix_ns: now.
-        events: of the job, oldest first.
-    """
     spec, clocks = job.record.spec, Clocks(view.now_ns, unix_ns)
     place = f"/jobs/{quote(spec.job_id, safe='')}"
     body: list[Html | Part] = [
@@ -501,6 +484,5 @@ def login_page(why: str, then: str) -> str:
 
 
 def plain_page(title: str, text: str) -> str:
-    """Return a page with one heading and one paragraph."""
     body = [element("h1", title), escaped(element("p", text))]
     return document(Page(title, body), user="", stream="")

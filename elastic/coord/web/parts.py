@@ -39,7 +39,6 @@ class Part:
     css: str | None = None
 
     def whole(self) -> Html:
-        """Return the element."""
         if self.items is None:
             return self.html
         return element(self.tag, *self.items.values(), id=self.key, class_=self.css)
@@ -66,7 +65,6 @@ class Page:
         return [piece for piece in self.body if isinstance(piece, Part)]
 
     def html(self) -> Html:
-        """Return the markup of the whole page."""
         return joined(*(p.whole() if isinstance(p, Part) else p for p in self.body))
 
 
@@ -126,7 +124,6 @@ def table(part: Part, *heads: str, label: str) -> list[Html | Part]:
 
 
 def row(key: str, *cells: object, css: str | None = None) -> Html:
-    """Return a table's row."""
     return element("tr", *(element("td", cell) for cell in cells), id=key, class_=css)
 
 

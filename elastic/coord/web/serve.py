@@ -127,7 +127,6 @@ class PageServer:
             )  # fmt: skip
 
     async def run(self, context: ServiceContext) -> None:
-        """Answer requests until cancelled."""
         site = Site(context, Studies(self._studies, self._clock), self._answered)
         gate = Gate(
             site.app(),

@@ -80,7 +80,6 @@ class Studies:
 
 
 def study_page(name: str, study: Study) -> Page:
-    """Return the page of one study."""
     best = study.best()
     rows = {
         f"t-{trial.number}": _trial_row(study, trial, is_best=trial is best)
