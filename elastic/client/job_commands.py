@@ -14,19 +14,18 @@ import click
 
 from elastic.client.attempts import RunPlan, attempt, note_end
 from elastic.client.daemons import stop_machine
-from elastic.client.job_follower import JobFollower
+from elastic.client.job_follower import follow
 from elastic.client.job_options import job_options, take_job_options
 from elastic.client.jobs import Client, new_job_id
 from elastic.client.polling import wait_until
 from elastic.client.printer import JobPrinter
-from elastic.client.show import failure_text, job_as_dict
+from elastic.client.show import job_as_dict
 from elastic.client.submission import SubmitOptions, job_spec
 from elastic.client.terminal import (
-    EXIT_FAILED,
     EXIT_INTERRUPTED,
     EXIT_TIMEOUT,
     ClusterTarget,
-    ending_code,
+    exit_as,
     fail,
     output_option,
     print_json,
@@ -35,7 +34,6 @@ from elastic.client.terminal import (
 from elastic.client.text_format import duration, where_it_goes_on, workers
 from elastic.client.values import parse_duration, parse_num_workers
 from elastic.core.config import DRAIN_TIMEOUT_S_MAX, JobSpec, ns
-from elastic.core.view import JobView
 from elastic.core.world import JobPhase, NodePhase, host_of
 from elastic.errors import Refused
 from elastic.runtime.clock import SystemClock
@@ -149,10 +147,9 @@ def _wait_for_end(
 ) -> None:
     """Follow a submitted job, and exit with the code of its end."""
     is_json = output == "json"
-    follower = JobFollower(client, job_id, JobPrinter(ranks=None if is_json else (0,)))
-    follower.timeout_s = timeout_s
+    printer = JobPrinter(ranks=None if is_json else (0,))
     try:
-        view = follower.run()
+        view = follow(client, job_id, printer, timeout_s=timeout_s)
     except KeyboardInterrupt:
         stop, again = target.command("stop", job_id), target.command("logs", "-f", job_id)
         click.echo(f"\ndetached: job {job_id} continues; stop: {stop}; follow: {again}", err=True)
@@ -163,16 +160,7 @@ def _wait_for_end(
     note_end(record.spec.run_path, job_id, record.phase, record.reason)
     if is_json:
         print_json(job_as_dict(view, SystemClock().monotonic_ns()))
-    _exit_as(view)
-
-
-def _exit_as(view: JobView) -> None:
-    """Exit with the code of a job's end; a failure's traceback is the last thing shown."""
-    code = ending_code(view)
-    if code == EXIT_FAILED and (failure := failure_text(view)):
-        click.echo(failure, err=True)
-    if code:
-        raise click.exceptions.Exit(code)
+    exit_as(view)
 
 
 # ------------------------------------------------------------------------------------ stop, drain
@@ -211,9 +199,7 @@ def stop(
             return
         if not (now or client.get(job_id).has_ended()):
             click.echo(f"job {job} stops once it is saved; at once: {at_once}", err=True)
-        follower = JobFollower(client, job_id, JobPrinter(ranks=None))
-        follower.timeout_s = timeout_s
-        view = follower.run()
+        view = follow(client, job_id, JobPrinter(ranks=None), timeout_s=timeout_s)
     record = view.record
     note_end(record.spec.run_path, job_id, record.phase, record.reason)
     if record.phase is JobPhase.STOPPED:

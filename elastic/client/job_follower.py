@@ -24,8 +24,6 @@ from elastic.errors import ElasticError
 from elastic.runtime.clock import Clock, SystemClock
 from elastic.wire.codec_jobs import JobEvent, LogChunk, TimedNote
 
-__all__ = ["JobFollower", "JobPrinter", "follow"]
-
 QUEUE_ITEMS_MAX = 1000
 TICK_S = 0.25
 OUTPUT_GRACE_S = 5.0
@@ -102,6 +100,7 @@ def follow(
     on_note: OnNote | None = None,
     on_interrupt: OnInterrupt | None = None,
     check: Callable[[], None] | None = None,
+    timeout_s: float | None = None,
 ) -> JobView:
     """Follow a job until it has ended and its workers are gone.
 
@@ -115,17 +114,18 @@ def follow(
             for so many seconds if it returns a number.
         check: called several times a second until the job has ended, in the caller's thread;
             raises if following has become useless.
+        timeout_s: how long to follow, None for as long as it takes.
 
     Returns:
         The last snapshot of the job: its phase shows how it ended.
 
     Raises:
-        KeyboardInterrupt: Ctrl-C, the second one with `on_interrupt`, or the time it gave is over.
+        KeyboardInterrupt: Ctrl-C, the second one with `on_interrupt`, or the time it gave is over;
+            within a quarter of a second. The job continues, as after the others.
+        TimeoutError: the time was over first.
         ElasticError: the job is not known, or the coordinator did not answer for too long.
     """
-    follower = JobFollower(client, job, printer, on_report=on_report, on_note=on_note)
-    follower.check, follower.on_interrupt = check, on_interrupt
-    return follower.run()
+    return _Follower(client, job, printer, on_report, on_note, on_interrupt, check, timeout_s).run()
 
 
 @dataclass(kw_only=True)
@@ -151,56 +151,38 @@ class _Progress:
     over: set[str] = field(default_factory=set)
 
 
-class JobFollower:
-    """`follow` as a class, with a time limit.
+@dataclass
+class _Follower:
+    """One call of `follow`, with its arguments."""
 
-    Attributes:
-        timeout_s: how long to follow, None for as long as it takes.
-        check, on_interrupt: see `follow`.
-    """
+    client: Client
+    job: str
+    printer: JobPrinter
+    on_report: OnReport | None
+    on_note: OnNote | None
+    on_interrupt: OnInterrupt | None
+    check: Callable[[], None] | None
+    timeout_s: float | None
 
-    def __init__(
-        self,
-        client: Client,
-        job: str,
-        printer: JobPrinter,
-        *,
-        on_report: OnReport | None = None,
-        on_note: OnNote | None = None,
-    ) -> None:
-        self.timeout_s: float | None = None
-        self.check: Callable[[], None] | None = None
-        self.on_interrupt: OnInterrupt | None = None
-        self._client = client
-        self._job = job
-        self._printer = printer
-        self._on_report = on_report
-        self._on_note = on_note
+    def __post_init__(self) -> None:
         self._clock: Clock = SystemClock()
         self._items: queue.Queue[_Item] = queue.Queue(QUEUE_ITEMS_MAX)
         self._readers: list[_Reader] = []
         self._seen = _Progress()
 
     def run(self) -> JobView:
-        """Follow the job; see `follow`.
-
-        Raises:
-            TimeoutError: the time was over first; the job continues.
-            KeyboardInterrupt: see `follow`; within a quarter of a second. The job continues.
-            ElasticError: see `follow`.
-        """
         with InterruptHandler() as ctrl_c:
-            self._printer.open()
+            self.printer.open()
             try:
-                self._read("events", self._client.watch(self._job, on_outage=self._on_outage))
+                self._read("events", self.client.watch(self.job, on_outage=self._on_outage))
                 self._until_over(ctrl_c)
             finally:
                 for reader in self._readers:
                     reader.stop()
-                self._printer.close(reported_elsewhere=self._traceback())
+                self.printer.close(reported_elsewhere=self._traceback())
         view = self._seen.view
         if view is None:  # Closed from elsewhere before anything came.
-            view = self._client.get(self._job)
+            view = self.client.get(self.job)
         return view
 
     def _read(self, name: str, stream: ResumingStream[Any]) -> None:
@@ -230,7 +212,7 @@ class JobFollower:
             try:
                 self._take(self._items.get(timeout=TICK_S))
             except queue.Empty:
-                self._printer.tick()
+                self.printer.tick()
             if self.check is not None and not self._has_ended():
                 self.check()
             if "events" in self._seen.over:
@@ -251,17 +233,17 @@ class JobFollower:
         view = self._seen.view
         wait = waiting_line(view, self._clock.monotonic_ns()) if view else "was not seen yet"
         state = wait or (f"is {view.record.phase.value}" if view else "")
-        name = view.record.spec.name if view else self._job
+        name = view.record.spec.name if view else self.job
         return f"job {name} has not ended within {self.timeout_s:g} s and continues; it {state}"
 
     # ------------------------------------------------------------ items
 
     def _take(self, item: _Item) -> None:
         if isinstance(item, LogChunk):
-            self._printer.output(item)
+            self.printer.output(item)
         elif isinstance(item, _Outage):
             self._seen.is_fresh = True
-            self._printer.outage(item.seconds)
+            self.printer.outage(item.seconds)
         elif isinstance(item, _Over):
             self._take_end(item)
         else:
@@ -270,20 +252,20 @@ class JobFollower:
     def _take_event(self, event: JobEvent) -> None:
         seen = self._seen
         if isinstance(event, JobView):
-            if seen.view is None and self._printer.ranks is not None:
-                job_id, ranks = event.record.spec.job_id, self._printer.ranks
-                self._read("output", self._client.logs(job_id, ranks=ranks, follow=True))
+            if seen.view is None and self.printer.ranks is not None:
+                job_id, ranks = event.record.spec.job_id, self.printer.ranks
+                self._read("output", self.client.logs(job_id, ranks=ranks, follow=True))
             seen.view = event
-            self._printer.job(event)
+            self.printer.job(event)
             # Events from before the connection are not sent: the snapshot has the newest report.
             is_reported = hash(event.record.metrics) in seen.reported
             if (seen.is_fresh or event.has_ended()) and not is_reported:
                 self._report(event.record.metrics, from_snapshot=True)
             seen.is_fresh = False
             return
-        self._printer.note(event)
-        if self._on_note is not None:
-            self._on_note(event.note)
+        self.printer.note(event)
+        if self.on_note is not None:
+            self.on_note(event.note)
         if event.note.name == "report":
             fields = dict(event.note.fields)
             place = (fields.get("generation", ""), fields.get("index", ""))
@@ -298,9 +280,9 @@ class JobFollower:
         self._seen.metrics, self._seen.from_snapshot = text, from_snapshot
         self._seen.reported.add(hash(text))
         metrics = parsed_metrics(text)
-        self._printer.report(metrics)
-        if self._on_report is not None:
-            self._on_report(metrics)
+        self.printer.report(metrics)
+        if self.on_report is not None:
+            self.on_report(metrics)
 
     def _take_end(self, over: _Over) -> None:
         self._seen.over.add(over.name)
@@ -308,7 +290,7 @@ class JobFollower:
             return
         if over.name == "events" or not isinstance(over.error, ElasticError):
             raise over.error
-        self._printer.print_line(f"output is not followed any more: {over.error}")
+        self.printer.print_line(f"output is not followed any more: {over.error}")
 
     def _traceback(self) -> str:
         """Return the traceback that the caller shows at the end."""

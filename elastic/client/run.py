@@ -23,20 +23,18 @@ from click.core import ParameterSource
 
 from elastic.client.attempts import RunPlan, attempt, note_end
 from elastic.client.embedded import ClusterConnection, start_cluster, stop_cluster
-from elastic.client.job_follower import JobFollower, follow
+from elastic.client.job_follower import follow
 from elastic.client.job_options import AMONG_JOBS, take_job_options
 from elastic.client.jobs import Client, new_job_id
 from elastic.client.output_router import LogOptions, OutputRouter, parse_streams
 from elastic.client.printer import JobPrinter
 from elastic.client.run_options import run_options
-from elastic.client.show import failure_text
 from elastic.client.stopping import stop_saved
 from elastic.client.submission import plain_name
 from elastic.client.terminal import (
-    EXIT_FAILED,
     EXIT_INTERRUPTED,
     ClusterTarget,
-    ending_code,
+    exit_as,
     reporting_errors,
 )
 from elastic.client.text_format import where_it_goes_on, workers
@@ -360,20 +358,14 @@ def _follow(client: Client, job: _Job, *, check: Callable[[], None] | None = Non
         _notice(where_it_goes_on(view, f"the same command {named}"))
     if has_come:
         raise KeyboardInterrupt
-    code = ending_code(view)
-    if code == EXIT_FAILED and (failure := failure_text(view)):
-        click.echo(failure, err=True)
-    if code:
-        raise click.exceptions.Exit(code)
+    exit_as(view)
 
 
 def _stop(client: Client, spec: JobSpec) -> None:
     """Stop a job at once, and wait for its workers for a limited time."""
     with contextlib.suppress(ElasticError, TimeoutError):
         client.stop(spec.job_id, "interrupted", now=True)
-        last = JobFollower(client, spec.job_id, JobPrinter(ranks=None))
-        last.timeout_s = STOP_WAIT_S
-        view = last.run()
+        view = follow(client, spec.job_id, JobPrinter(ranks=None), timeout_s=STOP_WAIT_S)
         note_end(spec.run_path, spec.job_id, view.record.phase, view.record.reason)
 
 

@@ -125,3 +125,9 @@ def run_path_of(storage_path: str, name: str) -> str:
             )
         storage_path = os.path.abspath(os.path.expanduser(storage_path))
     return f"{storage_path.rstrip('/')}/{name}"
+
+
+def directory_of(path: str) -> str:
+    """Return a run or study directory that a user names, as an absolute path or URL."""
+    parent, _, name = path.rstrip("/").rpartition("/")
+    return run_path_of(parent or ("/" if path.startswith("/") else "."), name)

@@ -21,6 +21,7 @@ from rich.console import Console
 
 from elastic.client.jobs import Client
 from elastic.client.plain import PlainConsole, plain
+from elastic.client.show import failure_text
 from elastic.core.view import JobView
 from elastic.core.world import JobPhase
 from elastic.errors import (
@@ -141,9 +142,14 @@ def exit_code(error: ElasticError) -> int:
     return EXIT_USAGE if isinstance(error, Refused) else EXIT_BUG
 
 
-def ending_code(view: JobView) -> int:
+def exit_as(view: JobView) -> None:
+    """Exit with the code of a job's end; a failure's traceback is the last thing shown."""
     codes = {JobPhase.SUCCEEDED: EXIT_OK, JobPhase.FAILED: EXIT_FAILED}
-    return codes.get(view.record.phase, EXIT_STOPPED)
+    code = codes.get(view.record.phase, EXIT_STOPPED)
+    if code == EXIT_FAILED and (failure := failure_text(view)):
+        click.echo(failure, err=True)
+    if code:
+        raise click.exceptions.Exit(code)
 
 
 def fail(text: str, code: int) -> NoReturn:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from elastic.client.submission import run_path_of
+from elastic.client.submission import directory_of
 from elastic.client.terminal import reporting_errors
 from elastic.errors import UsageError
 from elastic.storage.metrics import has_metrics
@@ -23,8 +23,7 @@ def track(run: str, trackers: tuple[str, ...]) -> None:
     and `run` does the same while a job runs; this is for runs before it, and for what a tracker
     that was away has missed.
     """
-    parent, _, name = run.rstrip("/").rpartition("/")
-    path = run_path_of(parent or ("/" if run.startswith("/") else "."), name)
+    path = directory_of(run)
     if not has_metrics(RunDirectory(path).files):
         raise UsageError(f"{path} has no metrics: name the directory of a run, storage_path/name")
     for spec in parse_trackers(",".join(trackers)):

@@ -12,7 +12,7 @@ import click
 from rich.markup import escape
 
 from elastic.client.study_show import config_line, headline, study_as_dict, study_table
-from elastic.client.submission import run_path_of
+from elastic.client.submission import directory_of, run_path_of
 from elastic.client.terminal import (
     EXIT_FAILED,
     ClusterTarget,
@@ -43,20 +43,14 @@ def _opened(study: str) -> StudyLog:
     Raises:
         UsageError: there is none.
     """
-    tried = []
-    if "/" in study or os.path.isdir(study):
-        parent, _, name = study.rstrip("/").rpartition("/")
-        tried.append(run_path_of(parent or ("/" if study.startswith("/") else "."), name))
-    else:
-        tried.append(run_path_of(DEFAULT_STORAGE, study))
-    for path in tried:
-        log = StudyLog(path)
-        if log.is_there:
-            return log
-    raise UsageError(
-        f"no study is in {' or '.join(tried)} (it has no study.jsonl): name its directory, "
-        f"storage_path/name"
-    )
+    is_named = "/" not in study and not os.path.isdir(study)
+    path = run_path_of(DEFAULT_STORAGE, study) if is_named else directory_of(study)
+    log = StudyLog(path)
+    if not log.is_there:
+        raise UsageError(
+            f"no study is in {path} (it has no study.jsonl): name its directory, storage_path/name"
+        )
+    return log
 
 
 @tune.command()
