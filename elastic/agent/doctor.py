@@ -38,7 +38,7 @@ from elastic.agent.notices.choosing import find_names
 from elastic.core.messages import PROTOCOL
 from elastic.core.world import host_of
 from elastic.errors import ConfigError, CoordinatorUnreachable, ElasticError
-from elastic.runtime.access import Access, find_access
+from elastic.runtime.access import TLS_FLAGS, Access, find_access
 from elastic.runtime.rpc import is_loopback, parse_endpoints
 from elastic.runtime.stream import open_stream
 from elastic.runtime.worker_ports import FLAG, PortRange, ports_needed
@@ -335,9 +335,8 @@ async def find_unreachable(host: str, ports: Sequence[int]) -> dict[int, str]:
 
 def check_coordinator(endpoint: str, flags: Mapping[str, str]) -> list[Check]:
     """Check that the coordinator accepts this agent, and that the clocks agree."""
-    single = {kind: flags[f"tls_{kind}"] for kind in ("cert", "key", "ca")}
     try:
-        access = find_access(flags["token_file"], folder=flags["tls_dir"], **single)
+        access = find_access(flags["token_file"], **{name: flags[name] for name in TLS_FLAGS})
     except ElasticError as error:
         return [fail("credentials", str(error), "see the text")]
     name = f"coordinator {endpoint}"

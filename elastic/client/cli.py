@@ -75,9 +75,7 @@ def main(context: click.Context, coord: str, token_file: str, **tls: str) -> Non
         started = find_started()
         if started is not None:
             coord, token_file = started.address, started.token_file
-    named = {"tls_dir": "folder", "tls_cert": "cert", "tls_key": "key", "tls_ca": "ca"}
-    paths = {named[name]: value for name, value in tls.items()}
-    context.obj = ClusterTarget(coord, token_file, tuple(flags), paths)
+    context.obj = ClusterTarget(coord, token_file, tuple(flags), tls)
 
 
 for command in (

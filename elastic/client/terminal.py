@@ -80,7 +80,7 @@ class ClusterTarget:
     Attributes:
         coord: addresses of the coordinator.
         token_file: path of the join token, "" for none.
-        tls: path of each TLS flag that was given, as `find_access` takes them.
+        tls: path of each TLS flag that was given, by its name in `find_access`.
         flags: the flags on the command line that name them, to be repeated in hints.
         patience_s: how long a command waits for a coordinator that does not answer; see
             `with_timeout`.

@@ -32,7 +32,7 @@ from elastic.errors import (
     Unavailable,
     is_for_now,
 )
-from elastic.runtime.access import find_access, find_tls, read_token_file
+from elastic.runtime.access import TLS_FLAGS, find_access, find_tls, read_token_file
 from elastic.runtime.leaving import run_process
 from elastic.runtime.logging_thread import set_up_logging
 from elastic.runtime.rpc import (
@@ -78,15 +78,6 @@ def default_store() -> str:
     return f"sqlite:{state}/elastic/coord.sqlite"
 
 
-token_option = click.option(
-    "--token-file",
-    envvar="ELASTIC_TOKEN_FILE",
-    default="",
-    metavar="FILE",
-    help="File with the join token, one long random word. [env: ELASTIC_TOKEN_FILE]",
-)
-
-
 def tls_options(command: Command) -> Command:
     """Add the flags that name certificates."""
     for name, what in (
@@ -129,26 +120,6 @@ def store_files_of(settings: dict[str, Any]) -> StoreFiles | None:
     return StoreFiles(**paths) if paths else None
 
 
-def paths_of(tls: dict[str, str]) -> dict[str, str]:
-    """Return the TLS flags by their parameter names in `find_tls`."""
-    names = {"tls_dir": "folder", "tls_cert": "cert", "tls_key": "key", "tls_ca": "ca"}
-    return {names[flag]: path for flag, path in tls.items() if flag in names}
-
-
-coord_option = click.option(
-    "--coord",
-    envvar="ELASTIC_COORD",
-    default=DEFAULT_ADDRESS,
-    show_default=True,
-    metavar="HOST:PORT",
-    help="Address of the coordinator, or several with commas. [env: ELASTIC_COORD]",
-)
-timeout_option = click.option(
-    "--timeout", "timeout_s", type=click.FloatRange(min=0.1), default=5.0, show_default=True,
-    metavar="SECONDS", help="How long to wait for an answer.",
-)  # fmt: skip
-
-
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="elastic-coord")
 def main() -> None:
@@ -170,7 +141,10 @@ def main() -> None:
     help="sqlite:PATH, etcd://host:port,... or memory: [default: a file in the state directory]",
 )  # fmt: skip
 @store_options
-@token_option
+@click.option(
+    "--token-file", envvar="ELASTIC_TOKEN_FILE", default="", metavar="FILE",
+    help="File with the join token, one long random word. [env: ELASTIC_TOKEN_FILE]",
+)  # fmt: skip
 @click.option(
     "--tokens", envvar="ELASTIC_TOKENS", default="", metavar="FILE",
     help="File of tokens with roles, from 'elastic-coord tokens'; read again when it changes. "
@@ -251,7 +225,7 @@ def serve_command(log_level: str, **settings: Any) -> None:
             store_files=store_files_of(settings),
             token=read_token_file(settings["token_file"]) if settings["token_file"] else "",
             tokens=Path(settings["tokens"]).absolute() if settings["tokens"] else None,
-            tls=find_tls(**paths_of(settings)),
+            tls=find_tls(**{name: settings[name] for name in TLS_FLAGS}),
             insecure=settings["insecure"],
             http=parse_http(settings["http"]),
             studies=settings["studies"],
@@ -277,9 +251,16 @@ def serve_command(log_level: str, **settings: Any) -> None:
 
 
 @main.command()
-@coord_option
+@click.option(
+    "--coord", envvar="ELASTIC_COORD", default=DEFAULT_ADDRESS, show_default=True,
+    metavar="HOST:PORT",
+    help="Address of the coordinator, or several with commas. [env: ELASTIC_COORD]",
+)  # fmt: skip
 @tls_options
-@timeout_option
+@click.option(
+    "--timeout", "timeout_s", type=click.FloatRange(min=0.1), default=5.0, show_default=True,
+    metavar="SECONDS", help="How long to wait for an answer.",
+)  # fmt: skip
 def health(coord: str, timeout_s: float, **tls: str) -> None:
     """Show whether a coordinator leads (SERVING) or could take over (STANDBY).
 
@@ -287,7 +268,7 @@ def health(coord: str, timeout_s: float, **tls: str) -> None:
     """
     codes: list[int] = []
     try:
-        access = find_access("", **paths_of(tls))
+        access = find_access(**tls)
         endpoints = parse_endpoints(coord)
     except ElasticError as error:
         fail(error)

@@ -27,6 +27,7 @@ CA_FILE = "ca.crt"
 CERT_FILE = "tls.crt"
 KEY_FILE = "tls.key"
 """File names in the folder of `--tls-dir`, as in a Kubernetes TLS secret."""
+TLS_FLAGS = ("tls_dir", "tls_cert", "tls_key", "tls_ca")
 FILE_BYTES_MAX = 64 * 1024
 PEM_BYTES_MAX = 4 * 1024 * 1024
 """More than a system's bundle of all authorities."""
@@ -139,21 +140,26 @@ def as_access(access: Access | str) -> Access:
 
 
 def find_access(
-    token_file: str = "", *, folder: str = "", cert: str = "", key: str = "", ca: str = ""
+    token_file: str = "",
+    *,
+    tls_dir: str = "",
+    tls_cert: str = "",
+    tls_key: str = "",
+    tls_ca: str = "",
 ) -> Access:
     """Return the access that flags name, and check every file; "" is a flag not given.
 
     Args:
         token_file: holds the join token.
-        folder: holds ca.crt, and tls.crt and tls.key if this process has a certificate.
-        cert: certificate, instead of the folder's tls.crt.
-        key: of the certificate, instead of the folder's tls.key.
-        ca: authority of the other side's certificate, instead of the folder's ca.crt.
+        tls_dir: holds ca.crt, and tls.crt and tls.key if this process has a certificate.
+        tls_cert: certificate, instead of the folder's tls.crt.
+        tls_key: of the certificate, instead of the folder's tls.key.
+        tls_ca: authority of the other side's certificate, instead of the folder's ca.crt.
 
     Raises:
         UsageError: a file is not valid.
     """
-    tls = find_tls(folder, cert=cert, key=key, ca=ca)
+    tls = find_tls(tls_dir, tls_cert=tls_cert, tls_key=tls_key, tls_ca=tls_ca)
     access = Access(token_file=Path(token_file).absolute() if token_file else None, tls=tls)
     access.current_token()
     if tls is not None:
@@ -161,18 +167,20 @@ def find_access(
     return access
 
 
-def find_tls(folder: str = "", *, cert: str = "", key: str = "", ca: str = "") -> TlsFiles | None:
+def find_tls(
+    tls_dir: str = "", *, tls_cert: str = "", tls_key: str = "", tls_ca: str = ""
+) -> TlsFiles | None:
     """Return the TLS files that flags name, None if no flag was given; see `find_access`."""
-    if not (folder or cert or key or ca):
+    if not (tls_dir or tls_cert or tls_key or tls_ca):
         return None
-    root = Path(folder).absolute()
+    root = Path(tls_dir).absolute()
 
     def path(given: str, name: str) -> Path | None:
         if given:
             return Path(given).absolute()
-        return root / name if folder and (name == CA_FILE or _is_there(root)) else None
+        return root / name if tls_dir and (name == CA_FILE or _is_there(root)) else None
 
-    return TlsFiles(path(cert, CERT_FILE), path(key, KEY_FILE), path(ca, CA_FILE))
+    return TlsFiles(path(tls_cert, CERT_FILE), path(tls_key, KEY_FILE), path(tls_ca, CA_FILE))
 
 
 def _is_there(root: Path) -> bool:

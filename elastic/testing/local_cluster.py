@@ -239,7 +239,7 @@ class LocalCluster:
     def client(self) -> Client:
         """Return a client of the coordinator."""
         if self._client is None:
-            access = find_access(self.token_file, folder=self._tls_of(COORDINATOR))
+            access = find_access(self.token_file, tls_dir=self._tls_of(COORDINATOR))
             self._client = Client(self.address, access)
         return self._client
 

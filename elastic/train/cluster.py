@@ -190,11 +190,13 @@ def _there(
 
 def _find_access(token_file: str | Path | None, tls_dir: str | Path | None) -> Access:
     """Return the access from arguments and environment; an argument overrides its variable."""
-    given = {"cert": "ELASTIC_TLS_CERT", "key": "ELASTIC_TLS_KEY", "ca": "ELASTIC_TLS_CA"}
-    single = {name: os.environ.get(variable, "") for name, variable in given.items()}
+    single = {
+        name: os.environ.get(f"ELASTIC_{name.upper()}", "")
+        for name in ("tls_cert", "tls_key", "tls_ca")
+    }
     return find_access(
         str(token_file or os.environ.get("ELASTIC_TOKEN_FILE", "")),
-        folder=str(tls_dir or os.environ.get("ELASTIC_TLS_DIR", "")),
+        tls_dir=str(tls_dir or os.environ.get("ELASTIC_TLS_DIR", "")),
         **({} if tls_dir else single),
     )
 

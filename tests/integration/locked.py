@@ -33,7 +33,7 @@ def certificate(
     folder: Path, name: str, role: Role, days: float = 1, hosts: tuple[str, ...] = ()
 ) -> Access:
     made = issue(folder, CertificateRequest(name=name, role=role, days=days, hosts=hosts), NOW)
-    return find_access(folder=str(made))
+    return find_access(tls_dir=str(made))
 
 
 def token(path: Path, role: Role, name: str = "", **changes: Any) -> str:

@@ -66,7 +66,7 @@ class Mutual:
             role: certificate(self.folder, f"the-{role.value}", role)
             for role in (Role.NODE, Role.SUBMIT, Role.READ)
         }
-        self.of[Role.ADMIN] = find_access(folder=str(self.folder / "coordinator"))
+        self.of[Role.ADMIN] = find_access(tls_dir=str(self.folder / "coordinator"))
         self.coordinator = Coordinator(
             folder / "c", args=("--tls-dir", str(self.folder / "coordinator"))
         )
@@ -134,8 +134,10 @@ async def test_without_a_certificate_of_this_authority_no_method_is_reached(
 ) -> None:
     ca = str(mutual.folder / "ca.crt")
     theirs = mutual.strange / "coordinator"
-    stranger = find_access(cert=str(theirs / "tls.crt"), key=str(theirs / "tls.key"), ca=ca)
-    for access in (Access(), find_access(ca=ca), stranger, find_access(folder=str(theirs))):
+    stranger = find_access(
+        tls_cert=str(theirs / "tls.crt"), tls_key=str(theirs / "tls.key"), tls_ca=ca
+    )
+    for access in (Access(), find_access(tls_ca=ca), stranger, find_access(tls_dir=str(theirs))):
         outcome = await call(mutual.coordinator.address, method, access=access, metadata=())
         assert outcome.code == "UNAVAILABLE", outcome
 
@@ -330,7 +332,7 @@ async def test_tokens_over_tls_need_no_certificate_of_the_caller(tmp_path: Path)
     ours = folder / "coordinator"
     args = ("--tls-cert", str(ours / "tls.crt"), "--tls-key", str(ours / "tls.key"))
     args += ("--tokens", str(tmp_path / "tokens.json"))
-    tls = find_access(ca=str(folder / "ca.crt")).tls
+    tls = find_access(tls_ca=str(folder / "ca.crt")).tls
     with Coordinator(tmp_path / "c", args=args) as running:
         method = "/elastic.v1.Jobs/List"
         assert (await call(running.address, method, access=Access(shown, tls=tls))).code == "OK"
