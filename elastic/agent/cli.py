@@ -97,7 +97,6 @@ class Flags:
     tls_ca: str
     drain_timeout: float
     notices: str
-    notice_file: str
     log_dir: str
     run_dir: str
     event_log: str
@@ -212,13 +211,6 @@ class Flags:
     "file:PATH, kubernetes:PATH; auto: what is found; or none.",
 )
 @click.option(
-    "--notice-file",
-    default="",
-    show_default=False,
-    metavar="PATH",
-    help="The same as file:PATH: when it appears, the node leaves.",
-)
-@click.option(
     "--log-dir",
     default="",
     show_default=False,
@@ -315,7 +307,7 @@ def run_agent(flags: Flags, env: Mapping[str, str]) -> int:
         book = AddressBook(path, settings.endpoints)
         settings = dataclasses.replace(settings, node=node, book=book)
         figures = open_metrics(flags.metrics)
-        sources = read_sources(flags, env)
+        sources = choose_sources(flags.notices, env)
         ended = asyncio.run(live(settings, clock, flags.tether_fd, sources, figures))
     log.info("agent_ended code=%d reason=%s", ended.code, quoted(ended.reason))
     return ended.code
@@ -413,18 +405,6 @@ def read_settings(flags: Flags, env: Mapping[str, str]) -> AgentSettings:
         event_log=event_log,
         worker_ports=ports,
     )
-
-
-def read_sources(flags: Flags, env: Mapping[str, str]) -> tuple[NoticeSource, ...]:
-    """Return the sources of preemption notices for this machine.
-
-    Raises:
-        ConfigError: --notices names an unknown source.
-    """
-    text = ",".join([flags.notices, *([f"file:{flags.notice_file}"] if flags.notice_file else [])])
-    if flags.notices == "none" and flags.notice_file:
-        text = f"file:{flags.notice_file}"
-    return choose_sources(text, env)
 
 
 async def live(
