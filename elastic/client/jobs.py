@@ -10,7 +10,6 @@ import threading
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
-from types import TracebackType
 from typing import Any, TypeVar
 
 import grpc
@@ -91,12 +90,7 @@ class Client:
     def __enter__(self) -> Client:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:

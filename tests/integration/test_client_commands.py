@@ -24,29 +24,10 @@ from elastic.errors import NotAuthorized
 from elastic.storage.marker import CheckpointMarker
 from elastic.storage.run_directory import RunDirectory
 from tests.integration.coordinator import ROOT, Coordinator, ScriptedAgent, node, spec
-from tests.integration.played_jobs import elastic, playing, stop_all, wait_phase, wait_until
+from tests.integration.played_jobs import elastic, playing, wait_phase, wait_until
 from tests.patience import DEADLINE_S
 
 STORY = 'Traceback (most recent call last):\n  File "train.py", line 7\nValueError: step seven\n'
-
-
-@pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Coordinator]:
-    with Coordinator(tmp_path_factory.mktemp("coordinator")) as started:
-        yield started
-
-
-@pytest.fixture
-def coordinator(running: Coordinator) -> Iterator[Coordinator]:
-    """One coordinator for all tests that leave it alive; what a test left there is stopped."""
-    yield running
-    stop_all(running.address)
-
-
-@pytest.fixture
-def client(coordinator: Coordinator) -> Iterator[Client]:
-    with Client(coordinator.address) as connected:
-        yield connected
 
 
 @pytest.fixture
