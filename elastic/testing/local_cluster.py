@@ -27,6 +27,7 @@ from types import TracebackType
 
 from elastic.client.jobs import Client
 from elastic.core.config import JobSpec
+from elastic.core.events.shared import Note
 from elastic.core.view import ClusterView, JobView
 from elastic.core.world import NodePhase
 from elastic.errors import ElasticError, Refused, Unavailable
@@ -49,7 +50,6 @@ class LocalCluster:
     Attributes:
         directory: logs and stores; deleted at the end unless it was given.
         address: "host:port" of the coordinator, the same after a restart.
-        notes: all notes of submitted jobs, oldest first.
     """
 
     def __init__(
@@ -87,14 +87,12 @@ class LocalCluster:
         self.tls_dir = Path(tls_dir) if tls_dir is not None else None
         self.coordinator_args = coordinator_args
         self.address = ""
-        self.notes: list[TimedNote] = []
         self.agents: dict[str, subprocess.Popen[bytes]] = {}
         self.coordinator: subprocess.Popen[bytes] | None = None
         self._client: Client | None = None
         # (theirs, ours): nothing is written; it closes with this process, however that ends.
         self._tether: tuple[int, int] | None = None
-        self._watchers: list[threading.Thread] = []
-        self._changed = threading.Condition()
+        self._collected = _Notes()
 
     def __enter__(self) -> LocalCluster:
         """Start the cluster; on return all nodes are registered."""
@@ -205,8 +203,7 @@ class LocalCluster:
         tether, self._tether = self._tether, None
         for fd in tether or ():
             os.close(fd)
-        for watcher in self._watchers:
-            watcher.join(TIMEOUT_S)
+        self._collected.join()
         if self._is_temporary and not keep:
             shutil.rmtree(self.directory, ignore_errors=True)
 
@@ -243,6 +240,11 @@ class LocalCluster:
             self._client = Client(self.address, access)
         return self._client
 
+    @property
+    def notes(self) -> list[TimedNote]:
+        """Return all notes of submitted jobs, oldest first."""
+        return self._collected.notes
+
     def view(self) -> ClusterView:
         """Return the coordinator's current view of the cluster."""
         return self.client.status().view
@@ -250,9 +252,7 @@ class LocalCluster:
     def submit(self, spec: JobSpec) -> str:
         """Submit a job and start to collect its notes."""
         job_id = self.client.submit(spec)
-        watcher = threading.Thread(target=self._watch, args=(job_id,), daemon=True)
-        watcher.start()
-        self._watchers.append(watcher)
+        self._collected.collect(self.client, job_id)
         return job_id
 
     def job(self, job_id: str) -> JobView:
@@ -316,22 +316,16 @@ class LocalCluster:
             fields: values that the note must have, compared as text.
         """
         wanted = {key: str(value) for key, value in fields.items()}
-        deadline = time.monotonic() + TIMEOUT_S
-        with self._changed:
-            while True:
-                for timed in self.notes[after:]:
-                    noted = dict(timed.note.fields)
-                    if (
-                        timed.note.name == name
-                        and (not job_id or timed.note.job_id == job_id)
-                        and all(noted.get(key) == value for key, value in wanted.items())
-                    ):
-                        return timed
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    seen = [t.note.name for t in self.notes[after:]][-20:]
-                    raise Unavailable(f"no note {name} {wanted} came; the last were: {seen}")
-                self._changed.wait(left)
+
+        def fits(note: Note) -> bool:
+            noted = dict(note.fields)
+            return (
+                note.name == name
+                and (not job_id or note.job_id == job_id)
+                and all(noted.get(key) == value for key, value in wanted.items())
+            )
+
+        return self._collected.wait(fits, f"{name} {wanted}", after)
 
     def worker_pids(self, job_id: str) -> dict[str, int]:
         """Return the pid of each living worker of a job."""
@@ -341,14 +335,6 @@ class LocalCluster:
         """Return the output of the coordinator or of a node's agent, "" if there is none."""
         path = self.directory / f"{name}.log"
         return path.read_text(errors="replace") if path.exists() else ""
-
-    def _watch(self, job_id: str) -> None:
-        with contextlib.suppress(ElasticError):
-            for event in self.client.watch(job_id):
-                if isinstance(event, TimedNote):
-                    with self._changed:
-                        self.notes.append(event)
-                        self._changed.notify_all()
 
     def _until(
         self,
@@ -369,6 +355,43 @@ class LocalCluster:
             # At most a tenth of the time: the cluster needs the cores more than its observer.
             time.sleep(max(POLL_S, min(POLL_S_MAX, 9 * (now - asked))))
             asked = time.monotonic()
+
+
+class _Notes:
+    """The notes of watched jobs, oldest first; a thread for each job reads them."""
+
+    def __init__(self) -> None:
+        self.notes: list[TimedNote] = []
+        self._watchers: list[threading.Thread] = []
+        self._changed = threading.Condition()
+
+    def collect(self, client: Client, job_id: str) -> None:
+        watcher = threading.Thread(target=self._watch, args=(client, job_id), daemon=True)
+        watcher.start()
+        self._watchers.append(watcher)
+
+    def _watch(self, client: Client, job_id: str) -> None:
+        with contextlib.suppress(ElasticError):
+            for event in client.watch(job_id):
+                if isinstance(event, TimedNote):
+                    with self._changed:
+                        self.notes.append(event)
+                        self._changed.notify_all()
+
+    def wait(self, fits: Callable[[Note], bool], what: str, after: int) -> TimedNote:
+        def found() -> TimedNote | None:
+            return next((timed for timed in self.notes[after:] if fits(timed.note)), None)
+
+        with self._changed:
+            timed = self._changed.wait_for(found, TIMEOUT_S)
+            if timed is None:
+                seen = [timed.note.name for timed in self.notes[after:]][-20:]
+                raise Unavailable(f"no note {what} came; the last were: {seen}")
+            return timed
+
+    def join(self) -> None:
+        for watcher in self._watchers:
+            watcher.join(TIMEOUT_S)
 
 
 def descendants(pid: int) -> list[int]:
