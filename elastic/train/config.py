@@ -22,6 +22,7 @@ from elastic.train.expecting import (
     expect_environment,
     expect_names,
     is_number,
+    is_undrawn,
     is_whole,
     refuse,
     take_callbacks,
@@ -61,6 +62,9 @@ def _expect_amounts(config: object, field: str) -> Mapping[str, Any]:
 class ScalingConfig:
     """Number of workers, their resources, and where they run.
 
+    In a Tuner's `param_space["scaling_config"]` fields may be search spaces, such as
+    `num_workers=tune.grid_search([1, 2])`; they are checked once they are drawn.
+
     Attributes:
         num_workers: a number, or (min, max) for an elastic run; 0 runs the train function in this
             process, with the same reports and checkpoints; what it raises ends the run.
@@ -87,6 +91,8 @@ class ScalingConfig:
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
+        if self.undrawn:
+            return
         self._check_number()
         self._take_one_selector()
         expect_names(self, "trainer_resources", AMOUNTS)
@@ -119,10 +125,7 @@ class ScalingConfig:
         number = self.num_workers
         bounds = number if isinstance(number, tuple) else (number, number)
         if len(bounds) != 2 or not all(is_whole(bound) for bound in bounds):
-            what = (
-                "an int, or (min, max); a Tuner's param_space takes one of several ScalingConfigs"
-            )
-            refuse(self, "num_workers", what)
+            refuse(self, "num_workers", "an int, or (min, max)")
         low, high = int(bounds[0]), int(bounds[1])
         if low < 0 or high < low or (low == 0 and high != 0):
             refuse(self, "num_workers", "1 <= min <= max, or 0 to train in this process")
@@ -137,6 +140,11 @@ class ScalingConfig:
         if len(given) != self.max_workers or any(each != given[0] for each in given):
             refuse(self, "label_selector", f"{LABELS}; or a list of {self.max_workers} equal ones")
         object.__setattr__(self, "label_selector", given[0])
+
+    @property
+    def undrawn(self) -> tuple[str, ...]:
+        """Return the fields that a Tuner draws for each trial."""
+        return tuple(name for name, value in vars(self).items() if is_undrawn(value))
 
     @property
     def labels(self) -> dict[str, str]:

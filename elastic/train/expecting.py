@@ -18,6 +18,21 @@ CALLBACK_METHODS = {"after_report": ("metrics",), "after_event": ("name", "field
 """Methods of a callback, each with its arguments."""
 FOR_TRIALS = "on_trial_result"
 """An object with this method is a callback of `tune.Tuner`."""
+GRID = "grid_search"
+"""The only key of a grid in a search space."""
+
+
+class Undrawn:
+    """Stands for a value that a Tuner draws for each trial; the base class of its domains."""
+
+
+def is_undrawn(value: object) -> bool:
+    """Return whether a Tuner has to draw a value, or a part of it, before it can be used."""
+    if isinstance(value, Mapping):
+        return list(value) == [GRID] or any(map(is_undrawn, value.values()))
+    if isinstance(value, (list, tuple)):
+        return any(map(is_undrawn, value))
+    return isinstance(value, Undrawn)
 
 
 def refuse(config: object, field: str, what: str) -> NoReturn:

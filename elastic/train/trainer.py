@@ -140,6 +140,8 @@ class DataParallelTrainer:
         self.train_loop_per_worker = train_loop_per_worker
         self.train_loop_config = train_loop_config
         self.scaling_config = _checked("scaling_config", scaling_config, ScalingConfig)
+        for name in self.scaling_config.undrawn:
+            refuse(self.scaling_config, name, "a value; a Tuner draws what its param_space has")
         self.run_config = _checked("run_config", run_config, RunConfig)
         checkpoints = self.run_config.checkpoint_config
         for name in ("checkpoint_frequency", "checkpoint_at_end"):

@@ -15,14 +15,14 @@ from random import Random
 from typing import Any
 
 from elastic.errors import ConfigError
+from elastic.train.expecting import GRID, Undrawn
 
 Path = tuple[Any, ...]
 """Keys and indices, from the outermost one inward."""
-GRID = "grid_search"
 
 
 @dataclass(frozen=True)
-class Domain:
+class Domain(Undrawn):
     """A set of values with a distribution.
 
     Attributes:

@@ -11,7 +11,8 @@ import copy
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from random import Random
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import cloudpickle
 
@@ -22,8 +23,10 @@ from elastic.errors import ConfigError, UsageError
 from elastic.storage.files import Files
 from elastic.train.checkpoint import Checkpoint
 from elastic.train.config import RunConfig, ScalingConfig
-from elastic.train.trainer import DataParallelTrainer
+from elastic.train.expecting import refuse
+from elastic.train.trainer import DataParallelTrainer, checked
 from elastic.tune.session import Objective
+from elastic.tune.space import Domain, combinations, draw, grid_search
 from elastic.tune.trainable import checkpoints_every, steps
 from elastic.tune.trial_function import TrialFunction, parameters_of
 
@@ -32,6 +35,8 @@ if TYPE_CHECKING:
 
 LOOP = "train_loop_config"
 SCALING = "scaling_config"
+DATASETS = "datasets"
+RUN = "run_config"
 PARAMETERS = "parameters.pkl"
 
 
@@ -96,10 +101,11 @@ class Recipe:
         )
         begins = Checkpoint(resume_from) if resume_from else None
         if isinstance(self._trainable, DataParallelTrainer):
-            over, scaling = split_config(config)
+            loop, scaling, datasets = split_config(config)
             one = copy.copy(self._trainable)
-            one.train_loop_config = {**(one.train_loop_config or {}), **over}
+            one.train_loop_config = {**(one.train_loop_config or {}), **loop}
             one.scaling_config, one.run_config = scaling or one.scaling_config, run_config
+            one.datasets = checked({**one.datasets, **datasets})
             one.resume_from_checkpoint = begins or one.resume_from_checkpoint
             return one
         resources = self._trainable.resources
@@ -122,28 +128,94 @@ class Recipe:
         return steps(given, checkpoints_every(given, frequency, at_end))
 
 
-def split_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], ScalingConfig | None]:
-    """Split a config into updates of the train_loop_config and a scaling_config, None for none.
+class TrainerParts(NamedTuple):
+    """What a config has of a trainer's arguments.
+
+    Attributes:
+        loop: updates of the train_loop_config.
+        scaling: None for the trainer's own.
+        datasets: beside the trainer's own, or in place of them.
+    """
+
+    loop: dict[str, Any]
+    scaling: ScalingConfig | None
+    datasets: dict[str, Any]
+
+
+def split_config(config: Mapping[str, Any]) -> TrainerParts:
+    """Split a config into what it has of a trainer's arguments.
 
     Raises:
-        ConfigError: the scaling_config is not a ScalingConfig, or other keys are given beside
-            train_loop_config.
+        ConfigError: the scaling_config is none for trials, or there is a run_config, or other keys
+            are given beside train_loop_config.
     """
-    scaling = config.get(SCALING)
-    if scaling is not None and not isinstance(scaling, ScalingConfig):
+    if RUN in config:
         raise ConfigError(
-            f"param_space[{SCALING!r}] is a {type(scaling).__name__}; expected a ScalingConfig, or "
-            f"tune.choice of several"
+            f"param_space has {RUN!r}, which is the same for all trials: expected "
+            f"Tuner(run_config=RunConfig(...))"
         )
-    rest = {key: value for key, value in config.items() if key not in (LOOP, SCALING)}
+    scaling, datasets = _scaling_of(config), config.get(DATASETS, {})
+    if not isinstance(datasets, Mapping):
+        raise ConfigError(
+            f"param_space[{DATASETS!r}] is a {type(datasets).__name__}; expected a dict by name, "
+            f"such as {{'train': tune.choice([...])}}; what the train function takes by this name "
+            f"belongs inside of {LOOP!r}"
+        )
+    rest = {key: v for key, v in config.items() if key not in (LOOP, SCALING, DATASETS)}
     if LOOP not in config:
-        return rest, scaling
+        return TrainerParts(rest, scaling, dict(datasets))
     if rest:
         raise ConfigError(
             f"param_space has {', '.join(map(repr, sorted(rest)))} beside {LOOP!r}: expected "
             f"everything for the train function inside of {LOOP!r}, or no {LOOP!r} at all"
         )
-    return dict(config[LOOP]), scaling
+    return TrainerParts(dict(config[LOOP]), scaling, dict(datasets))
+
+
+def _scaling_of(config: Mapping[str, Any]) -> ScalingConfig | None:
+    scaling = config.get(SCALING)
+    if isinstance(scaling, Mapping):
+        scaling = ScalingConfig(**scaling)
+    if scaling is None:
+        return None
+    if not isinstance(scaling, ScalingConfig):
+        raise ConfigError(
+            f"param_space[{SCALING!r}] is a {type(scaling).__name__}; expected a ScalingConfig, or "
+            f"tune.choice of several"
+        )
+    for name in scaling.undrawn:
+        refuse(scaling, name, f"a value, where {SCALING} is one of several")
+    if not scaling.max_workers:
+        refuse(scaling, "num_workers", "1 or more: trials are jobs of their own")
+    return scaling
+
+
+def with_fields(space: Any) -> Any:
+    """Return a space in which a scaling_config with fields to draw is a dict of its fields."""
+    scaling = space.get(SCALING) if isinstance(space, Mapping) else None
+    if not (isinstance(scaling, ScalingConfig) and scaling.undrawn):
+        return space
+    defaults = vars(ScalingConfig())
+    return {**space, SCALING: {k: v for k, v in vars(scaling).items() if v != defaults[k]}}
+
+
+def most_workers(space: Any) -> int:
+    """Return how many workers the largest trial may have; 0 if that is not in the space."""
+    if not isinstance(space, Mapping) or SCALING not in space:
+        return 0
+    enumerated = {**space, SCALING: _as_grids(space[SCALING])}
+    configs = (draw(enumerated, Random(0), chosen) for chosen in combinations(enumerated))
+    sizes = (scaling.max_workers for config in configs if (scaling := _scaling_of(config)))
+    return max(sizes, default=0)
+
+
+def _as_grids(space: Any) -> Any:
+    """Return a space in which each choice is a grid."""
+    if isinstance(space, Domain) and space.options:
+        return grid_search(space.options)
+    if isinstance(space, Mapping):
+        return {key: _as_grids(part) for key, part in space.items()}
+    return space
 
 
 def from_json(text: str) -> ScalingConfig:

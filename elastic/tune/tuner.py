@@ -32,7 +32,15 @@ from elastic.tune.schedulers import FIFOScheduler, TrialScheduler
 from elastic.tune.search import BasicVariantGenerator, ConcurrencyLimiter, Searcher
 from elastic.tune.stopper import as_stopper
 from elastic.tune.trial_function import TrialFunction, as_trainable
-from elastic.tune.trials import LOOP, Recipe, split_config
+from elastic.tune.trials import (
+    DATASETS,
+    LOOP,
+    SCALING,
+    Recipe,
+    most_workers,
+    split_config,
+    with_fields,
+)
 from elastic.worker.engine import train_call
 
 TUNER_FILE = "tuner.pkl"
@@ -66,7 +74,8 @@ class Tuner:
         Args:
             trainable: a function of a config that calls `tune.report`, or a `TorchTrainer`.
             param_space: the search space. For a trainer it updates the train_loop_config: keys
-                are inside of "train_loop_config", or at the top level.
+                are inside of "train_loop_config", or at the top level. "scaling_config" and
+                "datasets" stand for the trainer's, and may have parts that are drawn.
             tune_config: objective, search and limits.
             run_config: name and storage path of the study, and policies of its trials. What it
                 leaves unset is taken from the trainer's, if the trainable is a trainer.
@@ -79,7 +88,7 @@ class Tuner:
         # See `restore`: (resume_unfinished, resume_errored, restart_errored).
         self._again = (True, False, False)
         self._trainable = _trainable(trainable)
-        self._space = param_space if param_space is not None else {}
+        self._space = with_fields(param_space if param_space is not None else {})
         self._tune_config = tune_config or TuneConfig()
         if not isinstance(self._tune_config, TuneConfig):
             raise UsageError(
@@ -187,7 +196,9 @@ class Tuner:
         recipe = Recipe(self._trainable, self._run_config, log.files.path)
         # Errors that every trial would have are raised before anything is written.
         spec = recipe.trainer("trial", self._some_config()).job_spec()
-        cluster = require_cluster(spec.min_workers, spec.max_workers)
+        is_trainer = isinstance(self._trainable, DataParallelTrainer)
+        most = most_workers(self._space) if is_trainer else 0
+        cluster = require_cluster(spec.min_workers, max(spec.max_workers, most))
         with Client(cluster.address, cluster.access) as client:
             nodes = client.status().view.nodes  # Raises at once if no coordinator answers.
             if cluster.is_embedded:
@@ -355,7 +366,7 @@ class Tuner:
             raise ConfigError(f"Tuner: param_space is a {type(space).__name__}, expected a dict")
         spaces.check(space)
         if isinstance(self._trainable, DataParallelTrainer):
-            split_config({k: v for k, v in space.items() if k != "scaling_config"})
+            split_config({k: v for k, v in space.items() if k not in (SCALING, DATASETS)})
             if LOOP in space and not isinstance(space[LOOP], Mapping):
                 raise ConfigError(f"param_space[{LOOP!r}]: expected a dict")
 

@@ -64,10 +64,6 @@ s3 = fsspec.get_filesystem_class("s3")
         (lambda: SyncConfig(upload_dir="s3://b"), "upload_dir='s3://b': expected None"),
         (lambda: ScalingConfig(num_workers=3, workers_per_replica=2), "replica=2.*divides"),
         (lambda: ScalingConfig(workers_per_replica=0), "workers_per_replica=0"),
-        (
-            lambda: ScalingConfig(num_workers={"grid_search": [1, 2]}),  # type: ignore[arg-type]
-            r"num_workers={'grid_search': \[1, 2\]}: .* param_space takes one of several",
-        ),
         (lambda: FailureConfig(max_failures=-2), "-2.*for ever"),
         (lambda: FailureConfig(max_failures=None), "None.*an int"),  # type: ignore[arg-type]
         (lambda: CheckpointConfig(num_to_keep=0), "num_to_keep=0.*>= 1"),

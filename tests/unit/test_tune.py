@@ -27,6 +27,7 @@ from elastic.core.policy.tuning import decision as tuning
 from elastic.core.study import LoggedConfig, TrialAttempt, TrialState
 from elastic.core.view import NodeView
 from elastic.core.world import Failure, JobPhase, Node, NodePhase
+from elastic.data import from_items
 from elastic.errors import ConfigError, UsageError
 from elastic.storage.metrics import Numbering
 from elastic.storage.study_log import StudyLog
@@ -46,7 +47,7 @@ from elastic.tune.search.optuna import OptunaSearch
 from elastic.tune.session import SIZE, Objective, size_asked_by
 from elastic.tune.stopper import TrialPlateauStopper, as_stopper
 from elastic.tune.trial_function import as_trainable
-from elastic.tune.trials import Recipe, from_json, from_log, to_log
+from elastic.tune.trials import Recipe, from_json, from_log, most_workers, to_log
 from elastic.wire.codec_jobs import TimedNote
 from elastic.worker.engine import train_call
 
@@ -146,6 +147,50 @@ def test_a_trainer_takes_a_config_in_both_nestings(tmp_path: Path) -> None:
     assert trainer.train_loop_config == {"lr": 1, "epochs": 5}
     scaled = recipe.trainer("run", {"scaling_config": ScalingConfig(num_workers=(1, 3)), "lr": 3})
     assert scaled.job_spec().max_workers == 3
+
+
+def test_a_trials_scaling_config_and_datasets_may_be_drawn_in_parts(tmp_path: Path) -> None:
+    def train(config: dict[str, Any]) -> None: ...
+
+    small, large = (from_items(list(range(size))) for size in (2, 4))
+    workers: Any = tune.grid_search([1, (2, 3)])
+    amounts: Any = {"CPU": tune.choice([2])}
+    drawn = ScalingConfig(num_workers=workers, resources_per_worker=amounts)
+    trainer = TorchTrainer(train, train_loop_config={"lr": 1}, datasets={"train": small})
+    tuner = tune.Tuner(
+        trainer,
+        param_space={
+            "scaling_config": drawn,
+            "datasets": {"train": tune.grid_search([small, large])},
+            "train_loop_config": {"lr": tune.choice([2])},
+        },
+        run_config=RunConfig(name="n", storage_path=str(tmp_path)),
+    )
+    search = tuner._search(0)
+    assert search.total == 4
+    trials = [search.suggest(str(number)) for number in range(4)]
+    assert all(config is not None for config in trials)
+    assert {config["scaling_config"]["num_workers"] for config in trials if config} == {1, (2, 3)}
+    recipe = Recipe(trainer, RunConfig(), str(tmp_path))
+    made = [recipe.trainer("run", config or {}) for config in trials]
+    specs = [one.job_spec() for one in made]
+    assert [(one.min_workers, one.max_workers) for one in specs] == [(1, 1)] * 2 + [(2, 3)] * 2
+    assert all(one.resources_per_worker.as_dict() == {"CPU": 2} for one in specs)
+    assert [one.datasets["train"] for one in made] == [small, large] * 2
+    assert all(one.train_loop_config == {"lr": 2} for one in made)
+    assert trainer.datasets == {"train": small}
+    assert most_workers(tuner._space) == 3
+    assert most_workers({"scaling_config": tune.choice([ScalingConfig(), ScalingConfig(5)])}) == 5
+    with pytest.raises(ConfigError, match=r"num_workers=.*expected a value; a Tuner draws"):
+        TorchTrainer(train, scaling_config=drawn)
+    for space, said in (
+        ({"scaling_config": tune.choice([drawn])}, "num_workers=.*one of several"),
+        ({"scaling_config": {"num_workers": 0}}, "num_workers=0: expected 1 or more"),
+        ({"run_config": RunConfig()}, r"expected Tuner\(run_config="),
+        ({"datasets": "mnist"}, "'datasets'. is a str.*inside of 'train_loop_config'"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            recipe.trainer("run", spaces.draw(space, Random(0), {}))
 
 
 def test_a_tuners_run_config_overrides_its_trainers_also_with_a_default(study: StudyLog) -> None:
