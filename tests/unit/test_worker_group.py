@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
 import select
 import socket
 import sys
+from collections.abc import Callable, Iterator
 from types import ModuleType
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import all_reduce as kept_all_reduce
+from torch.distributed import device_mesh
+from torch.distributed import get_rank as kept_get_rank
+from torch.distributed import is_initialized as kept_is_initialized
+from torch.nn.parallel import DistributedDataParallel
 
 from elastic.errors import ConfigError, GroupError
 from elastic.worker.group import c10d
@@ -22,6 +33,7 @@ from elastic.worker.group.sockets import (
     socket_inodes,
 )
 from elastic.worker.group.store_server import StoreServer
+from elastic.worker.process.early_run import joining_on_demand
 
 PLACE = {
     "generation": 1,
@@ -84,40 +96,75 @@ def test_torch_without_a_name_that_we_need_is_refused() -> None:
         c10d.look_up(type("module", (), {}), "Missing")
 
 
-def test_torch_gets_its_own_functions_back() -> None:
-    import torch.distributed as dist
+@contextlib.contextmanager
+def taken() -> Iterator[tuple[ProcessGroups, Callable[[], None]]]:
+    """Take torch's functions; yields the groups of this process, and what forms one of one."""
+    groups, server = ProcessGroups(), StoreServer("127.0.0.1")
+    generations = itertools.count(1)
 
-    before = (dist.init_process_group, dist.destroy_process_group)
+    def form() -> None:
+        generation = next(generations)
+        server.admit(generation, PLACE["key"])  # type: ignore[arg-type]
+        changed = {"leader_address": server.address, "generation": generation}
+        groups.form(GroupSpec(**{**PLACE, **changed}))  # type: ignore[arg-type]
+
+    try:
+        yield groups, form
+    finally:
+        groups.close()
+        server.close()
+
+
+def test_torch_gets_its_own_functions_back() -> None:
+    names = ("init_process_group", "destroy_process_group")
+    before = [getattr(dist, name) for name in names]
     hook = sys.excepthook
-    groups = ProcessGroups()
-    server = StoreServer("127.0.0.1")
-    server.admit(1, PLACE["key"])  # type: ignore[arg-type]
-    assert dist.init_process_group is not before[0]
-    groups.form(GroupSpec(**{**PLACE, "leader_address": server.address}))  # type: ignore[arg-type]
-    assert dist.is_initialized()
-    groups.close()
-    assert (dist.init_process_group, dist.destroy_process_group) == before
+    with taken() as (_, form):
+        assert dist.init_process_group is not before[0]
+        assert device_mesh.init_process_group is dist.init_process_group  # type: ignore[attr-defined]
+        form()
+        assert dist.is_initialized()
+    assert [getattr(dist, name) for name in names] == before
+    assert device_mesh.init_process_group is before[0]  # type: ignore[attr-defined]
     assert not dist.is_initialized()
     assert sys.excepthook is hook
-    server.close()
 
 
 def test_a_script_is_warned_only_of_a_backend_that_the_group_lacks(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    import torch.distributed as dist
+    with taken() as (_, form):
+        form()
+        for same in (None, "gloo", "cpu:gloo"):
+            dist.init_process_group(same)
+        assert "backend_differs" not in caplog.text
+        dist.init_process_group("cuda:nccl,cpu:gloo")
+        assert "backend_differs asked=cuda:nccl,cpu:gloo formed=gloo" in caplog.text
 
-    groups = ProcessGroups()
-    server = StoreServer("127.0.0.1")
-    server.admit(1, PLACE["key"])  # type: ignore[arg-type]
-    groups.form(GroupSpec(**{**PLACE, "leader_address": server.address}))  # type: ignore[arg-type]
-    for same in (None, "gloo", "cpu:gloo"):
-        dist.init_process_group(same)
-    assert "backend_differs" not in caplog.text
-    dist.init_process_group("cuda:nccl,cpu:gloo")
-    assert "backend_differs asked=cuda:nccl,cpu:gloo formed=gloo" in caplog.text
-    groups.close()
-    server.close()
+
+def test_a_script_ahead_of_its_group_joins_it_by_any_name_that_it_has_kept() -> None:
+    def join() -> None:
+        put_back()
+        form()
+
+    with taken() as (groups, form):
+        begin, end = dist.init_process_group, dist.destroy_process_group
+        asks: tuple[Callable[[], Any], ...] = (
+            kept_is_initialized,
+            kept_get_rank,
+            lambda: kept_all_reduce(torch.ones(1)),
+            lambda: begin("gloo", world_size=1),
+            lambda: DistributedDataParallel(torch.nn.Linear(1, 1)),
+            end,
+        )
+        for ask in asks:
+            with joining_on_demand(join) as put_back:
+                assert dist.is_initialized()
+                assert groups.spec is None
+                ask()
+                assert groups.spec is not None
+            assert dist.is_initialized() is (ask is not end)
+            groups.drop()
 
 
 def test_there_is_no_store_and_no_hang_up_without_a_group() -> None:

@@ -55,7 +55,7 @@ NAMES = (
     PrivateName(C10D, "_world.group_count", "survivors and newcomers name keys of the store alike"),
     PrivateName(C10D, "_update_default_pg", GROUPS),
     PrivateName(C10D, "_unregister_all_process_groups", GROUPS),
-    PrivateName(C10D, "_get_default_group", "collectives of a script join the group first"),
+    PrivateName(C10D, "_get_default_group", "who needs a group joins it first, or is refused"),
     PrivateName(C10D, "_get_default_store", "a run in the user's own process shares facts by it"),
     PrivateName(C10D, "_set_pg_timeout", "timeouts of a group that stands"),
     PrivateName(C10D, "Work.wait", "waits of scripts end with their group"),

@@ -202,9 +202,9 @@ def begun_in_parts() -> tuple[tuple[str, tuple[int, ...], int], ...]:
     Empty if there are too many to report, or a backend does not count: an incomplete list proves
     nothing. The group of all ranks is left out, because torch counts our own messages in it too.
     """
-    world = parts().world
-    size, found = len(all_ranks_of(world.default_pg)), []
-    for group in all_groups():
+    world, groups = parts().world, all_groups()
+    size, found = len(all_ranks_of(groups[-1])) if groups else 0, []
+    for group in groups:
         ranks = all_ranks_of(group)
         if 1 < len(ranks) < size:
             count = int(group._get_sequence_number_for_group())
@@ -330,8 +330,8 @@ class TorchPatches:
         ):
             real = getattr(distributed_c10d, name)
             wrapped = functools.wraps(real)(functools.partial(ours, real))
-            self._put(distributed_c10d, name, wrapped)
-            self._put(dist, name, wrapped)
+            for module in holders_of(name):
+                self._put(module, name, wrapped)
         self._put_waits(found.work)
         # Not at the top: a driver that imports this module needs none of it.
         saver = importlib.import_module("torch.distributed.checkpoint.state_dict_saver")
@@ -373,9 +373,14 @@ class TorchPatches:
         self._undo.append((owner, name, getattr(owner, name)))
         setattr(owner, name, value)
 
+    def _present(self) -> DefaultGroup | None:
+        """Return the group that stands; a worker that is ahead of its group joins it first."""
+        _ = parts().world.default_pg  # What reads it joins: see `early_run`.
+        return self._standing()
+
     def _adopt(self, real: Callable[..., None], *args: Any, **named: Any) -> None:
         """Let a script that makes its own default group have the one that stands."""
-        group = self._standing()
+        group = self._present()
         if group is None:
             real(*args, **named)
             return
@@ -405,7 +410,7 @@ class TorchPatches:
 
         What follows, as an evaluation by rank 0 alone, asks `is_initialized()` whom to wait for.
         """
-        if self._standing() is None:
+        if self._present() is None:
             real(group)
             return
         if group is None or group is default_group():
@@ -413,6 +418,16 @@ class TorchPatches:
             return
         if self._forget_subgroup(group):
             real(group)
+
+
+def holders_of(name: str) -> list[Any]:
+    """Return the modules that have a function of torch.distributed's by its name there.
+
+    Parts of torch import such functions from each other, and so do users' modules.
+    """
+    real = getattr(distributed_c10d, name)
+    modules = list(sys.modules.values())
+    return [one for one in modules if getattr(one, "__dict__", {}).get(name) is real]
 
 
 _messages: list[Callable[[Sequence[Any]], None]] = []

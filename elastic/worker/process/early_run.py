@@ -2,8 +2,9 @@
 
 A worker that joins a running group builds its model and opens its data while the others train.
 Whatever asks for its place in the group (rank, world size, a collective, torchrun's environment
-variables) makes it join first. That there will be a group is known: libraries ask for that alone
-as they load models.
+variables) makes it join first: all functions of torch read the default group in one place, by
+whatever name a script has kept them. That there will be a group is known: libraries ask for that
+alone as they load models.
 
 Rule: what user code sees of its place is never made up; it waits instead.
 """
@@ -15,8 +16,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch.distributed as dist
 from torch.distributed import distributed_c10d
+
+from elastic.worker.group.c10d import holders_of, parts
 
 PLACE = frozenset(
     (
@@ -61,21 +63,20 @@ def joining_on_demand(join: Callable[[], Any]) -> Iterator[Callable[[], None]]:
     """
     global _join
     places: list[tuple[Any, str, Any]] = []
+    world = type(parts().world)
+    plain, asked, real = os.environ.__class__, world.default_pg, distributed_c10d.is_initialized
 
-    def put(owner: Any, name: str, call: Callable[..., Any]) -> None:
+    def put(owner: Any, name: str, value: Any) -> None:
         places.append((owner, name, getattr(owner, name)))
-        setattr(owner, name, call)
+        setattr(owner, name, value)
 
-    def joined(owner: Any, name: str) -> Callable[..., Any]:
-        real = getattr(owner, name)
+    def default_pg(self: Any) -> Any:
+        _join_first()
+        return asked.fget(self)
 
-        def call(*args: Any, **named: Any) -> Any:
-            _join_first()
-            return real(*args, **named)
-
-        return call
-
-    plain = os.environ.__class__
+    def is_initialized() -> bool:
+        # Modules that are imported meanwhile keep it.
+        return _join is not None or real()
 
     def undo() -> None:
         global _join
@@ -84,14 +85,9 @@ def joining_on_demand(join: Callable[[], Any]) -> Iterator[Callable[[], None]]:
         while places:
             setattr(*places.pop())
 
-    for owner, name in (
-        (distributed_c10d, "_get_default_group"),
-        (distributed_c10d, "init_process_group"),
-        (dist, "init_process_group"),
-    ):
-        put(owner, name, joined(owner, name))
-    for owner in (distributed_c10d, dist):
-        put(owner, "is_initialized", lambda: True)
+    put(world, "default_pg", property(default_pg, asked.fset))
+    for owner in holders_of("is_initialized"):
+        put(owner, "is_initialized", is_initialized)
     os.environ.__class__ = _Environ
     _join = join
     try:
