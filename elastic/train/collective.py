@@ -1,10 +1,13 @@
-"""Small collectives for control flow, under Ray Train's names; every rank must call them."""
+"""Small collectives for control flow, under Ray Train's names; every rank must call them.
+
+Also behind `destroy_process_group`, which only hides the group from the script.
+"""
 
 from __future__ import annotations
 
 from typing import Any, TypeVar
 
-from elastic.train.session import require_context, require_place
+from elastic.train.session import require_place
 
 Data = TypeVar("Data")
 
@@ -15,11 +18,14 @@ def barrier() -> None:
     Raises:
         UsageError: called outside a train function.
     """
-    require_context("collective.barrier")
+    require_place("collective.barrier")
     import torch.distributed as dist
 
-    if dist.is_initialized():
-        dist.barrier()
+    from elastic.worker.group.c10d import shown_group
+
+    with shown_group() as is_there:
+        if is_there:
+            dist.barrier()
 
 
 def store() -> Any:
@@ -32,10 +38,11 @@ def store() -> Any:
     """
     require_place("collective.store")
     import torch.distributed as dist
-    from torch.distributed.distributed_c10d import _get_default_store
 
-    shared = _get_default_store() if dist.is_initialized() else dist.HashStore()
-    return dist.PrefixStore("script", shared)
+    from elastic.worker.group.c10d import default_store
+
+    shared = default_store()
+    return dist.PrefixStore("script", dist.HashStore() if shared is None else shared)
 
 
 def broadcast_from_rank_zero(data: Data) -> Data:
@@ -44,11 +51,13 @@ def broadcast_from_rank_zero(data: Data) -> Data:
     Raises:
         UsageError: called outside a train function.
     """
-    require_context("collective.broadcast_from_rank_zero")
+    require_place("collective.broadcast_from_rank_zero")
     import torch.distributed as dist
 
-    if not dist.is_initialized():
-        return data
+    from elastic.worker.group.c10d import shown_group
+
     box = [data]
-    dist.broadcast_object_list(box, src=0)
+    with shown_group() as is_there:
+        if is_there:
+            dist.broadcast_object_list(box, src=0)
     return box[0]

@@ -61,6 +61,7 @@ def require_context(what: str) -> WorkerContext:
             f"{what} was called outside a train function: pass the function to "
             f"TorchTrainer(...).fit(), or run the script with 'elastic submit'"
         )
+    context.show_group()  # Who uses this library counts on the group.
     return context
 
 

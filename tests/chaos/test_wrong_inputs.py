@@ -417,7 +417,13 @@ def test_calls_groups_and_callbacks_as_scripts_of_ray_have_them(tmp_path: Path) 
             self.reports.append((metrics, checkpoint is not None))
 
     def work() -> None:
+        import torch.distributed as dist
+
         rank = train.get_context().get_world_rank()
+        dist.destroy_process_group()  # Which hides it from torch's functions alone.
+        train.collective.barrier()
+        assert train.collective.broadcast_from_rank_zero(rank) == 0
+        assert not dist.is_initialized()
         keys = train.collective.store()
         if rank == 0:
             keys.set("word", "hello")

@@ -592,7 +592,7 @@ def test_without_the_metric_an_analysis_has_no_best_trial_unless_it_has_one_only
 
 
 def test_rays_callback_of_a_trainer_in_a_trial_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(train_call, "current", object)
+    monkeypatch.setattr(train_call, "current", lambda: SimpleNamespace(show_group=dict))
     callback = TuneReportCallback()
     assert RunConfig(callbacks=[callback]).callbacks == (callback,)
 
@@ -809,7 +809,7 @@ def test_what_a_function_does_with_a_refused_size_does_not_count(
     def take(text: str, *_: Any, **__: Any) -> None:
         reported.append(json.loads(text))
 
-    worker = SimpleNamespace(join=None, report=take)
+    worker = SimpleNamespace(join=None, report=take, show_group=dict)
     monkeypatch.setattr(train_call, "current", lambda: worker)
 
     def fits(config: Any) -> float:

@@ -7,7 +7,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -218,22 +217,31 @@ def test_a_script_has_ended_when_its_threads_and_what_it_registered_have(tmp_pat
     assert done.stdout.split() == ["atexit", "first", "second", "thread"], done.stderr
 
 
-def test_only_a_script_that_names_this_library_is_known_to_use_it(
+def test_only_a_script_that_imports_this_library_is_known_to_use_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def is_foreign(text: str) -> bool:
         job = Entry(EntryKind.SCRIPT, str(script_of(tmp_path, text)))
         return entry.load(job, imports_ahead=False)().is_foreign
 
-    assert is_foreign("import torch\n")
+    assert is_foreign("from torch.distributed.elastic.multiprocessing.errors import record\n")
     assert not is_foreign("from elastic import train\n")
-    part = tmp_path / "loop" / "__init__.py"
-    part.parent.mkdir()
-    part.write_text("from elastic import train\n")
-    imported = ModuleType("loop")
-    imported.__file__ = str(part)
-    monkeypatch.setitem(sys.modules, "loop", imported)
-    assert not is_foreign("from loop import main\n")
+    assert not is_foreign("if True:\n    import torch, elastic.train as train\n")
+    for name, text in (
+        ("first.py", "def main():\n    import second\n"),
+        ("second.py", "from loop import step\n"),
+        ("loop/__init__.py", "import torch\n"),
+        ("loop/step.py", "import elastic\n"),
+    ):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert not is_foreign("from first import main\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    modules = {"second": False, "loop": True, "loop.step": False, "loop.absent": True}
+    for name, is_known in modules.items():
+        call = entry.load(Entry(EntryKind.MODULE, name))()
+        assert call.is_foreign is is_known, name
+    assert "loop" not in sys.modules
 
 
 def test_a_script_that_is_left_early_leaves_no_globals_behind(tmp_path: Path) -> None:

@@ -142,6 +142,33 @@ def test_a_script_is_warned_only_of_a_backend_that_the_group_lacks(
         assert "backend_differs asked=cuda:nccl,cpu:gloo formed=gloo" in caplog.text
 
 
+def test_a_script_finds_no_group_before_it_asks_for_one_and_behind_its_end() -> None:
+    with taken() as (groups, form):
+        form()
+        asks: tuple[Callable[[], Any], ...] = (
+            dist.init_process_group,
+            lambda: device_mesh.init_device_mesh("cpu", (1,)),
+            groups.show,  # It turns out to use this library.
+        )
+        for ask in asks:
+            groups.hide()
+            assert not dist.is_initialized()
+            ask()
+            assert dist.get_world_size() == 1
+        dist.destroy_process_group()
+        groups.show()
+        assert not dist.is_initialized()
+        with c10d.shown_group() as is_there:
+            assert is_there
+            assert dist.get_world_size() == 1
+        assert not dist.is_initialized()
+        assert c10d.default_store() is not None
+        groups.drop()
+        with c10d.shown_group() as is_there:
+            assert not is_there
+        assert c10d.default_store() is None
+
+
 def test_a_script_ahead_of_its_group_joins_it_by_any_name_that_it_has_kept() -> None:
     def join() -> None:
         put_back()

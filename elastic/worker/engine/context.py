@@ -56,6 +56,7 @@ class WorkerContext:
             without a run directory.
         join: puts a worker that runs ahead of its group into it, and returns the context there;
             None for one that has its place. Until then rank and world size mean nothing.
+        show_group: ends that torch hides the group from a script that has not asked for it.
         shielded: returns a context manager in which the train function is not interrupted.
     """
 
@@ -92,6 +93,7 @@ class WorkerContext:
     snapshotter: Snapshotter | None = field(default=None, repr=False)
     validator: Validator | None = field(default=None, repr=False)
     join: Callable[[], WorkerContext] | None = field(default=None, repr=False)
+    show_group: Callable[[], None] = field(default=lambda: None, repr=False)
     shielded: Callable[[], AbstractContextManager[Any]] = field(default=nullcontext, repr=False)
 
     @property

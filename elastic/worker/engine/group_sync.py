@@ -28,6 +28,7 @@ from elastic.errors import UsageError
 from elastic.worker.base.spans import span
 from elastic.worker.data.stream_book import StreamBook
 from elastic.worker.engine.logbook import Logbook
+from elastic.worker.group.c10d import default_store
 from elastic.worker.group.member_links import MemberEntry, join_links, open_links
 from elastic.worker.group.peer_sockets import PeerAddress
 from elastic.worker.reduce.reducer import OptimizerUnit
@@ -223,9 +224,8 @@ def others_have_begun(*, is_inside: bool) -> bool:
 
 
 def _store() -> Any:
-    if not dist.is_initialized():
-        return None
-    return dist.PrefixStore("loop", dist.distributed_c10d._get_default_store())
+    store = default_store()
+    return None if store is None else dist.PrefixStore("loop", store)
 
 
 @dataclass(frozen=True)

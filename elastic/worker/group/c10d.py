@@ -5,7 +5,8 @@ install. All private names of torch are listed in `torch_names`.
 
 Three patched names are enough. `ProcessGroupGloo`, as torch's own group builder sees it, is where
 each group (the default one, `new_group`, a device mesh) makes its sockets. `init_process_group` and
-`destroy_process_group` are what a script written for torchrun calls at its start and end.
+`destroy_process_group` are what a script written for torchrun calls at its start and end; before
+and after it finds no group, though one stands.
 `Work.wait` is where Python waits for other ranks (see `abortable_wait`).
 """
 
@@ -318,6 +319,7 @@ class TorchPatches:
         self._begin_save = begin_save
         self._wait_messages: Callable[[Sequence[Any]], None] | None = None
         self._undo: list[tuple[Any, str, Any]] = []
+        self._is_unasked = False
         self.init_process_group = dist.init_process_group
 
     def install(self) -> None:
@@ -369,6 +371,17 @@ class TorchPatches:
         while self._undo:
             setattr(*self._undo.pop())
 
+    def hide(self) -> None:
+        """Let a script find no default group until it asks for one, as under torchrun."""
+        self._is_unasked = True
+        parts().update_default(None)
+
+    def show(self) -> None:
+        """Let it find the group all the same, if it has not asked for one yet."""
+        if self._is_unasked and parts().world.pg_map:
+            parts().update_default(default_group())
+        self._is_unasked = False
+
     def _put(self, owner: Any, name: str, value: Any) -> None:
         self._undo.append((owner, name, getattr(owner, name)))
         setattr(owner, name, value)
@@ -384,6 +397,7 @@ class TorchPatches:
         if group is None:
             real(*args, **named)
             return
+        self._is_unasked = False
         parts().update_default(default_group())
         names = ("backend", "init_method", "timeout", "world_size", "rank")
         passed = dict(zip(names, args, strict=False)) | named
@@ -414,6 +428,7 @@ class TorchPatches:
             real(group)
             return
         if group is None or group is default_group():
+            self._is_unasked = False
             parts().update_default(None)
             return
         if self._forget_subgroup(group):
@@ -515,9 +530,33 @@ def any_nccl_error(groups: list[Any]) -> bool:
 
 
 def default_group() -> Any:
-    """Return the default process group, also one that the script has destroyed for itself."""
+    """Return the default process group, also one that is hidden from the script."""
     # Made before all others.
     return next(iter(parts().world.pg_map), None) or distributed_c10d._get_default_group()
+
+
+def default_store() -> Any:
+    """Return the store of the default group, also of a hidden one; None if there is no group."""
+    _, store = next(iter(parts().world.pg_map.values()), ("", None))
+    return store
+
+
+@contextmanager
+def shown_group() -> Iterator[bool]:
+    """Let torch's functions find the default group, also one that is hidden from the script.
+
+    Yields:
+        Whether there is one.
+    """
+    world = parts().world
+    is_hidden = world.default_pg is None and bool(world.pg_map)
+    if is_hidden:
+        parts().update_default(default_group())
+    try:
+        yield bool(world.pg_map)
+    finally:
+        if is_hidden:
+            parts().update_default(None)
 
 
 def has_nccl(group: Any) -> bool:

@@ -122,7 +122,8 @@ class GroupSpec:
 class ProcessGroups:
     """The process's default group, one generation after the other.
 
-    `form` and `drop` are for the main thread; `abort`, `peer_hung_up` and `received_bytes` for any.
+    `form`, `drop`, `hide` and `show` are for the main thread; `abort`, `peer_hung_up` and
+    `received_bytes` for any.
     """
 
     def __init__(self) -> None:
@@ -220,6 +221,14 @@ class ProcessGroups:
         self.drop()
         self._seams.remove()
         self._reaper.close()
+
+    def hide(self) -> None:
+        """Let the script find no group until it asks for one; see `TorchPatches.hide`."""
+        self._seams.hide()
+
+    def show(self) -> None:
+        """Let the script find a group for which it has not asked."""
+        self._seams.show()
 
     @property
     def spec(self) -> GroupSpec | None:

@@ -14,6 +14,7 @@ import io
 import logging
 import os
 import pickle
+import re
 import runpy
 import sys
 import threading
@@ -36,7 +37,11 @@ from elastic.worker.process.importing import import_ahead, put_first
 
 RUN_NAME = "__main__"
 OUR_NAME = b"elastic"
-"""In the text of a script that uses this library, or of a module of its own."""
+IMPORTED = re.compile(rb"^[ \t]*(?:import|from)[ \t]+(\w+)", re.MULTILINE)
+"""The first part of what a line of a script imports."""
+OUR_IMPORT = re.compile(
+    rb"^[ \t]*(?:import|from)[ \t].*(?<![\w.])" + OUR_NAME + rb"\b", re.MULTILINE
+)
 
 
 @dataclass(frozen=True)
@@ -48,7 +53,7 @@ class EntryCall:
             `sys.exit()` comes out as it is.
         config: what the user passed to the train function.
         options: what the library passed along with the function.
-        is_foreign: it is a script that does not know of this library.
+        is_foreign: it is a script or module that does not use this library.
     """
 
     run: Callable[[], Any]
@@ -122,31 +127,40 @@ def load(entry: Entry, *, imports_ahead: bool = True) -> Callable[[], EntryCall]
         _function_call(entry)  # An import error is known before the group forms.
         return lambda: _function_call(entry)
     run: Callable[[], None]
-    is_foreign = False
     if entry.kind is EntryKind.SCRIPT:
         path = _script_path(entry)
         if imports_ahead:
             import_ahead(path)
-        is_foreign = not _names_us(Path(path))
+        is_foreign = not _uses_us(Path(path), Path(path).parent)
         run = partial(_run_script, path, entry.args)
     else:
-        _check_module(entry)
+        is_foreign = not _uses_us(*_module_file(entry))
         run = partial(_run_module, entry)
     return lambda: EntryCall(partial(_run_to_end, run), is_foreign=is_foreign)
 
 
-def _names_us(script: Path) -> bool:
-    """Return whether a script, or what it has imported of its own by now, names this library."""
-    if script.suffix != ".py":
+def _uses_us(script: Path, folder: Path) -> bool:
+    """Return whether a script imports this library, itself or in what it imports from a folder."""
+    if script.suffix != ".py" or not script.is_file():
         return True  # Unknown.
-    folder = f"{script.parent}{os.sep}"
-    files = [getattr(module, "__file__", None) or "" for module in list(sys.modules.values())]
-    own = [
-        Path(file)
-        for file in files
-        if file.startswith(folder) and file.endswith(".py") and "site-packages" not in file
-    ]
-    return any(OUR_NAME in file.read_bytes() for file in (script, *own) if file.is_file())
+    names: set[bytes] = set()
+    files = [script]
+    for file in files:  # They become more on the way.
+        if _imports_us(file):
+            return True
+        for name in set(IMPORTED.findall(file.read_bytes())) - names:
+            names.add(name)
+            beside = folder / name.decode()
+            if (module := beside.with_suffix(".py")).is_file():
+                files.append(module)
+            if any(map(_imports_us, beside.rglob("*.py"))):
+                return True
+    return False
+
+
+def _imports_us(file: Path) -> bool:
+    text = file.read_bytes() if file.is_file() else b""
+    return OUR_NAME in text and OUR_IMPORT.search(text) is not None
 
 
 def _run_to_end(run: Callable[[], None]) -> None:
@@ -254,16 +268,29 @@ def _as_main(main: ModuleType) -> Iterator[None]:
         raise
 
 
-def _check_module(entry: Entry) -> None:
-    # Only its first part: to find others, packages are run, which may read their rank.
+def _module_file(entry: Entry) -> tuple[Path, Path]:
+    """Return the file that a module is run from, and the folder of its first part.
+
+    No package is imported: packages may read their rank.
+
+    Raises:
+        UsageError: its first part is not there.
+    """
+    first, *rest = entry.target.split(".")
     try:
-        found = importlib.util.find_spec(entry.target.partition(".")[0]) is not None
+        spec = importlib.util.find_spec(first)
     except (ModuleNotFoundError, ValueError):
-        found = False
-    if not found:
+        spec = None
+    if spec is None:
         raise UsageError(
             f"module {entry.target} is not on this node; looked in {', '.join(sys.path)}"
         )
+    for place in spec.submodule_search_locations or ():
+        part = Path(place, *rest)
+        for file in (part / "__main__.py", part.with_suffix(".py")):
+            if file.is_file():
+                return file, Path(place).parent
+    return Path(spec.origin or ""), Path(spec.origin or "").parent
 
 
 def _run_module(entry: Entry) -> None:

@@ -354,6 +354,7 @@ class Runner:
             seed_everything(FIRST_SEED)
             if call.function.is_foreign:
                 seed_like_a_process(context.world_rank)
+                self._groups.hide()
             self._mailboxes.activity.reset()
             try:
                 with ExitStack() as stack:
@@ -655,6 +656,7 @@ class Runner:
             snapshotter=setup.snapshotter,
             validator=setup.storage.validator if setup.storage is not None else None,
             join=self.join if call.assignment is None else None,
+            show_group=self._groups.show,
             shielded=self._interrupter.shielded,
         )
 
