@@ -31,7 +31,9 @@ from elastic.core.policy.microbatch import (
     subtrees,
 )
 from elastic.core.policy.recovery import (
+    CodePart,
     CodePlace,
+    InPass,
     RunPosition,
     SavedPosition,
     is_outdated,
@@ -354,7 +356,8 @@ STEPS = 3
 def standings(draw: st.DrawFn) -> list[RunPosition]:
     """Draw a group: newcomers, and members that are anywhere near each other."""
     cursors = st.builds(Cursor, st.integers(0, 2), st.integers(0, STEPS))
-    one = st.builds(RunPosition, st.booleans(), cursors, st.sampled_from([0, STEPS]), st.booleans())
+    lengths, in_pass = st.sampled_from([0, STEPS]), st.sampled_from(InPass)
+    one = st.builds(RunPosition, st.booleans(), cursors, lengths, in_pass)
     return draw(st.lists(one, min_size=1, max_size=7))
 
 
@@ -396,7 +399,7 @@ def test_senders_share_the_work(group: list[RunPosition]) -> None:
 
 @given(st.lists(st.sampled_from([Cursor(1, STEPS), Cursor(2, 0)]), min_size=1, max_size=6))
 def test_the_end_of_an_epoch_and_the_start_of_the_next_are_one_state(cursors: list[Cursor]) -> None:
-    group = [RunPosition(True, cursor, STEPS, is_inside=True) for cursor in cursors]
+    group = [RunPosition(True, cursor, STEPS, InPass.ITERATIONS) for cursor in cursors]
     assert plan_transfers(group).value.pairs == ()
     assert plan_transfers(group).value.cursors == tuple(cursors)
     joined = plan_transfers([*group, RunPosition()]).value
@@ -411,10 +414,13 @@ def test_the_end_of_an_epoch_and_the_start_of_the_next_are_one_state(cursors: li
 @pytest.mark.parametrize(
     ("position", "place"),
     [
-        (RunPosition(True, Cursor(1, 2), STEPS, is_inside=True), CodePlace(Cursor(1, 3))),
-        (RunPosition(True, Cursor(1, 3), STEPS, is_inside=True), CodePlace(Cursor(1, 3), True)),
-        (RunPosition(True, Cursor(1, 3), STEPS), CodePlace(Cursor(1, 3))),
-        (RunPosition(True, Cursor(1, 3), is_inside=True), CodePlace(Cursor(1, 4))),
+        (RunPosition(True, Cursor(1, 2), STEPS, InPass.ITERATIONS), CodePlace(Cursor(1, 3))),
+        (
+            RunPosition(True, Cursor(1, 3), STEPS, InPass.ITERATIONS),
+            CodePlace(Cursor(1, 3), CodePart.END),
+        ),
+        (RunPosition(True, Cursor(1, 3), STEPS), CodePlace(Cursor(1, 0))),
+        (RunPosition(True, Cursor(1, 3), 0, InPass.ITERATIONS), CodePlace(Cursor(1, 4))),
     ],
 )
 def test_who_comes_at_the_end_of_a_pass_runs_other_code_than_who_is_inside(
@@ -422,7 +428,65 @@ def test_who_comes_at_the_end_of_a_pass_runs_other_code_than_who_is_inside(
 ) -> None:
     group = [position, RunPosition()]
     found = next_code_places(group, plan_transfers(group).value)
-    assert found == (place, CodePlace(position.cursor))
+    assert found == (place, CodePlace(Cursor(1, 0)))
+
+
+@st.composite
+def members_of_a_loop(draw: st.DrawFn) -> tuple[list[RunPosition], bool]:
+    """Draw a group that meets, and whether its loop is over whole steps.
+
+    Some members may have committed a step that others have not, newcomers have nothing, and who is
+    called again is in no pass.
+    """
+    by_steps, step = draw(st.booleans()), draw(st.integers(0, STEPS - 1))
+    cursors = [Cursor(1, step), Cursor(1, step + 1)]
+    cursors += [Cursor(2, 0)] if step + 1 == STEPS else []
+    inside = [InPass.BETWEEN_STEPS, InPass.WITHIN_STEP] if by_steps else [InPass.ITERATIONS]
+    with_state = st.builds(
+        RunPosition,
+        st.just(True),
+        st.sampled_from(cursors),
+        st.just(STEPS),
+        st.sampled_from([InPass.NO, *inside]),
+    )
+    members = st.one_of(with_state, with_state, st.just(RunPosition()))
+    return draw(st.lists(members, min_size=1, max_size=5)), by_steps
+
+
+def code_of(position: RunPosition, cursor: Cursor, *, by_steps: bool) -> list[CodePlace]:
+    """Return all code that a member runs from a meeting to the end of the next epoch, in order."""
+    found, stays = [], position.is_inside and position.cursor.epoch == cursor.epoch
+    began = position.in_pass is InPass.WITHIN_STEP and position.cursor == cursor
+    for epoch in range(cursor.epoch, 3):
+        if not stays:
+            found.append(CodePlace(Cursor(epoch, 0)))
+        for step in range(cursor.step, STEPS):
+            if by_steps and not began:
+                found.append(CodePlace(Cursor(epoch, step), CodePart.BEGIN))
+            found.append(CodePlace(Cursor(epoch, step + 1)))
+            began = False
+        found.append(CodePlace(Cursor(epoch, STEPS), CodePart.END))
+        stays, began, cursor = False, False, Cursor(epoch + 1, 0)
+    return found
+
+
+@given(members_of_a_loop())
+@LIMITS
+def test_a_report_is_made_by_as_many_members_as_are_counted(
+    drawn: tuple[list[RunPosition], bool],
+) -> None:
+    group, by_steps = drawn
+    plan = plan_transfers(group).value
+    first = next_code_places(group, plan)
+    code = [
+        code_of(position, cursor, by_steps=by_steps)
+        for position, cursor in zip(group, plan.cursors, strict=True)
+    ]
+    assert [one[0] for one in code] == list(first)
+    for one in code:
+        assert one == sorted(one)
+        for here in one:
+            assert sum(here in other for other in code) == sum(place <= here for place in first)
 
 
 @pytest.mark.parametrize(

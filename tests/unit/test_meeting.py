@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 from elastic.core.policy.cursor import Cursor
-from elastic.core.policy.recovery import RunPosition
+from elastic.core.policy.recovery import InPass, RunPosition
 from elastic.errors import UsageError
 from elastic.worker.engine.group_sync import MemberInfo, check_alike
 from elastic.worker.group.member_links import MemberEntry
 
 
 def told(model: int = 7, data: int = 0, epoch: int = 0, step: int = 0) -> MemberInfo:
-    position = RunPosition(has_state=True, cursor=Cursor(epoch, step), is_inside=True)
+    position = RunPosition(True, Cursor(epoch, step), in_pass=InPass.ITERATIONS)
     return MemberInfo(position, model, data, 1, MemberEntry())
 
 

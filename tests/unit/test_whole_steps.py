@@ -11,8 +11,11 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from elastic import train
+from elastic.core.policy.recovery import InPass
 from elastic.errors import UsageError
 from elastic.train.torch import prepare_data_loader, prepare_model, prepare_optimizer
+from elastic.worker.engine import step_engine
+from elastic.worker.engine.run_state import RunState
 from elastic.worker.engine.train_call import current_engine
 from tests.unit.engine_under_test import (
     STEPS,
@@ -315,3 +318,41 @@ def test_a_step_that_is_left_before_the_optimizer_steps_is_done_again_from_its_b
                 assert float(loop.plain.seen) == 0.0
                 break
             break
+
+
+def test_a_whole_step_begins_with_code_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine: Any = current_engine()
+    loop, is_over, real = Loop.make(), [False], step_engine.catch_up
+    met: list[InPass] = []
+    made: list[str] = []
+
+    def catch_up(run: RunState, checkpoints: Any, in_pass: Any, *args: Any, **options: Any) -> Any:
+        met.append(in_pass(run.cursor))
+        return real(run, checkpoints, in_pass, *args, **options)
+
+    def rejoin(*_: Any) -> None:
+        is_over[0] = False
+
+    def report(*_: Any, where: str, voters: int) -> None:
+        made.append(f"{where}: {voters}")
+
+    monkeypatch.setattr(engine.groups, "must_leave", lambda generation: is_over[0])
+    monkeypatch.setattr(engine.groups, "rejoin", rejoin)
+    monkeypatch.setattr(step_engine, "catch_up", catch_up)
+    for _ in train.epochs(1):
+        monkeypatch.setattr(engine.context.the_reporter(), "report_in_place", report)
+        train.report({})
+        for number, step in enumerate(train.steps(loop.loader)):
+            train.report({})
+            for _, x, y in step:
+                square(loop.model(x), y).backward()
+                is_over[0] = number == 0 and len(met) == 1
+            loop.optimizer.step()
+            train.report({})
+            is_over[0] = number == 1
+        train.report({})
+    assert met == [InPass.NO, InPass.WITHIN_STEP, InPass.BETWEEN_STEPS]
+    assert made == [
+        f"e00000-s000000{place}1: 1"
+        for place in ("0-", "0-begin", "1-", "1-begin", "2-", "2-begin", "3-", "3-end")
+    ]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from enum import Enum, IntEnum
 from typing import NamedTuple
 
 from elastic.core.policy.cursor import Cursor
@@ -29,6 +30,20 @@ class SavedPosition(NamedTuple):
     steps: int = 0
 
 
+class InPass(IntEnum):
+    """Where in the pass over its epoch's data a member meets the others.
+
+    NO: in none; the code before the pass is still to run. ITERATIONS: in a loop over micro-batches,
+    whose code at the member's cursor has run. BETWEEN_STEPS: in a loop over whole steps, before the
+    code with which the step at its cursor begins. WITHIN_STEP: behind that code.
+    """
+
+    NO = 0
+    ITERATIONS = 1
+    BETWEEN_STEPS = 2
+    WITHIN_STEP = 3
+
+
 @dataclass(frozen=True)
 class RunPosition:
     """The position of one member in the run.
@@ -38,7 +53,7 @@ class RunPosition:
         cursor: the next step that it would commit.
         epoch_steps: steps of the cursor's epoch; 0 while unknown, as that of an iterable dataset is
             up to its last step.
-        is_inside: it is in a pass over this epoch's data; the code before the pass has run.
+        in_pass: where in the pass over this epoch's data it is.
         generation: of the newest group whose members had its state.
         committed: steps of the run in its state.
         saved: the newest state that it knows in storage, or on a node without members.
@@ -48,11 +63,16 @@ class RunPosition:
     has_state: bool = False
     cursor: Cursor = field(default_factory=Cursor)
     epoch_steps: int = 0
-    is_inside: bool = False
+    in_pass: InPass = InPass.NO
     generation: Generation = NO_GENERATION
     committed: int = 0
     saved: SavedPosition = field(default_factory=SavedPosition)
     held: int = -1
+
+    @property
+    def is_inside(self) -> bool:
+        """Return whether it is in a pass; the code before that has run."""
+        return self.in_pass is not InPass.NO
 
 
 @dataclass(frozen=True)
@@ -139,16 +159,29 @@ def plan_transfers(positions: Sequence[RunPosition]) -> Decision[TransferPlan]:
     return Decision(TransferPlan(pairs, cursors), f"ranks receive the state of {where}: {names}")
 
 
+class CodePart(str, Enum):
+    """Which of the script's code at a cursor; in the order of the run, which is that of the values.
+
+    BETWEEN: behind the step before, or before the pass. BEGIN: with which a whole step begins. END:
+    behind the pass.
+    """
+
+    BETWEEN = ""
+    BEGIN = "begin"
+    END = "end"
+
+
 class CodePlace(NamedTuple):
     """A place of the script's own code in the run; places are in the order of the run.
 
     Attributes:
-        cursor: the next step to be committed there.
-        is_behind: behind the pass over that epoch.
+        cursor: the next step to be committed there; before a pass its first, also for a member that
+            comes in the middle of it.
+        part: of the code there.
     """
 
     cursor: Cursor
-    is_behind: bool = False
+    part: CodePart = CodePart.BETWEEN
 
 
 def next_code_places(
@@ -156,9 +189,10 @@ def next_code_places(
 ) -> tuple[CodePlace, ...]:
     """Return the first place at which each member will run code of its own again, by rank.
 
-    A member inside a pass has run all code at its cursor: it continues with the next step, or
-    behind the pass. One that begins, or that receives the state of another epoch, runs the code
-    before that epoch's pass.
+    A member in a loop over micro-batches has run all code at its cursor: it continues with the next
+    step, or behind the pass. One in a loop over whole steps has run that with which the step at its
+    cursor begins only within that step, and not if it receives the state of another step. One that
+    begins, or that receives the state of another epoch, runs the code before that epoch's pass.
 
     Args:
         positions: as given to `plan_transfers`.
@@ -167,11 +201,14 @@ def next_code_places(
     steps = max(position.epoch_steps for position in positions)
     places = []
     for position, cursor in zip(positions, transfers.cursors, strict=True):
-        is_inside = position.is_inside and position.cursor.epoch == cursor.epoch
-        # While the end is unknown to all, no member is past it.
-        has_more = cursor.step < steps or not steps
-        if is_inside and has_more:
-            places.append(CodePlace(Cursor(cursor.epoch, cursor.step + 1)))
+        in_step = position.in_pass is InPass.WITHIN_STEP and position.cursor == cursor
+        if not position.is_inside or position.cursor.epoch != cursor.epoch:
+            place = CodePlace(Cursor(cursor.epoch, 0))
+        elif steps and cursor.step >= steps:  # While the end is unknown to all, none is past it.
+            place = CodePlace(cursor, CodePart.END)
+        elif in_step or position.in_pass is InPass.ITERATIONS:
+            place = CodePlace(Cursor(cursor.epoch, cursor.step + 1))
         else:
-            places.append(CodePlace(cursor, is_behind=is_inside))
+            place = CodePlace(cursor, CodePart.BEGIN)
+        places.append(place)
     return tuple(places)

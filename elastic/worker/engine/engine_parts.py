@@ -9,12 +9,13 @@ import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from enum import Enum, auto
 from typing import Any
 
 import torch
 
 from elastic.core.policy.cursor import Cursor
-from elastic.core.policy.recovery import CodePlace
+from elastic.core.policy.recovery import CodePart, CodePlace, InPass
 from elastic.errors import UsageError
 from elastic.worker.engine.logbook import PlaceCounter
 from elastic.worker.engine.step_values import StepValues
@@ -93,6 +94,18 @@ class RunningLoop:
         self.patches.close()
 
 
+class PassPhase(Enum):
+    """Where the script's code is with the pass over an epoch's data.
+
+    LEFT: it has left the pass before its end. PASSED: all members have committed its last step.
+    """
+
+    AHEAD = auto()
+    OPEN = auto()
+    LEFT = auto()
+    PASSED = auto()
+
+
 @dataclass
 class EpochLoop:
     """How far the loop over epochs has come.
@@ -102,8 +115,9 @@ class EpochLoop:
         epoch: whose code runs, None outside of the loop.
         has_head: the state that we were given already holds what the script's code between the head
             of this epoch and its pass does; what that code does here is undone before the pass.
-        passed: the epoch whose data was read to its end, None for none.
+        pass_phase: where that code is with the pass over its data.
         by_steps: its data is read as whole steps, see `train.steps`.
+        begun: the step whose micro-batches were asked for last in such a loop, until it is left.
         ends: the step at hand is the epoch's last one.
         open_pass: the pass over the data that was opened last, if it is alive.
         cut: what is wrong with where a pass was left, None if nothing is.
@@ -114,8 +128,9 @@ class EpochLoop:
     total: int = 0
     epoch: int | None = None
     has_head: bool = False
-    passed: int | None = None
+    pass_phase: PassPhase = PassPhase.AHEAD
     by_steps: bool = False
+    begun: Cursor | None = None
     ends: bool = False
     open_pass: weakref.ref[Generator[Any, None, None]] | None = None
     cut: UsageError | None = None
@@ -125,7 +140,29 @@ class EpochLoop:
     @property
     def is_behind(self) -> bool:
         """Return whether the code behind the pass runs."""
-        return self.epoch is not None and self.passed == self.epoch
+        return self.epoch is not None and self.pass_phase is PassPhase.PASSED
+
+    def in_pass(self, cursor: Cursor) -> InPass:
+        """Return where in the pass a member meets the others with the state of this cursor."""
+        if self.epoch != cursor.epoch:
+            return InPass.NO
+        if not self.by_steps:
+            return InPass.ITERATIONS
+        return InPass.WITHIN_STEP if self.begun == cursor else InPass.BETWEEN_STEPS
+
+    def code_place(self, cursor: Cursor, *, in_step: bool) -> CodePlace:
+        """Return the place of the script's code that runs now.
+
+        Args:
+            cursor: the next step to be committed.
+            in_step: the code follows the first micro-batch of a step.
+        """
+        if self.pass_phase is PassPhase.AHEAD:
+            return CodePlace(Cursor(cursor.epoch, 0))
+        if self.pass_phase is PassPhase.PASSED:
+            return CodePlace(cursor, CodePart.END)
+        begins = self.pass_phase is PassPhase.OPEN and self.by_steps and not in_step
+        return CodePlace(cursor, CodePart.BEGIN if begins else CodePart.BETWEEN)
 
     def close_pass(self) -> None:
         """End a pass that the script still holds and reads no more, as `break` ends others."""

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from elastic.core.policy.cursor import Cursor, derive
 from elastic.core.policy.recovery import (
     CodePlace,
+    InPass,
     RunPosition,
     SavedPosition,
     is_outdated,
@@ -263,7 +264,7 @@ def report_all(group: Any, mine: MemberInfo) -> list[MemberInfo]:
     row = torch.tensor(
         [
             int(position.has_state), position.cursor.epoch, position.cursor.step,
-            position.epoch_steps, int(position.is_inside), position.generation,
+            position.epoch_steps, int(position.in_pass), position.generation,
             position.committed, *position.saved,
             position.held, mine.model, mine.data, mine.threads, mine.num_shared, mine.memory,
             *mine.entry.numbers(),
@@ -274,13 +275,13 @@ def report_all(group: Any, mine: MemberInfo) -> list[MemberInfo]:
     dist.all_gather(rows, row, group=group)
     members = []
     for one in rows:
-        has_state, epoch, step, epoch_steps, inside, generation, committed, *others = one.tolist()
+        has_state, epoch, step, epoch_steps, in_pass, generation, committed, *others = one.tolist()
         taken_in, saved, held, model, data, threads, num_shared, memory, *entry = others
         position = RunPosition(
             has_state=bool(has_state),
             cursor=Cursor(epoch, step),
             epoch_steps=epoch_steps,
-            is_inside=bool(inside),
+            in_pass=InPass(in_pass),
             generation=generation,
             committed=committed,
             saved=SavedPosition(taken_in, saved),

@@ -14,7 +14,7 @@ from enum import Enum
 from typing import Any
 
 from elastic.core.policy.cursor import Cursor
-from elastic.core.policy.recovery import RunPosition, SavedPosition
+from elastic.core.policy.recovery import InPass, RunPosition, SavedPosition
 from elastic.core.policy.streams import Data
 from elastic.core.world import NO_GENERATION
 from elastic.errors import InvariantViolation, UsageError
@@ -70,11 +70,11 @@ class RunState:
             raise InvariantViolation("no loader is read")
         return self.loader
 
-    def position(self, epoch: int | None, saved: SavedPosition, held: int) -> RunPosition:
+    def position(self, in_pass: InPass, saved: SavedPosition, held: int) -> RunPosition:
         """Return what the others are to know of us when a group meets.
 
         Args:
-            epoch: whose code runs, None outside of the loop.
+            in_pass: where in the pass over its epoch's data the loop is.
             saved: the newest state that we know in storage, or on a node without members.
             held: steps of the newest snapshot in our node's memory, -1 for none.
         """
@@ -82,7 +82,7 @@ class RunState:
             has_state=self.is_held,
             cursor=self.cursor,
             epoch_steps=(self.loader or self.streams).steps_of(self.cursor.epoch),
-            is_inside=epoch == self.cursor.epoch,
+            in_pass=in_pass,
             generation=self.agreed_in,
             committed=self.steps,
             saved=saved,

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from elastic.core.policy.cursor import Cursor
+from elastic.core.policy.recovery import InPass
 from elastic.errors import StorageError
 from elastic.worker.engine.checkpoint_schedule import CheckpointScheduler
 from elastic.worker.engine.group_sync import SyncResult, synchronize
@@ -22,7 +24,7 @@ from elastic.worker.state.train_state import State
 def catch_up(
     run: RunState,
     checkpoints: CheckpointScheduler,
-    epoch: int | None,
+    in_pass: Callable[[Cursor], InPass],
     units: Sequence[OptimizerUnit],
     reach: PeerAddress,
     *,
@@ -33,7 +35,7 @@ def catch_up(
     Args:
         run: what we have of it.
         checkpoints: reads what was saved.
-        epoch: whose code runs, None outside of the loop.
+        in_pass: returns where in the pass the loop is with the state of a cursor.
         units: the parameters that we have prepared.
         reach: how the others reach us.
         put: makes a state ours.
@@ -46,7 +48,8 @@ def catch_up(
     group = default_group()
 
     def sync(begins: bool) -> SyncResult:
-        here = run.position(epoch, checkpoints.newest_saved(), checkpoints.held())
+        where = in_pass(run.cursor)  # A state that was read may be of another step.
+        here = run.position(where, checkpoints.newest_saved(), checkpoints.held())
         if begins and checkpoints.is_sharded:
             # Of these none could send the beginning: each has made its own rows.
             here = replace(here, has_state=True)

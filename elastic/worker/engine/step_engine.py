@@ -66,7 +66,7 @@ from elastic.core.machine.step import AT_STEP, StepMachine
 from elastic.core.machine.transitions import StepPhase
 from elastic.core.policy.cursor import Cursor, epoch_seed, evaluation_seed, micro_batch_seed
 from elastic.core.policy.microbatch import deal
-from elastic.core.policy.recovery import CodePlace
+from elastic.core.policy.recovery import CodePart, CodePlace
 from elastic.core.policy.streams import Data
 from elastic.core.telemetry import (
     CHECKPOINT_STALL,
@@ -93,6 +93,7 @@ from elastic.worker.engine.engine_parts import (
     EpochLoop,
     Iteration,
     OptimizerCall,
+    PassPhase,
     PresentGroup,
     RunningLoop,
 )
@@ -286,6 +287,7 @@ class StepEngine:
         try:
             while self.cursor.epoch < total:
                 epoch = self._epochs.epoch = self.cursor.epoch
+                self._epochs.pass_phase = PassPhase.AHEAD
                 # A member that joins later runs this code, too, and with the same random numbers.
                 seed_everything(epoch_seed(self.options.seed, epoch, is_over=False))
                 self._epochs.has_head = self.run.begun == epoch
@@ -368,7 +370,7 @@ class StepEngine:
         if self._loop is None:
             return  # Also when a generator of a call that is long over is finalized.
         self._take(PassLeft())
-        self._epochs.epoch = self._epochs.passed = None
+        self._epochs.epoch = None
         self._epochs.is_over, self._epochs.has_head = True, False
         self._settle_snapshot()
         self._loop.close()
@@ -428,7 +430,7 @@ class StepEngine:
                     continue
                 self._settle_snapshot()
                 if self._pass_gate():
-                    self._epochs.passed, is_over = epoch, True
+                    self._epochs.pass_phase, is_over = PassPhase.PASSED, True
                     break
         except GeneratorExit:
             is_over = self.has_begun  # By a `break`, or by what the loop's body raises.
@@ -443,6 +445,8 @@ class StepEngine:
             self._take(PassLeft())
             self._iteration = Iteration()
             self._epochs.ends = False
+            if self._epochs.pass_phase is PassPhase.OPEN:
+                self._epochs.pass_phase = PassPhase.LEFT
             self._forget_step()
             if self._loop is not None:
                 self._loop.padding.forget()
@@ -491,7 +495,7 @@ class StepEngine:
         its members have committed the step already, it is over for us, too:
             `StepPhase.RECEIVED`.
         """
-        here = self.cursor
+        here = self._epochs.begun = self.cursor
         while self._machine.phase is not StepPhase.SETTLED:
             yield self._open_iteration(loader, of_whole_step=True)
             self.context.activity.beats += 1
@@ -561,6 +565,7 @@ class StepEngine:
             self._undo_head()
         self._set_whole()
         self.run.begun = self._epochs.epoch
+        self._epochs.pass_phase = PassPhase.OPEN
         self.context.link.post(MicroBatchesDeclared(loader.plan.num_micro_batches))
         self.run.read(loader)
         self._deal()
@@ -665,7 +670,7 @@ class StepEngine:
 
     def _close_iteration(self, is_first: bool) -> None:
         """The loop asks for more: the user's code for the last micro-batch, or step, is through."""
-        self._iteration.batch = None
+        self._iteration.batch = self._epochs.begun = None
         self.context.activity.beats += 1
         self._take(CommitRequested())  # Of several optimizers not all were asked to step.
         self._take(IterationClosed(is_first, self._is_broken()))
@@ -965,8 +970,10 @@ class StepEngine:
         # Members that had come further when this group was formed have made this report before.
         voters = sum(1 for one in places if one <= here)
         number = self._group.reports.next(here)
-        end = "end" if here.is_behind else ""  # It comes after those of the last step.
-        where = f"e{self.cursor.epoch:05d}-s{self.cursor.step:07d}-{end}{number}"
+        at = here.cursor
+        where = (
+            f"e{at.epoch:05d}-s{at.step:07d}-{here.part.value}{number}"  # In order as text, too.
+        )
         if 0 < voters < len(places):
             if checkpoint is not None and checkpoint is not NO_PART:
                 log.warning(
@@ -985,11 +992,12 @@ class StepEngine:
         Args:
             seed: of the loader.
         """
-        number = self._group.evaluations.next(self._code_place())
-        return evaluation_seed(seed, self.cursor, number)
+        here = self._code_place()
+        return evaluation_seed(seed, here.cursor, self._group.evaluations.next(here))
 
     def _code_place(self) -> CodePlace:
-        return CodePlace(self.cursor, self._epochs.is_behind)
+        in_step = self._machine.phase is not StepPhase.OUTSIDE
+        return self._epochs.code_place(self.cursor, in_step=in_step)
 
     # ------------------------------------------------------------------- groups
 
@@ -1064,7 +1072,7 @@ class StepEngine:
         with self.context.activity.waiting():
             units, reach = list(self._the_loop().units.values()), self.context.reach
             synced = catch_up(
-                self.run, self._checkpoints, self._epochs.epoch, units, reach, put=self._put
+                self.run, self._checkpoints, self._epochs.in_pass, units, reach, put=self._put
             )
         self.run.is_held = True
         self._group.code_places = synced.code_places
@@ -1084,7 +1092,7 @@ class StepEngine:
         A member that reaches the code after the loop can then be followed by all others, which
         have the same state.
         """
-        behind = CodePlace(self.cursor, is_behind=True)
+        behind = CodePlace(self.cursor, CodePart.END)
         if max(self._group.code_places, default=behind) > behind:
             return True  # Others of this group have passed it in the one before.
         all_of_it = halves(self._watch.of_all(self.context.world_size))
