@@ -48,6 +48,25 @@ def test_what_cannot_be_written_is_given_up(
     assert_newest_is(run, 3)
 
 
+@pytest.mark.parametrize("match", ["*manifest*", "*_PREPARED*"])
+def test_a_full_disk_is_left_the_room_of_what_came_to_nothing(faults: Faults, match: str) -> None:
+    """Else each attempt would leave less for the next one, and none would ever succeed."""
+    run = run_on(faults)
+    run.save()
+    slow = faults.add("hang", on="write", match="*part-00001.d*", times=1)
+    full = faults.add("full", on="write", match="*part-00000.d*", times=1)
+    run.save(wait=False)
+    faults.wait_hit(slow)
+    faults.wait_hit(full)
+    faults.remove()
+    for snapshotter in run.savers:
+        snapshotter.finish()
+    faults.add("full", on="write", match=match)
+    run.save()
+    assert run.directory.names() == run.committed()
+    assert_newest_is(run, 1)
+
+
 def test_a_passing_fault_is_waited_out(faults: Faults) -> None:
     run = run_on(faults)
     fault = faults.add("io", on="write", match="*part-0000*", times=2)

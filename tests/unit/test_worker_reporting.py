@@ -232,6 +232,20 @@ def test_a_marker_that_storage_refuses_comes_with_the_next_checkpoint(tmp_path: 
     assert run_group(f"faulty://{run}", [Coordinator()], train) == [None]
 
 
+@pytest.mark.parametrize("match", ["*_PREPARED*", "*.metadata.json*"])
+def test_a_full_disk_keeps_nothing_of_a_report_that_failed(tmp_path: Path, match: str) -> None:
+    faults, run = Faults(tmp_path), tmp_path / "run"
+
+    def train(rank: Rank) -> None:
+        rank.reporter.add_metadata({"of": "the trainer"})
+        with pytest.raises(StorageError, match="disk full"):
+            rank.report({}, directory(tmp_path / "part", model="x"))
+        assert [*(run / "checkpoints").iterdir()] == []
+
+    faults.add("full", on="write", match=match)
+    assert run_group(f"faulty://{run}", [Coordinator()], train) == [None]
+
+
 def test_nobody_leaves_on_a_checkpoint_that_was_refused(tmp_path: Path) -> None:
     links = [Coordinator(request_reason="join", accepts=False) for _ in range(2)]
 

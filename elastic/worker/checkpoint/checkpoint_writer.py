@@ -111,6 +111,8 @@ class CheckpointWriter:
         self._outstanding: list[StateSnapshot] = []
         self._unread: list[StateSnapshot] = []
         self._current: StateSnapshot | None = None
+        # Names of ours that came to nothing since the last one was begun.
+        self._given_up: list[str] = []
         self._stalls_at = math.inf
         self._changed = threading.Condition()
 
@@ -236,10 +238,20 @@ class CheckpointWriter:
             with self._changed:
                 self._current, self._stalls_at = None, math.inf
             if written is None:
+                self._discard(snapshot)
                 self._end(snapshot)
             else:
                 self._committer.put(written)
         return None
+
+    def _discard(self, snapshot: StateSnapshot) -> None:
+        """Delete what there is of a checkpoint that comes to nothing: the next one needs the room.
+
+        Members that still write to it leave more, which is deleted when the next one begins.
+        """
+        if snapshot.rank == 0:
+            self._given_up.append(self._name(snapshot.name))
+            self._run.discard(self._given_up[-1])
 
     def _name(self, name: str) -> str:
         """Return the name of a snapshot's checkpoint."""
@@ -259,6 +271,8 @@ class CheckpointWriter:
     def _write(self, snapshot: StateSnapshot) -> Commit | None:
         """Write our part; as rank 0 all that a checkpoint needs."""
         files = self._run.checkpoint(self._name(snapshot.name))
+        while self._given_up:
+            self._run.discard(self._given_up.pop())
         self._wait_for_node(snapshot)
         part = write_part(
             files, snapshot.rank, snapshot.slot, snapshot.layout, snapshot.pieces, self._moves
@@ -313,7 +327,6 @@ class CheckpointWriter:
                 if time.monotonic() - doubtful_since > ORPHANED_S:
                     break
         if written is None:
-            self._run.discard(name)
             raise CheckpointAbandoned(
                 "a member has not written its part; its group is over, or it is stuck"
             )

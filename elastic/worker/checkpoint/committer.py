@@ -19,7 +19,8 @@ loses nothing:
 
     before 4      No record names it. Earlier checkpoints are untouched, because 6 comes last. The
                   files have no marker, so they are no checkpoint, and 6 of a later one deletes
-                  them.
+                  them. Where storage fails, rank 0 deletes them at once: on a full disk there is no
+                  later one before that.
     4 and 5       The record names it, and 3 lists its files. The coordinator sends the name to
                   every later group (`Assignment.checkpoint`, `.saved`) and to a client that resumes
                   the run by name. They write the marker (`RunDirectory.finish`) before they read
@@ -91,6 +92,7 @@ class Commit:
         event: returns what the coordinator is sent in a generation. Automatic ones are sent to
             whichever generation is current, reported ones to their own.
         ended: called by the committer's thread once it counts or was given up.
+        owns_files: we have written what is in its directory, and may delete it.
         is_posted: the coordinator was asked to record it.
         is_recorded: it counts, and its marker is written as soon as storage takes it.
         path: set once it counts.
@@ -102,6 +104,7 @@ class Commit:
     marker: CheckpointMarker
     event: Callable[[Generation], UserReported | CheckpointWritten]
     ended: Callable[[Commit], None] = lambda commit: None
+    owns_files: bool = True
     is_posted: bool = False
     is_recorded: bool = False
     path: str = ""
@@ -255,10 +258,21 @@ class Committer:
                     str(error),
                     exc_info=not is_known,
                 )
+                self._discard(commit)
             finally:
                 with self._changed:
                     self._waiting.pop(0)
                 self._end(commit)
+
+    def _discard(self, commit: Commit) -> None:
+        """Delete one that the coordinator was not asked about: the next one needs the room."""
+        with self._changed:
+            is_recorded = commit.name in self._recorded
+        if commit.is_posted or is_recorded or not commit.owns_files:
+            return
+        with contextlib.suppress(StorageError):
+            if not self._run.is_committed(commit.name):  # Scripts choose names, too.
+                self._run.discard(commit.name)
 
     def _end(self, commit: Commit) -> None:
         try:

@@ -186,7 +186,7 @@ class ReportedCheckpoints:
             elif not commit.is_posted:
                 self.post(report.index, report.metrics)
 
-        commit = Commit(name, marker, lambda generation: reported, ended)
+        commit = Commit(name, marker, lambda generation: reported, ended, report.owns_files)
         self._note_posted(report.index)
         committer.put(commit)
         is_over = committer.wait(commit, LEAVING_TIMEOUT_S if report.leaves else TIMEOUT_S)
@@ -214,16 +214,18 @@ class ReportedCheckpoints:
             raise StorageError("the job has no run directory")
         self.check_free(name)
         run.check_free(name)
-        refusal = _refusal(parts)
-        if refusal:
+        refusal, files = _refusal(parts), _files_of(parts)
+        try:
+            if refusal:
+                raise StorageError(f"checkpoint {name} was not committed: {refusal}")
+            if report.owns_files:
+                run.clear(name, kept={file.path for file in files})
+            if self.metadata:
+                run.add_metadata(name, self.metadata)
+        except StorageError:
             if report.owns_files:
                 run.discard(name)
-            raise StorageError(f"checkpoint {name} was not committed: {refusal}")
-        files = _files_of(parts)
-        if report.owns_files:
-            run.clear(name, kept={file.path for file in files})
-        if self.metadata:
-            run.add_metadata(name, self.metadata)
+            raise
         return CheckpointMarker(
             job_id=self.origin.job_id,
             generation=self.origin.generation,
