@@ -215,9 +215,12 @@ def test_a_file_is_on_the_disk_before_it_has_its_name_and_then_the_name_is(
 
         monkeypatch.setattr(os, name, call)
 
-    for name in ("fsync", "replace", "link"):
+    for name in ("mkdir", "fsync", "replace", "link"):
         note(name)
     files = Files(str(tmp_path / "run"))
+    files.write("one/part", b"weights")
+    assert calls == ["mkdir", "fsync", "mkdir", "fsync", "fsync", "replace", "fsync"]
+    calls.clear()
     files.write("part", b"weights")
     assert calls == ["fsync", "replace", "fsync"]
     calls.clear()
