@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,6 +21,7 @@ from elastic.worker.checkpoint.snapshotter import Snapshotter
 from elastic.worker.engine import state_restore as restoring
 from elastic.worker.process.local import LocalRun, local_context
 from elastic.worker.state import replica_checksums as likeness
+from elastic.worker.state.arena import SnapshotSlot
 from elastic.worker.state.packing import pack
 from tests.unit.engine_under_test import Loop, square
 from tests.unit.saving_under_test import Coordinator, Run, writer_of
@@ -258,6 +260,21 @@ def on_one_node(tmp_path: Path) -> Iterator[list[Snapshotter]]:
 
 def copy(snapshotter: Snapshotter, steps: int, state: Callable[[], Any] | None = None) -> None:
     snapshotter.take(state or registered(1), Cursor(0, steps), steps, durable=False)
+
+
+def test_memory_that_cannot_be_mapped_costs_snapshots_and_not_the_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (snapshotter,) = Run(tmp_path).savers
+    copy(snapshotter, 1)
+
+    def reserve(*_: object) -> None:
+        raise OSError(errno.ENOMEM, "as by ulimit -v")
+
+    monkeypatch.setattr(SnapshotSlot, "reserve", reserve)
+    assert not snapshotter.is_busy()
+    with pytest.raises(OSError, match="as by ulimit"):
+        copy(snapshotter, 2)
 
 
 def test_one_that_not_all_workers_have_marked_takes_no_whole_one_with_it(

@@ -197,10 +197,13 @@ class Snapshotter:
             return False
         if self._copying is not None:
             return True
-        held = [s for s in self.slots.all() if self._is_being_written(s) or s.is_sent()]
-        if held and self.slots.next(self.newest.number + 1) in held:
-            return True
-        return self.arrival.is_missing()
+        try:
+            held = [s for s in self.slots.all() if self._is_being_written(s) or s.is_sent()]
+            if held and self.slots.next(self.newest.number + 1) in held:
+                return True
+            return self.arrival.is_missing()
+        except OSError:
+            return False  # The one that is taken then fails, and says why.
 
     def await_copies(self) -> None:
         """From here on no snapshot is begun before the one before has come to other nodes."""
