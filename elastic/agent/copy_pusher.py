@@ -235,7 +235,7 @@ def _is_due(order: Replicate, mark: SnapshotMark, last: SnapshotMark | None) -> 
     if last is None or mark.generation != last.generation:
         return True
     if order.source:  # Of a sharded model every snapshot: the next one waits for it.
-        return mark.number != last.number
+        return mark.steps != last.steps
     plan = SavingPlan(every_n_steps=max(1, order.every_n_steps))
     return is_due(plan, steps=mark.steps, last_steps=last.steps, waited_s=0.0).value
 

@@ -2,7 +2,7 @@
 
     0        marks: one for each worker on this node
     16320    the agent's: number of the snapshot that it is sending to another node, 0 for none
-    16328    number and generation of the snapshot here that has arrived there, 0 for none
+    16328    steps and generation of the snapshot here that has arrived there, 0 for none
     16344    whether the agent copies any, see `core.policy.replication.CopyMode`
     16384    tensors, end to end, each aligned to 64 bytes
              then the skeleton: everything that is no tensor
@@ -131,7 +131,7 @@ def set_sent(descriptor: int, number: int) -> None:
 
 def set_arrived(descriptor: int, mark: SnapshotMark) -> None:
     """Mark this snapshot as arrived on another node."""
-    os.pwrite(descriptor, ARRIVED.pack(mark.number, mark.generation), ARRIVED_AT)
+    os.pwrite(descriptor, ARRIVED.pack(mark.steps, mark.generation), ARRIVED_AT)
 
 
 def forget_arrived(descriptor: int) -> None:

@@ -164,7 +164,7 @@ class Loop:
 
     def step(self) -> None:
         self.run.step()
-        saves, busy, _ = self.checkpoints.flags(None)
+        saves, busy, *_ = self.checkpoints.flags(None)
         row = StepMetadata(False, self.state.cursor, 0, saves=saves, busy=busy)
         self.state.count_step()
         self.checkpoints.committed([row])

@@ -292,6 +292,28 @@ def test_one_that_not_all_workers_have_marked_takes_no_whole_one_with_it(
     assert first.held() == 3
 
 
+def test_rows_that_one_node_lacks_take_no_earlier_ones_from_the_others(tmp_path: Path) -> None:
+    """Of a sharded model only what all nodes have can be gone on from."""
+    first, second = run = Run(tmp_path, workers=2).savers  # Each with memory of its own.
+
+    def held() -> list[list[int]]:
+        return [[mark.steps for _, mark in one.held_snapshots()] for one in run]
+
+    copy(first, 1)
+    copy(second, 1)
+    for steps in (2, 3):
+        copy(first, steps)
+        with pytest.raises(KeyError):
+            copy(second, steps, missing)
+        assert [one.lacks_newest for one in run] == [False, True]
+        for one in run:
+            one.give_up_newest(is_sharded=True)
+        assert held() == [[steps, 1], [1]]
+    copy(first, 4)
+    copy(second, 4)
+    assert held() == [[4, 1], [4, 1]]
+
+
 def test_workers_that_do_not_wait_for_each_other_choose_the_same_place(
     on_one_node: list[Snapshotter],
 ) -> None:

@@ -209,7 +209,7 @@ class Memory:
         self.arrival.is_awaited = True
 
     def take(self, one: SnapshotMark) -> None:
-        self.arrival.begin(one.number, one.generation, self.slot)
+        self.arrival.begin(one, self.slot)
         self.slot.unmark(0)
         self.slot.mark(0, one)
 

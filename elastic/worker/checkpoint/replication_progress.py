@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 
 from elastic.core.policy.replication import CopyMode, CopyProgress, is_awaited
+from elastic.runtime.snapshot_memory import SnapshotMark
 from elastic.worker.state.arena import SnapshotSlot
 
 
@@ -28,9 +29,9 @@ class ReplicationProgress:
         self._slot: SnapshotSlot | None = None
         self._since_s = 0.0
 
-    def begin(self, number: int, generation: int, slot: SnapshotSlot) -> None:
+    def begin(self, mark: SnapshotMark, slot: SnapshotSlot) -> None:
         """Our part of this snapshot is there; earlier ones are none of our business any more."""
-        self._newest = number, generation
+        self._newest = mark.steps, mark.generation
         self._slot = slot
         self._since_s = time.monotonic()
 
@@ -47,7 +48,7 @@ class ReplicationProgress:
         if bringing is CopyMode.OFF or arrived == self._newest:
             return False
         mark = slot.whole()
-        is_whole = mark is not None and (mark.number, mark.generation) == self._newest
+        is_whole = mark is not None and (mark.steps, mark.generation) == self._newest
         waited_s = time.monotonic() - self._since_s
         return is_awaited(
             CopyProgress(bringing, is_whole, has_arrived=False, waited_s=waited_s)

@@ -89,6 +89,7 @@ class Snapshotter:
         copies: how often to memory alone, from where the agent sends it to another node.
         arrival: whether the newest has come there, if that matters.
         newest: snapshot that this worker knows of; part of the run's state.
+        lacks_newest: that one has come to nothing here.
         slots: where they lie in memory.
     """
 
@@ -102,6 +103,7 @@ class Snapshotter:
         self.plan, self.copies = SavingPlan(), SavingPlan()
         self.arrival = ReplicationProgress()
         self.newest = SnapshotId()
+        self.lacks_newest = False
         self.slots = SnapshotSlots(paths)
         self._writer, self._copier = writer, SnapshotCopier()
         self._rank_info = RankInfo()
@@ -127,6 +129,7 @@ class Snapshotter:
             else replace(rank_info, local_rank=0, local_world_size=1)
         )
         self._served = 0  # An unserved request is sent again to the next group.
+        self.lacks_newest = False
         self.slots.enter()
         self.arrival.forget()  # What this group continues from stays until it has taken two.
         if self._writer is not None:
@@ -241,6 +244,17 @@ class Snapshotter:
         newest, group = self.newest, self._rank_info.generation
         return self._is_stored and (newest.steps, newest.generation) == (steps, group)
 
+    def give_up_newest(self, *, is_sharded: bool) -> None:
+        """Know that the newest snapshot has come to nothing on some members.
+
+        Rows of a sharded model are of use only together. So the next snapshot gets the same number:
+        it goes to the place of this one, also where that is whole, here and where it was copied to,
+        and the one before it stays on all nodes.
+        """
+        self.lacks_newest = False
+        if is_sharded:
+            self.newest = self.newest._replace(number=self.newest.number - 1)
+
     # ------------------------------------------------------------------- taking
 
     def warm_up(self, state: Callable[[], Any]) -> None:
@@ -300,8 +314,9 @@ class Snapshotter:
 
         def end(copied: CopiedSnapshot) -> None:
             mark, arrangement = copied.mark, begun.arrangement
-            self.arrival.begin(mark.number, mark.generation, begun.slot)
+            self.arrival.begin(mark, begun.slot)
             self._copier.mark(begun, mark)
+            self.lacks_newest = False
             log.info(
                 "snapshot number=%d epoch=%d step=%d bytes=%d ms=%.1f", mark.number, cursor.epoch,
                 cursor.step, mark.data_bytes, (time.monotonic() - began) * 1e3,
@@ -353,6 +368,7 @@ class Snapshotter:
 
     def _report_failed(self, name: str, rank: int, error: Exception, *, durable: bool) -> None:
         """Let the others not wait for our part of a snapshot that we could not take."""
+        self.lacks_newest = True
         if self._writer is not None and durable:
             with suppress(RuntimeError):  # There is no thread to be had.
                 self._writer.fail_part(PartFailure(rank, name, str(error)))

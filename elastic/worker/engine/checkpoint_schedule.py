@@ -91,22 +91,24 @@ class CheckpointScheduler:
 
     # ------------------------------------------------------------------- saving
 
-    def flags(self, leave_request: RequestLeave | None) -> tuple[bool, bool, bool]:
+    def flags(self, leave_request: RequestLeave | None) -> tuple[bool, bool, bool, bool]:
         """Return what we send with a step, after which we know of this request to leave.
 
-        These are `saves`, `busy` and `releases` of its row.
+        These are `saves`, `busy`, `releases` and `lacks` of its row.
         """
         snapshotter = self._snapshotter
         if snapshotter is None or self._context is None:
-            return False, True, False
+            return False, True, False, False
         releases = leave_request is not None and leave_request.saves
         saves = snapshotter.wants(self._run.steps + 1, self._request())
-        return saves, snapshotter.is_busy(), releases
+        return saves, snapshotter.is_busy(), releases, snapshotter.lacks_newest
 
     def committed(self, rows: Sequence[StepMetadata]) -> None:
         """Decide from everyone's rows whether the step that was just committed is saved."""
         self._steps_here += 1
         self._restorer.forget()
+        if self._snapshotter is not None and any(row.lacks for row in rows):
+            self._snapshotter.give_up_newest(is_sharded=self.is_sharded)
         self.releases = any(row.releases for row in rows)
         self._is_stored = self.releases or any(row.saves for row in rows)
         has_room = self.releases or not any(row.busy for row in rows)  # A pause waits for room.

@@ -316,14 +316,14 @@ class SnapshotSlot:
     def copy_progress(self) -> tuple[CopyMode, tuple[int, int]]:
         """Return whether the agent copies snapshots to another node, and which one has arrived.
 
-        That one is given by its number and generation.
+        That one is given by its steps and generation.
         """
         if os.fstat(self._fd).st_size < HEADER:
             return CopyMode.UNKNOWN, (0, 0)
         self.reserve(0)
-        number, generation = ARRIVED.unpack_from(self._mapped(), ARRIVED_AT)
+        steps, generation = ARRIVED.unpack_from(self._mapped(), ARRIVED_AT)
         mode = BRINGING.unpack_from(self._mapped(), COPYING_AT)[0]
-        return CopyMode(min(mode, CopyMode.OFF)), (number, generation)
+        return CopyMode(min(mode, CopyMode.OFF)), (steps, generation)
 
     def fill(self, mark: SnapshotMark, read: Callable[[memoryview], object]) -> None:
         """Take a whole snapshot from elsewhere.
@@ -340,13 +340,13 @@ class SnapshotSlot:
         self.mark(0, mark._replace(parts=1))
 
     def has_other_than(self, mark: SnapshotMark) -> bool:
-        """Return whether a worker has marked another state under this number and generation."""
+        """Return whether a worker has marked another state as this snapshot."""
         self.reserve(0)
         found = (
             SnapshotMark(*MARK.unpack_from(self._mapped(), part * MARK.size))
             for part in range(mark.parts)
         )
-        return any(one[:2] == mark[:2] and not one.is_with(mark) for one in found)
+        return any(one[:3] == mark[:3] and not one.is_with(mark) for one in found)
 
     # ------------------------------------------------------------------------------------ content
 
