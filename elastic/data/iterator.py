@@ -25,6 +25,7 @@ from elastic.data.lanes import (
     Ranges,
     batch_sizes,
     left_after,
+    left_after_rows,
     num_batches,
     places_of,
     share_of,
@@ -83,8 +84,8 @@ class DataIterator:
         self._left: Ranges | None = None
         # Of the running pass: batches done, ranks, rows of a batch, drop_last.
         self._pass: tuple[int, int, int, bool] | None = None
-        # Rows of the last of these batches that were yielded one by one; None for all.
-        self._rows_of_last: int | None = None
+        # Of a pass that yields rows one by one: how many it has yielded; else None.
+        self._rows_done: int | None = None
 
     @property
     def table(self) -> Table:
@@ -144,7 +145,9 @@ class DataIterator:
         left = self._left if self._left is not None else [(0, self.table.rows)]
         if self._pass is None:
             return left
-        return left_after(left, *self._pass, rows_of_last=self._rows_of_last)
+        if self._rows_done is not None:
+            return left_after_rows(left, self._rows_done, self._pass[1])
+        return left_after(left, *self._pass)
 
     # --------------------------------------------------------------------- reading
 
@@ -213,9 +216,11 @@ class DataIterator:
         return Again(self._each_row)
 
     def _each_row(self) -> Iterator[dict[str, Any]]:
+        done = 0
         for batch in self._batches(256):
-            for number, row in enumerate(rows_of(batch), start=1):
-                self._rows_of_last = number
+            for row in rows_of(batch):
+                done += 1
+                self._rows_done = done
                 yield row
 
     def to_torch(self, **options: Any) -> Any:
@@ -291,9 +296,9 @@ class DataIterator:
             spans.append((first, first + one))
             first += one
         self._left, self._pass = left, (0, world, size, drop_last)
+        self._rows_done = None
         for number, (start, stop) in enumerate(spans):
             self._pass = (number + 1, world, size, drop_last)
-            self._rows_of_last = None
             places = places_of(mine, start, stop)
             if not len(places):
                 if not _learns():

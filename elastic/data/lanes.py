@@ -12,6 +12,7 @@ enough to resume, at any world size, and a rank reads the blocks of its own lane
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -233,37 +234,34 @@ def batch_sizes(rows: int, batches: int, size: int) -> list[int]:
 
 
 def left_after(
-    left: Ranges,
-    done: int,
-    world_size: int,
-    size: int,
-    drop_last: bool = False,
-    *,
-    rows_of_last: int | None = None,
+    left: Ranges, done: int, world_size: int, size: int, drop_last: bool = False
 ) -> Ranges:
-    """Return the remaining places after every rank has read `done` batches.
-
-    Of the last of them so many rows, None for all.
-    """
+    """Return the remaining places after every rank has read `done` batches."""
     batches = num_batches(left, world_size, size, drop_last)
     check(0 <= done <= batches, f"{done} of {batches} batches")
     if drop_last and done == batches:
         return []  # What fills no batch is left out.
-    found: Ranges = []
+    return _left_by_rank(
+        left, world_size, lambda rows: sum(batch_sizes(rows, batches, size)[:done])
+    )
+
+
+def left_after_rows(left: Ranges, done: int, world_size: int) -> Ranges:
+    """Return the remaining places after every rank has read `done` rows, or all of its own."""
+    return _left_by_rank(left, world_size, lambda rows: min(rows, done))
+
+
+def _left_by_rank(left: Ranges, world_size: int, read_of: Callable[[int], int]) -> Ranges:
+    """Return the remaining places; `read_of` returns how many of its rows a rank has read."""
+    joined: Ranges = []
     for rank in range(world_size):
         mine = share_of(left, rank, world_size)
         rows = sum(stop - start for start, stop in mine)
-        sizes = batch_sizes(rows, batches, size)[:done]
-        if sizes and rows_of_last is not None:
-            sizes[-1] = min(sizes[-1], rows_of_last)
-        read = sum(sizes)
-        found.extend(_between(mine, read, rows))
-    joined: Ranges = []
-    for start, stop in found:
-        if joined and joined[-1][1] == start:
-            joined[-1] = joined[-1][0], stop
-        else:
-            joined.append((start, stop))
+        for start, stop in _between(mine, read_of(rows), rows):
+            if joined and joined[-1][1] == start:
+                joined[-1] = joined[-1][0], stop
+            else:
+                joined.append((start, stop))
     return joined
 
 

@@ -457,24 +457,35 @@ def test_a_plain_pass_goes_on_elsewhere_at_another_size(table: Path) -> None:
     assert sorted(seen) == list(range(ROWS))
 
 
-def test_a_pass_over_rows_goes_on_at_any_row() -> None:
-    whole = table_of(data.range(1501).random_shuffle(seed=3).node, in_memory)
+@pytest.mark.parametrize(
+    ("rows", "passes"),
+    [
+        (1501, [(3, 300), (2, 100), (1, 1501)]),
+        # Where the batches behind the rows differ by one between the ranks.
+        (1501, [(3, 500), (1, 1501)]),
+        (513, [(2, 255), (2, 1), (1, 513)]),
+        (513, [(2, 256), (2, 1)]),
+    ],
+)
+def test_a_pass_over_rows_goes_on_at_any_row(rows: int, passes: list[tuple[int, int]]) -> None:
+    whole = table_of(data.range(rows).random_shuffle(seed=3).node, in_memory)
 
     def member(rank: int, world_size: int) -> DataIterator:
         return DataIterator(lambda: whole, lambda: (rank, world_size), Dataset)
 
     seen: list[int] = []
     state = {"epoch": 0, "left": None}
-    for world_size, read in ((3, 300), (2, 100), (1, 1501)):
+    for world_size, read in passes:
         states = []
         for rank in range(world_size):
             iterator = member(rank, world_size)
             iterator.load_state_dict(state)
-            seen += [row["id"] for row in itertools.islice(iterator.iter_rows(), read)]
+            with torch.no_grad():
+                seen += [row["id"] for row in itertools.islice(iterator.iter_rows(), read)]
             states.append(iterator.state_dict())
         assert all(one == states[0] for one in states)
         state = states[0]
-    assert sorted(seen) == list(range(1501))
+    assert sorted(seen) == list(range(rows))
     assert state == {"epoch": 1, "left": None}
 
 
