@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -123,12 +123,17 @@ class Slice(Node):
 
 @dataclass
 class Union(Node):
-    """The rows of all parents, one after the other."""
+    """The rows of all parents, one after the other, each with the columns of all."""
 
     def stream(self) -> Iterator[Batch]:
         """Yield all rows in order."""
+        fill = Fill(self._kinds)
         for parent in self.parents:
-            yield from parent.stream()
+            yield from fill.stream(parent.stream())
+
+    @cached_property
+    def _kinds(self) -> dict[str, Any]:
+        return _merged([_types_of(parent) for parent in self.parents])
 
 
 @dataclass
@@ -238,33 +243,66 @@ Keep = Callable[[Node], Part]
 """Computes a node, and stores its rows with random access."""
 
 
-def table_of(node: Node, keep: Keep, *, travels: bool = False, fills: bool = True) -> Table:
+def table_of(node: Node, keep: Keep, *, travels: bool = False, counts: bool = False) -> Table:
     """Return a dataset as a table.
 
     Args:
         node: the dataset.
         keep: for nodes without random access.
         travels: other processes will read it, so that rows in memory are stored, too.
-        fills: give parts of a union each other's columns, for which functions are tried.
+        counts: only the number of rows matters: no function is tried, and nothing shuffled.
     """
     begin_pass(node)
-    operations: tuple[Operation, ...] = ()
-    # Operations that keep rows can be applied after the shuffle.
-    while isinstance(node, Apply) and node.keeps_rows:
-        operations, node = (node.operation, *operations), node.parents[0]
-    # What others leave of shuffled rows is shuffled anew in each epoch, too.
-    below = node
-    while isinstance(below, Apply):
-        below = below.parents[0]
-    shuffle = below if isinstance(below, Shuffle) else None
-    while isinstance(node, Shuffle):
-        node = node.parents[0]
-    parts = tuple(
-        replace(part, operations=(*part.operations, *operations))
-        for part in _parts(node, keep, None, travels, fills)
-        if part.blocks
-    )
+    shuffle = _shuffle_of(node)
+
+    def parts_of(node: Node, most: int | None, *, in_order: bool) -> list[Part]:
+        """Return a dataset's parts, or those of its first `most` rows."""
+        if isinstance(node, Shuffle) and not in_order:  # The table is shuffled as a whole.
+            return parts_of(node.parents[0], most, in_order=False)
+        if isinstance(node, Read):
+            source, listing = node.source, node.source.listing()
+            if listing.blocks is not None and not (travels and isinstance(source, Memory)):
+                return [Part(source, listing.files, listing.blocks, files_seed=source.files_seed)]
+        if isinstance(node, Apply) and node.keeps_rows:
+            parts = parts_of(node.parents[0], most, in_order=in_order)
+            return [_behind(part, node.operation) for part in parts]
+        if isinstance(node, Slice):
+            ends = (node.stop, None if most is None else node.start + most)
+            needed = min((one for one in ends if one is not None), default=None)
+            parts = parts_of(node.parents[0], needed, in_order=not counts)
+            return _cut(parts, node.start, node.stop)
+        if isinstance(node, Union):
+            found = [parts_of(one, most, in_order=in_order) for one in node.parents]
+            parts = list(itertools.chain.from_iterable(found))
+            return parts if counts else _filled(parts)
+        seed, files = _by_file(node)
+        return [
+            replace(keep(one if most is None else Slice((one,), 0, most)), files_seed=seed)
+            for one in files
+        ]
+
+    whole = parts_of(node, None, in_order=shuffle is None and not counts)
+    parts = tuple(part for part in whole if part.blocks)
     return Table(parts) if shuffle is None else Table(parts, True, shuffle.seed, shuffle.reseeds)
+
+
+def _shuffle_of(node: Node) -> Shuffle | None:
+    """Return the shuffle that orders a node's rows, None if there is none.
+
+    What others leave of shuffled rows, and a union of such, is shuffled anew in each epoch, too.
+    """
+    if isinstance(node, (Apply, Slice)):
+        return _shuffle_of(node.parents[0])
+    if isinstance(node, Union):
+        found = [one for one in map(_shuffle_of, node.parents) if one is not None]
+        # One that has always the same order decides.
+        is_whole = len(found) == len(node.parents)
+        return min(found, key=lambda one: one.reseeds) if is_whole else None
+    return node if isinstance(node, Shuffle) else None
+
+
+def _behind(part: Part, operation: Operation) -> Part:
+    return replace(part, operations=(*part.operations, operation))
 
 
 def begin_pass(node: Node) -> None:
@@ -283,49 +321,49 @@ def nodes_of(node: Node) -> Iterator[Node]:
     yield node
 
 
-def _parts(node: Node, keep: Keep, most: int | None, travels: bool, fills: bool) -> list[Part]:
-    """Return a dataset's parts, or those of its first rows.
-
-    Of what has to be kept, no rows behind the first `most` are; None for all.
-    """
-    if isinstance(node, Read):
-        source, listing = node.source, node.source.listing()
-        if listing.blocks is not None and not (travels and isinstance(source, Memory)):
-            return [Part(source, listing.files, listing.blocks, files_seed=source.files_seed)]
-    if isinstance(node, Apply) and node.keeps_rows:
-        more = (node.operation,)
-        return [
-            replace(part, operations=(*part.operations, *more))
-            for part in _parts(node.parents[0], keep, most, travels, fills)
-        ]
-    if isinstance(node, Slice):
-        ends = (node.stop, None if most is None else node.start + most)
-        needed = min((one for one in ends if one is not None), default=None)
-        parts = _parts(node.parents[0], keep, needed, travels, fills)
-        return _cut(parts, node.start, node.stop)
-    if isinstance(node, Union):
-        parts = [part for one in node.parents for part in _parts(one, keep, most, travels, fills)]
-        return _filled(parts) if fills else parts
-    seed, files = _by_file(node)
-    return [
-        replace(keep(one if most is None else Slice((one,), 0, most)), files_seed=seed)
-        for one in files
-    ]
-
-
 def _filled(parts: Sequence[Part]) -> list[Part]:
     """Return parts that have the columns of each other, as far as those are known."""
     known = [_types_in(part) for part in parts]
-    kinds: dict[str, Any] = {}
-    for name, kind in (pair for one in known for pair in one.items()):
-        # A column of which only missing values were read has a type elsewhere.
-        if str(kinds.get(name, "null")) == "null":
-            kinds[name] = kind
-    fill = Fill(kinds)
+    fill = Fill(_merged(known))
     return [
-        replace(part, operations=(*part.operations, fill)) if 0 < len(one) < len(kinds) else part
+        _behind(part, fill) if 0 < len(one) < len(fill.kinds) else part
         for part, one in zip(parts, known, strict=True)
     ]
+
+
+def _merged(known: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the types of all columns; one that has only missing values has one elsewhere."""
+    kinds: dict[str, Any] = {}
+    for name, kind in (pair for one in known for pair in one.items()):
+        if str(kinds.get(name, "null")) == "null":
+            kinds[name] = kind
+    return kinds
+
+
+def _types_of(node: Node) -> dict[str, Any]:
+    """Return the types of a node's columns by name, as its first rows have them."""
+    source = node.source if isinstance(node, Read) else None
+    # Any error comes again when the rows are read.
+    with contextlib.suppress(Exception), seeded(0):
+        if isinstance(source, Parquet):
+            source.listing()
+            return _chosen_types(source)
+        return {one.name: one.type for one in to_table(_first_rows(node)).schema}
+    return {}
+
+
+def _first_rows(node: Node) -> Batch:
+    """Return rows to try functions with; none if there are none."""
+    if isinstance(node, Apply) and node.keeps_rows:
+        return node.operation.apply(_first_rows(node.parents[0]))
+    found: Batch = next((batch for batch in node.stream() if num_rows(batch)), {})
+    begin_pass(node)
+    return sliced(found, 0, ROWS_TRIED)
+
+
+def _chosen_types(source: Parquet) -> dict[str, Any]:
+    chosen = source.types if source.columns is None else source.columns
+    return {name: source.types[name] for name in chosen if name in source.types}
 
 
 def _types_in(part: Part) -> dict[str, Any]:
@@ -336,8 +374,7 @@ def _types_in(part: Part) -> dict[str, Any]:
     """
     source = part.source
     if isinstance(source, Parquet) and not part.operations:
-        chosen = source.types if source.columns is None else source.columns
-        return {name: source.types[name] for name in chosen if name in source.types}
+        return _chosen_types(source)
     functions = [getattr(one, "function", None) for one in part.operations]
     is_class = any(isinstance(one, Function) and one.is_class for one in functions)
     if is_class or not part.blocks or any(isinstance(one, Fetch) for one in part.operations):
@@ -450,6 +487,6 @@ def counted(node: Node, *, by_functions: bool) -> int:
 
     if not (by_functions and calls(node)):
         with contextlib.suppress(Unknown):
-            return table_of(node, refuse, fills=False).rows
+            return table_of(node, refuse, counts=True).rows
     begin_pass(node)
     return sum(num_rows(batch) for batch in node.stream())

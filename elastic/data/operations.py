@@ -7,6 +7,7 @@ rows is applied once, from the first row to the last.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -346,6 +347,10 @@ class Fill(Operation):
         pa = arrow()
         there = columns_of(batch)
         lacking = {name: kind for name, kind in self.kinds.items() if name not in there}
+        if not lacking:
+            return batch
+        with contextlib.suppress(UsageError):  # An array of numbers cannot say that one is missing.
+            batch = to_table(batch)
         nothing = {name: pa.nulls(num_rows(batch), kind) for name, kind in lacking.items()}
         if isinstance(batch, dict):
             return {**batch, **to_numpy(pa.table(nothing))}

@@ -249,6 +249,9 @@ def test_rows_have_what_is_missing_and_times_as_they_are(tmp_path: Path) -> None
 def test_columns_that_some_rows_lack_are_missing_there() -> None:
     ds = data.from_items([{"a": 1}]).union(data.from_items([{"a": 2, "b": "x"}]))
     assert [batch["b"].tolist() for batch in ds.iter_batches()] == [[None, "x"]]
+    numbers = data.from_items([{"a": 1}]).union(ds.map(lambda row: {"a": 3, "c": 1}), ds)
+    assert numbers.take(2) == [{"a": 1, "c": None, "b": None}, {"a": 3, "c": 1, "b": None}]
+    assert [sorted(one) for one in numbers.iter_batches(batch_size=1)] == [["a", "b", "c"]] * 5
     late = data.range(2000).map(lambda row: row if row["id"] < 1500 else {**row, "late": 1})
     assert late.to_pandas()["late"].sum() == 500
     assert ds.sum("a") == 3
@@ -426,8 +429,38 @@ def test_columns_are_written_in_one_order_and_types_may_come_late(tmp_path: Path
     late.union(swapped).write_csv(tmp_path / "csv")
     lines = (tmp_path / "csv" / "part-00000.csv").read_text().splitlines()
     assert (lines[0], lines[1], lines[-1], len(lines)) == ('"id","x"', "0,", "-1,7", 3002)
+    other = data.range(3000).map_batches(lambda b: b if b["id"][0] < 1000 else {"y": b["id"]})
     with pytest.raises(UsageError, match=r"write_csv: some rows have the columns \['y'\]"):
-        late.union(data.from_items([{"y": 1}] * 2000)).write_csv(tmp_path / "no")
+        other.write_csv(tmp_path / "no")
+
+
+def test_files_have_as_many_rows_as_asked_for(tmp_path: Path) -> None:
+    ds = data.range(10).union(data.range(13)).map(lambda row: {"id": row["id"]})
+    for ending in ("parquet", "csv", "json"):
+        folder = tmp_path / ending
+        getattr(ds, f"write_{ending}")(folder, max_rows_per_file=7)
+        read = getattr(data, f"read_{ending}")
+        assert [read(one).count() for one in sorted(folder.iterdir())] == [7, 7, 7, 2]
+        assert read(folder).take_all() == ds.take_all()
+    halves = ds.add_column("half", lambda frame: frame["id"] > 5)
+    halves.write_parquet(tmp_path / "folders", partition_cols=["half"], max_rows_per_file=5)
+    counts = [len(pq.read_table(one)) for one in (tmp_path / "folders").rglob("*.parquet")]
+    assert sorted(counts) == [1, 2, 5, 5, 5, 5]
+    with pytest.raises(UsageError, match="write_csv: rows per file=0: expected an int from 1"):
+        ds.write_csv(tmp_path / "no", min_rows_per_file=0)
+
+
+def test_json_has_no_nan_and_texts_for_bytes_and_times(tmp_path: Path) -> None:
+    time = pd.Timestamp("2024-01-02 03:04:05")
+    lists = {"l": [1.0, math.inf], "d": {"n": np.int8(3)}}
+    row = {"t": time, "b": "ä".encode(), "x": math.nan, **lists}
+    data.from_items([row]).write_json(tmp_path / "json")
+    (written,) = (tmp_path / "json").iterdir()
+    text = '{"t": "2024-01-02 03:04:05", "b": "ä", "x": null, "l": [1.0, null], "d": {"n": 3}}'
+    assert json.loads(written.read_text()) == json.loads(text)
+    assert data.read_json(written).take()[0]["t"] == time
+    with pytest.raises(UsageError, match="column 'raw' holds bytes that are no UTF-8 text"):
+        data.from_items([{"raw": b"\xff"}]).write_json(tmp_path / "no")
 
 
 def test_other_files_become_rows(tmp_path: Path) -> None:

@@ -318,13 +318,22 @@ def test_what_is_left_of_shuffled_rows_is_shuffled_in_each_epoch() -> None:
     shuffled = data.range(50).random_shuffle(seed=3)
     for ds in (
         shuffled.filter(over_ten), shuffled.flat_map(lambda row: [row, row]).map(lambda row: row),
-        shuffled.random_sample(0.5),
+        shuffled.random_sample(0.5), shuffled.limit(20), shuffled.train_test_split(0.5)[1],
+        shuffled.limit(20).union(shuffled.map(lambda row: row)),
     ):  # fmt: skip
         found = orders(ds)
         assert len({tuple(order) for order in found}) == 4
         assert all(sorted(order) == sorted(ids_of(ds)) for order in found)
     fixed = data.RandomSeedConfig(seed=3, reseed_after_execution=False)
-    assert len({tuple(order) for order in orders(data.range(50).random_shuffle(seed=fixed))}) == 1
+    held = data.range(50).random_shuffle(seed=fixed)
+    for ds in (held, held.limit(20), shuffled.union(held), shuffled.union(data.range(50))):
+        assert len({tuple(order) for order in orders(ds)}) == 1
+
+
+def test_a_union_of_shuffled_files_is_read_from_them(small_files: Path) -> None:
+    one, two = (data.read_parquet(small_files / f"{n}.parquet").random_shuffle() for n in (0, 1))
+    table = table_of(one.union(two).map(lambda row: row).node, lambda node: pytest.fail("kept"))
+    assert (table.shuffle, table.rows) == (True, 20)
 
 
 def ids_of(ds: Dataset) -> list[int]:
