@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from elastic.data.iterator import DataIterator
     from elastic.data.reading import (
         from_arrow,
+        from_daft,
         from_dask,
         from_duckdb,
         from_huggingface,
@@ -50,6 +51,8 @@ if TYPE_CHECKING:
         from_numpy,
         from_pandas,
         from_polars,
+        from_ray,
+        from_spark,
         from_torch,
         range,  # noqa: A004
         range_tensor,
@@ -78,6 +81,7 @@ __all__ = [
     "SaveMode",
     "TaskPoolStrategy",
     "from_arrow",
+    "from_daft",
     "from_dask",
     "from_duckdb",
     "from_huggingface",
@@ -85,6 +89,8 @@ __all__ = [
     "from_numpy",
     "from_pandas",
     "from_polars",
+    "from_ray",
+    "from_spark",
     "from_torch",
     "range",
     "range_tensor",
@@ -113,9 +119,10 @@ _HOME = {
     "TaskPoolStrategy": "compute",
 }
 _NOT_HERE = {
+    "NodeIdStr": "str; DataConfig(datasets_to_split=...) needs none",
     "Datasink": "Dataset.write_parquet, write_csv or write_json",
     "Datasource": "read_parquet, from_items or another of the functions that read",
-    "Preprocessor": "Dataset.map_batches with a function, or a class",
+    "Preprocessor": "elastic.data.preprocessors",
     **dict.fromkeys(
         (
             "read_bigquery",
@@ -137,8 +144,12 @@ _NOT_HERE = {
         "read with the format's own package, and data.from_arrow(...); or read_parquet",
     ),
     **dict.fromkeys(
-        ("read_audio", "read_avro", "read_mcap", "read_videos", "read_zarr"),
+        ("read_audio", "read_avro", "read_lerobot", "read_mcap", "read_videos", "read_zarr"),
         "data.read_binary_files(...).map(decode)",
+    ),
+    **dict.fromkeys(
+        ("read_datasource", "read_kafka", "read_orc"),
+        "data.from_items(...) or from_arrow(...) of what the package of such a source returns",
     ),
     **dict.fromkeys(
         ("from_arrow_refs", "from_numpy_refs", "from_pandas_refs"),
@@ -146,7 +157,7 @@ _NOT_HERE = {
     ),
     **dict.fromkeys(("from_tf", "read_tfrecords"), "PyTorch's formats: TensorFlow is not used"),
     **dict.fromkeys(("from_mars", "from_modin"), "data.from_pandas(frame.to_pandas())"),
-    "from_spark": "write a parquet table with Spark, and data.read_parquet(...)",
+    "from_blocks": "data.from_arrow(...)",
 }
 """Names of ray.data that are missing here -> what to use instead; as an ImportError, because `from`
 turns others into one without a word."""

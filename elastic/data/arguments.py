@@ -27,9 +27,12 @@ NO_EFFECT = frozenset(
         "fallback_strategy",
         "accelerator_type",
         "max_calls",
+        "runtime_env",
     }
 )
 """Ray's arguments for placement and resources: accepted without effect."""
+OF_PASSES = ("prefetch_batches", "prefetch_blocks", "pin_memory", "global_batch_size", "weigh")
+"""Further ones of `iter_...`: Ray's, and those that matter to the steps of a training loop."""
 
 
 def check_others(what: str, others: Mapping[str, Any], *more: str) -> None:

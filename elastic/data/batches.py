@@ -141,8 +141,13 @@ def alike(one: Batch, other: Batch) -> tuple[Batch, Batch]:
     return to_numpy(one), to_numpy(other)
 
 
-def check_size(size: Any, what: str) -> int | None:
-    """Return a number of rows of a batch, or None.
+def check_size(size: Any, what: str, name: str = "batch_size") -> int | None:
+    """Return a number of rows, or None.
+
+    Args:
+        size: the number.
+        what: the function that it was given to.
+        name: of the argument.
 
     Raises:
         UsageError: it is neither.
@@ -152,7 +157,7 @@ def check_size(size: Any, what: str) -> int | None:
     is_number = hasattr(size, "__index__") and not isinstance(size, bool)  # NumPy's, too.
     if is_number and operator.index(size) > 0:
         return operator.index(size)
-    raise UsageError(f"{what}: batch_size={size!r}: expected an int from 1 on, or None")
+    raise UsageError(f"{what}: {name}={size!r}: expected an int from 1 on, or None")
 
 
 def batched(batches: Iterable[Batch], size: int | None) -> Iterator[Batch]:
@@ -475,7 +480,9 @@ def taken_from(value: Any, what: str) -> Batch:
             values = _column(pa.chunked_array(getattr(values, "chunks", [values]), values.type))
         elif hasattr(values, "to_numpy"):
             values = _of_series(values)
-        elif not (isinstance(values, np.ndarray) and values.ndim):
+        elif np.ndim(values) and hasattr(values, "__array__"):
+            values = np.asarray(values)
+        else:
             raise UsageError(
                 f"{what} returned a {type(values).__name__} as column {name!r}: expected an "
                 f"array or a list with one entry for each row"

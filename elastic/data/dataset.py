@@ -16,10 +16,9 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import fsspec
 import numpy as np
 
-from elastic.data.arguments import check_others
+from elastic.data.arguments import OF_PASSES, check_others
 from elastic.data.batches import (
     Batch,
     arrow,
@@ -84,15 +83,23 @@ from elastic.data.operations import (
 from elastic.data.parquet import Parquet
 from elastic.data.sources import FileSource, Memory, check_on_error
 from elastic.data.webdataset import coders_of, encoded, write_tar
-from elastic.data.writing import Sink, first_free, write_parquet, write_partitions
+from elastic.data.writing import (
+    Sink,
+    by_rows,
+    first_free,
+    json_of,
+    write_parquet,
+    write_partitions,
+)
 from elastic.errors import UsageError
 from elastic.storage.files import Files
+from elastic.storage.filesystems import as_fsspec
 
 if TYPE_CHECKING:
     from elastic.data.aggregate import AggregateFn
 
-WRITERS = ("min_rows_per_file", "max_rows_per_file", "num_rows_per_file", "min_rows_per_write")
-"""Ray's sizes of files that are written: accepted without effect."""
+ROWS_PER_FILE = ("max_rows_per_file", "num_rows_per_file", "min_rows_per_file")
+"""Ray's arguments for how many rows a file has that is written; the first one counts."""
 
 
 _FRAMEWORKS = "the rows go to PyTorch: iter_torch_batches, to_torch; or iter_batches for arrays"
@@ -116,6 +123,7 @@ NOT_HERE = {
         (
             "write_bigquery",
             "write_clickhouse",
+            "write_datasink",
             "write_delta",
             "write_iceberg",
             "write_kafka",
@@ -208,9 +216,7 @@ class Dataset:
         """
         check_others("map", others)
         check_on_error(on_error, "map")
-        function = Function(
-            fn, fn_args, fn_kwargs or {}, fn_constructor_args, fn_constructor_kwargs or {}
-        )
+        function = Function(fn, fn_args, fn_kwargs, fn_constructor_args, fn_constructor_kwargs)
         return self._apply(MapRows("map", function, on_error))
 
     def flat_map(
@@ -227,9 +233,7 @@ class Dataset:
         """Apply a function that returns a list of rows for each row; otherwise as `map`."""
         check_others("flat_map", others)
         check_on_error(on_error, "flat_map")
-        function = Function(
-            fn, fn_args, fn_kwargs or {}, fn_constructor_args, fn_constructor_kwargs or {}
-        )
+        function = Function(fn, fn_args, fn_kwargs, fn_constructor_args, fn_constructor_kwargs)
         return self._apply(MapRows("flat_map", function, on_error))
 
     def map_batches(
@@ -260,9 +264,7 @@ class Dataset:
         check_others("map_batches", others)
         given = ROWS_AT_ONCE if batch_size in ("default", "auto") else batch_size
         size = check_size(given, "map_batches")
-        function = Function(
-            fn, fn_args, fn_kwargs or {}, fn_constructor_args, fn_constructor_kwargs or {}
-        )
+        function = Function(fn, fn_args, fn_kwargs, fn_constructor_args, fn_constructor_kwargs)
         return self._apply(MapBatches(function, size, check_format(batch_format, "map_batches")))
 
     def filter(
@@ -297,7 +299,7 @@ class Dataset:
         given = fn if expr is None else expr
         if callable(given):
             function = Function(
-                given, fn_args, fn_kwargs or {}, fn_constructor_args, fn_constructor_kwargs or {}
+                given, fn_args, fn_kwargs, fn_constructor_args, fn_constructor_kwargs
             )
             return self._apply(MapRows("filter", function, on_error))
         return self._apply(FilterBy(expression_of(given, "filter: expr")))
@@ -615,9 +617,12 @@ class Dataset:
         """Return the number of rows if functions of batches keep it, without calling them."""
         return counted(self._node, by_functions=False) if self._count is None else self._count
 
-    def schema(self) -> Any:
-        """Return the pyarrow schema of the first rows; None if there are none."""
-        if self._columns is None:
+    def schema(self, fetch_if_missing: bool = True) -> Any:
+        """Return the pyarrow schema of the first rows; None if there are none.
+
+        With `fetch_if_missing=False` None, too, if no rows were read for it before.
+        """
+        if self._columns is None and fetch_if_missing:
             first = next((b for b in self._stream() if num_rows(b)), None)
             if first is None:
                 return None
@@ -753,7 +758,7 @@ class Dataset:
 
     def iter_rows(self, **others: Any) -> Iterable[dict[str, Any]]:
         """Return an iterable over each row, as a dict; each pass over it reads all rows."""
-        check_others("iter_rows", others, "prefetch_batches", "prefetch_blocks")
+        check_others("iter_rows", others, *OF_PASSES)
         return Again(lambda: (row for batch in self._stream() for row in rows_of(batch)))
 
     def iter_batches(
@@ -776,7 +781,7 @@ class Dataset:
             local_shuffle_seed: of the shuffle; None is 0.
             others: Ray's, without effect here.
         """
-        check_others("iter_batches", others, "prefetch_batches")
+        check_others("iter_batches", others, *OF_PASSES)
         name, size = (
             check_format(batch_format, "iter_batches"),
             check_size(batch_size, "iter_batches"),
@@ -816,7 +821,7 @@ class Dataset:
             local_shuffle_seed: see `iter_batches`.
             others: Ray's, without effect here.
         """
-        check_others("iter_torch_batches", others, "prefetch_batches", "pin_memory")
+        check_others("iter_torch_batches", others, *OF_PASSES)
         make = Collate(collate_fn, dtypes, None if device == "auto" else device)
         batches = self.iter_batches(
             batch_size=batch_size,
@@ -862,46 +867,52 @@ class Dataset:
             path: of the folder.
             partition_cols: columns that become folders like "year=2024" instead.
             others: mode, of SaveMode: by default files are added to those that are there;
-                filesystem, one of fsspec's that the path is in; Ray's, without effect here.
+                filesystem, of fsspec or pyarrow, that the path is in; max_rows_per_file; Ray's,
+                without effect here.
         """
-        if (files := _target("write_parquet", path, others)) is None:
+        if (target := _target("write_parquet", path, others)) is None:
             return
+        files, rows = target
         batches, number = _watched(self._stream(), "write_parquet"), first_free(files)
         if partition_cols:
-            write_partitions(batches, files, names_of(partition_cols), number)
-        else:
-            write_parquet(batches, files, "", number)
+            write_partitions(batches, files, names_of(partition_cols), number, rows)
+            return
+        for some in by_rows(batches, rows):
+            number = write_parquet(some, files, "", number)
 
     def write_csv(self, path: str | os.PathLike[str], **others: Any) -> None:
-        """Write all rows to a CSV file in a folder; `mode` and `filesystem` as `write_parquet`."""
-        if (files := _target("write_csv", path, others)) is None:
-            return
+        """Write all rows to a CSV file in a folder; others as in `write_parquet`.
 
-        def write(output: Any, tables: Iterator[Any]) -> None:
+        It is one file, unless `max_rows_per_file` is given.
+        """
+
+        def write(output: Any, batches: Iterator[Batch]) -> None:
             import pyarrow.csv as csv
 
             target, names = arrow().PythonFile(Sink(output.write), mode="w"), None
-            for table in tables:
+            for table in map(to_table, batches):
                 # Types may differ: a column has no value at first, or none that is missing.
                 options = csv.WriteOptions(include_header=names is None)
                 names = names or table.column_names
                 csv.write_csv(_with_columns(table, names, "write_csv"), target, options)
 
-        self._write_one(files, "csv", write)
+        self._write_files("write_csv", path, "csv", others, write)
 
     def write_json(self, path: str | os.PathLike[str], **others: Any) -> None:
-        """Write all rows to a file in a folder, one JSON object a line; see `write_csv`."""
-        import json
+        """Write all rows to a file in a folder, one JSON object a line; see `write_csv`.
 
-        if (files := _target("write_json", path, others)) is None:
-            return
+        Times are texts, bytes are too if they are UTF-8, and what is no number is missing: null.
 
-        def write(output: Any, tables: Iterator[Any]) -> None:
-            for table in tables:
-                for row in rows_of(table):
-                    output.write(json.dumps(row, default=_as_json).encode() + b"\n")
+        Raises:
+            UsageError: a column has other bytes.
+        """
 
-        self._write_one(files, "json", write)
+        def write(output: Any, batches: Iterator[Batch]) -> None:
+            for batch in batches:
+                for row in rows_of(batch):
+                    output.write(json_of(row).encode() + b"\n")
+
+        self._write_files("write_json", path, "json", others, write)
 
     def write_numpy(
         self, path: str | os.PathLike[str], *, column: str | None = None, **others: Any
@@ -911,19 +922,17 @@ class Dataset:
         Raises:
             UsageError: there is no such column, several and no choice, or rows of several shapes.
         """
-        if (files := _target("write_numpy", path, others)) is None:
-            return
         names = self.columns() if column is None else [column]
         if len(names) != 1:
             raise UsageError(f"write_numpy: column={column!r}: expected one of {names}")
-        rows = [one[names[0]] for one in map(to_numpy, self.select_columns(names)._stream())]
-        if any(one.dtype == object for one in rows):
-            raise UsageError(f"write_numpy: column {names[0]!r} is not of numbers of one shape")
 
-        def write(output: Any, _: Iterator[Any]) -> None:
+        def write(output: Any, batches: Iterator[Batch]) -> None:
+            rows = [one[names[0]] for one in map(to_numpy, batches)]
+            if any(one.dtype == object for one in rows):
+                raise UsageError(f"write_numpy: column {names[0]!r} is not of numbers of one shape")
             np.lib.format.write_array(output, np.concatenate(rows))
 
-        self._write_one(files, "npy", write)
+        self.select_columns(names)._write_files("write_numpy", path, "npy", others, write)
 
     def write_images(
         self,
@@ -942,8 +951,9 @@ class Dataset:
         """
         from PIL import Image
 
-        if (files := _target("write_images", path, others)) is None:
+        if (target := _target("write_images", path, others)) is None:
             return
+        files, _ = target
         rows = self.select_columns([column]).iter_rows()
         for number, row in enumerate(rows, start=first_free(files)):
             held = io.BytesIO()
@@ -962,14 +972,13 @@ class Dataset:
                 them; a function of a sample, or several; None if they are bytes.
             others: Ray's, without effect here.
         """
-        if (files := _target("write_webdataset", path, others)) is None:
-            return
         encoders = coders_of(encoder, encoded)
-        self._write_one(
-            files,
-            "tar",
-            lambda output, _: write_tar(Sink(output.write), self.iter_rows(), encoders),
-        )
+
+        def write(output: Any, batches: Iterator[Batch]) -> None:
+            rows = itertools.chain.from_iterable(map(rows_of, batches))
+            write_tar(Sink(output.write), rows, encoders)
+
+        self._write_files("write_webdataset", path, "tar", others, write)
 
     def write_sql(self, sql: str, connection_factory: Callable[[], Any], **others: Any) -> None:
         """Execute a statement for each row, in order, as one transaction.
@@ -991,10 +1000,22 @@ class Dataset:
                     cursor.executemany(sql, [tuple(row.values()) for row in rows])
             connection.commit()
 
-    def _write_one(self, files: Files, ending: str, write: Callable[..., None]) -> None:
-        tables = (to_table(b) for b in _watched(self._stream(), f"write_{ending}"))
-        with files.writing(f"part-{first_free(files):05d}.{ending}") as output:
-            write(output, tables)
+    def _write_files(
+        self,
+        what: str,
+        path: str | os.PathLike[str],
+        ending: str,
+        others: dict[str, Any],
+        write: Callable[[Any, Iterator[Batch]], None],
+    ) -> None:
+        """Write all rows to files in a folder, each of them by `write`."""
+        if (target := _target(what, path, others)) is None:
+            return
+        files, rows = target
+        parts = by_rows(_watched(self._stream(), what), rows)
+        for number, batches in enumerate(parts, start=first_free(files)):
+            with files.writing(f"part-{number:05d}.{ending}") as output:
+                write(output, batches)
 
     # --------------------------------------------------------------------- engines
 
@@ -1076,18 +1097,18 @@ class Dataset:
             ds, join_type, num_partitions, on, right_on, left_suffix, right_suffix
         )
 
-    def unique(self, column: str) -> list[Any]:
-        """Return the different values of a column, in the order of their first appearance."""
+    def unique(self, column: str, ignore_nulls: bool = False) -> list[Any]:
+        """Return the different values of a column, in the order of their first appearance.
+
+        One that is missing is None, unless `ignore_nulls`.
+        """
         parts = []
         for batch in self.select_columns([column])._stream():
             table = to_table(batch)
             with explained("unique", table, [column]):
                 parts.append(arrow().table({column: table.column(column).unique()}))
-        return joined(parts).column(column).unique().to_pylist() if parts else []
-
-
-def _as_json(value: Any) -> Any:
-    return value.tolist() if isinstance(value, np.ndarray) else str(value)
+        found = joined(parts).column(column).unique().to_pylist() if parts else []
+        return [one for one in found if one is not None] if ignore_nulls else found
 
 
 def _part_of(rows: Any, fraction: float, is_first: bool) -> Any:
@@ -1103,18 +1124,25 @@ def _fixed(rank: int, world_size: int) -> tuple[int, int]:
     return rank, world_size
 
 
-def _target(what: str, path: str | os.PathLike[str], others: dict[str, Any]) -> Files | None:
-    """Return the folder to write to; None if nothing is to be written.
+def _target(
+    what: str, path: str | os.PathLike[str], others: dict[str, Any]
+) -> tuple[Files, int | None] | None:
+    """Return the folder to write to, and the rows of a file; None if nothing is to be written.
 
     Raises:
         UsageError: an argument is unknown, or there are files and must not be.
     """
     filesystem, mode = others.pop("filesystem", None), others.pop("mode", SaveMode.APPEND)
-    check_others(what, others, *WRITERS)
+    sizes = [others.pop(name, None) for name in ROWS_PER_FILE]
+    rows = next((check_size(one, what, "rows per file") for one in sizes if one is not None), None)
+    check_others(what, others, "min_bytes_per_file")
     if mode not in [*SaveMode, *(one.value for one in SaveMode)]:
         known = ", ".join(one.value for one in SaveMode)
         raise UsageError(f"Dataset.{what}: mode={mode!r}: expected one of {known}")
-    files = _folder(what, path, filesystem)
+    files = Files(_absolute(path))
+    if filesystem is not None:
+        found, inside = as_fsspec(filesystem, os.fspath(path))
+        files = Files(inside, found)
     mode = SaveMode(mode)
     there = [] if mode is SaveMode.APPEND else files.list("*")
     if there and mode is SaveMode.ERROR:
@@ -1125,19 +1153,7 @@ def _target(what: str, path: str | os.PathLike[str], others: dict[str, Any]) -> 
     if there and mode is SaveMode.OVERWRITE:
         for name in there:
             files.delete(name)
-    return None if there and mode is SaveMode.IGNORE else files
-
-
-def _folder(what: str, path: str | os.PathLike[str], filesystem: Any) -> Files:
-    if filesystem is None:
-        return Files(_absolute(path))
-    if not hasattr(filesystem, "unstrip_protocol"):
-        raise UsageError(
-            f"Dataset.{what}: filesystem is a {type(filesystem).__name__}: expected one of "
-            f"fsspec's; or leave it out, and pass a URL"
-        )
-    text = os.fspath(path)
-    return Files(fsspec.core.strip_protocol(text) if "://" in text else text, filesystem)
+    return None if there and mode is SaveMode.IGNORE else (files, rows)
 
 
 def _with_columns(batch: Batch, names: Sequence[str], what: str) -> Batch:

@@ -241,18 +241,24 @@ class Reader:
         with self._lock:
             self.bytes_read += size
 
-    def open(self, file: File) -> Any:
-        """Open a file for sequential reading, decompressed according to its name.
+    def open(self, file: File, compression: str | None = None) -> Any:
+        """Open a file for sequential reading, decompressed.
+
+        Args:
+            file: the file.
+            compression: Arrow's name of a codec, such as "gzip"; None for that of the file's name.
 
         Raises:
             DataError: it has changed, or cannot be opened.
         """
         fs, path = self.check(file)
         self._count(file.size)
+        if compression is None and path.lower().endswith((".zst", ".zstd")):
+            compression = "zstd"  # Which fsspec leaves to other packages.
         try:
-            if path.lower().endswith((".zst", ".zstd")):  # Which fsspec leaves to other packages.
-                return arrow().CompressedInputStream(fs.open(path, "rb"), "zstd")
-            return fs.open(path, "rb", compression="infer")
+            if compression is None:
+                return fs.open(path, "rb", compression="infer")
+            return arrow().CompressedInputStream(fs.open(path, "rb"), compression)
         except Exception as error:
             raise unreadable(file, error) from error
 

@@ -55,7 +55,7 @@ class Csv(FileSource):
         convert.column_types = {**_known(self._first), **dict(convert.column_types or {})}
         if self.skips:
             parse.invalid_row_handler = lambda row: self._skip_row(file, row)
-        opened = reader.open(file)
+        opened = reader.open(file, self.compression)
         try:
             found = csv.open_csv(
                 opened,
@@ -101,7 +101,7 @@ class Lines(FileSource):
         self._first: Any = None
 
     def _rows(self, reader: Reader, file: File) -> Iterator[Batch]:
-        with reader.open(file) as opened:
+        with reader.open(file, self.compression) as opened:
             pieces = chunks(opened, CHUNK_BYTES)
             yield from self._json(file, pieces) if self.is_json else self._text(file, pieces)
 
@@ -254,6 +254,11 @@ def _text_of(lines: Sequence[Line]) -> bytes:
 class Numpy(FileSource):
     """Files of one array each; a row is an entry of the first axis."""
 
+    def __post_init__(self) -> None:
+        """Start without a type."""
+        super().__post_init__()
+        self._first: tuple[File, Any] | None = None
+
     def _rows(self, reader: Reader, file: File) -> Iterator[Batch]:
         try:
             whole = np.load(io.BytesIO(reader.read(file)), allow_pickle=False)
@@ -261,6 +266,14 @@ class Numpy(FileSource):
             raise DataError(f"elastic.data: {file.path} is no array: {error}") from error
         if not (isinstance(whole, np.ndarray) and whole.ndim):
             raise DataError(f"elastic.data: {file.path}: expected an array of one axis or more")
+        self._first = self._first or (file, whole.dtype)
+        first, kind = self._first
+        if whole.dtype != kind and not whole.dtype.kind == kind.kind == "U":
+            raise DataError(
+                f"elastic.data: the type changes between files: it is {kind} in {first.path} and "
+                f"{whole.dtype} in {file.path}: write the files alike, or leave such files out "
+                f"(on_error='skip')"
+            )
         yield from batched([{"data": whole}], BLOCK_ROWS)
 
 

@@ -16,15 +16,15 @@ class Function:
 
     Attributes:
         given: the function or the class.
-        args, kwargs: for each call, after the batch.
+        args, kwargs: for each call, after the batch; None for none.
         constructor_args, constructor_kwargs: for the class.
     """
 
     given: Callable[..., Any]
     args: Sequence[Any] = ()
-    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    kwargs: Mapping[str, Any] | None = None
     constructor_args: Sequence[Any] = ()
-    constructor_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    constructor_kwargs: Mapping[str, Any] | None = None
     _called: Any = field(default=None, init=False, repr=False, compare=False)
     _loop: Any = field(default=None, init=False, repr=False, compare=False)
 
@@ -43,8 +43,8 @@ class Function:
         if self._called is None:
             self._called = self.given
             if self.is_class:
-                self._called = self.given(*self.constructor_args, **self.constructor_kwargs)
-        found = self._called(*values, *self.args, **self.kwargs, **more)
+                self._called = self.given(*self.constructor_args, **(self.constructor_kwargs or {}))
+        found = self._called(*values, *self.args, **(self.kwargs or {}), **more)
         if inspect.isasyncgen(found):
             return (one for one in self._awaited(_listed(found)))
         return self._awaited(found) if inspect.iscoroutine(found) else found

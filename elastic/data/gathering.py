@@ -253,9 +253,7 @@ class Groups(Generic[D]):
     ) -> D:
         """Apply a function to the rows of each group, as `Dataset.map_batches` does to batches."""
         check_others("map_groups", others)
-        function = Function(
-            fn, fn_args, fn_kwargs or {}, fn_constructor_args, fn_constructor_kwargs or {}
-        )
+        function = Function(fn, fn_args, fn_kwargs, fn_constructor_args, fn_constructor_kwargs)
         each = MapBatches(function, None, check_format(batch_format, "map_groups"), "map_groups")
         return self._engine._gather("map_groups", partial(_mapped, keys=self._keys, each=each))
 

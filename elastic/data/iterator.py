@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from elastic.data.arguments import OF_PASSES, check_others
 from elastic.data.batches import (
     Batch,
     check_format,
@@ -172,7 +173,7 @@ class DataIterator:
             local_shuffle_seed: of the shuffle.
             others: Ray's, without effect here.
         """
-        check_others("iter_batches", others)
+        check_others("iter_batches", others, *OF_PASSES)
         name = check_format(batch_format, "iter_batches")
         self._shuffle(local_shuffle_buffer_size, local_shuffle_seed)
         size = check_size(batch_size, "iter_batches") or 256
@@ -204,7 +205,7 @@ class DataIterator:
             local_shuffle_seed: see `iter_batches`.
             others: Ray's, without effect here.
         """
-        check_others("iter_torch_batches", others)
+        check_others("iter_torch_batches", others, *OF_PASSES)
         self._shuffle(local_shuffle_buffer_size, local_shuffle_seed)
         make = Collate(collate_fn, dtypes, None if device == "auto" else device)
         size = check_size(batch_size, "iter_torch_batches") or 256
@@ -212,7 +213,7 @@ class DataIterator:
 
     def iter_rows(self, **others: Any) -> Iterable[dict[str, Any]]:
         """Return an iterable over this rank's rows of a pass; functions get 256 of them at once."""
-        check_others("iter_rows", others)
+        check_others("iter_rows", others, *OF_PASSES)
         return Again(self._each_row)
 
     def _each_row(self) -> Iterator[dict[str, Any]]:
@@ -374,15 +375,3 @@ def torch_dataset(begin: Callable[[], Iterator[Any]]) -> Any:
             return begin()
 
     return Batches()
-
-
-def check_others(what: str, others: Mapping[str, Any]) -> None:
-    """Refuse arguments that are neither Ray's nor ours.
-
-    Raises:
-        UsageError: an argument is unknown.
-    """
-    known = {"prefetch_batches", "prefetch_blocks", "pin_memory", "global_batch_size", "weigh"}
-    unknown = sorted(set(others) - known)
-    if unknown:
-        raise UsageError(f"{what}: unknown arguments: {', '.join(unknown)}")

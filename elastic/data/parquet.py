@@ -121,7 +121,7 @@ class Parquet(FileSource):
         except (pa.ArrowException, OSError) as error:
             raise DataError(
                 f"elastic.data: {file.path}, row group {block.group} of {footer.num_row_groups} "
-                f"({block.stop:,} rows) cannot be read: {error}"
+                f"({block.stop:,} rows) cannot be read: {error}: remove the file, or write it anew"
             ) from error
         if (block.start, block.stop) != (0, found.num_rows):
             found = found.slice(block.start, block.stop - block.start)

@@ -22,10 +22,10 @@ from elastic.data.parquet import Parquet
 from elastic.data.sources import HuggingFace, Memory, Range, Source
 from elastic.data.webdataset import Tar, coders_of, decoded
 from elastic.errors import UsageError
+from elastic.storage.filesystems import as_fsspec
 
 NO_EFFECT = PLACEMENT | {
     "meta_provider",
-    "arrow_open_stream_args",
     "ignore_missing_paths",
     "tensor_column_schema",
 }
@@ -60,8 +60,9 @@ def _files(
             f"rows are shuffled by ds.random_shuffle(seed=...)"
         )
     options, filesystem = others.pop("storage_options", None), others.pop("filesystem", None)
+    stream = others.pop("arrow_open_stream_args", None) or {}
     if filesystem is not None:
-        paths, options = _in_filesystem(what, paths, filesystem)
+        paths, options = _in_filesystem(paths, filesystem)
     found: dict[str, Any] = {
         "name": what,
         "paths": paths,
@@ -70,6 +71,7 @@ def _files(
         "on_error": others.pop("on_error", "raise"),
         "partitioning": folders,
         "with_paths": bool(others.pop("include_paths", False)),
+        "compression": stream.get("compression"),
         "shuffle": FileShuffleConfig() if shuffle == "files" else shuffle,
     }
     unknown = sorted(set(others) - NO_EFFECT)
@@ -81,16 +83,15 @@ def _files(
     return found
 
 
-def _in_filesystem(what: str, paths: Any, filesystem: Any) -> tuple[list[str], dict[str, Any]]:
-    """Return the URLs of paths in an fsspec file system, and its options."""
-    if not hasattr(filesystem, "unstrip_protocol"):
-        raise UsageError(
-            f"elastic.data.{what}: filesystem is a {type(filesystem).__name__}: expected one of "
-            f"fsspec's; or leave it out, and pass URLs and storage_options={{...}}"
-        )
+def _in_filesystem(paths: Any, filesystem: Any) -> tuple[list[str], dict[str, Any]]:
+    """Return the URLs of paths in a file system of fsspec or pyarrow, and its options."""
     several = [paths] if isinstance(paths, (str, os.PathLike)) else list(paths)
-    urls = [filesystem.unstrip_protocol(os.fspath(one)) for one in several]
-    return urls, dict(filesystem.storage_options)
+    urls, options = [], {}
+    for one in several:
+        found, inside = as_fsspec(filesystem, os.fspath(one))
+        urls.append(found.unstrip_protocol(inside))
+        options = dict(found.storage_options)
+    return urls, options
 
 
 def read_parquet(
@@ -108,12 +109,13 @@ def read_parquet(
         columns: those to read, None for all.
         schema: of pyarrow: the columns to read, and the types to which they are cast.
         file_extensions: of the files in a folder.
-        others: storage_options, a dict for the file system; on_error, "skip" to leave out files
-            that are broken or have another schema; partitioning, by default "hive": folders like
-            "year=2024" are columns of texts, None: they are not; or a `Partitioning`; shuffle,
-            "files" or FileShuffleConfig(seed=1): a random order of the files, in training another
-            one in each epoch; include_paths, True for a column "path" of the files' paths; Ray's
-            placement arguments, without effect.
+        others: storage_options, a dict for the file system; or filesystem, of fsspec or pyarrow,
+            that the paths are in; on_error, "skip" to leave out files whose footers are broken or
+            have another schema; partitioning, by default "hive": folders like "year=2024" are
+            columns of texts, None: they are not; or a `Partitioning`; shuffle, "files" or
+            FileShuffleConfig(seed=1): a random order of the files, in training another one in each
+            epoch; include_paths, True for a column "path" of the files' paths; Ray's placement
+            arguments, without effect.
     """
     files = _files("read_parquet", paths, file_extensions, others, "hive")
     names = schema.names if columns is None and schema is not None else columns
@@ -138,7 +140,8 @@ def read_csv(
         parse_options: of pyarrow.csv.
         convert_options: of pyarrow.csv.
         others: as in `read_parquet`; on_error="skip" leaves out rows with a wrong number of
-            columns, and the rest of a file after an error.
+            columns, and the rest of a file after an error; arrow_open_stream_args, such as
+            {"compression": "gzip"} of files whose names do not end with that.
     """
     options = {
         "read_options": read_options,
@@ -324,7 +327,7 @@ def read_sql(
 
 def range(n: int, **others: Any) -> Dataset:  # noqa: A001
     """Return a dataset of the numbers 0 to n - 1, as column "id"."""
-    del others
+    check_others("range", others)
     return _of(Range("range", count=n))
 
 
@@ -341,29 +344,31 @@ def range_tensor(n: int, *, shape: Sequence[int] = (1,), **others: Any) -> Datas
 
 def from_items(items: Sequence[Any], **others: Any) -> Dataset:
     """Return a dataset of dicts; other values become the column "item"."""
-    del others
+    check_others("from_items", others)
     rows = [one if isinstance(one, Mapping) else {"item": one} for one in items]
     return _of(Memory("from_items", batches=[of_rows(rows)] if rows else []))
 
 
-def from_pandas(dfs: Any) -> Dataset:
+def from_pandas(dfs: Any, **others: Any) -> Dataset:
     """Return the rows of a DataFrame, or of several, without their index."""
+    check_others("from_pandas", others)
     pandas()
     several = dfs if isinstance(dfs, (list, tuple)) else [dfs]
     tables = [arrow().Table.from_pandas(one, preserve_index=False) for one in several]
     return _of(Memory("from_pandas", batches=tables))
 
 
-def from_arrow(tables: Any) -> Dataset:
+def from_arrow(tables: Any, **others: Any) -> Dataset:
     """Return the rows of a pyarrow table, or of several."""
+    check_others("from_arrow", others)
     several = tables if isinstance(tables, (list, tuple)) else [tables]
     batches = [taken_from(one, "from_arrow") for one in several]
     return _of(Memory("from_arrow", batches=batches))
 
 
-def from_numpy(arrays: Any) -> Dataset:
+def from_numpy(ndarrays: Any) -> Dataset:
     """Return a row for each entry of an array's first axis, as column "data"."""
-    several = arrays if isinstance(arrays, (list, tuple)) else [arrays]
+    several = ndarrays if isinstance(ndarrays, (list, tuple)) else [ndarrays]
     return _of(Memory("from_numpy", batches=[{"data": np.asarray(one)} for one in several]))
 
 
@@ -384,7 +389,7 @@ def from_torch(dataset: Any, **others: Any) -> Dataset:
     One with `__getitem__` and `__len__` is pickled to the workers, and read when rows are. An
     iterable one is read at once.
     """
-    del others
+    check_others("from_torch", others, "local_read")
     import torch
 
     is_iterable = isinstance(dataset, torch.utils.data.IterableDataset)  # It has __getitem__, too.
@@ -400,7 +405,7 @@ def from_huggingface(dataset: Any, **others: Any) -> Dataset:
     Raises:
         UsageError: it is a dict of several datasets.
     """
-    del others
+    check_others("from_huggingface", others)
     if isinstance(dataset, Mapping):
         raise UsageError(
             f"from_huggingface: got a {type(dataset).__name__} of {', '.join(dataset)}: pass one "
@@ -409,6 +414,24 @@ def from_huggingface(dataset: Any, **others: Any) -> Dataset:
     return _of(HuggingFace("from_huggingface", dataset=dataset))
 
 
-def from_dask(frame: Any) -> Dataset:
+def from_dask(df: Any) -> Dataset:
     """Return the rows of a Dask DataFrame, computed and held in memory."""
-    return from_pandas(frame.compute())
+    return from_pandas(df.compute())
+
+
+def from_daft(df: Any) -> Dataset:
+    """Return the rows of a Daft DataFrame, computed and held in memory."""
+    return from_arrow(df.to_arrow())
+
+
+def from_spark(df: Any, **others: Any) -> Dataset:
+    """Return the rows of a DataFrame of Spark 4, computed and held in memory.
+
+    A table that is larger is written by Spark: `read_parquet(path)`.
+    """
+    return from_arrow(df.toArrow(), **others)
+
+
+def from_ray(ds: Any) -> Dataset:
+    """Return the rows of a dataset of Ray Data, computed and held in memory."""
+    return from_arrow(list(ds.iter_batches(batch_size=None, batch_format="pyarrow")))

@@ -137,6 +137,7 @@ class FileSource(Source):
         partitioning: which folders in a file's path are columns of its rows, None for none.
         shuffle: the seed of a random order of the files, None for that of their names.
         with_paths: add a column "path".
+        compression: of their content, such as "gzip"; None: that of the ends of their names.
     """
 
     paths: Any = ()
@@ -146,6 +147,7 @@ class FileSource(Source):
     partitioning: Partitioning | None = None
     shuffle: FileShuffleConfig | None = None
     with_paths: bool = False
+    compression: str | None = None
 
     def __post_init__(self) -> None:
         """Check `on_error`."""

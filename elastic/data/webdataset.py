@@ -92,7 +92,10 @@ class Tar(FileSource):
 
     def _members(self, reader: Reader, file: File) -> Iterator[tuple[str, bytes]]:
         try:
-            with reader.open(file) as opened, tarfile.open(fileobj=opened, mode="r|*") as stream:
+            with (
+                reader.open(file, self.compression) as opened,
+                tarfile.open(fileobj=opened, mode="r|*") as stream,
+            ):
                 for member in stream:
                     name = member.name
                     for rename in self.filerename:

@@ -1,11 +1,13 @@
-"""Writes rows to parquet files that read well: moderate row groups and file sizes."""
+"""Writes rows to files: parquet of moderate row groups and sizes, which reads well, and JSON."""
 
 from __future__ import annotations
 
 import itertools
+import json
+import math
 import re
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from elastic.data.batches import (
@@ -18,6 +20,7 @@ from elastic.data.batches import (
     to_table,
 )
 from elastic.data.sources import bytes_of
+from elastic.errors import UsageError
 from elastic.storage.files import Files
 
 GROUP_BYTES, GROUP_ROWS = 8 * 1024**2, 65536
@@ -60,8 +63,34 @@ def first_free(files: Files) -> int:
     return max((int(found[1]) for one in names if (found := NUMBERED.match(one))), default=-1) + 1
 
 
+def by_rows(batches: Iterator[Batch], rows: int | None) -> Iterator[Iterator[Batch]]:
+    """Yield the batches of each file, in order: of so many rows, None for one file of all.
+
+    Those of a file have to be taken before the next one.
+    """
+    if rows is None:
+        yield batches
+        return
+    most = rows
+    some = (one for one in batches if num_rows(one))
+    rest = next(some, None)
+
+    def of_file() -> Iterator[Batch]:
+        nonlocal rest
+        missing = most
+        while missing and rest is not None:
+            count = min(missing, num_rows(rest))
+            yield sliced(rest, 0, count)
+            missing -= count
+            is_taken = count == num_rows(rest)
+            rest = next(some, None) if is_taken else sliced(rest, count, num_rows(rest))
+
+    while rest is not None:
+        yield of_file()
+
+
 def write_parquet(batches: Iterator[Batch], files: Files, folder: str, number: int = 0) -> int:
-    """Write rows to parquet files of moderate row groups; return the number of rows.
+    """Write rows to parquet files of moderate row groups; return the number of the next file.
 
     Args:
         batches: the rows.
@@ -73,20 +102,29 @@ def write_parquet(batches: Iterator[Batch], files: Files, folder: str, number: i
         StorageError: they cannot be written.
     """
     groups = _row_groups(batches)
-    first, rows = next(groups, None), 0
+    first = next(groups, None)
     while first is not None:
         with files.writing(f"{folder}/part-{number:05d}.parquet".lstrip("/")) as output:
-            first, count = _write_file(output, first, groups)
-        number, rows = number + 1, rows + count
-    return rows
+            first = _write_file(output, first, groups)
+        number += 1
+    return number
 
 
 def write_partitions(
-    batches: Iterator[Batch], files: Files, columns: Sequence[str], number: int
+    batches: Iterator[Batch],
+    files: Files,
+    columns: Sequence[str],
+    number: int,
+    rows_per_file: int | None,
 ) -> None:
     """Write rows to parquet files in folders of the values of columns, such as "year=2024/".
 
-    `number` is in the names of the files: no earlier ones have it.
+    Args:
+        batches: the rows.
+        files: the directory.
+        columns: of the folders.
+        number: is in the names of the files: no earlier ones have it.
+        rows_per_file: at most so many, None for no limit.
 
     Raises:
         UsageError: there is no such column.
@@ -114,23 +152,25 @@ def write_partitions(
         basename_template=f"part-{number:05d}-{{i}}.parquet",
         existing_data_behavior="overwrite_or_ignore",
         max_partitions=GROUP_ROWS,
+        max_rows_per_file=rows_per_file or 0,
+        max_rows_per_group=min(GROUP_ROWS, rows_per_file or GROUP_ROWS),
         preserve_order=True,
     )
 
 
-def _write_file(output: Any, table: Any, groups: Iterator[Any]) -> tuple[Any, int]:
-    """Write row groups until the file is large enough, or the schema changes."""
+def _write_file(output: Any, table: Any, groups: Iterator[Any]) -> Any:
+    """Write row groups until the file is large enough, or the schema changes; return the next."""
     import pyarrow.parquet as parquet
 
     pa = arrow()
-    size = rows = 0
+    size = 0
     following: Any = table
     with parquet.ParquetWriter(pa.PythonFile(Sink(output.write), mode="w"), table.schema) as writer:
         while following is not None and size < FILE_BYTES and following.schema == table.schema:
             writer.write_table(following, row_group_size=max(1, following.num_rows))
-            size, rows = size + following.nbytes, rows + following.num_rows
+            size += following.nbytes
             following = next(groups, None)
-    return following, rows
+    return following
 
 
 def _row_groups(batches: Iterator[Batch]) -> Iterator[Any]:
@@ -155,3 +195,42 @@ def _in_pieces(batches: Iterator[Batch]) -> Iterator[Batch]:
         size = max(1, min(1024, GROUP_BYTES * rows // max(1, bytes_of(batch))))
         for start in range(0, rows, size):
             yield sliced(batch, start, min(rows, start + size))
+
+
+def json_of(row: Mapping[str, Any]) -> str:
+    """Return a row as a JSON object: bytes as texts, times too, and null for NaN.
+
+    Raises:
+        UsageError: a column holds bytes that are no text.
+    """
+    try:
+        return json.dumps(row, default=_as_json, allow_nan=False)
+    except ValueError:  # Of a NaN, or of bytes.
+        plain = {name: _plain(value, name) for name, value in row.items()}
+        return json.dumps(plain, default=_as_json)
+
+
+def _as_json(value: Any) -> Any:
+    """Return what JSON has for a value of NumPy, torch, or another type."""
+    if isinstance(value, bytes):
+        return value.decode()
+    return value.tolist() if hasattr(value, "tolist") else str(value)
+
+
+def _plain(value: Any, column: str) -> Any:
+    """Return a value without a NaN, and with texts for bytes."""
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if isinstance(value, Mapping):
+        return {name: _plain(one, column) for name, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(one, column) for one in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    try:
+        return value.decode() if isinstance(value, bytes) else value
+    except UnicodeDecodeError as error:
+        raise UsageError(
+            f"Dataset.write_json: column {column!r} holds bytes that are no UTF-8 text: make them "
+            f"text first, such as with base64, or use write_parquet"
+        ) from error

@@ -2,8 +2,8 @@
 
 What is where:
 
-    files         files (any file system), options (to open it with), local_file, outputs (atomic),
-                  retry, faults, names
+    files         files (any file system), filesystems (of users), options (to open them with),
+                  local_file, outputs (atomic), retry, faults, names
     a run         run_directory, run_record (`run.json`), events, metrics, study_log, summed
     checkpoints   marker (shows that it is recorded), integrity, verify, validation
     trackers      trackers, event_file

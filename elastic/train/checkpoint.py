@@ -23,11 +23,11 @@ from fsspec.implementations.local import LocalFileSystem
 from elastic.core.world import CheckpointStatus
 from elastic.errors import StorageError, UsageError
 from elastic.storage.files import Files
+from elastic.storage.filesystems import as_fsspec, opened, without_query
 from elastic.storage.integrity import read_marker, verify
 from elastic.storage.marker import METADATA, OURS, CheckpointMarker
 from elastic.storage.run_directory import read_metadata
 from elastic.train.dict_checkpoint import read_dict, write_dict
-from elastic.train.filesystems import as_fsspec, opened, without_query
 
 log = logging.getLogger(__name__)
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from elastic.core.config import PRIORITY_MAX, check_name
 from elastic.core.world import Resources, Strategy
 from elastic.errors import ConfigError
+from elastic.storage.filesystems import url_in, without_query
 from elastic.train.cluster_options import worker_env
 from elastic.train.expecting import (
     expect,
@@ -30,7 +31,6 @@ from elastic.train.expecting import (
     take_int,
     take_seconds,
 )
-from elastic.train.filesystems import url_in, without_query
 
 if TYPE_CHECKING:
     from typing_extensions import Self

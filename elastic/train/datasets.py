@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from elastic.data.arguments import OF_PASSES, check_others
 from elastic.data.batches import check_format, check_size, to_format
 from elastic.data.dataset import Dataset
-from elastic.data.iterator import Again, Collate, DataIterator, check_others
+from elastic.data.iterator import Again, Collate, DataIterator
 from elastic.data.kept import table_of_run
 from elastic.data.nodes import in_memory, table_of
 from elastic.data.rows import LaneOrder, Rows
@@ -222,7 +223,7 @@ class DatasetShard(DataIterator):
             weigh: returns the weight of a micro-batch in its step, such as its tokens.
             others: Ray's, without effect here.
         """
-        check_others("iter_torch_batches", others)
+        check_others("iter_torch_batches", others, *OF_PASSES)
         self._shuffle(local_shuffle_buffer_size, local_shuffle_seed)
         size = check_size(batch_size, "iter_torch_batches") or 256
         make = Collate(collate_fn, dtypes, _device_of(device))
@@ -252,7 +253,7 @@ class DatasetShard(DataIterator):
             weigh: see there.
             others: Ray's, without effect here.
         """
-        check_others("iter_batches", others)
+        check_others("iter_batches", others, *OF_PASSES)
         self._shuffle(local_shuffle_buffer_size, local_shuffle_seed)
         size = check_size(batch_size, "iter_batches") or 256
         make = partial(to_format, name=check_format(batch_format, "iter_batches"))
@@ -357,11 +358,11 @@ class ShardBatches:
     def __iter__(self) -> Iterator[Any]:
         """Begin a pass."""
         context = require_context("a dataset shard")
-        if self._is_in_steps(context):
+        if self._is_in_steps():
             return iter(self.loader())
         return self._by_rank(context)
 
-    def _is_in_steps(self, context: WorkerContext) -> bool:
+    def _is_in_steps(self) -> bool:
         from elastic.train.loaders import is_trained_with
 
         engine = current_engine()

@@ -16,11 +16,11 @@ from elastic.core.telemetry import Goodput
 from elastic.core.world import CheckpointRecord, CheckpointStatus
 from elastic.errors import ElasticError, TrainingFailed, UsageError
 from elastic.storage.files import Files
+from elastic.storage.filesystems import url_in, without_query
 from elastic.storage.metrics import has_metrics
 from elastic.storage.run_directory import RunDirectory
 from elastic.storage.run_record import RunPhase, read_run
 from elastic.train.checkpoint import Checkpoint
-from elastic.train.filesystems import url_in, without_query
 from elastic.train.metrics import as_reported, from_json
 
 

@@ -16,12 +16,12 @@ from elastic.client.jobs import Client
 from elastic.client.submission import plain_name, run_path_of
 from elastic.errors import ConfigError, NameTaken, StorageError, UsageError
 from elastic.storage.files import Files
+from elastic.storage.filesystems import url_in
 from elastic.storage.run_record import RunOwner
 from elastic.storage.study_log import StudyLog
 from elastic.train.beginning import absolute
 from elastic.train.cluster import check_fits, require_cluster
 from elastic.train.config import RunConfig
-from elastic.train.filesystems import url_in
 from elastic.train.trainer import DEFAULT_STORAGE, DataParallelTrainer
 from elastic.tune import space as spaces
 from elastic.tune.callback import Callbacks

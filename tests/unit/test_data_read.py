@@ -6,9 +6,11 @@ import asyncio
 import csv
 import gzip
 import json
+import math
 import os
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import fsspec
@@ -274,7 +276,16 @@ def test_batches_may_be_iterated_over_again() -> None:
 def test_what_lies_in_memory_is_read_too(tmp_path: Path) -> None:
     frame = data.from_items([{"a": 1, "b": [1, 2]}, {"a": 2, "b": [3, 4]}]).to_pandas()
     assert data.from_pandas(frame).take_batch(2)["b"].tolist() == [[1, 2], [3, 4]]
-    assert data.from_arrow(pa.table({"a": [1, 2]})).take(1) == [{"a": 1}]
+    numbers = pa.table({"a": [1, 2]})
+    assert data.from_arrow(numbers, override_num_blocks=1).take(1) == [{"a": 1}]
+    frames = SimpleNamespace(
+        to_arrow=lambda: numbers,  # As of Daft.
+        toArrow=lambda: numbers,  # As of Spark.
+        compute=numbers.to_pandas,  # As of Dask.
+        iter_batches=lambda **_: iter([numbers]),  # As of Ray.
+    )
+    for read in (data.from_daft, data.from_spark, data.from_dask, data.from_ray):
+        assert read(frames).sum("a") == 3
     assert data.from_numpy(np.eye(3)).take_batch()["data"].shape == (3, 3)
     pairs = torch.utils.data.TensorDataset(torch.arange(5), torch.arange(5) * 2)
     assert [int(row["item"][1]) for row in data.from_torch(pairs).take_all()] == [0, 2, 4, 6, 8]
@@ -479,8 +490,9 @@ def test_other_files_become_rows(tmp_path: Path) -> None:
         [2, 3],
         [4, 5],
     ]
-    from PIL import Image
-
+    np.save(tmp_path / "x.npy", np.ones(3))
+    with pytest.raises(DataError, match=r"it is int64 in .*n.npy and float64 in .*x.npy"):
+        data.read_numpy(tmp_path).take_all()
     for size in (4, 6):
         Image.new("RGB", (size, 5), (size, 0, 0)).save(tmp_path / f"{size}.png")
     images = data.read_images(tmp_path, size=(8, 9), include_paths=True)
@@ -609,6 +621,9 @@ def test_texts_have_any_encoding_and_compression(tmp_path: Path) -> None:
     with pa.CompressedOutputStream(str(tmp_path / "a.csv.zst"), "zstd") as file:
         file.write(b"id\n1\n2\n")
     assert data.read_csv(tmp_path / "a.csv.zst").sum("id") == 3
+    (tmp_path / "packed").write_bytes(gzip.compress(b"id\n3\n"))
+    packed = data.read_csv(tmp_path / "packed", arrow_open_stream_args={"compression": "gzip"})
+    assert packed.sum("id") == 3
     whole = gzip.compress(b"".join(b'{"id": %d}\n' % n for n in range(3000)))
     (tmp_path / "a.json.gz").write_bytes(whole[:-20])
     with pytest.raises(DataError, match=r"cannot read .*a.json.gz: .*EOFError"):
@@ -862,5 +877,8 @@ def test_rows_are_written_to_folders_and_file_systems_as_asked_for(tmp_path: Pat
     memory = fsspec.filesystem("memory")
     ds.limit(3).write_csv("memory://held/rows", filesystem=memory)
     assert memory.cat("/held/rows/part-00000.csv").startswith(b'"id","year","place"\n0,')
-    with pytest.raises(UsageError, match="filesystem is a LocalFileSystem: expected one of fsspec"):
-        ds.write_json(tmp_path / "no", filesystem=LocalFileSystem())
+    local = LocalFileSystem()
+    ds.limit(3).write_json(str(tmp_path / "held"), filesystem=local)
+    assert data.read_json(str(tmp_path / "held"), filesystem=local).count() == 3
+    with pytest.raises(UsageError, match="filesystem='s3': expected a file system of fsspec or py"):
+        data.read_json(str(tmp_path / "held"), filesystem="s3")
