@@ -753,6 +753,50 @@ class FeatureHasher(Preprocessor):
         return frame
 
 
+class TorchVisionPreprocessor(_OfColumns):
+    """Applies a transform of torchvision to images."""
+
+    needs_fit = False
+
+    def __init__(
+        self,
+        columns: Sequence[str],
+        transform: Callable[[Any], Any],
+        output_columns: Sequence[str] | None = None,
+        batched: bool = False,
+    ) -> None:
+        """Choose the columns and the transform.
+
+        Args:
+            columns: of images, as arrays.
+            transform: takes a tensor, or if it refuses that an array; returns one of these.
+            output_columns: where the results go.
+            batched: call it with all images of a batch, as one tensor.
+        """
+        super().__init__(columns, output_columns)
+        self.torchvision_transform, self.batched = transform, batched
+
+    def _column(self, name: str, values: Any) -> Any:
+        if self.batched:
+            return list(self._array_of(np.stack(values.tolist())))
+        return [self._array_of(one) for one in values]
+
+    def _array_of(self, image: Any) -> Any:
+        import torch
+
+        image = np.array(image)  # A copy, which the transform may write to.
+        try:
+            found = self.torchvision_transform(torch.as_tensor(image))
+        except TypeError:  # Of transforms such as ToTensor.
+            found = self.torchvision_transform(image)
+        if not isinstance(found, (torch.Tensor, np.ndarray)):
+            raise UsageError(
+                f"TorchVisionPreprocessor: the transform returned a {type(found).__name__}: "
+                f"expected a tensor or an array"
+            )
+        return np.asarray(found)
+
+
 class Chain(Preprocessor):
     """Preprocessors, each of which is fitted to what those before it make of the dataset."""
 

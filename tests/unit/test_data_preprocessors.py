@@ -8,6 +8,7 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pytest
+import torch
 
 from elastic import data
 from elastic.data import preprocessors as of
@@ -149,6 +150,24 @@ def test_lists_and_texts_become_vectors() -> None:
         .transform_batch(pd.DataFrame({"k": ["a", "z"]}))
     )
     assert batch["k"].cat.categories.tolist() == ["a", "b"]
+
+
+def test_images_are_transformed_one_by_one_or_as_a_batch() -> None:
+    images = data.from_items([{"image": np.full((4, 6, 3), n, np.uint8)} for n in range(3)])
+
+    def of_array(image: Any) -> torch.Tensor:
+        if not isinstance(image, np.ndarray):
+            raise TypeError("an array, as ToTensor")
+        return torch.as_tensor(image).permute(2, 0, 1) / 2
+
+    scaled = of.TorchVisionPreprocessor(["image"], of_array, output_columns=["x"]).transform(images)
+    batch = scaled.take_batch()
+    assert (batch["image"].shape, batch["x"].shape) == ((3, 4, 6, 3), (3, 3, 4, 6))
+    assert batch["x"][:, 0, 0, 0].tolist() == [0, 0.5, 1]
+    whole = of.TorchVisionPreprocessor(["image"], lambda x: x.sum((1, 2)), batched=True)
+    assert whole.transform(images).take_batch()["image"].tolist() == [[0] * 3, [24] * 3, [48] * 3]
+    with pytest.raises(UsageError, match="the transform returned a int: expected a tensor"):
+        of.TorchVisionPreprocessor(["image"], len).transform(images).take()
 
 
 def test_wrong_use_names_the_column_and_what_was_expected() -> None:
