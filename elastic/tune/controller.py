@@ -26,7 +26,6 @@ from elastic.core.policy.tuning.decision import TrialAction, TrialDecision
 from elastic.core.study import (
     CHECKPOINT_PATH,
     ITERATION,
-    TOTAL_S,
     LoggedConfig,
     Study,
     Trial,
@@ -42,7 +41,6 @@ from elastic.storage.metrics import MetricsReader, Numbering
 from elastic.storage.run_directory import RunDirectory
 from elastic.storage.study_log import StudyLog
 from elastic.train.cluster import check_fits
-from elastic.train.metrics import as_reported
 from elastic.tune.callback import Callbacks
 from elastic.tune.following import Events, Following, Watch
 from elastic.tune.schedulers import TrialScheduler
@@ -50,7 +48,7 @@ from elastic.tune.search import Exhausted, Searcher
 from elastic.tune.session import size_asked_by
 from elastic.tune.stopper import Stopper
 from elastic.tune.taking import TAKEN, next_run, take_newest
-from elastic.tune.trials import Recipe, from_json, from_log, room_for, to_log
+from elastic.tune.trials import Recipe, from_json, from_log, reported, room_for, to_log
 from elastic.wire.codec_jobs import JobEvent
 
 if TYPE_CHECKING:
@@ -187,7 +185,7 @@ class Controller:
                 self._report_search(trial)
         for trial in self.study.trials:
             for report in trial.reports:
-                metrics = self._reported(trial, report.number, report.metrics, report.seconds)
+                metrics = reported(trial, report.number, report.metrics, report.seconds)
                 self._plan.stopper(trial.name, metrics)
         for trial in self.study.trials:
             if len(trial.attempts) > 1 and not trial.is_over:
@@ -425,7 +423,7 @@ class Controller:
             }
         )
         self._check_metric(trial, given)
-        metrics = self._reported(trial, number, given, seconds)
+        metrics = reported(trial, number, given, seconds)
         self._plan.search.on_trial_result(trial.name, metrics)
         self._plan.callbacks.call(
             "on_trial_result", trials=self.study.trials, trial=trial, result=metrics
@@ -461,18 +459,6 @@ class Controller:
                 f"trial {trial.label}: {metric} is NaN at report {trial.iteration}: it counts as "
                 f"worse than every number"
             )
-
-    def _reported(
-        self, trial: Trial, number: int, metrics: Mapping[str, Any], seconds: float
-    ) -> dict[str, Any]:
-        """Return a report in the form that stoppers, searchers and callbacks receive."""
-        return {
-            **as_reported(metrics),
-            ITERATION: number,
-            "trial_id": trial.name,
-            TOTAL_S: seconds,
-            "config": from_log(trial.logged_config),
-        }
 
     # ------------------------------------------------------------------------------- actions
 
@@ -664,7 +650,7 @@ class Controller:
         result = None
         if trial.reports:
             last = trial.reports[-1]
-            result = self._reported(trial, last.number, last.metrics, last.seconds)
+            result = reported(trial, last.number, last.metrics, last.seconds)
         is_error = trial.state is TrialState.FAILED
         self._plan.search.on_trial_complete(trial.name, result, is_error)
 

@@ -7,7 +7,7 @@ do not count, nor do their checkpoints.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from elastic.train.failures import as_exception
 from elastic.train.metrics import as_reported
 from elastic.train.result import Result, committed_in, result_of
 from elastic.tune.space import flat
-from elastic.tune.trials import from_log
+from elastic.tune.trials import from_log, reported
 
 
 class ResultGrid:
@@ -203,7 +203,7 @@ class ResultGrid:
         result = result_of(path, counting, "", error)
         history: list[dict[str, Any]] = [
             {
-                "metrics": self._metrics(trial, report.number, report.metrics, report.seconds),
+                "metrics": reported(trial, report.number, report.metrics, report.seconds),
                 "generation": report.place[0],
                 "index": report.place[1],
             }
@@ -211,17 +211,6 @@ class ResultGrid:
         ]
         metrics = history[-1]["metrics"] if history else {}
         return replace(result, metrics=metrics, history=history, config=config)
-
-    def _metrics(
-        self, trial: Trial, number: int, metrics: Mapping[str, Any], seconds: float
-    ) -> dict[str, Any]:
-        return {
-            **as_reported(metrics),
-            ITERATION: number,
-            "trial_id": trial.name,
-            TOTAL_S: seconds,
-            "config": _config(trial),
-        }
 
 
 def _config(trial: Trial) -> Any:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import cloudpickle
 
-from elastic.core.study import LoggedConfig
+from elastic.core.study import ITERATION, TOTAL_S, LoggedConfig, Trial
 from elastic.core.view import NodeView
 from elastic.core.world import NodePhase
 from elastic.errors import ConfigError, UsageError
@@ -24,6 +24,7 @@ from elastic.storage.files import Files
 from elastic.train.checkpoint import Checkpoint
 from elastic.train.config import RunConfig, ScalingConfig
 from elastic.train.expecting import refuse
+from elastic.train.metrics import as_reported
 from elastic.train.trainer import DataParallelTrainer, checked
 from elastic.tune.session import Objective
 from elastic.tune.space import Domain, combinations, draw, grid_search
@@ -283,6 +284,19 @@ def to_log(config: Any) -> dict[str, Any]:
 def from_log(config: LoggedConfig) -> Any:
     """Return a config of the log; unpickling runs code, as the trainable does."""
     return cloudpickle.loads(base64.b64decode(config.pickled)) if config.pickled else config.shown
+
+
+def reported(
+    trial: Trial, number: int, metrics: Mapping[str, Any], seconds: float
+) -> dict[str, Any]:
+    """Return a report in the form that stoppers, searchers, callbacks and results have."""
+    return {
+        **as_reported(metrics),
+        ITERATION: number,
+        "trial_id": trial.name,
+        TOTAL_S: seconds,
+        "config": from_log(trial.logged_config),
+    }
 
 
 def _is_plain(value: Any) -> bool:
