@@ -8,7 +8,7 @@ import copy
 import io
 import itertools
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -142,37 +142,27 @@ class Lines(FileSource):
             items = json.loads(text)
         except ValueError as error:
             raise DataError(f"elastic.data: {file.path} is no JSON list: {error}") from error
-        rows = []
+        lines = []
         for number, item in enumerate(items, start=1):
-            if isinstance(item, dict):
-                rows.append(item)
-            else:
+            if not isinstance(item, dict):
                 self._leave_out(f"{file.path}, item {number} ({repr(item)[:80]}): no object")
-        pa, types = arrow(), _known(self._first)
-        columns = {}
-        for name in dict.fromkeys(name for row in rows for name in row):
-            try:
-                columns[name] = pa.array([row.get(name) for row in rows], types.get(name))
-            except (pa.ArrowException, OverflowError) as error:
-                raise DataError(f"elastic.data: {file.path}, column {name!r}: {error}") from error
-        try:
-            self._check_names(columns)
-        except pa.ArrowInvalid as error:
-            raise DataError(f"elastic.data: {file.path}: {error}") from error
-        return self._noted(file, pa.table(columns))
+            lines.append(json.dumps(item).encode() if isinstance(item, dict) else b"")
+        return self._of_lines(file, b"\n".join(lines), 1, "item")
 
-    def _of_lines(self, file: File, text: bytes, number: int) -> Batch:
+    def _of_lines(self, file: File, text: bytes, number: int, unit: str = "line") -> Batch:
+        """Return the rows of some lines, the first of which has this number, as `unit`."""
         try:
             found = self._parsed(text)
         except arrow().ArrowInvalid:
-            found = self._one_by_one(file, text, number)
+            found = self._one_by_one(file, text, number, unit)
         return self._noted(file, found)
 
     def _parsed(self, text: bytes) -> Any:
         """Return the rows of some lines, with the types that columns had before.
 
         Raises:
-            ArrowInvalid: they are no JSON, or have a new column or values of another type.
+            ArrowInvalid: they are no JSON or no UTF-8, or have a new column or values of another
+                type.
         """
         import pyarrow.json as arrow_json
 
@@ -182,20 +172,19 @@ class Lines(FileSource):
         )
         read = arrow_json.ReadOptions(block_size=len(text) + 2)
         found = arrow_json.read_json(io.BytesIO(text + b"\n"), read, options)
-        self._check_names(found.column_names)
-        return found
-
-    def _check_names(self, names: Iterable[str]) -> None:
-        more = [name for name in names if self._first and name not in self._first[1].names]
+        found.validate(full=True)
+        known = found.column_names if self._first is None else self._first[1].names
+        more = [name for name in found.column_names if name not in known]
         if more:
-            raise arrow().ArrowInvalid(
+            raise pa.ArrowInvalid(
                 f"has the column {more[0]!r}, which {self._first[0].path} begins without"
             )
+        return found
 
-    def _one_by_one(self, file: File, text: bytes, number: int) -> Any:
+    def _one_by_one(self, file: File, text: bytes, number: int, unit: str) -> Any:
         """Parse line by line after an error: leave out the invalid lines, or name the first one."""
         lines = [one for one in enumerate(text.split(b"\n"), start=number) if one[1].strip()]
-        lines = self._valid(file, lines)
+        lines = self._valid(file, lines, unit)
         if lines and not self._fit(lines):
             # Each is valid, so that their types differ: those of the first ones count.
             first = bisect.bisect(
@@ -203,17 +192,17 @@ class Lines(FileSource):
             )
             found = self._parsed(_text_of(lines[:first]))
             self._first = completed(self._first, file, found.schema)
-            lines = self._valid(file, lines)
+            lines = self._valid(file, lines, unit)
         return self._parsed(_text_of(lines)) if lines else arrow().table({})
 
-    def _valid(self, file: File, lines: Sequence[Line]) -> list[Line]:
+    def _valid(self, file: File, lines: Sequence[Line], unit: str) -> list[Line]:
         found = []
         for number, line in lines:
             try:
                 self._parsed(line)
                 found.append((number, line))
             except arrow().ArrowInvalid as error:
-                self._leave_out(f"{file.path}, line {number} ({line[:80]!r}): {error}")
+                self._leave_out(f"{file.path}, {unit} {number} ({line[:80]!r}): {error}")
         return found
 
     def _fit(self, lines: Sequence[Line]) -> bool:

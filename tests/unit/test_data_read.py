@@ -589,6 +589,9 @@ def test_each_json_object_has_all_columns(tmp_path: Path, is_list: bool) -> None
     write("b.json", [{"a": 3}, {"a": "four"}, 5])
     with pytest.raises(DataError, match=r"b.json, (line 2|item 3)"):
         data.read_json(tmp_path).count()
+    left = data.read_json(tmp_path, on_error="skip")
+    assert [row["a"] for row in left.take_all()] == [1, 2, 3]
+    assert "2 rows left out" in left.stats()
     write("b.json", [{"a": 3}, {"c": "four"}])
     with pytest.raises(DataError, match=r"b.json.* has the column 'c', which .*a.json begins"):
         data.read_json(tmp_path).count()
@@ -610,6 +613,9 @@ def test_one_bad_line_costs_no_other(tmp_path: Path) -> None:
     assert [row["n"] for row in ds.take_all()] == [1, 2.5, 4]
     assert ds.count() == 3
     assert "1 rows left out" in ds.stats()  # In each of two passes.
+    (tmp_path / "c.json").write_bytes(b'{"s": "x"}\n{"s": "\xff"}\n')
+    with pytest.raises(DataError, match=r"c.json, line 2 .*Invalid UTF8"):
+        data.read_json(tmp_path / "c.json").take()
 
 
 def test_texts_have_any_encoding_and_compression(tmp_path: Path) -> None:
