@@ -33,7 +33,7 @@ from elastic.core.policy.microbatch import (
 from elastic.core.policy.recovery import (
     CodePart,
     CodePlace,
-    InPass,
+    PassPosition,
     RunPosition,
     SavedPosition,
     is_outdated,
@@ -356,7 +356,7 @@ STEPS = 3
 def standings(draw: st.DrawFn) -> list[RunPosition]:
     """Draw a group: newcomers, and members that are anywhere near each other."""
     cursors = st.builds(Cursor, st.integers(0, 2), st.integers(0, STEPS))
-    lengths, in_pass = st.sampled_from([0, STEPS]), st.sampled_from(InPass)
+    lengths, in_pass = st.sampled_from([0, STEPS]), st.sampled_from(PassPosition)
     one = st.builds(RunPosition, st.booleans(), cursors, lengths, in_pass)
     return draw(st.lists(one, min_size=1, max_size=7))
 
@@ -399,7 +399,7 @@ def test_senders_share_the_work(group: list[RunPosition]) -> None:
 
 @given(st.lists(st.sampled_from([Cursor(1, STEPS), Cursor(2, 0)]), min_size=1, max_size=6))
 def test_the_end_of_an_epoch_and_the_start_of_the_next_are_one_state(cursors: list[Cursor]) -> None:
-    group = [RunPosition(True, cursor, STEPS, InPass.ITERATIONS) for cursor in cursors]
+    group = [RunPosition(True, cursor, STEPS, PassPosition.ITERATIONS) for cursor in cursors]
     assert plan_transfers(group).value.pairs == ()
     assert plan_transfers(group).value.cursors == tuple(cursors)
     joined = plan_transfers([*group, RunPosition()]).value
@@ -414,13 +414,13 @@ def test_the_end_of_an_epoch_and_the_start_of_the_next_are_one_state(cursors: li
 @pytest.mark.parametrize(
     ("position", "place"),
     [
-        (RunPosition(True, Cursor(1, 2), STEPS, InPass.ITERATIONS), CodePlace(Cursor(1, 3))),
+        (RunPosition(True, Cursor(1, 2), STEPS, PassPosition.ITERATIONS), CodePlace(Cursor(1, 3))),
         (
-            RunPosition(True, Cursor(1, 3), STEPS, InPass.ITERATIONS),
+            RunPosition(True, Cursor(1, 3), STEPS, PassPosition.ITERATIONS),
             CodePlace(Cursor(1, 3), CodePart.END),
         ),
         (RunPosition(True, Cursor(1, 3), STEPS), CodePlace(Cursor(1, 0))),
-        (RunPosition(True, Cursor(1, 3), 0, InPass.ITERATIONS), CodePlace(Cursor(1, 4))),
+        (RunPosition(True, Cursor(1, 3), 0, PassPosition.ITERATIONS), CodePlace(Cursor(1, 4))),
     ],
 )
 def test_who_comes_at_the_end_of_a_pass_runs_other_code_than_who_is_inside(
@@ -441,13 +441,17 @@ def members_of_a_loop(draw: st.DrawFn) -> tuple[list[RunPosition], bool]:
     by_steps, step = draw(st.booleans()), draw(st.integers(0, STEPS - 1))
     cursors = [Cursor(1, step), Cursor(1, step + 1)]
     cursors += [Cursor(2, 0)] if step + 1 == STEPS else []
-    inside = [InPass.BETWEEN_STEPS, InPass.WITHIN_STEP] if by_steps else [InPass.ITERATIONS]
+    inside = (
+        [PassPosition.BETWEEN_STEPS, PassPosition.WITHIN_STEP]
+        if by_steps
+        else [PassPosition.ITERATIONS]
+    )
     with_state = st.builds(
         RunPosition,
         st.just(True),
         st.sampled_from(cursors),
         st.just(STEPS),
-        st.sampled_from([InPass.NO, *inside]),
+        st.sampled_from([PassPosition.NO, *inside]),
     )
     members = st.one_of(with_state, with_state, st.just(RunPosition()))
     return draw(st.lists(members, min_size=1, max_size=5)), by_steps
@@ -456,7 +460,7 @@ def members_of_a_loop(draw: st.DrawFn) -> tuple[list[RunPosition], bool]:
 def code_of(position: RunPosition, cursor: Cursor, *, by_steps: bool) -> list[CodePlace]:
     """Return all code that a member runs from a meeting to the end of the next epoch, in order."""
     found, stays = [], position.is_inside and position.cursor.epoch == cursor.epoch
-    began = position.in_pass is InPass.WITHIN_STEP and position.cursor == cursor
+    began = position.in_pass is PassPosition.WITHIN_STEP and position.cursor == cursor
     for epoch in range(cursor.epoch, 3):
         if not stays:
             found.append(CodePlace(Cursor(epoch, 0)))

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 from elastic.core.policy.cursor import Cursor
-from elastic.core.policy.recovery import InPass, RunPosition
+from elastic.core.policy.recovery import PassPosition, RunPosition
 from elastic.errors import UsageError
 from elastic.worker.engine.group_sync import MemberInfo, check_alike
 from elastic.worker.group.member_links import MemberEntry
 
 
 def told(model: int = 7, data: int = 0, epoch: int = 0, step: int = 0) -> MemberInfo:
-    position = RunPosition(True, Cursor(epoch, step), in_pass=InPass.ITERATIONS)
+    position = RunPosition(True, Cursor(epoch, step), in_pass=PassPosition.ITERATIONS)
     return MemberInfo(position, model, data, 1, MemberEntry())
 
 

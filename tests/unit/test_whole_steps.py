@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from elastic import train
-from elastic.core.policy.recovery import InPass
+from elastic.core.policy.recovery import PassPosition
 from elastic.errors import UsageError
 from elastic.train.torch import prepare_data_loader, prepare_model, prepare_optimizer
 from elastic.worker.engine import step_engine
@@ -323,7 +323,7 @@ def test_a_step_that_is_left_before_the_optimizer_steps_is_done_again_from_its_b
 def test_a_whole_step_begins_with_code_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     engine: Any = current_engine()
     loop, is_over, real = Loop.make(), [False], step_engine.catch_up
-    met: list[InPass] = []
+    met: list[PassPosition] = []
     made: list[str] = []
 
     def catch_up(run: RunState, checkpoints: Any, in_pass: Any, *args: Any, **options: Any) -> Any:
@@ -351,7 +351,7 @@ def test_a_whole_step_begins_with_code_of_its_own(monkeypatch: pytest.MonkeyPatc
             train.report({})
             is_over[0] = number == 1
         train.report({})
-    assert met == [InPass.NO, InPass.WITHIN_STEP, InPass.BETWEEN_STEPS]
+    assert met == [PassPosition.NO, PassPosition.WITHIN_STEP, PassPosition.BETWEEN_STEPS]
     assert made == [
         f"e00000-s000000{place}1: 1"
         for place in ("0-", "0-begin", "1-", "1-begin", "2-", "2-begin", "3-", "3-end")

@@ -30,7 +30,7 @@ class SavedPosition(NamedTuple):
     steps: int = 0
 
 
-class InPass(IntEnum):
+class PassPosition(IntEnum):
     """Where in the pass over its epoch's data a member meets the others.
 
     NO: in none; the code before the pass is still to run. ITERATIONS: in a loop over micro-batches,
@@ -63,7 +63,7 @@ class RunPosition:
     has_state: bool = False
     cursor: Cursor = field(default_factory=Cursor)
     epoch_steps: int = 0
-    in_pass: InPass = InPass.NO
+    in_pass: PassPosition = PassPosition.NO
     generation: Generation = NO_GENERATION
     committed: int = 0
     saved: SavedPosition = field(default_factory=SavedPosition)
@@ -72,7 +72,7 @@ class RunPosition:
     @property
     def is_inside(self) -> bool:
         """Return whether it is in a pass; the code before that has run."""
-        return self.in_pass is not InPass.NO
+        return self.in_pass is not PassPosition.NO
 
 
 @dataclass(frozen=True)
@@ -201,12 +201,12 @@ def next_code_places(
     steps = max(position.epoch_steps for position in positions)
     places = []
     for position, cursor in zip(positions, transfers.cursors, strict=True):
-        in_step = position.in_pass is InPass.WITHIN_STEP and position.cursor == cursor
+        in_step = position.in_pass is PassPosition.WITHIN_STEP and position.cursor == cursor
         if not position.is_inside or position.cursor.epoch != cursor.epoch:
             place = CodePlace(Cursor(cursor.epoch, 0))
         elif steps and cursor.step >= steps:  # While the end is unknown to all, none is past it.
             place = CodePlace(cursor, CodePart.END)
-        elif in_step or position.in_pass is InPass.ITERATIONS:
+        elif in_step or position.in_pass is PassPosition.ITERATIONS:
             place = CodePlace(Cursor(cursor.epoch, cursor.step + 1))
         else:
             place = CodePlace(cursor, CodePart.BEGIN)

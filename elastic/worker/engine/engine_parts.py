@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from elastic.core.policy.cursor import Cursor
-from elastic.core.policy.recovery import CodePart, CodePlace, InPass
+from elastic.core.policy.recovery import CodePart, CodePlace, PassPosition
 from elastic.errors import UsageError
 from elastic.worker.engine.logbook import PlaceCounter
 from elastic.worker.engine.step_values import StepValues
@@ -142,13 +142,13 @@ class EpochLoop:
         """Return whether the code behind the pass runs."""
         return self.epoch is not None and self.pass_phase is PassPhase.PASSED
 
-    def in_pass(self, cursor: Cursor) -> InPass:
+    def in_pass(self, cursor: Cursor) -> PassPosition:
         """Return where in the pass a member meets the others with the state of this cursor."""
         if self.epoch != cursor.epoch:
-            return InPass.NO
+            return PassPosition.NO
         if not self.by_steps:
-            return InPass.ITERATIONS
-        return InPass.WITHIN_STEP if self.begun == cursor else InPass.BETWEEN_STEPS
+            return PassPosition.ITERATIONS
+        return PassPosition.WITHIN_STEP if self.begun == cursor else PassPosition.BETWEEN_STEPS
 
     def code_place(self, cursor: Cursor, *, in_step: bool) -> CodePlace:
         """Return the place of the script's code that runs now.

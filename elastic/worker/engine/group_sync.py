@@ -17,7 +17,7 @@ import torch.distributed as dist
 from elastic.core.policy.cursor import Cursor, derive
 from elastic.core.policy.recovery import (
     CodePlace,
-    InPass,
+    PassPosition,
     RunPosition,
     SavedPosition,
     is_outdated,
@@ -281,7 +281,7 @@ def report_all(group: Any, mine: MemberInfo) -> list[MemberInfo]:
             has_state=bool(has_state),
             cursor=Cursor(epoch, step),
             epoch_steps=epoch_steps,
-            in_pass=InPass(in_pass),
+            in_pass=PassPosition(in_pass),
             generation=generation,
             committed=committed,
             saved=SavedPosition(taken_in, saved),

@@ -14,7 +14,7 @@ from enum import Enum
 from typing import Any
 
 from elastic.core.policy.cursor import Cursor
-from elastic.core.policy.recovery import InPass, RunPosition, SavedPosition
+from elastic.core.policy.recovery import PassPosition, RunPosition, SavedPosition
 from elastic.core.policy.streams import Data
 from elastic.core.world import NO_GENERATION
 from elastic.errors import InvariantViolation, UsageError
@@ -70,7 +70,7 @@ class RunState:
             raise InvariantViolation("no loader is read")
         return self.loader
 
-    def position(self, in_pass: InPass, saved: SavedPosition, held: int) -> RunPosition:
+    def position(self, in_pass: PassPosition, saved: SavedPosition, held: int) -> RunPosition:
         """Return what the others are to know of us when a group meets.
 
         Args:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from elastic.core.policy.cursor import Cursor
-from elastic.core.policy.recovery import InPass
+from elastic.core.policy.recovery import PassPosition
 from elastic.errors import StorageError
 from elastic.worker.engine.checkpoint_schedule import CheckpointScheduler
 from elastic.worker.engine.group_sync import SyncResult, synchronize
@@ -24,7 +24,7 @@ from elastic.worker.state.train_state import State
 def catch_up(
     run: RunState,
     checkpoints: CheckpointScheduler,
-    in_pass: Callable[[Cursor], InPass],
+    in_pass: Callable[[Cursor], PassPosition],
     units: Sequence[OptimizerUnit],
     reach: PeerAddress,
     *,
