@@ -153,9 +153,16 @@ def _uses_us(script: Path, folder: Path) -> bool:
             beside = folder / name.decode()
             if (module := beside.with_suffix(".py")).is_file():
                 files.append(module)
-            if any(map(_imports_us, beside.rglob("*.py"))):
-                return True
+            files += _modules_of(beside)
     return False
+
+
+def _modules_of(package: Path) -> list[Path]:
+    """Return the files of a package; a folder of data may have the name of an imported module."""
+    found = sorted(package.glob("*.py"))
+    for init in package.glob("*/__init__.py"):
+        found += _modules_of(init.parent)
+    return found
 
 
 def _imports_us(file: Path) -> bool:
