@@ -39,7 +39,7 @@ from elastic.core.world import (
 from elastic.errors import ElasticError
 from elastic.runtime.rpc import call_metadata, parse_endpoint
 from elastic.runtime.stream import ClientStream, open_stream
-from elastic.wire.codec_stream import ATTACH_METHOD, encode_agent_message
+from elastic.wire.codec_stream import ATTACH_METHOD, FROM_AGENT
 from elastic.wire.generated.elastic.v1 import agent_pb2
 
 CLIENTS = ("frames", "grpc")
@@ -167,7 +167,7 @@ class PlayedAgent:
         """Hold one stream until it ends; the gate is for those that are not welcome yet."""
         self._client = self._make(self._take)
         workers = (self.report,) if self.report is not None else ()
-        hello = encode_agent_message(Hello(self.node, workers))
+        hello = FROM_AGENT.encode(Hello(self.node, workers))
         async with gate:
             life = asyncio.create_task(self._client.run(address, silence_s, hello))
             welcome = asyncio.create_task(self._welcome.wait())
@@ -233,7 +233,7 @@ class PlayedAgent:
     def _tell(self, report: WorkerReport) -> None:
         self.report = report
         if self._client is not None:
-            self._client.send(encode_agent_message(WorkerUpdate(report)))
+            self._client.send(FROM_AGENT.encode(WorkerUpdate(report)))
 
     async def send_telemetry(self) -> None:
         """Report steps as often, and in the same turn, as an agent passes them on."""
@@ -244,7 +244,7 @@ class PlayedAgent:
         while not self._gone:
             if self.report is not None and self._client is not None:
                 steps += STEPS_PER_S
-                self._client.send(encode_agent_message(self._progress(self.report, steps)))
+                self._client.send(FROM_AGENT.encode(self._progress(self.report, steps)))
             await asyncio.sleep(every_s)
 
     def _progress(self, report: WorkerReport, steps: int) -> Progress:

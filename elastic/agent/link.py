@@ -36,10 +36,7 @@ from elastic.runtime.clock import Clock
 from elastic.runtime.eventlog import quoted
 from elastic.runtime.rpc import SILENCE_S, plain_addresses
 from elastic.runtime.stream import ClientStream
-from elastic.wire.codec_stream import (
-    decode_coordinator_message,
-    encode_agent_message,
-)
+from elastic.wire.codec_stream import FROM_AGENT, TO_AGENT
 
 log = logging.getLogger(__name__)
 
@@ -234,7 +231,7 @@ class Link:
     async def _send_all(self, stream: ClientStream, outbox: Outbox) -> None:
         while (message := await outbox.get()) is not None:
             try:
-                await stream.write(encode_agent_message(message))
+                await stream.write(FROM_AGENT.encode(message))
             except ConfigError as error:
                 kind = type(message).__name__
                 log.error("message_unsendable message=%s error=%r", kind, str(error))
@@ -249,7 +246,7 @@ class Link:
             return f"the coordinator at {stream.endpoint} took the stream and does not answer"
         self._silence_s = await stream.silence_s()
         while data is not None:
-            message = decode_coordinator_message(data)
+            message = TO_AGENT.decode(data)
             if isinstance(message, FollowLogs):
                 self._callbacks.on_follow(message)
             elif isinstance(message, Coordinators):

@@ -23,11 +23,7 @@ from elastic.coord.sessions import Session
 from elastic.core.messages import AgentMessage, Hello, LogLines
 from elastic.errors import ConfigError, ElasticError, NotPermitted, PeerError
 from elastic.runtime.rpc import SILENCE_KEY, SILENCE_S, TERM_KEY, TIME_KEY, term_of
-from elastic.wire.codec_stream import (
-    ATTACH_METHOD,
-    decode_agent_message,
-    encode_coordinator_message,
-)
+from elastic.wire.codec_stream import ATTACH_METHOD, FROM_AGENT, TO_AGENT
 
 log = logging.getLogger(__name__)
 
@@ -149,7 +145,7 @@ class StreamWriter:
         """Write queued messages; if a write is in progress, its end calls this again."""
         while self._writing is None and (message := self._session.next_message()) is not None:
             try:
-                data = encode_coordinator_message(message)
+                data = TO_AGENT.encode(message)
             except ConfigError as error:
                 log.error("message_unsendable kind=%s error=%r", _name(message), str(error))
                 continue
@@ -185,7 +181,7 @@ async def _next(context: Context) -> AgentMessage | None:
         PeerError: the bytes are not a valid message.
     """
     data = await context.read()
-    return decode_agent_message(data) if isinstance(data, bytes) else None
+    return FROM_AGENT.decode(data) if isinstance(data, bytes) else None
 
 
 def _name(message: object) -> str:

@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator
 
 from elastic.core.messages import PipeToAgent, PipeToWorker
 from elastic.errors import PeerError, check
-from elastic.wire.codec_stream import decode_from_worker, encode_to_worker
+from elastic.wire.codec_stream import FROM_WORKER, TO_WORKER
 from elastic.wire.frames import FRAME_BYTES_MAX, FrameReader, encode_frame
 
 READ_BYTES = 64 * 1024
@@ -61,7 +61,7 @@ class AsyncPipe:
             ConfigError: a value in the message cannot be encoded.
             UsageError: the message is too large.
         """
-        frame = encode_frame(encode_to_worker(message))
+        frame = encode_frame(TO_WORKER.encode(message))
         if self._gone or self._closed:
             return False
         if self._backlog_bytes + len(frame) > BACKLOG_BYTES_MAX:
@@ -92,7 +92,7 @@ class AsyncPipe:
                 self._frames.end()
                 return None
             self._received.extend(self._frames.feed(data))
-        return decode_from_worker(self._received.popleft())
+        return FROM_WORKER.decode(self._received.popleft())
 
     async def __aiter__(self) -> AsyncIterator[PipeToAgent]:
         """Yield messages until the other end is closed.

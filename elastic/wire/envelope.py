@@ -82,6 +82,12 @@ class Envelope(Generic[Body, Proto]):
         return body
 
     def encode(self, body: Body) -> bytes:
+        """Return `to_proto` as bytes.
+
+        Raises:
+            ConfigError: a value cannot be encoded (a number out of range, a name that is not
+                Unicode).
+        """
         return self.to_proto(body).SerializeToString()
 
     def decode(self, data: bytes) -> Body:

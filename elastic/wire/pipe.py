@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 from elastic.core.messages import PipeToAgent, PipeToWorker
 from elastic.errors import Unavailable
-from elastic.wire.codec_stream import decode_to_worker, encode_from_worker
+from elastic.wire.codec_stream import FROM_WORKER, TO_WORKER
 from elastic.wire.frames import FrameReader, encode_frame
 
 READ_BYTES = 64 * 1024
@@ -50,7 +50,7 @@ class Pipe:
             ConfigError: a value in the message cannot be encoded.
             UsageError: the message is too large.
         """
-        frame = encode_frame(encode_from_worker(message))
+        frame = encode_frame(FROM_WORKER.encode(message))
         try:
             with self._writing:
                 self._sock.sendall(frame)
@@ -78,7 +78,7 @@ class Pipe:
             if not self._poll.poll(None if timeout_s is None else timeout_s * 1000):
                 return None
             self._received.extend(self._frames.feed(self._read()))
-        return decode_to_worker(self._received.popleft())
+        return TO_WORKER.decode(self._received.popleft())
 
     def __iter__(self) -> Iterator[PipeToWorker]:
         """Yield messages until the agent closes the pipe.

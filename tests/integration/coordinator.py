@@ -38,11 +38,7 @@ from elastic.wire.codec_jobs import (
     status_from_proto,
     submit_request,
 )
-from elastic.wire.codec_stream import (
-    ATTACH_METHOD,
-    decode_coordinator_message,
-    encode_agent_message,
-)
+from elastic.wire.codec_stream import ATTACH_METHOD, FROM_AGENT, TO_AGENT
 from elastic.wire.generated.elastic.v1 import jobs_pb2, jobs_pb2_grpc
 from tests.patience import DEADLINE_S
 
@@ -163,7 +159,7 @@ class ScriptedAgent:
         await self.channel.close()
 
     async def say(self, message: AgentMessage | bytes) -> None:
-        data = message if isinstance(message, bytes) else encode_agent_message(message)
+        data = message if isinstance(message, bytes) else FROM_AGENT.encode(message)
         with anyio.fail_after(DEADLINE_S):
             await self.call.write(data)
 
@@ -185,14 +181,14 @@ class ScriptedAgent:
                         return message
                 data = await self.call.read()
                 assert isinstance(data, bytes), f"the stream ended, heard {self.received}"
-                self.received.append(decode_coordinator_message(data))
+                self.received.append(TO_AGENT.decode(data))
 
     async def end(self) -> tuple[str, str]:
         """Read to the end of the stream and return its status and details."""
         with anyio.fail_after(DEADLINE_S):
             try:
                 while isinstance(data := await self.call.read(), bytes):
-                    self.received.append(decode_coordinator_message(data))
+                    self.received.append(TO_AGENT.decode(data))
             except grpc.aio.AioRpcError:
                 pass
             return (await self.call.code()).name, await self.call.details()

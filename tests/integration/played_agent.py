@@ -38,7 +38,7 @@ from elastic.core.world import (
     WorkerPhase,
     WorkerReport,
 )
-from elastic.wire.codec_stream import decode_from_worker, encode_to_worker
+from elastic.wire.codec_stream import FROM_WORKER, TO_WORKER
 from elastic.wire.frames import FrameReader, encode_frame
 from elastic.worker.process.zygote import FORKED
 from tests.patience import DEADLINE_S
@@ -140,7 +140,7 @@ class Played:
         return self.process.pid
 
     def tell(self, message: PipeToWorker) -> None:
-        self.sock.sendall(encode_frame(encode_to_worker(message)))
+        self.sock.sendall(encode_frame(TO_WORKER.encode(message)))
 
     def wait_for(self, wanted: Callable[[PipeToAgent], T | None], what: str) -> T:
         """Return what `wanted` makes of the next message for which it is not None."""
@@ -163,7 +163,7 @@ class Played:
             data = self.sock.recv(65536) if readable else b""
         except ConnectionResetError:
             data = b""
-        self.said += [decode_from_worker(payload) for payload in self.frames.feed(data)]
+        self.said += [FROM_WORKER.decode(payload) for payload in self.frames.feed(data)]
         return bool(data)
 
     def wait_phase(self, phase: WorkerPhase, generation: int = 0) -> WorkerReport:

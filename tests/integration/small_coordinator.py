@@ -14,11 +14,7 @@ import grpc.aio
 from elastic.core.messages import CoordinatorMessage
 from elastic.errors import ElasticError, NotAuthorized, NotLeading
 from elastic.runtime.rpc import SILENCE_KEY, TERM_KEY, bearer_of, server_options, status_of
-from elastic.wire.codec_stream import (
-    ATTACH_METHOD,
-    decode_agent_message,
-    encode_coordinator_message,
-)
+from elastic.wire.codec_stream import ATTACH_METHOD, FROM_AGENT, TO_AGENT
 from tests.patience import DEADLINE_S
 
 Found = TypeVar("Found")
@@ -96,7 +92,7 @@ class SmallCoordinator:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._write, context, tasks.cancel_scope)
             while isinstance(data := await context.read(), bytes):
-                self.received.add(decode_agent_message(data))
+                self.received.add(FROM_AGENT.decode(data))
             tasks.cancel_scope.cancel()
 
     async def _write(
@@ -104,7 +100,7 @@ class SmallCoordinator:
     ) -> None:
         while (message := await self._out.get()) is not None:
             is_raw = isinstance(message, bytes)
-            await context.write(message if is_raw else encode_coordinator_message(message))
+            await context.write(message if is_raw else TO_AGENT.encode(message))
         scope.cancel()
 
 

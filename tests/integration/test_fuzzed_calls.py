@@ -29,7 +29,7 @@ from elastic.core.messages import Hello
 from elastic.core.telemetry import Goodput
 from elastic.runtime.rpc import call_metadata
 from elastic.wire.codec_jobs import job_from_proto
-from elastic.wire.codec_stream import ATTACH_METHOD, encode_agent_message
+from elastic.wire.codec_stream import ATTACH_METHOD, FROM_AGENT
 from elastic.wire.generated.elastic.v1 import agent_pb2, jobs_pb2
 from tests.integration.coordinator import ScriptedAgent, User, node, spec
 from tests.patience import DEADLINE_S
@@ -213,7 +213,7 @@ async def fuzz_agents_calls(address: str, fuzz: Fuzz, streams: int) -> None:
         await honest.train()
         before = (await user.get(job)).record
         for number in range(streams):
-            hello = encode_agent_message(Hello(node("bad", number + 1)))
+            hello = FROM_AGENT.encode(Hello(node("bad", number + 1)))
             words = [fuzz.message(said) for _ in range(fuzz.dice.randrange(5))]
             words.insert(0, fuzz.dice.choice([hello, hello, hello, fuzz.damaged(hello)]))
             if fuzz.dice.random() < 0.2:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from elastic.core.view import ClusterView, JobView
 from elastic.errors import CorruptRecord, PeerError
+from elastic.wire import codec_stream
 from elastic.wire.codec import parse
 from elastic.wire.codec_jobs import (
     ClusterStatus,
@@ -30,19 +31,8 @@ from elastic.wire.codec_jobs import (
     without_secrets,
 )
 from elastic.wire.codec_records import decode_record, encode_record
-from elastic.wire.codec_stream import (
-    agent_message_from_proto,
-    decode_agent_message,
-    decode_coordinator_message,
-    decode_from_worker,
-    decode_to_worker,
-    encode_agent_message,
-    encode_coordinator_message,
-    encode_from_worker,
-    encode_to_worker,
-)
 from elastic.wire.frames import FrameReader, encode_frame
-from elastic.wire.generated.elastic.v1 import agent_pb2, jobs_pb2
+from elastic.wire.generated.elastic.v1 import jobs_pb2
 from tests.effort import examples
 from tests.strategies import (
     AGENT_MESSAGES,
@@ -70,28 +60,27 @@ MOMENTS = st.integers(0, 2**62)
 @patient
 @given(AGENT_MESSAGES)
 def test_the_coordinator_reads_what_an_agent_says(message: Any) -> None:
-    data = encode_agent_message(message)
-    assert decode_agent_message(data) == message
-    assert agent_message_from_proto(agent_pb2.AgentToCoordinator.FromString(data)) == message
+    data = codec_stream.FROM_AGENT.encode(message)
+    assert codec_stream.FROM_AGENT.decode(data) == message
 
 
 @patient
 @given(COORDINATOR_MESSAGES)
 def test_an_agent_reads_what_the_coordinator_says(message: Any) -> None:
-    data = encode_coordinator_message(message)
-    assert decode_coordinator_message(data) == message
+    data = codec_stream.TO_AGENT.encode(message)
+    assert codec_stream.TO_AGENT.decode(data) == message
 
 
 @patient
 @given(TO_WORKER)
 def test_a_worker_reads_what_its_agent_says(message: Any) -> None:
-    assert decode_to_worker(encode_to_worker(message)) == message
+    assert codec_stream.TO_WORKER.decode(codec_stream.TO_WORKER.encode(message)) == message
 
 
 @patient
 @given(FROM_WORKER)
 def test_an_agent_reads_what_its_worker_says(message: Any) -> None:
-    assert decode_from_worker(encode_from_worker(message)) == message
+    assert codec_stream.FROM_WORKER.decode(codec_stream.FROM_WORKER.encode(message)) == message
 
 
 @patient
@@ -164,10 +153,10 @@ def read_watched(data: bytes) -> Any:
 
 
 READERS: list[tuple[Any, Callable[[Any], bytes], Callable[[bytes], Any], type[Exception]]] = [
-    (AGENT_MESSAGES, encode_agent_message, decode_agent_message, PeerError),
-    (COORDINATOR_MESSAGES, encode_coordinator_message, decode_coordinator_message, PeerError),
-    (TO_WORKER, encode_to_worker, decode_to_worker, PeerError),
-    (FROM_WORKER, encode_from_worker, decode_from_worker, PeerError),
+    (AGENT_MESSAGES, codec_stream.FROM_AGENT.encode, codec_stream.FROM_AGENT.decode, PeerError),
+    (COORDINATOR_MESSAGES, codec_stream.TO_AGENT.encode, codec_stream.TO_AGENT.decode, PeerError),
+    (TO_WORKER, codec_stream.TO_WORKER.encode, codec_stream.TO_WORKER.decode, PeerError),
+    (FROM_WORKER, codec_stream.FROM_WORKER.encode, codec_stream.FROM_WORKER.decode, PeerError),
     (RECORDS, encode_record, lambda data: decode_record(data, key="jobs/1"), CorruptRecord),
     (
         JOB_VIEWS,

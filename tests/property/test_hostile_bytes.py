@@ -27,9 +27,9 @@ from elastic.runtime.certificates import read_shown
 from elastic.runtime.clock import SystemClock
 from elastic.store.interface import Compare, Put
 from elastic.store.memory import MemoryStore
+from elastic.wire import codec_stream
 from elastic.wire.async_pipe import AsyncPipe
 from elastic.wire.codec_records import encode_record
-from elastic.wire.codec_stream import encode_from_worker
 from elastic.wire.frames import FRAME_BYTES_MAX, encode_frame
 from tests.effort import examples
 from tests.harness.shared_store import SharedMemoryStore
@@ -154,7 +154,7 @@ def hear(stream: bytes) -> tuple[int, str]:
 def test_a_damaged_stream_of_a_worker_is_refused_behind_the_whole_messages_before_it(
     messages: list[Any], data: st.DataObject
 ) -> None:
-    frames = [encode_frame(encode_from_worker(message)) for message in messages]
+    frames = [encode_frame(codec_stream.FROM_WORKER.encode(message)) for message in messages]
     whole = b"".join(frames)
     kind = data.draw(st.sampled_from(["cut", "oversized", "empty", "garbage"]))
     if kind == "cut":

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from elastic.core.messages import Hello, Report, Reported, WorkerUpdate
 from elastic.core.world import JobId, NodeId, WorkerId, WorkerPhase, WorkerReport
 from elastic.errors import ConfigError, PeerError
-from elastic.wire.codec_stream import decode_agent_message, encode_agent_message
+from elastic.wire.codec_stream import FROM_AGENT
 from tests.effort import examples
 from tests.strategies import AGENT_MESSAGES, facts
 from tests.unit.coordinator_under_test import Coordinator, PlayedAgent
@@ -62,7 +62,7 @@ def aimed(draw: st.DrawFn, fact: Any) -> Any:
 def bad_words(draw: st.DrawFn) -> Any:
     """Draw a message that the wire lets through, None if it does not."""
     try:
-        return decode_agent_message(encode_agent_message(aimed(draw, draw(AGENT_MESSAGES))))
+        return FROM_AGENT.decode(FROM_AGENT.encode(aimed(draw, draw(AGENT_MESSAGES))))
     except (PeerError, ConfigError):
         return None
 
@@ -71,7 +71,7 @@ def bad_words(draw: st.DrawFn) -> Any:
 def bad_greetings(draw: st.DrawFn) -> Any:
     """Draw a Hello that the wire lets through, None if it does not."""
     try:
-        return decode_agent_message(encode_agent_message(aimed(draw, draw(facts(Hello)))))
+        return FROM_AGENT.decode(FROM_AGENT.encode(aimed(draw, draw(facts(Hello)))))
     except (PeerError, ConfigError):
         return None
 
@@ -136,6 +136,6 @@ def test_a_worker_whose_number_is_none_does_not_end_the_coordinator(serial: str)
     cluster = besieged()
     worker_id = WorkerId(f"bad/{serial}")
     message = WorkerUpdate(WorkerReport(worker_id, JOB, WorkerPhase.READY, 0))
-    cluster.says("bad", decode_agent_message(encode_agent_message(message)))
+    cluster.says("bad", FROM_AGENT.decode(FROM_AGENT.encode(message)))
     cluster.submit("another", 1, 1)
     assert cluster.stop("job").error == ""

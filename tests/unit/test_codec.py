@@ -38,16 +38,7 @@ from elastic.core.world import (
 from elastic.errors import ConfigError, InvariantViolation, PeerError
 from elastic.wire.codec import MessageCodec
 from elastic.wire.codec_jobs import spec_of
-from elastic.wire.codec_stream import (
-    ATTACH_METHOD,
-    decode_agent_message,
-    decode_coordinator_message,
-    decode_from_worker,
-    decode_to_worker,
-    encode_agent_message,
-    encode_from_worker,
-    encode_to_worker,
-)
+from elastic.wire.codec_stream import ATTACH_METHOD, FROM_AGENT, FROM_WORKER, TO_AGENT, TO_WORKER
 from elastic.wire.generated.elastic.v1 import (
     agent_pb2,
     facts_pb2,
@@ -154,7 +145,7 @@ def test_a_dataclass_that_left_its_message_behind_stops_the_import(
 
 def changed(change: Callable[[agent_pb2.AgentToCoordinator], object]) -> bytes:
     """Bytes of HELLO after a change that our own encoder would not make."""
-    proto = agent_pb2.AgentToCoordinator.FromString(encode_agent_message(HELLO))
+    proto = agent_pb2.AgentToCoordinator.FromString(FROM_AGENT.encode(HELLO))
     change(proto)
     return proto.SerializeToString()
 
@@ -171,23 +162,23 @@ def with_newer_phase(proto: agent_pb2.AgentToCoordinator) -> None:
 @pytest.mark.parametrize(
     ("decode", "data", "told"),
     [
-        (decode_agent_message, b"", "AgentToCoordinator without a body.*hello, worker_update"),
-        (decode_coordinator_message, b"", "CoordinatorToAgent without a body"),
-        (decode_to_worker, b"", "PipeToWorker without a body"),
-        (decode_from_worker, b"", "PipeToAgent without a body"),
+        (FROM_AGENT.decode, b"", "AgentToCoordinator without a body.*hello, worker_update"),
+        (TO_AGENT.decode, b"", "CoordinatorToAgent without a body"),
+        (TO_WORKER.decode, b"", "PipeToWorker without a body"),
+        (FROM_WORKER.decode, b"", "PipeToAgent without a body"),
         # Field 99 is no body that we know.
-        (decode_agent_message, b"\x9a\x06\x00", f"body that protocol {PROTOCOL} knows"),
-        (decode_agent_message, b"\x0a\x05ab", "4 bytes do not read as elastic.v1.AgentToCo"),
-        (decode_agent_message, b"GET / HTTP/1.1", "does the other side run elastic-torch"),
+        (FROM_AGENT.decode, b"\x9a\x06\x00", f"body that protocol {PROTOCOL} knows"),
+        (FROM_AGENT.decode, b"\x0a\x05ab", "4 bytes do not read as elastic.v1.AgentToCo"),
+        (FROM_AGENT.decode, b"GET / HTTP/1.1", "does the other side run elastic-torch"),
         # A name that is not UTF-8.
-        (decode_agent_message, b"\x0a\x04\x0a\x02\x0a\x00\xff", "do not read as"),
-        (decode_agent_message, b"\x0a\x00", "Hello.node is missing"),
-        (decode_agent_message, b"\x12\x00", "WorkerUpdate.report is missing"),
-        (decode_agent_message, b"\x1a\x00", "Reported.report is missing"),
-        (decode_coordinator_message, b"\x1a\x00", "StartWorker.spec is missing"),
-        (decode_to_worker, b"\x12\x00", "Announce.assignment is missing"),
-        (decode_agent_message, changed(without_phase), "WorkerReport.phase=0: expected 1 to 7"),
-        (decode_agent_message, changed(with_newer_phase), "WorkerReport.phase=99: expected 1 to 7"),
+        (FROM_AGENT.decode, b"\x0a\x04\x0a\x02\x0a\x00\xff", "do not read as"),
+        (FROM_AGENT.decode, b"\x0a\x00", "Hello.node is missing"),
+        (FROM_AGENT.decode, b"\x12\x00", "WorkerUpdate.report is missing"),
+        (FROM_AGENT.decode, b"\x1a\x00", "Reported.report is missing"),
+        (TO_AGENT.decode, b"\x1a\x00", "StartWorker.spec is missing"),
+        (TO_WORKER.decode, b"\x12\x00", "Announce.assignment is missing"),
+        (FROM_AGENT.decode, changed(without_phase), "WorkerReport.phase=0: expected 1 to 7"),
+        (FROM_AGENT.decode, changed(with_newer_phase), "WorkerReport.phase=99: expected 1 to 7"),
     ],
 )
 def test_what_is_no_message_is_refused_by_name(
@@ -209,7 +200,7 @@ def test_what_is_no_message_is_refused_by_name(
     ],
 )
 def test_what_a_fact_refuses_the_codec_refuses(field: str, value: Any, told: str) -> None:
-    data = encode_to_worker(Assign(WorkerId("n1/1"), SPEC, "127.0.0.1"))
+    data = TO_WORKER.encode(Assign(WorkerId("n1/1"), SPEC, "127.0.0.1"))
     request = jobs_pb2.SubmitRequest()
     request.spec.MergeFrom(facts_pb2.JobSpec.FromString(spec_bytes(data)))
     assert spec_of(request) == SPEC
@@ -232,7 +223,7 @@ def test_an_absent_amount_of_resources_means_none() -> None:
     def strip(proto: agent_pb2.AgentToCoordinator) -> None:
         proto.hello.node.ClearField("resources")
 
-    hello = decode_agent_message(changed(strip))
+    hello = FROM_AGENT.decode(changed(strip))
     assert isinstance(hello, Hello)
     assert hello.node.resources == Resources()
 
@@ -242,7 +233,7 @@ def test_an_absent_amount_of_resources_means_none() -> None:
 
 def test_text_for_people_is_escaped_where_it_is_no_unicode() -> None:
     failure = Failure("OSError", "no file 'caf\udce9'", "Traceback \ud800")
-    update = decode_from_worker(encode_from_worker(WorkerUpdate(replace(REPORT, failure=failure))))
+    update = FROM_WORKER.decode(FROM_WORKER.encode(WorkerUpdate(replace(REPORT, failure=failure))))
     assert isinstance(update, WorkerUpdate)
     assert update.report.failure == Failure("OSError", r"no file 'caf\udce9'", r"Traceback \ud800")
 
@@ -258,4 +249,4 @@ def test_text_for_people_is_escaped_where_it_is_no_unicode() -> None:
 )
 def test_a_path_or_argument_that_is_no_unicode_is_refused_and_not_changed(entry: Entry) -> None:
     with pytest.raises(ConfigError, match="caf"):
-        encode_to_worker(Assign(WorkerId("n1/1"), replace(SPEC, entry=entry), "127.0.0.1"))
+        TO_WORKER.encode(Assign(WorkerId("n1/1"), replace(SPEC, entry=entry), "127.0.0.1"))

@@ -11,7 +11,7 @@ import pytest
 from elastic.coord.server_agents import StreamWriter
 from elastic.coord.sessions import Session, Sessions
 from elastic.core.messages import CoordinatorMessage, Probe, Release
-from elastic.wire.codec_stream import decode_coordinator_message
+from elastic.wire.codec_stream import TO_AGENT
 
 pytestmark = pytest.mark.anyio
 
@@ -28,7 +28,7 @@ class Stream:
         if self.is_broken:
             raise grpc.aio.UsageError("RPC already finished.")
         assert self.waiting is None
-        self.taken.append(decode_coordinator_message(data))
+        self.taken.append(TO_AGENT.decode(data))
         self.waiting = asyncio.get_running_loop().create_future()
         await self.waiting
         self.waiting = None

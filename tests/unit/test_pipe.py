@@ -34,7 +34,7 @@ from elastic.core.world import (
 )
 from elastic.errors import PeerError, Unavailable
 from elastic.wire.async_pipe import BACKLOG_BYTES_MAX, AsyncPipe
-from elastic.wire.codec_stream import encode_to_worker
+from elastic.wire.codec_stream import TO_WORKER
 from elastic.wire.frames import encode_frame
 from elastic.wire.pipe import Pipe
 from tests.patience import DEADLINE_S
@@ -93,7 +93,7 @@ async def test_a_worker_that_does_not_read_never_holds_up_its_agent(
 
     with pytest.raises(PeerError, match=r"process 1 does not read its pipe: .* kill it"):
         send_without_end()
-    assert len(encode_to_worker(ASSIGN)) < agent.backlog_bytes <= BACKLOG_BYTES_MAX
+    assert len(TO_WORKER.encode(ASSIGN)) < agent.backlog_bytes <= BACKLOG_BYTES_MAX
     # It reads after all: everything that was taken comes, whole and in order.
     with anyio.fail_after(DEADLINE_S):
         found = await asyncio.to_thread(
@@ -167,7 +167,7 @@ def test_a_worker_hears_all_that_its_agent_said_before_it_died(
 ) -> None:
     worker = Pipe(ends[1])
     ends[0].sendall(
-        encode_frame(encode_to_worker(Ping(1))) + encode_frame(encode_to_worker(Ping(2)))
+        encode_frame(TO_WORKER.encode(Ping(1))) + encode_frame(TO_WORKER.encode(Ping(2)))
     )
     ends[0].close()
     assert list(worker) == [Ping(1), Ping(2)]
