@@ -85,9 +85,9 @@ def restored(
 
     def restore(rank: int) -> None:
         checkpoints = CheckpointScheduler(RunState(run.objects, StreamBook()))
-        checkpoints._snapshotter = savers[rank]
-        checkpoints._context = SimpleNamespace(  # type: ignore[assignment]
-            world_rank=rank, run_path=run.directory.path, job_id="j1", saved="",
+        checkpoints._entered = SimpleNamespace(  # type: ignore[assignment]
+            snapshotter=savers[rank], world_rank=rank, run_path=run.directory.path, job_id="j1",
+            saved="",
             copies=copies[rank], copies_key=KEY, copies_dealt=True, copies_fingerprints=(),
             worker_id=f"n{rank}/1", tls=(), activity=Activity(),
         )  # fmt: skip
@@ -158,7 +158,7 @@ class Loop:
         self.checkpoints.enter(
             SimpleNamespace(  # type: ignore[arg-type]
                 snapshotter=run.savers[0], generation=1, world_rank=0, world_size=1, local_rank=0,
-                local_world_size=1, link=link, activity=None,
+                local_world_size=1, link=link, activity=Activity(),
             )
         )  # fmt: skip
 
@@ -184,9 +184,8 @@ class Loop:
 
 def test_the_newest_that_was_saved_is_a_copy_or_a_checkpoint() -> None:
     checkpoints = CheckpointScheduler(RunState(TrainState(), StreamBook()))
-    checkpoints._snapshotter = memory_only()
     for copied, newest in ((None, (2, 30)), (HeldCopy(JobId("j1"), 3, 40), (3, 40))):
-        checkpoints._context = SimpleNamespace(  # type: ignore[assignment]
+        checkpoints._entered = SimpleNamespace(  # type: ignore[assignment]
             saved="run/checkpoints/auto-j1-s000000030-g000002-000003", job_id="j1", copied=copied
         )
         assert checkpoints.newest_saved() == newest

@@ -33,8 +33,8 @@ from tests.unit.saving_under_test import Run, Table
 
 def keeper_of(run: Run, rank: int, snapshotter: Snapshotter) -> CheckpointScheduler:
     checkpoints = CheckpointScheduler(RunState(run.objects, StreamBook()))
-    checkpoints._snapshotter = snapshotter
-    checkpoints._context = SimpleNamespace(  # type: ignore[assignment]
+    checkpoints._entered = SimpleNamespace(  # type: ignore[assignment]
+        snapshotter=snapshotter,
         world_rank=rank,
         run_path=run.directory.path,
         saved="",
@@ -178,7 +178,6 @@ def called_in(generation: int, run: LocalRun) -> Iterator[StepEngine]:
         assert engine is not None
         engine.enter(replace(context, generation=generation))
         yield engine
-        assert context.snapshotter is not None
         context.snapshotter.finish()
 
 
@@ -206,7 +205,6 @@ def test_memory_that_a_later_worker_comes_with_counts_if_it_has_more_steps(
     memory, is_over = Snapshotter((), None), threading.Event()
     with called_in(1, run) as engine:
         commits_of(Loop.make(), 1, lambda: None)
-        assert engine.context.snapshotter is not None
         memory.slots._slots = engine.context.snapshotter.slots.all()
 
     def rejoin(*_: Any) -> None:

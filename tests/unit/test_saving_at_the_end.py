@@ -12,6 +12,7 @@ import pytest
 
 from elastic.core.events.worker import RequestLeave
 from elastic.core.policy.cursor import Cursor
+from elastic.worker.base.activity import Activity
 from elastic.worker.base.mailboxes import Mailboxes
 from elastic.worker.checkpoint.snapshot import RankInfo
 from elastic.worker.data.stream_book import StreamBook
@@ -31,14 +32,17 @@ def keepers_of(run: Run) -> list[CheckpointScheduler]:
         state = RunState(run.objects, StreamBook())
         state.cursor, state.steps = Cursor(0, 7), 7
         checkpoints = CheckpointScheduler(state)
-        checkpoints._snapshotter = snapshotter
         known = Mailboxes()
         link = SimpleNamespace(
             save_request=lambda generation: 0, leave_request=known.leave_request,
             is_called_off=known.is_called_off, set_request=known.set_request,
         )  # fmt: skip
-        checkpoints._context = SimpleNamespace(  # type: ignore[assignment]
-            world_rank=rank, generation=1, link=link, activity=None
+        checkpoints._entered = SimpleNamespace(  # type: ignore[assignment]
+            snapshotter=snapshotter,
+            world_rank=rank,
+            generation=1,
+            link=link,
+            activity=Activity(),
         )
         found.append(checkpoints)
     return found
@@ -47,14 +51,14 @@ def keepers_of(run: Run) -> list[CheckpointScheduler]:
 def rests(checkpoints: CheckpointScheduler, *, goes_on: bool = False) -> None:
     """Let a member know that its job rests, or that it goes on after all."""
     leave_request = RequestLeave(1, "resume" if goes_on else "pause", saves=not goes_on)
-    checkpoints._context.link.set_request(leave_request)  # type: ignore[union-attr]
+    checkpoints._context.link.set_request(leave_request)  # type: ignore[attr-defined]
 
 
 def rows_of(keepers: list[CheckpointScheduler]) -> list[StepMetadata]:
     """Return what they tell with the next step."""
     found = []
     for checkpoints in keepers:
-        leave_request = checkpoints._context.link.leave_request(1)  # type: ignore[union-attr]
+        leave_request = checkpoints._context.link.leave_request(1)
         told = checkpoints.flags(leave_request)
         cursor = checkpoints._run.cursor
         found.append(StepMetadata(leave_request is not None, cursor, 0, (), *told))

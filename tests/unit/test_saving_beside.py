@@ -137,7 +137,6 @@ def run_that_saves(every: int, path: Path, copies: SlowCopies) -> Iterator[Train
     )
     with local_context(run) as context:
         yield Training(path, copies.seen)
-        assert context.snapshotter is not None
         context.snapshotter.finish()
 
 

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from elastic.core.events.worker import CopiesRequested, RequestLeave
 from elastic.core.policy.recovery import SavedPosition
 from elastic.core.world import NO_GENERATION
-from elastic.errors import UsageError
+from elastic.errors import InvariantViolation, UsageError
 from elastic.worker.base.mailboxes import WAIT_SLICE_S
 from elastic.worker.base.spans import span
 from elastic.worker.checkpoint.snapshot import RankInfo, SnapshotId, position_of
@@ -57,8 +56,7 @@ class CheckpointScheduler:
         # The generation in which copies were asked for, and whether of rows.
         self._requested_in, self._is_sharded = NO_GENERATION, False
         self._run = run
-        self._snapshotter: Snapshotter | None = None
-        self._context: WorkerContext | None = None
+        self._entered: WorkerContext | None = None
         self._restorer = StateRestorer(run.objects)
         self._options: Mapping[str, Any] = {}
 
@@ -70,24 +68,32 @@ class CheckpointScheduler:
     def configure(self, options: Mapping[str, Any]) -> None:
         """Take what the user chose."""
         self._options = options
-        if self._snapshotter is not None:
+        if self._entered is not None:
             self._snapshotter.configure(options)
 
     def enter(self, context: WorkerContext) -> None:
-        self._context = context
-        self._snapshotter = context.snapshotter
+        self._entered = context
         self._steps_here = 0
-        if self._snapshotter is not None:
-            self._snapshotter.configure(self._options)
-            self._snapshotter.enter(
-                RankInfo(
-                    context.generation,
-                    context.world_rank,
-                    context.world_size,
-                    context.local_rank,
-                    context.local_world_size,
-                )
+        self._snapshotter.configure(self._options)
+        self._snapshotter.enter(
+            RankInfo(
+                context.generation,
+                context.world_rank,
+                context.world_size,
+                context.local_rank,
+                context.local_world_size,
             )
+        )
+
+    @property
+    def _context(self) -> WorkerContext:
+        if self._entered is None:
+            raise InvariantViolation("checkpoints of a call that has entered no group")
+        return self._entered
+
+    @property
+    def _snapshotter(self) -> Snapshotter:
+        return self._context.snapshotter
 
     # ------------------------------------------------------------------- saving
 
@@ -96,18 +102,15 @@ class CheckpointScheduler:
 
         These are `saves`, `busy`, `releases` and `lacks` of its row.
         """
-        snapshotter = self._snapshotter
-        if snapshotter is None or self._context is None:
-            return False, True, False, False
         releases = leave_request is not None and leave_request.saves
-        saves = snapshotter.wants(self._run.steps + 1, self._request())
-        return saves, snapshotter.is_busy(), releases, snapshotter.lacks_newest
+        saves = self._snapshotter.wants(self._run.steps + 1, self._request())
+        return saves, self._snapshotter.is_busy(), releases, self._snapshotter.lacks_newest
 
     def committed(self, rows: Sequence[StepMetadata]) -> None:
         """Decide from everyone's rows whether the step that was just committed is saved."""
         self._steps_here += 1
         self._restorer.forget()
-        if self._snapshotter is not None and any(row.lacks for row in rows):
+        if any(row.lacks for row in rows):
             self._snapshotter.give_up_newest(is_sharded=self.is_sharded)
         self.releases = any(row.releases for row in rows)
         self._is_stored = self.releases or any(row.saves for row in rows)
@@ -117,7 +120,7 @@ class CheckpointScheduler:
     def _is_copied(self) -> bool:
         """Decide whether the state is for another node; notify the coordinator that we want it."""
         snapshotter, context = self._snapshotter, self._context
-        if snapshotter is None or context is None or not snapshotter.copies.is_on:
+        if not snapshotter.copies.is_on:
             return False
         if self._requested_in != context.generation:
             self._requested_in, self._is_sharded = context.generation, self.is_sharded
@@ -140,8 +143,6 @@ class CheckpointScheduler:
                 elsewhere than with the next step.
         """
         snapshotter = self._snapshotter
-        if snapshotter is None:
-            return
         if not self.is_due:
             self._boundaries += 1
             if self._boundaries == WARM_UP_AT:
@@ -174,8 +175,8 @@ class CheckpointScheduler:
 
     def _show_progress(self) -> None:
         """Count a wait for storage as progress, while the others wait for it in the next step."""
-        activity = self._context.activity if self._context is not None else None
-        if activity is not None and activity.beats:  # At 0 it is not judged.
+        activity = self._context.activity
+        if activity.beats:  # At 0 it is not judged.
             activity.beats += 1
 
     def at_end(self, is_over: Callable[[], bool], *, holds: bool) -> None:
@@ -188,19 +189,14 @@ class CheckpointScheduler:
             holds: have it in memory also if nothing is saved: code that follows may change it.
         """
         snapshotter = self._snapshotter
-        if (
-            snapshotter is not None
-            and (snapshotter.plan.is_on or holds)
-            and not snapshotter.has_taken(self._run.steps)
-        ):
+        if (snapshotter.plan.is_on or holds) and not snapshotter.has_taken(self._run.steps):
             snapshotter.wait_for_room(is_over)
             self.is_due, self._is_stored = True, snapshotter.plan.is_on
             self.at_boundary(is_over)
 
     def settle(self) -> None:
         """Let the state change: see `Snapshotter.settle`."""
-        if self._snapshotter is not None:
-            self._snapshotter.settle()
+        self._snapshotter.settle()
 
     def before_leaving(self, is_over: Callable[[], bool]) -> None:
         """Save the state that only the members have, because all of them leave here by plan.
@@ -212,7 +208,7 @@ class CheckpointScheduler:
             is_over: whether the group is, so that there is no member to wait for.
         """
         snapshotter = self._snapshotter
-        if snapshotter is None or not (self.releases or self.is_sharded):
+        if not (self.releases or self.is_sharded):
             return
         if not snapshotter.has_taken(self._run.steps):
             snapshotter.wait_for_room(is_over, LEAVING_S)
@@ -229,13 +225,11 @@ class CheckpointScheduler:
         Others may have reported the pause to us before the coordinator does. Waiting is no hang.
         """
         self._show_progress()
-        context = self._context
-        return is_over() or (context is not None and context.link.is_called_off(context.generation))
+        return is_over() or self._context.link.is_called_off(self._context.generation)
 
     def take(self) -> State:
         """Return the state of the run, with the newest snapshot; its tensors are the live ones."""
-        snapshotter = self._snapshotter
-        return self._run.take(snapshotter.newest if snapshotter is not None else SnapshotId())
+        return self._run.take(self._snapshotter.newest)
 
     def put(self, state: State) -> None:
         """Make this the state of the run, as far as this member is concerned.
@@ -244,10 +238,9 @@ class CheckpointScheduler:
             UsageError: it is the state of other objects; nothing was changed then.
         """
         self.settle()
-        with self._working("moves the state that it received to its device"):
+        with self._context.activity.working("moves the state that it received to its device"):
             self._run.put(state)
-        if self._snapshotter is not None:
-            self._snapshotter.newest = SnapshotId(*state["saved"])
+        self._snapshotter.newest = SnapshotId(*state["saved"])
 
     def agree_on_number(self, group: Any) -> None:
         """Know the newest snapshot that any member knows of; all members call this.
@@ -258,18 +251,12 @@ class CheckpointScheduler:
         Raises:
             RuntimeError: the group broke.
         """
-        snapshotter = self._snapshotter
-        rows = send_metadata(
-            group, [float(one) for one in snapshotter.newest] if snapshotter else [0.0]
-        )
-        if snapshotter is not None:
-            snapshotter.newest = SnapshotId(*(int(one) for one in max(rows)[:3]))
+        rows = send_metadata(group, [float(one) for one in self._snapshotter.newest])
+        self._snapshotter.newest = SnapshotId(*(int(one) for one in max(rows)[:3]))
 
     def newest_saved(self) -> SavedPosition:
         """Return the newest state of this job that is recorded, or copied to another node."""
         context = self._context
-        if self._snapshotter is None or context is None:
-            return SavedPosition()
         copied, recorded = context.copied, position_of(context.saved, context.job_id)
         if copied is None:
             return recorded
@@ -278,24 +265,18 @@ class CheckpointScheduler:
 
     def held(self) -> int:
         """Return the steps of the newest snapshot in this node's memory, -1 for none."""
-        return self._snapshotter.held() if self._snapshotter is not None else -1
+        return self._snapshotter.held()
 
     def memory(self) -> int:
         """Return which memory of this node we have for snapshots, 0 for none."""
-        return self._snapshotter.memory() if self._snapshotter is not None else 0
+        return self._snapshotter.memory()
 
     def agree_on_memory(self, memories: Sequence[int]) -> None:
         """Have memory for snapshots as all workers of this node have it, or each its own."""
-        if self._snapshotter is not None:
-            self._snapshotter.agree_on_memory(memories)
-
-    def _working(self, what: str) -> AbstractContextManager[None]:
-        """Enter what takes this member's own time, although others wait for it meanwhile."""
-        return self._context.activity.working(what) if self._context is not None else nullcontext()
+        self._snapshotter.agree_on_memory(memories)
 
     def _request(self) -> int:
-        context = self._context
-        return context.link.save_request(context.generation) if context is not None else 0
+        return self._context.link.save_request(self._context.generation)
 
     def _try(self, take: Callable[[], None]) -> None:
         """Continue training without a checkpoint that cannot be taken."""
@@ -311,6 +292,4 @@ class CheckpointScheduler:
 
     def restore(self, group: Any) -> State | None:
         """Return the newest saved state, None if there is none for us; see `StateRestorer`."""
-        if self._snapshotter is None or self._context is None:
-            return None
         return self._restorer.restore(group, self._run.cursor, self._context, self._snapshotter)

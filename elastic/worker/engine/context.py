@@ -90,7 +90,7 @@ class WorkerContext:
     reporter: Reporter | None = field(repr=False)
     link: ReportLink = field(repr=False)
     activity: Activity = field(default_factory=Activity, repr=False)
-    snapshotter: Snapshotter | None = field(default=None, repr=False)
+    snapshotter: Snapshotter = field(repr=False)
     validator: Validator | None = field(default=None, repr=False)
     join: Callable[[], WorkerContext] | None = field(default=None, repr=False)
     show_group: Callable[[], None] = field(default=lambda: None, repr=False)

@@ -129,8 +129,7 @@ def run_local(function: Callable[..., Any], run: LocalRun) -> LocalOutcome:
         if (engine := current_engine()) is not None:
             engine.check_left()
         context.the_reporter().finish()
-        if context.snapshotter is not None:
-            context.snapshotter.finish()
+        context.snapshotter.finish()
         if context.validator is not None:
             context.validator.finish(lambda: False)
         context.link.deliver()
@@ -256,8 +255,7 @@ def local_context(run: LocalRun) -> Iterator[WorkerContext]:
                 context.timing.stop()
                 context.the_reporter().close()
                 context.the_reporter().flush()
-                if context.snapshotter is not None:
-                    context.snapshotter.close()
+                context.snapshotter.close()
                 if context.validator is not None:
                     context.validator.close()
         finally:
