@@ -88,7 +88,7 @@ def restored(
         checkpoints._entered = SimpleNamespace(  # type: ignore[assignment]
             snapshotter=savers[rank], world_rank=rank, run_path=run.directory.path, job_id="j1",
             saved="",
-            copies=copies[rank], copies_key=KEY, copies_dealt=True, copies_fingerprints=(),
+            copies=copies[rank], copies_key=KEY, copies_fingerprints=(),
             worker_id=f"n{rank}/1", tls=(), activity=Activity(),
         )  # fmt: skip
         found[rank] = checkpoints.restore(rank)  # type: ignore[call-overload]

@@ -42,7 +42,6 @@ def keeper_of(run: Run, rank: int, snapshotter: Snapshotter) -> CheckpointSchedu
         copies=(),
         copies_key="",
         tls=(),
-        copies_dealt=True,
         copies_fingerprints=(),
         worker_id=f"n{rank}/1",
         activity=Activity(),

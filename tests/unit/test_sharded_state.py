@@ -12,12 +12,14 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from elastic.core.world import JobId
 from elastic.errors import UsageError
 from elastic.storage.verify import verify
 from elastic.worker.checkpoint import snapshot_copier
 from elastic.worker.checkpoint.checkpoint_reader import read_checkpoint
 from elastic.worker.checkpoint.snapshot import RankInfo
 from elastic.worker.checkpoint.snapshotter import Snapshotter
+from elastic.worker.engine.peer_copies import PeerCopies
 from elastic.worker.engine.prepared_optimizers import data_waits
 from elastic.worker.engine.sharded_restore import ShardedRestorer
 from elastic.worker.engine.still_weights import StillWeights
@@ -175,6 +177,7 @@ def restored(
             read=lambda name, marker: read_checkpoint(
                 run.directory, name, marker or run.directory.marker(name), ours=ours, rank=rank
             ),
+            copies=PeerCopies((), JobId("j1"), key=""),
         )
         state, is_any = restorer.restore()
         if state is not None:

@@ -46,9 +46,9 @@ class WorkerContext:
         is_local: there is no agent; the train function runs in the user's own process.
         saved: path of the newest automatic checkpoint that is recorded, "" for none.
         copied: the newest of the copies below of state that all members share, None for none.
-        copies: "host:port" of agents of other nodes that hold a copy of the run's state.
+        copies: "host:port" of agents of other nodes that hold a copy of the run's state; of those
+            that have rows of a sharded model, only our share.
         copies_key: proves to them that it is ours.
-        copies_dealt: of those that have rows of a sharded model, they are only our share.
         copies_fingerprints: of the certificates that those agents made for themselves, see there.
         tls: paths of this node's certificate, its key and the authority; empty if it has none.
         snapshotter: takes automatic checkpoints, over all calls of the train function.
@@ -84,7 +84,6 @@ class WorkerContext:
     copied: HeldCopy | None = None
     copies: tuple[str, ...] = ()
     copies_key: str = field(default="", repr=False)
-    copies_dealt: bool = False
     copies_fingerprints: tuple[str, ...] = ()
     tls: tuple[str, ...] = ()
     reporter: Reporter | None = field(repr=False)

@@ -56,11 +56,7 @@ class ShardCopy:
 
 
 class PeerCopies:
-    """The copies that the coordinator knew of when it formed this group.
-
-    Attributes:
-        is_dealt: members share out the agents to ask, and fetch elsewhere what one could not give.
-    """
+    """The copies that the coordinator knew of when it formed this group."""
 
     def __init__(
         self,
@@ -71,24 +67,22 @@ class PeerCopies:
         tls: Sequence[str] = (),
         fingerprints: Sequence[str] = (),
         node_id: str = "",
-        is_dealt: bool = False,
     ) -> None:
         """Ask no agent yet.
 
         Args:
-            addresses: "host:port" of the agents that hold one.
+            addresses: "host:port" of the agents that hold one; of those that have rows of a
+                sharded model, only our share.
             job_id: whose state it is.
             key: of the job.
             tls: paths of this node's certificate, its key and the authority; empty if it has none.
             fingerprints: of the certificates that those agents made for themselves, by the order
                 of addresses; empty if they made none.
             node_id: of this node.
-            is_dealt: of the agents that have nodes' rows, others ask those that are not here; all
-                members know that.
         """
         self._tls = tuple(tls)
         self._fingerprints = dict(zip(addresses, fingerprints, strict=False))
-        self._node_id, self.is_dealt = node_id, is_dealt
+        self._node_id = node_id
         self._addresses, self._job_id, self._key = tuple(addresses), job_id, key
         self._best: tuple[str, SnapshotMark] | None = None
 
@@ -102,7 +96,6 @@ class PeerCopies:
             tls=context.tls,
             fingerprints=context.copies_fingerprints,
             node_id=context.worker_id.rpartition("/")[0],
-            is_dealt=context.copies_dealt,
         )
 
     def _calling(self, address: str) -> AbstractContextManager[CopyConnection]:
@@ -110,22 +103,14 @@ class PeerCopies:
         fingerprint = self._fingerprints.get(address, "")
         return calling(address, tls=lock_of(PeerTls.at(self._tls), address, fingerprint))
 
-    def share(self, rank: int, size: int) -> tuple[str, ...]:
-        """Return which agents this member asks for the rows that they have."""
-        return self._addresses if self.is_dealt else self._addresses[rank::size]
-
-    def list_shards(
-        self, rank: int, size: int, here: Collection[SnapshotMark] = ()
-    ) -> list[ShardCopy]:
-        """Return all copies of nodes' rows that lie with this member's part of the agents.
+    def list_shards(self, here: Collection[SnapshotMark]) -> list[ShardCopy]:
+        """Return all copies of nodes' rows that lie with our share of the agents.
 
         Args:
-            rank: ours; every member asks some of the agents.
-            size: of the group.
             here: of the snapshots in this node's own memory, which no agent need give.
         """
         found = []
-        for address in self.share(rank, size):
+        for address in self._addresses:
             try:
                 with self._calling(address) as line:
                     copies = line.request(CopyRequest(LIST, self._job_id), self._key).copies

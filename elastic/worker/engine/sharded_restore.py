@@ -18,12 +18,11 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from elastic.core.policy.shares import RowRange, RowSources, TensorRows
-from elastic.errors import check
 from elastic.storage.marker import CheckpointMarker
 from elastic.worker.checkpoint.snapshotter import Snapshotter
 from elastic.worker.engine.group_sync import share_bytes
@@ -117,7 +116,7 @@ class ShardedRestorer:
         *,
         listed: Callable[[], Sequence[Candidate] | None],
         read: Callable[[str, CheckpointMarker | None], State],
-        copies: PeerCopies | None = None,
+        copies: PeerCopies,
     ) -> None:
         """Search for nothing yet.
 
@@ -128,7 +127,7 @@ class ShardedRestorer:
             listed: returns the checkpoints in storage, newest first; None if it cannot be asked.
             read: returns the state in one, sharded as ours is; where others have listed it, the
                 marker is still to be read.
-            copies: of other nodes' snapshots, None for none.
+            copies: of other nodes' snapshots.
         """
         self._group, self._rank, self._size = group, group.rank(), group.size()
         self._snapshotter, self._ours = snapshotter, ours
@@ -192,8 +191,7 @@ class ShardedRestorer:
         """Return the copies of rows that are with the agents which are ours to ask."""
         found = []
         here = [mark for _, mark in self._snapshotter.held_snapshots()]
-        copies = self._copies.list_shards(self._rank, self._size, here) if self._copies else ()
-        for shard in copies:
+        for shard in self._copies.list_shards(here):
             try:
                 rows = _stretches(_read_text(shard.text)[1])
             except Exception as error:  # As above.
@@ -225,7 +223,7 @@ class ShardedRestorer:
     ) -> tuple[list[SnapshotSource], dict[int, MemorySnapshot]]:
         """Have all copies of rows fetched that a snapshot needs, from other nodes where some fail.
 
-        Each is tried once. All receive what has failed, and choose others alike, if all know how.
+        Each is tried once. All receive what has failed, and choose others alike.
 
         Args:
             key: of the snapshot.
@@ -243,7 +241,6 @@ class ShardedRestorer:
         fetched: dict[int, MemorySnapshot] = {}
         failed: set[tuple[int, int]] = set()
         until_s = time.monotonic() + OTHERS_S
-        is_sought = self._copies is not None and self._copies.is_dealt
         while sources := sources_of(key, members, failed):
             wanted = [one.offer for one in sources if one.rank == self._rank and one.offer >= 0]
             self._fetch(wanted, shards, fetched)
@@ -254,8 +251,7 @@ class ShardedRestorer:
             answers = send_metadata(self._group, [-patience if missing else patience])
             if all(row[0] > 0 for row in answers):
                 break
-            # A member of an earlier version turns to the next snapshot at once, and all with it.
-            if not is_sought or any(abs(row[0]) == LATE for row in answers):
+            if any(abs(row[0]) == LATE for row in answers):
                 return [], {}
             texts = share_bytes(self._group, json.dumps(missing).encode())
             failed |= {(rank, n) for rank, text in enumerate(texts) for n in json.loads(text)}
@@ -271,14 +267,13 @@ class ShardedRestorer:
         self, wanted: Sequence[int], shards: Sequence[ShardCopy], fetched: dict[int, MemorySnapshot]
     ) -> None:
         """Fetch those of our offers that are wanted and not there yet."""
-        check(self._copies is not None or not wanted, "a copy is fetched that was not listed")
-        copies, gone = cast("PeerCopies", self._copies), set()
+        gone: set[str] = set()
         for offer in wanted:
             shard = shards[offer]
             if offer in fetched or shard.address in gone:
                 continue
             try:
-                fetched[offer] = MemorySnapshot.of(copies.fetch_shard(shard), shard.mark)
+                fetched[offer] = MemorySnapshot.of(self._copies.fetch_shard(shard), shard.mark)
             except Exception as error:  # As above.
                 self._note(f"the copy of {shard.source} at {shard.address}", error)
                 # An agent with the rows of many nodes would have us wait as many times.

@@ -647,7 +647,6 @@ class Runner:
             copied=place.copied,
             copies=place.copies,
             copies_key=place.copies_key,
-            copies_dealt=True,
             copies_fingerprints=place.copies_fingerprints,
             tls=assign.tls,
             reporter=call.reporter,
