@@ -138,7 +138,6 @@ class JobSpec:
     feeds: JobId = NO_JOB
 
     def __post_init__(self) -> None:
-        """Refuse what cannot work."""
         check_name("job", self.name)
         if not 1 <= self.min_workers <= self.max_workers:
             raise ConfigError(
@@ -259,7 +258,6 @@ class CoordinatorConfig:
     preemption_deadline_s: float = 60.0
 
     def __post_init__(self) -> None:
-        """Refuse what cannot work."""
         for name in (
             "start_timeout_s", "node_grace_s", "adoption_grace_s", "adoption_s_max",
             "broken_grace_s", "form_timeout_s", "boundary_timeout_s", "boundary_save_s",
@@ -314,7 +312,6 @@ class AgentConfig:
     spread_s_per_member: float = 0.0001
 
     def __post_init__(self) -> None:
-        """Refuse what cannot work."""
         if self.num_spares < 0:
             raise ConfigError(f"agent: num_spares={self.num_spares}: expected >= 0")
         if not 0 < self.reconnect_delay_s_min <= self.reconnect_delay_s_max < float("inf"):

@@ -66,7 +66,6 @@ class LoggedConfig:
 
     @classmethod
     def of(cls, event: Event) -> LoggedConfig:
-        """Return the config of a line."""
         return cls(event.get("config"), str(event.get("pickled", "")))
 
 
@@ -121,7 +120,6 @@ class Trial:
         number: in the order of proposals, from 0.
         name: study and number; names its job and its run directory, too.
         label: for people; the name, unless a user made another one.
-        logged_config: what the trainable is called with.
         trainable_name: of the function, or the class of the trainer, that it runs.
         attempts: one for each run directory, with its newest job.
         reports: those that count, oldest first.
@@ -175,7 +173,6 @@ class Trial:
 
     @property
     def is_over(self) -> bool:
-        """Return whether its outcome is final."""
         return self.state in OVER
 
     @property
@@ -223,7 +220,6 @@ class Study:
 
     @property
     def trainable_name(self) -> str:
-        """Return the name of what its trials run."""
         return str(self.settings.get("trainable") or "")
 
     @property

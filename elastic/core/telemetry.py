@@ -57,7 +57,6 @@ class Goodput:
         return self.productive_ns / self.allocated_ns if self.allocated_ns else 0.0
 
     def times(self) -> tuple[int, ...]:
-        """Return the times in the order of the fields."""
         return tuple(getattr(self, name) for name in FIELDS)
 
     def seconds(self) -> dict[str, float]:

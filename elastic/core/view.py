@@ -69,7 +69,6 @@ class CopyView:
     """A copy of a job's state in the memory of another node.
 
     Attributes:
-        node_id: of its holder.
         source: the node that sends it now, or whose rows it has; "" for none.
         generation, steps: of the snapshot.
         since_ns: when the node reported it.

@@ -56,7 +56,6 @@ class Resources:
         return cls(tuple(pairs))
 
     def as_dict(self) -> dict[str, float]:
-        """Return plain numbers by name."""
         return {name: amount / MILLI for name, amount in self.milli}
 
     def amount(self, name: str) -> float:
@@ -187,8 +186,6 @@ class WorkerReport:
 
     Attributes:
         worker_id: "node/serial".
-        job_id: the job it works for.
-        phase: of the worker.
         generation: of the group it is, or was last, part of; 0 before the first.
         store_address: "host:port" of the rendezvous store it serves, "" before READY.
         pid: operating system's id, 0 before the process has started.
@@ -267,7 +264,6 @@ class Group:
     key: str = field(default="", repr=False)
 
     def worker_ids(self) -> tuple[WorkerId, ...]:
-        """Return the members' ids by rank."""
         return self._ids
 
     @cached_property
@@ -276,12 +272,10 @@ class Group:
 
     @cached_property
     def ranks(self) -> Mapping[WorkerId, int]:
-        """Return each member's rank."""
         return {member.worker_id: member.rank for member in self.members}
 
     @cached_property
     def nodes(self) -> Mapping[WorkerId, NodeId]:
-        """Return each member's node, by rank."""
         return {member.worker_id: member.node_id for member in self.members}
 
 
@@ -436,9 +430,7 @@ class CheckpointRecord:
         index: of a reported one, the number of its report in its generation, from 0; of an
             automatic one, the number of the snapshot in the run.
         metrics: JSON object: reported with it, and by its validation.
-        status: of its validation.
         request: number of the newest checkpoint request that preceded it, 0 for none.
-        kind: of the report that it came with.
     """
 
     path: str

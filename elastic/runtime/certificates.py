@@ -85,7 +85,6 @@ def _uris(extensions: bytes) -> Iterator[str]:
 
 
 def _content(elements: Iterator[Element], tag: int) -> bytes:
-    """Return the content of the first element, which must have this tag."""
     found, content = next(elements)
     if found != tag:
         raise ValueError(f"tag {found:#x} where {tag:#x} is expected")

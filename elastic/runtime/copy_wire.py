@@ -46,7 +46,6 @@ class CopyRequest:
     Attributes:
         verb: `ask` for the mark of the newest copy, `list` all copies, `fetch` one, `text` to fetch
             only its skeleton (what is no tensor), or `push` one.
-        job_id: the job of the copy.
         mark: of the copy that is fetched or pushed.
         source: the node whose rows these are, "" for state that all members share.
     """

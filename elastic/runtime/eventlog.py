@@ -170,7 +170,6 @@ class EventLog:
 
 
 def event_record(note: Note, unix_ns: int, process: str) -> dict[str, Any]:
-    """Return the JSON object of an event."""
     return {
         "time_unix_ns": unix_ns,
         "process": process,

@@ -26,11 +26,9 @@ class Histogram:
     total_s: float = 0.0
 
     def __post_init__(self) -> None:
-        """Start with all counts 0."""
         self.counts = self.counts or [0] * (len(self.tops) + 1)
 
     def add(self, seconds: float) -> None:
-        """Count one duration."""
         place = next((i for i, top in enumerate(self.tops) if seconds <= top), -1)
         self.counts[place] += 1
         self.total_s += seconds

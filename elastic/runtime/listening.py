@@ -21,11 +21,6 @@ class AcceptErrors:
     """The failed `accept` calls of one listener; logged once a minute."""
 
     def __init__(self, what: str) -> None:
-        """Start with none.
-
-        Args:
-            what: the service, for the log.
-        """
         self._what = what
         self._reported_at = -REPORTED_S
 

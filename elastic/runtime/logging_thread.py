@@ -21,11 +21,7 @@ LAST_WORDS_S = 1.0
 
 
 class LogQueue(logging.handlers.QueueHandler):
-    """Queues lines for the thread that writes them, and never waits.
-
-    Attributes:
-        lines: those not written yet.
-    """
+    """Queues lines for the thread that writes them, and never waits."""
 
     def __init__(self, handler: logging.Handler, lines_max: int = LINES_MAX) -> None:
         self.lines: queue.Queue[logging.LogRecord] = queue.Queue(lines_max)

@@ -182,7 +182,6 @@ class UnauthenticatedConnections:
     """The unauthenticated connections of a server, in limited number."""
 
     def __init__(self) -> None:
-        """Begin with none."""
         self._lock = threading.Lock()
         # With their hosts, oldest first.
         self._hosts: dict[socket.socket, str] = {}

@@ -130,7 +130,6 @@ def set_sent(descriptor: int, number: int) -> None:
 
 
 def set_arrived(descriptor: int, mark: SnapshotMark) -> None:
-    """Mark this snapshot as arrived on another node."""
     os.pwrite(descriptor, ARRIVED.pack(mark.steps, mark.generation), ARRIVED_AT)
 
 

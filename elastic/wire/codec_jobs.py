@@ -142,7 +142,6 @@ def job_from_proto(proto: jobs_pb2.Job, now_ns: int) -> JobView:
 
 
 def job_event_to_proto(event: JobEvent, now_ns: int) -> jobs_pb2.JobEvent:
-    """Return a snapshot or note of a job, for its watchers."""
     if isinstance(event, JobView):
         return _EVENT.to_proto(_turned(without_secrets(event), now_ns))
     return _EVENT.to_proto(event)
@@ -174,14 +173,12 @@ def timed_note_from_proto(proto: jobs_pb2.TimedNote) -> TimedNote:
 
 
 def log_chunk_to_proto(chunk: LogChunk) -> jobs_pb2.LogChunk:
-    """Return output of a worker as a message."""
     proto = jobs_pb2.LogChunk()
     _LOG_CHUNK.fill(chunk, proto)
     return proto
 
 
 def log_chunk_from_proto(proto: jobs_pb2.LogChunk) -> LogChunk:
-    """Return output of a worker."""
     return _LOG_CHUNK.read(proto)
 
 

@@ -60,7 +60,6 @@ class JobRecord:
     """The durable state of one job; written whole.
 
     Attributes:
-        phase: of the job.
         group: the newest group, None before the first.
         generation: of the newest group; never decreases, also while there is no group.
         failures: how often user code raised so far.
@@ -152,7 +151,6 @@ class Recovered:
     Attributes:
         term: counts the terms on this store from 1, and never decreases.
         history: id of the store in which the term counts.
-        nodes: the journal's record of nodes.
         secret: random, of this term; agents authenticate to each other with keys derived from it.
         unix_ns: the wall clock now, 0 if unknown.
     """

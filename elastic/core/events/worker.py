@@ -150,7 +150,6 @@ class UserReported:
     Attributes:
         index: of the report in its generation, from 0; `NEXT_INDEX` for the one after the last
             that was counted. One with a slow upload may come after later ones.
-        status: of the checkpoint.
     """
 
     generation: Generation
@@ -169,7 +168,6 @@ class CheckpointWritten:
         generation: of this worker now.
         index: number of the snapshot in the run.
         metrics: JSON object: its position in the run.
-        checkpoint: its path.
         request: number of the newest checkpoint request that preceded it, 0 for none.
     """
 
@@ -188,8 +186,6 @@ class Validated:
         generation: of this worker now.
         index: of this event, from 0 in each process.
         metrics: JSON object: all of the checkpoint's.
-        checkpoint: its path.
-        status: the result.
     """
 
     generation: Generation

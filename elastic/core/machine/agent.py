@@ -238,7 +238,6 @@ class AgentMachine:
             self._telemetry(worker, message)
 
     def _telemetry(self, worker: AgentWorker, message: Progress | Pulse) -> None:
-        """Pass on a worker's progress or pulse."""
         books = self._books
         if isinstance(message, Progress):
             if message.steps:

@@ -123,7 +123,6 @@ class Connection:
             self._retry_at_ns = None
 
     def send(self, message: AgentMessage) -> None:
-        """Send over the open stream."""
         self._out.append(SendCoordinator(self.session, message))
 
     def next_deadline_ns(self) -> int | None:
@@ -162,7 +161,6 @@ class UnacknowledgedReports:
         self._out = out
 
     def __len__(self) -> int:
-        """Return how many wait."""
         return len(self._kept)
 
     def add(self, reported: Reported) -> bool:
@@ -214,7 +212,6 @@ class UnacknowledgedReports:
         return tuple(self._kept.values())
 
     def has_any_of(self, worker_id: WorkerId, generation: Generation) -> bool:
-        """Return whether a report of this worker in this generation waits."""
         return any(key[:2] == (worker_id, generation) for key in self._kept)
 
     def _drop_oldest(self) -> None:

@@ -71,7 +71,6 @@ class Departure:
         return True
 
     def next_deadline_ns(self) -> int | None:
-        """Return when the next stage is due."""
         if self.is_ending():
             return self.kill_at_ns
         return self.stop_at_ns if self.is_draining() else None

@@ -49,8 +49,6 @@ class AgentBooks:
         connection: the stream to the coordinator.
         reports: what the coordinator has not acknowledged yet.
         processes: spares and workers' processes.
-        workers: the state of each worker.
-        departure: whether and when this agent ends.
         pacer: which reports of workers are delayed.
         copies: the copies that it holds for other nodes.
         copy_endpoint: where other nodes reach it for that.
@@ -61,7 +59,6 @@ class AgentBooks:
     def __init__(
         self, node: Node, config: AgentConfig, devices: tuple[str, ...], copy_endpoint: CopyEndpoint
     ) -> None:
-        """Start without workers and processes."""
         self.node = node
         self.config = config
         self.now_ns = 0

@@ -221,7 +221,6 @@ class ProcessBook:
                 process.kill_at_ns += late_ns
 
     def next_deadline_ns(self) -> int | None:
-        """Return when `turn` has something to do."""
         moments = [moment for moment in (self._ping_at_ns, self._spawn_at_ns) if moment is not None]
         for process in self._all.values():
             moments.extend(moment for moment, _ in self._limits(process))

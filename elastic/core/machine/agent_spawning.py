@@ -35,7 +35,6 @@ class SpawnBackoff:
         self._failed_ns = None
 
     def failed(self, spawned_ns: int, detail: str, now_ns: int) -> None:
-        """An attempt that was made at `spawned_ns` failed."""
         self.detail = detail
         if self._failed_ns is not None and spawned_ns <= self._failed_ns:
             return

@@ -65,7 +65,6 @@ class AgentWorker:
 
     @property
     def worker_id(self) -> WorkerId:
-        """Return the worker's id."""
         return self.report.worker_id
 
     def is_over(self) -> bool:
@@ -81,7 +80,6 @@ class AgentWorker:
         return self.process_id is None and not self.has_exited()
 
     def has_exited(self) -> bool:
-        """Return whether its end is final."""
         return self.report.phase is WorkerPhase.EXITED
 
     def hold(self, message: Announce | LeaveGroup) -> None:
@@ -125,12 +123,10 @@ class DeviceBook:
         return taken, each
 
     def give_back(self, taken: tuple[int, ...], each: int) -> None:
-        """Free what `take` returned."""
         for at in taken:
             self._free_milli[at] += each
 
     def names(self, taken: tuple[int, ...]) -> tuple[str, ...]:
-        """Return the devices' names for CUDA_VISIBLE_DEVICES."""
         return tuple(self._names[at] for at in taken)
 
     def free_milli(self) -> tuple[int, ...]:
@@ -171,7 +167,6 @@ class WorkerBook:
         return all(worker.has_exited() for worker in self._book.values())
 
     def enter(self, order: StartWorker) -> AgentWorker:
-        """Add a worker, and report it."""
         report = WorkerReport(order.worker_id, order.spec.job_id, WorkerPhase.STARTING)
         self.newest = order.spec
         worker = self._book[order.worker_id] = AgentWorker(order.spec, report, order.ahead)
@@ -291,7 +286,6 @@ class WorkerBook:
         self._changed[worker.worker_id] = min(waits_ns, at_ns)
 
     def is_changed(self, worker: AgentWorker) -> bool:
-        """Return whether a report of this worker is pending."""
         return worker.worker_id in self._changed
 
     def next_deadline_ns(self) -> int | None:
@@ -315,6 +309,5 @@ class WorkerBook:
 
 
 def _is_end_of_script(worker: AgentWorker, cause: ExitCause) -> bool:
-    """Return whether a script ended its process with success."""
     is_script = worker.spec.entry.kind is not EntryKind.FUNCTION
     return is_script and cause.kind is ExitKind.CODE and cause.code == 0

@@ -22,7 +22,6 @@ EACH = -1
 
 
 def send_worker(cluster: ClusterState, worker: WorkerState, message: CoordinatorMessage) -> None:
-    """Send to the worker's agent; see `ClusterState.send`."""
     cluster.send(cluster.node_of(worker), message)
 
 

@@ -13,13 +13,7 @@ from elastic.core.world import NO_GENERATION
 
 
 def is_charged_already(job: JobState, worker: WorkerState, judgement: FailureDecision) -> bool:
-    """Return whether the job was charged for this attempt; if not, it is now.
-
-    Args:
-        job: which has lost the worker.
-        worker: that is gone, with its last report.
-        judgement: what its exit would cost.
-    """
+    """Return whether the job was charged for this attempt; if not, it is now."""
     before, after = job.outcome.history, judgement.history
     generation = worker.report.generation
     if after.failures > before.failures:

@@ -63,7 +63,6 @@ class ProbeBook:
     Attributes:
         polls: jobs whose members wait for each other, and when to check each again.
         sent: nodes with an unanswered probe: when it was sent, its timeout.
-        num_sent: number of probes sent so far.
         check_by_ns: the deadline that the machine returned for a check or probe, None for never.
     """
 

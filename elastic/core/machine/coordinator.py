@@ -122,7 +122,6 @@ class CoordinatorMachine:
         return min(moments, default=None)
 
     def view(self, now_ns: int) -> ClusterView:
-        """Return all that the status shows."""
         return ClusterView(
             now_ns,
             self._cluster.book.views(now_ns),

@@ -25,7 +25,6 @@ class EventHistory:
     """
 
     def __init__(self) -> None:
-        """Remember at most `STORY_EVENTS_MAX` events."""
         self._events: deque[tuple[int, object]] = deque(maxlen=STORY_EVENTS_MAX)
 
     def add(self, now_ns: int, event: object) -> None:

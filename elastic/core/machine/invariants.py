@@ -37,7 +37,6 @@ def check_cluster(cluster: ClusterState) -> None:
 
 
 def check_job(cluster: ClusterState, job: JobState) -> None:
-    """Check one job that was settled in this step."""
     who = f"job {job.job_id}"
     check(job.is_open == (job.phase is JobPhase.RUNNING), f"{who}: open group, {job.phase.value}")
     nodes = cluster.book.nodes

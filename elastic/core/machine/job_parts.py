@@ -134,7 +134,6 @@ class NewestGroup:
 
     @property
     def is_asked_to_leave(self) -> bool:
-        """Return whether its members were asked to leave at a boundary."""
         return self.phase in (GroupPhase.LEAVING, GroupPhase.SAVING)
 
 

@@ -85,7 +85,6 @@ class WorkerState:
     measured_ns: int = 0
 
     def update(self, report: WorkerReport, now_ns: int) -> None:
-        """Record a newer report."""
         moved = (report.phase, report.generation) != (self.report.phase, self.report.generation)
         if moved:
             self.since_ns = now_ns
@@ -180,7 +179,6 @@ class JobState:
         return group.ranks.get(worker_id, -1) if group else -1
 
     def is_member(self, worker_id: WorkerId) -> bool:
-        """Return whether the worker is in the newest group."""
         group = self.newest.group
         return group is not None and worker_id in group.ranks
 
@@ -224,7 +222,6 @@ class JobState:
         return any(w is not None and w.report.in_place for w in members)
 
     def candidates(self, book: NodeBook) -> dict[WorkerId, Candidate]:
-        """Return all workers as the membership policy sees them."""
         found, nodes, holders = {}, book.nodes, self.state_holders()
         gives_some, by_ns = (
             self.must_release_workers() or bool(self.release.yields),
@@ -342,7 +339,6 @@ class JobState:
         )
 
     def sample(self) -> JobSample:
-        """Return what is kept of it each second."""
         group = self.newest.group if self.phase is JobPhase.RUNNING else None
         members = group.members if group is not None else ()
         present = (self.workers.get(one.worker_id) for one in members)
@@ -438,7 +434,6 @@ class ClusterState:
         return self.jobs[job_id] if job_id is not None else None
 
     def add_worker(self, job: JobState, state: NodeState, report: WorkerReport) -> WorkerState:
-        """Record a new worker."""
         account = Account(START, self.now_ns)
         if report.phase is not WorkerPhase.STARTING:
             account.reported = None

@@ -130,7 +130,6 @@ class NodeState:
         self.reason = reason
 
     def is_live(self) -> bool:
-        """Return whether its stream is open."""
         return self.phase in LIVE
 
     def may_host(self) -> bool:
@@ -163,7 +162,6 @@ class NodeState:
         return max(0, self.node.num_slots - len(self.held))
 
     def free(self) -> Resources:
-        """Return the resources that no worker holds."""
         left = self.node.resources
         for held in self.held.values():
             left = left.minus(held)
@@ -222,7 +220,6 @@ class NodeBook:
         return self.nodes[node_id] if node_id is not None else None
 
     def bind(self, state: NodeState, session: SessionId) -> None:
-        """Make this the node's session; an older one is forgotten."""
         self.unbind(state)
         state.session = session
         self.sessions[session] = state.node.node_id
@@ -245,7 +242,6 @@ class NodeBook:
         return max(absence.lost_at_ns, min(until_ns, self.await_until_ns))
 
     def unbind(self, state: NodeState) -> None:
-        """Forget the node's session."""
         if state.session is not None:
             self.sessions.pop(state.session, None)
             state.session = None
@@ -255,11 +251,9 @@ class NodeBook:
         return [self.nodes[node_id] for node_id in sorted(self.nodes)]
 
     def record(self) -> NodesRecord:
-        """Return the durable state of nodes."""
         return NodesRecord(tuple(Cordon(n, self.cordons[n]) for n in sorted(self.cordons)))
 
     def views(self, now_ns: int) -> tuple[NodeView, ...]:
-        """Return all nodes for the status, by id."""
         shown = []
         for state in self.ordered():
             view, cordon = state.view(now_ns), self.cordons.get(state.node.node_id)
@@ -285,7 +279,6 @@ class NodeBook:
         return [self.nodes[node_id] for node_id in sorted(self.unsettled)]
 
     def next_deadline_ns(self) -> int | None:
-        """Return when the next node is given up, released, or out of quarantine."""
         unsettled = [self.nodes[node_id] for node_id in self.unsettled]
         moments = [moment for one in unsettled if (moment := self.lost_at_ns(one)) is not None]
         kept = [state.drain.by_ns for state in unsettled if state.is_kept()]

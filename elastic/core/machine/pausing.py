@@ -150,7 +150,6 @@ def _is_counted_on(cluster: ClusterState, job: JobState) -> bool:
 
 
 def _touch_co_preempted(cluster: ClusterState, job: JobState) -> None:
-    """Evaluate the jobs that may have waited for this one."""
     for other in cluster.active():
         if (
             other is not job

@@ -96,7 +96,6 @@ def _grants(cluster: ClusterState, jobs: list[JobState]) -> dict[JobId, Allocati
 
 
 def capacity_of(cluster: ClusterState, state: NodeState) -> NodeCapacity:
-    """Return a node as the plan sees it."""
     return NodeCapacity(
         node_id=state.node.node_id,
         slots=state.node.num_slots,
@@ -109,7 +108,6 @@ def capacity_of(cluster: ClusterState, state: NodeState) -> NodeCapacity:
 
 
 def demand_of(cluster: ClusterState, job: JobState) -> Demand:
-    """Return a job as the plan sees it."""
     alive = {w: job.workers[w] for w in _by_preference(job) if job.workers[w].stop_cause is None}
     nodes = {worker_id: cluster.node_of(worker) for worker_id, worker in alive.items()}
     passed_over = eviction.passed_over_until(

@@ -23,14 +23,7 @@ UNDER_WAY = (WorkerPhase.FORMING, WorkerPhase.TRAINING)
 def may_wait(
     cluster: ClusterState, job: JobState, worker: WorkerState, before: WorkerReport
 ) -> bool:
-    """Return whether a report can wait for those of others, and schedule the next evaluation.
-
-    Args:
-        cluster: the whole state.
-        job: of the worker.
-        worker: with the new report.
-        before: its previous report.
-    """
+    """Return whether a report can wait for those of others, and schedule the next evaluation."""
     kind = _kind(cluster, job, worker, before)
     if kind is None:
         return False

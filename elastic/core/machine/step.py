@@ -66,7 +66,6 @@ class StepMachine:
     """
 
     def __init__(self) -> None:
-        """Begin outside of any loop."""
         self.phase = StepPhase.OUTSIDE
         self.asked: list[int] = []
         self._num_optimizers = 0

@@ -121,13 +121,6 @@ def show_first(
 ) -> int | None:
     """Request the stacks of a worker that is about to be killed for being late.
 
-    Args:
-        cluster: the whole state.
-        worker: the late one.
-        since_ns: since when others wait for it.
-        limit_s: how long that may take.
-        why: for people.
-
     Returns:
         When to check again, None when it can be killed.
     """

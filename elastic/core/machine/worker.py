@@ -95,7 +95,6 @@ class WorkerMachine:
     """
 
     def __init__(self) -> None:
-        """Start as a spare whose process does not run yet."""
         self._out: list[WorkerEffect] = []
         self._history = EventHistory()
         self._now_ns = 0

@@ -62,7 +62,6 @@ class DataPlan:
     order: int = field(default=0, compare=False)
 
     def __post_init__(self) -> None:
-        """Refuse what has no steps."""
         if min(self.num_samples, self.micro_batch_size, self.num_micro_batches) < 1:
             raise ConfigError(
                 f"{self.num_samples} samples in micro-batches of {self.micro_batch_size}, "
@@ -191,7 +190,6 @@ SHUFFLE, DROPOUT, AUGMENT, STEP, EVALUATION, EPOCH = 0, 1, 2, 5, 6, 7
 
 
 def shuffle_seed(seed: int, epoch: int) -> int:
-    """Return the seed of an epoch's permutation."""
     return derive(seed, SHUFFLE, epoch)
 
 

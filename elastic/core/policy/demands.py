@@ -111,7 +111,6 @@ class AllocationDraft:
         return len(self.kept) + self.num_starts
 
     def unkept(self) -> list[HeldSlot]:
-        """Return its slots that are not counted yet."""
         return [slot for slot in self.demand.held_slots if slot[0] not in self.kept]
 
 
@@ -147,11 +146,7 @@ def gives(draft: AllocationDraft) -> str:
 
 
 def holders(held: Sequence[tuple[AllocationDraft, int]]) -> str:
-    """Return a phrase for which jobs keep how many workers, and why.
-
-    Args:
-        held: jobs that keep some.
-    """
+    """Return a phrase for which jobs keep how many workers, and why."""
     mins = [(d, n) for d, n in held if d.is_admitted and not d.demand.is_ending]
     parts = [f"{named(d.demand)} keeps {n}" for d, n in mins[:NAMED_MAX]]
     clauses = []

@@ -49,7 +49,6 @@ class GroupShape:
 
     @property
     def world_size(self) -> int:
-        """Return the number of ranks."""
         return self.ranks[1] - self.ranks[0]
 
 
@@ -70,7 +69,6 @@ class PlannedMessage:
 
     @property
     def elements(self) -> int:
-        """Return how many are sent."""
         return (self.last - self.first) * len(self.parts)
 
 
@@ -351,12 +349,7 @@ def whole_plan(rank: int, world_size: int, num_micro_batches: int, size: int) ->
 
 
 def rows_plan(rank: int, shape: GroupShape) -> tuple[RowsRound, ...]:
-    """Return the rounds of an all-gather of a few numbers per rank, over the same edges.
-
-    Args:
-        rank: ours.
-        shape: of the whole group.
-    """
+    """Return the rounds of an all-gather of a few numbers per rank, over the same edges."""
     rounds = []
     for group in _joins_of(rank, shape):
         mine, kept = _group_with(rank, group), _slices(group)

@@ -36,7 +36,6 @@ class Situation:
     """The facts about a worker that decide the category of its time.
 
     Attributes:
-        phase: of the worker.
         is_leaving: it was ordered to end, or its node drains.
         has_trained: in this or an earlier group.
         has_group: its job has a group, or one is forming.
@@ -84,11 +83,9 @@ class Account:
     """The account of one worker.
 
     Attributes:
-        category: of its time now.
         since_ns: its time up to here is charged, except `late_ns`.
         late_ns: of that, it trained in an earlier group and has not reported it.
         reported: its reported time so far; None for one that already trained when first reported.
-        has_trained: it has been in a group.
     """
 
     category: int
@@ -154,14 +151,7 @@ class Ledger:
     def add_report(
         self, account: Account, reported: Goodput, place: tuple[int, int], now_ns: int
     ) -> None:
-        """Charge the time that a worker reports.
-
-        Args:
-            account: of the worker.
-            reported: its time so far, by category.
-            place: its next step.
-            now_ns: time of the report.
-        """
+        """Charge the time that a worker reports."""
         times, before = reported.times(), account.reported
         account.reported = times if before is None else tuple(map(max, times, before))
         if before is not None:

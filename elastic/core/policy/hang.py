@@ -68,7 +68,6 @@ class MainThreadState:
     work: str = ""
 
     def limit_ns(self, timeout_ns: int) -> int:
-        """Return how long it may make no progress."""
         times = 1 if self.has_stepped else FIRST_TIMES
         return max(times * timeout_ns, LONGEST_TIMES * self.longest_ns)
 
@@ -193,11 +192,7 @@ class WaitChain:
     """Which member waits for which, as far as groups within the group show."""
 
     def __init__(self, begun: Mapping[WorkerId, Sequence[CollectiveCount]]) -> None:
-        """Sort the members of each subgroup by their progress.
-
-        Args:
-            begun: the collectives begun, by member of the whole group.
-        """
+        """Sort the members of each subgroup by their progress."""
         self._begun = begun
         self._groups: dict[tuple[str, tuple[int, ...]], list[tuple[int, WorkerId]]] = {}
         for worker_id, ones in begun.items():

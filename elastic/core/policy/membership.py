@@ -311,12 +311,7 @@ def _forms(current: CurrentGroup, here: Sequence[Candidate]) -> str:
 
 
 def forming(count: int, size: int) -> str:
-    """Return the phrase for a group that does not train completely yet.
-
-    Args:
-        count: members that have come to it.
-        size: all members.
-    """
+    """Return the phrase for a group that does not train completely yet."""
     return f"forming: {count} of {size} members are there"
 
 

@@ -28,11 +28,6 @@ def answer_after_ns(rank: int, world_size: int, member_ns: int) -> int:
 
     The first half of the time is for announcing to the others: a coordinator that sends and
     receives at the same time does both more slowly.
-
-    Args:
-        rank: of the member.
-        world_size: members of the group.
-        member_ns: for each of them.
     """
     all_ns = min(world_size * member_ns, MOST_NS)
     return all_ns + all_ns * rank // world_size if all_ns >= LEAST_NS else 0

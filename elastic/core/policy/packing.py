@@ -111,7 +111,6 @@ class FreeCapacity:
         self.idle[node_id] -= int(is_new)
 
     def give(self, node_id: NodeId, need: Resources, *, is_new: bool) -> None:
-        """Undo `take`."""
         self._change(node_id, need, 1)
         self.idle[node_id] += int(is_new)
 
@@ -212,7 +211,6 @@ class WorkerPlacer:
         return None
 
     def host(self, node_id: NodeId, count: int) -> None:
-        """Count more workers of the job on the node."""
         self.hosting[node_id] = self.hosting.get(node_id, 0) + count
         zone = self._zone(node_id)
         self._loads[zone] = self._loads.get(zone, 0) + count

@@ -193,10 +193,6 @@ def next_code_places(
     step, or behind the pass. One in a loop over whole steps has run that with which the step at its
     cursor begins only within that step, and not if it receives the state of another step. One that
     begins, or that receives the state of another epoch, runs the code before that epoch's pass.
-
-    Args:
-        positions: as given to `plan_transfers`.
-        transfers: its result.
     """
     steps = max(position.epoch_steps for position in positions)
     places = []

@@ -66,9 +66,7 @@ class CopyCandidate:
     Attributes:
         host: its address: two agents under one address are likely to fail together.
         zone: nodes of one zone fail together; "" if unknown.
-        is_present: it is not lost.
         is_live: its stream is open.
-        is_leaving: it drains.
         takes_copies: its agent can be reached by others for this.
         has_members: the job's group has members there.
         copy: age of that source's copy there.
@@ -90,7 +88,6 @@ class CopyCandidate:
 
 
 def is_fit(place: CopyCandidate, now_ns: int, source: NodeId = ALL_ALIKE) -> bool:
-    """Decide whether the copy of a source may stay on this node."""
     has_it = place.has_members if source == ALL_ALIKE else place.node_id == source
     return (
         place.is_present

@@ -54,7 +54,6 @@ def keep(
 def _best(
     records: Sequence[CheckpointRecord], num_to_keep: int, score_attribute: str, score_order: str
 ) -> tuple[CheckpointRecord, ...]:
-    """Return the newest one and the best of the others."""
     if num_to_keep == -1 or len(records) <= num_to_keep:
         return tuple(records)
     newest = len(records) - 1
@@ -77,13 +76,7 @@ def superfluous_automatic(names: Sequence[str], num_to_keep: int) -> tuple[str, 
 
 
 def score(record: CheckpointRecord, attribute: str, order: str) -> float:
-    """Return how good a checkpoint is: more is better; -inf without a number for this metric.
-
-    Args:
-        record: of the checkpoint.
-        attribute: the metric.
-        order: "max" or "min" is best.
-    """
+    """Return how good a checkpoint is: more is better; -inf without a number for this metric."""
     try:
         value = float(json.loads(record.metrics)[attribute])
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError):

@@ -21,7 +21,6 @@ class SavingPlan:
     every_s: float = 0.0
 
     def __post_init__(self) -> None:
-        """Refuse what cannot work."""
         if self.every_n_steps < 0:
             raise ConfigError(
                 f"every_n_steps={self.every_n_steps}: expected an int >= 1, or None for never"

@@ -33,7 +33,6 @@ class JobBounds:
     """A job as far as its bounds are concerned.
 
     Attributes:
-        spec: as it was submitted.
         high: its largest group now.
         micro_batches: V, 0 while it is not known.
         steps: see `StepShares`.
@@ -46,13 +45,7 @@ class JobBounds:
 
 
 def judge_bounds(shape: JobBounds, low: int, high: int) -> Decision[bool]:
-    """Decide whether a job may have these bounds; the reason is why not, and what to do.
-
-    Args:
-        shape: of the job.
-        low: workers of its smallest group.
-        high: of its largest.
-    """
+    """Decide whether a job may have these bounds; the reason is why not, and what to do."""
     most = largest(shape)
     if most is not None and high > max(most, shape.high):
         return Decision(False, f"job {shape.spec.job_id}: max {high}: {_why_no_more(shape, most)}")
@@ -84,7 +77,6 @@ def within(shape: JobBounds, low: int, high: int) -> tuple[int, int]:
 
 
 def _why_no_more(shape: JobBounds, most: int) -> str:
-    """Return what limits a job's groups, and what to do."""
     if shape.steps is StepShares.CUT:
         return (
             f"a step of this run is shared out in {shape.micro_batches} micro-batches, so that no "

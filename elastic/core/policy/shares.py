@@ -47,7 +47,6 @@ class RowRange(NamedTuple):
     """Some rows of a tensor, one after the other.
 
     Attributes:
-        first: of them.
         rows: how many, 0 or more.
     """
 
@@ -56,7 +55,6 @@ class RowRange(NamedTuple):
 
     @property
     def end(self) -> int:
-        """Return the row behind the last one."""
         return self.first + self.rows
 
     def with_both(self, other: RowRange) -> RowRange:

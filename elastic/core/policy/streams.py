@@ -40,7 +40,6 @@ class StreamPlan:
     Attributes:
         micro_batch_size: samples of one micro-batch; >= 1.
         num_micro_batches: V, of one step, and the number of streams; >= 1.
-        cut: who cuts.
         seed: of everything that is random while samples are read.
         drop_last: an epoch ends before the first step that is not full; otherwise behind the last
             step that has any sample.
@@ -53,7 +52,6 @@ class StreamPlan:
     drop_last: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse what has no steps."""
         if min(self.micro_batch_size, self.num_micro_batches) < 1:
             raise ConfigError(
                 f"micro-batches of {self.micro_batch_size} samples, {self.num_micro_batches} of "
@@ -78,7 +76,6 @@ class StreamPlan:
         return derive(self.seed, STREAM, *sizes) | 1
 
     def sequence_of(self, stream: int) -> int:
-        """Return the number of the sequence that a stream is part of."""
         check(0 <= stream < self.num_micro_batches, f"stream {stream}")
         return 0 if self.cut is StreamCut.COUNT else stream
 
@@ -124,7 +121,6 @@ class StreamPosition:
     Attributes:
         epoch: passes over the data before this one.
         step: it continues with the first sample of this step.
-        sequence: its number.
     """
 
     epoch: int

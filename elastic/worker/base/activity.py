@@ -35,7 +35,6 @@ class Activity:
         has_stepped: a step was committed in this process. Before, compilers and devices start.
         epoch, step: where it is, for people.
         is_sharded: the model is, so that it also waits where it cannot report it.
-        timing: where the time goes.
     """
 
     def __init__(self) -> None:

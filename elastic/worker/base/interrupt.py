@@ -93,10 +93,6 @@ class Interrupter:
     def run(self, generation: int, call: Callable[[], Returned]) -> Returned:
         """Call user code; only in here can `GroupChanged` be raised, and not after.
 
-        Args:
-            generation: the group that the call trains in.
-            call: the user's code.
-
         Returns:
             What the call returns.
 
@@ -135,7 +131,6 @@ class Interrupter:
         self._running = generation
 
     def is_over(self, generation: int) -> bool:
-        """Return whether the group of this generation is to be left."""
         return generation <= self._over
 
     def check(self) -> None:
@@ -282,7 +277,6 @@ class _QuietHook:
         self._on_lost = on_lost
 
     def __call__(self, unraisable: Any) -> None:
-        """Report what is not ours."""
         if isinstance(unraisable.exc_value, GroupChanged):
             self._on_lost()
         else:

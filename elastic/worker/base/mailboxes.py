@@ -61,7 +61,6 @@ class ReportAnswer:
     code: RefusalCode = RefusalCode.NONE
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait for the answer at most so long; return whether it is there."""
         slices = max(1, round(timeout_s / WAIT_SLICE_S))
         return any(self.ready.wait(WAIT_SLICE_S) for _ in range(slices))
 
@@ -112,7 +111,6 @@ class Mailboxes:
         return self._wake_fd
 
     def take_posted(self) -> list[WorkerEvent | Progress | SilenceNotice]:
-        """Return what was posted since the last call, in order."""
         try:
             os.eventfd_read(self._wake_fd)
         except BlockingIOError:
@@ -158,7 +156,6 @@ class Mailboxes:
         return request is not None and not request.saves and self._saves_in == generation
 
     def set_save_request(self, request: RequestCheckpoint) -> None:
-        """Let the request's generation take a checkpoint soon."""
         self._save_request = request
 
     def save_request(self, generation: Generation) -> int:
@@ -193,7 +190,6 @@ class Mailboxes:
         self._aborted = max(self._aborted, generation)
 
     def was_aborted(self, generation: Generation) -> bool:
-        """Return whether this group, formed or not, is over by order."""
         return generation <= self._aborted
 
     def resolve(self, effect: ResolveReport) -> None:

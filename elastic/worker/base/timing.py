@@ -126,7 +126,6 @@ class _InGroup:
 
     Attributes:
         send: sends a message; returns at once.
-        steps: that are over in it.
         first_unix_ns: when the first was.
         reported_ns: when the newest message was sent.
         bytes_sent: gradients, until then.
@@ -166,7 +165,6 @@ class Timing:
 
     @property
     def steps(self) -> int:
-        """Return the steps that are over in this generation."""
         return self._group.steps
 
     @property

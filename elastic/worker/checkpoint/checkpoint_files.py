@@ -71,7 +71,6 @@ class PartFile:
     """What one rank has written.
 
     Attributes:
-        file: its tensors.
         items: in the order in which they lie there; end to end.
         tensors: fingerprint of the tensors of the state, as this rank has them.
         prints: checksums of what must be alike on all ranks, by name; see `replica_checksums`.
@@ -291,10 +290,6 @@ def stock_state(
 
     The first model is "model", the next one "model_1"; so with optimizers and all else. Names of
     parameters are those of the user's own module.
-
-    Args:
-        state: as `TrainState.take` returns it.
-        aliases: see `write_shared_files`.
     """
     found: dict[str, Any] = {}
     for number, tensors in enumerate(state["models"]):

@@ -70,13 +70,7 @@ SLOWEST_BYTES_S = 10e6
 
 @dataclass(frozen=True)
 class PartFailure:
-    """A part that will not come.
-
-    Attributes:
-        rank: whose.
-        name: of the snapshot.
-        reason: why.
-    """
+    """A part that will not come."""
 
     rank: int
     name: str
@@ -93,14 +87,6 @@ class CheckpointWriter:
     def __init__(
         self, run: RunDirectory, job_id: JobId, *, committer: Committer, clock: Clock
     ) -> None:
-        """Start nothing yet.
-
-        Args:
-            run: the run directory.
-            job_id: of the job.
-            committer: makes checkpoints count.
-            clock: for the time of day in files.
-        """
         self.is_awaited = False
         self._run, self._job_id, self._clock = run, job_id, clock
         self._committer = committer
@@ -118,7 +104,6 @@ class CheckpointWriter:
 
     @property
     def generation(self) -> int:
-        """Return the number of the group that this worker is in now."""
         return self._committer.generation
 
     @generation.setter
@@ -156,7 +141,6 @@ class CheckpointWriter:
         return any(one.request and one.generation == group for one in self._to_read())
 
     def _to_read(self) -> list[StateSnapshot]:
-        """Return the snapshots that hold their memory."""
         with self._changed:
             if time.monotonic() > self._stalls_at:
                 return []
@@ -254,7 +238,6 @@ class CheckpointWriter:
             self._run.discard(self._given_up[-1])
 
     def _name(self, name: str) -> str:
-        """Return the name of a snapshot's checkpoint."""
         return f"{AUTOMATIC}{self._job_id}-{name}"
 
     def _unfinished(self) -> set[str]:
@@ -309,7 +292,6 @@ class CheckpointWriter:
         return True
 
     def _complete(self, snapshot: StateSnapshot) -> Commit:
-        """Make a checkpoint of everyone's parts."""
         name = self._name(snapshot.name)
         files = self._run.checkpoint(name)
         written, doubtful_since = None, 0.0

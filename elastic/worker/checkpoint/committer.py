@@ -87,8 +87,6 @@ class Commit:
     """A checkpoint whose parts are all there, and what becomes of it.
 
     Attributes:
-        name: of its directory.
-        marker: what it is made of.
         event: returns what the coordinator is sent in a generation. Automatic ones are sent to
             whichever generation is current, reported ones to their own.
         ended: called by the committer's thread once it counts or was given up.
@@ -121,13 +119,6 @@ class Committer:
     """
 
     def __init__(self, run: RunDirectory, spec: JobSpec, link: CoordinatorLink) -> None:
-        """Start nothing yet.
-
-        Args:
-            run: the run directory.
-            spec: which job this is, and which checkpoints are kept.
-            link: to the coordinator.
-        """
         self.generation = 0
         self._leads = True
         self._saved = SavedPosition()

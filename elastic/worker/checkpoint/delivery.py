@@ -90,9 +90,6 @@ class Delivery:
     """A checkpoint whose parts are on their way.
 
     Attributes:
-        report: which one.
-        name: of its directory.
-        parts: this member's part.
         members: how many members have a part.
         readers: how many wait for the outcome.
     """
@@ -206,7 +203,6 @@ class BackgroundDelivery:
     def __init__(
         self, delivery: Delivery, reported: ReportedCheckpoints, votes: ReportVotes
     ) -> None:
-        """Begin nothing yet; see `Delivery.make`."""
         self.delivery = delivery
         self._reported, self._votes = reported, votes
         self._given_up = False
@@ -219,7 +215,6 @@ class BackgroundDelivery:
         self._thread.start()
 
     def is_over(self) -> bool:
-        """Return whether it has ended, in whatever way."""
         return self._over.is_set()
 
     def wait(self, is_group_over: Callable[[], bool]) -> ReportOutcome:

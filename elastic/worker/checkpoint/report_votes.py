@@ -70,7 +70,6 @@ class VoteCount:
         return cls(*counts)
 
     def number(self) -> int:
-        """Return the integer for the store."""
         counts = (self.votes, self.waiting, self.requesting, self.with_checkpoint)
         return sum(count << (COUNT_BITS * place) for place, count in enumerate(counts))
 
@@ -284,7 +283,6 @@ class ReportVotes:
             self._store.delete_key(_key(index, f"claim/{relative}"))
 
     def wait_outcome(self, index: Index) -> ReportOutcome:
-        """Wait for the outcome that the lead sends."""
         text = self._await(index, "outcome", None)
         try:
             path, why, leaves, pends = json.loads(text or b'["", "", false, false]')

@@ -73,7 +73,6 @@ class PendingReport:
 
     Attributes:
         key: of its votes in the group's store.
-        index: the report's number for the coordinator.
         metrics: of the report, JSON.
         leaves: every member leaves the group with it, if it is recorded.
         owns_files: we have written what is in its directory, and may delete it.
@@ -128,7 +127,6 @@ class ReportedCheckpoints:
             self._newest_posted = max(self._newest_posted, index)
 
     def has_posted(self, index: int) -> bool:
-        """Return whether the newest report, which has this number, was sent."""
         return self._newest_posted >= index
 
     def check_free(self, name: str) -> None:
@@ -141,12 +139,7 @@ class ReportedCheckpoints:
             raise StorageError(f"a checkpoint {name} was reported already; use another name")
 
     def conclude(self, votes: ReportVotes, report: PendingReport) -> ReportOutcome:
-        """Commit as the lead, or receive the outcome from the lead.
-
-        Args:
-            votes: in which all parts are known.
-            report: which checkpoint.
-        """
+        """Commit as the lead, or receive the outcome from the lead."""
         parts = votes.parts(report.key)
         if parts[0].rank != self.origin.rank:
             self.post(report.index, report.metrics)

@@ -108,7 +108,6 @@ class _NewestCheckpoint:
         return self._counts
 
     def concluded(self, outcome: ReportOutcome) -> None:
-        """Take what became of a newer one."""
         if outcome.is_pending:
             self._pending = outcome.path
         else:
@@ -156,7 +155,6 @@ class _MetricsLines:
             self._is_warned = True
 
     def flush(self) -> None:
-        """Let all of them be seen."""
         try:
             if self._run is not None:
                 self._run.flush_metrics()

@@ -25,7 +25,6 @@ class RankInfo:
     """Where this worker is in its group, as far as copies and parts are concerned.
 
     Attributes:
-        generation, rank, world_size: of the group.
         local_rank, local_world_size: among the group's workers on this node.
     """
 
@@ -61,8 +60,6 @@ class StateSnapshot:
 
     Attributes:
         generation, rank, world_size: of the group that took it.
-        mark: of it.
-        slot, layout: where it lies.
         pieces: what this rank writes of it.
         skeleton: what is no tensor.
         cursor: where in the run it was taken.

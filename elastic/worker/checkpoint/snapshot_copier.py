@@ -68,8 +68,6 @@ class SnapshotLayout:
     """How a state lies in memory, and what of it is ours; the same from one snapshot to the next.
 
     Attributes:
-        trace: of the state that it was made for.
-        rank_info: ours.
         layout: of all tensors, as far as this node has them.
         places: fingerprint of the tensors and their places.
         pieces: what we copy.
@@ -127,7 +125,6 @@ class CopiedSnapshot:
     """What is known of a snapshot once its tensors are in their slot.
 
     Attributes:
-        mark: of it.
         skeleton: what is no tensor.
         prints: see `replica_checksums.state_prints`.
     """
@@ -172,13 +169,7 @@ class SnapshotCopier:
     def warm_up(
         self, state: Any, rank_info: RankInfo, slots: Callable[[], Sequence[SnapshotSlot]]
     ) -> None:
-        """Have memory found for such a state, beside the training loop.
-
-        Args:
-            state: as it will be given to `begin`.
-            rank_info: ours.
-            slots: returns where snapshots will lie.
-        """
+        """Have memory found for such a state, beside the training loop."""
         values, tensors, trace = split_and_trace(state)
         arrangement = self._arranged(rank_info, values, tensors, trace)
         self._skeleton_room = 2 * len(write_skeleton(values))

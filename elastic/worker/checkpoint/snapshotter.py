@@ -115,7 +115,6 @@ class Snapshotter:
         self._is_again = False
 
     def configure(self, options: Mapping[str, Any]) -> None:
-        """Take what the user chose."""
         every_n, every_s = options.get("every_n_steps"), options.get("every_s")
         self.plan = SavingPlan(int(every_n or 0), float(every_s or 0.0))
         self.copies = SavingPlan(int(options.get("copies_every") or 0))
@@ -195,7 +194,6 @@ class Snapshotter:
         return self._is_full() or (self._writer is not None and self._writer.is_requested_for())
 
     def _is_full(self) -> bool:
-        """Return whether there is no room for another one."""
         if not self.slots.are_open:
             return False
         if self._copying is not None:

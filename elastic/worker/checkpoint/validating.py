@@ -93,7 +93,6 @@ class _Requests:
     """Requests of any thread to look for something new, and the wait until nothing is left to do.
 
     Attributes:
-        made: how many there were.
         seen: how many were there when the thread last looked through storage.
         is_idle: nothing is left to do.
     """
@@ -121,7 +120,6 @@ class _Requests:
         os.eventfd_write(self._wake_fd, 1)
 
     def nothing_left(self, seen: int) -> None:
-        """Nothing is left to do of so many requests."""
         with self._lock:
             if self.made == seen:
                 self.is_idle.set()
@@ -180,13 +178,6 @@ class Validator:
     """The validations of one process, over all its groups."""
 
     def __init__(self, run: RunDirectory, spec: JobSpec, link: CoordinatorLink) -> None:
-        """Start nothing yet.
-
-        Args:
-            run: the run directory.
-            spec: which job this is, and which checkpoints are kept.
-            link: to the coordinator.
-        """
         self._run, self._spec = run, spec
         self._plan: ValidationPlan | None = None
         self._generation, self._leads, self._is_closed = 0, False, False
@@ -209,7 +200,6 @@ class Validator:
         return self._plan is not None
 
     def configure(self, plan: ValidationPlan | None) -> None:
-        """Take what the user chose."""
         self._plan = plan
         if plan is not None and self._leads:
             self.notify()
@@ -269,7 +259,6 @@ class Validator:
         self._kill_all("this worker ends")
 
     def _turn(self) -> None:
-        """Do what can be done now."""
         if not self._leads:
             self._kill_all("another worker is rank 0")
             self._reports.clear()

@@ -46,7 +46,6 @@ class ValidationChild:
     """A validation at work.
 
     Attributes:
-        pid: of its process.
         pidfd: readable once it has ended.
         deadline: on the monotonic clock, None for none.
     """

@@ -39,9 +39,7 @@ class ReadPlan(Protocol):
     """The endless order in which micro-batches are wanted."""
 
     @property
-    def key(self) -> Key:
-        """Return the one that is wanted now."""
-        ...
+    def key(self) -> Key: ...
 
     def wants(self, key: Key) -> bool:
         """Return whether a micro-batch is wanted, now or later."""

@@ -137,9 +137,6 @@ class MicroBatchLoader:
     def refresh(self, epoch: int) -> None:
         """A pass over the data begins: see what the script has changed in dataset and sampler.
 
-        Args:
-            epoch: of the pass.
-
         Raises:
             UsageError: their length is another.
         """
@@ -262,7 +259,6 @@ class _Order:
         return self._held[0]
 
     def is_at(self, cursor: Cursor, held: Span) -> bool:
-        """Return whether this is the order of such a span, as it is now."""
         return self._held == held and self.key == (cursor.epoch, cursor.step, held[0])
 
     def wants(self, key: Key) -> bool:

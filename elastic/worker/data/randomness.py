@@ -47,7 +47,6 @@ class RandomStates:
         self._states = np.random.get_state(), random.getstate()
 
     def restore(self) -> None:
-        """Continue from them."""
         for generator, state in zip(self._of_torch, self._torch_states, strict=True):
             generator.set_state(state)
         np.random.set_state(self._states[0])

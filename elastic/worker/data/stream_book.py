@@ -32,7 +32,6 @@ class StreamSnapshot:
     """The state of a sequence of samples at the beginning of a step.
 
     Attributes:
-        position: where.
         cut: fingerprint of how the data is cut.
         state: what the dataset's `state_dict` returned there.
         mark: checksum of the sample that comes next; 0 if it has none.
@@ -102,11 +101,7 @@ class StreamBook:
     # ------------------------------------------------------------------- as part of a state
 
     def take(self, cursor: Cursor) -> dict[str, Any]:
-        """Return what helps to continue at a cursor: plain values, tensors and arrays.
-
-        Args:
-            cursor: the next step to be committed.
-        """
+        """Return what helps to continue at a cursor: plain values, tensors and arrays."""
         ends = [[epoch, steps] for epoch, steps in self._ends.items() if epoch == cursor.epoch]
         found = []
         for (epoch, sequence), known in sorted(self._snapshots.items()):
@@ -160,7 +155,6 @@ class StreamBook:
         return buffer.getvalue()
 
     def receive(self, sent: Iterable[bytes]) -> None:
-        """Know what others have sent."""
         for data in filter(None, sent):
             text, *tensors = torch.load(io.BytesIO(data), weights_only=True)
             skeleton = torch.load(io.BytesIO(text.numpy().tobytes()), weights_only=True)

@@ -31,7 +31,6 @@ class StreamRequest:
 
     Attributes:
         tag: comes back with the batch.
-        cursor: the step.
         stream: its number, which is that of the micro-batch.
         held: the streams of this rank; what this process holds of others is closed.
         low: no step of this epoch before this one will be asked for again.

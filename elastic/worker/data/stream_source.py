@@ -85,14 +85,12 @@ class SampleWindow:
         return self._window[place - self._first]
 
     def take_snapshots(self) -> tuple[StreamSnapshot, ...]:
-        """Return the snapshots since the last call."""
         taken, self._snapshots = tuple(self._snapshots), []
         return taken
 
     # ------------------------------------------------------------------- reading
 
     def _open(self, epoch: int, place: int, snapshot: StreamSnapshot | None) -> None:
-        """Begin where this place can be reached."""
         known = [one for one in (snapshot, *self._kept) if one is not None]
         index = nearest(
             [one.position for one in known],
@@ -144,7 +142,6 @@ class SampleWindow:
             )
 
     def _pull(self) -> None:
-        """Read one more sample."""
         place = self._first + len(self._window)
         self._snap(place)
         # Until all of this is done: whatever is interrupted, or raises, is begun again.

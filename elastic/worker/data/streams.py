@@ -137,7 +137,6 @@ class StreamLoader:
         self._feed.close()
 
     def has_step(self, cursor: Cursor) -> bool:
-        """Return whether there is such a step, as far as is known."""
         steps = self._book.steps_of(cursor.epoch)
         return not steps or cursor.step < steps
 
@@ -181,7 +180,6 @@ class StreamLoader:
         return StreamRequest(tag, Cursor(epoch, step), stream, order.held, low, snapshot)
 
     def turn_of(self, key: Key) -> int | None:
-        """Return the number of the process that has this stream open."""
         return key[2]
 
     def _the_order(self) -> _Order:

@@ -42,11 +42,6 @@ class CheckpointScheduler:
     """
 
     def __init__(self, run: RunState) -> None:
-        """Take nothing yet.
-
-        Args:
-            run: the state that is saved.
-        """
         self.is_due = False
         self._is_stored = False
         self.releases = False
@@ -66,7 +61,6 @@ class CheckpointScheduler:
         return self._run.objects.is_sharded
 
     def configure(self, options: Mapping[str, Any]) -> None:
-        """Take what the user chose."""
         self._options = options
         if self._entered is not None:
             self._snapshotter.configure(options)

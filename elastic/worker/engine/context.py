@@ -145,7 +145,6 @@ class WorkerContext:
 
     @property
     def timing(self) -> Timing:
-        """Return where this worker's time goes."""
         return self.activity.timing
 
     def at_boundary(self) -> bool:

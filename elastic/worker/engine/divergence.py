@@ -102,11 +102,6 @@ class Divergence:
     """Watches the objects of one call of the train function."""
 
     def __init__(self, state: TrainState) -> None:
-        """Watch nothing yet.
-
-        Args:
-            state: the prepared and registered objects.
-        """
         self._state = state
         self._watched: list[_WatchedTensor] = []
         self._slices: list[list[_Part]] = []
@@ -220,11 +215,7 @@ class Divergence:
         return json.dumps({"prints": prints, "healed": len(self._healed_at)}).encode()
 
     def _resolve(self, details: Sequence[bytes]) -> DivergenceResult:
-        """Find out what differs, and whether it can be healed; all ranks conclude the same.
-
-        Args:
-            details: what `_details` has returned, by rank.
-        """
+        """Find out what differs, and whether it can be healed; all ranks conclude the same."""
         received = [json.loads(one) for one in details]
         verdict = compare([one["prints"] for one in received])
         healed = max(one["healed"] for one in received)
@@ -243,9 +234,7 @@ class DivergenceResult:
     """What came of a comparison.
 
     Attributes:
-        names: of what differs.
         differing: ranks that differ from what most have, or from rank 0 if there is none.
-        is_majority: most ranks have the same.
         can_heal: the odd ones are to receive it.
         healed: how often that has happened before.
     """
@@ -263,11 +252,7 @@ def differ(checksums: Sequence[int]) -> bool:
 
 
 def compare(prints: Sequence[Mapping[str, int]]) -> DivergenceResult:
-    """Find out which ranks differ, and in what.
-
-    Args:
-        prints: what each rank has, by rank.
-    """
+    """Find out which ranks differ, and in what."""
     keys = [tuple(sorted(one.items())) for one in prints]
     most_have, number = Counter(keys).most_common(1)[0]
     is_majority = 2 * number > len(keys)

@@ -79,7 +79,6 @@ class RunningLoop:
     patches: ExitStack
 
     def parameters(self) -> Iterator[torch.Tensor]:
-        """Yield all parameters that are trained."""
         for unit in self.units.values():
             for _, parameter in unit.parameters:
                 yield parameter
@@ -121,7 +120,6 @@ class EpochLoop:
         ends: the step at hand is the epoch's last one.
         open_pass: the pass over the data that was opened last, if it is alive.
         cut: what is wrong with where a pass was left, None if nothing is.
-        is_over: the loop was left.
         others_asked_s: when it was asked last whether others are in it, in which we are not yet.
     """
 
@@ -208,7 +206,6 @@ class PresentGroup:
 
     Attributes:
         code_places: where each member runs code of its own next, by rank.
-        values: how the steps' values are averaged.
         reports, evaluations: counts what we have reported and evaluated in it.
         stepped: which optimizers had gradients in its newest step, as bits.
         rates: a print of their learning rates then.

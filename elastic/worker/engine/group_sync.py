@@ -159,11 +159,6 @@ def share_bytes(group: Any, mine: bytes) -> tuple[bytes, ...]:
 def _share_all(group: Any, mine: bytes, sizes: Sequence[int]) -> tuple[bytes, ...]:
     """Exchange bytes of any length; nothing is sent if none has any.
 
-    Args:
-        group: the process group that stands.
-        mine: what the others are to know.
-        sizes: bytes that each member has, by rank.
-
     Returns:
         Everyone's, by rank; empty if none has any.
 
@@ -234,11 +229,9 @@ class MemberInfo:
     """What a member reports of itself when a group meets.
 
     Attributes:
-        position: how far it is.
         model: fingerprint of what it prepared, 0 <= it < 2**63.
         data: fingerprint of its data and batch, 0 if it does not know them yet.
         threads: CPU threads of one operation; their number can change the last bit of a sum.
-        entry: where it lets the others in.
         num_shared: bytes of what it knows of streams of data.
         memory: which memory of its node it has for snapshots, 0 for none.
     """

@@ -80,7 +80,6 @@ class Logbook:
             self._sums[name] = (total, weights)
 
     def end_micro_batch(self, number: int) -> None:
-        """What was noted since the last call is this micro-batch's."""
         self._of_micro_batches[number], self._sums = self._sums, {}
 
     def take_micro_batches(self) -> dict[int, dict[str, tuple[float, float]]]:
@@ -198,12 +197,7 @@ class Logbook:
             self.latest.update(zip(names, row[2:], strict=False))
 
     def receive(self, latest: Mapping[str, float], names: Sequence[str]) -> None:
-        """Continue from another member's state: what we did not send yet counts no more.
-
-        Args:
-            latest: averages of the newest step.
-            names: those that are sent with the next step.
-        """
+        """Continue from another member's state: what we did not send yet counts no more."""
         self.forget_step()
         self._done, self._shared, self._names = {}, {}, list(names)
         self.latest = dict(latest)
@@ -220,7 +214,6 @@ class Logbook:
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Continue from a checkpoint."""
         self.receive(state["latest"], state["names"])
         self._averages = {name: (pair[0], pair[1]) for name, pair in state["averages"].items()}
         self._shared = {name: (pair[0], pair[1]) for name, pair in state["shared"].items()}
@@ -239,7 +232,6 @@ class PlaceCounter:
         self._at, self._count = CodePlace(Cursor()), 0
 
     def next(self, place: CodePlace) -> int:
-        """Return the number of what is done here now, from 1."""
         if self._at != place:
             self._at, self._count = place, 0
         self._count += 1
@@ -247,5 +239,4 @@ class PlaceCounter:
 
 
 def fingerprint(names: Sequence[str]) -> float:
-    """Return a number that is equal where the names are."""
     return float(zlib.crc32("\0".join(names).encode()))

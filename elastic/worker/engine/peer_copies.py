@@ -45,7 +45,6 @@ class ShardCopy:
     Attributes:
         address: "host:port" of the agent that holds it.
         source: the node whose rows they are.
-        mark: of it.
         text: all that is no tensor, and which rows they are.
     """
 

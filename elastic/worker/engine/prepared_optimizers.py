@@ -67,7 +67,6 @@ class EngineSteps(Protocol):
         ...
 
     def is_prepared(self, optimizer: Any) -> bool:
-        """Return whether this optimizer takes part."""
         ...
 
     def add_scaler(self, scaler: Any) -> None:
@@ -418,7 +417,6 @@ class PreparedModel(DistributedDataParallel):
         self.__dict__["_ties"].is_ours = is_ours
 
     def forward(self, *args: Any, **named: Any) -> Any:
-        """Call the user's model."""
         ties: _Ties = self.__dict__["_ties"]
         if ties.is_ours() or not torch.is_grad_enabled():
             return self.module(*args, **named)
@@ -435,7 +433,6 @@ class PreparedModel(DistributedDataParallel):
         return plain.no_sync()
 
     def train(self, mode: bool = True) -> PreparedModel:
-        """Do as any module's."""
         torch.nn.Module.train(self, mode)
         return self
 

@@ -62,9 +62,6 @@ class ResumeState:
     """What a call of the train function leaves to the next one in this process.
 
     Attributes:
-        state: of the run.
-        cursor: where it stands.
-        logbook: what was logged.
         generation: the group that has agreed on it already, 0 if none has.
         code_places: in this group, where each member runs code of its own again, by rank.
         steps: committed in the run.

@@ -31,7 +31,6 @@ class RunState:
     Attributes:
         objects: the prepared and registered ones.
         cursor: the next step to be committed.
-        steps: committed in the run.
         begun: the last epoch whose code before the pass has run, -1 if none.
         logbook: what `train.log` was given.
         streams: what is known of a dataset that is read as streams.
@@ -113,7 +112,6 @@ class RunState:
             )
 
     def count_step(self) -> None:
-        """The step at the cursor is committed."""
         self.cursor = Cursor(self.cursor.epoch, self.cursor.step + 1)
         self.steps += 1
 
@@ -163,6 +161,5 @@ class RunState:
 
 
 def _plain(data: Data) -> dict[str, Any]:
-    """Return how data is cut in numbers and strings."""
     fields = asdict(data)
     return {name: v.value if isinstance(v, Enum) else v for name, v in fields.items()}

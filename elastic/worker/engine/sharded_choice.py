@@ -37,10 +37,8 @@ class SnapshotOffer(NamedTuple):
     """A copy of a node's snapshot in the memory of an agent that the reporting member can ask.
 
     Attributes:
-        key: of the snapshot.
         source: the node whose rows they are.
         address: "host:port" of the agent.
-        stretches: the rows.
     """
 
     key: SnapshotKey
@@ -55,7 +53,6 @@ class SnapshotSource(NamedTuple):
     Attributes:
         rank: of the member that has them, or gets them for all.
         offer: the number of its offer; -1 for its own node's memory.
-        stretches: the rows.
     """
 
     rank: int
@@ -84,7 +81,6 @@ class SnapshotInfo:
 
     @staticmethod
     def of(text: bytes) -> SnapshotInfo:
-        """Read what was sent."""
         memory, checkpoints, offers = json.loads(text)
         return SnapshotInfo(
             {SnapshotKey(*key): _stretches(rows) for key, rows in memory},

@@ -68,7 +68,6 @@ class MemorySnapshot:
     """A snapshot in this node's memory, or of another node in ours.
 
     Attributes:
-        slot: where it lies.
         skeleton: what is no tensor, as bytes.
         layout: where which rows lie.
     """
@@ -266,7 +265,6 @@ class ShardedRestorer:
     def _fetch(
         self, wanted: Sequence[int], shards: Sequence[ShardCopy], fetched: dict[int, MemorySnapshot]
     ) -> None:
-        """Fetch those of our offers that are wanted and not there yet."""
         gone: set[str] = set()
         for offer in wanted:
             shard = shards[offer]
@@ -283,10 +281,6 @@ class ShardedRestorer:
         self, sources: Sequence[SnapshotSource], ours: Mapping[int, MemorySnapshot]
     ) -> State:
         """Have the rows that we need of a snapshot that is whole in the memory of these.
-
-        Args:
-            sources: who has, together, all rows.
-            ours: those that we are, by number.
 
         Raises:
             RuntimeError: the group broke.

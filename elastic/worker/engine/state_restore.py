@@ -45,11 +45,6 @@ class StateRestorer:
     """
 
     def __init__(self, objects: TrainState) -> None:
-        """Have read nothing yet.
-
-        Args:
-            objects: what the train function has prepared and registered.
-        """
         self._objects = objects
         self._read: Found | None = None
         self._read_shards: dict[tuple[str, int, int], State] = {}

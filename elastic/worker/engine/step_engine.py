@@ -211,7 +211,6 @@ class StepEngine:
 
     @property
     def cursor(self) -> Cursor:
-        """Return the next step to be committed."""
         return self.run.cursor
 
     @property
@@ -543,7 +542,6 @@ class StepEngine:
         return phase in (StepPhase.SETTLED, StepPhase.COMMITTING, StepPhase.COMMITTED)
 
     def is_computed(self) -> bool:
-        """Return whether that is done, by us or by others."""
         return self.has_computed() or self._machine.phase is StepPhase.RECEIVED
 
     def _go_to_end(self, loader: MicroBatches) -> None:
@@ -909,7 +907,6 @@ class StepEngine:
     # ------------------------------------------------------------------- what prepared objects ask
 
     def is_due(self, optimizer: Any) -> bool:
-        """Return whether the gradients of this optimizer are those that it steps with."""
         self._take(GradientsRequested(id(optimizer), self._is_broken()))
         return self._machine.has_gradients
 
@@ -952,11 +949,9 @@ class StepEngine:
         return self._machine.phase is StepPhase.COMMITTING
 
     def is_prepared(self, optimizer: Any) -> bool:
-        """Return whether this optimizer takes part."""
         return self._loop is not None and id(optimizer) in self._loop.units
 
     def log(self, values: Mapping[str, Any]) -> None:
-        """Average these over the step; see `train.log`."""
         if self._iteration.batch is not None:
             self.run.logbook.add(values, self._iteration.batch.weight)
         elif self.has_computed():
@@ -987,11 +982,7 @@ class StepEngine:
             reporter.report_in_place(metrics, checkpoint, name, where=where, voters=voters)
 
     def evaluation_seed(self, seed: int) -> int:
-        """Return the seed of an evaluation pass that begins here, the same on all ranks.
-
-        Args:
-            seed: of the loader.
-        """
+        """Return the seed of an evaluation pass that begins here, the same on all ranks."""
         here = self._code_place()
         return evaluation_seed(seed, here.cursor, self._group.evaluations.next(here))
 
@@ -1005,7 +996,6 @@ class StepEngine:
         return self._the_reducer().broken is not None or self.must_leave()
 
     def must_leave(self) -> bool:
-        """Return whether the present group is over by order."""
         return self.groups.must_leave(self.context.generation)
 
     def _change_group(self, *, is_first: bool = False) -> None:
@@ -1206,7 +1196,6 @@ class StepEngine:
 
     @property
     def context(self) -> WorkerContext:
-        """Return what we are in the present group."""
         if self._context is None:
             raise InvariantViolation("the step engine is asked before a group stands")
         return self._context

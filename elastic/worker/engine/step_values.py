@@ -38,10 +38,6 @@ class StepValues:
     ) -> Totals:
         """Return (sum, weight) of each name over all micro-batches of a step, the same everywhere.
 
-        Args:
-            partition: who held which micro-batches.
-            of_micro_batches: what ours have logged, by number.
-
         Raises:
             RuntimeError: the group broke.
         """

@@ -49,7 +49,6 @@ class StillWeights:
         self._is_on = True
 
     def end(self) -> None:
-        """They may change."""
         self._is_on = False
 
     def data_set(self, weight: torch.Tensor, value: torch.Tensor) -> None:

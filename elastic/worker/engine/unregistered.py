@@ -52,9 +52,6 @@ class UnregisteredObjects:
     def __init__(self, state: TrainState) -> None:
         """Note what there is.
 
-        Args:
-            state: the prepared and registered objects.
-
         Raises:
             UsageError: what there is reduces gradients itself.
         """

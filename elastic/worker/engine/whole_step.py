@@ -135,7 +135,6 @@ class WholeStep:
 
     @property
     def samples(self) -> int:
-        """Return the samples of the whole step."""
         return self._engine.num_samples()
 
     def end_epoch(self) -> None:

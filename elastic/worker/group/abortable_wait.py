@@ -56,11 +56,6 @@ class AbortableWait:
     """Stands where `Work.wait` is called; for any thread."""
 
     def __init__(self, resources: Callable[[], GroupResources | None]) -> None:
-        """Wait with the resources of the present group.
-
-        Args:
-            resources: returns them, None while there is no group.
-        """
         self._resources = resources
         self._waiters = threading.local()
 
@@ -161,13 +156,11 @@ class CallResult:
     """What a call returned or raised, once it is there."""
 
     def __init__(self) -> None:
-        """Nothing yet."""
         self.is_there = threading.Event()
         self.value: Any = None
         self.error: BaseException | None = None
 
     def take(self) -> Any:
-        """Return the value, or raise the error."""
         if self.error is not None:
             raise self.error
         return self.value
@@ -177,7 +170,6 @@ class WaitThread:
     """A thread that makes blocking calls for another thread, which may abandon it in one."""
 
     def __init__(self) -> None:
-        """Start it."""
         self._calls: queue.SimpleQueue[tuple[Callable[[], Any], CallResult] | None]
         self._calls = queue.SimpleQueue()
         threading.Thread(

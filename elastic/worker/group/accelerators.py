@@ -68,19 +68,16 @@ class TorchAccelerator:
     """A device of torch; host memory can be registered with CUDA only."""
 
     def __init__(self) -> None:
-        """Use no device yet."""
         # One for each device: torch keeps freed memory for the stream that it was allocated on.
         self._side_streams: dict[torch.device, torch.Stream] = {}
 
     def record(self, device: torch.device) -> DeviceEvent:
-        """Return an event; see `Accelerator`."""
         module = torch.get_device_module(device)
         event: DeviceEvent = module.Event()
         event.record(module.current_stream(device))  # type: ignore[attr-defined]
         return event
 
     def beside(self, device: torch.device) -> AbstractContextManager[object]:
-        """Return a side stream's context; see `Accelerator`."""
         module: Any = torch.get_device_module(device)
         stream = self._side_streams.get(device)
         if stream is None:
@@ -93,7 +90,6 @@ class TorchAccelerator:
         return dist.batch_isend_irecv if c10d.has_nccl(group) else None
 
     def register(self, device: torch.device, address: int, num_bytes: int) -> None:
-        """Register memory; see `Accelerator`."""
         if device.type != "cuda":
             raise OSError(f"memory cannot be registered with a device of type {device.type}")
         with torch.cuda.device(device):  # Else a thread's first call is to device 0.
@@ -101,7 +97,6 @@ class TorchAccelerator:
         _check(code, f"cudaHostRegister of {num_bytes} bytes")
 
     def unregister(self, address: int) -> None:
-        """Undo `register`."""
         _check(_runtime().cudaHostUnregister(address), "cudaHostUnregister")
 
 

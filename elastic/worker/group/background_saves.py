@@ -37,5 +37,4 @@ class BackgroundSaves:
         return answer
 
     def forget(self) -> None:
-        """Forget the group, which is over."""
         self._last = self._group = None

@@ -323,7 +323,6 @@ class TorchPatches:
         self.init_process_group = dist.init_process_group
 
     def install(self) -> None:
-        """Install the replacements."""
         found = parts()
         self._put(distributed_c10d, "ProcessGroupGloo", GlooBuilder(found.gloo, self._make_gloo))
         for name, ours in (

@@ -104,7 +104,6 @@ class BytecodeProbe:
     """
 
     def __init__(self) -> None:
-        """Ask for nothing yet."""
         self._has_run = True
         self._call = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(self._run)
 
@@ -211,7 +210,6 @@ class CollectiveWatch:
 
 
 def blocked_in_of(thread: threading.Thread) -> BlockedKind:
-    """Return where a thread is, by its stack."""
     # Nothing may keep the frame: it would keep the tensors in it.
     frame = _outside_of_waits(thread_frames().get(thread.ident or 0))
     found = _blocked_in(frame)

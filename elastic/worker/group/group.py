@@ -94,7 +94,6 @@ class GroupSpec:
     form_timeout_s: float = 45.0
 
     def __post_init__(self) -> None:
-        """Refuse what cannot form."""
         if self.generation <= NO_GENERATION or not 0 <= self.rank < self.world_size:
             raise ConfigError(
                 f"generation={self.generation} rank={self.rank} world_size={self.world_size}: "

@@ -63,14 +63,11 @@ class GroupResources:
     """What has to be cut and released when a generation ends.
 
     Attributes:
-        generation: number of the group.
         deadline: `time.monotonic()` by which the group must be formed.
         spec: the `GroupSpec`, for messages.
         store: the group's store, once the leader has answered.
         device: gloo's device; all groups of a generation share one, and no two generations do.
         loop: the device's event loop.
-        is_formed: the default group is formed.
-        aborted: the group is over.
         threads: ids of the threads in which gloo carries out its collectives.
     """
 
@@ -110,7 +107,6 @@ class GroupResources:
             self._waiting = future
 
     def end_wait(self) -> None:
-        """Forget the future."""
         with self._lock:
             self._waiting = None
 
@@ -217,7 +213,6 @@ class GroupResources:
         return True
 
     def received_bytes(self) -> int:
-        """Return the bytes received from the other members."""
         ours = connections.received_bytes()
         return ours + sum(received_bytes(known.sockets) for known in list(self._backends))
 
@@ -272,7 +267,6 @@ class BackgroundReaper:
     """
 
     def __init__(self) -> None:
-        """Start nothing yet."""
         self._reaper: ReaperThread | None = None
         self._lock = threading.Lock()
 
@@ -310,7 +304,6 @@ class ReaperThread:
     """
 
     def __init__(self) -> None:
-        """Start it."""
         self.items: queue.SimpleQueue[ReapedItem | None] = queue.SimpleQueue()
         self.is_busy = False
         self.thread = threading.Thread(target=self._run, name="elastic-reaper", daemon=True)

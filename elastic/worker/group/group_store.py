@@ -63,7 +63,6 @@ class GroupStore(Store):
     timeout: timedelta
 
     def __init__(self, where: StoreAddress, sock: socket.socket) -> None:
-        """Use an authenticated connection."""
         super().__init__()
         self._where = where
         self._sock = sock
@@ -114,7 +113,6 @@ class GroupStore(Store):
     # ---------------------------------------------------------------- torch's names
 
     def clone(self) -> GroupStore:
-        """Return the same store over another connection."""
         until = time.monotonic() + self.timeout.total_seconds()
         one = GroupStore.connect(
             self._where, lambda: until - time.monotonic(), lambda: self._is_cut
@@ -146,19 +144,15 @@ class GroupStore(Store):
         return self.multi_get([key])[0]
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        """Return the values of keys, once all have one."""
         return self._await(StoreVerb.MULTI_GET, keys, self.timeout)
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Wait until all these keys have a value."""
         self._await(StoreVerb.WAIT, keys, self.timeout if timeout is None else timeout)
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Return whether all these keys have a value."""
         return self._request(StoreVerb.CHECK, *(key.encode() for key in keys))[0] == b"1"
 
     def add(self, key: str, value: int) -> int:
-        """Add to a number, and return the sum."""
         return int(self._request(StoreVerb.ADD, key.encode(), b"%d" % value)[0])
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
@@ -172,7 +166,6 @@ class GroupStore(Store):
         return self._request(StoreVerb.DELETE, key.encode())[0] == b"1"
 
     def num_keys(self) -> int:
-        """Return how many keys there are."""
         return int(self._request(StoreVerb.COUNT)[0])
 
     def has_extended_api(self) -> bool:

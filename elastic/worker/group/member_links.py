@@ -47,7 +47,6 @@ class MemberEntry:
     """How the other members reach this one.
 
     Attributes:
-        endpoint: where it listens.
         node: a number that is equal exactly for members of the same node.
         pid, number, inode: of its process, and descriptor and inode of an empty memory file in it.
             A process that can open that file can read the member's memory.
@@ -65,7 +64,6 @@ class MemberEntry:
 
     @staticmethod
     def of(numbers: Sequence[int]) -> MemberEntry:
-        """Return the entry that such integers stand for."""
         *endpoint, node, pid, number, inode = numbers
         return MemberEntry(PeerEndpoint.of(endpoint), node, pid, number, inode)
 
@@ -109,9 +107,6 @@ class MemberLinks:
 
     def join(self, entries: Sequence[MemberEntry]) -> bool:
         """Connect to our partners.
-
-        Args:
-            entries: of all members, by rank.
 
         Returns:
             Whether we can read the memory of all others of our node; `share` if all members can.

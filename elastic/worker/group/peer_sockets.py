@@ -69,7 +69,6 @@ class PeerEndpoint:
 
     @staticmethod
     def of(numbers: Sequence[int]) -> PeerEndpoint:
-        """Read such numbers."""
         packed, port, token = ENDPOINT.unpack(struct.pack("<5q", *numbers))
         address = IPv6Address(packed)
         return PeerEndpoint(str(address.ipv4_mapped or address), port, token)
@@ -138,7 +137,6 @@ class PeerSockets:
     """This rank's connections to others of one group.
 
     Attributes:
-        endpoint: where we listen.
         received_bytes: bytes received from all peers.
     """
 
@@ -228,7 +226,6 @@ class PeerSockets:
         return sock
 
     def _tracked(self, sock: socket.socket) -> socket.socket:
-        """Register a socket with `cut`."""
         with self._lock:
             self._socks.append(sock)
             is_cut = self._is_cut
@@ -404,10 +401,6 @@ class PeerSockets:
 
     def _poll_once(self, deadline: float, what: Callable[[], str] | None) -> bool:
         """Wait until a peer has sent something or can take more, and handle that.
-
-        Args:
-            deadline: until when.
-            what: describes what is waited for; None to return at once.
 
         Returns:
             Whether anything was handled.

@@ -27,7 +27,6 @@ class OwnMemory:
     """Tensors of this process that others can read."""
 
     def __init__(self) -> None:
-        """Begin with none."""
         self._fd = os.memfd_create("elastic-buckets", os.MFD_CLOEXEC)
         self._inode = os.fstat(self._fd).st_ino
         self._size = 0
@@ -52,7 +51,6 @@ class OwnMemory:
         return self._fd, self._inode, self._starts[tensor.data_ptr()]
 
     def has(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor is one of these."""
         return tensor.data_ptr() in self._starts
 
 
@@ -60,17 +58,11 @@ class PeerMemory:
     """Tensors of another process of this node, to be read."""
 
     def __init__(self, pid: int) -> None:
-        """Map nothing yet."""
         self._pid = pid
         self._seen: dict[Where, torch.Tensor] = {}
 
     def tensor(self, where: Where, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return a tensor of the other process.
-
-        Args:
-            where: as its `OwnMemory.where` returned it.
-            numel: its number of elements.
-            dtype: their type.
 
         Raises:
             GroupBroken: the process is gone.

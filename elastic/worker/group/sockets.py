@@ -88,7 +88,6 @@ class GlooEpoll:
 
 
 def socket_inodes() -> frozenset[int]:
-    """Return the inodes of all sockets that this process has open."""
     return frozenset(one.inode for one in _sockets())
 
 

@@ -110,10 +110,6 @@ class StoreServer:
     def __init__(self, host: str, ports: PortRange = ANY_PORT) -> None:
         """Listen on a free port of this address.
 
-        Args:
-            host: the address.
-            ports: the range of the port.
-
         Raises:
             GroupError: this machine does not have the address.
         """
@@ -187,7 +183,6 @@ class StoreServer:
         self._listener.close()
 
     def _is_timed(self) -> bool:
-        """Return whether a timeout is pending."""
         waits = any(space.waiting for space in self._spaces.values())
         return waits or bool(self._strangers) or bool(self._shut_until)
 

@@ -133,7 +133,6 @@ class ControlThread:
                 self._send(progress)
 
     def _check(self) -> ActivitySampled:
-        """Return what can be seen of the main thread."""
         seen = self._mailboxes.activity
         # The beats last: a wait that ends meanwhile is then seen as a movement, not as standing.
         now_ns = self._clock.monotonic_ns()

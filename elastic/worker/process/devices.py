@@ -24,11 +24,6 @@ class VisibleDevices:
     """The accelerators of one worker's process."""
 
     def __init__(self, assign: Assign) -> None:
-        """Begin with what is known before there is a group.
-
-        Args:
-            assign: who the worker is.
-        """
         self._own = assign.devices
         self._request = dict(assign.spec.entry.env).get(VISIBLE)
         self._is_function = assign.spec.entry.kind is EntryKind.FUNCTION

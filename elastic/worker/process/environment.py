@@ -49,20 +49,13 @@ def for_job(assign: Assign, started_with: Mapping[str, str]) -> dict[str, str]:
 
 
 def _unset(defaults: Mapping[str, str], known: Mapping[str, str]) -> dict[str, str]:
-    """Return the defaults that are not set yet."""
     return {name: value for name, value in defaults.items() if name not in known}
 
 
 def for_generation(
     assign: Assign, assignment: Assignment, started_with: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return what to set before the train function is called in a group.
-
-    Args:
-        assign: who the worker is.
-        assignment: its place in the group.
-        started_with: the environment of the spare.
-    """
+    """Return what to set before the train function is called in a group."""
     port = assignment.leader_address.rpartition(":")[2]
     place = {
         "RANK": str(assignment.rank),

@@ -83,7 +83,6 @@ def _differences(members: list[Any], sockets: set[int]) -> list[str]:
 
 
 def _sockets() -> set[int]:
-    """Return the connections of this process."""
     found = set()
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):

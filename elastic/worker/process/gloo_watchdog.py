@@ -48,11 +48,6 @@ class StuckWaitWatchdog:
     """Watches a main thread that has been asked to leave its group, and has not."""
 
     def __init__(self, groups: ProcessGroups) -> None:
-        """See nothing yet.
-
-        Args:
-            groups: of this process.
-        """
         self._groups = groups
         self._seen: Place | None = None
         self._since = self._spent = self._checked = 0.0

@@ -28,7 +28,6 @@ def put_first(directory: str) -> None:
 
 
 def import_ahead(path: str) -> None:
-    """Import what a script imports first."""
     put_first(str(Path(path).parent))
     for name, parts in _imported_first(path):
         with contextlib.suppress(Exception, SystemExit):

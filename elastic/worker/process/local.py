@@ -181,11 +181,9 @@ class NoCoordinator:
         return False
 
     def save_request(self, generation: Generation) -> int:
-        """Return 0: there are no requests."""
         return 0
 
     def preemption(self, generation: Generation, now_ns: int) -> None:
-        """Return None: there is no notice."""
         del generation, now_ns
 
     def expect_answer(self, generation: Generation, kind: ReportKind, index: int) -> ReportAnswer:
@@ -207,7 +205,6 @@ class NoNextGroup:
         raise GroupError(f"generation {generation} is over: {error}") from error
 
     def must_leave(self, generation: int) -> bool:
-        """Return False: there are no orders here."""
         del generation
         return False
 
@@ -217,7 +214,6 @@ class NoNextGroup:
         return False
 
     def has_failed(self, generation: int) -> bool:
-        """Return False, for the same reason."""
         del generation
         return False
 
@@ -226,7 +222,6 @@ class NoNextGroup:
         del on
 
     def declare(self, *, in_place: bool) -> None:
-        """Do nothing: there is no agent."""
         del in_place
 
 

@@ -95,7 +95,6 @@ class _WorkerSetup:
     """What a worker is set up with, for all its groups.
 
     Attributes:
-        ports: that it may listen on.
         server: of rank 0's rendezvous store.
         storage: None for a job without a run directory.
         shared: checks that all nodes have the same run directory.
@@ -118,9 +117,7 @@ class _UserCall:
 
     Attributes:
         assignment: of the present group, None before it joins one.
-        origin: where its reports come from.
         reporter: of the present group.
-        function: what is called.
         engine: of its loop.
         exited: where it has ended itself without an error, "" if it has not.
         is_ahead: it runs while its group-to-be trains, and has not asked for it.
@@ -153,15 +150,6 @@ class Runner:
         started_with: Mapping[str, str],
         clock: Clock,
     ) -> None:
-        """Begin as a spare.
-
-        Args:
-            mailboxes: where orders come from and answers go.
-            groups: the process's default group.
-            interrupter: lets the control thread end a call.
-            started_with: the environment of this process.
-            clock: for telemetry and files.
-        """
         self._mailboxes = mailboxes
         self._groups = groups
         self._interrupter = interrupter
@@ -549,7 +537,6 @@ class Runner:
                 raise InvariantViolation("asked to set up in the middle of a loop")
 
     def must_leave(self, generation: int) -> bool:
-        """Return whether we are ordered to leave this group."""
         return self._interrupter.is_over(generation) or self._mailboxes.was_aborted(generation)
 
     def is_group_over(self, generation: int) -> bool:

@@ -41,7 +41,6 @@ class ImportedScript:
     """A script, as far as its imports depend on it.
 
     Attributes:
-        path: of it.
         folders: its working directory, or "", and where it finds modules of its own.
         env: variables that its job sets.
         modules: to import instead of what it imports first; empty for that.

@@ -27,12 +27,6 @@ class TrackerFeed:
     """Brings one tracker up to date, whatever it does."""
 
     def __init__(self, run: str, spec: TrackerSpec) -> None:
-        """Open nothing yet.
-
-        Args:
-            run: path of the run directory.
-            spec: which tracker.
-        """
         self._run, self._request = run, spec
         self._tracking: Tracking | None = None
         self._pause_s, self._not_before, self._reported = POLL_S, 0.0, ""

@@ -68,7 +68,6 @@ class SubtreeSums:
         return {part: flat.tensor for part, flat in self._flats.items()}
 
     def clear(self) -> None:
-        """Give all buffers back."""
         self.take_back()
         for flat in self._flats.values():
             self._bucket.free(flat)
@@ -79,7 +78,6 @@ class BucketExchanges:
     """What the steps of one partition need within one group.
 
     Attributes:
-        partition: who holds what.
         sums: what this rank has added up, by bucket.
         of: the exchanges, by bucket.
     """

@@ -44,7 +44,6 @@ class Bucket:
     Attributes:
         number: in the order in which backward is expected to complete them.
         unit: number of the unit that they belong to.
-        names, parameters: of the parameters.
         strides: of their gradients, without gaps: fused optimizers go through both side by side.
         touched: places of parameters whose gradients are to be moved, in that order.
         used: which got a gradient in this micro-batch.
@@ -70,7 +69,6 @@ class Bucket:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Return the type of its parameters."""
         return self.parameters[0].dtype
 
     @property
@@ -117,7 +115,6 @@ class Bucket:
         return known
 
     def free(self, flat: FlatTensor) -> None:
-        """Take a buffer back."""
         self.pool.append(flat)
 
     def move_gradients(self, leaf: FlatTensor) -> None:

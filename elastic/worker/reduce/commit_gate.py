@@ -55,13 +55,6 @@ class CommitGate:
         activity: Activity,
         is_over: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Be open until there is a group.
-
-        Args:
-            parameters: the parameters that steps change.
-            activity: where waiting for peers is reported.
-            is_over: returns whether our group has broken, or is to be left.
-        """
         devices = dict.fromkeys(parameter.device for parameter in parameters)
         self._devices = [one for one in devices if accelerator_of(one) is not None]
         self._activity, self._is_over = activity, is_over

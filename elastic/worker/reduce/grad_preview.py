@@ -57,7 +57,6 @@ def show_zeros(buckets: Sequence[Bucket]) -> None:
 
 
 def hide(buckets: Sequence[Bucket]) -> None:
-    """Take away what is shown."""
     for bucket in buckets:
         for place, parameter in enumerate(bucket.parameters):
             if is_shown(bucket, place):

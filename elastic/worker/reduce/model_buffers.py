@@ -108,7 +108,6 @@ def _is_averaged(buffer: torch.Tensor) -> bool:
 
 
 def _width(buffer: torch.Tensor) -> int:
-    """Return how many of `_numbers` each value becomes."""
     return 2 if buffer.is_complex() or buffer.dtype is torch.int64 else 1
 
 
@@ -244,10 +243,6 @@ class ModelBuffers:
 
     def settle(self, partition: MicroBatchPartition, samples: int) -> None:
         """Make the buffers what they are after the step.
-
-        Args:
-            partition: who held which micro-batches.
-            samples: of the step.
 
         Raises:
             RuntimeError: the group broke.

@@ -47,8 +47,6 @@ class _UnitStep:
     """How far the gradients of one unit are.
 
     Attributes:
-        unit: whose they are.
-        buckets: of its parameters.
         is_reduced: `p.grad` has what the whole step gives.
         has_stepped: in this micro-batch, whose gradients are left where they are since then.
         is_reached: by the backward call at hand.
@@ -67,9 +65,7 @@ class _Layout:
 
     Attributes:
         bucket_bytes: size of a bucket.
-        buckets: of all units.
         slots: bucket of each parameter and its place there, by id.
-        hooks: on the parameters.
     """
 
     bucket_bytes: int
@@ -78,7 +74,6 @@ class _Layout:
     hooks: list[Any]
 
     def remove(self) -> None:
-        """Take the hooks off."""
         for hook in self.hooks:
             hook.remove()
 
@@ -106,12 +101,9 @@ class _Step:
     """A step from its beginning until gradients are left alone again.
 
     Attributes:
-        share: what we do in it.
         control: numbers that all ranks get to see.
-        exchanges: of its partition.
         is_void: it counts for nothing.
         number: of the micro-batch at hand, None before the first.
-        is_last: that is our last one.
         is_hidden: a backward call is under way, or has raised.
         stepped_by_others: ids of parameters that are shared with units that have stepped in it.
         waiting: buckets that are complete and not in turn.
@@ -245,7 +237,6 @@ class Reducer:
         self._step = None
 
     def close(self) -> None:
-        """Take the hooks off."""
         self.release_gradients()
         self._layout.remove()
         self._undo()

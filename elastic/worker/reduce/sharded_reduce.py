@@ -42,7 +42,6 @@ class _UnitGradients:
     """The gradients of one unit in the step at hand.
 
     Attributes:
-        unit: whose they are.
         has_stepped: in this micro-batch, whose gradients are left where they are since then.
     """
 
@@ -121,11 +120,9 @@ class _Step:
     """A step from its beginning until gradients are left alone again.
 
     Attributes:
-        share: what we do in it.
         control: numbers that all ranks get to see.
         is_void: it counts for nothing.
         number: of the micro-batch at hand; None before the first, and for one that does not count.
-        is_last: that is our last one.
         weight: what the loss of the micro-batch at hand is multiplied by.
         factor: what the sum is multiplied by, None until all ranks' rows are there. It is 1, but
             for a step with fewer samples than others.
@@ -205,7 +202,6 @@ class ShardedReducer:
         self._step = None
 
     def close(self) -> None:
-        """Leave backward as it was."""
         self.release_gradients()
         self._undo()
         self._activity.is_sharded = False

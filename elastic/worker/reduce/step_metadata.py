@@ -82,7 +82,6 @@ class StepMetadata:
 
     @staticmethod
     def of(numbers: Sequence[float]) -> StepMetadata:
-        """Read such a row."""
         epoch, step = divmod(int(numbers[1]), 1 << STEP_BITS)
         values, flags = tuple(numbers[HEAD:]), int(numbers[0])
         return StepMetadata(
@@ -106,7 +105,6 @@ def halves(number: int) -> tuple[int, int]:
 
 
 def whole(high: float, low: float) -> int:
-    """Return the number of these halves."""
     return (int(high) << 32) + int(low)
 
 

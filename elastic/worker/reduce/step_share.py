@@ -89,7 +89,6 @@ class StepShare:
 
     @cached_property
     def partition(self) -> MicroBatchPartition:
-        """Return how the micro-batches are dealt out."""
         return MicroBatchPartition(self.rank, self.world_size, self.num_micro_batches)
 
     def own_row(self) -> tuple[float, float, float]:
@@ -107,7 +106,6 @@ class StepShare:
 
     @staticmethod
     def of(plan: DataPlan, step: int, *, rank: int, world_size: int) -> StepShare:
-        """Return a rank's share of a step; full steps have the same."""
         is_full = plan.step_size(step) == plan.global_batch
         return _share_of(plan, 0 if is_full else step, rank, world_size)
 
@@ -179,7 +177,6 @@ class WeighedShare:
         return weight / self._micro_batch_size if weight else None
 
     def own_row(self) -> tuple[float, float, float]:
-        """Return what the others must know."""
         more = float(any(self._goes_on.values()))
         return sum(self._weights.values()), float(sum(self.counts)), more
 

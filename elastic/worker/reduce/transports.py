@@ -97,7 +97,6 @@ class SocketTransport:
         self._views: dict[tuple[int, int], list[memoryview]] = {}
 
     def expect(self, receives: Sequence[Message], then: Callable[[], None]) -> None:
-        """Let the messages be written to their places; see `Transport`."""
         for rank, tag, tensors in receives:
             views = self._views.get((rank, tag))
             if views is None:

@@ -49,7 +49,6 @@ class MicroBatchPartition:
     """How the micro-batches of a step are dealt out over a group.
 
     Attributes:
-        rank: ours.
         world_size: W.
         num_micro_batches: V.
     """
@@ -72,7 +71,6 @@ class MicroBatchPartition:
 
     @property
     def mine(self) -> tuple[Span, ...]:
-        """Return the subtrees that we hold."""
         return self.parts[self.rank]
 
 
@@ -80,9 +78,7 @@ class _Stage:
     """One round of an exchange, with its memory.
 
     Attributes:
-        round: what is done.
         gathers: it hands totals round.
-        tag: of its messages.
         receives: messages that are waited for.
         missing: how many of them have not come.
         scratch: sums that are received, by subtree.
@@ -134,11 +130,9 @@ class _RidingRows:
         self._of = {rank: self.own}
 
     def from_rank(self, rank: int) -> torch.Tensor:
-        """Return where this rank's row is to be received."""
         return self._of.setdefault(rank, torch.zeros(ROW, dtype=torch.float64))
 
     def read(self) -> list[Row]:
-        """Return them by rank."""
         return [tuple(self._of[rank].tolist()) for rank in sorted(self._of)]
 
 
@@ -146,7 +140,6 @@ class _NodeSlices:
     """The slices of one bucket that the ranks of this node read of each other in place.
 
     Attributes:
-        own: elements of ours.
         shown: the total of ours, where the others read it.
         land: where we add it up, and its first element: with nodes of different sizes, slices of
             larger groups need not lie within the node's.
@@ -386,9 +379,6 @@ class TreeExchange:
     def finish(self, divisor: float) -> None:
         """Wait until `total` is whole, and nothing of ours is on its way any more.
 
-        Args:
-            divisor: what the total is divided by.
-
         Raises:
             RuntimeError: the group broke.
         """
@@ -575,7 +565,6 @@ class StagedExchange:
         self._exchange.start(self._host, row, divisor)
 
     def wait_rows(self) -> list[Row]:
-        """Wait for everyone's row."""
         return self._exchange.wait_rows()
 
     def finish(self, divisor: float) -> None:

@@ -103,13 +103,11 @@ def size_of(spec: TensorSpec) -> int:
 
 
 def dtype_of(spec: TensorSpec) -> torch.dtype:
-    """Return the type of a tensor's elements."""
     dtype: torch.dtype = getattr(torch, spec.dtype)
     return dtype
 
 
 def extent_of(spec: TensorSpec) -> TensorExtent:
-    """Return a tensor's rows."""
     if not spec.shape:
         return TensorExtent(1, size_of(spec))
     return TensorExtent(spec.shape[0], size_of(spec) // max(1, spec.shape[0]))

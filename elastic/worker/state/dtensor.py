@@ -26,7 +26,6 @@ def dtensor_class() -> tuple[type, ...]:
 
 
 def is_fsdp(module: object) -> TypeIs[FSDPModule]:
-    """Return whether `fully_shard` was called on a module."""
     return _is_a(module, "torch.distributed.fsdp", "FSDPModule")
 
 

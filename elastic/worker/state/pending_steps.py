@@ -101,7 +101,6 @@ class PendingOptimizerSteps:
                     parameter.grad = held.detach().clone()
 
     def do(self) -> None:
-        """Step, in the order in which they were asked."""
         for call in self._calls:  # Hooks of optimizers may add calls.
             call()
         self._forget_steps()
@@ -113,7 +112,6 @@ class PendingOptimizerSteps:
             call()
 
     def forget(self) -> None:
-        """None is due any more."""
         self._forget_steps()
         self._last = {}
 

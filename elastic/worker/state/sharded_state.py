@@ -332,12 +332,7 @@ class ExpectedTensor:
 
 
 def with_expected(state: Mapping[str, Any], optimizers: Sequence[torch.optim.Optimizer]) -> Any:
-    """Return a state in which optimizers have, for what they may have saved, their parameters.
-
-    Args:
-        state: of the objects, as `TrainState.take` returns it.
-        optimizers: of that state.
-    """
+    """Return a state in which optimizers have, for what they may have saved, their parameters."""
     expected = []
     for optimizer in optimizers:
         every = [one for group in optimizer.param_groups for one in group["params"]]

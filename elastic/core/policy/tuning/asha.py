@@ -38,12 +38,7 @@ class Asha:
     def judge(
         self, trial: TrialProgress, others: Sequence[TrialProgress]
     ) -> Decision[TrialDecision]:
-        """Judge a trial by its newest report.
-
-        Args:
-            trial: with its newest report.
-            others: all other trials, with their values at rungs.
-        """
+        """Judge a trial by its newest report."""
         at, value = trial.curve[-1]
         passed: dict[int, float] = {}
         rung = self._first(trial.number)

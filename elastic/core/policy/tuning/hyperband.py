@@ -84,12 +84,7 @@ class HyperBand:
     def settle(
         self, trials: Sequence[TrialProgress], *, is_exhausted: bool
     ) -> list[tuple[int, Decision[TrialDecision]]]:
-        """Return the decisions for waiting trials whose bracket is complete at their rung.
-
-        Args:
-            trials: all of them, by number.
-            is_exhausted: there will be no more trials.
-        """
+        """Return the decisions for waiting trials whose bracket is complete at their rung."""
         found: list[tuple[int, Decision[TrialDecision]]] = []
         first = 0
         while first < len(trials):
