@@ -20,6 +20,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent import futures
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -37,6 +38,7 @@ MESSAGES = frozenset((12, 13, 14))
 """Numbers of torch's OpType: SEND, RECV, RECVANYSOURCE."""
 
 Wait = Callable[..., Any]
+_Call = tuple[Callable[[], Any], futures.Future[Any]]
 _checks: list[Callable[[], None]] = []
 _checks_while_waiting: list[Callable[[], None]] = []
 
@@ -102,12 +104,12 @@ class AbortableWait:
         self._waiters.mine = None
         answer = waiter.submit(call)
         over = _Over(resources)
-        while not answer.is_there.wait(SLICE_S):
+        while not futures.wait((answer,), SLICE_S).done:
             if over.is_certain():
                 waiter.leave()
                 raise over.error()
         self._waiters.mine = waiter
-        return answer.take()
+        return answer.result()
 
 
 def _in_slices(
@@ -152,33 +154,18 @@ class _Over:
         )
 
 
-class CallResult:
-    """What a call returned or raised, once it is there."""
-
-    def __init__(self) -> None:
-        self.is_there = threading.Event()
-        self.value: Any = None
-        self.error: BaseException | None = None
-
-    def take(self) -> Any:
-        if self.error is not None:
-            raise self.error
-        return self.value
-
-
 class WaitThread:
     """A thread that makes blocking calls for another thread, which may abandon it in one."""
 
     def __init__(self) -> None:
-        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], CallResult] | None]
-        self._calls = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         threading.Thread(
             target=_serve, args=(self._calls,), name="elastic-wait", daemon=True
         ).start()
 
-    def submit(self, call: Callable[[], Any]) -> CallResult:
+    def submit(self, call: Callable[[], Any]) -> futures.Future[Any]:
         """Have a call made; returns at once."""
-        answer = CallResult()
+        answer: futures.Future[Any] = futures.Future()
         self._calls.put((call, answer))
         return answer
 
@@ -191,13 +178,12 @@ class WaitThread:
         self._calls.put(None)
 
 
-def _serve(calls: queue.SimpleQueue[tuple[Callable[[], Any], CallResult] | None]) -> None:
+def _serve(calls: queue.SimpleQueue[_Call | None]) -> None:
     # No method of the waiter's: it would keep itself alive.
     while (item := calls.get()) is not None:
         call, answer = item
         try:
-            answer.value = call()
+            answer.set_result(call())
         except BaseException as error:
-            answer.error = error
-        answer.is_there.set()
+            answer.set_exception(error)
         del item, call, answer

@@ -2,14 +2,13 @@
 
 Rule: `abort` may be called from any thread at any time. After it no thread of this generation
 blocks on a peer, except in waits that gloo never wakes (see `abortable_wait`). Teardown takes up to
-10 ms for each connection, so the reaper thread does it in the background.
+10 ms for each connection, so a reaper thread does it in the background.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import queue
 import socket
 import threading
 import time
@@ -256,64 +255,31 @@ class GroupResources:
         self._cut_at = self._cut_at or time.monotonic()
 
 
-ReapedItem = tuple[list[Any], Callable[[], None] | None]
-
-
 class BackgroundReaper:
-    """Releases objects with slow destructors in a thread.
+    """Releases objects with slow destructors, each lot in a thread of its own.
 
-    A group with a stuck wait is released only after that wait's timeout. While a thread is busy
-    with one, the next object gets a new thread.
+    A group takes 10 ms per connection, and one with a stuck wait ends only after that wait's
+    timeout.
     """
 
     def __init__(self) -> None:
-        self._reaper: ReaperThread | None = None
-        self._lock = threading.Lock()
+        self._newest: threading.Thread | None = None
 
     def release_later(self, things: list[Any], first: Callable[[], None] | None = None) -> None:
         """Release these objects, after a last call; the caller must keep no reference."""
-        if not things:
-            return
-        with self._lock:
-            if self._reaper is None or self._reaper.is_busy:
-                self._end(self._reaper)
-                self._reaper = ReaperThread()
-            self._reaper.is_busy = True
-            self._reaper.items.put((things, first))
+        if things:
+            self._newest = threading.Thread(
+                target=_release, args=(things, first), name="elastic-reaper", daemon=True
+            )
+            self._newest.start()
 
     def close(self) -> None:
         """Finish, within reason."""
-        with self._lock:
-            reaper, self._reaper = self._reaper, None
-        self._end(reaper)
-        if reaper is not None:
-            reaper.thread.join(BURIAL_S)
-
-    @staticmethod
-    def _end(reaper: ReaperThread | None) -> None:
-        if reaper is not None:
-            reaper.items.put(None)
+        if self._newest is not None:
+            self._newest.join(BURIAL_S)
 
 
-class ReaperThread:
-    """A thread that releases aborted groups, because that takes 10 ms per connection.
-
-    Attributes:
-        items: what to release; None for the end.
-        is_busy: it releases an item.
-    """
-
-    def __init__(self) -> None:
-        self.items: queue.SimpleQueue[ReapedItem | None] = queue.SimpleQueue()
-        self.is_busy = False
-        self.thread = threading.Thread(target=self._run, name="elastic-reaper", daemon=True)
-        self.thread.start()
-
-    def _run(self) -> None:
-        while (item := self.items.get()) is not None:
-            things, first = item
-            if first is not None:
-                first()
-            things.clear()
-            del item, things, first
-            self.is_busy = False
+def _release(things: list[Any], first: Callable[[], None] | None) -> None:
+    if first is not None:
+        first()
+    things.clear()
