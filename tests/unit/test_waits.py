@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,8 +27,7 @@ from tests.patience import DEADLINE_S
 class PlayedLife:
     """A life whose end the test says."""
 
-    generation: int = 1
-    spec: str = "rank 0 of 2"
+    spec: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(generation=1))
     is_over: bool = False
     threads: frozenset[int] = frozenset()
     timeout: timedelta = timedelta(seconds=DEADLINE_S)

@@ -147,10 +147,10 @@ class _Over:
         return self._resources.has_closed_all() and self._quiet.lasts(QUIET_S)
 
     def error(self) -> RuntimeError:
-        log.info("forgotten_by_gloo generation=%d: a wait was given up", self._resources.generation)
+        spec = self._resources.spec
+        log.info("forgotten_by_gloo generation=%d: a wait was given up", spec.generation)
         return RuntimeError(
-            f"{self._resources.spec}: Connection closed: the group is over, "
-            f"and gloo did not report it"
+            f"{spec}: Connection closed: the group is over, and gloo did not report it"
         )
 
 

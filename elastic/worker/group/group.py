@@ -158,7 +158,7 @@ class ProcessGroups:
         self.drop()
         began = time.monotonic()
         limit_s = min(spec.timeout_s, spec.form_timeout_s)
-        resources = GroupResources(generation=spec.generation, deadline=began + limit_s, spec=spec)
+        resources = GroupResources(deadline=began + limit_s, spec=spec)
         with self._lock:
             is_over = spec.generation <= self._fence
             if not is_over:
@@ -264,7 +264,7 @@ class ProcessGroups:
             if generation is not None:
                 self._fence = max(self._fence, generation)
             resources = self._resources
-        if resources is not None and (generation is None or resources.generation <= generation):
+        if resources is not None and (generation is None or resources.spec.generation <= generation):
             self._abort(resources)
 
     def peer_hung_up(self) -> bool:
@@ -295,7 +295,7 @@ class ProcessGroups:
     def _abort(self, resources: GroupResources) -> None:
         with self._abort_lock, _hurry():
             if resources.abort():
-                log.info("group_aborted generation=%d", resources.generation)
+                log.info("group_aborted generation=%d", resources.spec.generation)
 
     def _connect(self, resources: GroupResources, spec: GroupSpec) -> None:
         """Connect to the leader's store; the leader does so too, like everyone else."""

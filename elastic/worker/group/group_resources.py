@@ -58,19 +58,35 @@ class GlooBackend:
 
 
 @dataclass
+class _Cut:
+    """How far the end of a generation's connections is; times are of `time.monotonic`, 0 before.
+
+    Attributes:
+        at: when they had been cut.
+        kept_until: until when our ends of them are kept up.
+        silenced_at: when those were silenced that gloo had not closed.
+        handles: our ends.
+    """
+
+    at: float = 0.0
+    kept_until: float = 0.0
+    silenced_at: float = 0.0
+    handles: list[socket.socket] = field(default_factory=list)
+
+
+@dataclass
 class GroupResources:
     """What has to be cut and released when a generation ends.
 
     Attributes:
         deadline: `time.monotonic()` by which the group must be formed.
-        spec: the `GroupSpec`, for messages.
+        spec: the `GroupSpec`.
         store: the group's store, once the leader has answered.
         device: gloo's device; all groups of a generation share one, and no two generations do.
         loop: the device's event loop.
         threads: ids of the threads in which gloo carries out its collectives.
     """
 
-    generation: int
     deadline: float
     spec: Any
     store: Any = None
@@ -82,10 +98,7 @@ class GroupResources:
     _backends: list[GlooBackend] = field(default_factory=list)
     _waiting: Future[Any] | None = None
     _nccl: list[threading.Thread] = field(default_factory=list)
-    _handles: list[socket.socket] = field(default_factory=list)
-    _quiet_at: float = 0.0
-    _cut_at: float = 0.0
-    _silenced_at: float = 0.0
+    _end: _Cut = field(default_factory=_Cut)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def left_s(self) -> float:
@@ -174,18 +187,19 @@ class GroupResources:
 
         Nothing more is received then; a gloo thread may still copy or add up earlier data.
         """
-        if not self._cut_at:
+        end = self._end
+        if not end.at:
             return False
         ours = {one.inode for known in list(self._backends) for one in known.sockets}
         with self._lock:  # `release` ends the device, and its descriptor may then be reused
             left = ours.intersection(one.inode for one in self.loop.watched()) if self.loop else ()
             now = time.monotonic()
-            if not left or now - self._cut_at < CLOSE_S:
+            if not left or now - end.at < CLOSE_S:
                 return not left
-            if self.loop is not None and not self._silenced_at:
+            if self.loop is not None and not end.silenced_at:
                 self.loop.silence(ours)
-                self._silenced_at = now
-            return now - self._silenced_at > SILENT_S
+                end.silenced_at = now
+            return now - end.silenced_at > SILENT_S
 
     @property
     def timeout(self) -> timedelta:
@@ -228,9 +242,9 @@ class GroupResources:
         The device's own reference goes first: then a backend's destructor ends the device, which
         torch runs without holding the interpreter lock.
         """
-        time.sleep(max(0.0, self._quiet_at - time.monotonic()))
+        time.sleep(max(0.0, self._end.kept_until - time.monotonic()))
         with self._lock:
-            handles, self._handles = self._handles, []
+            handles, self._end.handles = self._end.handles, []
             self.loop = None
             self.device = None
         for handle in handles:
@@ -246,13 +260,13 @@ class GroupResources:
     def _cut(self) -> None:
         with self._lock:  # `release` ends the device, and its descriptor may then be reused
             if self.loop is not None:
-                self._handles += end_reading(self.loop.watched())
-                self._quiet_at = time.monotonic() + KEEP_UP_S
+                self._end.handles += end_reading(self.loop.watched())
+                self._end.kept_until = time.monotonic() + KEEP_UP_S
         store = self.store
         if store is not None:
             store.cut()
         connections.cut_all()
-        self._cut_at = self._cut_at or time.monotonic()
+        self._end.at = self._end.at or time.monotonic()
 
 
 class BackgroundReaper:

@@ -55,7 +55,7 @@ class StuckWaitWatchdog:
     def check(self) -> None:
         """Take one sample, some times a second; end the process if nothing else can help."""
         resources = self._groups.over()
-        place = _place_of_main(resources.generation) if resources is not None else None
+        place = _place_of_main(resources.spec.generation) if resources is not None else None
         now, spent = time.monotonic(), time.process_time()
         is_late, self._checked = now - self._checked > LATE_S, now
         is_still = spent - self._spent <= BUSY * (now - self._since)
