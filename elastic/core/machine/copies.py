@@ -174,7 +174,7 @@ def end(cluster: ClusterState, job: JobState) -> None:
 
 def _learn_request(job: JobState) -> None:
     """Take the members' request for copies; the last one holds while they report none."""
-    members = [job.workers[w].report for w in job.member_ids() if w in job.workers]
+    members = [worker.report for worker in job.present_members()]
     reported = [r for r in members if r.copies_every and r.generation == job.generation]
     if reported:
         job.copies.every_n_steps = max(report.copies_every for report in reported)
@@ -364,13 +364,12 @@ def _without_group(cluster: ClusterState, job: JobState, spread: CopyCoverage) -
     is_kept = all(staying.get(s) == found.get(s) for s in _members(job) if s not in present)
     # Copies of an earlier generation have other sources.
     base = base if is_kept and base[0] == job.generation else replication.NO_COPY
-    waiting = [job.workers[w] for w in job.member_ids() if w in job.workers]
     is_waiting = (
         not job.copies.is_sharded
         and job.newest.training_since_ns is not None
         and any(
             w.stop_cause is None and w.report.in_place and not present[w.node_id].drain.is_on
-            for w in waiting
+            for w in job.present_members()
             if w.node_id in present
         )
     )

@@ -15,7 +15,7 @@ from enum import Enum
 
 from elastic.core.config import NS_PER_S
 from elastic.core.machine import leaving, timeouts
-from elastic.core.machine.jobs import ClusterState, JobState, WorkerState
+from elastic.core.machine.jobs import ClusterState, JobState
 from elastic.core.policy import failure as failure_policy
 from elastic.core.policy.decision import Decision
 from elastic.core.world import Failure, WorkerPhase
@@ -39,16 +39,16 @@ class EarlyLeaveOutcome(Enum):
 
 def has_left(job: JobState) -> bool:
     """Return whether a member of the newest group has finished."""
-    return any(_has_finished(job, worker) for _, worker in _members(job))
+    return job.is_open and any(w.has_finished(job.generation) for w in job.present_members())
 
 
 def judge(cluster: ClusterState, job: JobState) -> Decision[EarlyLeaveOutcome]:
     """Decide whether finished members have broken a group, and charge the job for it."""
     if leaving.nodes_of(cluster, job) or timeouts.is_somebody_behind(job):
         return Decision(EarlyLeaveOutcome.AGAIN, "the group changes")
-    members = _members(job)
-    left = [(rank, worker) for rank, worker in members if _has_finished(job, worker)]
-    others = [rank for rank, worker in members if not _has_finished(job, worker)]
+    members = [(job.rank_of(w.report.worker_id), w) for w in job.present_members()]
+    left = [(rank, worker) for rank, worker in members if worker.has_finished(job.generation)]
+    others = [rank for rank, worker in members if not worker.has_finished(job.generation)]
     hows = {rank: worker.report.left or "has finished" for rank, worker in left}
     first = left[0][0]
     same = [rank for rank, how in hows.items() if how == hows[first]]
@@ -69,16 +69,6 @@ def judge(cluster: ClusterState, job: JobState) -> Decision[EarlyLeaveOutcome]:
         return Decision(EarlyLeaveOutcome.FAIL, decision.reason)
     cluster.note("left_early", job.job_id, generation=job.generation, reason=what)
     return Decision(EarlyLeaveOutcome.AGAIN, decision.reason)
-
-
-def _members(job: JobState) -> list[tuple[int, WorkerState]]:
-    ids = job.member_ids() if job.is_open else ()
-    return [(rank, job.workers[w]) for rank, w in enumerate(ids) if w in job.workers]
-
-
-def _has_finished(job: JobState, worker: WorkerState) -> bool:
-    report = worker.report
-    return report.phase is WorkerPhase.FINISHED and report.generation == job.generation
 
 
 def _ranks(ranks: Sequence[int]) -> str:

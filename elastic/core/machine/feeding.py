@@ -19,7 +19,7 @@ def settle(cluster: ClusterState, job: JobState) -> int | None:
     if fed is None or not job.is_open:
         return None
     trains = fed.is_open and fed.newest.training_since_ns is not None
-    members = [fed.workers[one] for one in fed.member_ids() if one in fed.workers] if trains else []
+    members = fed.present_members() if trains else []
     before, limits = job.size.growth, job.limits
     decision = feeding.decide(
         limits,

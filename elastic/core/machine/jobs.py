@@ -91,6 +91,10 @@ class WorkerState:
         # A reported exception is kept: the agent knows only how the process ended.
         self.report = replace(report, failure=report.failure or self.report.failure)
 
+    def has_finished(self, generation: Generation) -> bool:
+        """Return whether it has finished as a member of this group."""
+        return self.report.phase is WorkerPhase.FINISHED and self.report.generation == generation
+
 
 @dataclass
 class JobState:
@@ -173,6 +177,10 @@ class JobState:
         """Return the ids of the newest group's members by rank."""
         return self.newest.group.worker_ids() if self.newest.group else ()
 
+    def present_members(self) -> list[WorkerState]:
+        """Return the newest group's members that are not lost, by rank."""
+        return [self.workers[w] for w in self.member_ids() if w in self.workers]
+
     def rank_of(self, worker_id: WorkerId) -> int:
         """Return the worker's rank in the newest group, -1 if it has none."""
         group = self.newest.group
@@ -218,8 +226,7 @@ class JobState:
         """Return whether its group trains in a loop that new members can enter."""
         if not self.is_open:
             return False
-        members = (self.workers.get(worker_id) for worker_id in self.member_ids())
-        return any(w is not None and w.report.in_place for w in members)
+        return any(w.report.in_place for w in self.present_members())
 
     def candidates(self, book: NodeBook) -> dict[WorkerId, Candidate]:
         found, nodes, holders = {}, book.nodes, self.state_holders()
@@ -340,9 +347,8 @@ class JobState:
 
     def sample(self) -> JobSample:
         group = self.newest.group if self.phase is JobPhase.RUNNING else None
-        members = group.members if group is not None else ()
-        present = (self.workers.get(one.worker_id) for one in members)
-        telemetry = first_reported(worker.telemetry for worker in present if worker is not None)
+        present = self.present_members() if group is not None else []
+        telemetry = first_reported(worker.telemetry for worker in present)
         return JobSample(self.spec.job_id, group, telemetry)
 
     def view(self, now_ns: int, unix_ahead_ns: int | None) -> JobView:

@@ -168,8 +168,7 @@ def _keep_out(cluster: ClusterState, job: JobState) -> None:
 
 def _nodes(job: JobState) -> dict[NodeId, int]:
     """Return the nodes of the newest group by rank, with the number of its workers on each."""
-    members = [job.workers[w].node_id for w in job.member_ids() if w in job.workers]
-    return dict(Counter(members))
+    return dict(Counter(worker.node_id for worker in job.present_members()))
 
 
 def _gets_on(cluster: ClusterState, job: JobState) -> bool:

@@ -68,8 +68,7 @@ def check_broken_groups(cluster: ClusterState, state: NodeState) -> None:
         job = cluster.job_of(worker_id)
         if job is None or not job.is_open or not job.is_member(worker_id):
             continue
-        members = [job.workers[w] for w in job.member_ids() if w in job.workers]
-        if any(is_broken(job, member) for member in members):
+        if any(is_broken(job, member) for member in job.present_members()):
             state.absence.lost_at_ns = cluster.now_ns + _timeout_ns(state)
 
 

@@ -179,8 +179,7 @@ def _is_whole(job: JobState) -> bool:
 
 
 def _is_ending(job: JobState) -> bool:
-    workers = [job.workers[w] for w in job.member_ids() if w in job.workers]
-    return any(w.report.phase is WorkerPhase.FINISHED for w in workers)
+    return any(w.report.phase is WorkerPhase.FINISHED for w in job.present_members())
 
 
 def _yields(job: JobState) -> str:
@@ -190,7 +189,7 @@ def _yields(job: JobState) -> str:
 
 
 def _leaves(job: JobState) -> str:
-    workers = [job.workers[w] for w in job.member_ids() if w in job.workers]
+    workers = job.present_members()
     out = sum(1 for w in workers if w.report.phase is WorkerPhase.READY)
     if out and job.is_in_place():
         return f"{_yields(job)}: {out} of {len(workers)} members have saved their part and left"

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from elastic.core.machine.jobs import ClusterState, JobState, WorkerState
+from elastic.core.machine.jobs import ClusterState, JobState
 from elastic.core.machine.nodes import NodeState
 from elastic.core.policy import eviction, placement, queue
 from elastic.core.policy.decision import Decision
@@ -135,7 +135,9 @@ def demand_of(cluster: ClusterState, job: JobState) -> Demand:
         away=sum(1 for w in alive if not nodes[w].is_live()),
         out=frozenset(job.links.out),
         trains=job.is_open,
-        is_ending=job.is_open and any(_has_finished(job, alive.get(w)) for w in job.member_ids()),
+        is_ending=job.is_open and any(
+            w.has_finished(job.generation) for w in job.present_members() if w.stop_cause is None
+        ),
         keeps_state=job.generation > 0,
         in_place=job.is_in_place(),
         stays=eviction.why_it_stays(
@@ -155,13 +157,6 @@ def _by_preference(job: JobState) -> list[WorkerId]:
     )
     out = job.links.out
     return sorted(members + others, key=lambda w: job.workers[w].node_id in out)
-
-
-def _has_finished(job: JobState, worker: WorkerState | None) -> bool:
-    if worker is None:
-        return False
-    report = worker.report
-    return report.phase is WorkerPhase.FINISHED and report.generation == job.generation
 
 
 def place(

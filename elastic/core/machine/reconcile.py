@@ -337,10 +337,9 @@ def _suspend(cluster: ClusterState, job: JobState, plan: GroupPlan, reason: str)
         cluster.charge(job, worker)
     job.move(JobPhase.PENDING, cluster.now_ns)
     cluster.persist(job)
-    for worker_id in job.member_ids():
-        if worker_id in job.workers:
-            leave = LeaveGroup(worker_id, job.generation, False, plan.cause)
-            _send_group(cluster, job.workers[worker_id], leave)
+    for worker in job.present_members():
+        leave = LeaveGroup(worker.report.worker_id, job.generation, False, plan.cause)
+        _send_group(cluster, worker, leave)
     cluster.note("group_suspended", job.job_id, generation=job.generation, reason=reason)
 
 
@@ -363,11 +362,8 @@ def _is_complete(job: JobState) -> bool:
         return False
     if job.outcome.failure_generation == job.generation:
         return False
-    left = [job.workers[w] for w in job.member_ids() if w in job.workers]
-    return bool(left) and all(
-        w.report.phase is WorkerPhase.FINISHED and w.report.generation == job.generation
-        for w in left
-    )
+    left = job.present_members()
+    return bool(left) and all(worker.has_finished(job.generation) for worker in left)
 
 
 def _give_up_stuck(cluster: ClusterState, job: JobState) -> None:
@@ -439,8 +435,8 @@ def _save_before_they_leave(cluster: ClusterState, job: JobState) -> None:
 
 def _start_workers(cluster: ClusterState, job: JobState) -> bool:
     """Start as many more workers as max and the nodes allow; return whether any was started."""
-    members = [job.workers[w] for w in job.member_ids() if w in job.workers]
-    if job.is_open and any(w.report.phase is WorkerPhase.FINISHED for w in members):
+    is_ending = any(w.report.phase is WorkerPhase.FINISHED for w in job.present_members())
+    if job.is_open and is_ending:
         return False
     if job.must_release_workers():
         return False

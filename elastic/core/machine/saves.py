@@ -32,9 +32,8 @@ def request_checkpoint(cluster: ClusterState, job: JobState, **why: str) -> None
     """Request a checkpoint of the group; `why` has fields for the event log."""
     cluster.num_saves += 1
     job.reports.save_request = cluster.term.first_number + cluster.num_saves
-    for worker_id in job.member_ids():
-        if worker_id in job.workers:
-            remind(cluster, job, job.workers[worker_id])
+    for worker in job.present_members():
+        remind(cluster, job, worker)
     cluster.note("checkpoint_requested", job.job_id, request=job.reports.save_request, **why)
 
 

@@ -69,7 +69,7 @@ def may_wait(cluster: ClusterState, job: JobState, worker: WorkerState) -> bool:
 
 
 def _members(job: JobState) -> list[WorkerState]:
-    return [job.workers[w] for w in job.member_ids() if w in job.workers] if job.is_open else []
+    return job.present_members() if job.is_open else []
 
 
 def patience_s(cluster: ClusterState, job: JobState, worker: WorkerState) -> float:
@@ -104,9 +104,9 @@ def is_saving(cluster: ClusterState, job: JobState) -> bool:
     """Return whether members save where they leave, and none of those still inside has stalled."""
     if not (job.newest.phase is GroupPhase.SAVING and job.is_in_place()):
         return False
-    inside = [job.workers[w] for w in job.member_ids() if w in job.workers]
     return not any(
-        w.report.phase is WorkerPhase.TRAINING and is_stalled(cluster, job, w) for w in inside
+        w.report.phase is WorkerPhase.TRAINING and is_stalled(cluster, job, w)
+        for w in job.present_members()
     )
 
 
