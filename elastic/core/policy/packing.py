@@ -44,10 +44,11 @@ class NodeCapacity:
 
     def capacity(self, need: Resources) -> int:
         """Return how many workers fit onto the empty node."""
-        return _capacity(self.slots, dict(self.resources.milli), need)
+        return fitting(self.slots, dict(self.resources.milli), need)
 
 
-def _capacity(slots: int, free: Mapping[str, int], need: Resources) -> int:
+def fitting(slots: int, free: Mapping[str, int], need: Resources) -> int:
+    """Return how many workers fit into so many slots and free resources (in thousandths)."""
     count = slots
     for name, amount in need.milli:
         count = min(count, free.get(name, 0) // amount)
@@ -103,7 +104,7 @@ class FreeCapacity:
 
     def capacity(self, node_id: NodeId, need: Resources) -> int:
         """Return how many more workers fit onto the node."""
-        return _capacity(self.slots[node_id], self._free[node_id], need)
+        return fitting(self.slots[node_id], self._free[node_id], need)
 
     def take(self, node_id: NodeId, need: Resources, *, is_new: bool) -> None:
         """Place one worker on the node; `is_new`: it does not run there already."""
@@ -210,10 +211,10 @@ class WorkerPlacer:
             heapq.heapreplace(heap, (now, node_id))
         return None
 
-    def host(self, node_id: NodeId, count: int) -> None:
-        self.hosting[node_id] = self.hosting.get(node_id, 0) + count
+    def host(self, node_id: NodeId) -> None:
+        self.hosting[node_id] = self.hosting.get(node_id, 0) + 1
         zone = self._zone(node_id)
-        self._loads[zone] = self._loads.get(zone, 0) + count
+        self._loads[zone] = self._loads.get(zone, 0) + 1
         # For PACK that makes the node a better choice, which the heaps cannot find by themselves.
         key = self._key(node_id)
         heap = self._heaps.setdefault(zone, [])

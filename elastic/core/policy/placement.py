@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from elastic.core.config import KNOWN_ACCELERATORS, JobSpec
 from elastic.core.policy.decision import Decision
 from elastic.core.policy.demands import workers
-from elastic.core.policy.packing import together
+from elastic.core.policy.packing import fitting, together
 from elastic.core.world import NO_ZONE, Node, NodeId, Resources, Strategy, zone_of
 
 
@@ -106,11 +106,7 @@ def _matches(spec: JobSpec, offer: NodeOffer) -> bool:
 
 def _capacity(spec: JobSpec, offer: NodeOffer) -> int:
     """Return how many workers of this job still fit onto the node."""
-    count = offer.free_slots
-    free = dict(offer.free.milli)
-    for name, amount in spec.resources_per_worker.milli:
-        count = min(count, free.get(name, 0) // amount)
-    return max(0, count)
+    return fitting(offer.free_slots, dict(offer.free.milli), spec.resources_per_worker)
 
 
 def _one_node(offers: Sequence[NodeOffer], capacity: Mapping[NodeId, int]) -> dict[NodeId, int]:
@@ -207,10 +203,7 @@ def _unlike(spec: JobSpec, offers: Sequence[NodeOffer]) -> str:
 
 def _holds(spec: JobSpec, offer: NodeOffer) -> int:
     """Return how many workers an empty node could take."""
-    count = offer.slots
-    for name, amount in spec.resources_per_worker.milli:
-        count = min(count, dict(offer.total.milli).get(name, 0) // amount)
-    return count
+    return fitting(offer.slots, dict(offer.total.milli), spec.resources_per_worker)
 
 
 def _empty(spec: JobSpec, offers: Sequence[NodeOffer]) -> list[dict[str, int]]:

@@ -245,7 +245,7 @@ class _Plan:
             self.space.take(node_id, need, is_new=False)
             draft.kept[worker_id] = node_id
             if draft.placer is not None:
-                draft.placer.host(node_id, 1)
+                draft.placer.host(node_id)
             count += 1
         return count
 
@@ -287,7 +287,7 @@ class _Plan:
             if node_id is None:
                 break
             self.space.take(node_id, spec.resources_per_worker, is_new=True)
-            draft.placer.host(node_id, 1)
+            draft.placer.host(node_id)
             chosen.append(node_id)
         return chosen
 
