@@ -16,7 +16,6 @@ import anyio
 
 from elastic.agent.leader_discovery import HOPELESS, find_leader
 from elastic.agent.outbox import Outbox
-from elastic.core.cluster_messages import Coordinators
 from elastic.core.config import NS_PER_S, ns
 from elastic.core.events.agent import (
     AgentEvent,
@@ -24,7 +23,7 @@ from elastic.core.events.agent import (
     ConnectionLost,
     CoordinatorMessageReceived,
 )
-from elastic.core.messages import AgentMessage, FollowLogs, LogLines, Refusal, Welcome
+from elastic.core.messages import AgentMessage, Coordinators, FollowLogs, LogLines, Refusal, Welcome
 from elastic.core.world import SessionId
 from elastic.errors import (
     ConfigError,

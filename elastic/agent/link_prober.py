@@ -14,7 +14,7 @@ from collections.abc import Callable
 import anyio
 
 from elastic.core.events.agent import LinksProbed
-from elastic.core.link_messages import Link, LinksTried, TryLinks
+from elastic.core.messages import Link, LinksTried, TryLinks
 from elastic.core.world import NodeId
 
 LIMIT_S = 3.0

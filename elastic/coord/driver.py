@@ -26,7 +26,6 @@ from elastic.coord.run_history import RunHistory
 from elastic.coord.sessions import Session, Sessions
 from elastic.coord.suspend_detector import watch_suspends
 from elastic.coord.watchers import Watchers, jobs_of
-from elastic.core.cluster_messages import Coordinators
 from elastic.core.config import JobSpec
 from elastic.core.events.coordinator import (
     AgentConnected,
@@ -46,7 +45,7 @@ from elastic.core.events.coordinator import (
     WokeFromSuspend,
 )
 from elastic.core.events.shared import Note, Tick
-from elastic.core.messages import AgentMessage, Hello, Welcome
+from elastic.core.messages import AgentMessage, Coordinators, Hello, Welcome
 from elastic.core.view import ClusterView, JobSample
 from elastic.core.world import JobId, Member
 from elastic.errors import Unavailable

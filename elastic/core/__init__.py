@@ -5,6 +5,6 @@ What is where:
     facts         world (node, worker, group, job), config, telemetry, study (of elastic.tune),
                   view (what users are shown)
     decisions     policy/ (pure functions), machine/ (states), events/ (what goes in and out)
-    messages      messages, cluster_messages, copy_messages, link_messages
+    messages      messages, copy_messages
     errors        broken (which texts of others say that a group broke)
 """

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from elastic.core.cluster_messages import Coordinators, Drain
 from elastic.core.config import JobSpec
 from elastic.core.copy_messages import (
     CopiesHeld,
@@ -19,7 +18,6 @@ from elastic.core.copy_messages import (
     KeepCopy,
     Replicate,
 )
-from elastic.core.link_messages import LinksTried, TryLinks
 from elastic.core.telemetry import Goodput, Telemetry
 from elastic.core.world import (
     NO_GENERATION,
@@ -31,6 +29,7 @@ from elastic.core.world import (
     JobId,
     LeavingNode,
     Node,
+    NodeId,
     RefusalCode,
     ReportKind,
     WorkerId,
@@ -215,6 +214,15 @@ class LogLines:
     unix_ns: int = 0
     generation: Generation = NO_GENERATION
     rank: int = -1
+
+
+@dataclass(frozen=True)
+class LinksTried:
+    """Reply to `TryLinks`; a node that refuses the connection counts as reached."""
+
+    job_id: JobId
+    reached: tuple[NodeId, ...] = ()
+    unreachable: tuple[NodeId, ...] = ()
 
 
 AgentMessage = (
@@ -433,6 +441,53 @@ class Profile:
     worker_id: WorkerId
     seconds: float
     name: str
+
+
+@dataclass(frozen=True)
+class Coordinators:
+    """The addresses of all coordinators, including the leader. Bypasses the state machines.
+
+    Attributes:
+        addresses: "host:port" each; kept in addition to those that the agent was started with.
+    """
+
+    addresses: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Drain:
+    """An operator drains this node; the agent remembers that across coordinators.
+
+    Attributes:
+        timeout_ns: time until it must be gone, from the time of sending; the earliest end counts.
+    """
+
+    reason: str
+    timeout_ns: int
+
+
+@dataclass(frozen=True)
+class Link:
+    """The link to another node.
+
+    Attributes:
+        address: "host:port" where a worker of the job listens on it.
+    """
+
+    node_id: NodeId
+    address: str
+
+
+@dataclass(frozen=True)
+class TryLinks:
+    """Probe links: connect without sending anything, and report which nodes were reached.
+
+    Attributes:
+        job_id: of the group that makes no progress.
+    """
+
+    job_id: JobId
+    links: tuple[Link, ...]
 
 
 CoordinatorMessage = (

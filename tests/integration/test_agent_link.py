@@ -11,9 +11,9 @@ import anyio
 import pytest
 
 from elastic.agent.link import Link, LinkCallbacks
-from elastic.core.cluster_messages import Coordinators
 from elastic.core.events.agent import Connected, ConnectionLost, CoordinatorMessageReceived
 from elastic.core.messages import (
+    Coordinators,
     DrainNotice,
     FollowLogs,
     Hello,

@@ -16,9 +16,15 @@ import pytest
 
 from elastic.client.jobs import Client
 from elastic.coord.suspend_detector import POLL_S, SUSPEND_S
-from elastic.core.cluster_messages import Coordinators
 from elastic.core.config import CoordinatorConfig, ns
-from elastic.core.messages import Announce, LeaveGroup, StartWorker, StopWorker, WorkerUpdate
+from elastic.core.messages import (
+    Announce,
+    Coordinators,
+    LeaveGroup,
+    StartWorker,
+    StopWorker,
+    WorkerUpdate,
+)
 from elastic.core.world import (
     ExitCause,
     ExitKind,

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from elastic.core.cluster_messages import Drain
 from elastic.core.config import NS_PER_S
 from elastic.core.events.coordinator import (
     CloseSession,
@@ -19,10 +18,10 @@ from elastic.core.events.coordinator import (
     Reply,
     SendAgent,
 )
-from elastic.core.link_messages import TryLinks
 from elastic.core.messages import (
     Announce,
     CoordinatorMessage,
+    Drain,
     DumpStacks,
     ForgetWorker,
     LeaveGroup,
@@ -34,6 +33,7 @@ from elastic.core.messages import (
     SaveState,
     StartWorker,
     StopWorker,
+    TryLinks,
     Welcome,
 )
 from elastic.core.view import ClusterView

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from elastic.core.events.agent import LinksProbed
-from elastic.core.link_messages import LinksTried, TryLinks
+from elastic.core.messages import LinksTried, TryLinks
 from elastic.core.world import Generation, JobId, NodeId
 from tests.simulation.world import MS, S, Timeline
 

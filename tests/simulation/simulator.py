@@ -20,7 +20,6 @@ from dataclasses import dataclass, replace
 
 import click
 
-from elastic.core.cluster_messages import Drain
 from elastic.core.config import JobSpec, ns
 from elastic.core.events.coordinator import (
     CheckpointRequested,
@@ -35,6 +34,7 @@ from elastic.core.machine.suspicion import FORMING_PROBES
 from elastic.core.messages import (
     AgentMessage,
     CoordinatorMessage,
+    Drain,
     Release,
 )
 from elastic.core.policy.hang import FIRST_TIMES

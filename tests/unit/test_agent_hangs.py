@@ -3,8 +3,16 @@
 from __future__ import annotations
 
 from elastic.core.events.agent import LinksProbed, ProbeLinks, ShowStacks
-from elastic.core.link_messages import Link, LinksTried, TryLinks
-from elastic.core.messages import DumpStacks, Probe, ProbeAck, Pulse, StopWorker
+from elastic.core.messages import (
+    DumpStacks,
+    Link,
+    LinksTried,
+    Probe,
+    ProbeAck,
+    Pulse,
+    StopWorker,
+    TryLinks,
+)
 from elastic.core.world import JobId, NodeId
 from tests.unit.agent_under_test import W1, W2, S, with_worker
 

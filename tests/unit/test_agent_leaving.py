@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from elastic.core.cluster_messages import Drain
 from elastic.core.events.agent import (
     Connected,
     ConnectionLost,
@@ -13,6 +12,7 @@ from elastic.core.events.agent import (
     Spawn,
 )
 from elastic.core.messages import (
+    Drain,
     Release,
     ReportAck,
     Reported,

@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 
 from elastic.core.events.coordinator import SendAgent
-from elastic.core.link_messages import LinksTried, TryLinks
-from elastic.core.messages import LeaveGroup, StopWorker
+from elastic.core.messages import LeaveGroup, LinksTried, StopWorker, TryLinks
 from elastic.core.world import JobId, JobPhase, NodeId, WorkerPhase
 from tests.unit.coordinator_under_test import CONFIG, STOPPED, Coordinator, running
 

@@ -11,7 +11,7 @@ import pytest
 
 from elastic.agent.link_prober import LinkProber
 from elastic.core.events.agent import LinksProbed
-from elastic.core.link_messages import Link, LinksTried, TryLinks
+from elastic.core.messages import Link, LinksTried, TryLinks
 from elastic.core.world import JobId, NodeId
 
 pytestmark = pytest.mark.anyio

@@ -6,13 +6,14 @@ from dataclasses import dataclass
 
 from elastic.core.copy_messages import CopyOrder
 from elastic.core.events.shared import Note, Tick
-from elastic.core.link_messages import LinksTried, TryLinks
 from elastic.core.messages import (
     AgentMessage,
     Assign,
     CoordinatorMessage,
+    LinksTried,
     PipeToAgent,
     PipeToWorker,
+    TryLinks,
 )
 from elastic.core.world import (
     Entry,

@@ -7,7 +7,7 @@ ordered to leave it, or to end.
 
 from __future__ import annotations
 
-from elastic.core.cluster_messages import Drain
+from elastic.core.messages import Drain
 from elastic.core.config import ns
 from elastic.core.copy_messages import CopiesHeld, CopyFailed
 from elastic.core.events.coordinator import (
@@ -17,7 +17,7 @@ from elastic.core.events.coordinator import (
     CloseSession,
     SendAgent,
 )
-from elastic.core.link_messages import LinksTried
+from elastic.core.messages import LinksTried
 from elastic.core.machine import (
     charges,
     copies,

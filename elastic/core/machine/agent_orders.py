@@ -8,10 +8,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from elastic.core.cluster_messages import Drain
 from elastic.core.copy_messages import DropCopy, KeepCopy, Replicate
 from elastic.core.events.agent import HandleCopy, ProbeLinks, ShowStacks
-from elastic.core.link_messages import TryLinks
 from elastic.core.machine.agent_departure import EXIT_DRAINED, EXIT_REFUSED
 from elastic.core.machine.agent_parts import AgentBooks
 from elastic.core.machine.agent_workers import ENDED_ITSELF, GPU
@@ -19,6 +17,7 @@ from elastic.core.machine.transitions import ConnectionPhase, ProcessPhase
 from elastic.core.messages import (
     Announce,
     CoordinatorMessage,
+    Drain,
     DumpStacks,
     ForgetWorker,
     LeaveGroup,
@@ -34,6 +33,7 @@ from elastic.core.messages import (
     StartWorker,
     Stop,
     StopWorker,
+    TryLinks,
     Welcome,
     WorkerUpdate,
 )

@@ -10,7 +10,6 @@ from dataclasses import replace
 from elastic.core.config import AgentConfig
 from elastic.core.copy_messages import CopiesHeld, CopyEndpoint, CopyFailed
 from elastic.core.events.agent import AgentEffect
-from elastic.core.link_messages import LinksTried
 from elastic.core.machine.agent_connection import Connection, UnacknowledgedReports
 from elastic.core.machine.agent_copies import HeldCopies
 from elastic.core.machine.agent_departure import Departure
@@ -21,6 +20,7 @@ from elastic.core.machine.event_history import note
 from elastic.core.messages import (
     DrainNotice,
     Hello,
+    LinksTried,
     NodeHealth,
     Progress,
     Pulse,

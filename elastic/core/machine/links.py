@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections import Counter
 
 from elastic.core.config import NS_PER_S
-from elastic.core.link_messages import Link, LinksTried, TryLinks
 from elastic.core.machine import timeouts
 from elastic.core.machine.jobs import ClusterState, JobState
 from elastic.core.machine.nodes import PRESENT, NodeState
+from elastic.core.messages import Link, LinksTried, TryLinks
 from elastic.core.policy import links as policy
 from elastic.core.world import NodeId
 
