@@ -40,7 +40,8 @@ from elastic.train.lightning import (
 from elastic.train.session import require_engine
 from elastic.worker.engine import train_call
 from elastic.worker.engine.step_engine import StepEngine
-from elastic.worker.process.early_run import PLACE, joining_on_demand
+from elastic.worker.process.early_run import joining_on_demand
+from elastic.worker.process.environment import PLACE
 from elastic.worker.process.local import NoNextGroup
 from tests.chaos import hf_job, lightning_job
 from tests.unit.engine_under_test import called, data, inside_a_run, inside_again, reported

@@ -19,15 +19,7 @@ from typing import Any
 from torch.distributed import distributed_c10d
 
 from elastic.worker.group.c10d import holders_of, parts
-
-PLACE = frozenset(
-    (
-        "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK",
-        "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
-        "TORCHELASTIC_RESTART_COUNT", "ELASTIC_GENERATION",
-    )
-)  # fmt: skip
-"""Environment variables that give a process its place in its group."""
+from elastic.worker.process.environment import PLACE
 
 _join: Callable[[], Any] | None = None
 

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from elastic.worker.process.early_run import PLACE
+from elastic.worker.process.environment import PLACE
 from elastic.worker.process.importing import import_ahead, put_first
 
 OURS = ("ELASTIC_", "TORCHELASTIC_")

@@ -15,6 +15,7 @@ import traceback
 import click
 
 from elastic.storage import options as storage_options
+from elastic.worker.process.environment import PLACE
 from elastic.worker.process.main import (
     EXIT_AGENT_GONE,
     die_with_parent,
@@ -23,27 +24,14 @@ from elastic.worker.process.main import (
     set_up_process,
 )
 
-PLACE = (
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_RANK",
-    "LOCAL_WORLD_SIZE",
-    "GROUP_RANK",
-    "NODE_RANK",
-    "GROUP_WORLD_SIZE",
+OF_GROUP = PLACE | {
     "ROLE_NAME",
-    "ROLE_RANK",
-    "ROLE_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "TORCHELASTIC_RESTART_COUNT",
     "TORCHELASTIC_USE_AGENT_STORE",
     "TORCHELASTIC_RUN_ID",
-    "ELASTIC_GENERATION",
     "ELASTIC_LOCAL_RANK",
     "ELASTIC_WORKER_ID",
     "WANDB_RUN_ID",
-)
+}
 """With these, code for torchrun would try to join the group that trains."""
 
 
@@ -64,7 +52,7 @@ def main(parent: int, found_fd: int) -> None:
     if seen := os.environ.get("CUDA_VISIBLE_DEVICES"):  # The worker's own, not those of its peers.
         own = int(os.environ.get("LOCAL_RANK", "0"))
         os.environ["CUDA_VISIBLE_DEVICES"] = seen.split(",")[own]
-    for name in PLACE:
+    for name in OF_GROUP:
         os.environ.pop(name, None)
     storage_options.take(os.environ)
     try:
