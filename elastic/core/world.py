@@ -389,14 +389,6 @@ class CheckpointStatus(Enum):
     VALIDATION_FAILED = "VALIDATION_FAILED"
 
 
-VALIDATION_OVER = (
-    CheckpointStatus.VALIDATED,
-    CheckpointStatus.VALIDATION_TIMEOUT,
-    CheckpointStatus.VALIDATION_FAILED,
-)
-"""Final states of a validation."""
-
-
 class ReportKind(Enum):
     """The kind of a worker's report; each kind is numbered separately."""
 

@@ -48,7 +48,7 @@ class ValidationFinding:
     """Result of one validation.
 
     Attributes:
-        status: one of `VALIDATION_OVER`.
+        status: a final one.
         metrics: return value of the validation function; JSON object.
         reason: why it failed, "" if it succeeded.
     """

@@ -37,7 +37,6 @@ from elastic.core.machine.agent_processes import (
     KILLABLE,
     ProcessState,
     cause_of_exit,
-    describe_exit,
 )
 from elastic.core.machine.agent_workers import AgentWorker
 from elastic.core.machine.event_history import EventHistory, note
@@ -52,6 +51,7 @@ from elastic.core.messages import (
     Warm,
     WorkerUpdate,
 )
+from elastic.core.policy.failure import describe
 from elastic.core.world import ExitCause, ExitKind, Node
 from elastic.errors import InvariantViolation, check
 
@@ -263,7 +263,7 @@ class AgentMachine:
             else:
                 books.exit_worker(worker, books.workers.judged(worker, cause))
         elif process.end is None:
-            books.processes.failed(process, f"a spare {describe_exit(cause)}", books.now_ns)
+            books.processes.failed(process, f"a spare: {describe(cause)}", books.now_ns)
 
     # ------------------------------------------------------------ the turn
 

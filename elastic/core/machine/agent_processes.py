@@ -16,7 +16,7 @@ from elastic.core.machine.agent_spawning import SpawnBackoff
 from elastic.core.machine.event_history import note
 from elastic.core.machine.transitions import PROCESS, ProcessPhase, check_move
 from elastic.core.messages import Assign, Ping, PipeToWorker, Pong, Stop
-from elastic.core.policy.failure import STOPPED
+from elastic.core.policy.failure import STOPPED, describe
 from elastic.core.policy.hang import FIRST_TIMES
 from elastic.core.world import EntryKind, ExitCause, ExitKind, JobId, WorkerId
 
@@ -324,11 +324,4 @@ def cause_of_exit(process: ProcessState, cause: ExitCause) -> ExitCause:
     end = process.end
     if end is None or (end.kind is ExitKind.HUNG and cause.kind is not ExitKind.SIGNAL):
         return cause
-    return ExitCause(end.kind, detail=f"{end.detail} ({describe_exit(cause)})")
-
-
-def describe_exit(cause: ExitCause) -> str:
-    """Return how a process ended, as the end of a sentence."""
-    names = {ExitKind.CODE: "exited with code", ExitKind.SIGNAL: "was ended by signal"}
-    text = f"{names[cause.kind]} {cause.code}" if cause.kind in names else cause.kind.value
-    return f"{text}: {cause.detail}" if cause.detail else text
+    return ExitCause(end.kind, detail=f"{end.detail} ({describe(cause)})")
