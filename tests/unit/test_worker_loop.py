@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from elastic.core.events.worker import CopiesRequested, LoopStateChanged, MicroBatchesDeclared
-from elastic.core.machine.worker_loop import LoopState
+from elastic.core.machine.worker_parts import LoopState
 
 
 def test_the_fewest_micro_batches_of_any_loader_bound_the_group() -> None:

@@ -7,15 +7,14 @@ What is where:
                   reconcile (one job), queueing and pausing (who gets slots), feeding (jobs that
                   compute data for others), releasing (nodes)
     groups        announcing, leaving (of draining nodes), early_leave, links, timeouts
-    failures      suspicion, node_liveness, health, charges
+    failures      suspicion, node_liveness, health
     checkpoints   saves (requests for them), copies (on other nodes)
     state         jobs, job_parts, cluster_parts, nodes, copy_book, link_book,
                   report_coalescing, restoring
     agent         agent takes each event, agent_orders those of the coordinator. Its state is
                   agent_parts: agent_connection, agent_departure, agent_processes,
-                  agent_spawning, agent_workers, agent_copies, agent_pacing
-    worker        worker takes each event; worker_parts, worker_loop, worker_pulse and
-                  worker_reports are parts
+                  agent_workers, agent_copies, agent_pacing
+    worker        worker takes each event; worker_parts, worker_pulse and worker_reports are parts
     a step        step: what each call of a training loop is worth; driven by worker.engine
     all of them   transitions (tables of legal moves), invariants, event_history
 """

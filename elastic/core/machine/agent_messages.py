@@ -7,7 +7,6 @@ ordered to leave it, or to end.
 
 from __future__ import annotations
 
-from elastic.core.messages import Drain
 from elastic.core.config import ns
 from elastic.core.copy_messages import CopiesHeld, CopyFailed
 from elastic.core.events.coordinator import (
@@ -17,9 +16,7 @@ from elastic.core.events.coordinator import (
     CloseSession,
     SendAgent,
 )
-from elastic.core.messages import LinksTried
 from elastic.core.machine import (
-    charges,
     copies,
     health,
     links,
@@ -36,10 +33,12 @@ from elastic.core.machine.nodes import NodeDrain, NodeState
 from elastic.core.machine.reconcile import end_job, remind_of_leavers, stop_order
 from elastic.core.machine.transitions import GroupPhase
 from elastic.core.messages import (
+    Drain,
     DrainNotice,
     ForgetWorker,
     Hello,
     LeaveGroup,
+    LinksTried,
     NodeHealth,
     Progress,
     Pulse,
@@ -429,7 +428,7 @@ def lose_worker(
     )
     judgement = decision.value
     is_users = judgement.history.failures > job.outcome.history.failures
-    if charges.is_charged_already(job, worker, judgement):
+    if job.outcome.is_charged_already(worker.report.generation, judgement.history):
         return
     job.outcome.history = judgement.history
     if is_users:

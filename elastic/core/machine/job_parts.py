@@ -215,6 +215,27 @@ class JobOutcome:
     former: tuple[FormerWorker, ...] = ()
     restart_at_ns: int = 0
 
+    def is_charged_already(self, generation: Generation, after: FailureHistory) -> bool:
+        """Return whether the job was charged for this attempt; if not, it is now.
+
+        An attempt fails once, however many of its workers are lost: a wrong batch raises in every
+        rank, and a step that needs too much memory kills all workers of a node. Before the first
+        group every worker is an attempt of its own.
+
+        Args:
+            generation: of the worker that is gone.
+            after: the history if its exit is charged.
+        """
+        if after.failures > self.history.failures:
+            newest = self.failure_generation
+            self.failure_generation = max(newest, generation)
+        elif after.losses > self.history.losses:
+            newest = self.loss_generation
+            self.loss_generation = max(newest, generation)
+        else:
+            return False
+        return NO_GENERATION < generation <= newest
+
     def note_failure(self, generation: Generation, rank: int, failure: Failure) -> bool:
         """Record a failure of a member of the present group; return whether it is new."""
         if self.failed_in != generation:

@@ -44,8 +44,7 @@ from elastic.core.events.worker import (
 )
 from elastic.core.machine.event_history import EventHistory, note
 from elastic.core.machine.transitions import MAIN, WORKER, MainPhase, check_move
-from elastic.core.machine.worker_loop import LoopState
-from elastic.core.machine.worker_parts import GroupOrders, MemberState
+from elastic.core.machine.worker_parts import GroupOrders, LoopState, MemberState
 from elastic.core.machine.worker_pulse import ActivityMonitor
 from elastic.core.machine.worker_reports import refused
 from elastic.core.messages import (
