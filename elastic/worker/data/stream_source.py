@@ -14,6 +14,7 @@ import zlib
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,41 @@ END: Any = object()
 """The placeholder for a sample behind the last one."""
 
 
+@dataclass
+class _Pass:
+    """A pass over the samples of one sequence, as far as it was read.
+
+    Attributes:
+        seed: from which the random state of each place follows.
+        dataset, iterator: what is read; without an iterator once that has raised.
+        first: place of the first of `samples`.
+        samples: those that are cached.
+        low: the samples before this place are wanted no more.
+        has_ended: the last sample was read.
+        snapshot: step and state before the sample that is read now, if one is taken there.
+    """
+
+    epoch: int
+    seed: int
+    dataset: Any
+    first: int
+    low: int
+    iterator: Iterator[Any] | None = None
+    samples: deque[Any] = field(default_factory=deque)
+    has_ended: bool = False
+    snapshot: tuple[int, Any] | None = None
+
+    def has(self, epoch: int, place: int) -> bool:
+        """Return whether the sample at a place is cached, or comes later."""
+        is_open = self.iterator is not None or self.has_ended
+        return is_open and epoch == self.epoch and place >= self.first
+
+    @property
+    def end(self) -> int:
+        """Return the place of the sample that is read next."""
+        return self.first + len(self.samples)
+
+
 class SampleWindow:
     """One sequence: samples near the present step are cached, others are read again."""
 
@@ -49,15 +85,8 @@ class SampleWindow:
         """
         self._given, self._streams, self._number = dataset, streams, number
         self._every = every
-        self._epoch, self._seed = -1, 0
-        self._dataset: Any = None
-        self._iterator: Iterator[Any] | None = None
-        # Samples at the places from `_first` on; those before `_low` are wanted no more.
-        self._window: deque[Any] = deque()
-        self._first = self._low = 0
-        self._has_ended = False
+        self._pass: _Pass | None = None
         self._trusts = keeps_state(dataset)
-        self._open_snapshot: tuple[int, Any] | None = None
         self._snapshots: list[StreamSnapshot] = []
         # The newest two of our own, for what fails: a step may be done again.
         self._kept: deque[StreamSnapshot] = deque(maxlen=2)
@@ -74,15 +103,16 @@ class SampleWindow:
             low: what lies before this place will not be asked for again; at most `place`.
             snapshot: to continue from, if the sequence has to be begun anew.
         """
-        is_open = self._iterator is not None or self._has_ended
-        if epoch != self._epoch or place < self._first or not is_open:
-            self._open(epoch, low, snapshot)
-        self._low = low
-        while place >= self._first + len(self._window):
-            if self._has_ended:
+        if self._pass is None or not self._pass.has(epoch, place):
+            self._pass = None  # Its samples and its dataset make room first.
+            self._pass = self._open(epoch, low, snapshot)
+        now = self._pass
+        now.low = low
+        while place >= now.end:
+            if now.has_ended:
                 return END
-            self._pull()
-        return self._window[place - self._first]
+            self._pull(now)
+        return now.samples[place - now.first]
 
     def take_snapshots(self) -> tuple[StreamSnapshot, ...]:
         taken, self._snapshots = tuple(self._snapshots), []
@@ -90,100 +120,101 @@ class SampleWindow:
 
     # ------------------------------------------------------------------- reading
 
-    def _open(self, epoch: int, place: int, snapshot: StreamSnapshot | None) -> None:
+    def _open(self, epoch: int, place: int, snapshot: StreamSnapshot | None) -> _Pass:
         known = [one for one in (snapshot, *self._kept) if one is not None]
         index = nearest(
             [one.position for one in known],
             StreamPosition(epoch, place // self._streams.beginning(1), self._number),
         )
-        if index is not None and self._trusts and self._continue_from(known[index], place):
-            return
+        if index is not None and self._trusts:
+            continued = self._continued_from(known[index], place)
+            if continued is not None:
+                return continued
         if place:
             log.info("stream_counted sequence=%d epoch=%d samples=%d", self._number, epoch, place)
-        self._begin(epoch, 0, None)
+        return self._begun(epoch, 0, None)
 
-    def _continue_from(self, snapshot: StreamSnapshot, place: int) -> bool:
-        """Begin at a snapshot; False if that does not lead where it should."""
+    def _continued_from(self, snapshot: StreamSnapshot, place: int) -> _Pass | None:
+        """Begin at a snapshot; None if that does not lead where it should."""
         where = snapshot.position
         start = self._streams.beginning(where.step)
-        self._begin(where.epoch, start, copy.deepcopy(snapshot.state))
-        self._pull()
-        if not self._has_ended and snapshot.mark == mark_of(self.last):
+        now = self._begun(where.epoch, start, copy.deepcopy(snapshot.state))
+        self._pull(now)
+        if not now.has_ended and snapshot.mark == mark_of(self.last):
             log.info(
                 "stream_continued sequence=%d epoch=%d step=%d counted=%d", self._number,
                 where.epoch, where.step, place - start,
             )  # fmt: skip
-            return True
+            return now
         self._trusts = False
         log.warning(
             "stream_state_refused sequence=%d epoch=%d step=%d: %s.load_state_dict does not "
             "continue with the sample that came next; its samples are counted instead, which reads "
-            "all before them", self._number, where.epoch, where.step, type(self._dataset).__name__,
+            "all before them", self._number, where.epoch, where.step, type(now.dataset).__name__,
         )  # fmt: skip
-        return False
+        return None
 
-    def _begin(self, epoch: int, place: int, state: Any) -> None:
-        self._dataset = fresh(self._given, self._streams, self._number)
-        self._epoch, self._first, self._window = epoch, place, deque()
-        self._seed = self._streams.pass_seed(epoch, self._number)
-        self._low, self._has_ended, self._open_snapshot = place, False, None
-        dataset = self._dataset
-        with self._seen():
-            seed_everything(derive(self._seed, place))
+    def _begun(self, epoch: int, place: int, state: Any) -> _Pass:
+        dataset = fresh(self._given, self._streams, self._number)
+        seed = self._streams.pass_seed(epoch, self._number)
+        now = _Pass(epoch, seed, dataset, first=place, low=place)
+        with self._seen(now):
+            seed_everything(derive(seed, place))
             if callable(getattr(dataset, "set_epoch", None)):
                 dataset.set_epoch(epoch)
             if state is not None:
                 dataset.load_state_dict(state)
-            self._iterator = iter(dataset)
-        if self._iterator is dataset:
+            now.iterator = iter(dataset)
+        if now.iterator is dataset:
             raise UsageError(
                 f"{type(dataset).__name__}.__iter__ returns the dataset itself, so that it can be "
                 f"read only once: let it return a new iterator (write it with `yield`)"
             )
+        return now
 
-    def _pull(self) -> None:
-        place = self._first + len(self._window)
-        self._snap(place)
+    def _pull(self, now: _Pass) -> None:
+        place = now.end
+        self._snap(now, place)
         # Until all of this is done: whatever is interrupted, or raises, is begun again.
-        iterator, self._iterator = self._iterator, None
+        iterator, now.iterator = now.iterator, None
         check(iterator is not None, f"sequence {self._number} is read while it is not open")
-        seed_everything(derive(self._seed, place))
-        with self._seen():
+        seed_everything(derive(now.seed, place))
+        with self._seen(now):
             sample = next(iterator, END)  # type: ignore[arg-type]
         if sample is END:
-            self._has_ended, self._open_snapshot = True, None
+            now.has_ended, now.snapshot = True, None
             return
-        self._window.append(sample)
+        now.samples.append(sample)
         self.last = sample
-        self._end_snap(sample)
-        while self._window and self._first < self._low:
-            self._window.popleft()
-            self._first += 1
-        self._iterator = iterator
+        self._end_snap(now, sample)
+        while now.samples and now.first < now.low:
+            now.samples.popleft()
+            now.first += 1
+        now.iterator = iterator
 
-    def _snap(self, place: int) -> None:
+    def _snap(self, now: _Pass, place: int) -> None:
         if not self._trusts or not place:
             return
         step, offset = divmod(place, self._streams.beginning(1))
         if not offset and step % self._every == 0:
-            with self._seen():
-                self._open_snapshot = (step, copy.deepcopy(self._dataset.state_dict()))
+            with self._seen(now):
+                now.snapshot = (step, copy.deepcopy(now.dataset.state_dict()))
 
-    def _end_snap(self, sample: Any) -> None:
-        if self._open_snapshot is None:
+    def _end_snap(self, now: _Pass, sample: Any) -> None:
+        if now.snapshot is None:
             return
-        (step, state), self._open_snapshot = self._open_snapshot, None
-        position = StreamPosition(self._epoch, step, self._number)
+        (step, state), now.snapshot = now.snapshot, None
+        position = StreamPosition(now.epoch, step, self._number)
         cut, mark = self._streams.fingerprint, mark_of(sample)
         snapshot = StreamSnapshot(position, cut, state, mark)
         self._snapshots.append(snapshot)
         self._kept.append(snapshot)
 
     @contextmanager
-    def _seen(self) -> Iterator[None]:
+    def _seen(self, now: _Pass) -> Iterator[None]:
         """Make get_worker_info() return what the dataset is to see in this partition."""
         before = torchs_worker._worker_info
-        torchs_worker._worker_info = self._place_of_stream() if self._is_by_worker else None
+        torchs_worker._worker_info = self._place_of_stream(now) if self._is_by_worker else None
         try:
             yield
         finally:
@@ -193,12 +224,12 @@ class SampleWindow:
     def _is_by_worker(self) -> bool:
         return self._streams.cut is StreamCut.WORKER
 
-    def _place_of_stream(self) -> Any:
+    def _place_of_stream(self, now: _Pass) -> Any:
         return torchs_worker.WorkerInfo(
             id=self._number,
             num_workers=self._streams.num_micro_batches,
-            seed=self._seed,
-            dataset=self._dataset,
+            seed=now.seed,
+            dataset=now.dataset,
         )
 
 
