@@ -43,11 +43,7 @@ STACKS_SIGNAL = signal.SIGRTMIN + 9
 
 
 def check_name(what: str, name: str) -> None:
-    """Refuse a name that cannot be part of a path or a key.
-
-    Raises:
-        ConfigError: with the rule that the name breaks.
-    """
+    """Refuse a name that cannot be part of a path or a key; ConfigError has the rule."""
     if not NAME_PATTERN.fullmatch(name):
         raise ConfigError(
             f"{what} name {name!r}: expected 1 to 100 letters, digits, '.', '_', '=' or '-', "

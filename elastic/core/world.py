@@ -41,11 +41,7 @@ class Resources:
 
     @classmethod
     def of(cls, amounts: Mapping[str, float]) -> Resources:
-        """Build from plain numbers.
-
-        Raises:
-            ConfigError: an amount is negative or not a number.
-        """
+        """Build from plain numbers; ConfigError if an amount is negative or not a number."""
         pairs = []
         for name in sorted(amounts):
             amount = amounts[name]

@@ -109,11 +109,7 @@ class Access:
             )
 
     def current_token(self) -> str:
-        """Return the present token, read from its file if there is one.
-
-        Raises:
-            UsageError: its file is not valid.
-        """
+        """Return the token, read from its file if there is one; UsageError if that is not valid."""
         return read_token_file(self.token_file) if self.token_file is not None else self.token
 
     def channel_credentials(self) -> grpc.ChannelCredentials | None:

@@ -47,11 +47,7 @@ class CertificateSummary:
 
 @functools.lru_cache(maxsize=REMEMBERED)
 def read_shown(data: bytes) -> CertificateSummary:
-    """Parse a certificate, PEM or DER.
-
-    Raises:
-        ConfigError: it is not valid.
-    """
+    """Parse a certificate, PEM or DER; ConfigError if it is not valid."""
     try:
         is_pem = data.startswith(b"-----BEGIN ")
         der = ssl.PEM_cert_to_DER_cert(data.decode("ascii")) if is_pem else data

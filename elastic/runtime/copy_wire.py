@@ -203,11 +203,7 @@ def yield_to_training() -> None:
 
 
 def _mark(numbers: Any) -> SnapshotMark | None:
-    """Parse a mark from a peer, None for none.
-
-    Raises:
-        PeerError: it is not valid.
-    """
+    """Parse a mark from a peer, None for none; PeerError if it is not valid."""
     if numbers is None:
         return None
     is_list = isinstance(numbers, list) and len(numbers) == len(SnapshotMark._fields)
@@ -220,11 +216,7 @@ def _mark(numbers: Any) -> SnapshotMark | None:
 
 
 def _copies(values: Any) -> tuple[tuple[str, SnapshotMark], ...]:
-    """Parse a list of sources and marks from a peer.
-
-    Raises:
-        PeerError: it is not valid.
-    """
+    """Parse a list of sources and marks from a peer; PeerError if it is not valid."""
     found = []
     for one in values if isinstance(values, list) else [values]:
         source, numbers = one if isinstance(one, list) and len(one) == 2 else ("", None)

@@ -36,13 +36,7 @@ class AcceptErrors:
 
 
 def bind(host: str, port: int, what: str, remedy: str) -> socket.socket:
-    """Return a bound TCP socket that does not listen yet.
-
-    Args:
-        host: to listen on.
-        port: 0 for a free one.
-        what: the service, for the error text.
-        remedy: how to fix a failure, for the error text.
+    """Return a bound TCP socket that does not listen yet; port 0 is a free one.
 
     Raises:
         Unavailable: the address cannot be bound.

@@ -59,11 +59,7 @@ class OwnCertificate:
     """
 
     def __init__(self) -> None:
-        """Make both.
-
-        Raises:
-            OSError: there is no memory for it.
-        """
+        """Make both; OSError if there is no memory for it."""
         certificate, key = _make()
         self.fingerprint = hashlib.sha256(
             ssl.PEM_cert_to_DER_cert(certificate.decode())

@@ -50,11 +50,7 @@ class PeerTls:
 
     @staticmethod
     def at(paths: Sequence[str]) -> PeerTls | None:
-        """Return the TLS of the agent that sent these `paths`, None for no paths.
-
-        Raises:
-            ConfigError: one of the files is not valid.
-        """
+        """Return the agent's TLS by its paths, None for none; ConfigError if a file is wrong."""
         return PeerTls(TlsFiles(*(Path(path) for path in paths))) if paths else None
 
     @property

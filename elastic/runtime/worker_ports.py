@@ -31,11 +31,7 @@ class PortRange:
 
     @staticmethod
     def of(text: str) -> PortRange:
-        """Read "LOW-HIGH", or "" for any port.
-
-        Raises:
-            ConfigError: it is neither.
-        """
+        """Read "LOW-HIGH", or "" for any port; ConfigError if it is neither."""
         if not text:
             return ANY_PORT
         low, _, high = text.partition("-")

@@ -95,11 +95,7 @@ class AsyncPipe:
         return FROM_WORKER.decode(self._received.popleft())
 
     async def __aiter__(self) -> AsyncIterator[PipeToAgent]:
-        """Yield messages until the other end is closed.
-
-        Raises:
-            PeerError: the bytes are not a message.
-        """
+        """Yield messages until the other end is closed; PeerError if bytes are no message."""
         while (message := await self.receive()) is not None:
             yield message
 

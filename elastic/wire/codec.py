@@ -160,11 +160,7 @@ class MessageCodec(Generic[Fact]):
 
 
 def parse(proto: type[Proto], data: bytes) -> Proto:
-    """Read bytes as a message.
-
-    Raises:
-        PeerError: the bytes are not a message of this type.
-    """
+    """Read bytes as a message; PeerError if the bytes are not a message of this type."""
     message = proto()
     try:
         message.ParseFromString(data)

@@ -115,11 +115,7 @@ def submit_request(spec: JobSpec) -> jobs_pb2.SubmitRequest:
 
 
 def spec_of(request: jobs_pb2.SubmitRequest) -> JobSpec:
-    """Return the job specification of a request.
-
-    Raises:
-        PeerError: the request has no specification, or it violates a rule of `JobSpec`.
-    """
+    """Return the specification in a request; PeerError if it is missing, or breaks a rule."""
     if not request.HasField("spec"):
         raise PeerError("SubmitRequest.spec is missing: expected the specification of a job")
     return _SPEC.read(request.spec)
@@ -133,11 +129,7 @@ def job_to_proto(job: JobView, now_ns: int) -> jobs_pb2.Job:
 
 
 def job_from_proto(proto: jobs_pb2.Job, now_ns: int) -> JobView:
-    """Return a job; its timestamps are on the caller's clock, which is at `now_ns`.
-
-    Raises:
-        PeerError: the message has invalid values.
-    """
+    """Return a job with timestamps on the clock of `now_ns`; PeerError if a value is not valid."""
     return _turned(_JOB.read(proto), now_ns)
 
 
@@ -148,11 +140,7 @@ def job_event_to_proto(event: JobEvent, now_ns: int) -> jobs_pb2.JobEvent:
 
 
 def job_event_from_proto(proto: jobs_pb2.JobEvent, now_ns: int) -> JobEvent:
-    """Return a snapshot or note of a job.
-
-    Raises:
-        PeerError: the message has invalid values, or neither of the two.
-    """
+    """Return a snapshot or note of a job; PeerError if it has invalid values, or is neither."""
     event = _EVENT.from_proto(proto)
     return _turned(event, now_ns) if isinstance(event, JobView) else event
 
@@ -164,11 +152,7 @@ def timed_note_to_proto(note: TimedNote) -> jobs_pb2.TimedNote:
 
 
 def timed_note_from_proto(proto: jobs_pb2.TimedNote) -> TimedNote:
-    """Return a note of a job.
-
-    Raises:
-        PeerError: the message has invalid values.
-    """
+    """Return a note of a job; PeerError if the message has invalid values."""
     return _TIMED_NOTE.read(proto)
 
 

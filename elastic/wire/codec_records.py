@@ -44,11 +44,7 @@ def decode_record(data: bytes, *, key: str) -> JobRecord:
 
 
 def decode_nodes(data: bytes, *, key: str) -> NodesRecord:
-    """Return the record of nodes that is stored under a key.
-
-    Raises:
-        CorruptRecord: as `decode_record`.
-    """
+    """Return the record of nodes that is stored under a key; CorruptRecord as `decode_record`."""
     record = _decode(data, key)
     if not isinstance(record, NodesRecord):
         raise CorruptRecord(f"the record {key} is about a job, expected nodes; remove this key")

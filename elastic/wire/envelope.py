@@ -91,9 +91,5 @@ class Envelope(Generic[Body, Proto]):
         return self.to_proto(body).SerializeToString()
 
     def decode(self, data: bytes) -> Body:
-        """Return `from_proto` of bytes.
-
-        Raises:
-            PeerError: the bytes are not a valid envelope.
-        """
+        """Return `from_proto` of bytes; PeerError if the bytes are not a valid envelope."""
         return self.from_proto(parse(self._proto, data))

@@ -135,7 +135,8 @@ def demand_of(cluster: ClusterState, job: JobState) -> Demand:
         away=sum(1 for w in alive if not nodes[w].is_live()),
         out=frozenset(job.links.out),
         trains=job.is_open,
-        is_ending=job.is_open and any(
+        is_ending=job.is_open
+        and any(
             w.has_finished(job.generation) for w in job.present_members() if w.stop_cause is None
         ),
         keeps_state=job.generation > 0,
@@ -163,12 +164,6 @@ def place(
     cluster: ClusterState, job: JobState, hosting: Mapping[NodeId, int], have: int
 ) -> tuple[NodeId, ...]:
     """Choose nodes for more workers of a job: those of its plan that are free by now.
-
-    Args:
-        cluster: the whole state.
-        job: whose workers should start.
-        hosting: number of its living workers by node.
-        have: how many of them it will keep.
 
     Returns:
         Empty if no worker can or need be started; `explain` returns why.

@@ -274,12 +274,6 @@ STEP: TransitionTable[StepPhase] = TransitionTable(
 def check_move(table: TransitionTable[Phase], what: str, old: Phase, new: Phase) -> None:
     """Check that a transition is legal; the machine adds its recent events to the error.
 
-    Args:
-        table: the legal transitions.
-        what: names the object, such as "worker n1/4".
-        old: its present phase.
-        new: its next phase.
-
     Raises:
         InvariantViolation: the table does not list the move.
     """

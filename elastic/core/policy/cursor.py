@@ -129,11 +129,7 @@ class Permutation:
     seed: int
 
     def at(self, position: int) -> int:
-        """Return the number at a position.
-
-        Args:
-            position: 0 <= position < size.
-        """
+        """Return the number at a position."""
         check(0 <= position < self.size, f"position {position} of {self.size}")
         value = int(self.encipher(position))
         while value >= self.size:

@@ -146,11 +146,6 @@ def querying_rank(node_id: NodeId, first_ranks: Mapping[NodeId, int], world_size
     One of the node itself, if there is one; else any. So no member gets more nodes than its share,
     and the result does not depend on what other nodes have: if a node is lost while the members are
     notified one after the other, no node is left out.
-
-    Args:
-        node_id: the node.
-        first_ranks: the lowest rank on each node that has members.
-        world_size: of the group, >= 1.
     """
     here = first_ranks.get(node_id)
     return zlib.crc32(node_id.encode()) % world_size if here is None else here

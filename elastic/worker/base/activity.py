@@ -100,11 +100,6 @@ class PeerTraffic:
     """
 
     def __init__(self, received: Callable[[], int]) -> None:
-        """Begin with nothing known.
-
-        Args:
-            received: returns how many bytes have come in the group that stands.
-        """
         self._received = received
         self._bytes: int | None = None
         self._flowed_ns = 0

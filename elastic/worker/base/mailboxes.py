@@ -151,7 +151,6 @@ class Mailboxes:
         return request if request is not None and request.generation == generation else None
 
     def is_called_off(self, generation: Generation) -> bool:
-        """Return whether this generation was to save where it leaves, and need not any more."""
         request = self.leave_request(generation)
         return request is not None and not request.saves and self._saves_in == generation
 
@@ -159,7 +158,6 @@ class Mailboxes:
         self._save_request = request
 
     def save_request(self, generation: Generation) -> int:
-        """Return the number of this generation's newest checkpoint request, 0 for none."""
         request = self._save_request
         return request.request if request is not None and request.generation == generation else 0
 

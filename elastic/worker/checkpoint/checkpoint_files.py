@@ -83,11 +83,7 @@ class PartFile:
 
     @staticmethod
     def of(fields: Mapping[str, Any]) -> PartFile:
-        """Take a part out of a note, or of the manifest.
-
-        Raises:
-            ValueError: it is none.
-        """
+        """Take a part out of a note, or of the manifest; ValueError if it is none."""
         try:
             items = tuple(TensorPiece(*one) for one in fields["items"])
             tensors, prints = fields.get("tensors", 0), dict(fields.get("prints", {}))
@@ -124,11 +120,7 @@ class Manifest:
 
     @staticmethod
     def from_json(text: bytes) -> Manifest:
-        """Read the text of the file.
-
-        Raises:
-            ValueError: it is none, or of another format.
-        """
+        """Read the text of the file; ValueError if it is none, or of another format."""
         fields = json.loads(text)
         if not isinstance(fields, dict) or fields.pop("format", None) != FORMAT:
             raise ValueError(f"manifest: expected an object with format {FORMAT}")
@@ -188,20 +180,12 @@ def write_part(
 
 
 def write_note(files: Files, rank: int, part: PartFile) -> None:
-    """Write the note that a rank's share is complete.
-
-    Raises:
-        StorageError: it cannot be written.
-    """
+    """Write the note that a rank's share is complete; StorageError if it cannot be written."""
     files.write(f"{part_name(rank)}.json", json.dumps(vars(part)).encode())
 
 
 def write_failure(files: Files, rank: int, reason: str) -> None:
-    """Write the note that a rank's share has failed.
-
-    Raises:
-        StorageError: it cannot be written.
-    """
+    """Write the note that a rank's share has failed; StorageError if it cannot be written."""
     files.write(f"{part_name(rank)}{FAILED}", reason.encode())
 
 

@@ -151,11 +151,7 @@ class CheckpointWriter:
         self._stalls_at = time.monotonic() + STALLED_S + num_bytes / SLOWEST_BYTES_S
 
     def finish(self, timeout_s: float) -> bool:
-        """Wait until nothing is outstanding, in slices that an interrupt can end.
-
-        Returns:
-            Whether that is so now.
-        """
+        """Wait until nothing is outstanding, in slices that an interrupt can end; False if late."""
         deadline = time.monotonic() + timeout_s
         with self._changed:
             while self._outstanding and time.monotonic() < deadline:

@@ -167,11 +167,6 @@ class Delivery:
 def name_in(run: RunDirectory, path: str, what: str) -> str:
     """Return the name of the checkpoint at a path that lies in the run directory.
 
-    Args:
-        run: the run directory.
-        path: local, or an fsspec URL.
-        what: the user did to name it, for the error.
-
     Raises:
         UsageError: it lies elsewhere.
     """
@@ -265,10 +260,8 @@ _given_up: list[BackgroundDelivery] = []
 def wait_given_up(name: str) -> None:
     """Wait until no upload of this process that was given up writes to this checkpoint any more.
 
-    Two of one name are rare: by default a name is never used twice.
-
-    Raises:
-        StorageError: one still does after `LINGER_S`.
+    Two of one name are rare: by default a name is never used twice. StorageError if one still
+    does after `LINGER_S`.
     """
     _given_up[:] = [background for background in _given_up if not background.is_over()]
     until = time.monotonic() + LINGER_S

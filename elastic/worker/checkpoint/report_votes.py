@@ -270,13 +270,7 @@ class ReportVotes:
     def report_outcome(
         self, index: Index, outcome: ReportOutcome, claimed: tuple[str, ...]
     ) -> None:
-        """Let the others continue; only the lead does this, once.
-
-        Args:
-            index: a closed report.
-            outcome: what became of the checkpoint.
-            claimed: relative paths that `claim` was asked for; they are forgotten.
-        """
+        """Let the others continue; only the lead does this, once."""
         text = json.dumps([outcome.path, outcome.error, outcome.leaves, outcome.is_pending])
         self._store.set(_key(index, "outcome"), text)
         for relative in claimed:
@@ -365,11 +359,7 @@ def peers_watch(hung_up: Callable[[], bool]) -> Callable[[], None]:
 
 
 def _part(line: str) -> ReportPart:
-    """Read a member's share.
-
-    Raises:
-        ValueError, TypeError: it is none.
-    """
+    """Read a member's share; ValueError or TypeError if it is none."""
     rank, name, files, error = json.loads(line)
     if type(rank) is not int or not isinstance(name, str) or not isinstance(error, str):
         raise ValueError(f"a part of {line[:100]!r}")

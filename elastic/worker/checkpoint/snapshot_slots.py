@@ -112,10 +112,8 @@ class SnapshotSlots:
     def read(self, steps: int) -> tuple[str, Any]:
         """Return the state after so many steps, and its key among those of as many.
 
-        Its tensors are copies.
-
-        Raises:
-            ValueError: there is none of so many steps, or it is damaged.
+        Its tensors are copies. ValueError if there is none of so many steps, or it is
+        damaged.
         """
         for slot, mark in self.whole():
             if mark.steps == steps:

@@ -172,7 +172,6 @@ class MicroBatchLoader:
         return MicroBatch(Cursor(epoch, step), number, last - first, value, weight)
 
     def close(self) -> None:
-        """End the worker processes and forget what they read; again is no harm."""
         self._feed.close()
 
     def has_step(self, cursor: Cursor) -> bool:
@@ -262,7 +261,6 @@ class _Order:
         return self._held == held and self.key == (cursor.epoch, cursor.step, held[0])
 
     def wants(self, key: Key) -> bool:
-        """Return whether a micro-batch is wanted, now or later."""
         return self._held[0] <= key[2] < self._held[1] and key >= self.key
 
     def advance(self) -> None:
@@ -278,7 +276,6 @@ class _Order:
         return epoch + 1, 0, self._held[0]
 
     def pieces(self, key: Key) -> Iterator[_Piece]:
-        """Yield what is wanted from a micro-batch on, with its sample ids."""
         while True:
             keys: list[Key] = []
             spans: list[range] = []

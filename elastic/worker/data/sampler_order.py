@@ -41,12 +41,6 @@ class SamplerOrders(OrderedSampler):
     """The orders of a sampler that has a length, and whose numbers cannot be asked for by place."""
 
     def __init__(self, sampler: Any, seed: int) -> None:
-        """Ask nothing yet.
-
-        Args:
-            sampler: the user's; iterated over once for each epoch.
-            seed: of the run.
-        """
         self._sampler, self._seed, self._size = sampler, seed, len(sampler)
         # By epoch: the order, a checksum of it, and what the sampler was when it was asked.
         self._known: dict[int, tuple[list[Any], int, int]] = {}

@@ -121,7 +121,6 @@ class SeededCollate:
     seed: int
 
     def __call__(self, read: ReadSamples) -> tuple[int, Any]:
-        """Return the tag of the request, and the batch."""
         request = read.request
         if self.collate is not default_collate:
             seed = _seed_of_all(self.seed, request.epoch, request.numbers)

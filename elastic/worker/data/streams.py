@@ -133,7 +133,6 @@ class StreamLoader:
         return MicroBatch(Cursor(epoch, step), number, found.count, value, weight, found.more)
 
     def close(self) -> None:
-        """End the worker processes and forget what they read; again is no harm."""
         self._feed.close()
 
     def has_step(self, cursor: Cursor) -> bool:
@@ -141,7 +140,6 @@ class StreamLoader:
         return not steps or cursor.step < steps
 
     def steps_of(self, epoch: int) -> int:
-        """Return the steps of an epoch, 0 while they are not known."""
         return self._book.steps_of(epoch)
 
     def order_print(self, epoch: int) -> int:
@@ -242,10 +240,8 @@ def choose_cut(dataset: Any, count: int, chosen: StreamCut | None) -> StreamCut:
     """Return how a dataset becomes so many streams, and log what that costs.
 
     By default nothing is guessed: a dataset with `shard` is cut by it, any other one is read
-    whole by every rank, which is right whatever it does with `get_worker_info()`.
-
-    Raises:
-        UsageError: it cannot be cut as chosen, or is cut already.
+    whole by every rank, which is right whatever it does with `get_worker_info()`. UsageError if
+    it cannot be cut as chosen, or is cut already.
     """
     name = type(dataset).__name__
     if getattr(dataset, "_distributed", None) is not None and is_of_hugging_face(dataset):

@@ -189,7 +189,6 @@ class CheckpointScheduler:
             self.at_boundary(is_over)
 
     def settle(self) -> None:
-        """Let the state change: see `Snapshotter.settle`."""
         self._snapshotter.settle()
 
     def before_leaving(self, is_over: Callable[[], bool]) -> None:
@@ -239,11 +238,9 @@ class CheckpointScheduler:
     def agree_on_number(self, group: Any) -> None:
         """Know the newest snapshot that any member knows of; all members call this.
 
-        One that is behind the last epoch may have taken one, and others that are before its gate
-        have the same state without having received it.
-
-        Raises:
-            RuntimeError: the group broke.
+        One that is behind the last epoch may have taken one, and others that are before its
+        gate have the same state without having received it. RuntimeError if the group
+        broke.
         """
         rows = send_metadata(group, [float(one) for one in self._snapshotter.newest])
         self._snapshotter.newest = SnapshotId(*(int(one) for one in max(rows)[:3]))
@@ -258,15 +255,12 @@ class CheckpointScheduler:
         return max(found, key=lambda one: one.steps)
 
     def held(self) -> int:
-        """Return the steps of the newest snapshot in this node's memory, -1 for none."""
         return self._snapshotter.held()
 
     def memory(self) -> int:
-        """Return which memory of this node we have for snapshots, 0 for none."""
         return self._snapshotter.memory()
 
     def agree_on_memory(self, memories: Sequence[int]) -> None:
-        """Have memory for snapshots as all workers of this node have it, or each its own."""
         self._snapshotter.agree_on_memory(memories)
 
     def _request(self) -> int:

@@ -125,11 +125,6 @@ def share_book(group: Any, book: StreamBook, cursor: Cursor) -> bool:
     So that, when one of them dies, the next reader of its streams need not count from their first
     sample.
 
-    Args:
-        group: the process group that stands.
-        book: ours.
-        cursor: the next step to be committed, the same on all members.
-
     Raises:
         RuntimeError: the group broke.
     """
@@ -141,11 +136,7 @@ def share_book(group: Any, book: StreamBook, cursor: Cursor) -> bool:
 
 
 def share_bytes(group: Any, mine: bytes) -> tuple[bytes, ...]:
-    """Exchange bytes of any length; returns everyone's, by rank.
-
-    Args:
-        group: the process group that stands.
-        mine: what the others are to know; not empty.
+    """Exchange bytes of any length but 0; returns everyone's, by rank.
 
     Raises:
         RuntimeError: the group broke.
@@ -176,11 +167,6 @@ def _share_all(group: Any, mine: bytes, sizes: Sequence[int]) -> tuple[bytes, ..
 
 def share_latest(group: Any, cursors: Sequence[Cursor], logbook: Logbook) -> None:
     """Send an epoch's last values to those who have not passed its gate, as others have.
-
-    Args:
-        group: the process group that stands.
-        cursors: where each member stands after a meeting.
-        logbook: ours.
 
     Raises:
         RuntimeError: the group broke.

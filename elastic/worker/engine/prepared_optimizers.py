@@ -66,8 +66,7 @@ class EngineSteps(Protocol):
         """Forget what was gathered for an optimizer that has not stepped in this iteration."""
         ...
 
-    def is_prepared(self, optimizer: Any) -> bool:
-        ...
+    def is_prepared(self, optimizer: Any) -> bool: ...
 
     def add_scaler(self, scaler: Any) -> None:
         """Let a scaler's state be part of the run's."""
@@ -459,7 +458,6 @@ class PreparedModel(DistributedDataParallel):
         return getattr(self._inside(), name)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Be copied and saved as any module."""
         return self.__dict__.copy()
 
     def __setstate__(self, state: dict[str, Any]) -> None:

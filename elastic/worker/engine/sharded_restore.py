@@ -78,11 +78,7 @@ class MemorySnapshot:
 
     @staticmethod
     def of(slot: SnapshotSlot, mark: SnapshotMark) -> MemorySnapshot:
-        """Read about the snapshot in a slot.
-
-        Raises:
-            Exception: it is damaged.
-        """
+        """Read about the snapshot in a slot; Exception if it is damaged."""
         skeleton, layout = _read_text(slot.skeleton(mark))
         return MemorySnapshot(slot, skeleton, layout)
 

@@ -391,10 +391,6 @@ class StepEngine:
     def steps(self, loader: MicroBatches, moved: Callable[[Any], Any]) -> Iterator[WholeStep]:
         """Yield the steps of an epoch, each to be computed by its receiver; see `train.steps`.
 
-        Args:
-            loader: where their micro-batches come from.
-            moved: what becomes of a micro-batch before it is given to the user.
-
         Raises:
             UsageError: as `micro_batches`, or a step was not computed or not stepped.
         """
@@ -514,30 +510,24 @@ class StepEngine:
             self.at_boundary()
 
     def add_up(self, values: Mapping[str, Any]) -> None:
-        """Add these up over the micro-batches of the step at hand; see `WholeStep.add`."""
         if self._iteration.batch is not None:
             self.run.logbook.add_up(values, counts=self._iteration.batch.count > 0)
 
     def num_samples(self) -> int:
-        """Return the samples of the step that was computed last; see `WholeStep.samples`."""
         share = self._iteration.share
         return share.samples if share is not None else 0
 
     def end_epoch(self) -> None:
-        """Let the step at hand be the epoch's last one; see `WholeStep.end_epoch`."""
         # Without a step at hand it is over already.
         self._epochs.ends = self._machine.phase is not StepPhase.OUTSIDE
 
     def skip(self) -> None:
-        """Let the step at hand count without any optimizer's; see `WholeStep.skip`."""
         self._take(EmptyStepRequested())
 
     def takes_closures(self) -> bool:
-        """Return whether a step is at hand that its receiver has not begun to compute."""
         return self._epochs.by_steps and self._machine.phase is StepPhase.OUTSIDE
 
     def has_computed(self) -> bool:
-        """Return whether we have done all of the step at hand that needs other ranks."""
         phase = self._machine.phase
         return phase in (StepPhase.SETTLED, StepPhase.COMMITTING, StepPhase.COMMITTED)
 
@@ -740,14 +730,12 @@ class StepEngine:
         real()
 
     def optimizer_skipped(self, optimizer: Any) -> None:
-        """Count a step that a scaler left out, because gradients overflowed."""
         if self._machine.phase is not StepPhase.OUTSIDE:
             nothing = OptimizerCall(optimizer, lambda: None)
             self._iteration.calls.setdefault(id(optimizer), nothing)
             self._take(StepSkipped(id(optimizer), self._is_broken()))
 
     def optimizer_zeroed(self, optimizer: Any) -> None:
-        """Forget what was gathered for an optimizer that has not stepped in this iteration."""
         if self._machine.phase is not StepPhase.OUTSIDE:
             self._the_reducer().unit_zeroed(self._the_loop().units[id(optimizer)])
 
@@ -937,7 +925,6 @@ class StepEngine:
             self._loop.still.end()
 
     def once(self, call: Callable[[], Any], *, thing: object = None) -> Any:
-        """Do for the step what a loop asks for in each iteration: now, with it, or not at all."""
         is_now, is_with_step = self.has_stepped(), self._machine.phase in AT_STEP
         if thing is not None:
             self._due.at_end(thing, call if is_with_step else None)
@@ -1054,11 +1041,7 @@ class StepEngine:
         self._deal()
 
     def _agree(self) -> int:
-        """Find out who is how far, and send state to those who need it.
-
-        Returns:
-            Bytes that we sent or received.
-        """
+        """Find out who is how far, and send state to those who need it; return the bytes."""
         with self.context.activity.waiting():
             units, reach = list(self._the_loop().units.values()), self.context.reach
             synced = catch_up(

@@ -50,11 +50,7 @@ class UnregisteredObjects:
     """Looks for what changes beside the run's state."""
 
     def __init__(self, state: TrainState) -> None:
-        """Note what there is.
-
-        Raises:
-            UsageError: what there is reduces gradients itself.
-        """
+        """Note what there is; UsageError if what there is reduces gradients itself."""
         self._state = state
         self._steps = 0
         self._noted: list[tuple[weakref.ref[Any], str, Print]] = []

@@ -45,11 +45,7 @@ def second_loop() -> UsageError:
 
 
 def check_early(what: str, has_begun: bool) -> None:
-    """Refuse what is prepared inside the loop.
-
-    Raises:
-        UsageError: it has begun.
-    """
+    """Refuse what is prepared inside the loop; UsageError if it has begun."""
     if has_begun:
         raise UsageError(
             f"{what} was called inside the loop over train.epochs(): call it before, so that a "

@@ -108,10 +108,8 @@ class WholeStep:
     def averages(self) -> dict[str, float]:
         """Return what was logged in the micro-batches, averaged over the whole step.
 
-        The same bits on all ranks, at every world size.
-
-        Raises:
-            UsageError: the micro-batches are not through.
+        The same bits on all ranks, at every world size. UsageError if the micro-batches are
+        not through.
         """
         if not (self._is_begun and self._engine.is_computed()):
             raise UsageError(

@@ -87,11 +87,7 @@ class AbortableWait:
         return _in_slices(resources, real, work, _checks_while_waiting if is_main else ())
 
     def wait_messages(self, real: Wait, works: Sequence[Any]) -> None:
-        """Wait for messages that gloo carries, one after the other, whatever the backend.
-
-        Raises:
-            RuntimeError: one failed, or the group is over.
-        """
+        """Wait for messages that gloo carries, in turn; RuntimeError if one or the group fails."""
         resources = self._resources()
         if resources is None:
             _each(real, works)
@@ -164,7 +160,6 @@ class WaitThread:
         ).start()
 
     def submit(self, call: Callable[[], Any]) -> futures.Future[Any]:
-        """Have a call made; returns at once."""
         answer: futures.Future[Any] = futures.Future()
         self._calls.put((call, answer))
         return answer

@@ -81,11 +81,7 @@ class PrivateNames:
 
 @functools.cache
 def parts() -> PrivateNames:
-    """Look up the private names.
-
-    Raises:
-        GroupError: this torch lacks one of them.
-    """
+    """Look up the private names; GroupError if this torch lacks one of them."""
     gloo = look_up(distributed_c10d, "ProcessGroupGloo")
     world = look_up(distributed_c10d, "_world")
     for name in (*MAPS, "default_pg", "group_count"):
@@ -109,11 +105,7 @@ def _work() -> Any:
 
 
 def look_up(owner: Any, name: str) -> Any:
-    """Return a private name of torch's.
-
-    Raises:
-        GroupError: this torch lacks it.
-    """
+    """Return a private name of torch's; GroupError if this torch lacks it."""
     found = getattr(owner, name, None)
     if found is None and not hasattr(owner, name):
         where = getattr(owner, "__name__", type(owner).__name__)

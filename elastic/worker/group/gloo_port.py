@@ -85,10 +85,8 @@ def binding_within(ports: PortRange) -> Iterator[None]:
 def find_bind() -> int:
     """Return the address of the table's entry for `bind`; it can be written to.
 
-    Takes 20 ms the first time, which a process that was forked later need not spend.
-
-    Raises:
-        GroupError: there is none.
+    Takes 20 ms the first time, which a process that was forked later need not spend. GroupError
+    if there is none.
     """
     base, (at, size) = _library()
     fields = dict(DYNAMIC.iter_unpack(ctypes.string_at(base + at, size)))

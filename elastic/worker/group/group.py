@@ -264,7 +264,9 @@ class ProcessGroups:
             if generation is not None:
                 self._fence = max(self._fence, generation)
             resources = self._resources
-        if resources is not None and (generation is None or resources.spec.generation <= generation):
+        if resources is not None and (
+            generation is None or resources.spec.generation <= generation
+        ):
             self._abort(resources)
 
     def peer_hung_up(self) -> bool:
@@ -447,9 +449,7 @@ def _check_ends(
 
     gloo takes the first to connect for the member that it waits for. Each connection of two
     members goes into the prints of both, so that all of them come to nothing together.
-
-    Raises:
-        GroupError: another process is connected to one of us.
+    GroupError if another process is connected to one of us.
     """
     now = resources.loop.watched() if resources.loop else ()
     mine = ends_print((one for one in now if one not in before), resources.spec.key.encode())

@@ -108,11 +108,7 @@ class GroupResources:
     # ---------------------------------------------------------------------------------- waiting
 
     def begin_wait(self, future: Future[Any]) -> None:
-        """Register a future that `abort` completes with an error.
-
-        Raises:
-            GroupError: already aborted.
-        """
+        """Register a future that `abort` completes with an error; GroupError if that was before."""
         with self._lock:
             if self.aborted:
                 raise GroupError("aborted by order")
@@ -152,11 +148,7 @@ class GroupResources:
     # ------------------------------------------------------------------------------- any thread
 
     def abort(self) -> bool:
-        """Cut every connection and end every wait of this generation.
-
-        Returns:
-            Whether this was the first time.
-        """
+        """Cut every connection and end every wait of this generation; False if that was done."""
         with self._lock:
             is_first, self.aborted = not self.aborted, True
             waiting = self._waiting

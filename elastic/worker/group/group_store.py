@@ -140,7 +140,6 @@ class GroupStore(Store):
         self._send(StoreVerb.MULTI_SET, *fields)
 
     def get(self, key: str) -> bytes:
-        """Return a key's value, once it has one."""
         return self.multi_get([key])[0]
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
@@ -156,20 +155,17 @@ class GroupStore(Store):
         return int(self._request(StoreVerb.ADD, key.encode(), b"%d" % value)[0])
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        """Set a key if it is as expected, and return what it is then."""
         return self._request(
             StoreVerb.COMPARE_SET, key.encode(), _bytes(expected), _bytes(desired)
         )[0]
 
     def delete_key(self, key: str) -> bool:
-        """Delete a key; return whether there was one."""
         return self._request(StoreVerb.DELETE, key.encode())[0] == b"1"
 
     def num_keys(self) -> int:
         return int(self._request(StoreVerb.COUNT)[0])
 
     def has_extended_api(self) -> bool:
-        """Return True: there are `append`, `multi_get` and `multi_set`."""
         return True
 
     # The names that torch's C++ looks up.

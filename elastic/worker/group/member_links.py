@@ -234,10 +234,8 @@ def join_links(group: Any, entries: Sequence[MemberEntry]) -> None:
 def connect(group: Any, reach: PeerAddress) -> None:
     """Exchange entries and connect, unless that is done; all members must call it.
 
-    Members that train over `train.epochs()` have connected before; those of plain loops may not.
-
-    Raises:
-        GroupBroken: the group broke, or a member cannot be reached.
+    Members that train over `train.epochs()` have connected before; those of plain loops may
+    not. GroupBroken if the group broke, or a member cannot be reached.
     """
     if group.size() == 1 or group in _links:
         return

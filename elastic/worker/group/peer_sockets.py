@@ -195,7 +195,6 @@ class PeerSockets:
             peer.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def _add(self, rank: int, sock: socket.socket) -> None:
-        """Use a connection from now on."""
         sock.setblocking(False)
         peer = self._peers[rank] = self._by_number[sock.fileno()] = _PeerConnection(rank, sock)
         self._poll.register(peer.sock, select.POLLIN)
@@ -242,10 +241,8 @@ class PeerSockets:
     def _accept(self, missing: set[int], deadline: float) -> None:
         """Wait until these ranks have connected.
 
-        All connections are read concurrently: a silent one delays no other.
-
-        Raises:
-            OSError: one has not come in time, or the group was cut.
+        All connections are read concurrently: a silent one delays no other. OSError if one
+        has not come in time, or the group was cut.
         """
         hellos: dict[int, tuple[socket.socket, bytearray]] = {}
         poll, listening = select.poll(), self._listener.fileno()
@@ -400,11 +397,7 @@ class PeerSockets:
             self._due.popleft()()
 
     def _poll_once(self, deadline: float, what: Callable[[], str] | None) -> bool:
-        """Wait until a peer has sent something or can take more, and handle that.
-
-        Returns:
-            Whether anything was handled.
-        """
+        """Wait until a peer has sent or can take something, and handle it; False if none did."""
         left_s = deadline - time.monotonic() if what is not None else 0.0
         ready = self._poll.poll(min(max(0.0, left_s), POLL_S_MAX) * 1e3)
         if not ready and what is not None and time.monotonic() >= deadline:
@@ -422,7 +415,6 @@ class PeerSockets:
         return bool(ready)
 
     def _read(self, peer: _PeerConnection) -> None:
-        """Read from a peer until nothing more is there."""
         while peer.broken is None:
             into = [peer.head[peer.taken :]] if peer.into is None else peer.into
             try:
@@ -536,7 +528,6 @@ def _flush(peer: _PeerConnection) -> None:
 
 
 def _advance(into: list[memoryview], count: int) -> None:
-    """Remove what was filled."""
     done = 0
     while done < len(into) and count >= len(into[done]):
         count -= len(into[done])

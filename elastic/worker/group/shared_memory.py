@@ -47,7 +47,6 @@ class OwnMemory:
         return tensor
 
     def where(self, tensor: torch.Tensor) -> Where:
-        """Return how other processes find one of these tensors."""
         return self._fd, self._inode, self._starts[tensor.data_ptr()]
 
     def has(self, tensor: torch.Tensor) -> bool:
@@ -62,11 +61,7 @@ class PeerMemory:
         self._seen: dict[Where, torch.Tensor] = {}
 
     def tensor(self, where: Where, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return a tensor of the other process.
-
-        Raises:
-            GroupBroken: the process is gone.
-        """
+        """Return a tensor of the other process; GroupBroken if the process is gone."""
         known = self._seen.get(where)
         if known is None:
             known = self._seen[where] = self._map(where, numel, dtype)

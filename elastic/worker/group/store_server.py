@@ -141,12 +141,7 @@ class StoreServer:
         self._thread.start()
 
     def admit(self, generation: int, key: str) -> None:
-        """Serve a generation that we lead; an older one ends with its last member.
-
-        Args:
-            generation: greater than those before.
-            key: its secret, which members prove that they have.
-        """
+        """Serve a generation that we lead; an older one ends with its last member."""
         self._orders.append((generation, key))
         self._ring()
 
@@ -339,11 +334,7 @@ class StoreServer:
         del peer.read[:at]
 
     def _do(self, peer: _StoreClient, space: _Space, verb: StoreVerb, fields: list[bytes]) -> None:
-        """Carry out a request.
-
-        Raises:
-            ValueError: it is malformed.
-        """
+        """Carry out a request; ValueError if it is malformed."""
         values = space.values
         if verb in store_wire.WAITING:
             ms, *keys = fields

@@ -54,13 +54,7 @@ DONE, TIMED_OUT = 0, 1
 
 
 def proof(key: str, who: str, *messages: bytes) -> bytes:
-    """Return what shows that `who`, "client" or "server", has the key, in this conversation.
-
-    Args:
-        key: the generation's secret.
-        who: whose proof it is.
-        messages: what both have sent so far, of fixed lengths.
-    """
+    """Return what shows that `who`, "client" or "server", has the key, in this conversation."""
     secret = hashlib.blake2b(key.encode()).digest()
     words = who.encode() + b"\0" + b"".join(messages)
     return hashlib.blake2b(words, key=secret, digest_size=PROOF_BYTES).digest()
@@ -81,11 +75,7 @@ def packed(head: int, fields: Iterable[bytes]) -> bytes:
 
 
 def unpacked(body: bytes) -> tuple[int, list[bytes]]:
-    """Read a frame behind its length.
-
-    Raises:
-        ValueError: it is malformed.
-    """
+    """Read a frame behind its length; ValueError if it is malformed."""
     fields, at = [], 1
     while at < len(body):
         start = at + LENGTH.size

@@ -234,10 +234,6 @@ def leave_process(code: int, *, with_goodbye: bool) -> NoReturn:
     Output is flushed, and what user code registered with `atexit` is called (experiment trackers
     close their runs there), both within `GOODBYE_S`: a main thread that is stuck may hold a lock
     that they need.
-
-    Args:
-        code: exit code.
-        with_goodbye: call what is registered with `atexit`.
     """
     goodbye = threading.Thread(target=_send_goodbye, args=(with_goodbye,), daemon=True)
     goodbye.start()

@@ -78,10 +78,8 @@ def pack(function: Callable[..., Any], config: Any, options: Mapping[str, Any]) 
     """Return the payload of a FUNCTION entry, with the arguments of this process.
 
     They come first: modules may read them while the function is unpickled. They are not the
-    entry's `args`, which everyone sees: they may be secret, or no Unicode.
-
-    Raises:
-        UsageError: something in it cannot be pickled.
+    entry's `args`, which everyone sees: they may be secret, or no Unicode. UsageError if
+    something in it cannot be pickled.
     """
     try:
         packed = io.BytesIO(pickle.dumps(sys.argv[1:]))

@@ -21,7 +21,6 @@ SHARED = frozenset({*sys.stdlib_module_names, "torch", "elastic"})
 
 
 def put_first(directory: str) -> None:
-    """Have a directory searched for modules before all others."""
     if directory in sys.path:
         sys.path.remove(directory)
     sys.path.insert(0, directory)

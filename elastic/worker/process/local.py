@@ -172,11 +172,9 @@ class NoCoordinator:
                     self._on_report(json.loads(metrics))
 
     def leave_request(self, generation: Generation) -> None:
-        """Return None: nothing ever changes."""
         del generation
 
     def is_called_off(self, generation: Generation) -> bool:
-        """Return False: it is never paused."""
         del generation
         return False
 
@@ -196,11 +194,7 @@ class NoNextGroup:
     """Replaces the source of a worker's groups: here there is exactly one."""
 
     def rejoin(self, generation: int, error: BaseException | None, at_boundary: bool) -> Any:
-        """Raise what broke the group.
-
-        Raises:
-            GroupError: it broke; torchrun, if it started us, starts all processes again.
-        """
+        """Raise what broke the group; torchrun, if it started us, starts all processes again."""
         del at_boundary
         raise GroupError(f"generation {generation} is over: {error}") from error
 
@@ -264,9 +258,7 @@ def local_group(run: LocalRun) -> Iterator[None]:
 
     Forms a group of one if the process is in none, so that code with `torch.distributed` works,
     and takes it down again; under torchrun joins torchrun's group, and leaves it standing.
-
-    Raises:
-        UsageError: an accelerator is asked for and there is none.
+    UsageError if an accelerator is asked for and there is none.
     """
     formed = _form(run)
     try:

@@ -57,10 +57,6 @@ KILLS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 def main(words: list[str], environ: Mapping[str, str]) -> None:
     """Run a command to its end.
 
-    Args:
-        words: the command.
-        environ: for the child.
-
     Raises:
         UsageError: it cannot be started.
         ProgramFailed: it failed; with what torch's `@record` wrote down, if it is used.
@@ -72,7 +68,6 @@ def main(words: list[str], environ: Mapping[str, str]) -> None:
 
 
 def _run(words: list[str], environ: Mapping[str, str]) -> int:
-    """Run a child; return the signal that killed it from outside, 0 for a good end."""
     with tempfile.TemporaryDirectory(prefix="elastic-") as directory:
         error_file = Path(directory) / "error.json"
         code = _wait_for(words, {**environ, ERROR_FILE: str(error_file)})

@@ -540,7 +540,6 @@ class Runner:
         return self._interrupter.is_over(generation) or self._mailboxes.was_aborted(generation)
 
     def is_group_over(self, generation: int) -> bool:
-        """Return whether this group is over by order, or has lost a member or a communicator."""
         return self.must_leave(generation) or self._groups.peer_hung_up()
 
     def has_failed(self, generation: int) -> bool:
@@ -552,11 +551,9 @@ class Runner:
         return is_seen or (not c10d.all_by_gloo() and self.is_group_over(generation))
 
     def defer(self, on: bool) -> None:
-        """While on, do not interrupt the train function for a new group: it will ask."""
         self._interrupter.defer(on)
 
     def declare(self, *, in_place: bool) -> None:
-        """Report whether the train function stays in its loop when the group changes."""
         self._mailboxes.post(LoopStateChanged(in_place))
 
     def _drop(self) -> None:

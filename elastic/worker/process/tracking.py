@@ -27,12 +27,6 @@ class Trackers:
     """The tracking process of one worker, while that is rank 0."""
 
     def __init__(self, run_path: str, wanted: str) -> None:
-        """Start nothing yet.
-
-        Args:
-            run_path: of the run directory.
-            wanted: trackers, as `storage.trackers.parse_trackers` reads them; "" for none.
-        """
         self._run_path, self._wanted = run_path, wanted
         self._process: subprocess.Popen[bytes] | None = None
 

@@ -120,7 +120,6 @@ class BucketExchanges:
 
     @property
     def bytes_sent(self) -> int:
-        """Return the bytes of gradients that were sent to other ranks."""
         return sum(exchange.bytes_sent for exchange in self.of)
 
     def begin_step(self) -> None:

@@ -18,13 +18,7 @@ from elastic.worker.reduce.buckets import Bucket, FlatTensor
 
 
 def expose_partial_grad(bucket: Bucket, leaf: FlatTensor, idle: FlatTensor) -> None:
-    """Show what a micro-batch has given so far.
-
-    Args:
-        bucket: of the parameters.
-        leaf: with the gradients that were moved.
-        idle: memory that is not needed now.
-    """
+    """Show what a micro-batch has given so far."""
     if not any(bucket.used):
         return
     idle.tensor.copy_(leaf.tensor)

@@ -221,12 +221,7 @@ class ModelBuffers:
         return float(zlib.crc32("\\0".join(names).encode())) if names else 0.0
 
     def end_micro_batch(self, number: int, count: int) -> None:
-        """Keep what a micro-batch made of the buffers.
-
-        Args:
-            number: of the micro-batch.
-            count: its samples; it counts by them.
-        """
+        """Keep what a micro-batch made of the buffers."""
         if not self._kept:
             return
         self.note_changes()

@@ -243,7 +243,6 @@ class Reducer:
 
     @property
     def bytes_sent(self) -> int:
-        """Return the bytes of gradients that were sent in this group."""
         return sum(exchanges.bytes_sent for exchanges in self._group.made.values())
 
     # ------------------------------------------------------------------------- a step
@@ -330,11 +329,7 @@ class Reducer:
                 bucket.forget(place)
 
     def settle(self, unit: OptimizerUnit) -> bool:
-        """Have the gradient of the whole step in `p.grad`; called on the last micro-batch.
-
-        Returns:
-            Whether it is there; not if the group broke.
-        """
+        """Have the step's gradient in `p.grad`, once all is computed; False if the group broke."""
         step, own = self._the_step(), self._own(unit)
         if not step.is_void and not own.is_reduced:
             self._take_assigned(step, own)

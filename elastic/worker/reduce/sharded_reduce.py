@@ -185,7 +185,6 @@ class ShardedReducer:
     # ------------------------------------------------------------------------- groups
 
     def attach(self, group: Any) -> None:
-        """Be in a group; None for none."""
         self.abandon()
         if self._step is not None:
             for unit in self._units:
@@ -197,7 +196,6 @@ class ShardedReducer:
         self._gate.attach(others)
 
     def release_gradients(self) -> None:
-        """No step is under way: leave all gradients alone."""
         self._buffers.end_step()
         self._step = None
 
@@ -209,7 +207,6 @@ class ShardedReducer:
     # ------------------------------------------------------------------------- a step
 
     def begin_step(self, share: StepShare | WeighedShare, control: Sequence[float] = ()) -> None:
-        """Forget whatever step was before, and begin one; see `Reducer.begin_step`."""
         self.rows = []
         self._step = _Step(share, control)
         for unit in self._units:
@@ -217,7 +214,6 @@ class ShardedReducer:
         self._buffers.begin_step()
 
     def begin_micro_batch(self, number: int) -> None:
-        """End the micro-batch before, and begin this one."""
         share = self._the_step().share
         weight = share.weight(number) or 0.0
         scale = share.partition.world_size / share.partition.num_micro_batches
@@ -237,7 +233,6 @@ class ShardedReducer:
         self._buffers.restore()
 
     def abandon(self) -> None:
-        """The rest of this iteration is void: gradients count for nothing, buffers are put back."""
         if self._step is not None:
             self._step.is_void = True
             self._buffers.restore(is_void=True)
@@ -246,17 +241,14 @@ class ShardedReducer:
                 unit.show_fresh(torch.Tensor.detach)
 
     def unit_stepped(self, unit: OptimizerUnit) -> None:
-        """From here on this micro-batch's gradients of this unit are left where they are."""
         self._own(unit).has_stepped = True
 
     def unit_zeroed(self, unit: OptimizerUnit) -> None:
-        """This micro-batch's gradients so far do not count; nothing if the unit has stepped."""
         own = self._own(unit)
         if not own.has_stepped:
             own.zero()
 
     def parameters_zeroed(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Do the same for some parameters of any units."""
         chosen = {id(parameter) for parameter in parameters}
         for unit in self._not_stepped():
             unit.zero(chosen)
@@ -275,7 +267,6 @@ class ShardedReducer:
         return True
 
     def settle_buffers(self, is_good: Callable[[], bool] = lambda: True) -> bool:
-        """Average what the micro-batches made of buffers; see `Reducer.settle_buffers`."""
         step = self._the_step()
         share = step.share
         if step.is_void or self.broken is not None or step.number is None:
@@ -287,11 +278,9 @@ class ShardedReducer:
         return self.broken is None and is_good()
 
     def before_step(self) -> AbstractContextManager[None]:
-        """Have the buffers as at the beginning of the step, for a block."""
         return self._buffers.before_step()
 
     def keep_buffers(self) -> None:
-        """Commit the buffers as they are now; until then leaving the step puts them back."""
         self._buffers.keep()
 
     # ------------------------------------------------------------------------- backward
@@ -303,7 +292,6 @@ class ShardedReducer:
 
     @contextmanager
     def _around_backward(self) -> Iterator[None]:
-        """Surround each outermost backward call of this process."""
         step = self._step
         if step is None:
             yield
@@ -326,11 +314,7 @@ class ShardedReducer:
                 unit.show_totals(factor)
 
     def _exchange_row(self, step: _Step) -> float | None:
-        """Exchange the step's row, once; what is due with it is then known to all.
-
-        Returns:
-            What the sum is multiplied by, None if the step is void.
-        """
+        """Exchange the step's row, once; return the factor of its sums, None if it is void."""
         if step.is_void or self.broken is not None:
             return None
         if step.factor is None:
@@ -365,7 +349,6 @@ class ShardedReducer:
         return [unit for unit in self._units if not unit.has_stepped]
 
     def _guarded(self, exchange: Callable[[], None], *, waits: bool = True) -> None:
-        """Do what needs the other ranks; a group that breaks makes the step void."""
         if self.broken is not None:
             return
         try:

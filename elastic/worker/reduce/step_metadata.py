@@ -198,11 +198,7 @@ class MetadataExchange:
             self._send(self._links, self._rounds[0])
 
     def finish(self) -> list[Row]:
-        """Return everyone's, by rank.
-
-        Raises:
-            RuntimeError: the group broke.
-        """
+        """Return everyone's, by rank; RuntimeError if the group broke."""
         if self._links is not None:
             for number, one in enumerate(self._rounds):
                 if number:

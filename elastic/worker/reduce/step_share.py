@@ -142,15 +142,6 @@ class WeighedShare:
         world_size: int,
         num_micro_batches: int,
     ) -> None:
-        """Begin with nothing read.
-
-        Args:
-            cursor: the step.
-            micro_batch_size: samples of a full micro-batch.
-            rank: ours.
-            world_size: W, at most V.
-            num_micro_batches: V.
-        """
         self._cursor, self._micro_batch_size = cursor, micro_batch_size
         self.partition = MicroBatchPartition(rank, world_size, num_micro_batches)
         self.held = deal(rank, world_size, num_micro_batches)
@@ -172,7 +163,6 @@ class WeighedShare:
         self._goes_on[number] = more
 
     def weight(self, number: int) -> float | None:
-        """Return the factor of a micro-batch's mean gradient; None if it does not count."""
         weight = self._weights[number]
         return weight / self._micro_batch_size if weight else None
 

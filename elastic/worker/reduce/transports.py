@@ -123,12 +123,6 @@ class GroupTransport:
     carries_rows = False
 
     def __init__(self, group: Any, begin: BeginMessages = dist.batch_isend_irecv) -> None:
-        """Use this process group.
-
-        Args:
-            group: the process group.
-            begin: what carries the device's tensors in it.
-        """
         self._group, self._begin = group, begin
         self._due = _due_of.setdefault(group, deque())
 

@@ -613,11 +613,7 @@ class SumExchange:
         return []
 
     def finish(self, divisor: float) -> None:
-        """Wait for the sum, and scale it.
-
-        Raises:
-            RuntimeError: the group broke.
-        """
+        """Wait for the sum, and scale it; RuntimeError if the group broke."""
         if self._work is not None:
             self._work.wait()
             self._work = None

@@ -227,10 +227,8 @@ class SnapshotSlot:
     def warm_up(self, num_bytes: int) -> None:
         """Have the kernel find the pages now, and not when the training loop waits for them.
 
-        Takes a while, without holding the interpreter.
-
-        Raises:
-            OSError: there is not that much memory.
+        Takes a while, without holding the interpreter. OSError if there is not that much
+        memory.
         """
         self.reserve(num_bytes)
         os.posix_fallocate(self._fd, 0, HEADER + num_bytes)
@@ -326,10 +324,6 @@ class SnapshotSlot:
     def fill(self, mark: SnapshotMark, read: Callable[[memoryview], object]) -> None:
         """Take a whole snapshot from elsewhere.
 
-        Args:
-            mark: of it.
-            read: writes all its bytes into the place that it is given, or raises.
-
         Raises:
             OSError: there is not that much memory.
         """
@@ -389,11 +383,7 @@ class SnapshotSlot:
         return torch.frombuffer(memory, dtype=dtype_of(spec)).reshape(shape)
 
     def skeleton(self, mark: SnapshotMark) -> bytes:
-        """Return all that is no tensor.
-
-        Raises:
-            ValueError: it is not what was put here.
-        """
+        """Return all that is no tensor; ValueError if it is not what was put here."""
         self.reserve(mark.data_bytes + mark.skeleton_bytes)
         start = HEADER + mark.data_bytes
         text = bytes(self._mapped()[start : start + mark.skeleton_bytes])

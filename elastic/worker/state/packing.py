@@ -40,11 +40,7 @@ class TensorSpec:
 
 
 def pack(state: Any) -> tuple[bytes, list[torch.Tensor]]:
-    """Split a nested state into plain values as bytes, and tensors.
-
-    Raises:
-        UsageError: it holds something that is neither, naming where.
-    """
+    """Split a state into plain values as bytes, and tensors; UsageError as `split`."""
     skeleton, tensors = split(state)
     return write_skeleton(skeleton), tensors
 
@@ -89,7 +85,6 @@ class _Unsendable(Exception):
 
 
 def write_skeleton(skeleton: Any) -> bytes:
-    """Return plain values as bytes."""
     buffer = io.BytesIO()
     torch.save(skeleton, buffer)
     return buffer.getvalue()
@@ -188,11 +183,7 @@ def _plain_key(key: Any) -> Any:
 
 
 def read_skeleton(text: bytes) -> Any:
-    """Return the plain values of a state, from the bytes that `pack` made; runs no code in them.
-
-    Raises:
-        Exception: these are no such bytes.
-    """
+    """Return the plain values of a state from the bytes of `pack`; runs no code in them."""
     return torch.load(io.BytesIO(text), weights_only=True)
 
 
@@ -238,7 +229,6 @@ def places_print(skeleton: Any) -> int:
 
 
 def unpack(skeleton: Any, tensors: Sequence[torch.Tensor]) -> Any:
-    """Return the state that `pack` split."""
     kind, content = skeleton[0], skeleton[1]
     if kind == "tensor":
         return tensors[content].numpy() if skeleton[4] else tensors[content]
@@ -251,6 +241,5 @@ def unpack(skeleton: Any, tensors: Sequence[torch.Tensor]) -> Any:
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a contiguous tensor's memory as bytes."""
     flat = tensor.contiguous().reshape(-1)
     return flat.view(torch.uint8) if flat.numel() else torch.empty(0, dtype=torch.uint8)

@@ -50,11 +50,7 @@ def has_shards(models: Iterable[nn.Module]) -> bool:
 
 
 def check_not_flat(model: nn.Module) -> None:
-    """Refuse a model that was sharded by FSDP's first version.
-
-    Raises:
-        UsageError: it has such a part.
-    """
+    """Refuse a model that was sharded by FSDP's first version; UsageError if it has such a part."""
     if any(map(is_flat_fsdp, model.modules())):
         raise UsageError(
             "prepare_model: the model is wrapped in FullyShardedDataParallel, whose shards cannot "
@@ -205,7 +201,6 @@ def like(tensor: DTensor, local: torch.Tensor) -> DTensor:
 
 
 def _is_plain_cut(placement: Any) -> TypeIs[Shard]:
-    """Return whether a placement is `Shard`, and not one of its kinds that are strided."""
     from torch.distributed.tensor import Shard
 
     return type(placement) is Shard
@@ -250,12 +245,7 @@ def _spread(rows: int, ranks: tuple[int, ...], shape: tuple[int, ...], dim: int)
 
 
 def held_by(spreads: Sequence[Spread | None], ranks: Iterable[int]) -> Held:
-    """Return the rows that the workers of a node have copied together.
-
-    Args:
-        spreads: of all tensors.
-        ranks: of the node's workers, in the group.
-    """
+    """Return the rows that the workers of a node have copied together."""
     here = list(ranks)
     return tuple(
         merged(spread[rank] for rank in here) if spread is not None else None for spread in spreads

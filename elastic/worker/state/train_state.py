@@ -44,9 +44,7 @@ class Stateful(Protocol):
         """Return the state: tensors, arrays and plain Python values."""
         ...
 
-    def load_state_dict(self, state: Any) -> Any:
-        """Take such a state."""
-        ...
+    def load_state_dict(self, state: Any) -> Any: ...
 
 
 class TrainState:
