@@ -39,4 +39,4 @@ def without_role(folder: Path, target: Path) -> Access:
         )
     )
     (target / "tls.key").chmod(0o600)
-    return find_access(folder=str(target), ca=str(folder / "ca.crt"))
+    return find_access(tls_dir=str(target), tls_ca=str(folder / "ca.crt"))

@@ -104,7 +104,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "text").write_text("no database at all\n" * 100)
     (folder / "cut").write_bytes(whole[: len(whole) // 2])
     for name, change in (
-        ("newer", "PRAGMA user_version=2"),
+        ("newer", "PRAGMA user_version=99"),
         ("text-in-it", "UPDATE entries SET value = value || x'00' WHERE instr(key, '/jobs/')"),
         ("flipped", "UPDATE entries SET value = zeroblob(9) WHERE instr(key, '/jobs/')"),
         ("lacking", "DELETE FROM entries WHERE instr(key, '/pieces/')"),
@@ -135,7 +135,7 @@ async def fill(folder: Path) -> None:
         ("none", "sqlite:{tmp}/x", "does not exist"),
         ("text", "sqlite:{tmp}/x", "is damaged"),
         ("cut", "sqlite:{tmp}/x", "damaged"),
-        ("newer", "sqlite:{tmp}/x", "has schema 2"),
+        ("newer", "sqlite:{tmp}/x", "has schema 99"),
         ("flipped", "sqlite:{tmp}/x", "does not match its checksum"),
         ("text-in-it", "sqlite:{tmp}/x", "another program has written"),
         ("lacking", "sqlite:{tmp}/x", "0 of 1 pieces"),

@@ -118,7 +118,7 @@ async def test_nodes_and_users_are_let_in_each_to_their_part(
         (root / name).mkdir(parents=True)
     make_secrets(root)
     of = {
-        name: find_access(str(root / name / "token"), ca=str(root / name / "ca.crt"))
+        name: find_access(str(root / name / "token"), tls_ca=str(root / name / "ca.crt"))
         for name in ("node", "user")
     }
     store = Certificates(*(root / "store" / name for name in ("ca.crt", "tls.crt", "tls.key")))

@@ -70,10 +70,10 @@ def test_a_key_of_another_certificate_is_refused(pki: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        ({"cert": "x.crt"}, "pass both"),
-        ({"cert": "x.crt", "key": "x.key"}, "without --tls-ca"),
-        ({"ca": "nowhere.crt"}, "nowhere.crt"),
-        ({"folder": "nowhere"}, "nowhere/ca.crt"),
+        ({"tls_cert": "x.crt"}, "pass both"),
+        ({"tls_cert": "x.crt", "tls_key": "x.key"}, "without --tls-ca"),
+        ({"tls_ca": "nowhere.crt"}, "nowhere.crt"),
+        ({"tls_dir": "nowhere"}, "nowhere/ca.crt"),
     ],
 )
 def test_flags_that_name_no_certificates_are_refused(flags: dict[str, str], says: str) -> None:
