@@ -24,7 +24,7 @@ import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 
@@ -206,6 +206,9 @@ class Member:
         return self.process
 
 
+Cluster = TypeVar("Cluster", bound="EtcdCluster")
+
+
 class EtcdCluster:
     """Some members that form one cluster; a context manager."""
 
@@ -217,7 +220,7 @@ class EtcdCluster:
         self._root = Path(tempfile.mkdtemp(prefix="etcd-"))
         self.members: list[Member] = []
 
-    def __enter__(self) -> EtcdCluster:
+    def __enter__(self: Cluster) -> Cluster:
         try:
             self._start()
         except BaseException:
@@ -289,27 +292,16 @@ class EtcdCluster:
         return members
 
 
-class EtcdServer:
-    """A cluster of one; a context manager."""
+class EtcdServer(EtcdCluster):
+    """A cluster of one."""
 
     def __init__(self, certificates: Certificates | None = None) -> None:
-        self._cluster = EtcdCluster(size=1, certificates=certificates)
-
-    def __enter__(self) -> EtcdServer:
-        self._cluster.__enter__()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._cluster.close()
+        super().__init__(1, certificates)
 
     @property
     def member(self) -> Member:
-        return self._cluster.members[0]
+        return self.members[0]
 
     @property
     def endpoint(self) -> str:
         return self.member.endpoint
-
-    def url(self, root: str = "elastic") -> str:
-        """What `open_store` takes."""
-        return self._cluster.url(root)

@@ -52,7 +52,8 @@ class Client:
     """A connection to a cluster; may be used from several threads.
 
     `job` is an id, a unique beginning of one, or a name (of the job that has not ended, else of
-    the one submitted last).
+    the one submitted last). What fails raises an `ElasticError`, also in the iterators that some
+    methods return: `NotFound` for a job or node that is not there, `Unavailable` without an answer.
 
     Attributes:
         call_timeout_s: upper limit of each call's timeout; None for the calls' own timeouts.
@@ -109,9 +110,6 @@ class Client:
         A spec without an id gets one here, so that a retry after a lost reply is recognised and
         nothing is submitted twice.
 
-        Returns:
-            The job's id.
-
         Raises:
             NameTaken: a job of this name has not ended.
             UsageError: the cluster can never run this, or the spec cannot be serialised.
@@ -134,7 +132,6 @@ class Client:
             now: stop without a checkpoint; scripts are not asked either.
 
         Raises:
-            NotFound: there is none.
             Refused: it has ended already.
         """
         request = jobs_pb2.StopJobRequest(job=job, reason=reason, now=now)
@@ -147,7 +144,6 @@ class Client:
             The number of the request, for logs.
 
         Raises:
-            NotFound: there is no such job.
             Refused: it can take none now: it has ended, does not train, or has no run directory.
         """
         request = jobs_pb2.CheckpointRequest(job=job)
@@ -157,7 +153,6 @@ class Client:
         """Pause a job: it releases its workers after a checkpoint; does not wait for that.
 
         Raises:
-            NotFound: there is no such job.
             Refused: it has ended, or has no run directory to continue from.
         """
         self._call("Pause", jobs_pb2.PauseRequest(job=job), timeout_s=CHANGE_TIMEOUT_S)
@@ -166,7 +161,6 @@ class Client:
         """Resume a paused job.
 
         Raises:
-            NotFound: there is no such job.
             Refused: it has ended.
         """
         self._call("Resume", jobs_pb2.ResumeRequest(job=job), timeout_s=CHANGE_TIMEOUT_S)
@@ -175,7 +169,6 @@ class Client:
         """Change the bounds of a job's group, which follows at a boundary; 0 keeps a bound.
 
         Raises:
-            NotFound: there is no such job.
             Refused: it has ended.
             UsageError: it cannot have these bounds.
         """
@@ -188,9 +181,6 @@ class Client:
         Args:
             job: id or name.
             stale_ok: while there is no leader, a standby may answer; the job's reason states it.
-
-        Raises:
-            NotFound: there is none.
         """
         proto = self._call("Get", jobs_pb2.GetJobRequest(job=job), stale_ok=stale_ok)
         return job_from_proto(proto, self._clock.monotonic_ns())
@@ -226,18 +216,11 @@ class Client:
             job: id or name.
             on_outage: called during outages, in the thread that reads.
             limit_s: the longest tolerated outage.
-
-        Returns:
-            An iterator, which raises as the other methods do.
         """
         return self._stream(JobSource(job), limit_s, on_outage)
 
     def events(self, job: str, *, follow: bool = False) -> ResumingStream[TimedNote]:
-        """Read the events of a job, oldest first, as far as the coordinator remembers.
-
-        Returns:
-            An iterator, which raises as the other methods do.
-        """
+        """Read the events of a job, oldest first, as far as the coordinator remembers."""
         return self._stream(EventSource(job, follow=follow), OUTAGE_LIMIT_S if follow else 0.0)
 
     def profile(self, job: str, *, rank: int, seconds: float) -> str:
@@ -247,7 +230,7 @@ class Client:
             The name of the file, which exists after that time.
 
         Raises:
-            NotFound: there is no such job, or no worker has this rank.
+            NotFound: also if no worker has this rank.
             Refused: the job has no run directory.
         """
         request = jobs_pb2.ProfileRequest(job=job, rank=rank, seconds=seconds)
@@ -258,9 +241,6 @@ class Client:
 
         Returns:
             The workers that were asked.
-
-        Raises:
-            NotFound: there is no such job.
         """
         request = jobs_pb2.StacksRequest(job=job, ranks=ranks)
         answer = self._call("Stacks", request, timeout_s=CHANGE_TIMEOUT_S)
@@ -276,9 +256,6 @@ class Client:
             ranks: in the newest group; empty for all workers.
             tail: lines of existing output, for each worker; -1 for all.
             follow: continue until the job has ended, also with the output of later workers.
-
-        Returns:
-            An iterator, which raises as the other methods do.
         """
         source = LogSource(job, ranks=tuple(ranks), tail=tail, follow=follow)
         limit_s = OUTAGE_LIMIT_S if follow else 0.0
@@ -308,7 +285,6 @@ class Client:
             Seconds until the node must be gone: fewer if it drains already, and sooner.
 
         Raises:
-            NotFound: there is none.
             Refused: it is not connected.
         """
         request = jobs_pb2.DrainRequest(node=node, timeout_s=timeout_s, reason=reason)
@@ -316,11 +292,7 @@ class Client:
         return float(answer.timeout_s)
 
     def cordon(self, node: str, *, cordoned: bool = True, reason: str = "") -> None:
-        """Cordon or uncordon a node: whether new workers may start; existing ones stay.
-
-        Raises:
-            NotFound: there is none.
-        """
+        """Cordon or uncordon a node: whether new workers may start; existing ones stay."""
         request = jobs_pb2.CordonRequest(node=node, cordoned=cordoned, reason=reason)
         self._call("Cordon", request, timeout_s=CHANGE_TIMEOUT_S)
 

@@ -23,10 +23,13 @@ from elastic.coord.payload_upload import PayloadBudget
 from elastic.coord.standby_view import StandbyView
 from elastic.core.config import JobSpec
 from elastic.core.events.coordinator import CoordinatorEvent, Reply
+from elastic.core.messages import PROTOCOL
 from elastic.core.view import ClusterView
 from elastic.errors import ElasticError, NameTaken, NotFound, Refused, Unavailable, UsageError
 from elastic.runtime.clock import Clock
 from elastic.runtime.rpc import status_of
+from elastic.version import __version__
+from elastic.wire.codec_jobs import ClusterStatus
 
 REQUEST_TIMEOUT_S = 20.0
 """A request that changes something is answered or fails by then; below clients' deadlines."""
@@ -144,6 +147,20 @@ class ServiceContext:
             await self.follower.read_view()
             if self.leader_state.tenure is None
             else (self.view(), "")
+        )
+
+    async def status(self) -> ClusterStatus:
+        """Return the coordinator, its nodes and its jobs; raises as `read_view` does."""
+        view, standby = await self.read_view()
+        return ClusterStatus(
+            self.name,
+            __version__,
+            PROTOCOL,
+            self.store,
+            self.uptime_ns(),
+            view,
+            standby,
+            self.leader_state.coordinators,
         )
 
     def stay_with(self, driver: Driver) -> None:

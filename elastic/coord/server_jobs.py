@@ -29,13 +29,11 @@ from elastic.core.events.coordinator import (
     ScaleRequested,
     StopRequested,
 )
-from elastic.core.messages import PROTOCOL, DumpStacks, Profile
+from elastic.core.messages import DumpStacks, Profile
 from elastic.core.view import ClusterView, JobView
 from elastic.core.world import JobId, NodeId, WorkerId
 from elastic.errors import NotFound, Refused, UsageError
-from elastic.version import __version__
 from elastic.wire.codec_jobs import (
-    ClusterStatus,
     LogChunk,
     job_event_to_proto,
     job_to_proto,
@@ -361,20 +359,7 @@ class ClusterService:
     @answering
     async def Status(self, _: jobs_pb2.StatusRequest) -> jobs_pb2.ClusterStatus:
         """Return the coordinator, the nodes and the jobs."""
-        context = self._context
-        view, standby = await context.read_view()
-        return status_to_proto(
-            ClusterStatus(
-                context.name,
-                __version__,
-                PROTOCOL,
-                context.store,
-                context.uptime_ns(),
-                view,
-                standby,
-                context.leader_state.coordinators,
-            )
-        )
+        return status_to_proto(await self._context.status())
 
     @answering
     async def Drain(self, request: jobs_pb2.DrainRequest) -> jobs_pb2.DrainResponse:

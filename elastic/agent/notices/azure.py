@@ -34,12 +34,9 @@ OK = 200
 class Azure:
     """Scheduled events that end this machine."""
 
+    name = "azure"
     endpoint: MetadataEndpoint
     poll_s: float = POLL_S
-
-    @property
-    def name(self) -> str:
-        return "azure"
 
     async def watch(self, notify: Notify) -> None:
         """Call `notify` with each new notice, until cancelled."""

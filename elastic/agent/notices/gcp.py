@@ -40,13 +40,10 @@ class Gcp:
         retry_s: pause after a query without a valid reply.
     """
 
+    name = "gcp"
     endpoint: MetadataEndpoint
     wait_s: int = WAIT_S
     retry_s: float = RETRY_S
-
-    @property
-    def name(self) -> str:
-        return "gcp"
 
     async def watch(self, notify: Notify) -> None:
         """Call `notify` with each new notice, until cancelled."""

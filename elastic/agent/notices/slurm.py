@@ -33,13 +33,10 @@ class Slurm:
         end_unix_s: end of its time limit, None if it has none or it is unknown.
     """
 
+    name = "slurm"
     job_id: str
     end_unix_s: float | None = None
     lead_s: float = LEAD_S
-
-    @property
-    def name(self) -> str:
-        return "slurm"
 
     async def watch(self, notify: Notify) -> None:
         """Call `notify` with a notice at each SIGUSR1, and with one `lead_s` before the end.

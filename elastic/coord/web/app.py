@@ -42,13 +42,11 @@ from elastic.coord.web.output import newest_lines, output_stream
 from elastic.coord.web.pages import document, front_page, job_page, log_page, plain_page
 from elastic.coord.web.parts import Changes, Page
 from elastic.coord.web.studies import Studies
-from elastic.core.messages import PROTOCOL
 from elastic.core.view import ClusterView, JobView
 from elastic.core.world import JobId
 from elastic.errors import ElasticError, NotFound
 from elastic.runtime.exposition import CONTENT_TYPE, Histogram
 from elastic.version import __version__
-from elastic.wire.codec_jobs import ClusterStatus
 
 TICK_S = 1.0
 PAGE_SHARE, PAGE_KEPT_S_MAX = 0.01, 5.0
@@ -216,13 +214,7 @@ class Site:
         return _events(request, output_stream(self.context, job_id, query))
 
     async def _status_json(self, _: Request) -> Response:
-        view, standby = await self.context.read_view()
-        context = self.context
-        status = ClusterStatus(
-            context.name, __version__, PROTOCOL, context.store, context.uptime_ns(), view, standby,
-            context.leader_state.coordinators,
-        )  # fmt: skip
-        return JSONResponse(status_as_dict(status))
+        return JSONResponse(status_as_dict(await self.context.status()))
 
     async def _job_json(self, request: Request) -> Response:
         view, job, _ = await self._find(request)

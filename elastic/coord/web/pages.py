@@ -6,10 +6,17 @@ Rule: nothing is decided or requested here, and everything is text until `elemen
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from urllib.parse import quote
 
-from elastic.client.text_format import duration, missing, parsed_metrics, world_size
+from elastic.client.show import bounds
+from elastic.client.text_format import (
+    duration,
+    metrics_line,
+    missing,
+    parsed_metrics,
+    world_size,
+)
 from elastic.coord.history import JobHistory, Span
 from elastic.coord.web.html import Html, element, escaped, joined
 from elastic.coord.web.output import Line, head
@@ -99,17 +106,12 @@ def _job_row(job: JobView, clocks: Clocks) -> Html:
         f"j-{spec.job_id}",
         joined(link, " ", element("small", spec.job_id)),
         pill(job.record.phase.value),
-        f"{world_size(job)} of {_bounds(job)}",
+        f"{world_size(job)} of {bounds(job)}",
         job.record.generation,
         goodput_text(job),
         moment(clocks.unix(job.since_ns)),
         job.reason.partition("\n")[0] or "–",
     )
-
-
-def _bounds(job: JobView) -> str:
-    low, high = job.record.bounds
-    return str(low) if low == high else f"{low}–{high}"
 
 
 def _node_row(view: NodeView, clocks: Clocks) -> Html:
@@ -192,7 +194,7 @@ def _head(job: JobView, history: JobHistory, clocks: Clocks) -> Part:
     facts: dict[str, object] = {
         "state": joined(pill(record.phase.value), " since ", moment(clocks.unix(job.since_ns))),
         "generation": record.generation or "–",
-        "workers": f"{world_size(job)} of {_bounds(job)}",
+        "workers": f"{world_size(job)} of {bounds(job)}",
         **(pace_facts(job.telemetry) if world_size(job) else {}),
         "goodput": goodput_text(job),
         "newest checkpoint": moment(history.checkpoints.get(newest, 0)) if newest else "none",
@@ -358,18 +360,9 @@ def _checkpoint_rows(job: JobView, history: JobHistory) -> dict[str, Html]:
             moment(history.checkpoints.get(record.path, 0)),
             record.generation,
             record.status.value.lower().replace("_", " "),
-            _metrics_text(parsed_metrics(record.metrics)),
+            metrics_line(parsed_metrics(record.metrics)) or "–",
         )
     return rows
-
-
-def _metrics_text(metrics: Mapping[str, object]) -> str:
-    parts = [
-        f"{name}={value:.4g}" if isinstance(value, float) else f"{name}={value}"
-        for name, value in metrics.items()
-        if isinstance(value, (bool, int, float, str))
-    ]
-    return " ".join(parts)[:300] or "–"
 
 
 def _event_rows(events: Sequence[TimedNote]) -> dict[str, Html]:
