@@ -33,6 +33,7 @@ from elastic.core.world import NodePhase
 from elastic.errors import ElasticError, Refused, Unavailable
 from elastic.runtime.access import find_access
 from elastic.runtime.eventlog import for_owner
+from elastic.runtime.ready import address_in
 from elastic.wire.codec_jobs import TimedNote
 
 TIMEOUT_S = 60.0
@@ -142,8 +143,7 @@ class LocalCluster:
         )
         if process.poll() is not None:
             raise Unavailable(f"the coordinator ended: {self.log_of('coordinator')[-2000:]}")
-        words = dict(w.partition("=")[::2] for w in ready.read_text().split())
-        self.address = words["address"]
+        self.address = address_in(ready.read_text())
 
     def kill_coordinator(self) -> None:
         """Kill the coordinator with SIGKILL, and wait for its end."""
