@@ -86,6 +86,7 @@ def train_until(file: str) -> None:
 def main() -> None:
     case, folder = sys.argv[1:]
     os.chdir("tests")  # From where it is each time, also when it is run again in a process.
+    assert not dist.is_initialized()  # Many do nothing of what follows if it is.
     dist.init_process_group(backend="gloo")
     say("environment " + json.dumps({name: os.environ.get(name) for name in SHOWN}))
     if case == "raise":
