@@ -11,6 +11,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,8 @@ CHUNK_BYTES = 8 * 1024**2
 FILES_IN_BLOCK, BLOCK_BYTES = 16, 8 * 1024**2
 """Files that form one block, because they are mostly small, such as images: up to so many, and
 further ones while they have so many bytes at most."""
+CONVERSION = "CSV conversion error"
+"""In Arrow's message of a value that has not the type of its column."""
 Line = tuple[int, bytes]
 """The number of a line, and its text."""
 
@@ -42,19 +45,43 @@ class Csv(FileSource):
         """Start without a schema."""
         super().__post_init__()
         self._first: Any = None
+        # The number of the last row with a wrong number of columns.
+        self._counted = 0
 
     def _rows(self, reader: Reader, file: File) -> Iterator[Batch]:
+        done = self._counted = 0
+        try:
+            for table in self._tables(reader, file, _known(self._first)):
+                done += table.num_rows
+                yield table
+        except DataError as error:
+            if not (self.skips and self._first and CONVERSION in str(error)):
+                raise
+            yield from self._row_by_row(reader, file, done)
+
+    def _convert_options(self, types: Mapping[str, Any]) -> Any:
         import pyarrow.csv as csv
 
-        pa, options = arrow(), dict(self.arrow_options)
-        # Copies: other reads may be given the same ones.
-        convert = copy.copy(options.get("convert_options")) or csv.ConvertOptions()
+        # A copy: other reads may be given the same ones.
+        convert = copy.copy(self.arrow_options.get("convert_options")) or csv.ConvertOptions()
+        convert.column_types = {**types, **dict(convert.column_types or {})}
+        return convert
+
+    def _tables(
+        self, reader: Reader, file: File, types: Mapping[str, Any], *, as_texts: bool = False
+    ) -> Iterator[Any]:
+        """Yield the rows of a file, with these types of columns; `as_texts`: all as they are."""
+        import pyarrow.csv as csv
+
+        pa, options = arrow(), self.arrow_options
+        convert = self._convert_options(types)
+        if as_texts:
+            convert.column_types = types
         # Values may have several lines in any case; without it not where a chunk ends.
         own = csv.ParseOptions(newlines_in_values=True)
         parse = copy.copy(options.get("parse_options")) or own
-        convert.column_types = {**_known(self._first), **dict(convert.column_types or {})}
         if self.skips:
-            parse.invalid_row_handler = lambda row: self._skip_row(file, row)
+            parse.invalid_row_handler = partial(self._skip_row, file)
         opened = reader.open(file, self.compression)
         try:
             found = csv.open_csv(
@@ -64,8 +91,10 @@ class Csv(FileSource):
                 parse_options=parse,
                 convert_options=convert,
             )
-            check_schema(self._first or (file, found.schema), file, found.schema, None)
-            self._first = completed(self._first, file, found.schema)
+            casts = found.schema.names if as_texts else ()
+            check_schema(self._first or (file, found.schema), file, found.schema, None, casts)
+            if not as_texts:
+                self._first = completed(self._first, file, found.schema)
             for batch in found:
                 yield pa.Table.from_batches([batch])
         except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
@@ -73,7 +102,43 @@ class Csv(FileSource):
         finally:
             opened.close()
 
+    def _row_by_row(self, reader: Reader, file: File, done: int) -> Iterator[Any]:
+        """Yield what follows on the first rows, without those that have a value of another type."""
+        texts = dict.fromkeys(self._first[1].names, arrow().string())
+        seen = 0
+        for table in self._tables(reader, file, texts, as_texts=True):
+            rest = table.slice(max(0, done - seen))
+            seen += table.num_rows
+            if rest.num_rows:
+                yield from self._converted(file, rest)
+
+    def _converted(self, file: File, texts: Any) -> Iterator[Any]:
+        """Yield rows of texts as rows with the known types; halves, until bad ones are alone."""
+        import pyarrow.csv as csv
+
+        pa, held = arrow(), io.BytesIO()
+        csv.write_csv(texts, held)
+        held.seek(0)
+        try:
+            yield csv.read_csv(
+                held,
+                csv.ReadOptions(use_threads=False),
+                csv.ParseOptions(newlines_in_values=True),
+                self._convert_options(_known(self._first)),
+            )
+        except pa.ArrowInvalid as error:
+            if texts.num_rows == 1:
+                values = list(texts.to_pylist()[0].values())
+                self.skip("rows", f"{file.path}, the row {repr(values)[:80]}: {error}")
+                return
+            half = texts.num_rows // 2
+            for part in (texts.slice(0, half), texts.slice(half)):
+                yield from self._converted(file, part)
+
     def _skip_row(self, file: File, row: Any) -> str:
+        if row.number is not None and row.number <= self._counted:
+            return "skip"  # The file is read for the second time.
+        self._counted = row.number or 0
         number = f"row {row.number}" if row.number is not None else "a row"
         text = (row.text or "")[:80]
         why = f"{row.actual_columns} columns, {row.expected_columns} expected"

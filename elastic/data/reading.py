@@ -140,8 +140,9 @@ def read_csv(
         parse_options: of pyarrow.csv.
         convert_options: of pyarrow.csv.
         others: as in `read_parquet`; on_error="skip" leaves out rows with a wrong number of
-            columns, and the rest of a file after an error; arrow_open_stream_args, such as
-            {"compression": "gzip"} of files whose names do not end with that.
+            columns or a value of another type, and the rest of a file after an error;
+            arrow_open_stream_args, such as {"compression": "gzip"} of files whose names do not end
+            with that.
     """
     options = {
         "read_options": read_options,

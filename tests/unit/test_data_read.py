@@ -685,6 +685,16 @@ def test_a_bad_row_is_named_or_left_out_with_a_count(tmp_path: Path) -> None:
     ds = data.read_csv(tmp_path / "a.csv", on_error="skip")
     assert ds.sum("a") == 6
     assert "1 rows left out" in ds.stats()
+    rows = [f'{n},"t\n{n}"\n' for n in range(99_999)]
+    rows[3], rows[90_000], rows[90_003], rows[90_005] = "4\n", "x,\n", ",0\n", "5\n"
+    (tmp_path / "b.csv").write_text("a,b\n" + "".join(rows))
+    ds = data.read_csv(tmp_path / "b.csv", on_error="skip")
+    found = ds.to_arrow()
+    assert found.schema == pa.schema([("a", pa.int64()), ("b", pa.string())])
+    kept = [n for n in range(99_999) if n not in (3, 90_000, 90_005)]
+    assert found["a"].to_pylist() == [None if n == 90_003 else n for n in kept]
+    assert found["b"].to_pylist() == ["0" if n == 90_003 else f"t\n{n}" for n in kept]
+    assert "3 rows left out" in ds.stats()
     (tmp_path / "a.json").write_text('{"a": 1}\n{"a": \n{"a": 3}\n')
     with pytest.raises(DataError, match=r"a.json, line 2 "):
         data.read_json(tmp_path / "a.json").count()
