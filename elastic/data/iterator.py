@@ -286,6 +286,8 @@ class DataIterator:
             )
         if not left:
             self._epoch, left = self._epoch + 1, [(0, self.table.rows)]
+        if not self.table.rows:
+            return
         rank, world = (0, 1) if whole else self._place()
         reader, epoch = self._reader(), self._epoch
         mine = share_of(left, rank, world)

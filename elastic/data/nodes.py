@@ -61,6 +61,14 @@ class Node:
         """Yield all rows in order."""
         raise NotImplementedError
 
+    def filled_parents(self) -> list[Iterator[Batch]]:
+        """Return the rows of each parent, with the columns of all of them."""
+        return [self._fill.stream(parent.stream()) for parent in self.parents]
+
+    @cached_property
+    def _fill(self) -> Fill:
+        return Fill(_merged([_types_of(parent) for parent in self.parents]))
+
 
 @dataclass
 class Read(Node):
@@ -127,18 +135,12 @@ class Union(Node):
 
     def stream(self) -> Iterator[Batch]:
         """Yield all rows in order."""
-        fill = Fill(self._kinds)
-        for parent in self.parents:
-            yield from fill.stream(parent.stream())
-
-    @cached_property
-    def _kinds(self) -> dict[str, Any]:
-        return _merged([_types_of(parent) for parent in self.parents])
+        return itertools.chain.from_iterable(self.filled_parents())
 
 
 @dataclass
 class Mix(Node):
-    """The rows of all parents, interleaved by weights.
+    """The rows of all parents, interleaved by weights, each with the columns of all.
 
     Attributes:
         weights: rows of each parent, in proportion.
@@ -150,7 +152,7 @@ class Mix(Node):
 
     def stream(self) -> Iterator[Batch]:
         """Yield all rows; the next one is of the parent that is furthest behind its weight."""
-        sources = [batched(parent.stream(), 1024) for parent in self.parents]
+        sources = [batched(rows, 1024) for rows in self.filled_parents()]
         heads: dict[int, Batch] = {}
         counts = [0] * len(sources)
         live = set(range(len(sources)))

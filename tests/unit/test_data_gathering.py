@@ -128,6 +128,10 @@ def test_datasets_are_interleaved_by_weight_each_row_once() -> None:
     assert column(one.mix(two, weights=[1, 3]), "id") == [-1, -2, 0, -3, -4, -5, 1, 2]
     shortest = data.MixStoppingCondition.STOP_ON_SHORTEST
     assert column(one.mix(two, stopping_condition=shortest), "id") == [0, -1, 1, -2, 2]
+    assert one.mix(data.from_items([{"x": 7}])).take(2) == [
+        {"id": 0, "x": None},
+        {"id": None, "x": 7},
+    ]
     large = data.range(5000).mix(data.range(3000), weights=[2, 1])
     assert sorted(column(large, "id")) == sorted([*range(5000), *range(3000)])
     assert sum(value < 20 for value in column(large, "id")[:30]) == 30

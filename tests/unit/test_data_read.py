@@ -271,6 +271,7 @@ def test_batches_may_be_iterated_over_again() -> None:
         assert [sum(len(one["id"]) for one in batches) for _ in range(2)] == [5, 5]
     for rows in (ds.iter_rows(), shard.iter_rows()):
         assert [ids_of(rows) for _ in range(2)] == [[0, 1, 2, 3, 4]] * 2
+    assert not list(ds.limit(0).iterator().iter_batches())
 
 
 def test_what_lies_in_memory_is_read_too(tmp_path: Path) -> None:
