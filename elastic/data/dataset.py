@@ -88,6 +88,7 @@ from elastic.data.writing import (
     by_rows,
     first_free,
     json_of,
+    tables_alike,
     write_parquet,
     write_partitions,
 )
@@ -873,7 +874,8 @@ class Dataset:
         if (target := _target("write_parquet", path, others)) is None:
             return
         files, rows = target
-        batches, number = _watched(self._stream(), "write_parquet"), first_free(files)
+        tables = tables_alike(self._stream())
+        batches, number = _watched(tables, "write_parquet"), first_free(files)
         if partition_cols:
             write_partitions(batches, files, names_of(partition_cols), number, rows)
             return
@@ -890,13 +892,13 @@ class Dataset:
             import pyarrow.csv as csv
 
             target, names = arrow().PythonFile(Sink(output.write), mode="w"), None
-            for table in map(to_table, batches):
+            for table in batches:
                 # Types may differ: a column has no value at first, or none that is missing.
                 options = csv.WriteOptions(include_header=names is None)
                 names = names or table.column_names
                 csv.write_csv(_with_columns(table, names, "write_csv"), target, options)
 
-        self._write_files("write_csv", path, "csv", others, write)
+        self._write_files("write_csv", path, others, tables_alike(self._stream()), write)
 
     def write_json(self, path: str | os.PathLike[str], **others: Any) -> None:
         """Write all rows to a file in a folder, one JSON object a line; see `write_csv`.
@@ -908,11 +910,11 @@ class Dataset:
         """
 
         def write(output: Any, batches: Iterator[Batch]) -> None:
-            for batch in batches:
-                for row in rows_of(batch):
+            for table in batches:
+                for row in rows_of(table):
                     output.write(json_of(row).encode() + b"\n")
 
-        self._write_files("write_json", path, "json", others, write)
+        self._write_files("write_json", path, others, tables_alike(self._stream()), write)
 
     def write_numpy(
         self, path: str | os.PathLike[str], *, column: str | None = None, **others: Any
@@ -932,7 +934,8 @@ class Dataset:
                 raise UsageError(f"write_numpy: column {names[0]!r} is not of numbers of one shape")
             np.lib.format.write_array(output, np.concatenate(rows))
 
-        self.select_columns(names)._write_files("write_numpy", path, "npy", others, write)
+        batches = self.select_columns(names)._stream()
+        self._write_files("write_numpy", path, others, batches, write, "npy")
 
     def write_images(
         self,
@@ -978,7 +981,7 @@ class Dataset:
             rows = itertools.chain.from_iterable(map(rows_of, batches))
             write_tar(Sink(output.write), rows, encoders)
 
-        self._write_files("write_webdataset", path, "tar", others, write)
+        self._write_files("write_webdataset", path, others, self._stream(), write, "tar")
 
     def write_sql(self, sql: str, connection_factory: Callable[[], Any], **others: Any) -> None:
         """Execute a statement for each row, in order, as one transaction.
@@ -1004,18 +1007,23 @@ class Dataset:
         self,
         what: str,
         path: str | os.PathLike[str],
-        ending: str,
         others: dict[str, Any],
+        batches: Iterator[Batch],
         write: Callable[[Any, Iterator[Batch]], None],
+        ending: str = "",
     ) -> None:
-        """Write all rows to files in a folder, each of them by `write`."""
+        """Write batches to files in a folder, each of them by `write`.
+
+        Their names end as the method's, unless `ending` says otherwise.
+        """
         if (target := _target(what, path, others)) is None:
             return
         files, rows = target
-        parts = by_rows(_watched(self._stream(), what), rows)
-        for number, batches in enumerate(parts, start=first_free(files)):
-            with files.writing(f"part-{number:05d}.{ending}") as output:
-                write(output, batches)
+        parts = by_rows(_watched(batches, what), rows)
+        for number, some in enumerate(parts, start=first_free(files)):
+            name = f"part-{number:05d}.{ending or what.removeprefix('write_')}"
+            with files.writing(name) as output:
+                write(output, some)
 
     # --------------------------------------------------------------------- engines
 

@@ -79,8 +79,9 @@ class Operation:
     def stream(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """Apply the operation to all rows, in order."""
         for batch in batches:
-            if num_rows(batch):
-                yield self.apply(batch)
+            found = self.apply(batch) if num_rows(batch) else batch
+            if num_rows(found):
+                yield found
 
 
 @dataclass

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import math
 import re
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from elastic.data.batches import (
@@ -87,6 +88,35 @@ def by_rows(batches: Iterator[Batch], rows: int | None) -> Iterator[Iterator[Bat
 
     while rest is not None:
         yield of_file()
+
+
+def tables_alike(batches: Iterable[Batch]) -> Iterator[Any]:
+    """Yield tables that have the types of the first one, as far as nothing is lost by that.
+
+    What NumPy makes of whole numbers depends on whether one of a batch is missing.
+    """
+    kinds: dict[str, Any] = {}
+    for batch in batches:
+        table = to_table(batch)
+        kinds = kinds or {one.name: one.type for one in table.schema}
+        yield _cast(table, kinds)
+
+
+def _cast(table: Any, kinds: Mapping[str, Any]) -> Any:
+    pa = arrow()
+    for number, one in enumerate(table.schema):
+        kind = kinds.get(one.name, one.type)
+        is_same = kind == one.type or not (_is_number(kind) and _is_number(one.type))
+        if not is_same:
+            with contextlib.suppress(pa.ArrowInvalid):
+                values = table.column(number).cast(kind)
+                table = table.set_column(number, one.name, values)
+    return table
+
+
+def _is_number(kind: Any) -> bool:
+    types = arrow().types
+    return bool(types.is_integer(kind) or types.is_floating(kind))
 
 
 def write_parquet(batches: Iterator[Batch], files: Files, folder: str, number: int = 0) -> int:
@@ -177,8 +207,7 @@ def _row_groups(batches: Iterator[Batch]) -> Iterator[Any]:
     """Yield tables of about `GROUP_ROWS` rows or `GROUP_BYTES` bytes."""
     held: list[Any] = []
     size = rows = 0
-    for batch in _in_pieces(batches):
-        table = to_table(batch)
+    for table in tables_alike(_in_pieces(batches)):
         held.append(table)
         size, rows = size + table.nbytes, rows + table.num_rows
         if size >= GROUP_BYTES or rows >= GROUP_ROWS:

@@ -441,6 +441,17 @@ def test_columns_are_written_in_one_order_and_types_may_come_late(tmp_path: Path
     late.union(swapped).write_csv(tmp_path / "csv")
     lines = (tmp_path / "csv" / "part-00000.csv").read_text().splitlines()
     assert (lines[0], lines[1], lines[-1], len(lines)) == ('"id","x"', "0,", "-1,7", 3002)
+    ids = range(3000)
+    holes = pa.table({"id": ids, "n": [None if n == 2500 else n for n in ids]})
+    numbers = (
+        data.from_arrow(holes)
+        .map_batches(lambda batch: batch)
+        .flat_map(lambda row: [row] if row["id"] > 1023 else [])
+    )
+    for ending in ("parquet", "csv", "json"):
+        getattr(numbers, f"write_{ending}")(tmp_path / f"n-{ending}", max_rows_per_file=900)
+        again = getattr(data, f"read_{ending}")(tmp_path / f"n-{ending}").to_arrow()
+        assert again == holes.slice(1024)
     other = data.range(3000).map_batches(lambda b: b if b["id"][0] < 1000 else {"y": b["id"]})
     with pytest.raises(UsageError, match=r"write_csv: some rows have the columns \['y'\]"):
         other.write_csv(tmp_path / "no")
