@@ -106,6 +106,11 @@ class Gather(Node):
         tables = [gathered(parent, self.name, self.memory) for parent in self.parents]
         yield from self.work(*tables)
 
+    def first_rows(self) -> Batch:
+        """Return some rows, to know their columns; none if a few of the parents make none."""
+        tables = [to_table(parent.first_rows()) for parent in self.parents]
+        return next(iter(self.work(*tables)), {})
+
 
 def gathered(node: Node, what: str, memory: int) -> Any:
     """Return all rows of a node as one table.

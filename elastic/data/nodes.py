@@ -61,6 +61,15 @@ class Node:
         """Yield all rows in order."""
         raise NotImplementedError
 
+    def first_rows(self) -> Batch:
+        """Return some rows, to know their columns, at the price of a few; none if there are none.
+
+        They need not be the first ones, or have the values of any others.
+        """
+        found: Batch = next((batch for batch in self.stream() if num_rows(batch)), {})
+        begin_pass(self)
+        return sliced(found, 0, ROWS_TRIED)
+
     def filled_parents(self) -> list[Iterator[Batch]]:
         """Return the rows of each parent, with the columns of all of them."""
         return [self._fill.stream(parent.stream()) for parent in self.parents]
@@ -103,6 +112,12 @@ class Apply(Node):
         """Yield all rows in order."""
         return self.operation.stream(self.parents[0].stream())
 
+    def first_rows(self) -> Batch:
+        """Return some rows, to know their columns."""
+        batches = self.operation.stream(iter([self.parents[0].first_rows()]))
+        found = next((batch for batch in batches if num_rows(batch)), None)
+        return super().first_rows() if found is None else found
+
     @cached_property
     def keeps_rows(self) -> bool:
         """Return whether there is one output row per input row.
@@ -127,6 +142,10 @@ class Slice(Node):
     def stream(self) -> Iterator[Batch]:
         """Yield all rows in order."""
         return row_slice(self.parents[0].stream(), self.start, self.stop)
+
+    def first_rows(self) -> Batch:
+        """Return some rows, to know their columns."""
+        return self.parents[0].first_rows()
 
 
 @dataclass
@@ -228,6 +247,10 @@ class Shuffle(Node):
 
     seed: int = 0
     reseeds: bool = True
+
+    def first_rows(self) -> Batch:
+        """Return some rows, to know their columns."""
+        return self.parents[0].first_rows()
 
     def stream(self) -> Iterator[Batch]:
         """Yield all rows in the order of the first epoch."""
@@ -350,17 +373,8 @@ def _types_of(node: Node) -> dict[str, Any]:
         if isinstance(source, Parquet):
             source.listing()
             return _chosen_types(source)
-        return {one.name: one.type for one in to_table(_first_rows(node)).schema}
+        return {one.name: one.type for one in to_table(node.first_rows()).schema}
     return {}
-
-
-def _first_rows(node: Node) -> Batch:
-    """Return rows to try functions with; none if there are none."""
-    if isinstance(node, Apply) and node.keeps_rows:
-        return node.operation.apply(_first_rows(node.parents[0]))
-    found: Batch = next((batch for batch in node.stream() if num_rows(batch)), {})
-    begin_pass(node)
-    return sliced(found, 0, ROWS_TRIED)
 
 
 def _chosen_types(source: Parquet) -> dict[str, Any]:

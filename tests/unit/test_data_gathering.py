@@ -122,6 +122,21 @@ def test_rows_with_and_without_a_match_are_told_apart() -> None:
     assert join("inner")[0]["y"].tolist() == [1.0, 1.0]
 
 
+def test_few_rows_are_computed_to_know_the_columns_of_a_union() -> None:
+    seen: list[int] = []
+
+    def note(row: dict[str, Any]) -> dict[str, Any]:
+        seen.append(row["id"])
+        return {**row, "x": 1}
+
+    noted = data.range(500).map(note)
+    for ds in (noted.sort("id"), noted.random_shuffle(), noted.filter(lambda row: row["id"])):
+        seen.clear()
+        batches = data.from_items([{"a": 1}]).union(ds.limit(90)).iter_batches()
+        assert all(sorted(batch) == ["a", "id", "x"] for batch in batches)
+        assert len(seen) <= 520
+
+
 def test_datasets_are_interleaved_by_weight_each_row_once() -> None:
     one, two = data.range(3), data.range(5).map(lambda row: {"id": -row["id"] - 1})
     assert column(one.mix(two), "id") == [0, -1, 1, -2, 2, -3, -4, -5]
