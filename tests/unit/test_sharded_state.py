@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed import _functional_collectives
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from elastic.core.world import JobId
@@ -23,6 +24,7 @@ from elastic.worker.engine.peer_copies import PeerCopies
 from elastic.worker.engine.prepared_optimizers import data_waits
 from elastic.worker.engine.sharded_restore import ShardedRestorer
 from elastic.worker.engine.still_weights import StillWeights
+from elastic.worker.engine.unregistered import UnregisteredObjects
 from elastic.worker.state.arena import SnapshotSlot
 from elastic.worker.state.sharded_state import check_shards, rows_of, spread_of
 from elastic.worker.state.train_state import State, TrainState
@@ -106,6 +108,22 @@ def test_data_of_a_sharded_parameter_waits_for_its_copy() -> None:
     parameter.data.add_(1)
     assert seen == [1]
     assert "data" not in vars(DTensor)
+
+
+def test_weights_that_an_earlier_call_has_left_are_looked_at_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Who has joined since has none, and would take a collective for the first of its group."""
+    left, called = nn.Module(), list[object]()
+    left.weight = nn.Parameter(sharded(torch.randn(4, 2), mesh_of(0, (2,))))
+    monkeypatch.setattr(_functional_collectives, "all_gather_tensor", lambda *_: called.append(1))
+    looks = UnregisteredObjects(TrainState())
+    before = looks._print(left, set())
+    with torch.no_grad():
+        left.weight.to_local().add_(1)
+    assert before
+    assert looks._print(left, set()) not in (before, ())
+    assert not called
 
 
 def test_what_cannot_be_saved_is_refused_when_the_model_is_prepared() -> None:

@@ -223,17 +223,26 @@ def _values(container: Any) -> list[Any]:
 def _place(tensor: torch.Tensor) -> int:
     """Return where a tensor lies; of a kind that does not tell, a number of its own."""
     try:
-        own = tensor.to_local() if is_dtensor(tensor) else tensor
-        return own.untyped_storage().data_ptr()
+        return _held_here(tensor).untyped_storage().data_ptr()
     except Exception:
         return id(tensor)
+
+
+def _held_here(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what this rank has of a tensor.
+
+    An operation on a DTensor may be a collective, for which no other rank may be there: only who is
+    called again has the weights of the call before.
+    """
+    return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
 # --------------------------------------------------------------------------- how it is seen
 
 
 def _print_of(tensors: Iterable[torch.Tensor]) -> Print:
-    return tuple(zlib.crc32(flat_bytes(one)[:FEW_BYTES].cpu().numpy().data) for one in tensors)
+    few = (flat_bytes(_held_here(one))[:FEW_BYTES] for one in tensors)
+    return tuple(zlib.crc32(one.cpu().numpy().data) for one in few)
 
 
 def _print_of_scheduler(scheduler: LRScheduler) -> Print:
