@@ -34,6 +34,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from elastic import train
+from elastic.core.policy.exchange_plan import BUCKET_BYTES
 from elastic.train.torch import prepare_data_loader, prepare_model, prepare_optimizer
 from elastic.worker.engine import train_call
 from elastic.worker.group.c10d import default_group
@@ -43,7 +44,6 @@ from elastic.worker.group.peer_sockets import PeerAddress
 from elastic.worker.group.shared_memory import OwnMemory
 from elastic.worker.group.store_server import StoreServer
 from elastic.worker.process.local import LocalRun, local_context
-from elastic.worker.reduce.buckets import BUCKET_BYTES
 from elastic.worker.reduce.tree_exchange import MicroBatchPartition, make_exchange
 
 VARIANTS = ("ddp", "bitwise", "samples")

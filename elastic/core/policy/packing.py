@@ -142,7 +142,7 @@ class WorkerPlacer:
         hosting: Mapping[NodeId, int],
         *,
         barred: Mapping[NodeId, object],
-        pinned: bool = False,
+        pinned: bool,
     ) -> None:
         """Build the heaps.
 

@@ -87,7 +87,7 @@ class CopyCandidate:
     refused_until_ns: int = 0
 
 
-def is_fit(place: CopyCandidate, now_ns: int, source: NodeId = ALL_ALIKE) -> bool:
+def is_fit(place: CopyCandidate, now_ns: int, source: NodeId) -> bool:
     has_it = place.has_members if source == ALL_ALIKE else place.node_id == source
     return (
         place.is_present

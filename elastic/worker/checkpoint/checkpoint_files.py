@@ -267,9 +267,7 @@ def write_shared_files(
     return stored
 
 
-def stock_state(
-    state: Mapping[str, Any], aliases: Sequence[Mapping[str, str]] = ()
-) -> dict[str, Any]:
+def stock_state(state: Mapping[str, Any], aliases: Sequence[Mapping[str, str]]) -> dict[str, Any]:
     """Return the objects of a run under the names that people give them.
 
     The first model is "model", the next one "model_1"; so with optimizers and all else. Names of
@@ -351,7 +349,7 @@ def _write_stock(
 
 
 def read_tensors(
-    files: Files, manifest: Manifest, wanted: Mapping[int, RowRange] | None = None
+    files: Files, manifest: Manifest, wanted: Mapping[int, RowRange] | None
 ) -> list[torch.Tensor]:
     """Return all tensors of a checkpoint, by number, after every byte that was read was checked.
 

@@ -106,7 +106,7 @@ class ReportedCheckpoints:
         link: ReportLink,
         clock: Clock,
         committer: Committer | None,
-        on_commit: Callable[[], None] = lambda: None,
+        on_commit: Callable[[], None],
     ) -> None:
         self.origin, self.run = origin, run
         self.pending: set[str] = set()

@@ -227,7 +227,7 @@ class Snapshotter:
                 writer.is_awaited = False
 
     def wait_durable(
-        self, is_over: Callable[[], bool], beat: Callable[[], None], timeout_s: float = LEAVING_S
+        self, is_over: Callable[[], bool], beat: Callable[[], None], timeout_s: float
     ) -> None:
         """Wait until what was taken is durable or given up; for a while, and in a living group."""
         self.settle()

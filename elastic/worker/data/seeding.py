@@ -35,7 +35,7 @@ def seed_like_a_process(rank: int) -> None:
     random.seed(seed)
 
 
-def seed_step(data: Data | None, cursor: Cursor, shard: int = 0) -> None:
+def seed_step(data: Data | None, cursor: Cursor, shard: int) -> None:
     """Have optimizers that draw (noise, stochastic rounding) do so alike on all ranks.
 
     Each comes from another micro-batch, and there are as many ranks as there happen to be.

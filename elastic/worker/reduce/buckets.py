@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from elastic.core.policy.exchange_plan import BUCKET_BYTES
 from elastic.errors import InvariantViolation, UsageError
 from elastic.worker.group.shared_memory import OwnMemory
 from elastic.worker.state.train_state import OptimizerUnit
@@ -171,7 +170,7 @@ class Bucket:
                 leaf.tensor.mul_(weight)
 
 
-def lay_out(units: Sequence[OptimizerUnit], bucket_bytes: int = BUCKET_BYTES) -> list[Bucket]:
+def lay_out(units: Sequence[OptimizerUnit], bucket_bytes: int) -> list[Bucket]:
     """Cut the parameters of all units into buckets, last registered first.
 
     Backward reaches them in about this order. A bucket has one type and one device.

@@ -53,7 +53,7 @@ class CommitGate:
         self,
         parameters: Iterable[torch.Tensor],
         activity: Activity,
-        is_over: Callable[[], bool] = lambda: False,
+        is_over: Callable[[], bool],
     ) -> None:
         devices = dict.fromkeys(parameter.device for parameter in parameters)
         self._devices = [one for one in devices if accelerator_of(one) is not None]

@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import nn
 
-from elastic.core.policy.exchange_plan import bucket_bytes_for
+from elastic.core.policy.exchange_plan import BUCKET_BYTES, bucket_bytes_for
 from elastic.errors import InvariantViolation, UsageError
 from elastic.worker.base.activity import Activity
 from elastic.worker.base.spans import span
@@ -27,7 +27,7 @@ from elastic.worker.group.member_links import links_of
 from elastic.worker.group.shared_memory import OwnMemory
 from elastic.worker.reduce.backward import around_backward
 from elastic.worker.reduce.bucket_exchanges import BucketExchanges
-from elastic.worker.reduce.buckets import BUCKET_BYTES, Bucket, lay_out
+from elastic.worker.reduce.buckets import Bucket, lay_out
 from elastic.worker.reduce.commit_gate import CommitGate
 from elastic.worker.reduce.grad_preview import expose_partial_grad, hide, is_shown, show_zeros
 from elastic.worker.reduce.model_buffers import ModelBuffers

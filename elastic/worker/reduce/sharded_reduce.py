@@ -154,7 +154,7 @@ class ShardedReducer:
         modules: Sequence[nn.Module],
         *,
         activity: Activity,
-        is_over: Callable[[], bool] = lambda: False,
+        is_over: Callable[[], bool],
     ) -> None:
         """Surround backward; nothing else changes until a step begins.
 

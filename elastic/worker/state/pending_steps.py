@@ -81,7 +81,7 @@ class PendingOptimizerSteps:
         return sum(1 << number for number, one in enumerate(optimizers) if one in self)
 
     def hold_back(
-        self, optimizer: torch.optim.Optimizer, shared: Iterable[torch.nn.Parameter] = ()
+        self, optimizer: torch.optim.Optimizer, shared: Iterable[torch.nn.Parameter]
     ) -> None:
         """Put its gradients away, where `zero_grad` and later backward calls do not reach them.
 
