@@ -220,14 +220,14 @@ def num_batches(left: Ranges, world_size: int, size: int, drop_last: bool = Fals
 
 
 def batch_sizes(rows: int, batches: int, size: int) -> list[int]:
-    """Return the rows of each batch: full batches, then the rest; none is empty if possible.
+    """Return the rows of each batch: full batches, then the rest; only the last ones are empty.
 
     A rank with one row less might lack a last batch, and the others' last backward would wait for
     it; so it keeps one row of an earlier batch for the last.
     """
     sizes = []
     for number in range(batches):
-        taken = min(size, max(0, rows - (batches - number - 1)))
+        taken = min(size, max(min(1, rows), rows - (batches - number - 1)))
         sizes.append(taken)
         rows -= taken
     return sizes

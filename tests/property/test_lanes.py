@@ -78,6 +78,7 @@ def test_a_pass_by_rank_goes_on_at_another_world_size_with_each_row_once(
             assert len(sizes) == batches
             assert max(sizes, default=0) <= size
             assert sum(sizes) == own
+            assert 0 not in sizes[:own]  # Without gradients an empty one is passed over.
             if size > 1 and own:  # Others wait for nobody who has rows at all.
                 assert min(sizes) > 0
             seen += places_of(mine, 0, sum(sizes[:done])).tolist()
